@@ -37,7 +37,7 @@ from benchmarks.worker import BOUND_S, Side, step_of, stored
 from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.transfer.loading.loads import Loads
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import paged_group
@@ -99,7 +99,7 @@ class Counting:
         self._thread.join()
 
 
-def load_once(loads: Loads, plan: LoadPlan) -> float:
+def load_once(loads: Loader, plan: LoadPlan) -> float:
     """Load the prompt; the seconds it took."""
     begun = time.perf_counter()
     loads.submit(plan)
@@ -115,7 +115,7 @@ class Processor(NamedTuple):
     system_s: float
 
 
-def without_copies(loads: Loads, plan: LoadPlan) -> Processor:
+def without_copies(loads: Loader, plan: LoadPlan) -> Processor:
     """Return the processor time of a load by an agent that copies nothing."""
 
     def nothing(*_: object) -> None: ...
@@ -199,7 +199,7 @@ def saved(side: Side) -> list[LoadMove]:
     return stored(side.index, NAMESPACE, saves)
 
 
-def measure(loads: Loads, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:
+def measure(loads: Loader, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:
     """Medians over rounds."""
     found: list[Held] = []
     python: list[Processor] = []

@@ -40,7 +40,7 @@ from objkv.agent.core import CoreLimits
 from objkv.agent.memory.arena import PAGE
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cli.command import Session
-from objkv.codec import payload, sealing
+from objkv.codec import payload, seal
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
@@ -48,7 +48,6 @@ from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -58,7 +57,8 @@ from objkv.stores.base import Arrived, Buffer, WriteStore, copy_bytes
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import DeviceDriver, add_driver, driver_of
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.contracts.memory_index import MemoryIndex
 from tests.device import simulated
 from tests.device.devices import (
     COPY_GBPS,
@@ -69,6 +69,7 @@ from tests.device.devices import (
     open_device,
 )
 from tests.support.inside import InsideAgent
+from tests.support.plans import packed
 
 FORMS: Final = ("NHD", "HND")
 """Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not
@@ -286,7 +287,7 @@ class Rig:
         self._timed.events, self._store.saved = [], []
         self._note("forward save", self._processor_s(lambda: self._worker.end_forward(plan)))
         held = StepPlan(held=frozenset({name}))
-        self._wait(lambda: name in self._worker.results(held, set()).sent)
+        self._wait(lambda: name in self._worker.results(held, set()).finished_sending)
         report = self._worker.take_report()
         assert report is None or not report.dropped, "saves were dropped"
         seconds = self._timed.seconds()
@@ -361,7 +362,7 @@ class Rig:
 
     def _take_loads(self) -> None:
         began = time.thread_time()
-        received = self._worker.results(_NO_TRANSFERS, set()).received
+        received = self._worker.results(_NO_TRANSFERS, set()).finished_recving
         self._results_s = time.thread_time() - began
         for name in received:
             self._latencies.append(time.perf_counter() - self._started.pop(name))
@@ -371,7 +372,7 @@ class Rig:
         """Return a step with one load, in the form in which a worker receives it."""
         self._requests += 1
         name = f"load {self._requests}"
-        load = LoadPlan(name, NAMESPACE, LoadMoves.pack(loads), sync=False)
+        load = LoadPlan(name, NAMESPACE, packed(loads), sync=False)
         return copy.deepcopy(StepPlan(loads=(load,)))
 
     def _mark(self) -> Any:
@@ -502,7 +503,7 @@ def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnsw
         for _ in _LAYERS:
             simulated.sleep(round(seconds * 1e6 / len(_LAYERS)))
 
-    for module in (payload, sealing):
+    for module in (payload, seal):
         vars(module)["digest"] = lambda content: "0" * 32
     bench = Bench(device, chunks, compute)
     seconds = bench.run(rounds, model_time, in_place=True)

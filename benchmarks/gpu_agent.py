@@ -47,7 +47,6 @@ from objkv.ops.bench.sample import NAMESPACE
 from objkv.programs.gpu_facts import device_name, plain_copy
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import driver_of
-from objkv.transfer.loading.loader import Loader
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove
 from tests.device.devices import open_device
@@ -142,8 +141,8 @@ def caches_of(device: torch.device, form: str) -> list[torch.Tensor]:
 
 def is_registering(side: Side) -> bool:
     """Whether the device cannot read all of the agent's memory yet that was loaded so far."""
-    loads = side.worker.loads
-    return isinstance(loads, Loader) and loads.is_registering
+    frames = side.worker.loads.on_device
+    return frames is not None and frames.windows is not None and frames.windows.is_registering
 
 
 def settle(side: Side, prompts: Prompts, numbers: Sequence[int]) -> None:

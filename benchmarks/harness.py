@@ -309,5 +309,5 @@ def open_store(config: Config) -> PruneStore:
 
 def local_config(**settings: str) -> Config:
     """Return settings with these values, defaults otherwise, independent of the environment."""
-    ends = {"bulk_url": "memory:", "index_url": "memory:"}
+    ends = {"bulk_url": "file:///nowhere"}
     return load_config(ends | settings, environ={})

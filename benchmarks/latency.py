@@ -35,10 +35,14 @@ from unittest import mock
 from benchmarks.agent import show
 from benchmarks.worker import stores
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Opening, pack_opening, unpack_opening
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import (
+    Opening,
+    PayloadRequest,
+    Urgency,
+    pack_opening,
+    unpack_opening,
+)
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
@@ -95,10 +99,10 @@ class Bystander:
     def __init__(self, socket: str, chunks: int) -> None:
         self._socket = socket
         self._chunks = chunks
-        self._wanted: dict[str, Wanted] = {}
+        self._wanted: dict[str, PayloadRequest] = {}
         open_ = AgentConnection.open
 
-        def remember(agent: AgentConnection, wanted: list[Wanted], **how: Any) -> Any:
+        def remember(agent: AgentConnection, wanted: list[PayloadRequest], **how: Any) -> Any:
             if len(self._wanted) < chunks:
                 self._wanted |= {one.claim.key.path(): one for one in wanted}
             return open_(agent, wanted, **how)

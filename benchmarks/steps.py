@@ -16,7 +16,6 @@ from benchmarks.sample import make_tokens
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.config import Config, load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
-from objkv.connector.kv.wiring import make_scheduler_side
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, Shards
 from objkv.index.guarded import GuardedIndex
@@ -63,7 +62,12 @@ def bench_steps(setting: BenchSetting) -> Section:
 
 def _rows(steps: int) -> Iterator[BenchRow]:
     config = load_config(
-        {"bulk_url": "memory:", "index_url": "memory:", "lookup_deadline_ms": 10**9}, environ={}
+        {
+            "bulk_url": "file:///kv",
+            "index_url": "sqlite:///i",
+            "lookup_deadline_ms": 10**9,
+        },
+        environ={},
     )
     index = _SilentIndex(open_index(config, NullRecorder()))
     side = _side(config, index)
@@ -95,7 +99,7 @@ def _step(side: SchedulerSide, request: Any) -> None:
 
 def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
     geometry = Geometry((_GROUP,), CHUNK_TOKENS, _BLOCK_TOKENS, tp_size=1)
-    return make_scheduler_side(
+    return SchedulerSide(
         config,
         Roles(loads=True, saves=True, copies_are_synchronous=False, steps_in_flight=2),
         geometry,
@@ -103,6 +107,7 @@ def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
         bulk=open_bulk(config, NullRecorder()),
         index=index,
         recorder=NullRecorder(),
+        prefetch=lambda *_: 0,
     )
 
 

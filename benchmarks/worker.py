@@ -9,7 +9,6 @@ from typing import Any, Final
 
 import torch
 
-from objkv.agent.calls import AgentIndex
 from objkv.assembly.link import AgentLink, Replica
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
@@ -18,7 +17,8 @@ from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ReadIndex
 from objkv.telemetry import NullRecorder
-from objkv.transfer.plan import LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import LoadMove, LoadPlan, SaveMove, SavePlan
+from tests.support.plans import packed
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.steps import Completed
@@ -63,7 +63,7 @@ class Side:
         link = AgentLink(config, Replica(f"bench {os.getpid()}"))
         assert link.await_agent(BOUND_S), "there is no agent"
         stack.callback(link.calls.close)
-        self.index: Any = Completed(AgentIndex(link.calls))
+        self.index: Any = Completed(link.calls)
         """Lookups by the agent."""
         self.caches = caches
         (group,) = geometry.groups
@@ -106,14 +106,14 @@ class Side:
 
     def ended(self) -> bool:
         """Whether a load was reported."""
-        received = bool(self.worker.results(NOTHING, set()).received)
+        received = bool(self.worker.results(NOTHING, set()).finished_recving)
         assert not self.worker.take_failed_blocks(), "a load failed"
         return received
 
 
 def step_of(namespace: str, moves: Sequence[LoadMove], name: str = "r") -> StepPlan:
     """A step that begins a load."""
-    return StepPlan(loads=(LoadPlan(name, namespace, LoadMoves.pack(moves), sync=False),))
+    return StepPlan(loads=(LoadPlan(name, namespace, packed(moves), sync=False),))
 
 
 def stored(index: ReadIndex, namespace: str, saves: Sequence[SaveMove]) -> list[LoadMove]:

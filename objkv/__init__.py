@@ -8,10 +8,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from objkv.assembly.warming import warm
     from objkv.client.chunks import Chunks
     from objkv.client.client import Client, open
     from objkv.client.results import Chunk, Match, Namespace, PinnedPrefix
+    from objkv.client.warming import warm
     from objkv.errors import (
         ConfigError,
         NotStored,
@@ -52,7 +52,7 @@ __all__ = [
 __version__ = "0.1.0"
 
 _PLACES = {
-    "objkv.assembly.warming": ("warm",),
+    "objkv.client.warming": ("warm",),
     "objkv.client.chunks": ("Chunks",),
     "objkv.client.client": ("Client", "open"),
     "objkv.client.results": ("Chunk", "Match", "Namespace", "PinnedPrefix"),

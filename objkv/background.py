@@ -15,7 +15,8 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from threading import Condition, Lock, Thread
+from math import inf
+from threading import Condition, Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
@@ -77,12 +78,11 @@ class Pool(Generic[Job]):
     def __init__(
         self,
         name: str,
-        threads_max: int,
+        threads: int,
         run: Callable[[Job], None],
         *,
         failed: Callable[[Job, Exception], None] | None = None,
         begin: Callable[[], None] | None = None,
-        lazy: bool = False,
     ) -> None:
         """
         Args:
@@ -90,21 +90,19 @@ class Pool(Generic[Job]):
             run: runs one job on a thread of the pool.
             failed: receives exceptions of ``run``; by default they are logged as errors.
             begin: called by each thread before its first job.
-            lazy: start a thread only when a job arrives while all others are busy.
         """
-        self._name = name
-        self._threads_max = threads_max
-        self._run = run
-        self._failed = failed
-        self._begin = begin
+        self._name, self._run, self._failed, self._begin = name, run, failed, begin
         self._lock = Lock()
         self._came, self._ended = Condition(self._lock), Condition(self._lock)
         self._jobs: deque[Job] = deque()
         self._begun = 0
-        self._threads: list[Thread] = []
         self._closed = False
-        for _ in range(0 if lazy else threads_max):
-            self._start_thread()
+        self._threads = [
+            Thread(target=self._work, name=f"{name}-{number}", daemon=True)
+            for number in range(threads)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     @property
     def waiting(self) -> int:
@@ -127,11 +125,10 @@ class Pool(Generic[Job]):
         return self._closed
 
     def put(self, jobs: Iterable[Job]) -> bool:
-        """Queue all jobs. Return False and queue none after ``close``, or if a needed thread cannot
-        be started."""
+        """Queue all jobs. Return False and queue none after ``close``."""
         jobs = list(jobs)
         with self._lock:
-            if self._closed or not self._has_threads_for(len(jobs)):
+            if self._closed:
                 return False
             self._jobs.extend(jobs)
             self._came.notify(len(jobs))
@@ -140,14 +137,8 @@ class Pool(Generic[Job]):
     def drain(self, seconds: float) -> bool:
         """Wait at most ``seconds`` until no job is waiting or running; return whether that
         happened."""
-        end = monotonic() + seconds
         with self._lock:
-            while self._jobs or self._begun:
-                left_s = end - monotonic()
-                if left_s <= 0:
-                    return False
-                self._ended.wait(left_s)
-        return True
+            return self._ended.wait_for(lambda: not self._jobs and not self._begun, seconds)
 
     def close(
         self,
@@ -170,36 +161,12 @@ class Pool(Generic[Job]):
     def __str__(self) -> str:
         return f"{self.waiting} waiting, {self.busy} under way"
 
-    def __repr__(self) -> str:
-        return f"<Pool {self._name}: {self}>"
-
-    def _wake_drained(self) -> None:
-        """Wake the callers of ``drain`` if nothing is left. The lock must be held."""
-        if not self._jobs and not self._begun:
-            self._ended.notify_all()
-
-    def _has_threads_for(self, more: int) -> bool:
-        needed = min(self._threads_max, len(self._jobs) + self._begun + more)
-        while len(self._threads) < needed:
-            try:
-                self._start_thread()
-            except RuntimeError:  # thread limit reached, or the interpreter is shutting down
-                return False
-        return True
-
-    def _start_thread(self) -> None:
-        name = f"{self._name}-{len(self._threads)}"
-        thread = Thread(target=self._work, name=name, daemon=True)
-        thread.start()
-        self._threads.append(thread)
-
     def _work(self) -> None:
         if self._begin is not None:
             self._begin()
         while True:
             with self._lock:
-                while not self._jobs and not self._closed:
-                    self._came.wait()
+                self._came.wait_for(lambda: self._jobs or self._closed)
                 if not self._jobs:
                     return
                 job = self._jobs.popleft()
@@ -212,7 +179,8 @@ class Pool(Generic[Job]):
                 del job  # release its memory now rather than when the next job arrives
                 with self._lock:
                     self._begun -= 1
-                    self._wake_drained()
+                    if not self._jobs and not self._begun:
+                        self._ended.notify_all()
 
     def _take_error(self, job: Job, error: Exception) -> None:
         try:
@@ -256,11 +224,25 @@ class StepThread:
     No exception ends it: those of work go to its future.
     """
 
-    def __init__(self, name: str, *, answer_s: float) -> None:
-        """``answer_s``: a line without an answer for this time is lost. Raises ``OSError`` if the
-        process is out of descriptors."""
-        self._name, self._answer_s = name, answer_s
-        self._lock, self._alarm = Lock(), Alarm()
+    def __init__(
+        self,
+        name: str,
+        *,
+        answer_s: float,
+        queue_max: float = inf,
+        failed: Callable[[Exception], object] = lambda _: None,
+    ) -> None:
+        """
+        Args:
+            answer_s: a line without an answer for this time is lost.
+            queue_max: most work that may wait or have begun.
+            failed: receives what the work of ``run`` raises.
+
+        Raises ``OSError`` if the process is out of descriptors.
+        """
+        self._name, self._answer_s, self._queue_max = name, answer_s, queue_max
+        self._failed = failed
+        self._lock, self._alarm, self._ended = Lock(), Alarm(), Event()
         self._new: deque[_Task] = deque()
         self._ready: deque[tuple[_Task, bytes | BaseException | None]] = deque()
         self._traffic: dict[Line, _Traffic] = {}
@@ -277,10 +259,13 @@ class StepThread:
 
     def start(self, work: Steps[Any]) -> Future[Any] | None:
         """Have work done, none of it by the caller. It can be cancelled until it begins. Returns
-        None after ``close``, or if the system is out of threads."""
+        None if it is refused: the queue is full, the system is out of threads, or after
+        ``close``."""
         task = _Task(work)
         with self._lock:
-            if self._end_at is not None or not self._has_thread():
+            if self._unfinished >= self._queue_max or self._end_at is not None:
+                return None
+            if not self._has_thread():
                 return None
             self._unfinished += 1
             task.future.add_done_callback(self._note_end)
@@ -288,6 +273,25 @@ class StepThread:
         if self._sleeps:
             self._alarm.ring()
         return task.future
+
+    def run(self, job: Callable[[], Steps[None] | None]) -> bool:
+        """Have a job done that nobody waits for. Returns False if it is refused, as by ``start``.
+        What takes long is done in steps, because all other work waits meanwhile."""
+
+        def work() -> Steps[None]:
+            try:
+                yield from in_steps(job())
+            except Exception as exc:
+                logger.debug("job failed thread=%s reason=%r", self._name, exc)
+                self._failed(exc)
+
+        return self.start(work()) is not None
+
+    def wait(self, seconds: float) -> None:
+        """Block until work ends, for at most ``seconds``. Returns at once if some has ended since
+        the last call. For one thread, without other work."""
+        self._ended.wait(seconds)
+        self._ended.clear()
 
     def close(self, seconds: float) -> None:
         """Cancel what has not begun, and wait for the rest, at most ``seconds``; then its questions
@@ -299,15 +303,14 @@ class StepThread:
             self._new.clear()
         for task in left:
             task.future.cancel()
+        if self._thread is None:  # there was none to be had
+            self._alarm.close()
+            return
         self._alarm.ring()
-        if self._thread is not None:
-            self._thread.join(seconds + JOIN_S)
-
-    def __repr__(self) -> str:
-        return f"<StepThread {self._name}: {self._unfinished} unfinished>"
+        self._thread.join(seconds + JOIN_S)
 
     def _has_thread(self) -> bool:
-        if self._thread is not None and self._thread.is_alive():
+        if self._thread is not None:
             return True
         thread = Thread(target=self._run, name=self._name, daemon=True)
         try:
@@ -326,7 +329,8 @@ class StepThread:
                     fault = None
                 self._work()
                 self._listen()
-                if self._end_at is not None and (not self._unfinished or self._is_over()):
+                end = self._end_at
+                if end is not None and (not self._unfinished or monotonic() >= end):
                     break
             except Exception as exc:
                 fault = exc
@@ -338,9 +342,6 @@ class StepThread:
         while self._ready or self._new:
             self._work()
         self._alarm.close()
-
-    def _is_over(self) -> bool:
-        return self._end_at is not None and monotonic() >= self._end_at
 
     def _work(self) -> None:
         """Begin new work, and go on with what was answered."""
@@ -376,6 +377,7 @@ class StepThread:
     def _note_end(self, _: Future[Any]) -> None:
         with self._lock:
             self._unfinished -= 1
+        self._ended.set()
 
     def _send(self, line: Line, traffic: _Traffic) -> None:
         """Send what there is room for. The rest follows after an answer."""

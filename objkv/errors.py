@@ -5,8 +5,15 @@ miss, so no error reaches the engine.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from objkv.redact import hide_in_current_error, printable, without_secrets
+
+SCAN_DENIED: Final = (
+    "SCAN is only in the ACL of the role sweeper: run this as that role, with the rights that "
+    "`objkv access --role sweeper` prints"
+)
+"""Part of the message of a ``StoreDenied`` for a scan that only the sweeper may do."""
 
 
 class ObjkvError(Exception):

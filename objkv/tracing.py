@@ -7,11 +7,12 @@ span is OpenTelemetry's, not a range of layers.
 
 import logging
 import os
+import sys
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from threading import Thread
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -22,87 +23,70 @@ logger = logging.getLogger(__name__)
 Attribute = str | int | float | bool
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
-_TRUE = "true"
 _END_S = 2.0
 _ERROR_CHARS_MAX = 500
 
 
-class Span(Protocol):
-    """An operation with a duration. Any thread may use it, not only the one that began it."""
+class Span:
+    """An operation with a duration. Any thread may use it, not only the one that began it. Without
+    a tracer it is disabled."""
 
-    @property
-    def is_on(self) -> bool:
+    def __init__(self, tracer: "Tracer | None" = None, span: Any = None) -> None:
+        self._tracer, self._span = tracer, span
+        self.is_on = tracer is not None
         """Whether the span will be exported."""
 
     def child(self, name: str, **attributes: Attribute) -> "Span":
         """Begin a child span."""
+        span = NO_SPAN
+        if self._tracer is not None:
+            with _logged():
+                span = _begun(self._tracer, name, self._context(), attributes)
+        return span
 
     def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
         """Add a finished child span. The times come from ``now_ns``."""
+        if self._tracer is not None:
+            with _logged():
+                span = self._tracer.start_span(
+                    name, self._context(), attributes=_named(attributes), start_time=begun_ns
+                )
+                span.end(end_time=max(begun_ns, ended_ns))
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
         """End the span with its final attributes. Call it once."""
+        if self._tracer is None:
+            return
+        from opentelemetry.trace import Status, StatusCode
+
+        with _logged():
+            self._span.set_attributes(_named(attributes))
+            if error is not None:
+                self._span.set_status(Status(StatusCode.ERROR, error[:_ERROR_CHARS_MAX]))
+            self._span.end(end_time=now_ns())
+
+    def _context(self) -> Any:
+        from opentelemetry.context import Context
+        from opentelemetry.trace import set_span_in_context
+
+        return set_span_in_context(self._span, Context())
 
 
-class NoSpan:
-    """A disabled span."""
-
-    is_on = False
-
-    def child(self, name: str, **attributes: Attribute) -> Self:
-        """Return this span."""
-        return self
-
-    def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-        """Do nothing."""
-
-    def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        """Do nothing."""
+NO_SPAN = Span()
 
 
-NO_SPAN = NoSpan()
+class Tracing:
+    """Creates spans with an OpenTelemetry tracer, or disabled ones."""
 
-
-class Tracing(Protocol):
-    """Creates spans."""
+    def __init__(self, tracer: "Tracer | None" = None, own: "TracerProvider | None" = None) -> None:
+        """``own``: the provider to close, unless the process shares it."""
+        self._tracer, self._own = tracer, own
 
     def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
         """Begin a span below ``parent``, the request's ``traceparent`` (W3C Trace Context). If it
         is None, begin a new trace."""
-
-    def close(self) -> None:
-        """Send pending spans within 2 s. Idempotent."""
-
-
-class NoTracing:
-    """Tracing without a collector."""
-
-    def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
-        """Return a disabled span."""
-        return NO_SPAN
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
-NO_TRACING = NoTracing()
-
-
-def now_ns() -> int:
-    """Return the time of the spans' clock."""
-    return time.time_ns()
-
-
-class OtelTracing:
-    """Creates spans with an OpenTelemetry tracer."""
-
-    def __init__(self, tracer: "Tracer", own: "TracerProvider | None" = None) -> None:
-        """``own``: the provider to close, unless the process shares it."""
-        self._tracer = tracer
-        self._own = own
-
-    def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
-        """See ``Tracing``."""
+        if self._tracer is None:
+            return NO_SPAN
         from opentelemetry.context import Context
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -118,7 +102,7 @@ class OtelTracing:
             return NO_SPAN
 
     def close(self) -> None:
-        """See ``Tracing``."""
+        """Send pending spans within 2 s. Idempotent."""
         own, self._own = self._own, None
         if own is None:
             return
@@ -129,61 +113,33 @@ class OtelTracing:
             thread.join(_END_S)
 
 
-class _OtelSpan:
-    def __init__(self, tracer: "Tracer", span: Any) -> None:
-        self._tracer = tracer
-        self._span = span
+NO_TRACING = Tracing()
 
-    @property
-    def is_on(self) -> bool:
-        return True
 
-    def child(self, name: str, **attributes: Attribute) -> Span:
-        try:
-            return _begun(self._tracer, name, self._context(), attributes)
-        except Exception as exc:
-            logger.debug("span lost reason=%s", exc)
-            return NO_SPAN
+def now_ns() -> int:
+    """Return the time of the spans' clock."""
+    return time.time_ns()
 
-    def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-        try:
-            span = self._tracer.start_span(
-                name, self._context(), attributes=_named(attributes), start_time=begun_ns
-            )
-            span.end(end_time=max(begun_ns, ended_ns))
-        except Exception as exc:
-            logger.debug("span lost reason=%s", exc)
 
-    def end(self, error: str | None = None, **attributes: Attribute) -> None:
-        from opentelemetry.trace import Status, StatusCode
-
-        try:
-            self._span.set_attributes(_named(attributes))
-            if error is not None:
-                self._span.set_status(Status(StatusCode.ERROR, error[:_ERROR_CHARS_MAX]))
-            self._span.end(end_time=now_ns())
-        except Exception as exc:
-            logger.debug("span lost reason=%s", exc)
-
-    def _context(self) -> Any:
-        from opentelemetry.context import Context
-        from opentelemetry.trace import set_span_in_context
-
-        return set_span_in_context(self._span, Context())
+@contextmanager
+def _logged() -> Iterator[None]:
+    """Log what OpenTelemetry raises, and go on."""
+    try:
+        yield
+    except Exception as exc:
+        logger.debug("span lost reason=%s", exc)
 
 
 def _shut_down(provider: "TracerProvider") -> None:
     """Send pending spans and stop the provider's thread."""
-    try:
+    with _logged():
         provider.shutdown()
-    except Exception as exc:
-        logger.debug("traces not ended reason=%s", exc)
 
 
 def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
     span = tracer.start_span(name, context, attributes=_named(attributes), start_time=now_ns())
     # A span that is not sampled has no children either.
-    return _OtelSpan(tracer, span) if span.is_recording() else NO_SPAN
+    return Span(tracer, span) if span.is_recording() else NO_SPAN
 
 
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
@@ -200,11 +156,11 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
 
     If neither is set, spans are disabled. An invalid configuration is logged once.
     """
-    if environ.get("OTEL_SDK_DISABLED", "").lower() == _TRUE:
+    if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return NO_TRACING
     names = environ.get("OTEL_TRACES_EXPORTER", "otlp")
     wanted = names == "otlp" and any(environ.get(name) for name in _ENDPOINTS)
-    if not wanted and not _is_imported():
+    if not wanted and "opentelemetry.sdk.trace" not in sys.modules:
         return NO_TRACING
     try:
         from opentelemetry import trace
@@ -212,7 +168,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
 
         shared = trace.get_tracer_provider()
         if isinstance(shared, TracerProvider):
-            return OtelTracing(shared.get_tracer("objkv"))
+            return Tracing(shared.get_tracer("objkv"))
         if not wanted:
             return NO_TRACING
         own = _provider(environ)
@@ -222,13 +178,7 @@ def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
     except Exception as exc:  # a variable that the SDK does not accept
         logger.warning("traces wanted but not sent reason=%s", exc)
         return NO_TRACING
-    return OtelTracing(own.get_tracer("objkv"), own)
-
-
-def _is_imported() -> bool:
-    import sys
-
-    return "opentelemetry.sdk.trace" in sys.modules
+    return Tracing(own.get_tracer("objkv"), own)
 
 
 def _provider(environ: Mapping[str, str]) -> "TracerProvider":
@@ -239,7 +189,7 @@ def _provider(environ: Mapping[str, str]) -> "TracerProvider":
     resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "objkv"}))
-    # ``OtelTracing.close`` shuts it down within a bound, so the process's exit must not wait for
+    # ``Tracing.close`` shuts it down within a bound, so the process's exit must not wait for
     # it.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))

@@ -138,34 +138,19 @@ def test_a_job_that_is_done_is_not_kept_until_the_next_one() -> None:
     pool.close()
 
 
-def test_a_lazy_pool_starts_threads_as_jobs_need_them_and_each_begins_once() -> None:
+def test_each_thread_begins_once_before_its_first_job() -> None:
     begun, gates = list[str](), [Gate(), Gate(), Gate()]
     pool: Pool[Callable[[], object]] = Pool(
-        "t", 2, run, lazy=True, begin=lambda: begun.append(threading.current_thread().name)
+        "t", 2, run, begin=lambda: begun.append(threading.current_thread().name)
     )
-    assert begun == []
+    pool.put(gates)
     for gate in gates[:2]:
-        pool.put([gate])
         assert gate.begun.wait(PATIENCE_S)
-    pool.put(gates[2:])
-    assert begun == ["t-0", "t-1"]
+    assert sorted(begun) == ["t-0", "t-1"]
     for gate in gates:
         gate.open.set()
     assert pool.drain(PATIENCE_S)
-    assert begun == ["t-0", "t-1"]
-    pool.close()
-
-
-def test_a_lazy_pool_refuses_what_it_gets_no_thread_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_thread: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    pool: Pool[Callable[[], object]] = Pool("t", 1, run, lazy=True)
-    with monkeypatch.context() as patched:
-        patched.setattr(threading.Thread, "start", refuse)
-        assert not pool.put([list])
-    assert pool.put([list])
-    assert pool.drain(PATIENCE_S)
+    assert sorted(begun) == ["t-0", "t-1"]
     pool.close()
 
 

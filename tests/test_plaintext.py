@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from objkv.config import Config, load_config
 from objkv.config.urls import is_this_machine, parse_url
 from objkv.errors import ConfigError
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 
 HERE = ("127.0.0.1", "127.8.9.1", "localhost", "LOCALHOST.", "a.localhost", "[::1]")
 ELSEWHERE = (
@@ -17,7 +17,7 @@ ELSEWHERE = (
 
 
 def settings(**given: object) -> Config:
-    return load_config({"bulk_url": "memory:", **given}, environ={})
+    return load_config({"bulk_url": "file:///kv", **given}, environ={})
 
 
 def url_of(scheme: str, *hosts: str) -> str:
@@ -104,5 +104,5 @@ def test_an_endpoint_that_only_awss_own_settings_name_is_refused_too(
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://minio.svc:9000")
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with pytest.raises(ConfigError, match=r"http://minio\.svc:9000.* set allow_plaintext"):
-        open_s3_client(settings(bulk_url="s3://bucket"))
-    open_s3_client(settings(bulk_url="s3://bucket", allow_plaintext=True)).close()
+        open_s3_access(settings(bulk_url="s3://bucket"))
+    open_s3_access(settings(bulk_url="s3://bucket", allow_plaintext=True)).close()

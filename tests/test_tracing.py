@@ -15,16 +15,16 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from objkv import tracing as tracing_module
-from objkv.tracing import NO_SPAN, NO_TRACING, OtelTracing, now_ns, open_tracing
+from objkv.tracing import NO_SPAN, NO_TRACING, Tracing, now_ns, open_tracing
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{ABOVE}-01"
 
 
-def collected() -> tuple[OtelTracing, InMemorySpanExporter]:
+def collected() -> tuple[Tracing, InMemorySpanExporter]:
     exporter, provider = InMemorySpanExporter(), TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
-    return OtelTracing(provider.get_tracer("objkv")), exporter
+    return Tracing(provider.get_tracer("objkv")), exporter
 
 
 def test_a_span_and_its_parts_belong_to_the_trace_of_the_request() -> None:
@@ -68,7 +68,7 @@ def test_a_failure_is_told_in_a_sentence_of_bounded_length() -> None:
 
 
 def test_a_trace_that_is_not_sampled_has_no_parts_and_never_complains() -> None:
-    tracing = OtelTracing(TracerProvider(sampler=ALWAYS_OFF).get_tracer("objkv"))
+    tracing = Tracing(TracerProvider(sampler=ALWAYS_OFF).get_tracer("objkv"))
     assert tracing.begin("objkv.load", None) is NO_SPAN
     assert tracing.begin("objkv.load", f"00-{TRACE}-{ABOVE}-00") is NO_SPAN
     assert NO_SPAN.child("part") is NO_SPAN
@@ -164,7 +164,7 @@ class BrokenSpan:
 
 
 def test_whatever_opentelemetry_raises_is_no_span_nor_is_a_parent_that_is_no_text() -> None:
-    tracing = OtelTracing(Broken().get_tracer("objkv"))
+    tracing = Tracing(Broken().get_tracer("objkv"))
     assert tracing.begin("objkv.load", None) is NO_SPAN
     assert tracing.begin("objkv.load", PARENT) is NO_SPAN
     tracing, exporter = collected()
@@ -175,7 +175,7 @@ def test_whatever_opentelemetry_raises_is_no_span_nor_is_a_parent_that_is_no_tex
 def test_parts_and_ends_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = Broken().get_tracer("objkv")
     monkeypatch.setattr(tracer, "start_span", lambda *_, **__: BrokenSpan())
-    span = OtelTracing(tracer).begin("objkv.load", None)
+    span = Tracing(tracer).begin("objkv.load", None)
     assert span.is_on
     span.part("objkv.get", 1, 2, chunk=1)
     span.end("failed", bytes=1)
@@ -202,7 +202,7 @@ def test_a_collector_that_says_nothing_does_not_hold_up_the_end(
 ) -> None:
     monkeypatch.setattr(tracing_module, "_END_S", 0.01, raising=False)
     own = HeldProvider()
-    tracing = OtelTracing(own.get_tracer("objkv"), own)
+    tracing = Tracing(own.get_tracer("objkv"), own)
     tracing.close()
     tracing.close()
     assert not own.go.is_set()
@@ -214,7 +214,7 @@ def test_a_collector_that_says_nothing_does_not_hold_up_the_end(
 def test_what_is_left_is_sent_at_the_end_and_its_thread_ends() -> None:
     exporter, own = InMemorySpanExporter(), TracerProvider(shutdown_on_exit=False)
     own.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=3_600_000))
-    tracing = OtelTracing(own.get_tracer("objkv"), own)
+    tracing = Tracing(own.get_tracer("objkv"), own)
     tracing.begin("objkv.lookup", None).end()
     tracing.close()
     assert [span.name for span in exporter.get_finished_spans()] == ["objkv.lookup"]
@@ -225,7 +225,7 @@ def test_after_its_end_spans_are_dropped_without_a_word(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     own = TracerProvider(shutdown_on_exit=False)
-    tracing = OtelTracing(own.get_tracer("objkv"), own)
+    tracing = Tracing(own.get_tracer("objkv"), own)
     begun = tracing.begin("objkv.load", None)
     tracing.close()
     begun.end()

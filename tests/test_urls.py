@@ -5,6 +5,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import unquote
 
@@ -21,7 +22,7 @@ from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.redact import forget_secrets, without_secrets
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
 
 
@@ -66,7 +67,7 @@ def test_a_bucket_and_its_prefix_are_taken_as_written() -> None:
     [
         ("bulk_url", "/mnt/x", "a path needs file:// in front of it"),
         ("index_url", "/mnt/i", "a path needs sqlite:// in front of it"),
-        ("bulk_url", "gs://b", "write s3://BUCKET/PREFIX or file:///PATH or memory:"),
+        ("bulk_url", "gs://b", "write s3://BUCKET/PREFIX or file:///PATH"),
         ("bulk_url", "s3", "write s3://BUCKET/PREFIX or"),
         ("bulk_url", "s3n://b/p", "write s3:// instead of s3n://"),
         ("bulk_url", "http://u:pw@h:9000/b", "set s3_endpoint_url to the server, http://HOST:PORT"),
@@ -79,7 +80,7 @@ def test_a_bucket_and_its_prefix_are_taken_as_written() -> None:
         ("bulk_url", "s3://b/p?region=x", "a query (?...) is not used"),
         ("bulk_url", "s3://b/p\nq", "a control character"),
         ("bulk_url", "file://a/b", "the path must be absolute; write file:///PATH"),
-        ("bulk_url", "memory:x", "nothing may follow the colon; write memory:"),
+        ("bulk_url", "memory:", "write s3://BUCKET/PREFIX or file:///PATH"),
         ("index_url", "bulk:///x", "nothing may follow the colon; write bulk:"),
         ("index_url", "sqlite://a.db", "the path must be absolute; write sqlite:///PATH"),
         ("index_url", "http://h", "index_url: write "),
@@ -136,7 +137,7 @@ _SETTINGS = (
     ("index_url", "redis://u:{}@far.example"),
     ("index_url", "https://u:{}@h"),
     ("index_url", "sqlite://u:{}@h/x"),
-    ("index_url", "memory://u:{}@h/x"),
+    ("index_url", "bulk://u:{}@h/x"),
     ("bulk_url", "s3://k:{}@bucket/p"),
     ("bulk_url", "s3://{}@bucket/p"),
     ("bulk_url", "file://u:{}@h/p"),
@@ -190,7 +191,7 @@ def test_no_part_of_a_password_in_a_setting_is_shown(place: tuple[str, str], pas
     value = form.format(password)
 
     def opened() -> str:
-        config = load_config({"bulk_url": "memory:", name: value}, environ={})
+        config = load_config({"bulk_url": "file:///kv", name: value}, environ={})
         with open_backends(config, NullRecorder()) as backends:
             return f"{config!r} {config} {config.public()} {backends!r}"
 
@@ -230,7 +231,7 @@ def test_no_part_of_a_password_in_another_variable_is_shown(
 ) -> None:
     environ = {name: form.format(password), "AWS_CONFIG_FILE": "/dev/null", "HOME": "/nowhere"}
     with patch.dict(os.environ, environ):
-        text = outcome(lambda: open_s3_client(load_config({"bulk_url": "s3://b"}, environ={})))
+        text = outcome(lambda: open_s3_access(load_config({"bulk_url": "s3://b"}, environ={})))
         text += outcome(lambda: MetricsSource("http://far.example", deadline_s=1))
         text += outcome(lambda: check_proxies("https_proxy", "all_proxy"))
     assert shown(password, text) == []
@@ -241,11 +242,12 @@ def test_no_part_of_a_password_in_another_variable_is_shown(
 def test_doctor_shows_no_part_of_a_password(
     place: tuple[str, str],
     password: str,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level(logging.DEBUG, logger="objkv")
-    monkeypatch.setenv("OBJKV_BULK_URL", "memory:")
+    monkeypatch.setenv("OBJKV_BULK_URL", f"file://{tmp_path}/kv")
     monkeypatch.setenv(f"OBJKV_{place[0].upper()}", place[1].format(password))
     for options in ((), ("--json",)):
         ran = CliRunner().invoke(app, ["--debug", "doctor", *options])
@@ -263,5 +265,5 @@ def test_an_endpoint_of_a_profile_is_not_shown(
         monkeypatch.setenv("AWS_CONFIG_FILE", file)
         config = load_config({"bulk_url": "s3://b"}, environ={})
         with pytest.raises(ConfigError, match="endpoint_url of the AWS profile") as caught:
-            open_s3_client(config)
+            open_s3_access(config)
         assert shown("QXZJ-QXZJ/QXZJ", told(caught.value)) == []

@@ -29,7 +29,7 @@ from rich.table import Table
 from benchmarks.peers.contest import Contest, Options, Result, Row
 from benchmarks.peers.crew import ENTRANTS, Entrant
 from objkv.config import Config
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.servers.redis import valkey_server
 
@@ -63,7 +63,7 @@ def servers() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
                 s3_access_key_id=BUCKET,
                 s3_secret_access_key=BUCKET,
             )
-            client = open_s3_client(config)
+            client = open_s3_access(config).client
             client.create_bucket(Bucket=BUCKET)
             commands = redis.client()
 

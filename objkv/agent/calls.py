@@ -2,34 +2,33 @@
 
 Lookups have a message of their own, and a board of answers that all replicas read. All other calls
 are rare, and are JSON: a verb and its arguments, with hashes as hex and records as an index writes
-them. Replicas read the identities of namespaces and the operators' switch, and write identities
-that do not exist yet. They get no other file, and no payload.
+them. ``answering`` is the agent's side.
 """
 
 import base64
 import json
 import logging
-import re
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, replace
+from dataclasses import asdict, replace
 from time import monotonic
 from typing import Any, Final, TypeVar
 
 from objkv import errors
 from objkv.agent.client import AgentConnection
-from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
-from objkv.agent.messages import MessageKind, ProtocolError, kind_of, pack_call, unpack_text
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.unsaved.payloads import UnsavedPayloads
-from objkv.agent.unsaved.policy import PutPolicy
+from objkv.agent.messages import (
+    MessageKind,
+    PrefetchOrder,
+    ProtocolError,
+    kind_of,
+    pack_call,
+    unpack_text,
+)
 from objkv.background import ClosedError, Steps
-from objkv.cache.switch import SWITCH_PATH
-from objkv.errors import ObjkvError, StoreDenied, StoreError, StoreUnavailable, TransferError
-from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards, WriteIndex
-from objkv.index.fields import decode_shard, encode_shard, written_rows
+from objkv.errors import ObjkvError, StoreError, StoreUnavailable, TransferError
+from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards
+from objkv.index.fields import decode_shard, encode_shard
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.stores.base import Buffer, WriteStore
+from objkv.stores.base import Buffer
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
@@ -37,179 +36,15 @@ DOCUMENT_BYTES_MAX: Final = 32_768
 """Of a document, in an answer."""
 _CHUNKS_MAX = 1024
 """Chunks in a call, which fit into a message."""
-_IDENTITY = re.compile(r"[0-9a-f]{32}/identity\.json")
 RETRY_S = 1.0
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
-_INVALID = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
-_NAMESPACE = re.compile(r"[0-9a-f]{32}")
 Arguments = Mapping[str, Any]
 T = TypeVar("T")
-_MISSING_S: Final = 0.5
-"""For how long it is remembered that a chunk is missing. Saves of this node end that at once."""
-
-
-class NodeLookups:
-    """Answers ``find`` from ``index`` and the unsaved payloads of this node, and keeps blocks of
-    answers on a board that replicas read. Thread-safe."""
-
-    def __init__(
-        self,
-        index: WriteIndex,
-        unsaved: UnsavedPayloads,
-        board: AnswerBoard,
-        *,
-        ttl_s: float,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        """``board``: this object closes it. ``ttl_s``: how long an answer is valid."""
-        self._index, self._unsaved, self.board = index, unsaved, board
-        self._ttl_s, self._clock = ttl_s, clock
-
-    def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
-        """Return the text of each block of the answer for these prefix hashes."""
-        scope, now = Scope(namespace, fields), self._clock()
-        blocks = scope.blocks(hashes)
-        keys = list(map(scope.key, blocks))
-        texts = [self._read(key, now) for key in keys]
-        unknown = [number for number, text in enumerate(texts) if text is None]
-        # Before they are looked up: what changes meanwhile must not be kept.
-        drafts = [self.board.begin(keys[number], _divided(blocks[number])) for number in unknown]
-        try:
-            found = iter(self._ask(namespace, drafts, fields))
-            for number, draft in zip(unknown, drafts, strict=True):
-                shards = [next(found) for _ in draft.hashes]
-                text = texts[number] = b"\n".join(written_rows(shards, fields))
-                is_whole = all(one is not None and len(one) == len(fields) for one in shards)
-                ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
-                if ttl_s:
-                    self.board.write(draft, text, (now, now + ttl_s))
-        finally:
-            self.board.end(drafts)
-        return [text for text in texts if text is not None]
-
-    def close(self) -> None:
-        """Close the board. Idempotent."""
-        self.board.close()
-
-    def _ask(
-        self, namespace: str, drafts: Sequence[Draft], fields: tuple[str, ...]
-    ) -> Sequence[Shards | None]:
-        asked = [one for draft in drafts for one in draft.hashes]
-        if not asked:
-            return ()
-
-        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
-            return self._index.find(namespace, some, fields)
-
-        return self._unsaved.find(namespace, asked, fields, look_up)
-
-    def _read(self, key: bytes, now: float) -> bytes | None:
-        found = self.board.find(key, now)
-        return None if found is None else self.board.read(key, found)
-
-
-def _divided(hashes: bytes) -> list[bytes]:
-    step = PREFIX_HASH_BYTES
-    return [hashes[at : at + step] for at in range(0, len(hashes), step)]
-
-
-class NodeCalls:
-    """The agent's side: runs calls on its index and bulk store. Thread-safe."""
-
-    def __init__(
-        self,
-        index: WriteIndex,
-        bulk: WriteStore,
-        prefetches: Prefetches | None = None,
-        policy: PutPolicy | None = None,
-        *,
-        ttl_s: int,
-        changed: Callable[[bytes], object] = lambda prefix_hash: None,
-    ) -> None:
-        """``ttl_s``: life of records that clients write or touch. Theirs does not count: those that
-        were given only the socket do not know that of the store. ``changed``: called after a
-        client has changed a chunk's record."""
-        self._index, self._bulk, self._prefetches = index, bulk, prefetches
-        self._policy, self._ttl_s, self._changed = policy, ttl_s, changed
-        self._verbs: dict[str, Callable[[Arguments], Any]] = {
-            "lookup": self._lookup,
-            "publish": self._publish,
-            "touch": self._touch,
-            "credit": self._credit,
-            "forget": self._forget,
-            "get": self._get,
-            "put": self._put,
-            "prefetch": self._prefetch,
-        }
-
-    def run(self, text: str) -> str:
-        """Run a call and return its result. Raises ``StoreError``, also for an invalid call."""
-        try:
-            call = json.loads(text)
-            verb = self._verbs[call.pop("verb")]
-            return json.dumps(verb(call))
-        except _INVALID as exc:
-            raise StoreDenied(f"an invalid call: {exc!r}"[:1000]) from exc
-
-    def _lookup(self, call: Arguments) -> list[Any]:
-        found = self._index.lookup(_namespace(call), _hashes(call))
-        return [None if one is None else _record_text(one) for one in found]
-
-    def _publish(self, call: Arguments) -> None:
-        chunk = _entry(call)
-        self._index.publish(chunk, _shards(call["shards"]), ttl_s=self._ttl_s)
-        self._changed(chunk.prefix_hash)
-
-    def _touch(self, call: Arguments) -> None:
-        self._index.touch(_namespace(call), _hashes(call), ttl_s=self._ttl_s)
-
-    def _credit(self, call: Arguments) -> None:
-        savings = Savings(**call["savings"])
-        _namespace(call["savings"])
-        if not all(type(one) is int for one in astuple(savings)[2:]):
-            raise ValueError("savings must be integers")
-        if self._policy is not None:
-            self._policy.credited(savings)
-        self._index.credit(savings)
-
-    def _forget(self, call: Arguments) -> bool:
-        (expected,) = _shards({call["field"]: call["expected"]}).values()
-        (prefix_hash,) = _hashes(call)
-        forgot = self._index.forget(_namespace(call), prefix_hash, call["field"], expected)
-        self._changed(prefix_hash)
-        return forgot
-
-    def _prefetch(self, call: Arguments) -> dict[str, int]:
-        if self._prefetches is None:
-            raise StoreDenied("this agent does not prefetch")
-        order = PrefetchOrder(**call["order"])
-        return asdict(self._prefetches.start(_namespace(call), _hashes(call), order))
-
-    def _get(self, call: Arguments) -> str | None:
-        path: str = call["path"]
-        if path != SWITCH_PATH:
-            _check_identity(path)
-        start = int(call.get("start", 0))
-        document = self._bulk.get_range(path, max(0, start), max(0, start) + DOCUMENT_BYTES_MAX)
-        return None if document is None else base64.b64encode(document).decode()
-
-    def _put(self, call: Arguments) -> bool:
-        path: str = call["path"]
-        _check_identity(path)
-        return self._bulk.put_if_absent(path, base64.b64decode(call["document"]))
 
 
 class AgentCalls:
-    """A replica's side, in steps of one thread. Lookups have a connection of their own, so none
-    waits for another call."""
+    """The parts of a ``WriteIndex`` and a ``WriteStore`` that replicas use, in steps of one thread.
+    Lookups have a connection of their own, so none waits for another call."""
 
     def __init__(
         self, connect: Callable[[], AgentConnection], *, clock: Callable[[], float] = monotonic
@@ -220,12 +55,6 @@ class AgentCalls:
         self._retry_at = -1.0
         self._closed = False
         self._trouble = Trouble(logger, "lookups and records by the agent")
-
-    def find(
-        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> Steps[list[Shards | None]]:
-        """See ``ReadIndex.find``."""
-        return self._use(MessageKind.FIND, lambda agent: agent.find(namespace, hashes, fields))
 
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
@@ -261,6 +90,63 @@ class AgentCalls:
             if left is not None:
                 left = left - found["started_bytes"]
         return started
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> Steps[list[Shards | None]]:
+        """See ``ReadIndex``."""
+        if not prefix_hashes or not fields:
+            return [None] * len(prefix_hashes)
+        asked = namespace, prefix_hashes, tuple(fields)
+        return (yield from self._use(MessageKind.FIND, lambda agent: agent.find(*asked)))
+
+    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> Steps[list[Record | None]]:
+        """See ``ReadIndex``."""
+        found = yield from self.run("lookup", namespace=namespace, hashes=_hex(prefix_hashes))
+        return [None if one is None else _read_record(one) for one in found]
+
+    def publish(
+        self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int
+    ) -> Steps[None]:
+        """See ``WriteIndex``."""
+        yield from self.run(
+            "publish",
+            namespace=chunk.namespace,
+            hashes=_hex((chunk.prefix_hash, chunk.parent_hash)),
+            tokens=[chunk.token_start, chunk.token_end],
+            shards={name: encode_shard(one).decode() for name, one in shards.items()},
+            ttl_s=ttl_s,
+        )
+
+    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> Steps[None]:
+        """See ``WriteIndex``."""
+        for first in range(0, len(prefix_hashes), _CHUNKS_MAX):
+            hashes = _hex(prefix_hashes[first : first + _CHUNKS_MAX])
+            touch = self.run("touch", namespace=namespace, hashes=hashes, ttl_s=ttl_s)
+            yield from touch
+
+    def credit(self, savings: Savings) -> Steps[None]:
+        """See ``WriteIndex``."""
+        yield from self.run("credit", savings=asdict(savings))
+
+    def get_range(self, key: str, start: int, end: int) -> Steps[bytes | None]:
+        """See ``ReadStore``. A long document is read in parts, which may be of two versions."""
+        document = b""
+        while start + len(document) < end:
+            at = start + len(document)
+            found = yield from self.run("get", path=key, start=at)
+            if found is None:
+                return None
+            part = base64.b64decode(found)
+            document += part
+            if len(part) < DOCUMENT_BYTES_MAX:
+                break
+        return document[: end - start]
+
+    def put_if_absent(self, key: str, value: Buffer) -> Steps[bool]:
+        """See ``WriteStore``."""
+        document = base64.b64encode(value).decode()
+        return bool((yield from self.run("put", path=key, document=document)))
 
     def close(self) -> None:
         """Close all connections. Idempotent. The thread must have ended."""
@@ -302,140 +188,28 @@ class AgentCalls:
             agent.close()
 
 
-class AgentIndex:
-    """The part of a ``WriteIndex`` that replicas use, in steps."""
-
-    def __init__(self, calls: AgentCalls) -> None:
-        self._calls = calls
-
-    def find(
-        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> Steps[list[Shards | None]]:
-        """See ``ReadIndex``."""
-        if not prefix_hashes or not fields:
-            return [None] * len(prefix_hashes)
-        return (yield from self._calls.find(namespace, prefix_hashes, tuple(fields)))
-
-    def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> Steps[list[Record | None]]:
-        """See ``ReadIndex``."""
-        found = yield from self._calls.run(
-            "lookup", namespace=namespace, hashes=_hex(prefix_hashes)
-        )
-        return [None if one is None else _read_record(one) for one in found]
-
-    def publish(
-        self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int
-    ) -> Steps[None]:
-        """See ``WriteIndex``."""
-        yield from self._calls.run(
-            "publish",
-            namespace=chunk.namespace,
-            hashes=_hex((chunk.prefix_hash, chunk.parent_hash)),
-            tokens=[chunk.token_start, chunk.token_end],
-            shards={name: encode_shard(one).decode() for name, one in shards.items()},
-            ttl_s=ttl_s,
-        )
-
-    def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> Steps[None]:
-        """See ``WriteIndex``."""
-        for first in range(0, len(prefix_hashes), _CHUNKS_MAX):
-            hashes = _hex(prefix_hashes[first : first + _CHUNKS_MAX])
-            touch = self._calls.run("touch", namespace=namespace, hashes=hashes, ttl_s=ttl_s)
-            yield from touch
-
-    def credit(self, savings: Savings) -> Steps[None]:
-        """See ``WriteIndex``."""
-        yield from self._calls.run("credit", savings=asdict(savings))
-
-    def forget(
-        self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord
-    ) -> Steps[bool]:
-        """See ``WriteIndex``."""
-        text, hashes = encode_shard(expected).decode(), _hex((prefix_hash,))
-        forget = self._calls.run(
-            "forget", namespace=namespace, hashes=hashes, field=field, expected=text
-        )
-        return bool((yield from forget))
-
-    def check(self) -> None:
-        """Do nothing: the agent checks its index."""
-
-    def close(self) -> None:
-        """Close the connections to the agent. Idempotent."""
-        self._calls.close()
-
-
-class AgentDocuments:
-    """The part of a ``WriteStore`` that replicas use, in steps: for identities, and the switch to
-    read."""
-
-    def __init__(self, calls: AgentCalls) -> None:
-        self._calls = calls
-
-    def get_range(self, key: str, start: int, end: int) -> Steps[bytes | None]:
-        """See ``ReadStore``. A long document is read in parts, which may be of two versions."""
-        document = b""
-        while start + len(document) < end:
-            at = start + len(document)
-            found = yield from self._calls.run("get", path=key, start=at)
-            if found is None:
-                return None
-            part = base64.b64decode(found)
-            document += part
-            if len(part) < DOCUMENT_BYTES_MAX:
-                break
-        return document[: end - start]
-
-    def put_if_absent(self, key: str, value: Buffer) -> Steps[bool]:
-        """See ``WriteStore``."""
-        document = base64.b64encode(value).decode()
-        return bool((yield from self._calls.run("put", path=key, document=document)))
-
-    def check(self) -> None:
-        """Do nothing: the agent checks its store."""
-
-    def close(self) -> None:
-        """Close the connections to the agent. Idempotent."""
-        self._calls.close()
-
-
 def _hex(hashes: Sequence[bytes]) -> list[str]:
     return [one.hex() for one in hashes]
 
 
-def _hashes(call: Arguments) -> list[bytes]:
+def read_hashes(call: Arguments) -> list[bytes]:
+    """Return the hashes of a call. Raises one of its errors for invalid ones, as the others do."""
     hashes = [bytes.fromhex(text) for text in call["hashes"]]
     if any(len(one) != PREFIX_HASH_BYTES for one in hashes):
         raise ValueError("a hash of another length")
     return hashes
 
 
-def _namespace(call: Arguments) -> str:
-    name: str = call["namespace"]
-    if _NAMESPACE.fullmatch(name) is None:
-        raise ValueError("an invalid namespace")
-    return name
-
-
-def _entry(call: Arguments) -> ChunkEntry:
-    prefix_hash, parent_hash = _hashes(call)
-    start, end = call["tokens"]
-    return ChunkEntry(_namespace(call), prefix_hash, parent_hash, int(start), int(end))
-
-
-def _shards(texts: Mapping[str, str]) -> dict[str, ShardRecord]:
+def read_shards(texts: Mapping[str, str]) -> dict[str, ShardRecord]:
+    """Return the records of a call, by field."""
     found = {name: decode_shard(text.encode("ascii")) for name, text in texts.items()}
     if None in found.values():
         raise ValueError("an invalid record")
     return {name: shard for name, shard in found.items() if shard is not None}
 
 
-def _check_identity(path: str) -> None:
-    if _IDENTITY.fullmatch(path) is None:
-        raise StoreDenied(f"replicas have no access to {path[:100]!r}")
-
-
-def _record_text(record: Record) -> dict[str, Any]:
+def record_text(record: Record) -> dict[str, Any]:
+    """Return a record as a result has it."""
     return {
         "hashes": _hex((record.prefix_hash, record.parent_hash)),
         "tokens": [record.token_start, record.token_end],
@@ -445,7 +219,7 @@ def _record_text(record: Record) -> dict[str, Any]:
 
 
 def _read_record(text: Arguments) -> Record:
-    prefix_hash, parent_hash = _hashes(text)
+    prefix_hash, parent_hash = read_hashes(text)
     (start, end), (hits, touched_s, pinned_until_s) = text["tokens"], text["counts"]
-    shards = _shards(text["shards"])
+    shards = read_shards(text["shards"])
     return Record(prefix_hash, parent_hash, start, end, shards, hits, touched_s, pinned_until_s)

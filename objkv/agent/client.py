@@ -10,28 +10,34 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from threading import Lock
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease, lease_of
 from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
-from objkv.agent.memory.arena import CELLS, Arena
+from objkv.agent.memory.arena import (
+    ALL_FRAMES,
+    CELLS,
+    Arena,
+    Board,
+    CellState,
+    Progress,
+)
 from objkv.agent.messages import (
     DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
-    OPEN_MAX,
-    RELEASE_MAX,
     VERSION,
     CommitStatus,
     Hello,
     MessageKind,
+    OpenAnswer,
     Opening,
+    PayloadRequest,
     ProtocolError,
+    Urgency,
     find_max,
     kind_of,
     pack_commit,
@@ -47,7 +53,6 @@ from objkv.agent.messages import (
     unpack_text,
 )
 from objkv.agent.peers import connect_to
-from objkv.agent.queue import Urgency
 from objkv.background import Alarm, Question, Steps, wait_for
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
@@ -73,6 +78,30 @@ class Connect(Protocol):
     def __call__(self, *, wants_arena: bool = False, outbox: int = -1) -> "AgentConnection":
         """Return a new connection. Raises ``ObjkvError``. For the arguments see
         ``AgentConnection``."""
+
+
+class ArenaLease(NamedTuple):
+    """A payload that the client may read, now or soon."""
+
+    number: int
+    """0 if there is no lease: the payload is a miss."""
+    cell: int
+    progress: Progress
+    """The state when it was opened."""
+
+
+def leases_of(answers: Iterable[OpenAnswer], board: Board) -> list[ArenaLease]:
+    """Return the leases that answers describe. Raises ``ProtocolError``."""
+    leases = []
+    for state, reason, lease, cell, offset, nbytes in answers:
+        if cell >= CELLS:
+            raise ProtocolError(f"cell {cell} is not on the board")
+        frames = ALL_FRAMES if state == CellState.READY else 0
+        progress = Progress(CellState(state), frames, offset, nbytes, reason)
+        if state == CellState.FILLING:
+            progress = board.read(cell)
+        leases.append(ArenaLease(lease, cell, progress))
+    return leases
 
 
 class AgentConnection:
@@ -150,27 +179,21 @@ class AgentConnection:
         return self._is_lost
 
     def open(
-        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
-        """Open payloads of one namespace for reading, in order. Each lease must be released."""
-        leases: list[ArenaLease] = []
+        """Open payloads of one namespace for reading, in order: at most ``OPEN_MAX``. Each lease
+        must be released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
-        for start in range(0, len(wanted), OPEN_MAX):
-            part = wanted[start : start + OPEN_MAX]
-            answer = self._call(pack_opening(Opening(urgency, deadline_ms, part)))
-            for one in self._read(partial(unpack_opened, answer, len(part))):
-                if one.cell >= CELLS:
-                    self._is_lost = True
-                    raise ProtocolError(f"cell {one.cell} is not on the board")
-                leases.append(lease_of(one, self.arena.board))
-        return leases
+        answer = self._call(pack_opening(Opening(urgency, deadline_ms, wanted)))
+        answers = self._read(partial(unpack_opened, answer, len(wanted)))
+        return self._read(partial(leases_of, answers, self.arena.board))
 
     def release(self, leases: Sequence[int]) -> None:
-        """End leases. The memory may change from now on."""
-        for start in range(0, len(leases), RELEASE_MAX):
-            self._send(pack_release(leases[start : start + RELEASE_MAX]))
+        """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""
+        if leases:
+            self._send(pack_release(leases))
 
-    def reject(self, wanted: Wanted) -> None:
+    def reject(self, wanted: PayloadRequest) -> None:
         """Report that a resident payload is not what its key promises a reader. Its record is
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(wanted))
@@ -316,19 +339,13 @@ class AgentConnection:
         if self._board is not None:
             self._board.close()
 
-    def __repr__(self) -> str:
-        return f"<AgentConnection {self._path}{'' if self.is_open else ', lost'}>"
-
     def _call(self, message: bytes) -> bytes:
         with self._lock:
-            return self._exchange(message)
-
-    def _exchange(self, message: bytes) -> bytes:
-        self._push(message)
-        try:
-            answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
-        except OSError as exc:
-            raise self._lost("no answer from", exc) from exc
+            self._push(message)
+            try:
+                answer = self._sock.recv(MESSAGE_BYTES_MAX + 1)
+            except OSError as exc:
+                raise self._lost("no answer from", exc) from exc
         if not answer:
             raise self._lost("no answer from", "it ended the connection")
         return answer

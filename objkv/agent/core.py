@@ -11,6 +11,8 @@ from functools import partial
 from threading import Condition, Lock, Thread
 from time import monotonic
 
+from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
+from objkv.agent.disk import Disk
 from objkv.agent.fill import (
     UNKNOWN,
     WHOLE,
@@ -21,14 +23,21 @@ from objkv.agent.fill import (
     NoRoomError,
     Source,
     Staging,
-    Wanted,
 )
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.queue import BusyThreads, Due, FetchJob, Turns, Urgency
-from objkv.agent.residents import MissReason, Resident, Residents, Waiter
-from objkv.agent.spill.disk import Disk
-from objkv.agent.spill.spill import Spill, SpillLimits
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.messages import (
+    MissReason,
+    PayloadRequest,
+    Urgency,
+    is_unsaved,
+)
+from objkv.agent.queue import (
+    BusyThreads,
+    FetchJob,
+    FetchQueue,
+    Priority,
+)
+from objkv.agent.spill import Spill
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.errors import ObjkvError, PayloadError, ValueTooLong
@@ -38,6 +47,9 @@ from objkv.telemetry import Recorder, Trouble
 logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
 """After this time without a payload, a fetching thread gives its staging buffer back."""
+_OPEN_AT_ONCE = 8
+"""Payloads under one hold of the lock, for which a step of another replica may wait: a prefetch may
+have thousands."""
 _KNOWN_MAX = 1024
 """Shards whose shape is remembered, so that headers are parsed quickly."""
 
@@ -77,18 +89,17 @@ class Core:
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
         chunk after a lookup of it has another outcome. Must not wait."""
-        self.residents = Residents(arena, recorder, changed)
+        self.residents = ArenaCache(arena, recorder, changed, disk)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
-            bounds = SpillLimits(readers, keeps_all=limits.disk_keeps_all)
-            self.spill = Spill(self.residents, disk, cache.seal, bounds, recorder)
+            self.spill = Spill(self.residents, disk, cache.seal, readers, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
-        self._turns, self._busy = Turns(), BusyThreads()
+        self._fetches, self._busy = FetchQueue(), BusyThreads()
         self._prefetching = 0
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], KnownShape] = {}
@@ -102,51 +113,80 @@ class Core:
     def open(
         self,
         client: Waiter,
-        wanted: Sequence[Wanted],
+        wanted: Sequence[PayloadRequest],
         *,
         deadline_s: float,
         urgency: Urgency,
         priority: int = 0,
-    ) -> list[Resident | MissReason]:
+    ) -> list[CachedPayload | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
         ``priority``: among payloads of one urgency lower values go first."""
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)
-        due = Due(urgency, priority, monotonic() + deadline_s)
-        return [self._open(client, one, due) for one in wanted]
+        due = Priority(urgency, priority, monotonic() + deadline_s)
+        opened: list[CachedPayload | MissReason] = []
+        for at in range(0, len(wanted), _OPEN_AT_ONCE):
+            opened += self._open(client, wanted[at : at + _OPEN_AT_ONCE], due)
+        return opened
 
-    def _open(self, client: Waiter, one: Wanted, due: Due) -> Resident | MissReason:
+    def _open(
+        self, client: Waiter, wanted: Sequence[PayloadRequest], due: Priority
+    ) -> list[CachedPayload | MissReason]:
         ahead = due.urgency is Urgency.PREFETCH
-        with self._changed:  # a client that finds it must be able to hasten it
-            lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
-            if lease is None:
-                return MissReason.NO_ROOM
-            resident, is_new = lease
-            resident.deadline = max(resident.deadline, due.deadline)
-            is_lost = is_new and not self._queue(client, resident, one, due)
-            if not is_new and self.residents.is_filling(resident):
-                if self._is_stuck():
-                    self.residents.release(resident)
-                    return MissReason.NO_ROOM
-                if self._turns.hasten(resident, due):
-                    self._changed.notify()
-        if is_lost:
+        opened: list[CachedPayload | MissReason] = []
+        new: list[CachedPayload] = []
+        old: list[CachedPayload] = []
+        lost: list[CachedPayload] = []
+        with self._changed:  # a client that finds a payload must be able to hasten it
+            for one in wanted:
+                lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
+                resident, is_new = lease or (None, False)
+                if resident is None or (
+                    not is_new
+                    and resident.state is CellState.FILLING
+                    and not self._joins(resident, due)
+                ):
+                    opened.append(MissReason.NO_ROOM)
+                    continue
+                resident.deadline = max(resident.deadline, due.deadline)
+                if is_new and not self._queue(client, resident, one, due):
+                    lost.append(resident)
+                opened.append(resident)
+                (new if is_new else old).append(resident)
+        for resident in lost:
             self.residents.failed(resident, MissReason.NO_ROOM)
-        if not ahead:
-            self._recorder.count("agent_fills" if is_new else "agent_hits")
-            self._keep(resident)
-        elif is_new:
-            self._recorder.count("agent_prefetches")
-        return resident
+        if new:
+            self._recorder.count("agent_prefetches" if ahead else "agent_fills", len(new))
+        if old and not ahead:
+            self._recorder.count("agent_hits", len(old))
+            for resident in old:
+                self.keep(resident, was_read=True)
+        return opened
 
-    def reject(self, wanted: Wanted) -> None:
+    def _joins(self, resident: CachedPayload, due: Priority) -> bool:
+        """Whether one more client may wait for a payload that is being filled, which may come
+        sooner now. If not, its lease is over."""
+        if self._is_stuck():
+            self.residents.release(resident)
+            return False
+        if self._fetches.hasten(resident, due):
+            self._changed.notify()
+        return True
+
+    def reject(self, wanted: PayloadRequest) -> None:
         """Stop serving this copy of a payload, and forget its record."""
         key = wanted.claim.key
         self.residents.forget(key.path())
         if self.spill is not None:
             self.spill.forget(key.path())
         self._reject(wanted, corrupt=True)
+
+    def keep(self, one: CachedPayload, *, was_read: bool) -> None:
+        """Have a payload written to the disk, if it is READY, and such payloads are."""
+        is_kept = was_read or self._limits.disk_keeps_all
+        if is_kept and self.spill is not None and one.state is CellState.READY:
+            self.spill.offer(one)
 
     @property
     def threads(self) -> int:
@@ -157,18 +197,12 @@ class Core:
     def in_flight(self) -> int:
         """Payloads that wait for a thread or are being fetched."""
         with self._changed:
-            return len(self._turns) + len(self._busy)
-
-    @property
-    def is_stuck(self) -> bool:
-        """Whether every thread hangs well beyond its payload's deadline."""
-        with self._changed:
-            return self._is_stuck()
+            return len(self._fetches) + len(self._busy)
 
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
         with self._changed:
-            self._turns.forget(client)
+            self._fetches.forget(client)
 
     def drain(self) -> None:
         """Open nothing from now on. Payloads that were opened before are still fetched."""
@@ -179,7 +213,7 @@ class Core:
         self.residents.close()
         with self._changed:
             self._closed = True
-            left = [self._turns.take() for _ in range(len(self._turns))]
+            left = [self._fetches.take() for _ in range(len(self._fetches))]
             self._changed.notify_all()
         for job in left:
             self.residents.failed(job.one, MissReason.CLOSED)
@@ -187,15 +221,14 @@ class Core:
             self.spill.close(seconds)
         return not join_all(self._threads, seconds)
 
-    def __repr__(self) -> str:
-        return f"<Core {self.residents!r}, {len(self._turns)} waiting>"
-
-    def _queue(self, client: Waiter, one: Resident, wanted: Wanted, due: Due) -> bool:
-        if len(self._turns) >= self._limits.queue_max:
-            self._turns.discard(self.residents.give_up)
-        if self._closed or len(self._turns) >= self._limits.queue_max or self._is_stuck():
+    def _queue(
+        self, client: Waiter, one: CachedPayload, wanted: PayloadRequest, due: Priority
+    ) -> bool:
+        if len(self._fetches) >= self._limits.queue_max:
+            self._fetches.discard(self.residents.give_up)
+        if self._closed or len(self._fetches) >= self._limits.queue_max or self._is_stuck():
             return False
-        self._turns.add(client, one, wanted, due)
+        self._fetches.add(client, one, wanted, due)
         self._changed.notify()
         return True
 
@@ -226,7 +259,7 @@ class Core:
                 self._prefetching -= 1
             if rest is not None and not self._closed:
                 deadline = max(rest.deadline, job.one.deadline)
-                self._turns.add_rest(rest._replace(deadline=deadline))
+                self._fetches.add_rest(rest._replace(deadline=deadline))
                 rest = None
             self._changed.notify()
         if rest is not None:
@@ -236,16 +269,16 @@ class Core:
     def _take(self) -> FetchJob | None:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
         kept for loads."""
-        urgency = self._turns.next_urgency()
+        urgency = self._fetches.next_urgency()
         if urgency is None or self._closed:
             return None
         if urgency is Urgency.PREFETCH:
             if self._prefetching >= max(1, self._limits.threads * 3 // 4):
                 return None
             self._prefetching += 1
-        job = self._turns.take()
+        job = self._fetches.take()
         self._busy.begin(job.deadline)
-        if self._turns.next_urgency() is not None:
+        if self._fetches.next_urgency() is not None:
             self._changed.notify()
         return job
 
@@ -283,8 +316,8 @@ class Core:
             if fill is not None and not fill.is_complete:
                 return job._replace(fill=fill)
             self.residents.ready(job.one, layers)
+            self.keep(job.one, was_read=not job.one.is_unused)
             if not job.one.is_unused:
-                self._keep(job.one)
                 self.residents.unsaved.seen_again(job.one.key)
         elif self._is_worth_another_try(job, reason, layers):
             self.residents.retract(job.one)
@@ -318,11 +351,6 @@ class Core:
         self.spill.disk.untie(job.one.key)
         return self.spill.fill(job.wanted, partial(self._new_fill, job), job.one, staging)
 
-    def _keep(self, one: Resident) -> None:
-        """Have a payload that was read written to the disk."""
-        if self.spill is not None and one.state is CellState.READY:
-            self.spill.offer(one)
-
     def _stored(self, job: FetchJob) -> FetchJob:
         """Return the job with the payload's record in the index, if it has one that is only this
         node's: that payload was in memory, and has been evicted. Raises ``_MissError``."""
@@ -342,7 +370,7 @@ class Core:
         if record is None:
             self._recorder.count("agent_unsaved_misses")
             raise _MissError(MissReason.MISSING)
-        return job._replace(wanted=Wanted(claim, record))
+        return job._replace(wanted=PayloadRequest(claim, record))
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
         wanted, claim = fill.wanted, fill.wanted.claim
@@ -372,11 +400,11 @@ class Core:
             self._recorder.count("load_bytes", fill.header.nbytes)
             where = "hot_load_bytes" if fill.is_hot else "bulk_load_bytes"
             self._recorder.count(where, fill.header.nbytes)
-            seconds = monotonic() - began if fill.is_whole else None
-            self._cache.note_load(fill.header, hot=wanted.record.hot, seconds=seconds)
+            if fill.is_whole and not wanted.record.hot:
+                self._cache.link.gets.observe(fill.header.nbytes, monotonic() - began)
         return MissReason.NONE
 
-    def _reject(self, wanted: Wanted, *, corrupt: bool) -> None:
+    def _reject(self, wanted: PayloadRequest, *, corrupt: bool) -> None:
         """Forget a record, also in what lookups remember: it would be a miss again and again."""
         key = wanted.claim.key
         self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from objkv.agent.residents import Resident, Residents
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
+from objkv.agent.messages import PayloadRequest
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import (
-    Claim,
     Header,
     LayerSpec,
     digest,
@@ -28,21 +28,11 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import PayloadError, TransferError
-from objkv.index.base import ShardRecord
 from objkv.stores.base import Arrived, copy_bytes
 
 _LENGTH_BYTES = 8
 _HEADER_BYTES = 32 << 10
 """The first part of a payload has this much room for the header, which is nearly always enough."""
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """A payload that a client requested."""
-
-    claim: Claim
-    record: ShardRecord
-    """Its record, which gives its size, and is forgotten if the payload is not as promised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +104,9 @@ class Fill:
 
     def __init__(
         self,
-        one: Resident,
-        wanted: Wanted,
-        residents: Residents,
+        one: CachedPayload,
+        wanted: PayloadRequest,
+        residents: ArenaCache,
         cache: ChunkCache,
         known: KnownShape = UNKNOWN,
         *,
@@ -317,8 +307,7 @@ class Fill:
                 raise PayloadError(f"{header.nbytes} bytes, expected {self._nbytes}")
             self.header_bytes = header.data_start
         else:
-            opened = header.opened
-            self._is_encrypted = opened is not None and opened.cipher is not None
+            self._is_encrypted = header.cipher is not None
             text = plain_header(header, header.frames.raw_checksums)
             self._pages_at = self.header_bytes = len(text)
             self._resize(len(text) + header.raw_bytes)[: len(text)] = text

@@ -8,17 +8,17 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate
+from functools import lru_cache
+from itertools import accumulate, product
 from typing import Final, NamedTuple
 
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CellState
-from objkv.agent.residents import MissReason
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecord, Shards
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -29,10 +29,17 @@ MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
 DEADLINE_MS_MAX: Final = 0xFFFF_FFFF
+PREFETCH_S_MAX: Final = 600
+"""The longest deadline of a prefetch."""
+UNSAVED_MARK: Final = "unsaved:"
+"""Begins the checksum in the record of a payload that only this node has. No index has such a one.
+"""
 _NAMESPACE_CHARS = 32
 _FIND_RECORDS = 512
 _RECORD_BYTES_MAX = 400
 """An encoded shard record is shorter."""
+_FIELD_CHARS_MAX = 100
+"""As is the name of a shard."""
 
 
 class ProtocolError(TransferError):
@@ -75,6 +82,67 @@ class CommitStatus(IntEnum):
     """The agent has a copy in memory, and saves it if it is seen a second time."""
 
 
+class MissReason(IntEnum):
+    """Why a payload cannot be read from the arena."""
+
+    NONE = 0
+    MISSING = 1
+    """Indexed, but not stored."""
+    CORRUPT = 2
+    """Stored, but not what its record or its key promises."""
+    NO_ROOM = 3
+    """Every byte that could be freed is leased, or the client holds too much."""
+    LATE = 4
+    """The deadline passed."""
+    STORE = 5
+    """The store failed."""
+    CLOSED = 6
+    """The agent is ending."""
+
+
+class Urgency(IntEnum):
+    """Which fetches go first."""
+
+    IN_STEP = 0
+    """A forward pass waits."""
+    BETWEEN_STEPS = 1
+    PREFETCH = 2
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadRequest:
+    """A payload that a client requested."""
+
+    claim: Claim
+    record: ShardRecord
+    """Its record, which gives its size, and is forgotten if the payload is not as promised."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchOrder:
+    """When and how much to prefetch."""
+
+    deadline_s: float
+    priority: int = 0
+    """Among prefetches lower values go first. Loads of requests go before all of them."""
+    bytes_max: int | None = None
+    """Most bytes to fetch. None: what the agent allows."""
+    puts: bool = False
+    """Whether it is only for payloads that this node holds back, which are saved then."""
+
+    def __post_init__(self) -> None:
+        assert 0 < self.deadline_s <= PREFETCH_S_MAX
+        assert type(self.priority) is int
+        assert self.bytes_max is None or type(self.bytes_max) is int
+        assert type(self.puts) is bool
+
+
+def is_unsaved(record: ShardRecord) -> bool:
+    """Whether the record is one that an agent made for a payload in its memory. A replica may keep
+    it for a while, so the payload may have been saved, in another form, or evicted since."""
+    return record.header_checksum.startswith(UNSAVED_MARK)
+
+
 class Hello(NamedTuple):
     """The first message of a client."""
 
@@ -90,7 +158,7 @@ class Opening(NamedTuple):
 
     urgency: int
     deadline_ms: int
-    wanted: Sequence[Wanted]
+    wanted: Sequence[PayloadRequest]
 
 
 class OpenAnswer(NamedTuple):
@@ -115,7 +183,7 @@ _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
-_STATES, _REASONS = frozenset(CellState), frozenset(MissReason)
+_ANSWERS = frozenset(product(CellState, MissReason))
 
 
 def kind_of(message: bytes) -> MessageKind:
@@ -158,38 +226,29 @@ def unpack_text(message: bytes) -> str:
     return message[1:].decode(errors="replace")
 
 
-def pack_opening(opening: Opening) -> bytes:
-    """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
-    return _pack_wanted(MessageKind.OPEN, opening)
-
-
-def pack_rejection(wanted: Wanted) -> bytes:
+def pack_rejection(wanted: PayloadRequest) -> bytes:
     """Return the message that a payload is not what its key promises."""
-    return _pack_wanted(MessageKind.REJECT, Opening(0, 0, (wanted,)))
+    return pack_opening(Opening(0, 0, (wanted,)), MessageKind.REJECT)
 
 
-def _pack_wanted(kind: MessageKind, opening: Opening) -> bytes:
-    wanted = opening.wanted
+def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> bytes:
+    """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
+    urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
     namespace = wanted[0].claim.key.namespace
-    fields: dict[str, int] = {}
-    entries = []
-    for claim, _ in ((one.claim, one.record) for one in wanted):
-        assert claim.key.namespace == namespace
-        number = fields.setdefault(claim.key.field, len(fields))
+    fields: dict[tuple[int, Shard], int] = {}
+    entries, records = [], []
+    for one in wanted:
+        claim, key = one.claim, one.claim.key
+        assert key.namespace == namespace
+        number = fields.setdefault((key.group, key.shard), len(fields))
         places = claim.token_start, claim.token_end
-        entries.append(_ENTRY.pack(claim.key.prefix_hash, claim.parent_hash, *places, number))
-    names = "\n".join(fields).encode()
-    head = _OPENING.pack(
-        kind,
-        opening.urgency,
-        opening.deadline_ms,
-        namespace.encode(),
-        len(wanted),
-        len(names),
-    )
-    records = b"\n".join([encode_shard(one.record) for one in wanted])
-    message = b"".join((head, names, *entries, records))
+        entries.append(_ENTRY.pack(key.prefix_hash, claim.parent_hash, *places, number))
+        records.append(encode_shard(one.record))
+    names = "\n".join([f"{group}.{shard}" for group, shard in fields]).encode()
+    counts = len(wanted), len(names)
+    head = _OPENING.pack(kind, urgency, deadline_ms, namespace.encode(), *counts)
+    message = b"".join((head, names, *entries, b"\n".join(records)))
     if len(message) > MESSAGE_BYTES_MAX:
         raise ProtocolError(f"a message of {len(message)} bytes")
     return message
@@ -213,7 +272,7 @@ def unpack_opening(message: bytes) -> Opening:
             if record is None or start >= stop:
                 raise ProtocolError("an invalid record or range of tokens")
             key = ChunkKey(namespace, prefix_hash, *keys[field])
-            wanted.append(Wanted(Claim(key, parent_hash, start, stop), record))
+            wanted.append(PayloadRequest(Claim(key, parent_hash, start, stop), record))
         return Opening(urgency, deadline_ms, wanted)
     except (struct.error, ValueError, IndexError) as exc:
         raise ProtocolError(f"an invalid opening: {exc}") from exc
@@ -230,7 +289,7 @@ def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
     answers = [OpenAnswer._make(fields) for fields in _OPENED.iter_unpack(message[1:])]
-    if not all(one.state in _STATES and one.reason in _REASONS for one in answers):
+    if not {(one.state, one.reason) for one in answers} <= _ANSWERS:
         raise ProtocolError("an answer in an unknown state")
     return answers
 
@@ -352,7 +411,10 @@ def _namespace(name: bytes) -> str:
     return name.decode("ascii")
 
 
+@lru_cache(maxsize=4096)
 def _parse_field(text: str) -> tuple[int, Shard]:
+    if len(text) > _FIELD_CHARS_MAX:
+        raise ProtocolError("an invalid field")
     group, _, shard = text.partition(".")
     if not group.isascii() or not group.isdigit() or str(int(group)) != group:
         raise ProtocolError("an invalid field")

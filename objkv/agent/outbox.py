@@ -155,14 +155,11 @@ class AgentSaves:
         status = self._reach().commit(offset, view.nbytes, puts=puts)
         if status is CommitStatus.KEPT and not puts and claim.key.path() in self._puts:
             status = self._reach().commit(offset, view.nbytes, puts=True)
-        if status is CommitStatus.ACCEPTED:
+        if status in (CommitStatus.ACCEPTED, CommitStatus.KEPT):
             self.in_flight.keep(claim.key.path())
-            if self._accepted is not None:
-                self._accepted(claim.key)
-            return SaveOutcome.ACCEPTED
-        if status is CommitStatus.KEPT:  # not accepted yet: other nodes do not find it
-            self.in_flight.keep(claim.key.path())
-            return SaveOutcome.ACCEPTED
+            if status is CommitStatus.ACCEPTED and self._accepted is not None:
+                self._accepted(claim.key)  # what is kept other nodes do not find yet
+            return SaveOutcome[status.name]
         if status is CommitStatus.REPEATED:
             return SaveOutcome.EXISTED
         if status is CommitStatus.SHED:

@@ -19,13 +19,10 @@ from typing import Protocol
 
 import numpy as np
 
-from objkv.agent.client import AgentConnection, Connect
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, Connect
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, Outbox
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import (
@@ -34,16 +31,13 @@ from objkv.codec.payload import (
     Provenance,
     encode_in_place,
     frame_pages,
-    header_bytes_needed,
     header_room,
     read_claimed,
 )
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, TransferError
-from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
-_LENGTH_BYTES = 8
 _OPEN_MAX, _OPEN_BYTES_MAX, _OPEN_SHARE = 64, 512 << 20, 4
 """Payloads open at once, their bytes, and the divisor of a small arena for them."""
 _IDLE_S = 5.0
@@ -86,7 +80,7 @@ class PayloadRead(Protocol):
     """One payload to read. A ``PayloadReader`` calls its methods."""
 
     @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PayloadRequest:
         """Its claim and record."""
 
     @property
@@ -156,15 +150,6 @@ class PayloadReader:
         self._alarm.ring()
         if names := join_all([self._thread], JOIN_S):
             logger.warning("threads still loading at shutdown names=%s", ",".join(names))
-
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return int(self._thread.is_alive())
-
-    def __repr__(self) -> str:
-        waiting = len(self._came) + len(self._waiting)
-        return f"<PayloadReader {waiting} waiting, {len(self._open)} open>"
 
     def _work(self) -> None:
         try:
@@ -268,7 +253,7 @@ class PayloadReader:
     def _advance(self, agent: AgentConnection) -> None:
         """Read what has come, and end the leases that are not needed any more."""
         ended: list[int] = []
-        rejected: list[Wanted] = []
+        rejected: list[PayloadRequest] = []
         for one in list(self._open):
             read, lease = one
             outcome = self._look_at(agent, read, lease)
@@ -303,8 +288,7 @@ class PayloadReader:
         """Verify a payload, and have its pages taken."""
         payload = agent.arena.view[at.offset : at.offset + at.nbytes]
         try:
-            text = payload[: header_bytes_needed(payload[:_LENGTH_BYTES])]
-            header = read_claimed(text, read.wanted.claim, read.layers)
+            header = read_claimed(payload, read.wanted.claim, read.layers)
             if header.nbytes != at.nbytes or header.codec != "none":
                 raise PayloadError(f"{at.nbytes} bytes in the arena, not {header.nbytes}")
             if header.frames.layers != read.layers:
@@ -434,7 +418,7 @@ class PayloadWriter:
         Raises ``ConfigError`` if the system makes no outbox.
         """
         self._name, self._writer, self._clock = name, writer, clock
-        self._puts, self._is_accepted = puts, False
+        self._puts = puts
         self._trouble = Trouble(logger, f"saves of {name}")
         self._shed_until = -math.inf
         try:
@@ -443,13 +427,7 @@ class PayloadWriter:
         except OSError as exc:
             raise ConfigError(f"no outbox of {nbytes_max >> 20:,} MiB for saves: {exc}") from exc
         # The agent copies a payload before it answers, so one after the other is enough.
-        self._saves = AgentSaves(
-            lambda fd: connect(outbox=fd),
-            outbox,
-            self._memory,
-            accepted=self._accepted,
-            clock=clock,
-        )
+        self._saves = AgentSaves(lambda fd: connect(outbox=fd), outbox, self._memory, clock=clock)
         self._pool: Pool[PayloadWrite] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
 
     @property
@@ -474,9 +452,6 @@ class PayloadWriter:
         if names := self._pool.close(JOIN_S, give_up=self._drop):
             logger.warning("threads still saving at shutdown names=%s", ",".join(names))
         self._saves.close()
-
-    def __repr__(self) -> str:
-        return f"<PayloadWriter {self._pool}>"
 
     def _drop(self, payloads: Sequence[PayloadWrite]) -> None:
         for one in payloads:
@@ -523,12 +498,8 @@ class PayloadWriter:
         text, header = encode_in_place(
             claim, layers, self._memory[:end].data, codec="none", provenance=provenance
         )
-        self._is_accepted = False
         outcome = self._saves.save(claim, text, header)
         self._trouble.worked()
         if outcome is SaveOutcome.EXISTED:
             return WriteOutcome.EXISTED, 0
-        return WriteOutcome.ACCEPTED if self._is_accepted else WriteOutcome.KEPT, header.nbytes
-
-    def _accepted(self, _key: ChunkKey) -> None:
-        self._is_accepted = True
+        return WriteOutcome[outcome.name], header.nbytes

@@ -10,14 +10,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Lock
-from typing import Final
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.messages import (
+    MissReason,
+    PayloadRequest,
+    PrefetchOrder,
+    Urgency,
+    is_unsaved,
+)
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
@@ -26,7 +29,6 @@ from objkv.keys.identity import identity_path
 from objkv.keys.topology import Shard
 from objkv.stores.base import ReadStore
 
-DEADLINE_S_MAX: Final = 600
 _NAMESPACES_MAX = 64
 _DOCUMENT_BYTES_MAX = 1 << 20
 
@@ -52,25 +54,6 @@ class Matched:
     resident_bytes: int
     loading_payloads: int
     """Those that are being fetched now."""
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchOrder:
-    """When and how much to prefetch."""
-
-    deadline_s: float
-    priority: int = 0
-    """Among prefetches lower values go first. Loads of requests go before all of them."""
-    bytes_max: int | None = None
-    """Most bytes to fetch. None: what the agent allows."""
-    puts: bool = False
-    """Whether it is only for payloads that this node holds back, which are saved then."""
-
-    def __post_init__(self) -> None:
-        assert 0 < self.deadline_s <= DEADLINE_S_MAX
-        assert type(self.priority) is int
-        assert self.bytes_max is None or type(self.bytes_max) is int
-        assert type(self.puts) is bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +90,7 @@ class Prefetches:
     def __init__(self, core: Core, index: ReadIndex, documents: ReadStore) -> None:
         self._core, self._index, self._documents = core, index, documents
         self._lock = Lock()
-        self._open: dict[Resident, list[int]] = {}
+        self._open: dict[CachedPayload, list[int]] = {}
         """Payloads under way, with their size once for each lease."""
         self._open_bytes = 0
         """Sum of those, and of payloads that are about to be opened."""
@@ -139,7 +122,7 @@ class Prefetches:
         """Return how much of a prompt is stored."""
         records = self._stored(namespace, hashes)
         chunks = [_wanted(namespace, record) for record in records]
-        ready: list[Wanted] = []
+        ready: list[PayloadRequest] = []
         payloads = loading = resident = 0
         for chunk in chunks:
             seen = self._seen(chunk)
@@ -196,7 +179,7 @@ class Prefetches:
         """End the leases of payloads that have arrived or failed. See ``Waiter``."""
         residents = self._core.residents
         with self._lock:
-            ended = [one for one in self._open if not residents.is_filling(one)]
+            ended = [one for one in self._open if one.state is not CellState.FILLING]
             sizes = [self._open.pop(one) for one in ended]
             self._open_bytes -= sum(map(sum, sizes))
         for one, leases in zip(ended, sizes, strict=True):
@@ -204,8 +187,11 @@ class Prefetches:
                 residents.release(one)
 
     def _reserve(
-        self, wanted: Sequence[Wanted], missing: Sequence[Wanted], order: PrefetchOrder
-    ) -> list[Wanted]:
+        self,
+        wanted: Sequence[PayloadRequest],
+        missing: Sequence[PayloadRequest],
+        order: PrefetchOrder,
+    ) -> list[PayloadRequest]:
         """Return the leading ones of ``missing`` that the limits allow. Unread payloads of
         this prompt count too: later ones would only displace the earlier ones."""
         residents = self._core.residents
@@ -214,7 +200,7 @@ class Prefetches:
             for one in residents.seen(one.claim.key.path() for one in wanted)
             if one is not None and one.is_unused and one.state is CellState.READY
         )
-        taken: list[Wanted] = []
+        taken: list[PayloadRequest] = []
         with self._lock:
             room = residents.ahead_bytes_max - self._open_bytes - unread
             if order.bytes_max is not None:
@@ -228,8 +214,8 @@ class Prefetches:
         return taken
 
     def _remember(
-        self, taken: Sequence[Wanted], opened: Sequence[Resident | MissReason]
-    ) -> list[Wanted]:
+        self, taken: Sequence[PayloadRequest], opened: Sequence[CachedPayload | MissReason]
+    ) -> list[PayloadRequest]:
         """Keep the leases until their payloads have arrived. Returns those that were not refused at
         once."""
         started = []
@@ -243,7 +229,7 @@ class Prefetches:
                     started.append(one)
         return started
 
-    def _seen(self, wanted: Sequence[Wanted]) -> list[CellState | None]:
+    def _seen(self, wanted: Sequence[PayloadRequest]) -> list[CellState | None]:
         """Return whether payloads are resident or on their way."""
         seen = self._core.residents.seen(one.claim.key.path() for one in wanted)
         return [None if one is None else one.state for one in seen]
@@ -270,11 +256,11 @@ def _facts(namespace: str, path: str, document: bytes) -> NamespaceFacts:
         raise ConfigError(f"{path} is not an identity document") from exc
 
 
-def _raw_bytes(wanted: Iterable[Wanted]) -> int:
+def _raw_bytes(wanted: Iterable[PayloadRequest]) -> int:
     return sum(one.record.raw_bytes for one in wanted)
 
 
-def _wanted(namespace: str, record: Record) -> list[Wanted]:
+def _wanted(namespace: str, record: Record) -> list[PayloadRequest]:
     """Return all payloads of a chunk. A shard whose name this version cannot read has none."""
     wanted = []
     for field, shard in record.shards.items():
@@ -284,5 +270,5 @@ def _wanted(namespace: str, record: Record) -> list[Wanted]:
         except ValueError:
             continue
         claim = Claim(key, record.parent_hash, record.token_start, record.token_end)
-        wanted.append(Wanted(claim, shard))
+        wanted.append(PayloadRequest(claim, shard))
     return wanted

@@ -2,15 +2,15 @@
 
 from collections import deque
 from collections.abc import Callable
-from enum import IntEnum
 from heapq import heappop, heappush
 from itertools import count
 from threading import get_ident
 from time import monotonic
 from typing import NamedTuple
 
-from objkv.agent.fill import Fill, Wanted
-from objkv.agent.residents import Resident
+from objkv.agent.arena_cache import CachedPayload
+from objkv.agent.fill import Fill
+from objkv.agent.messages import PayloadRequest, Urgency
 
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
@@ -18,16 +18,7 @@ _LATE_S = 0.2
 """A thread hangs if it goes on for this time after its payload's deadline."""
 
 
-class Urgency(IntEnum):
-    """Which fetches go first."""
-
-    IN_STEP = 0
-    """A forward pass waits."""
-    BETWEEN_STEPS = 1
-    PREFETCH = 2
-
-
-class Due(NamedTuple):
+class Priority(NamedTuple):
     """When a payload will be fetched."""
 
     urgency: Urgency
@@ -45,8 +36,8 @@ class FetchJob(NamedTuple):
     turn: int
     """The client's bytes so far, on a clock that all clients share."""
     number: int
-    one: Resident
-    wanted: Wanted
+    one: CachedPayload
+    wanted: PayloadRequest
     deadline: float
     overdue: float
     """When it goes first, if no forward pass waits for it."""
@@ -54,12 +45,12 @@ class FetchJob(NamedTuple):
     """The fill that this job continues; None at the beginning."""
 
 
-class Turns:
+class FetchQueue:
     """A queue by urgency and priority, and among clients in turn by bytes. Not thread-safe."""
 
     def __init__(self) -> None:
         self._heap: list[FetchJob] = []
-        self._jobs: dict[Resident, FetchJob] = {}
+        self._jobs: dict[CachedPayload, FetchJob] = {}
         """The valid job of each payload: one that was hastened leaves its old one in the heap."""
         self._numbers = count()
         self._between: deque[FetchJob] = deque()
@@ -71,7 +62,9 @@ class Turns:
     def __len__(self) -> int:
         return len(self._jobs)
 
-    def add(self, client: object, one: Resident, wanted: Wanted, due: Due) -> None:
+    def add(
+        self, client: object, one: CachedPayload, wanted: PayloadRequest, due: Priority
+    ) -> None:
         """Queue a payload."""
         turn = max(self._due.get(client, 0), self._clock)
         self._due[client] = turn + wanted.record.nbytes
@@ -85,7 +78,7 @@ class Turns:
         """Queue the rest of a payload, behind the beginnings of others of its urgency."""
         self._push(job._replace(priority=job.priority + 1, number=next(self._numbers)))
 
-    def hasten(self, one: Resident, due: Due) -> bool:
+    def hasten(self, one: CachedPayload, due: Priority) -> bool:
         """Another client waits for a payload too: if it is queued, the more urgent of both
         urgencies and the later of both deadlines apply. Returns whether it is queued."""
         job = self._jobs.get(one)
@@ -100,7 +93,7 @@ class Turns:
             )
         return True
 
-    def discard(self, given_up: Callable[[Resident], bool]) -> None:
+    def discard(self, given_up: Callable[[CachedPayload], bool]) -> None:
         """Remove the payloads that are ``given_up``."""
         for one in [one for one in self._jobs if given_up(one)]:
             del self._jobs[one]

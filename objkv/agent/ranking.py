@@ -34,11 +34,6 @@ class _Fifo:
         self.nbytes -= nbytes
         return nbytes
 
-    def count(self, key: str, by: int) -> None:
-        """Count reads."""
-        nbytes, reads = self.keys[key]
-        self.keys[key] = nbytes, min(_READS_MAX, reads + by)
-
 
 class Ranking:
     """Payloads by key. Thread safety is the caller's."""
@@ -67,7 +62,9 @@ class Ranking:
 
     def use(self, key: str) -> None:
         """Record that a payload was read."""
-        self._queue_of(key).count(key, 1)
+        keys = self._main.keys if key in self._main.keys else self._new.keys
+        nbytes, reads = keys[key]
+        keys[key] = nbytes, min(_READS_MAX, reads + 1)
 
     def remove(self, key: str, *, was_read: bool = True) -> None:
         """Forget a payload, if it is known. If it ``was_read`` and comes back soon, it has proved
@@ -112,13 +109,10 @@ class Ranking:
     def _from_main(self, is_free: Callable[[str], bool]) -> str | None:
         keys = self._main.keys
         for _ in range((_READS_MAX + 1) * len(keys)):
-            key, (_, reads) = next(iter(keys.items()))
-            if not reads and is_free(key):
-                return key
-            if reads and is_free(key):
-                self._main.count(key, -1)
+            key, (nbytes, reads) = next(iter(keys.items()))
+            if is_free(key):
+                if not reads:
+                    return key
+                keys[key] = nbytes, reads - 1
             keys.move_to_end(key)
         return None
-
-    def _queue_of(self, key: str) -> _Fifo:
-        return self._main if key in self._main.keys else self._new

@@ -1,45 +1,55 @@
 """Payloads that replicas handed over: the agent verifies them, keeps them resident, and saves them.
 
 From ``commit`` on, the bytes are in the agent's memory: the replica may end. Those that are held
-back are saved when they are seen a second time, see ``objkv.agent.unsaved``.
+back (``objkv.agent.unsaved``) are counted across the fleet, and saved when they are seen a second
+time. No commit and no request waits for that. When a store is overloaded, saves are the first calls
+to stop.
 """
 
 import logging
+import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from threading import Event, Lock
 from time import monotonic
+from typing import Final
 
+from objkv.agent.arena_cache import CachedPayload
+from objkv.agent.core import Core
 from objkv.agent.memory.arena import ALL_FRAMES
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, MissReason
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.residents import MissReason, Resident, Residents
-from objkv.agent.unsaved.payloads import unsaved_record
-from objkv.agent.unsaved.policy import PutPolicy
-from objkv.agent.unsaved.sightings import Sightings
-from objkv.cache.chunks import ChunkCache
+from objkv.agent.unsaved import unsaved_record
+from objkv.background import JOIN_S, Pool
+from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.cache.codec_choice import CodecChooser
-from objkv.cache.saving import SavePool
+from objkv.cache.worth import PutPolicy
 from objkv.codec.payload import (
     Claim,
     Header,
-    encode,
     frame_pages,
     header_bytes_needed,
     read_header,
+    recode,
 )
-from objkv.errors import PayloadError
+from objkv.errors import LeftAlone, ObjkvError, PayloadError, StoreBusy
 from objkv.stores.base import Buffer
-from objkv.telemetry import Recorder
+from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
 _LENGTH_BYTES = 8
-_CHOOSERS_MAX = 64
 _LOOK_S = 0.05
 """How often ``drain`` looks at payloads that are due while there is no room to save them."""
 _SHARE = 4
 """Divisor: payloads that wait to be saved lease at most this fraction of the arena."""
+_SHED_S = 0.1
+"""How long saves pause after the store refused one."""
+_SIGHTINGS_MAX: Final = 65_536
+"""Payloads whose sighting may wait for a round trip. Further ones are not recorded."""
+_BATCH: Final = 1000
+"""The most sightings per round trip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,21 +69,12 @@ class NodeSaveLimits:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class CommittedSave:
-    """A save of a resident payload. It holds a lease of the payload."""
+class _Save:
+    """A payload to save. It was announced to ``InFlightSaves``, and has a lease."""
 
-    saves: "NodeSaves"
-    resident: Resident
+    resident: CachedPayload
     claim: Claim
     deadline: float
-
-    def encode(self) -> tuple[memoryview, Header]:
-        """See ``Save``."""
-        return self.saves.encode(self)
-
-    def release(self) -> None:
-        """See ``Save``."""
-        self.saves.released(self)
 
 
 class NodeSaves:
@@ -83,34 +84,32 @@ class NodeSaves:
     def __init__(
         self,
         cache: ChunkCache,
-        residents: Residents,
+        core: Core,
         limits: NodeSaveLimits,
         policy: PutPolicy,
         recorder: Recorder,
     ) -> None:
         """``policy``: which payloads are saved only when they are seen a second time."""
-        self.residents, self.policy = residents, policy
-        self._cache, self._limits, self._recorder = cache, limits, recorder
+        self.policy = policy
+        self._cache, self._core, self._residents = cache, core, core.residents
+        self._limits, self._recorder = limits, recorder
         self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
         self._lock = Lock()
-        self._choosers: dict[str, CodecChooser] = {}
-        self._pool: SavePool[CommittedSave] = SavePool(
-            "saves",
-            limits.threads,
-            cache,
-            recorder,
-            late=self._late,
-            saved=self._saved,
-            leased=lambda save: self._unsaved.leased_elsewhere(save.claim.key.path()),
-        )
+        self._chooser = CodecChooser(lambda: cache.link.bytes_per_s)
         self._leased_bytes = 0
         """Bytes of payloads that wait for a thread, or are being saved."""
-        self._has_released = Event()
+        self._has_ended = Event()
         """Set when a save has ended."""
-        self._unsaved = residents.unsaved
-        self._sightings = Sightings(
-            cache, self._unsaved, self._save_due, lambda: self._has_turns, recorder
+        self._trouble = Trouble(logger, "saves")
+        self._shed_until = -math.inf
+        self._pool: Pool[_Save] = Pool(
+            "objkv-save", limits.threads, self._save, failed=self._failed
         )
+        self._made: deque[str] = deque()
+        """Paths of payloads whose sighting is not recorded yet."""
+        self._sighting: Pool[None] = Pool("objkv-sight", 1, self._look)
+        self._unsaved = core.residents.unsaved
+        self._unsaved.on_due = self._wake
 
     def commit(
         self, outbox: ClientOutbox, offset: int, nbytes: int, *, puts: bool = False
@@ -127,16 +126,12 @@ class NodeSaves:
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
-        key = header.claim.key
-        was_held_back = key.path() in self._unsaved
-        holds_back = not self._limits.may_save
-        holds_back |= self.policy.holds_back(header.claim, nbytes)
-        if holds_back and was_held_back and self.residents.holds([key.path()])[0]:
-            if not self._limits.may_save:
-                return CommitStatus.KEPT
-            if self._unsaved.seen_again(key.path()) or key.path() not in self._unsaved:
-                return CommitStatus.ACCEPTED
-            return CommitStatus.KEPT
+        path, may_save = header.claim.key.path(), self._limits.may_save
+        was_held_back = path in self._unsaved
+        holds_back = self.policy.holds_back(header.claim, nbytes) or not may_save
+        if holds_back and was_held_back and self._residents.holds([path])[0]:
+            is_due = may_save and (self._unsaved.seen_again(path) or path not in self._unsaved)
+            return CommitStatus.ACCEPTED if is_due else CommitStatus.KEPT
         refusal = None
         if puts or not holds_back:
             refusal = self._refusal()
@@ -144,7 +139,7 @@ class NodeSaves:
                 holds_back = False
             elif not holds_back:
                 return refusal
-        if not self._cache.begin_save(key):
+        if not self._cache.in_flight.begin(path):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
         resident = None
@@ -153,82 +148,54 @@ class NodeSaves:
             status, resident, is_new = self._keep(header, text, read)
         finally:
             if resident is None:
-                self._cache.end_save(key)
+                self._cache.in_flight.end(path)
                 self._recorder.count("save_drops")
         if resident is None:
             return status
         if holds_back:
-            if is_new and not (was_held_back and self._limits.may_save):
-                status = self._hold_back(resident, header)
-                if refusal is CommitStatus.NO_ROOM and self._unsaved.put(key.path()):
+            if is_new and not (was_held_back and may_save):
+                self._hold_back(resident, header)
+                if refusal is CommitStatus.NO_ROOM and self._unsaved.put(path):
                     return CommitStatus.ACCEPTED  # it is saved when there is room
-                return status
-            refusal = self._refusal() if self._limits.may_save else CommitStatus.REPEATED
+                return CommitStatus.KEPT
+            refusal = self._refusal() if may_save else CommitStatus.REPEATED
             if refusal is not CommitStatus.ACCEPTED:
-                self._cache.end_save(key)
-                self.residents.release(resident)
+                self._cache.in_flight.end(path)
+                self._residents.release(resident)
                 return refusal
         # Replicas find it from now on: lookups know it before the client does.
-        self.residents.note_unsaved(resident, header.claim, unsaved_record(header), is_due=True)
+        self._note_unsaved(resident, header, is_due=True)
         return status if self._begin(resident, header.claim) else CommitStatus.NO_ROOM
-
-    def released(self, save: CommittedSave) -> None:
-        """A save has ended, whatever its outcome."""
-        self._unsaved.not_saved(save.claim.key.path())
-        with self._lock:
-            self._leased_bytes -= save.resident.nbytes
-        self.residents.release(save.resident)
-        if self._unsaved.has_due:
-            self._sightings.wake()
-        self._has_released.set()
-
-    def encode(self, save: CommittedSave) -> tuple[memoryview, Header]:
-        """Return the payload in its stored form."""
-        one = save.resident
-        plain = self.residents.view(one)
-        header = read_header(plain[: header_bytes_needed(plain[:_LENGTH_BYTES])])
-        frames = header.frames
-        first, last = frames.starts[0], frames.ends[-1]
-        codec = self._codec
-        if codec == "auto":
-            group = header.claim.key.group
-            codec = self._chooser(header).choose(group, frames.layers, plain[first:last])
-        if codec == "none" and self._cache.seal is None:
-            return plain, header
-        pages = [plain[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
-        payload = encode(
-            header.claim,
-            frames.layers,
-            pages,
-            codec=codec,
-            provenance=header.provenance,
-            seal=self._cache.seal,
-        )
-        return payload, read_header(payload, seal=self._cache.seal)
 
     def drain(self, seconds: float) -> bool:
         """Wait for all saves, for at most ``seconds``. Returns whether all have ended. Payloads
         that were not seen again do not count."""
         end = monotonic() + seconds
         while True:
-            self._has_released.clear()
+            self._has_ended.clear()
             was_idle = not self._unsaved.has_due
-            for part in (self._sightings, self._pool):
-                if not part.drain(max(0.0, end - monotonic())):
+            for pool in (self._sighting, self._pool):
+                if not pool.drain(max(0.0, end - monotonic())):
                     return False
             is_idle = not self._unsaved.has_due  # one may have become due meanwhile
             left_s = end - monotonic()
             if (was_idle and is_idle) or self._pool.is_closed or left_s <= 0:
                 return is_idle
             if not is_idle:
-                self._has_released.wait(min(left_s, _LOOK_S))
+                self._has_ended.wait(min(left_s, _LOOK_S))
 
     def close(self, drain_s: float) -> None:
-        """Drain within the bound, then stop. Idempotent."""
+        """Drain within the bound, then stop. If a store hangs, its thread keeps its payload until
+        the call ends. Idempotent."""
         end = monotonic() + drain_s
         self.drain(drain_s)
-        self._sightings.close()
-        self._pool.close(max(0.0, end - monotonic()), self._give_up)
+        self._sighting.close(JOIN_S)
+        if not self._pool.drain(max(0.0, end - monotonic())):
+            count = self._pool.waiting + self._pool.busy
+            logger.warning("saves dropped at shutdown count=%d", count)
+        stuck = self._pool.close(max(end - monotonic(), JOIN_S), give_up=self._give_up)
+        if stuck:
+            logger.warning("threads still saving at shutdown names=%s", ",".join(stuck))
 
     @property
     def waiting(self) -> int:
@@ -238,12 +205,12 @@ class NodeSaves:
     @property
     def is_shedding(self) -> bool:
         """Whether saves pause because the store has just refused one."""
-        return self._pool.is_shedding
+        return monotonic() < self._shed_until
 
     @property
     def _has_turns(self) -> bool:
         """Whether another save may wait for a thread."""
-        has_room = self._leased_bytes * _SHARE < self.residents.total_bytes
+        has_room = self._leased_bytes * _SHARE < self._residents.total_bytes
         return has_room and self._pool.waiting < self._limits.queue_max
 
     def _refusal(self) -> CommitStatus:
@@ -259,48 +226,12 @@ class NodeSaves:
             return CommitStatus.NO_ROOM
         return CommitStatus.ACCEPTED
 
-    def _begin(self, resident: Resident, claim: Claim) -> bool:
-        """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
-        save = CommittedSave(self, resident, claim, monotonic() + self._limits.deadline_s)
-        with self._lock:
-            self._leased_bytes += resident.nbytes
-        if self._pool.put((save,)):
-            return True
-        self._give_up((save,))
-        return False
-
-    def _hold_back(self, resident: Resident, header: Header) -> CommitStatus:
-        """Leave a payload in the arena, and count it across the fleet."""
-        self.residents.note_unsaved(resident, header.claim, unsaved_record(header), is_due=False)
-        self._cache.end_save(header.claim.key)
-        self.residents.release(resident)
-        self._recorder.count("agent_held_back")
-        if self._limits.may_save:
-            self._sightings.add(resident.key)
-        return CommitStatus.KEPT
-
-    def _save_due(self, claim: Claim) -> None:
-        """Save a payload that was held back and then seen again."""
-        path = claim.key.path()
-        if self._refusal() is CommitStatus.ACCEPTED:
-            resident = self.residents.hold(path)
-            if resident is None:  # evicted meanwhile, or being read from disk
-                self._unsaved.absent(path)
-                if self.residents.holds([path])[0]:  # since then, when it was due already
-                    self._unsaved.seen_again(path)
-                return
-            if self._cache.begin_save(claim.key):
-                self._begin(resident, claim)
-                return
-            self.residents.release(resident)
-        self._unsaved.not_saved(path)
-
     def _keep(
         self, header: Header, text: bytes, read: Callable[[memoryview], None]
-    ) -> tuple[CommitStatus, Resident | None, bool]:
+    ) -> tuple[CommitStatus, CachedPayload | None, bool]:
         """Have the payload in the arena, with a lease. ``text``: what the header was read from.
         ``read``: fills a buffer with the payload. The last result: whether it is new there."""
-        opened = self.residents.open(header.claim.key.path(), None)
+        opened = self._residents.open(header.claim.key.path(), None)
         if opened is None:
             return CommitStatus.NO_ROOM, None, False
         resident, is_new = opened
@@ -311,10 +242,11 @@ class NodeSaves:
             reason = self._copy(header, text, read, resident)
         finally:
             if reason is MissReason.NONE:
-                self.residents.ready(resident, ALL_FRAMES)
+                self._residents.ready(resident, ALL_FRAMES)
+                self._core.keep(resident, was_read=False)
             else:
-                self.residents.failed(resident, reason)
-                self.residents.release(resident)
+                self._residents.failed(resident, reason)
+                self._residents.release(resident)
         if reason is MissReason.NONE:
             return CommitStatus.ACCEPTED, resident, True
         status = CommitStatus.NO_ROOM if reason is MissReason.NO_ROOM else CommitStatus.REFUSED
@@ -325,10 +257,10 @@ class NodeSaves:
         header: Header,
         text: bytes,
         read: Callable[[memoryview], None],
-        resident: Resident,
+        resident: CachedPayload,
     ) -> MissReason:
         """Copy a payload to its place and verify it there."""
-        place = self.residents.allot(resident, header.nbytes)
+        place = self._residents.allot(resident, header.nbytes)
         if place is None:
             return MissReason.NO_ROOM
         try:
@@ -342,43 +274,161 @@ class NodeSaves:
             return MissReason.CORRUPT
         return MissReason.NONE
 
-    def _join(self, claim: Claim, resident: Resident) -> tuple[CommitStatus, Resident | None]:
+    def _join(
+        self, claim: Claim, resident: CachedPayload
+    ) -> tuple[CommitStatus, CachedPayload | None]:
         """Save a payload that is resident already, and so verified."""
         status = CommitStatus.REPEATED  # it is being fetched, so it is stored
-        if self.residents.is_ready(resident):
-            plain = self.residents.view(resident)
-            text = plain[: header_bytes_needed(plain[:_LENGTH_BYTES])]
-            if _claimed(text, len(plain)).claim == claim:
+        if self._residents.is_ready(resident):
+            if read_header(self._residents.view(resident)).claim == claim:
                 return CommitStatus.ACCEPTED, resident
             logger.warning("payload of a client refused reason=it claims other tokens")
             status = CommitStatus.REFUSED
-        self.residents.release(resident)
+        self._residents.release(resident)
         return status, None
 
-    def _chooser(self, header: Header) -> CodecChooser:
-        name = header.claim.key.namespace
+    def _note_unsaved(self, resident: CachedPayload, header: Header, *, is_due: bool) -> None:
+        record = unsaved_record(header)
+        self._residents.note_unsaved(resident, header.claim, record, is_due=is_due)
+
+    def _hold_back(self, resident: CachedPayload, header: Header) -> None:
+        """Leave a payload in the arena, and count it across the fleet."""
+        self._note_unsaved(resident, header, is_due=False)
+        self._cache.in_flight.end(resident.key)
+        self._residents.release(resident)
+        self._recorder.count("agent_held_back")
+        if not self._limits.may_save:
+            return
+        if len(self._made) >= _SIGHTINGS_MAX:
+            self._recorder.count("agent_sighting_drops")
+            return
+        self._made.append(resident.key)
+        self._wake()
+
+    def _wake(self) -> None:
+        """Let the thread look for due payloads and new sightings."""
+        if not self._sighting.waiting:  # a waiting job looks at everything
+            self._sighting.put((None,))
+
+    def _look(self, _: None) -> None:
+        """Save what is due while there is room, and record what was made, as many in a round trip
+        as have come during the last one. If the index fails, payloads count as not seen."""
+        while True:
+            while self._has_turns and (claim := self._unsaved.take_due()) is not None:
+                self._save_due(claim)
+            paths = [self._made.popleft() for _ in range(min(len(self._made), _BATCH))]
+            if not paths:
+                return
+            for path, was_seen in zip(paths, self._cache.sight(paths), strict=True):
+                if was_seen:
+                    self._recorder.count("agent_sighted_before")
+                    self._unsaved.seen_again(path)
+
+    def _save_due(self, claim: Claim) -> None:
+        """Save a payload that was held back and then seen again."""
+        path = claim.key.path()
+        if self._refusal() is CommitStatus.ACCEPTED:
+            resident = self._residents.hold(path)
+            if resident is None:  # evicted meanwhile, or being read from disk
+                self._unsaved.not_saved(path, is_absent=True)
+                if self._residents.holds([path])[0]:  # since then, when it was due already
+                    self._unsaved.seen_again(path)
+                return
+            if self._cache.in_flight.begin(path):
+                self._begin(resident, claim)
+                return
+            self._residents.release(resident)
+        self._unsaved.not_saved(path)
+
+    def _begin(self, resident: CachedPayload, claim: Claim) -> bool:
+        """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
+        save = _Save(resident, claim, monotonic() + self._limits.deadline_s)
         with self._lock:
-            while len(self._choosers) >= _CHOOSERS_MAX and name not in self._choosers:
-                del self._choosers[next(iter(self._choosers))]
-            return self._choosers.setdefault(
-                name, CodecChooser(lambda: self._cache.link.bytes_per_s)
-            )
+            self._leased_bytes += resident.nbytes
+        if self._pool.put((save,)):
+            return True
+        self._give_up((save,))
+        return False
 
-    def _late(self, save: CommittedSave) -> None:
-        self._recorder.count("save_drops")
+    def _save(self, save: _Save) -> None:
+        is_leased = False
+        try:
+            is_leased = not self._store(save)
+        finally:
+            self._end(save, is_leased=is_leased)
+        self._trouble.worked()
 
-    def _saved(self, header: Header, seconds: float, outcome: object) -> None:
+    def _store(self, save: _Save) -> bool:
+        """Save a payload, unless its deadline has passed. Returns False if another process is
+        saving it."""
+        key = save.claim.key
+        if monotonic() >= save.deadline:
+            self._recorder.count("save_drops")
+            return True
+        if self.is_shedding:
+            raise LeftAlone("saves pause after the store refused one")
+        if not self._cache.take_lease(key):
+            self._recorder.count("save_leased_elsewhere")
+            return False
+        began = monotonic()
+        try:
+            payload, header = self._encode(save.resident)
+            outcome = self._cache.save(save.claim, payload, header)
+        finally:
+            self._cache.release_lease(key)
+        seconds = monotonic() - began
+        self._recorder.observe("save_seconds", seconds)
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
-        key = header.claim.key
-        if key.path() in self._unsaved and self._cache.was_published(key):
+        if outcome is SaveOutcome.SAVED:
+            self._recorder.count("saves")
+            self._recorder.count("save_bytes", header.nbytes)
+        else:
+            self._recorder.count("save_existed")
+        if self._cache.in_flight.is_kept(key.path()):  # its record is published, too
             self._unsaved.saved(key.path())
         if self._codec == "auto":
-            self._chooser(header).saved(seconds)
+            self._chooser.saved(seconds)
+        return True
 
-    def _give_up(self, saves: Sequence[CommittedSave]) -> None:
+    def _encode(self, one: CachedPayload) -> tuple[memoryview, Header]:
+        """Return the payload in its stored form."""
+        payload, codec, seal = self._residents.view(one), self._codec, self._cache.seal
+        header = read_header(payload)
+        if codec == "auto":
+            key, frames = header.claim.key, header.frames
+            pages = payload[frames.starts[0] : frames.ends[-1]]
+            codec = self._chooser.choose((key.namespace, key.group), frames.layers, pages)
+        if codec != "none" or seal is not None:
+            payload = recode(payload, codec=codec, seal=seal)
+            header = read_header(payload, seal=seal)
+        return payload, header
+
+    def _failed(self, save: _Save, error: Exception) -> None:
+        if isinstance(error, LeftAlone | StoreBusy):  # logged by the circuit breaker
+            self._recorder.count("saves_shed")
+            if not self.is_shedding:
+                self._shed_until = monotonic() + _SHED_S
+            return
+        self._recorder.count("save_errors")
+        if isinstance(error, ObjkvError):
+            self._trouble.failed(error)
+        else:
+            logger.error("save failed unexpectedly key=%s", save.resident.key, exc_info=error)
+
+    def _end(self, save: _Save, *, is_leased: bool = False) -> None:
+        """A save has ended, whatever its outcome. ``is_leased``: another process makes it."""
+        self._unsaved.not_saved(save.resident.key, is_leased=is_leased)
+        with self._lock:
+            self._leased_bytes -= save.resident.nbytes
+        self._residents.release(save.resident)
+        self._cache.in_flight.end(save.resident.key)
+        if self._unsaved.has_due:
+            self._wake()
+        self._has_ended.set()
+
+    def _give_up(self, saves: Sequence[_Save]) -> None:
         for save in saves:
-            self._cache.end_save(save.claim.key)
-            save.release()
+            self._end(save)
             self._recorder.count("save_drops")
 
 

@@ -16,16 +16,19 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from threading import Lock, Thread
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.answering import NodeCalls, NodeLookups
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
-from objkv.agent.leases import LeaseHolder
 from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,
     MessageKind,
+    MissReason,
     OpenAnswer,
+    PayloadRequest,
     ProtocolError,
+    Urgency,
     find_max,
     kind_of,
     pack_call,
@@ -43,10 +46,8 @@ from objkv.agent.messages import (
 )
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
 from objkv.agent.saves import NodeSaves
-from objkv.background import JOIN_S, Pool, join_all
+from objkv.background import JOIN_S, Alarm, Pool, join_all
 from objkv.errors import StoreError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Trouble
@@ -74,15 +75,53 @@ class ServerLimits:
     deadline_ms_max: int = 600_000
 
 
-class AgentSession(LeaseHolder):
+class AgentSession:
     """One connection and its leases. Its methods run on its own thread, except for ``wake``."""
 
     def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
-        super().__init__(core)
         self.sock, self.number = sock, number
         self.outbox: ClientOutbox | None = None
+        self.alarm = Alarm()
+        """Rings at each progress of a payload that this client waits for."""
         self.busy = Lock()
         """Held while a message is processed."""
+        self._core = core
+        self._leases: dict[int, CachedPayload] = {}
+        self._next = 1
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def wake(self) -> None:
+        """See ``Waiter``."""
+        self.alarm.ring()
+
+    def lease(
+        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
+    ) -> list[OpenAnswer]:
+        """Open payloads, see ``Core.open``."""
+        answers = []
+        for one in self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency):
+            if isinstance(one, MissReason):
+                answers.append(OpenAnswer(CellState.FAILED, one, 0, 0, 0, 0))
+                continue
+            number = self._next
+            self._next = number % 0xFFFF_FFFF + 1
+            assert number not in self._leases
+            self._leases[number] = one
+            # The state is read first: if it is READY, the rest is final.
+            state = CellState.READY if one.state is CellState.READY else CellState.FILLING
+            place = (0, one.offset, one.nbytes) if state is CellState.READY else (one.cell, 0, 0)
+            answers.append(OpenAnswer(state, MissReason.NONE, number, *place))
+        return answers
+
+    def end(self, numbers: Sequence[int]) -> None:
+        """End leases. Raises ``ProtocolError`` for one that this client does not hold."""
+        for number in numbers:
+            resident = self._leases.pop(number, None)
+            if resident is None:
+                raise ProtocolError(f"lease {number} is not this client's")
+            self._core.residents.release(resident)
 
     def end_unused(self) -> None:
         """Receive nothing more from a client that has no lease. Messages that it has sent are
@@ -97,8 +136,12 @@ class AgentSession(LeaseHolder):
                 self.busy.release()
 
     def end_all(self) -> None:
-        """See ``LeaseHolder``. Closes the socket, too."""
-        super().end_all()
+        """End all leases, and close the connection. Idempotent."""
+        for resident in self._leases.values():
+            self._core.residents.release(resident, self)
+        self._leases.clear()
+        self._core.forget_client(self)
+        self.alarm.close()
         self.sock.close()
         if self.outbox is not None:
             self.outbox.close()
@@ -130,7 +173,7 @@ class AgentServer:
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
-        self._refusals = Pool("objkv-refuse", 1, self._refuse, lazy=True)
+        self._refusals = Pool("objkv-refuse", 1, self._refuse)
         self._trouble = Trouble(logger, "connections of new clients")
         self._closed = self._draining = False
         self._answers: dict[MessageKind, Callable[[AgentSession, bytes], bytes | None]] = {
@@ -143,13 +186,6 @@ class AgentServer:
         }
         self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
         self._thread.start()
-
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        with self._lock:
-            threads = [self._thread, *self._clients.values()]
-        return sum(thread.is_alive() for thread in threads) + self._refusals.threads
 
     @property
     def clients(self) -> int:
@@ -197,9 +233,6 @@ class AgentServer:
             _hang_up(client.sock)
         self._refusals.close(give_up=_close_all)
         join_all([self._thread, *clients.values()], JOIN_S)
-
-    def __repr__(self) -> str:
-        return f"<AgentServer {len(self._clients)} clients, {self._core!r}>"
 
     def _accept(self) -> None:
         while not self._closed:

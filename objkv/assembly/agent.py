@@ -8,11 +8,11 @@ import sys
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, time
-from types import TracebackType
 from typing import Protocol, Self
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
+from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.http.listener import check_address
 from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
@@ -20,14 +20,12 @@ from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
-from objkv.agent.spill.disk import Disk, DiskFolder
-from objkv.agent.unsaved.policy import PutPolicy
 from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import CacheSettings, ChunkCache
-from objkv.cache.worth import PutRule
+from objkv.cache.worth import PutPolicy, PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
 from objkv.config.urls import local_path, parse_address
@@ -38,14 +36,14 @@ logger = logging.getLogger(__name__)
 _WORKERS = 16
 """As many workers of a node may have payloads waiting to be saved as their settings allow."""
 _LOOK_S = 1.0
+_TOTALS = (
+    *("agent_hits", "agent_fills", "agent_disk_hits"),
+    *("load_bytes", "saves", "save_bytes", "agent_evictions"),
+)
+"""What the last line of the log tells, in its order."""
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""
-
-
-def cache_settings(config: Config, writer: str) -> CacheSettings:
-    """Return the cache's part of the settings."""
-    return CacheSettings(writer, config.ttl_s, config.lease_ms, config.hot_save_bytes_max)
 
 
 def _lease_owner(path: Path) -> str:
@@ -82,9 +80,7 @@ class NodeAgent:
         self._trouble = Trouble(logger, "connections of new clients")
         self._open(path, recorder, replace)
         policy = PutPolicy(self._rule)
-        self.saves = NodeSaves(
-            self._cache, self.core.residents, self._save_limits(), policy, recorder
-        )
+        self.saves = NodeSaves(self._cache, self.core, self._save_limits(), policy, recorder)
         self.lookups = NodeLookups(
             self._backends.index,
             self.core.residents.unsaved,
@@ -138,7 +134,7 @@ class NodeAgent:
                 self._board = AnswerBoard.create()
                 opened.callback(self._board.close)
                 self._cache = self._open_cache(recorder)
-                opened.callback(self._cache.close, 1.0)
+                opened.callback(self._cache.close)
                 self.core = self._open_core(recorder)
                 opened.callback(self.core.close, JOIN_S)
                 holder = self._socket.replaced
@@ -165,11 +161,14 @@ class NodeAgent:
 
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends
+        settings = CacheSettings(
+            _lease_owner(self._path), config.ttl_s, config.lease_ms, config.hot_save_bytes_max
+        )
         return ChunkCache(
             backends.bulk,
             backends.hot,
             backends.index,
-            cache_settings(config, _lease_owner(self._path)),
+            settings,
             recorder,
             room=open_room(config, backends, recorder),
             seal=open_seal(config),
@@ -248,9 +247,9 @@ class NodeAgent:
             logger.warning("clients dropped at shutdown count=%d", self.server.clients)
         self.core.close(min(self._config.load_deadline_ms / 1000, max(0.0, end - monotonic())))
         self.server.close()
-        self.lookups.close()
+        self._board.close()
         self.saves.close(max(0.0, end - monotonic()))
-        self._cache.close(1.0)
+        self._cache.close()
         self._backends.close()
         self.arena.close()
         self._log_end()
@@ -271,13 +270,7 @@ class NodeAgent:
         logger.info(
             "agent ended hits=%d fills=%d disk_hits=%d load_bytes=%d saves=%d save_bytes=%d "
             "evictions=%d unsaved=%d unsaved_bytes=%d",
-            numbers.get("agent_hits", 0),
-            numbers.get("agent_fills", 0),
-            numbers.get("agent_disk_hits", 0),
-            numbers.get("load_bytes", 0),
-            numbers.get("saves", 0),
-            numbers.get("save_bytes", 0),
-            numbers.get("agent_evictions", 0),
+            *(numbers.get(name, 0) for name in _TOTALS),
             lost,
             lost_bytes,
         )
@@ -285,10 +278,5 @@ class NodeAgent:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

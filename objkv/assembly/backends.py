@@ -7,16 +7,13 @@ the two take a second.
 
 import logging
 from collections.abc import Callable
-from contextlib import closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from threading import Thread
-from types import TracebackType
-from typing import Self
 
-from objkv.assembly.auto_sweep import AutoSweep
-from objkv.assembly.call_times import call_s
+from objkv.cache.auto_sweep import AutoSweep
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.quota import Quota, Room, TenantUsage, Unlimited
+from objkv.cache.quota import Quota, TenantUsage
 from objkv.config import (
     Config,
     cache_folder,
@@ -29,24 +26,24 @@ from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
-from objkv.index.memory import MemoryIndex
 from objkv.index.server import ServerFacts
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.net.breaker import Breakers, Change, OnChange, Patience
+from objkv.net.breaker import Breakers, OnChange, Patience, log_change
 from objkv.net.guard import Guard, Slots
 from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
-from objkv.telemetry import Recorder
+from objkv.telemetry import NullRecorder, Recorder
 
 logger = logging.getLogger(__name__)
+CONNECT_FLOOR_S, READ_FLOOR_S = 1.0, 2.0
+"""Shortest time limits for connecting to Redis, and for one of its replies."""
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
 
 @dataclass(frozen=True, slots=True)
-class Backends:
+class Backends(AbstractContextManager["Backends"]):
     """Open stores and index. A context manager that closes them."""
 
     bulk: PruneStore
@@ -60,24 +57,12 @@ class Backends:
 
     def close(self) -> None:
         """Close all of them, even if one fails. Idempotent."""
-        try:
-            self.bulk.close()
-        finally:
-            try:
-                self.index.close()
-            finally:
-                if self.hot is not None:
-                    self.hot.close()
+        with ExitStack() as stack:
+            for one in (self.hot, self.index, self.bulk):
+                if one is not None:
+                    stack.callback(one.close)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -109,17 +94,9 @@ def open_bulk(
     of_agent: bool = False,
 ) -> PruneStore:
     """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
-    wait_s = config.load_deadline_ms / 1000
-    guard = Guard(
-        "bulk",
-        STORE_VERBS,
-        recorder,
-        _breakers("bulk", config, recorder, on_change),
-        slots=Slots(config.bulk_calls_max, wait_s),
-        may_write=config.role != "reader",
-    )
-    place = _bulk_place(config, recorder, of_agent=of_agent)
-    return GuardedStore(place, guard)
+    slots = Slots(config.bulk_calls_max, config.load_deadline_ms / 1000)
+    guard = _guard("bulk", config, recorder, on_change, slots=slots)
+    return GuardedStore(_bulk_place(config, recorder, of_agent=of_agent), guard)
 
 
 def open_hot(
@@ -135,15 +112,18 @@ def open_hot(
     client = connect_redis(config.index_url, config)
     # Next to the index's own keys, so that one ACL pattern covers all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
-    guard = Guard(
-        "hot",
-        STORE_VERBS,
-        recorder,
-        _breakers("hot", config, recorder, on_change),
-        seconds=call_s(config),
-        may_write=config.role != "reader",
-    )
-    return GuardedStore(place, guard)
+    return GuardedStore(place, _guard("hot", config, recorder, on_change))
+
+
+def read_s(config: Config) -> float:
+    """Return the maximum seconds for one reply of Redis."""
+    return max(READ_FLOOR_S, 2 * config.lookup_deadline_ms / 1000)
+
+
+def call_s(config: Config) -> float:
+    """Return the maximum seconds for one call of Redis: the time for connecting, plus twice the
+    limit of one reply, for waiting for a connection and for repeating the command."""
+    return CONNECT_FLOOR_S + 2 * read_s(config)
 
 
 def open_index(
@@ -161,14 +141,7 @@ def _guarded_index(
     *,
     bulk: ReadStore | None = None,
 ) -> WriteIndex:
-    guard = Guard(
-        "index",
-        INDEX_VERBS,
-        recorder,
-        _breakers("index", config, recorder, on_change),
-        seconds=call_s(config),
-        may_write=config.role != "reader",
-    )
+    guard = _guard("index", config, recorder, on_change)
     if bulk is not None and config.index_url.startswith("redis"):
         from objkv.cache.listed_index import ListedIndex
 
@@ -182,12 +155,9 @@ def read_lifecycle(config: Config) -> LifecycleRules | None:
     place = parse_url("bulk_url", config.bulk_url)
     if place.scheme != "s3" or is_directory_bucket(place.host):
         return None
-    from objkv.stores.s3.client import open_s3_client
-    from objkv.stores.s3.store import S3Store
+    from objkv.assembly.fetchers import open_s3
 
-    client = open_s3_client(config)
-    store = S3Store(client, bucket=place.host, prefix=place.path, multipart_bytes=1 << 30)
-    with closing(store):
+    with closing(open_s3(config, NullRecorder())) as store:
         return store.lifecycle()
 
 
@@ -238,10 +208,9 @@ def _within(seconds: float, check: Callable[[], None]) -> None:
     def run() -> None:
         try:
             check()
+            outcome.append(None)
         except BaseException as exc:
             outcome.append(exc)
-        else:
-            outcome.append(None)
 
     thread = Thread(target=run, name="objkv-check", daemon=True)
     thread.start()
@@ -252,18 +221,15 @@ def _within(seconds: float, check: Callable[[], None]) -> None:
         raise outcome[0]
 
 
-def log_change(change: Change) -> None:
-    """Log one line for each change of a breaker."""
-    what = f"{change.end} {change.direction}s"
-    if change.error is None:
-        logger.warning("%s work again", what)
-    elif isinstance(change.error, StoreDenied):  # only an operator can fix that
-        logger.error("%s are refused, serving without them reason=%s", what, change.error)
-    else:
-        logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
-
-
-def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange | None) -> Breakers:
+def _guard(
+    end: str,
+    config: Config,
+    recorder: Recorder,
+    on_change: OnChange | None,
+    *,
+    slots: Slots | None = None,
+) -> Guard:
+    """Return the guard of ``end``. With ``slots``, its store has deadlines of its own."""
     patience = Patience(
         config.breaker_failures,
         config.breaker_reset_ms / 1000,
@@ -271,17 +237,20 @@ def _breakers(end: str, config: Config, recorder: Recorder, on_change: OnChange 
         # Loads near their deadline have less time; all others detect a stalled store.
         min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000),
     )
-    return Breakers(end, patience, recorder, on_change=on_change or log_change)
+    return Guard(
+        end,
+        INDEX_VERBS if end == "index" else STORE_VERBS,
+        recorder,
+        Breakers(end, patience, recorder, on_change=on_change or log_change),
+        slots=slots,
+        seconds=None if slots else call_s(config),
+        may_write=config.role != "reader",
+    )
 
 
 def _bulk_place(config: Config, recorder: Recorder, *, of_agent: bool) -> PruneStore:
-    url = config.bulk_url
-    scheme = url.partition(":")[0]
-    if scheme == "memory":
-        return MemoryStore()
-    if scheme == "file":
-        return _folder(url)
-    assert scheme == "s3"
+    if config.bulk_url.startswith("file:"):
+        return _folder(config.bulk_url)
     from objkv.assembly.fetchers import open_s3, open_s3_of_agent
 
     return open_s3_of_agent(config, recorder) if of_agent else open_s3(config, recorder)
@@ -298,8 +267,6 @@ def _folder(url: str) -> LocalStore:
 
 def _index_place(config: Config) -> PruneIndex:
     scheme = config.index_url.partition(":")[0]
-    if scheme == "memory":
-        return MemoryIndex()
     if scheme == "bulk":
         return BulkIndex(_folder(config.bulk_url))
     if scheme == "sqlite":
@@ -319,23 +286,25 @@ def is_far(config: Config) -> bool:
     return endpoint is None or endpoint.is_far
 
 
-_SEALING = (
-    "signing_keys_file",
-    "signing_keys_command",
-    "encryption_keys_file",
-    "encryption_keys_command",
+_OF_SWEEPS = (
+    *("bulk_url", "index_url", "tenant", "ttl_s", "quota_bytes", "quota_low_percent"),
+    "sweep_grace_s",
+    # Paths and commands, not keys: without them sealed payloads could not get a record.
+    *("signing_keys_file", "signing_keys_command"),
+    *("encryption_keys_file", "encryption_keys_command"),
 )
 
 
-def open_room(config: Config, backends: Backends, recorder: Recorder) -> Room:
-    """Return the check for room that ``quota_bytes`` requires. Reads nothing before its first use.
+def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota | None:
+    """Return the check for room that ``quota_bytes`` requires, if any. Reads nothing before its
+    first use.
 
     A local folder with a local index is walked, so that payloads with expired records count, and is
     swept when it is full. Other stores are shared: their index has the totals, and their operators
     sweep them.
     """
     if not config.quota_bytes:
-        return Unlimited()
+        return None
     is_ours = config.bulk_url.startswith("file:") and config.index_url.startswith("sqlite:")
     usage = BulkIndex(backends.bulk).usage if is_ours else backends.index.usage
     return Quota(
@@ -352,18 +321,6 @@ def sweep_settings(config: Config) -> dict[str, str]:
     Its high watermark is the configured low one: a folder may hold more than its records show, and
     then records below the high watermark must be evicted too.
     """
-    values: dict[str, object] = {
-        "bulk_url": config.bulk_url,
-        "index_url": config.index_url,
-        "tenant": config.tenant,
-        "ttl_s": config.ttl_s,
-        "quota_bytes": config.quota_bytes,
-        "quota_high_percent": max(1, config.quota_low_percent),
-        "quota_low_percent": config.quota_low_percent,
-        "sweep_grace_s": config.sweep_grace_s,
-        "role": "sweeper",
-    }
-    # Paths and commands, not keys: without them sealed payloads could not get a record.
-    sealing = {name: getattr(config, name) for name in _SEALING}
-    values |= {name: value for name, value in sealing.items() if value is not None}
-    return {ENV_PREFIX + name.upper(): str(value) for name, value in values.items()}
+    values = {name: getattr(config, name) for name in _OF_SWEEPS}
+    values |= {"quota_high_percent": max(1, config.quota_low_percent), "role": "sweeper"}
+    return {ENV_PREFIX + n.upper(): str(value) for n, value in values.items() if value is not None}

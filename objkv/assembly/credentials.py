@@ -18,7 +18,7 @@ from redis.credentials import CredentialProvider
 
 from objkv.errors import ConfigError
 from objkv.net.deadline import ends_s
-from objkv.net.transport import NoCredentials
+from objkv.net.redis_errors import NoCredentials
 from objkv.redact import keep_secret, without_secrets
 
 WAIT_S = 2.0

@@ -1,4 +1,5 @@
-"""Opens the S3 store, alone or with processes that fetch for it."""
+"""Opens the S3 store, alone or with processes that fetch for it. The agent starts those by ``-m``
+with this module, and with its settings in the environment; see ``objkv.stores.processes``."""
 
 import logging
 import os
@@ -6,13 +7,14 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from objkv.config import Config, parse_url
+from objkv.config import Config, load_config, parse_url
 from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
+from objkv.stores.processes.child import run
 from objkv.stores.processes.pool import FetchPool, PoolLimits
-from objkv.stores.processes.process import FetchProcess, FetchProgram
+from objkv.stores.processes.process import FetchProcess
 from objkv.stores.processes.store import ProcessGets
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import Recorder
@@ -26,7 +28,7 @@ def open_s3(config: Config, recorder: Recorder) -> S3Store:
     """Open the store of ``bulk_url``, a bucket. Sends nothing yet. Raises ``ConfigError``."""
     place = parse_url("bulk_url", config.bulk_url)
     return S3Store(
-        open_s3_client(config),
+        open_s3_access(config),
         bucket=place.host,
         prefix=place.path,
         multipart_bytes=config.s3_multipart_bytes,
@@ -55,12 +57,10 @@ def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
         return store
     lanes = -(-config.load_threads // processes)
     ranges = -(-config.s3_ranges_max // processes)
-    program = FetchProgram(
-        [sys.executable, "-P", "-m", "objkv.assembly.fetch_process"],
-        _environment(config.model_copy(update={"s3_ranges_max": ranges})),
-    )
-    limits = PoolLimits(processes, lanes)
-    pool = FetchPool(partial(FetchProcess, program), limits, recorder, report=_log_loss)
+    command = [sys.executable, "-P", "-m", "objkv.assembly.fetchers"]
+    environ = _environment(config.model_copy(update={"s3_ranges_max": ranges}))
+    start = partial(FetchProcess, command, environ)
+    pool = FetchPool(start, PoolLimits(processes, lanes), recorder, report=_log_loss)
     return ProcessGets(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
 
 
@@ -77,3 +77,8 @@ def _environment(config: Config) -> dict[str, str]:
     environ = agent_environment(config)
     places = [str(Path(__file__).parents[2]), environ.get("PYTHONPATH", "")]
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, places))}
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:], lambda recorder: open_s3(load_config(), recorder))
+    os._exit(0)  # threads may hang in a get

@@ -6,8 +6,7 @@ appear in no error and no repr.
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,19 +22,20 @@ from redis.sentinel import (
     SentinelManagedConnection,
 )
 
-from objkv.assembly import call_times
+from objkv.assembly import backends
 from objkv.assembly.credentials import load_credentials
 from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.server import ServerFacts
 from objkv.net.deadline import ends_s
+from objkv.net.redis_errors import CLIENT_ERRORS, ClearRefused
 from objkv.net.resp import DeadlinePool, keep_deadlines
-from objkv.net.transport import ClearRefused
 
 
-class _OnThisMachine(redis.Connection):
-    """A connection without TLS. The settings check the host of ``index_url``. Hosts that a cluster
-    or a Sentinel reports later are checked here, before a password is sent to them."""
+class ClearConnection(redis.Connection):
+    """A connection without TLS to a server on this machine. The settings check the host of
+    ``index_url``. Hosts that a cluster or a Sentinel reports later are checked here, before a
+    password is sent to them."""
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
@@ -47,12 +47,7 @@ class _OnThisMachine(redis.Connection):
         return super()._connect()  # type: ignore[no-untyped-call]
 
 
-class ClearConnection(_OnThisMachine):
-    """A connection to a server on this machine. Raises ``ConnectionError`` before anything is sent
-    to another."""
-
-
-class ClearSentinelConnection(_OnThisMachine, SentinelManagedConnection):
+class ClearSentinelConnection(ClearConnection, SentinelManagedConnection):
     """The same, for the primary that a Sentinel reports."""
 
 
@@ -101,7 +96,7 @@ def _options(place: Url, config: Config) -> dict[str, Any]:
     The time-outs only limit how long a dead server blocks.
     """
     deadline_s = config.lookup_deadline_ms / 1000
-    read_s = call_times.read_s(config)
+    read_s = backends.read_s(config)
     options: dict[str, Any] = {
         **_login(place, config),
         "db": int(place.path or 0),
@@ -109,7 +104,7 @@ def _options(place: Url, config: Config) -> dict[str, Any]:
         "decode_responses": False,
         # Every server and proxy supports RESP2, and nothing from RESP3 is needed.
         "protocol": 2,
-        "socket_connect_timeout": max(call_times.CONNECT_FLOOR_S, deadline_s),
+        "socket_connect_timeout": max(backends.CONNECT_FLOOR_S, deadline_s),
         "socket_timeout": read_s,
         "socket_keepalive": True,
         "health_check_interval": HEALTH_CHECK_S,
@@ -259,7 +254,7 @@ class _LazyCluster:
                 self._client.close()
 
 
-def describe_server(config: Config, *, clock: Callable[[], float] = time.time) -> ServerFacts:
+def describe_server(config: Config) -> ServerFacts:
     """Return version, memory policy and clock of the server, for ``doctor``.
 
     Opens a separate connection. Describes one node of a cluster. Raises ``StoreUnavailable``; the
@@ -267,13 +262,17 @@ def describe_server(config: Config, *, clock: Callable[[], float] = time.time) -
     """
     client = connect_redis(config.index_url, config)
     try:
-        with _translated():
-            return describe_redis(_one_node(client), clock=clock)
+        node = client
+        if isinstance(client, redis.RedisCluster):
+            node = client.get_redis_connection(client.get_default_node())
+        return describe_redis(node)
+    except CLIENT_ERRORS as exc:
+        raise StoreUnavailable(f"describe index: {exc}") from exc
     finally:
         client.close()
 
 
-def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time) -> ServerFacts:
+def describe_redis(node: Any, *, clock: Callable[[], float] = time.time) -> ServerFacts:
     """Return the facts of one server, read with ``INFO`` and ``TIME`` (ACL: ``+info +time``)."""
     denied: list[str] = []
     info: Mapping[str, Any] = _allowed(node.info, "INFO", denied) or {}
@@ -298,14 +297,6 @@ def describe_redis(node: redis.Redis, *, clock: Callable[[], float] = time.time)
     )
 
 
-def _one_node(client: Client) -> redis.Redis:
-    if isinstance(client, redis.RedisCluster):
-        node = client.get_default_node()
-        one: redis.Redis = client.get_redis_connection(node)
-        return one
-    return client
-
-
 def _allowed(call: Callable[[], Any], name: str, denied: list[str]) -> Any:
     try:
         return call()
@@ -316,11 +307,3 @@ def _allowed(call: Callable[[], Any], name: str, denied: list[str]) -> Any:
 
 def _number(value: Any) -> int | None:
     return value if isinstance(value, int) else None
-
-
-@contextmanager
-def _translated() -> Iterator[None]:
-    try:
-        yield
-    except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
-        raise StoreUnavailable(f"describe index: {exc}") from exc

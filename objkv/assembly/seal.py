@@ -11,13 +11,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from objkv.codec.seal import KEYS_BYTES_MAX, Seal, SealKey, keys_of, parse_keys
 from objkv.config import Config
 from objkv.errors import ConfigError, pip_install
+
+if TYPE_CHECKING:
+    from objkv.ops.backends_view import StoredNamespace
 
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
@@ -47,36 +50,18 @@ def open_seal(
         ) from None
 
 
-class Sealed(Protocol):
-    """The seals of a namespace, according to its document."""
-
-    @property
-    def is_known(self) -> bool:
-        """Whether it has a document."""
-
-    @property
-    def tenant(self) -> str | None:
-        """Its tenant."""
-
-    @property
-    def seals(self) -> tuple[str, ...]:
-        """``signed``, ``encrypted``."""
-
-
-def open_seals(config: Config) -> Callable[[Sealed], Seal | None]:
+def open_seals(config: Config) -> Callable[["StoredNamespace"], Seal | None]:
     """Return a function that gives a namespace's seal; it raises ``ConfigError`` if the keys are
     not configured here."""
     # Once per tenant rather than per namespace: requesting keys may take seconds.
-    seal = lru_cache(
-        lambda tenant, seals: open_seal(config, tenant=tenant, seals=seals) if seals else None
-    )
+    seal = lru_cache(partial(open_seal, config))
 
-    def seal_of(namespace: Sealed) -> Seal | None:
+    def seal_of(namespace: "StoredNamespace") -> Seal | None:
         """The document names the seals, and the namespace is its digest, so it cannot be forged.
         Without a document the configured seals apply."""
         if not namespace.is_known:
-            return seal(None, config.seals)
-        return seal(namespace.tenant, namespace.seals)
+            return seal()
+        return seal(tenant=namespace.tenant, seals=namespace.seals)
 
     return seal_of
 

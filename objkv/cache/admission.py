@@ -87,15 +87,13 @@ class AdmissionPolicy:
 
     def __init__(
         self,
-        mode: Mode | Callable[[], Mode],
+        mode: Callable[[], Mode],
         recorder: Recorder,
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``mode`` may change from call to call."""
-        self._mode: Callable[[], Mode] = mode if callable(mode) else lambda: mode
-        self._recorder = recorder
-        self._clock = clock
+        self._mode, self._recorder, self._clock = mode, recorder, clock
         self._tiers: dict[Tier, _TierCost] = {"hot": _TierCost(), "bulk": _TierCost()}
         self._prefill = Typical()
 
@@ -134,20 +132,6 @@ class AdmissionPolicy:
             self._recorder.count("admission_refused_tokens", refused)
             self._recorder.count("admission_refused" if admitted == 0 else "admission_cut")
         return admitted
-
-    def describe(self) -> dict[str, float]:
-        """Return the measurements so far: bytes and tokens per second, and seconds of latency."""
-        out: dict[str, float] = {}
-        for name, cost in self._tiers.items():
-            if (moving := cost.moving.seconds_per_unit) is not None:
-                out |= {f"{name}_bytes_per_s": 1 / moving, f"{name}_latency_s": cost.latency_s}
-        if (token_s := self._prefill.seconds_per_unit) is not None:
-            out["prefill_tokens_per_s"] = 1 / token_s
-        return out
-
-    def __repr__(self) -> str:
-        known = ", ".join(f"{name} {value:.4g}" for name, value in self.describe().items())
-        return f"<AdmissionPolicy {self._mode()}, {known or 'nothing measured'}>"
 
     def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:
         """Whether one of the needed tiers must be measured, again or for the first time."""

@@ -7,15 +7,16 @@ queries read every header. Nothing expires and no hits are counted. Pins are in 
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
 import xxhash
 
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
-from objkv.codec.payload import Header, header_bytes_needed, read_header
+from objkv.codec.payload import Header
 from objkv.errors import PayloadError
 from objkv.index.base import (
     ChunkEntry,
@@ -30,7 +31,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
-_LENGTH_BYTES = 8
 _LOOKS_MAX = 3
 _NOT_READ = "none"
 """Placeholder for a codec whose header has not been read."""
@@ -92,12 +92,12 @@ class BulkIndex:
 
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Walks the whole store, and counts exactly."""
-        totals: dict[str, tuple[int, int]] = {}
+        nbytes, payloads = Counter[str](), Counter[str]()
         for key, entry in self._chunks(""):
-            nbytes, payloads = totals.get(key.namespace, (0, 0))
-            totals[key.namespace] = (nbytes + entry.nbytes, payloads + 1)
+            nbytes[key.namespace] += entry.nbytes
+            payloads[key.namespace] += 1
         now_s = int(time.time())
-        return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
+        return [Usage(name, nbytes[name], payloads[name], now_s) for name in sorted(payloads)]
 
     def savings(self) -> list[Savings]:
         """Return nothing: a folder has no place where many processes could add up."""
@@ -156,8 +156,8 @@ class BulkIndex:
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``. Deletes the payloads."""
-        keys = [entry.key for _, entry in self._chunks(_folder(namespace, prefix_hash))]
-        deleted = [self._store.delete(key) for key in keys]
+        entries = [entry for _, entry in self._chunks(_folder(namespace, prefix_hash))]
+        deleted = [self._store.delete(entry.key) for entry in entries]
         return any(deleted)
 
     def set_usage(self, usage: Usage) -> None:
@@ -232,11 +232,6 @@ def _of_file(entry: Entry) -> ShardRecord:
 def _header(store: ReadStore, entry: Entry) -> Header | None:
     """Return the payload's header, or None if it is missing, damaged or truncated."""
     try:
-        start = store.get_range(entry.key, 0, _LENGTH_BYTES)
-        if start is None:
-            return None
-        prefix = store.get_range(entry.key, 0, header_bytes_needed(start))
-        header = None if prefix is None else read_header(prefix)
+        return stored_header(store, entry, None)
     except PayloadError:
         return None
-    return header if header is not None and header.nbytes == entry.nbytes else None

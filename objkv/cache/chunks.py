@@ -13,18 +13,39 @@ from enum import Enum
 from threading import Lock
 from time import monotonic
 
-from objkv.cache.quota import Room, Unlimited
+from objkv.cache.quota import Quota
 from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.stores.base import Arrived, Buffer, ReadStore, WriteStore
+from objkv.stores.base import Arrived, Buffer, Entry, ReadStore, WriteStore
 from objkv.telemetry import Recorder
 
 _PATHS_MAX = 65_536
 """Maximum number of paths in each of the sets below; the oldest are removed."""
+
+
+class _Paths:
+    """The paths that were added last. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._all: OrderedDict[str, None] = OrderedDict()
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._all
+
+    def add(self, path: str) -> None:
+        with self._lock:
+            self._all[path] = None
+            while len(self._all) > _PATHS_MAX:
+                self._all.popitem(last=False)
+
+    def remove(self, path: str) -> None:
+        with self._lock:
+            self._all.pop(path, None)
 
 
 class HotCopies:
@@ -37,14 +58,13 @@ class HotCopies:
         self._store = store
         self._bytes_max = bytes_max
         self._recorder = recorder
-        self._lock = Lock()
-        self._distrusted: OrderedDict[str, None] = OrderedDict()
+        self._distrusted = _Paths()
 
     def get_into(
         self, path: str, buffer: memoryview, arrived: Arrived | None, start: int | None
     ) -> int | None:
         """Read a promised copy into ``buffer``. Return None if the caller must read bulk."""
-        if self._store is None or self._is_distrusted(path):
+        if self._store is None or path in self._distrusted:
             return None
         try:
             nbytes = self._store.get_into(path, buffer, arrived, start)
@@ -57,14 +77,11 @@ class HotCopies:
     def distrust(self, path: str) -> None:
         """Do not read this copy again until this process has made another, whatever a record
         promises: the payload was corrupt. The bulk store's payload may be intact."""
-        with self._lock:
-            _remember(self._distrusted, path)
+        self._distrusted.add(path)
 
     def has(self, path: str, nbytes: int) -> bool:
         """Whether there is a copy of this size. Costs a round trip."""
-        if self._store is None or nbytes > self._bytes_max:
-            return False
-        if self._is_distrusted(path):
+        if self._store is None or nbytes > self._bytes_max or path in self._distrusted:
             return False
         try:
             entry = self._store.head(path)
@@ -82,41 +99,28 @@ class HotCopies:
         except StoreError:
             self._recorder.count("hot_errors")
             return False
-        with self._lock:
-            self._distrusted.pop(path, None)
+        self._distrusted.remove(path)
         return True
 
-    def _is_distrusted(self, path: str) -> bool:
-        with self._lock:
-            return path in self._distrusted
+
+_HEADER_GUESS = 16 << 10
+"""Covers the header of most models, which saves a second request."""
 
 
-def _remember(paths: "OrderedDict[str, None]", path: str) -> None:
-    paths[path] = None
-    while len(paths) > _PATHS_MAX:
-        paths.popitem(last=False)
+def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | None:
+    """Return the header of a payload, None if the payload is gone.
 
-
-_LENGTH_BYTES = 8
-
-
-def existing_header(bulk: ReadStore, claim: Claim, seal: Seal | None) -> Header | None:
-    """Return the header of the payload stored for ``claim``. None if it is unusable: truncated, of
-    another claim, or not sealed as ``seal`` requires. Does not check its frames."""
-    path = claim.key.path()
-    try:
-        start = bulk.get_range(path, 0, _LENGTH_BYTES)
-        if start is None:
-            return None
-        prefix = bulk.get_range(path, 0, header_bytes_needed(start))
-        entry = bulk.head(path)
-        if prefix is None or entry is None:
-            return None
-        header = read_header(prefix, seal=seal)
-    except PayloadError:
+    Raises ``PayloadError`` unless its checksum or seal and its length are correct. The caller must
+    compare its claim.
+    """
+    start = bulk.get_range(entry.key, 0, _HEADER_GUESS)
+    if start is not None and (needed := header_bytes_needed(start)) > _HEADER_GUESS:
+        start = bulk.get_range(entry.key, 0, needed)
+    if start is None:
         return None
-    if header.claim != claim or header.nbytes != entry.nbytes:
-        return None
+    header = read_header(start, seal=seal)
+    if header.nbytes != entry.nbytes:
+        raise PayloadError(f"{entry.nbytes} bytes, but the header states {header.nbytes}")
     return header
 
 
@@ -182,8 +186,9 @@ class SaveOutcome(Enum):
 
     SAVED = "saved"
     ACCEPTED = "accepted"
-    """The node's agent has a copy, which the node's replicas find, and saves it or holds it back.
-    """
+    """The node's agent has a copy, which the node's replicas find, and saves it."""
+    KEPT = "kept"
+    """It has a copy, which the node's replicas find, and holds it back until it is seen again."""
     EXISTED = "existed"
     """Another writer's payload already existed; its record was published."""
 
@@ -210,22 +215,22 @@ class ChunkCache:
         settings: CacheSettings,
         recorder: Recorder,
         *,
-        room: Room | None = None,
+        room: Quota | None = None,
         seal: Seal | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         self.seal = seal
         """Seals payloads, and is required to use them; None if they are not sealed."""
         self._bulk = bulk
-        self._room = room or Unlimited()
+        self._room = room
         self._hot = HotCopies(hot, settings.hot_save_bytes_max, recorder)
         self._index = index
         self._settings = settings
         self._recorder = recorder
-        self._lock = Lock()
-        self._suspects: OrderedDict[str, None] = OrderedDict()
-        self.in_flight = InFlightSaves()
+        self._suspects = _Paths()
         self._clock = clock
+        self.in_flight = InFlightSaves()
+        """Payloads that this process is saving, or has just saved and published."""
         self.link = LinkSpeed()
         """Recent speed of puts and gets of the bulk store."""
 
@@ -259,21 +264,7 @@ class ChunkCache:
 
     def has_room(self) -> bool:
         """Whether to save anything at all: False above the quota."""
-        return self._room.has_room()
-
-    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
-        """Return whether to save ``key``: False if this process is saving it or has just done so.
-        If True, the caller must call ``end_save``. ``puts``: whether its save must not be held
-        back, which matters to agents."""
-        return self.in_flight.begin(key.path())
-
-    def end_save(self, key: ChunkKey) -> None:
-        """End a save, whether it finished or was abandoned."""
-        self.in_flight.end(key.path())
-
-    def was_published(self, key: ChunkKey) -> bool:
-        """Whether the save of ``key`` that has just returned published its record, too."""
-        return self.in_flight.is_kept(key.path())
+        return self._room is None or self._room.has_room()
 
     def take_lease(self, key: ChunkKey) -> bool:
         """Return whether this process may save ``key`` now. If the index fails the result is True:
@@ -316,34 +307,25 @@ class ChunkCache:
         Raises ``StoreError`` if the bulk store fails; no record is published then.
         """
         path = claim.key.path()
-        suspect = self._is_suspect(path)
-        if suspect:
+        if path in self._suspects:
             self._bulk.put(path, payload)
-            self._trust(path)
+            self._suspects.remove(path)
         elif not self._put_if_absent(path, payload):
-            existing = existing_header(self._bulk, claim, self.seal)
+            existing = self._existing(claim)
             if existing is None:
                 self._bulk.put(path, payload)
             else:
                 self._publish(claim, existing, hot=self._hot.has(path, existing.nbytes))
                 return SaveOutcome.EXISTED
-        self._room.add(header.nbytes)
+        if self._room is not None:
+            self._room.add(header.nbytes)
         self._publish(claim, header, hot=self._hot.put(path, payload))
         return SaveOutcome.SAVED
 
-    def note_load(self, header: Header, *, hot: bool, seconds: float | None) -> None:
-        """Record that a payload was loaded, verified and copied to its blocks.
-
-        ``hot``: whether its record promised a hot copy. ``seconds``: how long the bulk store took
-        for its bytes, if known.
-        """
-        if seconds is not None and not hot:
-            self.link.gets.observe(header.nbytes, seconds)
-
-    def close(self, deadline_s: float) -> bool:
-        """End background work without waiting. Idempotent."""
-        self._room.close()
-        return True
+    def close(self) -> None:
+        """End background work. Waits at most a second. Idempotent."""
+        if self._room is not None:
+            self._room.close()
 
     def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:
         """Forget the record of ``key``, because the payload was missing or ``corrupt``. Never
@@ -355,8 +337,7 @@ class ChunkCache:
         self.in_flight.forget(path)
         expected = records.get(key.field)
         if corrupt:
-            with self._lock:
-                _remember(self._suspects, path)
+            self._suspects.add(path)
         if expected is None:
             return
         if corrupt and expected.hot:
@@ -366,20 +347,22 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("forget_errors")
 
-    def _is_suspect(self, path: str) -> bool:
-        with self._lock:
-            return path in self._suspects
-
-    def _trust(self, path: str) -> None:
-        with self._lock:
-            self._suspects.pop(path, None)
-
     def _put_if_absent(self, path: str, payload: Buffer) -> bool:
         started = self._clock()
         written = self._bulk.put_if_absent(path, payload)
         if written:  # otherwise little or nothing was sent
             self.link.puts.observe(len(payload), self._clock() - started)
         return written
+
+    def _existing(self, claim: Claim) -> Header | None:
+        """Return the header of the payload stored for ``claim``. None if it is unusable: truncated,
+        of another claim, or not sealed as required. Does not check its frames."""
+        entry = self._bulk.head(claim.key.path())
+        try:
+            header = None if entry is None else stored_header(self._bulk, entry, self.seal)
+        except PayloadError:
+            return None
+        return header if header is not None and header.claim == claim else None
 
     def _publish(self, claim: Claim, header: Header, *, hot: bool) -> None:
         key = claim.key
@@ -392,9 +375,8 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("publish_errors")
         else:
-            if not self._is_suspect(
-                key.path()
-            ):  # found corrupt meanwhile: the next save repairs it
+            # If it was found corrupt meanwhile, the next save repairs it.
+            if key.path() not in self._suspects:
                 self.in_flight.keep(key.path())
 
 

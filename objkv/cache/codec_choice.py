@@ -12,8 +12,8 @@ one core: concurrent loads have several of both. A codec must win by 10 %, or no
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
 from time import perf_counter
@@ -37,6 +37,8 @@ limited."""
 _SAMPLES = 5
 """Samples kept per candidate. Their median is used, so that one pause of the machine has no
 effect."""
+_PLACES_MAX = 256
+"""Kinds of chunks that are measured; the oldest is forgotten."""
 _LINK_MAX = 8e9
 """Bytes/s. No codec decodes faster, so nothing is sampled at a faster link."""
 
@@ -46,6 +48,15 @@ class _Sample:
     ratio: float
     decode_s: float
     """Decoding time per raw byte."""
+
+
+@dataclass(slots=True)
+class _Place:
+    """The chunks whose data are alike."""
+
+    chunks: int = 0
+    samples: dict[str, deque[_Sample]] = field(default_factory=dict)
+    """By codec."""
 
 
 def load_seconds(link: float, ratio: float, decode_s: float, layers: int) -> float:
@@ -67,45 +78,47 @@ class CodecChooser:
         self._link = link
         self._clock = clock
         self._lock = Lock()
-        self._samples: dict[tuple[int, str], deque[_Sample]] = {}
-        self._chunks: dict[int, int] = {}
+        self._places: dict[Hashable, _Place] = {}
         self._saving_s = 0.0
         self._sampling_s = 0.0
         self._sampler = Lock()
         self._scratch = np.zeros(0, dtype=np.uint8)
 
-    def choose(self, group: int, layers: Sequence[LayerSpec], pages: memoryview) -> str:
+    def choose(self, place: Hashable, layers: Sequence[LayerSpec], pages: memoryview) -> str:
         """Choose the codec for one chunk.
 
         Args:
-            group: KV cache groups are measured separately, because their data differ.
+            place: namespace and KV cache group. Each is measured separately, because their data
+                differ.
             pages: the raw bytes of all layers, one after the other. Only read, and not kept.
         """
         link = self._link()
         with self._lock:
-            number = self._chunks.get(group, 0)
-            self._chunks[group] = number + 1
+            while len(self._places) >= _PLACES_MAX and place not in self._places:
+                del self._places[next(iter(self._places))]
+            one = self._places.setdefault(place, _Place())
+            number, one.chunks = one.chunks, one.chunks + 1
         if link is None or link >= _LINK_MAX:
             return "none"
-        for codec in self._due(group, number):
-            self._sample(group, codec, _piece(layers, pages, number))
-        return self._best(group, link, len(layers))
+        for codec in self._due(one, number):
+            self._sample(one, codec, _piece(layers, pages, number))
+        return self._best(one, link, len(layers))
 
     def saved(self, seconds: float) -> None:
         """Record the time of a save, including its encoding. It bounds the time for sampling."""
         with self._lock:
             self._saving_s += seconds
 
-    def _due(self, group: int, number: int) -> list[str]:
+    def _due(self, one: _Place, number: int) -> list[str]:
         """Return the codecs to measure with this chunk: those never measured, else one in turn."""
         with self._lock:
-            if unknown := [c for c in CANDIDATES if (group, c) not in self._samples]:
+            if unknown := [codec for codec in CANDIDATES if codec not in one.samples]:
                 return unknown
             if number % SAMPLE_EVERY or self._sampling_s > SHARE_MAX * self._saving_s:
                 return []
             return [CANDIDATES[number // SAMPLE_EVERY % len(CANDIDATES)]]
 
-    def _sample(self, group: int, codec: str, piece: tuple[memoryview, int]) -> None:
+    def _sample(self, one: _Place, codec: str, piece: tuple[memoryview, int]) -> None:
         if not self._sampler.acquire(blocking=False):
             return
         try:
@@ -117,8 +130,7 @@ class CodecChooser:
                 sample = _Sample(1.0, 0.0)
             with self._lock:
                 self._sampling_s += self._clock() - started
-                kept = self._samples.setdefault((group, codec), deque(maxlen=_SAMPLES))
-                kept.append(sample)
+                one.samples.setdefault(codec, deque(maxlen=_SAMPLES)).append(sample)
         finally:
             self._sampler.release()
 
@@ -133,13 +145,11 @@ class CodecChooser:
         decompress_into(codec, memoryview(frame), self._scratch.data[: pages.nbytes])
         return _Sample(pages.nbytes / len(frame), (self._clock() - started) / pages.nbytes)
 
-    def _best(self, group: int, link: float, layers: int) -> str:
+    def _best(self, one: _Place, link: float, layers: int) -> str:
         best, least = "none", (1 - GAIN_MIN) / link
         with self._lock:
-            known = {c: list(self._samples.get((group, c), ())) for c in CANDIDATES}
+            known = {codec: list(samples) for codec, samples in sorted(one.samples.items())}
         for codec, samples in known.items():
-            if not samples:
-                continue
             ratio = median(sample.ratio for sample in samples)
             decode_s = median(sample.decode_s for sample in samples)
             seconds = load_seconds(link, ratio, decode_s, layers)

@@ -8,10 +8,11 @@ reader's rights. Such a command does not see records whose payloads are gone, an
 import logging
 import re
 from collections.abc import Iterator
+from itertools import islice
 from typing import Final
 
-from objkv.errors import StoreDenied
-from objkv.index.base import SCAN_DENIED, Record, WriteIndex
+from objkv.errors import SCAN_DENIED, StoreDenied
+from objkv.index.base import Record, WriteIndex
 from objkv.index.guarded import GuardedIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX
@@ -51,20 +52,15 @@ class ListedIndex(GuardedIndex):
                 return
             except StoreDenied as exc:  # at the first record: rights rarely end within a scan
                 self._note(exc)
-        batch: list[bytes] = []
-        for prefix_hash in self._listed(namespace):
-            batch.append(prefix_hash)
-            if len(batch) == _CHUNKS_AT_ONCE:
-                yield from self._found(namespace, batch)
-                batch = []
-        if batch:
-            yield from self._found(namespace, batch)
+        hashes = self._listed(namespace)
+        while batch := list(islice(hashes, _CHUNKS_AT_ONCE)):
+            yield from filter(None, self.lookup(namespace, batch))
 
     def namespaces(self) -> list[str]:
         """See ``ReadIndex``. From a listing, returns the namespaces of the bulk store."""
         if not self.is_denied:
             try:
-                return super().namespaces()
+                return list(super().namespaces())
             except StoreDenied as exc:
                 self._note(exc)
         return sorted(name for name in self._bulk.folders("") if _NAMESPACE.fullmatch(name))
@@ -79,9 +75,6 @@ class ListedIndex(GuardedIndex):
             if key.prefix_hash != last:  # a chunk's payloads are listed in a row
                 last = key.prefix_hash
                 yield last
-
-    def _found(self, namespace: str, batch: list[bytes]) -> Iterator[Record]:
-        return (one for one in self.lookup(namespace, batch) if one is not None)
 
     def _note(self, denied: StoreDenied) -> None:
         """Remember a refused scan. Raises ``denied`` if something else was refused."""

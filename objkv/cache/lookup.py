@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import inf
-from threading import Event
 from time import monotonic
-from typing import Any, Protocol
+from typing import Protocol
 
 from objkv.background import Steps, StepThread, in_steps
 from objkv.errors import StoreError
@@ -99,9 +98,13 @@ class LookupService:
         self._limits = limits
         self._clock = clock
         self._tracing = tracing
-        self._ended = Event()
         # Started here, because starting takes longer than the rest of ``ask``.
-        self._thread = StepThread("objkv-lookup", answer_s=_ANSWER_S)
+        self._thread = StepThread(
+            "objkv-lookup",
+            answer_s=_ANSWER_S,
+            queue_max=limits.queue_max,
+            failed=lambda _: recorder.count("background_errors"),
+        )
         self._memos: dict[str, _Memo] = {}
         self._trouble, self._late_at = Trouble(logger, "lookups"), -inf
 
@@ -138,18 +141,8 @@ class LookupService:
         return self._clock() >= deadline
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Run ``job`` on the lookup thread. Return False if the queue is full. An exception of the
-        job is counted and dropped. Lookups wait meanwhile, so one that takes long is done in
-        steps."""
-
-        def run() -> Steps[None]:
-            try:
-                yield from in_steps(job())
-            except Exception as exc:  # the outcome is not awaited
-                self._recorder.count("background_errors")
-                logger.debug("background job failed reason=%r", exc)
-
-        return self._submit(run()) is not None
+        """See ``StepThread.run``. Exceptions of the job are counted."""
+        return self._thread.run(job)
 
     @property
     def in_flight(self) -> int:
@@ -157,10 +150,8 @@ class LookupService:
         return self._thread.unfinished
 
     def wait(self, seconds: float) -> None:
-        """Block until a job ends, for at most ``seconds``. Returns at once if one has ended since
-        the last call. For a thread without other work."""
-        self._ended.wait(seconds)
-        self._ended.clear()
+        """See ``StepThread``."""
+        self._thread.wait(seconds)
 
     def wait_for(self, request_id: str, seconds: float) -> bool:
         """Block at most ``seconds`` until the request's pending lookup finishes. Return whether it
@@ -173,10 +164,6 @@ class LookupService:
     def close(self) -> None:
         """Refuse further lookups and end the thread. Lookups that outlast the deadline fail."""
         self._thread.close(min(self._limits.deadline_s, _CLOSE_S_MAX))
-
-    def __repr__(self) -> str:
-        pending = sum(memo.answer is None for memo in self._memos.values())
-        return f"<LookupService {pending} pending, {len(self._memos)} remembered>"
 
     def _start(
         self,
@@ -208,20 +195,12 @@ class LookupService:
                 self._recorder.observe("lookup_seconds", self._clock() - started)
                 _end(span, namespace, memo.count - len(known), found)
 
-        memo.future = self._submit(find())
+        memo.future = self._thread.start(find())
         if memo.future is None:
             self._recorder.count("lookup_refused")
             span.end("refused: the queue is full", namespace=namespace)
             self._answer(memo, memo.no_match)
         return memo
-
-    def _submit(self, job: Steps[Any]) -> Future[Any] | None:
-        if self._thread.unfinished >= self._limits.queue_max:
-            return None
-        future = self._thread.start(job)
-        if future is not None:
-            future.add_done_callback(lambda _: self._ended.set())
-        return future
 
     def _poll(self, memo: _Memo) -> None:
         assert memo.future is not None

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Callable, Iterable
 from threading import Condition, Thread
 from time import monotonic
-from typing import Protocol
 
+from objkv.cache.auto_sweep import AutoSweep
 from objkv.errors import StoreError
 from objkv.index.base import Usage
 from objkv.keys.identity import NAMESPACE_HEX, identity_path
@@ -28,45 +28,8 @@ _DOCUMENT_BYTES_MAX = 1 << 20
 _CLOSE_S = 1.0
 
 
-class Room(Protocol):
-    """Decides whether there is room for saves."""
-
-    def has_room(self) -> bool:
-        """Whether to save at all. Never waits. Thread-safe."""
-
-    def add(self, nbytes: int) -> None:
-        """Record that ``nbytes`` were saved."""
-
-    def close(self) -> None:
-        """Release resources. Idempotent."""
-
-
-class Relieving(Protocol):
-    """Makes room if it can."""
-
-    def __call__(self) -> bool:
-        """Try to make room. May take minutes. Return False if nothing was attempted."""
-
-    def close(self) -> None:
-        """Stop soon. Idempotent."""
-
-
-class Unlimited:
-    """``Room`` without a quota."""
-
-    def has_room(self) -> bool:
-        """Return True."""
-        return True
-
-    def add(self, nbytes: int) -> None:
-        """Does nothing."""
-
-    def close(self) -> None:
-        """Does nothing."""
-
-
 class Quota:
-    """``Room`` until ``used`` returns at least ``limit_bytes``.
+    """There is room until ``used`` returns at least ``limit_bytes``. Thread-safe.
 
     A separate thread calls ``used``. It starts with the first call of ``has_room`` and is idle
     without further calls. ``used`` must raise only ``StoreError``.
@@ -78,23 +41,21 @@ class Quota:
         limit_bytes: int,
         recorder: Recorder,
         *,
-        relief: Relieving | None = None,
-        clock: Callable[[], float] = monotonic,
+        relief: AutoSweep | None = None,
     ) -> None:
-        """``relief`` is called on that thread while there is no room."""
+        """``relief`` is called on that thread while there is no room. It is closed with this."""
         assert limit_bytes > 0
         self._used = used
         self._limit_bytes = limit_bytes
         self._recorder = recorder
         self._relief = relief
-        self._clock = clock
         self._changed = Condition()
         self._asked = self._closed = self.is_full = self._has_failed = False
         self._bytes: int | None = None
         self._thread: Thread | None = None
 
     def has_room(self) -> bool:
-        """See ``Room``. Returns True until the first reading."""
+        """Whether to save at all: True until the first reading. Never waits."""
         if not self._asked:  # without the lock: the forward thread calls this in every step
             with self._changed:
                 self._asked = True
@@ -105,14 +66,14 @@ class Quota:
         return not self.is_full
 
     def add(self, nbytes: int) -> None:
-        """See ``Room``."""
+        """Record that ``nbytes`` were saved."""
         with self._changed:
             if self._bytes is not None:
                 self._bytes += nbytes
                 self._judge()
 
     def close(self) -> None:
-        """See ``Room``. Waits at most a second for a reading in progress."""
+        """Stop. Waits at most a second for a reading in progress. Idempotent."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -143,7 +104,7 @@ class Quota:
                 if self._closed:
                     return
                 self._asked = False
-            begun = self._clock()
+            begun = monotonic()
             try:
                 self.read()
                 self.relieve()
@@ -152,7 +113,7 @@ class Quota:
                 if not self._has_failed:
                     self._has_failed = True
                     logger.exception("reading how much is stored failed")
-            pause_s = max(_INTERVAL_S, (self._clock() - begun) / _SHARE_MAX)
+            pause_s = max(_INTERVAL_S, (monotonic() - begun) / _SHARE_MAX)
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, pause_s):
                     return

@@ -158,9 +158,6 @@ class AdmissionSwitch:
             self._recorder.count("admission_switch_errors")
         self._show()
 
-    def __repr__(self) -> str:
-        return f"<AdmissionSwitch {self.mode}>"
-
     def _order(self) -> Switch | None:
         return in_force(self._switches, self._namespace.name, now_s=self._clock())
 

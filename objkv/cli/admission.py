@@ -64,8 +64,6 @@ def admission(
         raise ConfigError("--for needs a mode, such as: objkv admission never --for 1h")
     if mode is not None and session.config.role == "reader":
         raise ConfigError("the role reader cannot switch replicas; set role to sweeper")
-    if mode is not None and session.config.bulk_url.startswith("memory:"):
-        raise ConfigError("memory: is private to each replica, so no order can reach it")
     lasts_s = int(for_ or 3600)
     with session.backends() as backends:
         scope = None

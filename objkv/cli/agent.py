@@ -12,7 +12,6 @@ from objkv.assembly.agent import NodeAgent
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.options import time_option
 from objkv.cli.signals import end_signals
-from objkv.cli.upkeep import refuse_memory
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
 from objkv.telemetry import LogLimit, MemoryRecorder
@@ -41,7 +40,6 @@ def agent(
     Replicas read payloads from its shared memory. It runs until SIGTERM or Ctrl-C, and then
     completes the saves that it has begun.
     """
-    refuse_memory(session, "agent")
     where = path or agent_socket(session.config)
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")

@@ -26,7 +26,7 @@ from objkv.cli.upkeep import (
     upkeep,
 )
 from objkv.errors import ConfigError
-from objkv.models.tokenizer import load_tokenizer
+from objkv.keys.tokenizer import load_tokenizer
 from objkv.ops.audit.audit import (
     ROOTS_MAX,
     Audit,

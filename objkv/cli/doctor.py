@@ -19,10 +19,10 @@ from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, co
 from objkv.cli.output import Printer
 from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
-from objkv.models.verdict import ModelVerdict, Wish, judge
 from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
 from objkv.ops.doctor.probes import Check
 from objkv.ops.doctor.transfer import read_transfer
+from objkv.ops.models.verdict import ModelVerdict, Wish, judge
 from objkv.telemetry import MemoryRecorder, NullRecorder
 
 _CODES: dict[Verdict, int] = {

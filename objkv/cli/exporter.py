@@ -14,7 +14,6 @@ from objkv.assembly.backends import Backends, describe_index, open_backends
 from objkv.cli.command import FINE, UNREACHABLE, Session, command
 from objkv.cli.options import time_option
 from objkv.cli.signals import end_signals
-from objkv.cli.upkeep import refuse_memory
 from objkv.errors import StoreUnavailable
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.metrics import StoreCollector, Watched
@@ -57,7 +56,6 @@ def exporter(
     ] = False,
 ) -> int:
     """Serve store and index metrics to Prometheus."""
-    refuse_memory(session, "exporter")
     logging.basicConfig(format="%(asctime)s %(levelname)s objkv: %(message)s")
     with open_backends(session.config, NullRecorder(), on_change=lambda _: None) as backends:
         watch = BackendsWatch(

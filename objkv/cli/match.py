@@ -90,8 +90,8 @@ def _in_memory(session: Session, report: MatchReport) -> "Matched | None":
     """Return what the node's agent has of the prompt; None without an agent that answers."""
     if not report.chunks:
         return None
-    from objkv.agent.http.client import AgentApi, AskedPrompt  # late: `--help` must start at once
     from objkv.config.node import agent_socket, http_path
+    from objkv.ops.agent_api import AgentApi, AskedPrompt  # late: `--help` must start at once
 
     prompt = AskedPrompt(report.namespace, hashes=[one.prefix_hash for one in report.chunks])
     try:

@@ -8,9 +8,9 @@ from typing import Annotated
 
 import typer
 
-from objkv.agent.http.client import AgentApi, AskedPrompt
 from objkv.agent.http.prompts import PRIORITY_MAX
-from objkv.agent.prefetch import DEADLINE_S_MAX, NamespaceFacts, Prefetched, PrefetchOrder
+from objkv.agent.messages import PREFETCH_S_MAX, PrefetchOrder
+from objkv.agent.prefetch import NamespaceFacts, Prefetched
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
 from objkv.cli.options import size_option, time_option
@@ -19,6 +19,7 @@ from objkv.config.node import agent_socket, http_path
 from objkv.errors import ConfigError, UnclearName
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.ops.agent_api import AgentApi, AskedPrompt
 from objkv.ops.listing import NamedNamespace
 
 _POLL_S, _POLL_MAX_S = 0.02, 0.5
@@ -79,7 +80,7 @@ def prefetch(
             "Give up payloads that arrive later",
             "--deadline",
             least=0.001,
-            most=DEADLINE_S_MAX,
+            most=PREFETCH_S_MAX,
             shown="60s",
         ),
     ] = 60.0,

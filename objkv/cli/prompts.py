@@ -8,7 +8,7 @@ import typer
 
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
-from objkv.models.tokenizer import tokenize
+from objkv.keys.tokenizer import tokenize
 from objkv.ops.match import parse_tokens
 
 Tokens = Annotated[

@@ -11,7 +11,6 @@ from objkv.cli.upkeep import (
     OneNamespace,
     Upkeep,
     Workers,
-    refuse_memory,
     upkeep,
 )
 from objkv.ops.backends_view import StoredNamespace, read_namespace, stored_namespaces, stored_parts
@@ -42,7 +41,6 @@ def rebuild(
 
     Counts only; --apply writes the index.
     """
-    refuse_memory(session, "rebuild")
     if session.config.index_url.startswith("bulk:"):
         return _nothing_to_do(session)
     with upkeep(

@@ -147,9 +147,8 @@ def upkeep(
     namespace: str | None = None,
     deadline_s: float | None = None,
 ) -> Iterator[Upkeep]:
-    """Open store and index for ``command``. Raises ``ConfigError`` for memory: URLs, a missing
-    folder, a reader that would write, or a namespace that does not exist."""
-    refuse_memory(session, command)
+    """Open store and index for ``command``. Raises ``ConfigError`` for a missing folder, a
+    reader that would write, or a namespace that does not exist."""
     config = session.config
     if writes and config.role == "reader":
         needed = next(
@@ -179,16 +178,6 @@ def upkeep(
             namespace = find_namespace(view.bulk, view.index, namespace, must_exist=True)
         pool = WorkPool(workers=workers, deadline_s=deadline_s)
         yield Upkeep(session, view, pool, namespace)
-
-
-def refuse_memory(session: Session, command: str) -> None:
-    """Raise ``ConfigError`` if store or index is in this process's memory, and so always empty."""
-    for name in ("bulk_url", "index_url"):
-        if getattr(session.config, name).startswith("memory:"):
-            raise ConfigError(
-                f"{name} is memory:, which only the replica itself can read: {command} needs "
-                "a store that it shares with the replicas"
-            )
 
 
 def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:

@@ -28,7 +28,6 @@ from objkv.cli.command import (
 )
 from objkv.cli.options import time_option
 from objkv.cli.output import Printer, size
-from objkv.cli.upkeep import refuse_memory
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
 from objkv.ops.listing import find_namespace
@@ -257,9 +256,8 @@ def warm(
 
     Waits until they are stored. Skips stored prompts, so an interrupted command can be repeated.
     """
-    from objkv.assembly.warming import WarmOptions, run_warm
+    from objkv.client.warming import WarmOptions, run_warm
 
-    refuse_memory(session, "warm")
     places = list(prompts or ())
     if not places:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")

@@ -222,7 +222,6 @@ class Client:
                 the expected number of all, or None if it is unknown.
         """
         backends, config = self._backends, self._config
-        self._refuse_memory("an audit")
         from objkv import __version__  # late: objkv itself offers this module
 
         view = audit_view(
@@ -330,7 +329,7 @@ class Client:
         Takes the arguments of ``objkv.warm``. With ``check``, ``tokenizer`` is by default that
         of the client.
         """
-        from objkv.assembly.warming import WarmOptions, warm_prompts  # late: a client of HTTP
+        from objkv.client.warming import WarmOptions, warm_prompts  # late: a client of HTTP
 
         self._check_open()
         if check and self._place is not None:
@@ -401,14 +400,6 @@ class Client:
     def _pinner(self) -> Pinner:
         backends = self._backends
         return Pinner(backends.bulk, for_operators(backends.admin), self._config.ttl_s)
-
-    def _refuse_memory(self, what: str) -> None:
-        for name in ("bulk_url", "index_url"):
-            if getattr(self._config, name).startswith("memory:"):
-                raise ConfigError(
-                    f"{name} is memory:, which only this process can read: {what} needs a store "
-                    "that it shares with the replicas"
-                )
 
 
 def _leading(records: Sequence[Record | None]) -> list[Record]:

@@ -9,7 +9,7 @@ blosc2's global thread count stays unchanged; every call here uses one thread.
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from types import ModuleType
 from typing import Final
 
@@ -27,7 +27,6 @@ stored uncompressed."""
 PRIVATE_NAMES: Final = {"lz4.block": ("_block",)}
 """The binding's extension module, used to find the library inside it. Without it lz4 copies each
 frame."""
-_INT_MAX = 2**31 - 1
 _BLOSC_HEADER_BYTES = 32
 _BLOSC_VERSION_MAX = 5
 _BLOSC_BLOCK_BYTES_MAX = 16 << 20
@@ -55,8 +54,10 @@ class _Shuffled:
 # smaller, but takes 50 % longer to decode, and lz4 is chosen for its speed. Zstandard decodes a
 # third faster from blocks of 1 MiB than from blosc2's own choice (2-core x86, blosc2 4.14,
 # 2026-11).
-_ZSTD = _Shuffled("ZSTD", level=1, block_bytes_max=1 << 20, flag=4, number=5)
-_LZ4 = _Shuffled("LZ4", level=9, block_bytes_max=0, flag=1, number=1)
+_SHUFFLED = {
+    "blosc": _Shuffled("ZSTD", level=1, block_bytes_max=1 << 20, flag=4, number=5),
+    "blosclz4": _Shuffled("LZ4", level=9, block_bytes_max=0, flag=1, number=1),
+}
 
 
 def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffer]:
@@ -68,7 +69,11 @@ def compress(codec: str, pages: memoryview, item_bytes: int) -> tuple[str, Buffe
     """
     if codec == "none":
         return "none", pages
-    frame = _COMPRESS[codec](pages, item_bytes)
+    frame: bytes
+    if codec == "lz4":
+        frame = lz4.block.compress(pages, store_size=False)
+    else:
+        frame = _compress_blosc(_SHUFFLED[codec], pages, item_bytes)
     if len(frame) > pages.nbytes * (1 - GAIN_MIN):
         return "none", pages
     return codec, frame
@@ -80,39 +85,32 @@ def decompress_into(codec: str, frame: memoryview, out: memoryview) -> None:
     Never allocates memory by a length from inside ``frame``. Raises ``PayloadError`` for a frame
     that is corrupt or decodes to another length, and for an unknown codec.
     """
-    if codec not in _DECOMPRESS:
+    if codec == "lz4":
+        _decompress_lz4(frame, out)
+    elif codec in _SHUFFLED:
+        _decompress_blosc(_SHUFFLED[codec], frame, out)
+    else:
         raise PayloadError(f"unknown codec {codec!r}")
-    _DECOMPRESS[codec](frame, out)
-
-
-def _compress_lz4(pages: memoryview, _item_bytes: int) -> Buffer:
-    frame: bytes = lz4.block.compress(pages, store_size=False)
-    return frame
 
 
 def _decompress_lz4(frame: memoryview, out: memoryview) -> None:
-    decode = _lz4_decoder()
-    if decode is None or max(len(frame), out.nbytes) > _INT_MAX:
-        _decompress_lz4_copying(frame, out)
-        return
     import numpy as np  # imported late: commands that only print do not need it
 
     # numpy also gives addresses of read-only buffers; both arrays live until the call returns.
     source, target = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8)
-    done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)
-    if done < 0:
-        raise PayloadError("lz4: the frame is corrupt, or longer than the layer")
-    _check_length("lz4", done, out)
-
-
-def _decompress_lz4_copying(frame: memoryview, out: memoryview) -> None:
-    # The binding cannot decode into a buffer; it allocates as much memory as ``out`` has.
-    try:
-        pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
-    except (lz4.block.LZ4BlockError, ValueError) as exc:
-        raise PayloadError(f"lz4: {exc}") from exc
-    _check_length("lz4", len(pages), out)
-    out[:] = pages
+    if (decode := _lz4_decoder()) is not None:
+        done = decode(source.ctypes.data, target.ctypes.data, len(frame), out.nbytes)
+        if done < 0:
+            raise PayloadError("lz4: the frame is corrupt, or longer than the layer")
+    else:  # the binding cannot decode into a buffer; it allocates as much memory as ``out`` has
+        try:
+            pages = lz4.block.decompress(frame, uncompressed_size=out.nbytes)
+        except (lz4.block.LZ4BlockError, ValueError) as exc:
+            raise PayloadError(f"lz4: {exc}") from exc
+        done = len(pages)
+        target[:done] = np.frombuffer(pages, np.uint8)
+    if done != out.nbytes:
+        raise PayloadError(f"lz4: the frame decodes to {done} bytes, the layer has {out.nbytes}")
 
 
 @cache
@@ -129,7 +127,7 @@ def _lz4_decoder() -> Callable[[int, int, int, int], int] | None:
     return decode
 
 
-def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> Buffer:
+def _compress_blosc(way: _Shuffled, pages: memoryview, item_bytes: int) -> bytes:
     blosc2 = _blosc2()
     frame: bytes = blosc2.compress2(
         pages,
@@ -182,13 +180,6 @@ def _check_blosc_header(way: _Shuffled, frame: memoryview, nbytes: int) -> None:
         raise PayloadError(f"blosc: a block length of {block_bytes} bytes is invalid")
 
 
-def _check_length(codec: str, nbytes: int, out: memoryview) -> None:
-    if nbytes != out.nbytes:
-        raise PayloadError(
-            f"{codec}: the frame decodes to {nbytes} bytes, the layer has {out.nbytes}"
-        )
-
-
 @cache
 def _blosc2() -> ModuleType:
     # Imported late: it takes 0.4 s, and most processes never read a compressed payload.
@@ -196,15 +187,3 @@ def _blosc2() -> ModuleType:
 
     blosc2.set_releasegil(True)
     return blosc2  # type: ignore[no-any-return]
-
-
-_COMPRESS: dict[str, Callable[[memoryview, int], Buffer]] = {
-    "lz4": _compress_lz4,
-    "blosc": partial(_compress_blosc, _ZSTD),
-    "blosclz4": partial(_compress_blosc, _LZ4),
-}
-_DECOMPRESS: dict[str, Callable[[memoryview, memoryview], None]] = {
-    "lz4": _decompress_lz4,
-    "blosc": partial(_decompress_blosc, _ZSTD),
-    "blosclz4": partial(_decompress_blosc, _LZ4),
-}

@@ -11,21 +11,18 @@ from itertools import pairwise
 
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
 from objkv.codec.header import (
-    ALIGNMENT,
     HEADER_BYTES_MAX,
+    Form,
     bytes_max,
-    bytes_needed,
     checksum_of,
-    digest,
-    parse,
+    form_of,
+    header_bytes_needed,
+    parse_known,
+    read_header,
     render,
 )
-from objkv.codec.known_header import Form, form_of, parse_known
-from objkv.codec.seal import Seal, proof_of
-from objkv.codec.seal_frames import compressed_memory
-from objkv.codec.sealing import Sealing
+from objkv.codec.seal import Seal, Sealing, compressed_memory, proof_of
 from objkv.codec.values import (
-    DTYPE_BYTES,
     ENCRYPTED,
     LAYER_BYTES_MAX,
     Claim,
@@ -36,6 +33,7 @@ from objkv.codec.values import (
     LayerSpec,
     Provenance,
     check_layers,
+    digest,
 )
 from objkv.errors import PayloadError
 
@@ -74,6 +72,15 @@ def encode(
     return payload
 
 
+def recode(payload: memoryview, *, codec: str, seal: Seal | None) -> memoryview:
+    """Return an uncompressed, unsealed payload in another form, as ``encode`` does."""
+    header = read_header(payload)
+    frames = header.frames
+    pages = [payload[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
+    claim, layers, provenance = header.claim, frames.layers, header.provenance
+    return encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal)
+
+
 def encode_in_place(
     claim: Claim,
     layers: Sequence[LayerSpec],
@@ -97,7 +104,7 @@ def encode_in_place(
     assert layers
     sealing = Sealing(claim, provenance, len(layers), seal)
     if codec == "none" and isinstance(layers, tuple):
-        form = form_of(layers, sealing.marks)
+        form = form_of(layers, seal)
         text = None if form is None else form.provenance_text(sealing.provenance)
         if form is not None and text is not None:
             return _encode_plain(form, buffer, sealing, text)
@@ -176,15 +183,11 @@ def _view(buffer: Buffer) -> memoryview:
 
 
 __all__ = [
-    "ALIGNMENT",
     "CODECS",
-    "DTYPE_BYTES",
     "HEADER_BYTES_MAX",
     "LAYER_BYTES_MAX",
     "Buffer",
     "Claim",
-    "Frame",
-    "Frames",
     "Header",
     "LayerSpec",
     "Provenance",
@@ -201,25 +204,8 @@ __all__ = [
     "plain_header",
     "read_claimed",
     "read_header",
+    "recode",
 ]
-
-
-def header_bytes_needed(prefix: Buffer) -> int:
-    """Return how many bytes ``read_header`` needs, from the payload's first 8 bytes.
-
-    The result is at most ``HEADER_BYTES_MAX``. Raises ``PayloadError`` if the number is
-    implausible.
-    """
-    return bytes_needed(_view(prefix))
-
-
-def read_header(payload: Buffer, *, seal: Seal | None = None) -> Header:
-    """Return the header of ``payload``, whose start is enough.
-
-    Verifies the header's own checksum, but compares nothing with a reader's expectations. Raises
-    ``PayloadError``.
-    """
-    return parse(_view(payload), seal)
 
 
 def read_claimed(
@@ -264,67 +250,45 @@ def frame_pages(
     least ``layer.nbytes`` long, owned by the caller), and the result is a view of that. Raises
     ``PayloadError``; the content of ``scratch`` is then undefined.
     """
-    frames = header.frames
-    start, end = frames.starts[index], frames.ends[index]
+    frames, cipher = header.frames, header.cipher
+    start, end, layer = frames.starts[index], frames.ends[index], frames.layers[index]
     stored = _view(payload)[start:end]
     if len(stored) != end - start:
-        raise PayloadError(f"the payload is truncated in layer {frames.layers[index].name!r}")
-    if header.opened is not None and header.opened.cipher is not None:
-        return _decrypted(header, index, stored, _room(header, index, scratch))
-    if header.opened is not None or digest(stored) != frames.checksums[index]:
+        raise PayloadError(f"the payload is truncated in layer {layer.name!r}")
+    codec = frames.codecs[index].removesuffix(ENCRYPTED)
+    if cipher is None:
         _check_stored(header, index, stored)
-    codec = frames.codecs[index]
-    if codec == "none":
-        return stored
-    if codec.endswith(ENCRYPTED):
-        raise PayloadError(
-            f"layer {frames.layers[index].name!r} is encrypted, but this process has no key"
-        )
-    pages = _room(header, index, scratch)
-    decompress_into(codec, stored, pages)
-    if digest(pages) != frames.raw_checksums[index]:
-        raise PayloadError(
-            f"layer {frames.layers[index].name!r}: the checksum of the decoded pages does not match"
-        )
-    return pages
-
-
-def _decrypted(header: Header, index: int, stored: memoryview, pages: memoryview) -> memoryview:
-    """Return the pages of an encrypted frame. Its tag verifies the stored bytes."""
-    frames = header.frames
-    assert header.opened is not None
-    cipher = header.opened.cipher
-    assert cipher is not None
-    place = FramePlace(index, frames.codecs[index], frames.layers[index])
-    codec, tag = place.codec.removesuffix(ENCRYPTED), frames.proofs[index]
-    if codec == "none":
-        cipher.decrypt(place, stored, pages, tag)
-        return pages
-    frame = compressed_memory(len(stored))
-    cipher.decrypt(place, stored, frame, tag)
-    decompress_into(codec, frame, pages)
-    if cipher.blinded(index, digest(pages)) != frames.raw_checksums[index]:
-        raise PayloadError(
-            f"layer {place.layer.name!r}: the checksum of the decoded pages does not match"
-        )
-    return pages
-
-
-def _room(header: Header, index: int, scratch: memoryview | None) -> memoryview:
-    layer = header.frames.layers[index]
+        if codec != frames.codecs[index]:
+            raise PayloadError(f"layer {layer.name!r} is encrypted, but this process has no key")
+        if codec == "none":
+            return stored
     if scratch is None or scratch.nbytes < layer.nbytes:
         raise PayloadError(
             f"layer {layer.name!r} needs a buffer of {layer.nbytes} bytes to decode into"
         )
-    return _view(scratch)[: layer.nbytes]
+    pages = _view(scratch)[: layer.nbytes]
+    if cipher is not None:  # the tag verifies the stored bytes
+        place, tag = FramePlace(index, frames.codecs[index], layer), frames.proofs[index]
+        if codec == "none":
+            cipher.decrypt(place, stored, pages, tag)
+            return pages
+        frame = compressed_memory(len(stored))
+        cipher.decrypt(place, stored, frame, tag)
+        stored = frame
+    decompress_into(codec, stored, pages)
+    found = digest(pages) if cipher is None else cipher.blinded(index, digest(pages))
+    if found != frames.raw_checksums[index]:
+        raise PayloadError(
+            f"layer {layer.name!r}: the checksum of the decoded pages does not match"
+        )
+    return pages
 
 
 def _check_stored(header: Header, index: int, stored: memoryview) -> None:
     """Raise ``PayloadError`` unless the frame's bytes, as stored, match the header. If the header
     is signed and the frame is not encrypted, this also excludes forgery."""
     frames = header.frames
-    is_signed = header.opened is not None and header.opened.cipher is None
-    if is_signed:
+    if header.is_sealed and header.cipher is None:
         matches = proof_of(stored) == frames.proofs[index]
     else:
         matches = digest(stored) == frames.checksums[index]

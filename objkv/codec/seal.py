@@ -6,18 +6,21 @@ sealed accordingly is refused. ``docs/format.md`` specifies seals.
 """
 
 import base64
+import ctypes
 import hashlib
 import hmac
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
+from types import SimpleNamespace
 from typing import Any, Final
 
 from objkv.codec.compress import Buffer
-from objkv.codec.seal_frames import SALT_BYTES, AesFrames, hkdf, load_aes
 from objkv.codec.values import (
     CHECKSUM_END,
     ENCRYPTED,
@@ -25,16 +28,27 @@ from objkv.codec.values import (
     SIGNATURE_END,
     UNSEALED,
     Claim,
+    Frame,
+    FramePlace,
+    Frames,
     Header,
+    LayerSpec,
     Marks,
-    Opened,
     Provenance,
+    digest,
 )
 from objkv.errors import KeyMismatch, PayloadError
 
 KEY_BYTES: Final = 32
 KEY_ID: Final = "[A-Za-z0-9._-]{1,64}"
 """Regular expression of a key's id."""
+SALT_BYTES: Final = 32
+_KEY_INFO = b"objkv-encryption-1\n"
+_FRAME_INFO = "objkv-frame-1\n"
+_NONCE_BYTES = 12
+_TAG_HEX = 32
+_KEPT_BYTES_MAX = 8 << 20
+"""Memory that a thread keeps for decrypting compressed frames; larger frames get their own."""
 _DOMAIN = b"objkv-signature-1\n"
 _DERIVED_INFO = b"objkv-signing-key-1\n"
 _BLANK = b"0" * (SIGNATURE_END - SIGNATURE_AT)
@@ -61,16 +75,9 @@ class SealKey:
 class Seal:
     """The keys that sign and encrypt one tenant's payloads. Thread-safe."""
 
-    def __init__(
-        self,
-        signing: Sequence[SealKey] = (),
-        encryption: Sequence[SealKey] = (),
-        *,
-        random: Callable[[int], bytes] = os.urandom,
-    ) -> None:
+    def __init__(self, signing: Sequence[SealKey] = (), encryption: Sequence[SealKey] = ()) -> None:
         """The first key of each kind seals, and all of them open. Without keys of a kind, payloads
-        are not sealed in that way. Raises ImportError if the encryption library is missing. Only
-        tests pass another ``random``, the source of salts."""
+        are not sealed in that way. Raises ImportError if the encryption library is missing."""
         assert signing or encryption
         self._kinds = {"signing": signing, "encryption": encryption}
         # An encrypted payload is signed too: otherwise a forged header would not be detected.
@@ -79,35 +86,20 @@ class Seal:
         self._encryption = {key.id: key for key in encryption}
         assert len(self._signing) == len(signing)
         assert len(self._encryption) == len(encryption)
-        self._signer = signing[0]
-        self._encrypter = encryption[0] if encryption else None
-        self._random = random
+        self.signer = signing[0]
+        self.encrypter = encryption[0] if encryption else None
         if encryption:
             load_aes()
 
     @property
     def encrypts(self) -> bool:
         """Whether payloads are encrypted, and refused if a frame is not."""
-        return self._encrypter is not None
-
-    def begin(
-        self, claim: Claim, provenance: Provenance, frames: int
-    ) -> tuple[Marks, Provenance, Opened]:
-        """Return the values for a new payload of ``frames`` frames: the seal's marks in its header,
-        its provenance as the header may reveal it, and the cipher of its frames."""
-        if self._encrypter is None:
-            return Marks(self._signer.id), provenance, Opened(None)
-        assert provenance.tokens is None, "token ids are the prompt: they stay secret"
-        salt = self._random(SALT_BYTES)
-        cipher = AesFrames(self._encrypter.secret, salt, claim, frames)
-        blinded = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
-        cipher.bind(blinded.token_digest)
-        return Marks(self._signer.id, self._encrypter.id, salt.hex()), blinded, Opened(cipher)
+        return self.encrypter is not None
 
     def sign(self, header: bytearray) -> None:
         """Write the signature into a complete header that has zeros in place of signature and
         checksum."""
-        header[SIGNATURE_AT:SIGNATURE_END] = _signature(self._signer, header)
+        header[SIGNATURE_AT:SIGNATURE_END] = _signature(self.signer, header)
 
     def verify(self, header: bytearray) -> None:
         """Raise ``PayloadError`` unless ``header``, with zeros in place of its checksum, is signed
@@ -127,19 +119,19 @@ class Seal:
         if not hmac.compare_digest(signature, _signature(key, header)):
             raise KeyMismatch(f"the signature of key {key_id!r} does not match")
 
-    def open(self, header: Header) -> Opened:
-        """Return the means to verify the frames of ``header``, whose text has passed ``verify``.
+    def open(self, header: Header) -> Header:
+        """Return ``header``, whose text has passed ``verify``, with the means to verify its frames.
         Raises ``PayloadError`` for frames that are not sealed as required."""
         frames, marks = header.frames, header.marks
         encrypted = [codec.endswith(ENCRYPTED) for codec in frames.codecs]
-        if self._encrypter is None:
+        if self.encrypter is None:
             if any(encrypted):
                 raise PayloadError(
                     "the payload is encrypted, but this process has no encryption key"
                 )
             if not all(frames.proofs):
                 raise PayloadError("the payload is signed, but not all of its frames are")
-            return Opened(None)
+            return replace(header, is_sealed=True)
         if not all(encrypted):
             raise PayloadError(
                 "the payload is not encrypted, but this process loads only encrypted payloads"
@@ -152,7 +144,7 @@ class Seal:
             )
         cipher = AesFrames(key.secret, bytes.fromhex(marks.salt), header.claim, len(frames))
         cipher.bind(header.provenance.token_digest)
-        return Opened(cipher)
+        return replace(header, is_sealed=True, cipher=cipher)
 
     @property
     def key_ids(self) -> str:
@@ -162,6 +154,84 @@ class Seal:
 
     def __repr__(self) -> str:
         return f"<Seal {self.key_ids}>"
+
+
+class Sealing:
+    """Seals one new payload of ``claim`` with ``frames`` frames in place, or leaves it unsealed
+    without ``seal``. Not thread-safe. Allocates no memory of a frame's size."""
+
+    def __init__(
+        self, claim: Claim, provenance: Provenance, frames: int, seal: Seal | None
+    ) -> None:
+        self.claim, self.seal = claim, seal
+        self.marks = UNSEALED
+        self.provenance = provenance
+        """As it appears in the header."""
+        self._cipher: AesFrames | None = None
+        if seal is None:
+            return
+        self.marks = Marks(seal.signer.id)
+        if seal.encrypter is None:
+            return
+        assert provenance.tokens is None, "token ids are the prompt: they stay secret"
+        salt = os.urandom(SALT_BYTES)
+        cipher = self._cipher = AesFrames(seal.encrypter.secret, salt, claim, frames)
+        blinded = replace(provenance, token_digest=cipher.blinded_tokens(provenance.token_digest))
+        cipher.bind(blinded.token_digest)
+        self.provenance = blinded
+        self.marks = Marks(seal.signer.id, seal.encrypter.id, salt.hex())
+
+    def store(
+        self, place: FramePlace, content: Buffer, raw_checksum: str | None, room: memoryview
+    ) -> Frame:
+        """Write a frame into ``room``, which is as long as ``content`` and may overlap it. Return
+        the frame, with offset 0.
+
+        Args:
+            place: includes the codec of ``content``.
+            raw_checksum: checksum of the decoded pages; None if ``content`` is the pages.
+        """
+        cipher = self._cipher
+        if cipher is None:
+            checksum, proof = digest(content), "" if self.seal is None else proof_of(content)
+            _move(content, room)
+        else:
+            place = place._replace(codec=place.codec + ENCRYPTED)
+            if raw_checksum is None:
+                _move(content, room)
+                content = room
+            else:
+                raw_checksum = cipher.blinded(place.number, raw_checksum)
+            proof = cipher.encrypt(place, content, room)
+            checksum = digest(room)
+        sums = checksum, raw_checksum or checksum, proof
+        return Frame(place.layer, place.codec, 0, len(room), *sums)
+
+    def store_pages(
+        self, layers: Sequence[LayerSpec], pages: Sequence[memoryview]
+    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Seal the layers' pages in place as frames. Return their checksums and their proofs."""
+        if self.seal is None:
+            return tuple([digest(raw) for raw in pages]), ("",) * len(layers)
+        frames = [
+            self.store(FramePlace(number, "none", layer), raw, None, raw)
+            for number, (layer, raw) in enumerate(zip(layers, pages, strict=True))
+        ]
+        return tuple([frame.checksum for frame in frames]), tuple([f.proof for f in frames])
+
+    def header(self, frames: Frames, checksum: str) -> Header:
+        """Return the header of the payload, as a reader with the seal would parse it."""
+        values = self.claim, frames, checksum, self.provenance, self.marks
+        return Header(*values, is_sealed=self.seal is not None, cipher=self._cipher)
+
+
+def _move(source: Buffer, target: memoryview) -> None:
+    """Copy bytes that may overlap, without the GIL."""
+    import numpy as np  # imported late: commands that only print do not need it
+
+    content, place = np.frombuffer(source, np.uint8), np.frombuffer(target, np.uint8)
+    if content.ctypes.data != place.ctypes.data:
+        ctypes.memmove(place.ctypes.data, content.ctypes.data, content.nbytes)
 
 
 def proof_of(stored: Buffer) -> str:
@@ -204,6 +274,139 @@ def _signing_key(key: SealKey) -> SealKey:
 
 def _signature(key: SealKey, header: bytearray) -> bytes:
     return hmac.digest(key.secret, _DOMAIN + header, "sha256").hex().encode()
+
+
+# Encrypted frames: AES-256-GCM with one derived key per payload. Deriving keys lets a tenant's key
+# encrypt any amount of data: each payload has a random salt, and under its key every frame has one
+# nonce, its number. Memory that the model reads receives no decrypted bytes before their tag is
+# verified.
+
+
+class AesFrames:
+    """Encrypts and decrypts the frames of one payload with its own key. Thread-safe."""
+
+    def __init__(self, secret: bytes, salt: bytes, claim: Claim, frames: int) -> None:
+        """Args:
+        secret: the tenant's key.
+        salt: ``SALT_BYTES``, random, from the payload's header.
+        frames: the payload's number of frames.
+        """
+        path = claim.key.path()
+        assert len(salt) == SALT_BYTES
+        keys = hkdf(secret, salt, _KEY_INFO + path.encode(), 64)
+        self._aes = load_aes().algorithms.AES(keys[:32])
+        self._blind = keys[32:]
+        self._frames = frames
+        self._claim = (
+            f"{_FRAME_INFO}{path}\n{claim.parent_hash.hex()}\n"
+            f"{claim.token_start} {claim.token_end}\n"
+        )
+
+    def __repr__(self) -> str:
+        return f"<AesFrames {self._frames} frames>"
+
+    def bind(self, token_digest: str) -> None:
+        """Bind the cipher to the header's token digest, which belongs to the claim. Call it before
+        any frame."""
+        self._claim += f"{token_digest}\n"
+
+    def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
+        """Encrypt ``source`` into ``target``, which has the same length. Return the tag, 32 hex
+        digits. The two may be the same memory, but must not overlap otherwise."""
+        lib = load_aes()
+        context = lib.Cipher(self._aes, lib.modes.GCM(_nonce(place.number))).encryptor()
+        context.authenticate_additional_data(self._about(place))
+        context.update_into(source, target)
+        context.finalize()
+        tag: str = context.tag.hex()
+        return tag
+
+    def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
+        """Decrypt ``stored`` into ``out``, which has the same length and does not overlap. Raises
+        ``PayloadError`` unless it was encrypted for this claim and place; ``out`` is then
+        undefined."""
+        lib = load_aes()
+        if len(tag) != _TAG_HEX:  # a shorter tag would be easier to guess
+            raise PayloadError(f"layer {place.layer.name!r}: the frame's tag is missing")
+        mode = lib.modes.GCM(_nonce(place.number), bytes.fromhex(tag))
+        context = lib.Cipher(self._aes, mode).decryptor()
+        context.authenticate_additional_data(self._about(place))
+        context.update_into(stored, out)
+        try:
+            context.finalize()
+        except lib.InvalidTag:
+            raise KeyMismatch(
+                f"layer {place.layer.name!r} was not encrypted for this claim and position, "
+                "or with another key"
+            ) from None
+
+    def blinded(self, number: int, checksum: str) -> str:
+        """Return the form of a decoded page's ``checksum`` that a header may reveal; 32 hex digits
+        each."""
+        message = number.to_bytes(8, "little") + bytes.fromhex(checksum)
+        return hmac.digest(self._blind, message, "sha256")[:16].hex()
+
+    def blinded_tokens(self, token_digest: str) -> str:
+        """Return the token digest in the form that a header may reveal, 64 hex digits each. Guessed
+        tokens cannot be compared with it."""
+        return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
+
+    def _about(self, place: FramePlace) -> bytes:
+        """Return a frame's identity and content type, which are authenticated along with its
+        bytes."""
+        layer = place.layer
+        text = (
+            f"{self._claim}{place.number} {self._frames}\n"
+            f"{place.codec} {layer.dtype} {_shape(layer)}\n{layer.scales or ''}\n{layer.name}"
+        )
+        return text.encode("utf-8", "surrogatepass")
+
+
+class _Kept(threading.local):
+    memory = memoryview(b"")
+
+
+_kept = _Kept()
+
+
+def compressed_memory(nbytes: int) -> memoryview:
+    """Return memory of this thread for one frame between decryption and decoding, valid until the
+    next call."""
+    import numpy as np  # imported late: commands that only print do not need it
+
+    if nbytes > _KEPT_BYTES_MAX:
+        return np.empty(nbytes, np.uint8).data
+    if _kept.memory.nbytes < nbytes:
+        _kept.memory = np.empty(nbytes, np.uint8).data
+    return _kept.memory[:nbytes]
+
+
+@cache
+def load_aes() -> Any:
+    """Return the library's names. Imported only if there is an encryption key; raises
+    ImportError."""
+    from cryptography.exceptions import InvalidTag
+    from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
+    return SimpleNamespace(Cipher=Cipher, algorithms=algorithms, modes=modes, InvalidTag=InvalidTag)
+
+
+def hkdf(secret: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
+    """Return key material by HKDF-SHA256 (RFC 5869)."""
+    base = hmac.digest(salt, secret, "sha256")
+    out = last = b""
+    for count in range(1, -(-nbytes // 32) + 1):
+        last = hmac.digest(base, last + info + bytes([count]), "sha256")
+        out += last
+    return out[:nbytes]
+
+
+def _nonce(number: int) -> bytes:
+    return number.to_bytes(_NONCE_BYTES, "little")
+
+
+def _shape(layer: LayerSpec) -> str:
+    return "x".join(map(str, layer.shape))
 
 
 # Key documents: the content of a key file, or the output of a key command. Errors name a line or an

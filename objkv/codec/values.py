@@ -4,12 +4,17 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
-from typing import Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+import xxhash
 
 from objkv.codec.compress import Buffer
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+
+if TYPE_CHECKING:
+    from objkv.codec.seal import AesFrames
 
 _NUMBER = r"[0-9]{1,20}\.[0-9]{1,20}(?:e[+-][0-9]{1,3})?|[0-9]{1,20}e[+-][0-9]{1,3}"
 _SCALES = re.compile(rf"({_NUMBER}) ({_NUMBER})")
@@ -66,6 +71,12 @@ TYPED_BYTES: Final = {
 """Bytes per element of the dtypes that every safetensors reader supports."""
 DTYPE_BYTES: Final = TYPED_BYTES | {"F8_E4M3FNUZ": 1, "F8_E5M2FNUZ": 1, "F8_E8M0": 1}
 """Bytes per element of all dtypes a layer may have; those not typed are stored as ``U8``."""
+
+
+def digest(content: Buffer) -> str:
+    """Return the checksum used everywhere in a payload: xxh3_128 (seed 0), canonical, as 32 hex
+    digits."""
+    return xxhash.xxh3_128_hexdigest(content)
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,30 +238,6 @@ class FramePlace(NamedTuple):
     layer: LayerSpec
 
 
-class FrameCipher(Protocol):
-    """Encrypts and decrypts the frames of one payload with its own key. Thread-safe."""
-
-    def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
-        """Encrypt ``source`` into ``target``, which has the same length. Return the tag, 32 hex
-        digits. The two may be the same memory, but must not overlap otherwise."""
-
-    def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
-        """Decrypt ``stored`` into ``out``, which has the same length and does not overlap. Raises
-        ``PayloadError`` unless it was encrypted for this claim and place; ``out`` is then
-        undefined."""
-
-    def blinded(self, number: int, checksum: str) -> str:
-        """Return the form of a decoded page's ``checksum`` that a header may reveal; 32 hex digits
-        each."""
-
-
-class Opened(NamedTuple):
-    """The result of verifying a header's signature: its frames match if their proofs match."""
-
-    cipher: FrameCipher | None
-    """None if the payload is not encrypted."""
-
-
 @dataclass(frozen=True, slots=True)
 class Header:
     """All information in a payload's header."""
@@ -262,8 +249,10 @@ class Header:
     holds every frame's checksum."""
     provenance: Provenance
     marks: Marks = UNSEALED
-    opened: Opened | None = field(default=None, repr=False, compare=False)
-    """None if the header was read without a seal."""
+    is_sealed: bool = field(default=False, repr=False, compare=False)
+    """Whether a seal has verified the header: its frames match if their proofs match."""
+    cipher: "AesFrames | None" = field(default=None, repr=False, compare=False)
+    """Decrypts the frames, if they are encrypted and a seal has verified the header."""
 
     @property
     def data_start(self) -> int:

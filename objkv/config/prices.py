@@ -81,7 +81,7 @@ def is_private_host(host: str) -> bool:
 def _known(config: Config) -> Prices:
     bulk = parse_url("bulk_url", config.bulk_url)
     if bulk.scheme != "s3":
-        return replace(_NOTHING, source="a folder" if bulk.scheme == "file" else "memory")
+        return replace(_NOTHING, source="a folder")
     endpoint = None
     with suppress(ConfigError):  # the store reports it
         endpoint = s3_endpoint(config)[1]

@@ -80,13 +80,13 @@ class Config(BaseModel):
     )
 
     bulk_url: str = Field(default_factory=lambda: f"file://{cache_folder() / 'chunks'}")
-    """Bulk store, which holds every chunk: ``file:///path``, ``s3://bucket/prefix`` or ``memory:``.
+    """Bulk store, which holds every chunk: ``file:///path`` or ``s3://bucket/prefix``.
     A ``file`` path must be absolute and is taken as it is: ``~``, ``%20``, ``?`` and ``#`` have no
     meaning."""
     index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
-    """Index: ``redis[s]://``, ``redis[s]+cluster://``, ``sqlite:///path``, ``memory:``, ``bulk:``
-    (the folder of ``bulk_url`` is its own index; the default if you set ``bulk_url`` to a folder),
-    or ``redis[s]+sentinel://h1:26379,h2:26379/0?service=name``."""
+    """Index: ``redis[s]://``, ``redis[s]+cluster://``, ``sqlite:///path``, ``bulk:`` (the folder of
+    ``bulk_url`` is its own index; the default if you set ``bulk_url`` to a folder), or
+    ``redis[s]+sentinel://h1:26379,h2:26379/0?service=name``."""
 
     s3_endpoint_url: str | None = None
     """Endpoint of an S3-compatible store. Unset: ``AWS_ENDPOINT_URL_S3`` and the other AWS
@@ -362,22 +362,14 @@ class Config(BaseModel):
         return values
 
     @model_validator(mode="after")
-    def _watermarks_are_in_order(self) -> Self:
+    def _settings_agree(self) -> Self:
         if self.quota_low_percent > self.quota_high_percent:
             raise ValueError(
                 f"quota_low_percent {self.quota_low_percent} is above quota_high_percent "
                 f"{self.quota_high_percent}: lower it"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _a_kms_key_is_used(self) -> Self:
         if self.s3_sse_kms_key_id and self.s3_sse != "aws:kms":
             raise ValueError("s3_sse_kms_key_id is set: set s3_sse to aws:kms too")
-        return self
-
-    @model_validator(mode="after")
-    def _a_login_has_one_source(self) -> Self:
         if self.redis_credentials and (self.redis_username or self.redis_password):
             raise ValueError(
                 "redis_credentials is set: remove redis_username and redis_password, which it "

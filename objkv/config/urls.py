@@ -25,11 +25,10 @@ _REDIS_FORMS: Final = {
 }
 _HTTP_FORMS: Final = {"http": "http://HOST:PORT", "https": "https://HOST:PORT"}
 FORMS: Final[Mapping[str, Mapping[str, str]]] = {
-    "bulk_url": {"s3": "s3://BUCKET/PREFIX", "file": "file:///PATH", "memory": "memory:"},
+    "bulk_url": {"s3": "s3://BUCKET/PREFIX", "file": "file:///PATH"},
     "index_url": {
         "sqlite": "sqlite:///PATH",
         "bulk": "bulk:",
-        "memory": "memory:",
         **_REDIS_FORMS,
         **{
             name.replace("s", "ss", 1): form.replace("s", "ss", 1)

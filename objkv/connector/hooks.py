@@ -1,4 +1,4 @@
-"""The methods that objkv patches in vLLM, the private names it uses, and its changes to blocks.
+"""The methods that objkv patches in vLLM, and its changes to blocks.
 
 EngineCore executes calls that change weights or adapters between steps, on the scheduler's thread.
 It informs a connector only if it also drops its own prefix cache: ``sleep`` and a pause call
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
+    from objkv.connector.encoder.scheduler import EncoderSchedulerSide
+    from objkv.connector.kv.connector import ObjKVConnector
     from objkv.connector.model.adapters import Adapters
 
 logger = logging.getLogger(__name__)
@@ -42,30 +44,6 @@ PATCHED = {
     "discard": _WORKER,
 }
 """Module and class of each patched method. Read against vLLM 0.31-0.33."""
-_KV, _EC = "distributed.kv_transfer.kv_connector.", "distributed.ec_transfer.ec_connector."
-PRIVATE = {
-    "_registry": (f"{_KV}factory", f"{_EC}factory"),
-    "_kv_transfer_config": (f"{_KV}v1.base",),
-    "_vllm_config": (f"{_KV}v1.base",),
-    "_kv_cache_manager": (f"{_KV}v1.base",),
-    "_get_connector_metadata": (f"{_KV}v1.base", f"{_EC}base"),
-    "_is_producer": (f"{_EC}base",),
-    "_is_consumer": (f"{_EC}base",),
-    "_counter_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
-    "_gauge_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
-    "_histogram_cls": (f"{_KV}v1.metrics", f"{_EC}metrics"),
-    "_get_attn_isa": ("v1.attention.backends.cpu_attn",),
-    "_k_scale": ("model_executor.layers.quantization.kv_cache",),
-    "_v_scale": ("model_executor.layers.quantization.kv_cache",),
-    "_k_scale_float": ("model_executor.layers.quantization.kv_cache",),
-    "_v_scale_float": ("model_executor.layers.quantization.kv_cache",),
-    "NONE_HASH": ("v1.core.kv_cache_utils",),
-    "maybe_convert_block_hash": ("v1.core.kv_cache_utils",),
-    "generate_block_hash_extra_keys": ("v1.core.kv_cache_utils",),
-    "cached_block_hash_to_block": ("v1.core.block_pool",),
-    "evict_blocks": ("v1.core.kv_cache_manager",),
-}
-"""Private and internal names that objkv uses, with the modules in ``vllm`` that define them."""
 
 
 def evict_failed(
@@ -160,16 +138,6 @@ _CHANGES_NOTHING = frozenset(
 )
 
 
-class Sleeper(Protocol):
-    """A worker's side that does not touch the paged cache while its memory is unmapped."""
-
-    def unregister_kv_caches(self) -> None:
-        """Stop touching the paged cache. Idempotent."""
-
-    def restore_kv_caches(self) -> None:
-        """Use the paged cache again. Idempotent."""
-
-
 class Listener(Protocol):
     """A scheduler's side that is informed of changes of weights and adapters."""
 
@@ -182,13 +150,6 @@ class Listener(Protocol):
 
     def reset(self, *, clean: bool) -> bool:
         """Stop using everything stored so far."""
-
-
-class EncoderListener(Protocol):
-    """A scheduler's side of the encoder cache."""
-
-    def outputs_dropped(self) -> bool:
-        """Record that vLLM dropped all of its own outputs."""
 
 
 class EngineHooks:
@@ -206,23 +167,27 @@ class EngineHooks:
         self._side = side
         self._manager = manager
         _engine_hooks.add(self)
-        if patches:
-            wrap("reset_prefix_cache", after=_on_prefix_reset)
         wrapped = patches and [
-            wrap("collective_rpc", after=_on_call),
-            wrap("add_lora", before=_on_adapter),
-            wrap("remove_lora", after=_on_adapter_removed),
+            wrap("collective_rpc", _engine_hooks, after=EngineHooks.workers_called),
+            wrap("add_lora", _engine_hooks, before=EngineHooks.adapter_loaded),
+            wrap("remove_lora", _engine_hooks, after=EngineHooks.adapter_unloaded),
         ]
+        if patches:
+            wrap("reset_prefix_cache", _engine_hooks, after=EngineHooks.prefix_reset)
         if not wrapped or not all(wrapped):
             logger.warning(
                 "weights that change in place are not noticed in this version of vLLM, or with "
                 "these settings: call reset_prefix_cache(reset_connector=True) after each change"
             )
 
-    @guarded(None)
-    def weights_changed(self, how: str) -> None:
-        """Stop using everything stored so far. Blocks that vLLM keeps are of the old weights, so
-        nothing is loaded or saved while it has any."""
+    def workers_called(
+        self, method: Any = None, _timeout: Any = None, args: Any = (), *_args: Any, **_more: Any
+    ) -> None:
+        """Stop using everything stored so far if a call may have changed weights. Blocks that vLLM
+        keeps are of the old weights, so nothing is loaded or saved while it has any."""
+        if not may_change_weights(method, args):
+            return
+        how = method if isinstance(method, str) else getattr(method, "__qualname__", type(method))
         logger.warning("weights may have changed in place by=%s", how)
         self._side.reset(clean=holds_no_prefix(self._manager()))
 
@@ -233,7 +198,7 @@ class EngineHooks:
         if not self._side.open and holds_no_prefix(self._manager()):
             self._side.reset(clean=True)
 
-    def prefix_reset(self) -> None:
+    def prefix_reset(self, reset_running_requests: bool = False, *_args: Any, **_more: Any) -> None:
         """Explain why vLLM fails to drop the blocks of all requests, if it has failed.
 
         It preempts those that run. Requests that wait for a load keep their blocks, and so do ended
@@ -242,48 +207,56 @@ class EngineHooks:
         ``_finish_pause`` in ``v1/engine/core.py``.
         """
         manager = self._manager()
-        if manager is not None and not holds_nothing(manager):
+        if reset_running_requests and manager is not None and not holds_nothing(manager):
             logger.warning(
                 "vLLM cannot drop blocks that a load, a save or a step still uses, so this call "
                 "fails: call it again, after pause_generation(mode='keep') once the engine resumed"
             )
 
-    @guarded(None)
-    def adapter_loaded(self, lora_request: Any) -> None:
+    def adapter_loaded(self, lora_request: Any, **_more: Any) -> None:
         """Forward that vLLM is about to read an adapter's files."""
         self._side.adapters.loaded(lora_request)
 
-    @guarded(None)
-    def adapter_unloaded(self, number: int) -> None:
+    def adapter_unloaded(self, lora_id: int, **_more: Any) -> None:
         """Forward that vLLM has unloaded an adapter."""
-        self._side.adapters.unloaded(number)
+        self._side.adapters.unloaded(lora_id)
 
 
 _engine_hooks: WeakSet[EngineHooks] = WeakSet()
-_encoder_listeners: WeakSet[Any] = WeakSet()
-_sleepers: WeakSet[Any] = WeakSet()
+_encoder_sides: "WeakSet[EncoderSchedulerSide]" = WeakSet()
+_sleepers: "WeakSet[ObjKVConnector]" = WeakSet()
 
 
-def follow_sleep(sleeper: Sleeper, *, patches: bool = True) -> None:
-    """Call a worker's side before its paged cache is unmapped and after it is mapped again.
+def follow_sleep(sleeper: "ObjKVConnector", *, patches: bool = True) -> None:
+    """Call a worker's connector before its paged cache is unmapped and after it is mapped again.
 
     vLLM 0.33 makes these calls itself.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
+    def discards(sleeper: "ObjKVConnector", tags: Iterable[str] = (), **_more: Any) -> None:
+        if "kv_cache" in tags:
+            sleeper.unregister_kv_caches()
+
+    def wakes(sleeper: "ObjKVConnector", tags: Iterable[str] | None = None, **_more: Any) -> None:
+        if tags is None or "kv_cache" in tags:
+            sleeper.restore_kv_caches()
+
     if not patches or hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return
     _sleepers.add(sleeper)
-    wrap("sleep", before=_on_sleep)
-    wrap("discard", before=_on_discard)
-    wrap("wake_up", after=_on_wake)
+    wrap("sleep", _sleepers, before=lambda one, *_, **__: one.unregister_kv_caches())
+    wrap("discard", _sleepers, before=discards)
+    wrap("wake_up", _sleepers, after=wakes)
 
 
-def follow_encoder_resets(listener: EncoderListener, *, patches: bool = True) -> None:
+def follow_encoder_resets(side: "EncoderSchedulerSide", *, patches: bool = True) -> None:
     """Call a side when vLLM drops its own encoder outputs, as it does after weights changed."""
     if patches:
-        _encoder_listeners.add(listener)
-        wrap("reset_encoder_cache", after=_on_encoder_reset)
+        _encoder_sides.add(side)
+        wrap(
+            "reset_encoder_cache", _encoder_sides, after=lambda one, *_, **__: one.outputs_dropped()
+        )
 
 
 def may_change_weights(method: Any, args: Any = ()) -> bool:
@@ -306,61 +279,16 @@ def may_change_weights(method: Any, args: Any = ()) -> bool:
     return method not in _CHANGES_NOTHING and _CHANGES.search(method) is not None
 
 
-def _on_call(
-    method: Any = None, _timeout: Any = None, args: Any = (), *_args: Any, **_more: Any
-) -> None:
-    if may_change_weights(method, args):
-        how = method if isinstance(method, str) else getattr(method, "__qualname__", type(method))
-        for hooks in list(_engine_hooks):
-            hooks.weights_changed(str(how))
-
-
-def _on_adapter(lora_request: Any, **_more: Any) -> None:
-    for hooks in list(_engine_hooks):
-        hooks.adapter_loaded(lora_request)
-
-
-def _on_adapter_removed(lora_id: int, **_more: Any) -> None:
-    for hooks in list(_engine_hooks):
-        hooks.adapter_unloaded(lora_id)
-
-
-def _on_prefix_reset(reset_running_requests: bool = False, *_args: Any, **_more: Any) -> None:
-    if reset_running_requests:
-        for hooks in list(_engine_hooks):
-            hooks.prefix_reset()
-
-
-def _on_encoder_reset(*_args: Any, **_more: Any) -> None:
-    for listener in list(_encoder_listeners):
-        listener.outputs_dropped()
-
-
-def _on_sleep(*_args: Any, **_more: Any) -> None:
-    for sleeper in list(_sleepers):
-        sleeper.unregister_kv_caches()
-
-
-def _on_discard(tags: Iterable[str] = (), **_more: Any) -> None:
-    if "kv_cache" in tags:
-        _on_sleep()
-
-
-def _on_wake(tags: Iterable[str] | None = None, **_more: Any) -> None:
-    if tags is None or "kv_cache" in tags:
-        for sleeper in list(_sleepers):
-            sleeper.restore_kv_caches()
-
-
 def wrap(
     name: str,
+    followers: Iterable[object],
     *,
-    before: Callable[..., None] | None = None,
-    after: Callable[..., None] | None = None,
+    before: Callable[..., Any] | None = None,
+    after: Callable[..., Any] | None = None,
 ) -> bool:
     """Wrap a method in ``PATCHED``, once per class, so that ``before`` and ``after`` are called
-    with its arguments, even if it raises. Returns False if this version of vLLM lacks the
-    method."""
+    with each follower and the method's arguments, even if it raises. Returns False if this version
+    of vLLM lacks the method."""
     module, owner_name = PATCHED[name]
     owner = getattr(import_module(module), owner_name)
     original = owner.__dict__.get(name)
@@ -368,20 +296,20 @@ def wrap(
         return False
     if hasattr(original, "wrapped_by_objkv"):
         return True
-    call_before, call_after = (guarded(None)(call or _nothing) for call in (before, after))
+
+    def tell(act: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> None:
+        if act is not None:
+            for follower in list(followers):
+                guarded(None)(act)(follower, *args, **kwargs)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call_before(*args, **kwargs)
+        tell(before, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:  # a change that failed half-way is still a change
-            call_after(*args, **kwargs)
+            tell(after, *args, **kwargs)
 
     call.wrapped_by_objkv = True  # type: ignore[attr-defined]
     setattr(owner, name, call)
     return True
-
-
-def _nothing(*_args: Any, **_more: Any) -> None:
-    """Do nothing."""

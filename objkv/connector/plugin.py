@@ -10,7 +10,7 @@ def register() -> None:
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, "objkv.connector.kv", CONNECTOR_NAME)
+        KVConnectorFactory.register_connector(CONNECTOR_NAME, "objkv.connector", CONNECTOR_NAME)
     name = ENCODER_CONNECTOR_NAME
     if name not in ECConnectorFactory._registry:
-        ECConnectorFactory.register_connector(name, "objkv.connector.encoder", name)
+        ECConnectorFactory.register_connector(name, "objkv.connector", name)

@@ -9,13 +9,7 @@ Every method may be called from many threads. It blocks until it returns, or rai
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
-
-SCAN_DENIED: Final = (
-    "SCAN is only in the ACL of the role sweeper: run this as that role, with the rights that "
-    "`objkv access --role sweeper` prints"
-)
-"""Part of the message of a ``StoreDenied`` for a scan that only the sweeper may do."""
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ compares the written bytes. ``docs/indexes.md`` specifies the form.
 """
 
 import re
-from collections.abc import ItemsView, Iterable, Iterator, Mapping, Sequence, ValuesView
+from collections.abc import Iterable, Iterator, Mapping, Sequence, ValuesView
 from itertools import compress
 
 import xxhash
@@ -83,10 +83,6 @@ class WrittenShards(Mapping[str, ShardRecord]):
         """All shard records, decoded together; the inherited view gets them one by one."""
         return self._shards().values()
 
-    def items(self) -> ItemsView[str, ShardRecord]:
-        """All fields with their records, decoded together, as for ``values``."""
-        return self._shards().items()
-
     def __len__(self) -> int:
         return len(self._values) - self._values.count(b"")
 
@@ -101,9 +97,6 @@ class WrittenShards(Mapping[str, ShardRecord]):
             return b"\n".join(self._values)
         known = dict(zip(self._fields, self._values, strict=True))
         return b"\n".join([known.get(field, b"") for field in fields])
-
-    def __repr__(self) -> str:
-        return repr(self._shards())
 
     def _shards(self) -> dict[str, ShardRecord]:
         if self._decoded is None:  # two threads may both decode: the result is the same

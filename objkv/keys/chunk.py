@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from functools import lru_cache
 from math import lcm
 
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -11,6 +12,11 @@ _PATH = re.compile(
     r"(?P<namespace>[0-9a-f]{32})/(?P<fan>[0-9a-f]{2})/(?P<hash>[0-9a-f]{40})/"
     r"(?P<group>0|[1-9][0-9]*)\.(?P<shard>[^/.]+)\.safetensors"
 )
+
+
+@lru_cache(maxsize=4096)
+def _field(group: int, shard: Shard) -> str:
+    return f"{group}.{shard}"
 
 
 def payload_path(namespace: str, prefix_hash: bytes, field: str) -> str:
@@ -36,12 +42,12 @@ class ChunkKey:
     @property
     def field(self) -> str:
         """The shard's field in the chunk's index record, ``<group>.<shard>``."""
-        return f"{self.group}.{self.shard}"
+        return _field(self.group, self.shard)
 
     def path(self) -> str:
         """Return ``<namespace>/<aa>/<hash>/<group>.<shard>.safetensors``. The hash comes early so
         that S3 spreads the load."""
-        return payload_path(self.namespace, self.prefix_hash, self.field)
+        return payload_path(self.namespace, self.prefix_hash, _field(self.group, self.shard))
 
     @classmethod
     def parse(cls, path: str) -> "ChunkKey":

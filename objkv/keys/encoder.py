@@ -7,12 +7,11 @@
 chunk of group 0 with a single shard. ``docs/keyspace.md`` specifies these names.
 """
 
-import hashlib
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import FORMAT, NAMESPACE_HEX, canonical_json
+from objkv.keys.identity import FORMAT, NamespaceIdentity
 from objkv.keys.prefix import Extra, encode_extras, field_digest
 from objkv.keys.topology import Shard
 
@@ -25,7 +24,7 @@ ENCODER_FIELD = f"{ENCODER_GROUP}.{ENCODER_SHARD}"
 
 
 @dataclass(frozen=True, slots=True)
-class EncoderIdentity:
+class EncoderIdentity(NamespaceIdentity):
     """The identity behind a namespace of encoder outputs. Replicas with equal identities share
     outputs.
 
@@ -55,14 +54,6 @@ class EncoderIdentity:
         """Return the document as plain JSON values. ``hash`` distinguishes it from a KV
         identity."""
         return {"format": FORMAT, "hash": ENCODER_SCHEME, **asdict(self)}
-
-    def canonical(self) -> bytes:
-        """Return the document's canonical encoding."""
-        return canonical_json(self.document())
-
-    def namespace(self) -> str:
-        """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
-        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
 
 
 def encoder_root(namespace: str) -> bytes:

@@ -67,8 +67,27 @@ class GroupIdentity:
         assert self.page in (None, self.content)
 
 
+class NamespaceIdentity:
+    """Everything that replicas must have in common to share what is in a namespace."""
+
+    __slots__ = ()
+
+    def document(self) -> dict[str, Any]:
+        """Return the document as plain JSON values, including format and hash scheme."""
+        raise NotImplementedError
+
+    def canonical(self) -> bytes:
+        """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
+        floats."""
+        return canonical_json(self.document())
+
+    def namespace(self) -> str:
+        """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
+        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
+
+
 @dataclass(frozen=True, slots=True)
-class Identity:
+class Identity(NamespaceIdentity):
     """The identity behind a namespace."""
 
     model: str
@@ -102,15 +121,6 @@ class Identity:
                 if group[name] is None:
                     del group[name]
         return document
-
-    def canonical(self) -> bytes:
-        """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
-        floats."""
-        return canonical_json(self.document())
-
-    def namespace(self) -> str:
-        """Return the first 16 bytes of the SHA-256 of the canonical document, as 32 hex digits."""
-        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
 
 
 def name_model(model: str, model_id: str | None) -> str:

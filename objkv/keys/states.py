@@ -7,7 +7,7 @@ units, as it has consecutive heads of attention.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 
@@ -94,31 +94,21 @@ class SplitState:
         """Bytes of one unit in a payload."""
         return sum(view.rows * view.nbytes for view in self.views(1))
 
-    def page_bytes(self, tp_size: int) -> int:
-        """Return the bytes of one rank's state."""
-        return sum(self._row_bytes(tensor, tp_size) * tensor.rows for tensor in self.tensors)
-
     def views(self, tp_size: int) -> tuple[PartView, ...]:
         """Return the parts of one rank's page, in the order of a payload's frames."""
         assert self.units % tp_size == 0
-        return tuple(self._views(tp_size))
-
-    def _views(self, tp_size: int) -> Iterator[PartView]:
-        offset, heads = 0, self.units // tp_size
+        offset, heads, views = 0, self.units // tp_size, list[PartView]()
         for tensor in self.tensors:
-            row_bytes, at = self._row_bytes(tensor, tp_size), offset
+            item, at = ITEM_BYTES[tensor.dtype], offset
+            row = sum(p.width if p.everywhere else p.width // tp_size for p in tensor.parts) * item
             for part in tensor.parts:
-                total = part.width * ITEM_BYTES[tensor.dtype]
+                total = part.width * item
                 each = total if part.everywhere else total // self.units
                 stride = 0 if part.everywhere else each
-                yield PartView(at, heads, tensor.rows, each, stride, row_bytes)
+                views.append(PartView(at, heads, tensor.rows, each, stride, row))
                 at += each if part.everywhere else each * heads
-            offset += row_bytes * tensor.rows
-
-    @staticmethod
-    def _row_bytes(tensor: StateTensor, tp_size: int) -> int:
-        widths = (p.width if p.everywhere else p.width // tp_size for p in tensor.parts)
-        return sum(widths) * ITEM_BYTES[tensor.dtype]
+            offset += row * tensor.rows
+        return tuple(views)
 
 
 def part_names(layers: Sequence[str], parts: int) -> list[str]:

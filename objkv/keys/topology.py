@@ -1,10 +1,9 @@
 """Shards: the layers and KV heads that one payload holds, whatever the TP and PP shape."""
 
-import heapq
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import groupby
 
 _SHARD = re.compile(
     r"L(0|[1-9][0-9]*)-(0|[1-9][0-9]*)_H(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"
@@ -168,38 +167,19 @@ def _cover_tokens(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None
 
 def _chosen(need: Shard, masks: dict[Shard, int]) -> list[Shard] | None:
     """Return enough of the sources, the best first, or None if all do not suffice."""
-
-    def worth(source: Shard) -> float:
-        cost = _PAYLOADS_PER_NEED * source.cells + need.cells
-        return -(masks[source] & left).bit_count() / cost
-
-    left = _mask(need, need)
-    chosen = []
-    # A source's gain only shrinks, so only the first in line must be computed again.
-    line = [(worth(source), source) for source in masks]
-    heapq.heapify(line)
+    left, chosen = _mask(need, need), list[Shard]()
     while left:
-        if not line:
+        worths = (
+            (-(mask & left).bit_count() / (_PAYLOADS_PER_NEED * source.cells + need.cells), source)
+            for source, mask in masks.items()
+        )
+        worth, source = min(worths, default=(0, need))
+        if not worth:
             return None
-        before, source = heapq.heappop(line)
-        if (now := worth(source)) != before:
-            if now:
-                heapq.heappush(line, (now, source))
-            continue
         chosen.append(source)
         left &= ~masks[source]
-    return _without_superfluous(chosen, masks)
-
-
-def _without_superfluous(chosen: list[Shard], masks: dict[Shard, int]) -> list[Shard]:
-    once = twice = 0
-    for source in chosen:
-        twice |= once & masks[source]
-        once |= masks[source]
-    if not any(masks[source] & ~twice == 0 for source in chosen):
-        return chosen
     kept = list(chosen)
-    for source in reversed(chosen):
+    for source in reversed(chosen):  # drop those that the others make redundant
         others = 0
         for other in kept:
             if other != source:
@@ -223,35 +203,18 @@ def _mask(need: Shard, source: Shard) -> int:
 def _rectangles(need: Shard, mask: int) -> Iterator[Shard]:
     """Yield the cells of a mask as rectangles: consecutive equal rows together, and each run of
     heads."""
-    width = need.head_end - need.head_start
-    layers = need.layer_end - need.layer_start
-    rows = [(mask >> width * layer) & (1 << width) - 1 for layer in range(layers)]
-    start = 0
-    while start < layers:
-        end = start + 1
-        while end < layers and rows[end] == rows[start]:
-            end += 1
-        for first, last in _runs(rows[start]):
+    width, layers = need.head_end - need.head_start, range(need.layer_start, need.layer_end)
+    rows = [mask >> width * place & (1 << width) - 1 for place in range(len(layers))]
+    for row, group in groupby(layers, lambda layer: rows[layer - need.layer_start]):
+        same = list(group)
+        for heads in re.finditer("1+", f"{row:b}"[::-1]):
             yield Shard(
-                need.layer_start + start,
-                need.layer_start + end,
-                need.head_start + first,
-                need.head_start + last,
+                same[0],
+                same[-1] + 1,
+                need.head_start + heads.start(),
+                need.head_start + heads.end(),
                 need.tokens,
             )
-        start = end
-
-
-def _runs(row: int) -> Iterator[tuple[int, int]]:
-    """Yield ``[start, end)`` of each run of ones."""
-    place = 0
-    while row:
-        zeros = (row & -row).bit_length() - 1
-        row >>= zeros
-        ones = (~row & row + 1).bit_length() - 1
-        row >>= ones
-        yield place + zeros, place + zeros + ones
-        place += zeros + ones
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,9 +283,7 @@ class Topology:
     """KV heads over all TP ranks; 1 for MLA, whatever the model's configuration states, because its
     latent cannot be split."""
     layers: tuple[int, ...]
-    """How many of the group's layers each PP rank has, in forward order; see ``pp_layers``."""
-    block_size: int = 16
-    """Tokens per block."""
+    """How many of the group's layers each PP rank has, in forward order."""
     dcp_size: int = 1
     """Size of decode context parallelism: so many TP ranks with the same heads divide the
     tokens."""
@@ -333,7 +294,6 @@ class Topology:
         assert self.tp_size > 0
         assert self.dcp_size > 0
         assert self.heads > 0
-        assert self.block_size > 0
         if min(self.layers, default=-1) < 0 or not any(self.layers):
             raise ValueError(
                 f"pipeline ranks have {self.layers} layers: pass one number per rank, with at "
@@ -342,43 +302,17 @@ class Topology:
         self._share(0, (0, 1))
 
     @property
-    def pp_size(self) -> int:
-        """Number of pipeline stages."""
-        return len(self.layers)
-
-    @property
     def size(self) -> int:
         """Total number of ranks."""
-        return self.tp_size * self.pp_size
-
-    @property
-    def replicas(self) -> int:
-        """How many TP ranks hold the same data; 1 if each has its own heads."""
-        return max(1, self.tp_size // self.heads // self.dcp_size)
-
-    def rank(self, pp_rank: int, tp_rank: int) -> int:
-        """Return the number of a rank."""
-        assert 0 <= pp_rank < self.pp_size
-        assert 0 <= tp_rank < self.tp_size
-        return pp_rank * self.tp_size + tp_rank
-
-    def layer_range(self, pp_rank: int) -> tuple[int, int]:
-        """Return the layers ``[start, end)`` of a stage; both are equal if it has none."""
-        end = list(accumulate(self.layers))[pp_rank]
-        return end - self.layers[pp_rank], end
+        return self.tp_size * len(self.layers)
 
     def held(self, rank: int) -> RankShard | None:
         """Return the shard that a rank holds of the group, or None if its stage has no layer of
         it."""
         pp_rank, tp_rank = divmod(rank, self.tp_size)
-        start, end = self.layer_range(pp_rank)
+        start = sum(self.layers[:pp_rank])
+        end = start + self.layers[pp_rank]
         return self._share(tp_rank, (start, end)) if start < end else None
-
-    def writers(self, prefix_hash: bytes) -> tuple[int, ...]:
-        """Return the ranks that save a chunk. Together they save every layer and head of it exactly
-        once."""
-        shares = ((rank, self.held(rank)) for rank in range(self.size))
-        return tuple(rank for rank, share in shares if share and share.writes(prefix_hash))
 
     def _share(self, tp_rank: int, layer_range: tuple[int, int]) -> RankShard:
         share = rank_shard(
@@ -402,15 +336,3 @@ class Topology:
             share.replica // self.dcp_size,
             share.replicas // self.dcp_size,
         )
-
-
-def pp_layers(layers: int, pp_size: int) -> tuple[int, ...]:
-    """Return how many of a model's layers each PP rank has, without VLLM_PP_LAYER_PARTITION.
-
-    If the division leaves a remainder, the ranks before the last get one more layer each. Source:
-    vLLM 0.31-0.33, ``get_pp_indices`` in ``distributed/utils.py``.
-    """
-    assert layers >= 0
-    assert pp_size > 0
-    each, more = divmod(layers, pp_size)
-    return tuple(each + (pp_size - 1 - more <= rank < pp_size - 1) for rank in range(pp_size))

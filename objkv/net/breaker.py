@@ -5,6 +5,7 @@ Reads and writes have separate breakers: a full disk, a read-only replica or a l
 writes, and reads continue. No lock is held during a call. See ``docs/decisions/0020`` and ``0026``.
 """
 
+import logging
 import math
 import random
 import time
@@ -18,6 +19,8 @@ from typing import Literal
 from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError
 from objkv.net.deadline import Trial, ends_s
 from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
 
 
 class Burst:
@@ -78,7 +81,7 @@ class Change:
     """A breaker opened or closed."""
 
     end: str
-    """``bulk``, ``hot`` or ``index``."""
+    """``bulk``, ``hot``, ``index`` or ``disk``."""
     direction: Direction
     error: StoreError | None
     """Why it opened; None if it closed."""
@@ -87,6 +90,17 @@ class Change:
 OnChange = Callable[[Change], None]
 """Called when a circuit opens or closes, and when a probe is refused instead of unanswered. Any
 thread may call it while holding a lock, so it must only log or count."""
+
+
+def log_change(change: Change) -> None:
+    """Log one line for each change of a breaker."""
+    what = f"{change.end} {change.direction}s"
+    if change.error is None:
+        logger.warning("%s work again", what)
+    elif isinstance(change.error, StoreDenied):  # only an operator can fix that
+        logger.error("%s are refused, serving without them reason=%s", what, change.error)
+    else:
+        logger.warning("%s keep failing, serving without them reason=%s", what, change.error)
 
 
 class Breaker:
@@ -293,7 +307,7 @@ class Breakers:
         patience: Patience,
         recorder: Recorder,
         *,
-        on_change: OnChange = lambda _: None,
+        on_change: OnChange = log_change,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.read = Breaker(end, "read", patience, recorder, on_change)

@@ -9,12 +9,12 @@ not those that a breaker refuses. The deadline is innermost, so it bounds only t
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from time import monotonic
-from typing import Any, Final, ParamSpec, TypeVar
+from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.net.breaker import Breakers, Direction
@@ -64,6 +64,49 @@ class CallPolicy:
     def deadline(self) -> AbstractContextManager[None]:
         """Return a context manager that bounds one call, for calls that skip the guard."""
         return _NOTHING
+
+
+class Closing(Protocol):
+    """A store or an index."""
+
+    def close(self) -> None:
+        """Release connections. Idempotent."""
+
+
+B = TypeVar("B", bound=Closing)
+
+
+class Guarded(Generic[B]):
+    """``inner`` behind ``guard``, by methods that ``guarded`` makes. Closing this closes
+    ``inner``."""
+
+    def __init__(self, inner: B, guard: CallPolicy | None = None) -> None:
+        self.inner = inner
+        self.guard = guard or CallPolicy()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.guard.state}, of {self.inner!r}>"
+
+    def close(self) -> None:
+        """Close ``inner``."""
+        self.inner.close()
+
+
+def guarded(verb: str) -> Callable[..., Any]:
+    """Return a method that calls ``verb`` of ``self.inner`` through ``self.guard``."""
+
+    def method(self: Guarded[Any], *args: Any, **kwargs: Any) -> Any:
+        return self.guard.call(verb, getattr(self.inner, verb), *args, **kwargs)
+
+    return method
+
+
+def guarded_scan(self: Guarded[Any], start: str) -> Iterator[Any]:
+    """Scan ``self.inner``. Each item passes ``self.guard``, so its consumer holds no slot while
+    it works."""
+    items = self.inner.scan(start)
+    while (item := self.guard.call("scan", next, items, None)) is not None:
+        yield item
 
 
 class Slots:

@@ -13,7 +13,6 @@ import socket
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable
 from functools import lru_cache
 from threading import Event
 from typing import Any, Final
@@ -22,15 +21,12 @@ import redis
 from redis import exceptions
 
 from objkv.net.deadline import bound_waits, can_wait, check_end, deadline_socket, ends_s
-from objkv.net.transport import explained
+from objkv.net.redis_errors import CLIENT_ERRORS, explained
 
-Arrived = Callable[[int], None]
 Pool = Any
 """A connection pool of redis-py, whose types do not cover its use here."""
 KEEP_S = 10.0
 """How long a connection is lent before it returns to its pool, which may replace it."""
-CLIENT_ERRORS = (exceptions.RedisError, exceptions.RedisClusterException)
-"""All exceptions of redis-py."""
 PRIVATE_NAMES: Final = {
     "connection": (
         "_sock",
@@ -49,9 +45,6 @@ _IS_KNOWN = tuple(map(int, redis.__version__.split(".")[:2])) >= (5, 3)
 """Earlier versions differ, for example in the arguments for getting a connection."""
 _LINE_BYTES_MAX = 4_096
 _RECEIVE_BYTES = 65_536
-_PIECE_BYTES = 524_288
-"""``arrived`` is called after each piece: its bytes are still in the cache, and the server keeps
-sending meanwhile."""
 _CRLF = b"\r\n"
 _CLOSED = "the server closed the connection"
 
@@ -108,30 +101,16 @@ class RespConnection:
             self.sock.settimeout(self._timeout_s)
         self.pool.release(self._connection)
 
-    def send(self, *parts: bytes | memoryview) -> None:
-        """Send all ``parts`` in order, without copying them together."""
+    def send(self, command: bytes) -> None:
+        """Send all of ``command``."""
         self.clean = False
+        sent = 0
         try:
-            check_end()
-            if len(parts) == 1 or self.tls:
-                for part in parts:
-                    self._send_all(part, 0)
-                return
-            sent = self.sock.sendmsg(parts)
-            for part in parts:
-                if sent < len(part):
-                    self._send_all(part, sent)
-                sent = max(0, sent - len(part))
+            while sent < len(command):  # not sendall: its wait would not end without a time-out
+                check_end()
+                sent += self.sock.send(command[sent:])
         except OSError as exc:
             raise _lost(exc) from exc
-
-    def _send_all(self, part: bytes | memoryview, sent: int) -> None:
-        if not self._blocking:
-            self.sock.sendall(memoryview(part)[sent:])
-            return
-        while sent < len(part):  # not sendall: it would wait forever on a socket without a time-out
-            check_end()
-            sent += self.sock.send(memoryview(part)[sent:])
 
     def offer(self, data: memoryview) -> int:
         """Send as much of ``data`` as the socket accepts at once; all of it with TLS. Return the
@@ -184,38 +163,25 @@ class RespConnection:
         self._rest = data[end + 2 :]
         return data[:end]
 
-    def read_bulk(self, head: bytes, buffer: memoryview, arrived: Arrived | None) -> None:
-        """Receive the value that ``head`` announces into ``buffer``, which has exactly its length.
-
-        ``arrived`` gets the whole length only when the read can no longer fail. The caller may then
-        use the buffer, which a fallback would otherwise overwrite after an error.
-        """
+    def read_value(self, buffer: memoryview) -> None:
+        """Receive a value into ``buffer``, which has exactly its announced length."""
         nbytes = len(buffer)
-        got, end = 0, self._rest
-        if end:
-            got = min(len(end), nbytes)
-            buffer[:got] = end[:got]
-            self._rest, end = b"", end[got:]
-        receive_into = self.sock.recv_into
+        got = min(len(self._rest), nbytes)
+        buffer[:got] = self._rest[:got]
+        self._rest, end = b"", self._rest[got:]
         while got < nbytes:
             try:
                 check_end()
-                count = receive_into(buffer[got : got + _PIECE_BYTES])
+                count = self.sock.recv_into(buffer[got:])
             except OSError as exc:
                 raise _lost(exc) from exc
             if not count:
                 raise exceptions.ConnectionError(_CLOSED)
             got += count
-            if arrived is not None and got < nbytes:
-                arrived(got)
         while len(end) < 2:
             end += self.receive(2 - len(end))
         if end != _CRLF:
-            raise exceptions.InvalidResponse(
-                f"the value's length differs from the announced {head!r}"
-            )
-        if arrived is not None:
-            arrived(nbytes)
+            raise exceptions.InvalidResponse(f"a value of other than the announced {nbytes} bytes")
 
 
 def _lost(exc: OSError) -> exceptions.RedisError:

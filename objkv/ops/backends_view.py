@@ -13,7 +13,7 @@ from hashlib import sha256
 from typing import Final, get_args
 
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Header, header_bytes_needed, read_header
+from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import PayloadError
@@ -44,9 +44,6 @@ _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 HANDOFF_LAYOUT = "handoff-1"
 """Page layout of namespaces for prompts in transfer between engines, which have no chunks."""
-_HEADER_GUESS = 16 << 10
-"""Covers the header of most models, which saves a second request."""
-_LENGTH_BYTES = 8
 _DOCUMENT_BYTES_MAX = 4 << 20
 """Longest identity document."""
 _NO_TOTALS: Final[Mapping[str, int]] = {}
@@ -266,29 +263,6 @@ def looks(
     pieces = [keys[start : start + size] for start in range(0, len(keys), size)]
     for found in pool.map(lambda piece: [bulk.head(key.path()) for key in piece], pieces):
         yield from found
-
-
-def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | None:
-    """Return the header of a payload, None if the payload is gone.
-
-    Raises ``PayloadError`` unless its checksum or seal and its length are correct. The caller must
-    compare its claim.
-    """
-    start = bulk.get_range(entry.key, 0, _HEADER_GUESS)
-    if start is None:
-        return None
-    if len(start) < _LENGTH_BYTES:
-        raise PayloadError(f"{len(start)} bytes, too short for a payload")
-    needed = header_bytes_needed(start[:_LENGTH_BYTES])
-    if needed > len(start) and len(start) == _HEADER_GUESS:
-        more = bulk.get_range(entry.key, 0, needed)
-        if more is None:
-            return None
-        start = more
-    header = read_header(start, seal=seal)
-    if header.nbytes != entry.nbytes:
-        raise PayloadError(f"{entry.nbytes} bytes, but the header states {header.nbytes}")
-    return header
 
 
 class Lease:

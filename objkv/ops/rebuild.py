@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
@@ -25,7 +25,6 @@ from objkv.ops.backends_view import (
     publish_payload,
     publish_shapes,
     recorded,
-    stored_header,
     stored_payloads,
 )
 from objkv.ops.runs import Check, Counters, Unit

@@ -168,7 +168,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) ->
         created_s=provenance.created_s,
         signed_by=marks.signed_by or None,
         encrypted_by=marks.encrypted_by or None,
-        seal_verified=header.opened is not None if marks.signed_by else None,
+        seal_verified=header.is_sealed if marks.signed_by else None,
         frames=frames,
     )
 
@@ -181,7 +181,7 @@ def _frame(header: Header, number: int, payload: bytes) -> FrameReport:
     frame = header.frames[number]
     problem = None
     try:
-        if frame.codec.endswith(ENCRYPTED) and header.opened is None:
+        if frame.codec.endswith(ENCRYPTED) and not header.is_sealed:
             check_frames(header, payload[: frame.offset + frame.nbytes], number)
         else:
             scratch = None if frame.codec == "none" else memoryview(bytearray(frame.layer.nbytes))

@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from threading import Condition
 from typing import Literal
 
+from objkv.cache.chunks import stored_header
 from objkv.codec.payload import Header, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
 from objkv.errors import KeyMismatch, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import BackendsView, recorded, stored_header
+from objkv.ops.backends_view import BackendsView, recorded
 from objkv.ops.rebuild import is_chunk_same, is_same
 from objkv.stores.base import Entry
 
@@ -146,7 +147,7 @@ class Checker:
     def _check_frames(self, header: Header, payload: bytes) -> None:
         if header.nbytes != len(payload):
             raise PayloadError(f"{len(payload)} bytes, but the header states {header.nbytes}")
-        if header.opened is None and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
+        if not header.is_sealed and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
             check_frames(header, payload)  # without a key only the checksums can be checked
             return
         import numpy as np  # late: a command line that only prints does without

@@ -7,8 +7,8 @@ passes straight through.
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from objkv.net.guard import CallPolicy, Verb
-from objkv.stores.base import Arrived, Buffer, Entry, PruneStore, Unfinished
+from objkv.net.guard import Guarded, Verb, guarded, guarded_scan
+from objkv.stores.base import Arrived, Entry, PruneStore, Unfinished
 
 _READS: Final = ("reads", "read_errors")
 _WRITES: Final = ("writes", "write_errors")
@@ -50,76 +50,39 @@ guarded and counted per entry.
 """
 
 
-class GuardedStore:
-    """``inner`` behind ``guard``. Closing this store closes ``inner``.
+class GuardedStore(Guarded[PruneStore]):
+    """A store behind a guard.
 
     ``check``, ``close`` and the verbs for leftovers skip the guard, because an operator needs the
-    backend's own answer. A scan passes the guard once per entry, so its consumer holds no slot
-    while it works.
+    backend's own answer.
     """
 
-    def __init__(self, inner: PruneStore, guard: CallPolicy | None = None) -> None:
-        self._inner = inner
-        self._guard = guard or CallPolicy()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self._guard.state}, of {self._inner!r}>"
-
-    def get(self, key: str) -> bytes | None:
-        """See ``ReadStore``."""
-        return self._guard.call("get", self._inner.get, key)
-
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """See ``ReadStore``."""
-        return self._guard.call("get_range", self._inner.get_range, key, start, end)
+    get = guarded("get")
+    get_range = guarded("get_range")
+    head = guarded("head")
+    scan = guarded_scan
+    folders = guarded("folders")
+    put_if_absent = guarded("put_if_absent")
+    put = guarded("put")
+    delete = guarded("delete")
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         """See ``ReadStore``."""
         verb = "get_into" if start is None else "get_range_into"
-        return self._guard.call(verb, self._inner.get_into, key, buffer, arrived, start)
-
-    def head(self, key: str) -> Entry | None:
-        """See ``ReadStore``."""
-        return self._guard.call("head", self._inner.head, key)
-
-    def scan(self, prefix: str) -> Iterator[Entry]:
-        """See ``ReadStore``."""
-        entries = self._inner.scan(prefix)
-        while (entry := self._guard.call("scan", next, entries, None)) is not None:
-            yield entry
-
-    def folders(self, folder: str) -> list[str]:
-        """See ``ReadStore``."""
-        return self._guard.call("folders", self._inner.folders, folder)
-
-    def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """See ``WriteStore``."""
-        return self._guard.call("put_if_absent", self._inner.put_if_absent, key, value)
-
-    def put(self, key: str, value: Buffer) -> None:
-        """See ``WriteStore``."""
-        self._guard.call("put", self._inner.put, key, value)
-
-    def delete(self, key: str) -> bool:
-        """See ``PruneStore``."""
-        return self._guard.call("delete", self._inner.delete, key)
+        return self.guard.call(verb, self.inner.get_into, key, buffer, arrived, start)
 
     def unfinished(self) -> Iterator[Unfinished]:
         """See ``PruneStore``."""
-        return self._inner.unfinished()
+        return self.inner.unfinished()
 
     def discard(self, unfinished: Unfinished) -> bool:
         """See ``PruneStore``."""
-        self._guard.check_may_write(f"discard {unfinished.key}")
-        return self._inner.discard(unfinished)
+        self.guard.check_may_write(f"discard {unfinished.key}")
+        return self.inner.discard(unfinished)
 
     def check(self) -> None:
         """See ``ReadStore``. Ends within the guard's deadline."""
-        with self._guard.deadline():
-            self._inner.check()
-
-    def close(self) -> None:
-        """Close the inner store."""
-        self._inner.close()
+        with self.guard.deadline():
+            self.inner.check()

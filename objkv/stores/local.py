@@ -4,7 +4,7 @@ Files are named by their key. A put writes a temporary file in the same folder, 
 and only then links or renames it, so a crash never leaves half a value under a key. The put also
 syncs the folder, so a finished put survives a crash. That takes 0.2-0.5 ms of the 7-8 ms for a put
 of 2 MiB into a new folder (ext4, 2026-11-20). A killed writer leaves its temporary file, which
-``sweep_temporary`` removes.
+``objkv sweep`` removes.
 
 Works on any POSIX file system with hard links, including NFS, CephFS and Lustre. If a network mount
 hangs, calls take as long as the mount lets them: no deadline here can interrupt them.
@@ -15,8 +15,8 @@ import logging
 import os
 import secrets
 import stat
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -74,13 +74,6 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
             arrived(at)
     if not size and arrived is not None:
         arrived(0)
-
-
-def some_of(part: bytes, key: str) -> bytes:
-    """Return ``part``, or raise if the file ended early."""
-    if not part:
-        raise StoreError(f"get {key}: the file was truncated during the read; retry")
-    return part
 
 
 @contextmanager
@@ -198,40 +191,31 @@ class LocalStore:
     nor a folder is not a value, and opening it never blocks.
     """
 
-    def __init__(
-        self, root: Path, *, private: Path | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, root: Path, *, private: Path | None = None) -> None:
         """``private`` is a folder above ``root`` that only this user may enter, if this store
         creates it."""
         self._root = os.path.abspath(root)
         self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
         self._walks = Walks(self._beneath)
-        self._clock = clock
 
     def __repr__(self) -> str:
         return f"<LocalStore {self._root}>"
 
     def get(self, key: str) -> bytes | None:
         """Return the whole file, or None."""
-        with translated("get", key), self._opened(key) as opened:
-            if opened is None:
-                return None
-            fd, nbytes = opened
-            value = os.read(fd, nbytes)
-            while len(value) < nbytes:  # one read returns at most 2 GiB
-                value += some_of(os.read(fd, nbytes - len(value)), key)
-            return value
+        return self.get_range(key, 0, sys.maxsize)
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return bytes ``[start, end)`` of the file, or None."""
-        with translated("get_range", key), self._opened(key) as opened:
+        with translated("get", key), self._opened(key) as opened:
             if opened is None:
                 return None
-            fd, nbytes = opened
-            end, value = min(end, nbytes), b""
-            while start + len(value) < end:
-                at = start + len(value)
-                value += some_of(os.pread(fd, end - at, at), key)
+            fd, found = opened
+            end, value = min(end, found.st_size), b""
+            while (at := start + len(value)) < end:  # one read returns at most 2 GiB
+                if not (part := os.pread(fd, end - at, at)):
+                    raise StoreError(f"get {key}: the file was truncated during the read; retry")
+                value += part
             return value
 
     def get_into(
@@ -241,30 +225,18 @@ class LocalStore:
         with self._opened(key) as opened:
             if opened is None:
                 return None
-            fd, nbytes = opened
+            fd, found = opened
             if start is None:
                 start = 0
-                check_fits(key, nbytes, buffer)
-            part = buffer[: max(0, nbytes - start)]
+                check_fits(key, found.st_size, buffer)
+            part = buffer[: max(0, found.st_size - start)]
             read_into(key, fd, start, part, arrived)
             return len(part)
 
     def head(self, key: str) -> Entry | None:
         """Return size and age of the file, or None."""
-        check_key(key)
-        try:
-            fd = self._beneath.open(key, PLACE)
-        except OSError as exc:
-            if exc.errno in ABSENT:
-                return None
-            raise failed("head", key, exc) from exc
-        try:
-            found = os.fstat(fd)
-        finally:
-            os.close(fd)
-        if not stat.S_ISREG(found.st_mode):
-            return None
-        return Entry(key, found.st_size, found.st_mtime)
+        with self._opened(key, PLACE) as opened:
+            return opened and Entry(key, opened[1].st_size, opened[1].st_mtime)
 
     def scan(self, prefix: str) -> Iterator[Entry]:
         """Yield entries in key order; see ``Walks``."""
@@ -316,15 +288,6 @@ class LocalStore:
     def close(self) -> None:
         """Does nothing: files are open only within a call."""
 
-    def sweep_temporary(self, older_than_s: float) -> int:
-        """Remove temporary files of killed writers that are at least ``older_than_s`` old. Return
-        how many.
-
-        Choose an age beyond every save's deadline, because a younger file may be in use.
-        """
-        limit = self._clock() - older_than_s
-        return sum(self.discard(left) for left in self.unfinished() if left.modified_s <= limit)
-
     def unfinished(self) -> Iterator[Unfinished]:
         """Yield temporary files. Only the folder of their key is known."""
         for path, found in self._walks.walk("", ""):
@@ -353,21 +316,19 @@ class LocalStore:
         return True
 
     @contextmanager
-    def _opened(self, key: str) -> Iterator[tuple[int, int] | None]:
-        """Yield the file's descriptor and length in bytes, or None if the file does not exist."""
+    def _opened(self, key: str, flags: int = VALUE) -> Iterator[tuple[int, os.stat_result] | None]:
+        """Yield the file's descriptor and status, or None if the file does not exist."""
         check_key(key)
         try:
-            fd = self._beneath.open(key, VALUE)
+            fd = self._beneath.open(key, flags)
         except OSError as exc:
             if exc.errno not in ABSENT:
                 raise failed("get", key, exc) from exc
-            fd = -1
-        if fd < 0:
             yield None
             return
         try:
             found = os.fstat(fd)
-            yield (fd, found.st_size) if stat.S_ISREG(found.st_mode) else None
+            yield (fd, found) if stat.S_ISREG(found.st_mode) else None
         finally:
             os.close(fd)
 

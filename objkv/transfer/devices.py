@@ -7,6 +7,7 @@ The device's driver adds the rest, such as page-locking existing memory.
 import ctypes
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from threading import Lock
 from typing import Any, Final, Protocol
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from objkv.errors import ConfigError
-from objkv.transfer.kernels import PageKernels, TorchKernels, triton_kernels
+from objkv.transfer.kernels import PageKernels, TorchKernels, page_kernels
 from objkv.transfer.lanes import (
     BlockRuns,
     HostLane,
@@ -23,8 +24,6 @@ from objkv.transfer.lanes import (
     PagedLayers,
     Pages,
     Recast,
-    check_blocks,
-    upload_ids,
 )
 
 logger = logging.getLogger(__name__)
@@ -135,16 +134,13 @@ class CudaDriver:
     """CUDA, and ROCm under the same names."""
 
     def __init__(self, batch_copy: BatchCopy | None = None) -> None:
-        self.kernels: PageKernels = triton_kernels() or TorchKernels()
+        self.kernels = page_kernels()
         self.batch_copy = batch_copy
-        self._runtime: CudaRuntime | None = None
 
-    @property
+    @cached_property
     def runtime(self) -> CudaRuntime | None:
         """The CUDA runtime; None with ROCm."""
-        if self._runtime is None and torch.version.hip is None:
-            self._runtime = CudaRuntime.loaded()
-        return self._runtime
+        return CudaRuntime.loaded() if torch.version.hip is None else None
 
     def event(self) -> torch.cuda.Event:
         """See ``DeviceDriver.event``. ``torch.Event`` ignores ``blocking`` on CUDA, and its waiters
@@ -187,7 +183,7 @@ class TorchDriver:
     batch_copy: BatchCopy | None = None
 
     def __init__(self, device_type: str) -> None:
-        self.kernels: PageKernels = triton_kernels() or TorchKernels()
+        self.kernels = page_kernels()
         self._device_type = device_type
 
     def event(self) -> torch.Event:
@@ -205,22 +201,18 @@ class TorchDriver:
 
 
 _drivers: dict[str, DeviceDriver] = {}
-_makers: dict[str, Callable[[], DeviceDriver]] = {
-    "cuda": CudaDriver,
-    "xpu": lambda: TorchDriver("xpu"),
-}
 
 
 def driver_of(device: torch.device) -> DeviceDriver:
     """Return the driver of a device. Raises ``ConfigError`` for an unsupported kind."""
     kind = device.type
     if kind not in _drivers:
-        if kind not in _makers:
+        if kind not in ("cuda", "xpu"):
             raise ConfigError(
                 f"objkv supports CUDA, ROCm, XPU and CPU but not {kind}: run the model without the "
                 "objkv connector"
             )
-        _drivers[kind] = _makers[kind]()
+        _drivers[kind] = CudaDriver() if kind == "cuda" else TorchDriver(kind)
     return _drivers[kind]
 
 
@@ -248,21 +240,6 @@ class DeviceMark:
     def hold_compute(self) -> None:
         """Make the current stream of the lane's device wait for the event."""
         self.event.wait(self._lane.compute)
-
-
-class DeviceBlocks(BlockRuns):
-    """Block ids on the host, and on the device when a kernel needs them."""
-
-    def __init__(self, block_ids: Sequence[int], device: torch.device) -> None:
-        super().__init__(block_ids)
-        self._device = device
-        self._uploaded: torch.Tensor | None = None
-
-    def upload(self) -> torch.Tensor:
-        """Return the ids on the device, ``[n]`` int64, for work of the current stream."""
-        if self._uploaded is None:
-            self._uploaded = upload_ids(self.ids, self._device)
-        return self._uploaded
 
 
 class DeviceLane:
@@ -334,24 +311,24 @@ class DeviceLane:
                     mark.event.wait(self.stream)
                     self._followed = mark
 
-    def place(self, block_ids: Sequence[int]) -> DeviceBlocks:
+    def place(self, block_ids: Sequence[int]) -> BlockRuns:
         """See ``Lane.place``."""
-        return DeviceBlocks(block_ids, self.device)
+        return BlockRuns(block_ids)
 
     def scatter(
         self,
         pages: Sequence[Pages],
         layers: PagedLayers,
-        placed: DeviceBlocks,
+        placed: BlockRuns,
         recast: Recast | None = None,
     ) -> None:
         """See ``Lane.scatter``."""
         assert len(pages) == len(layers)
-        check_blocks(layers.blocks, placed.ids)
+        placed.check(layers.blocks)
         cache = layers.caches[0]
         if recast is None:
-            recast = Recast((0, cache.shape[1]), 0, 0, len(placed))
-        assert recast.blocks == len(placed)
+            recast = Recast((0, cache.shape[1]), 0, 0, len(placed.ids))
+        assert recast.blocks == len(placed.ids)
         is_own = [given.shape[1:] for given in pages] == layers.page_shapes
         with self._lock, self._api.stream(self.stream):
             if is_own and recast.tokens == (0, 1) and self._copies_blocks(layers):
@@ -364,12 +341,10 @@ class DeviceLane:
                     given = pages[part.start : part.stop]
                     self._distribute(given, layers.cut(part), placed, recast)
 
-    def gather(
-        self, layers: PagedLayers, placed: DeviceBlocks, pages: Sequence[torch.Tensor]
-    ) -> None:
+    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``."""
-        check_blocks(layers.blocks, placed.ids)
-        each = len(placed) // len(pages)
+        placed.check(layers.blocks)
+        each = len(placed.ids) // len(pages)
         with self._lock, self._api.stream(self.stream):
             if self._copies_blocks(layers):
                 offsets = np.cumsum([0, *(each * n for n in layers.nbytes[:-1])])
@@ -430,7 +405,7 @@ class DeviceLane:
         self,
         pages: Sequence[Pages],
         layers: PagedLayers,
-        placed: DeviceBlocks,
+        placed: BlockRuns,
         recast: Recast,
     ) -> None:
         """Copy pages of equal layers to staging memory, and write them into blocks."""
@@ -441,18 +416,18 @@ class DeviceLane:
         for piece in _consecutive(pages, self._seam):
             staged[at : at + len(piece)].copy_(piece, non_blocking=True)
             at += len(piece)
-        ids = placed.upload()
+        ids = placed.upload(self.device)
         self._driver.kernels.scatter(staged.view(cache.dtype).view(shape), layers, ids, recast)
 
     def _collect(
-        self, layers: PagedLayers, placed: DeviceBlocks, pages: Sequence[torch.Tensor], offset: int
+        self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor], offset: int
     ) -> int:
         """Copy equal layers of all chunks to ``pages`` from ``offset`` on, as many chunks at once
         as staging memory has room for. Returns the bytes of one chunk."""
-        cache, each = layers.caches[0], len(placed) // len(pages)
+        cache, each = layers.caches[0], len(placed.ids) // len(pages)
         nbytes = each * sum(layers.nbytes)
         at_once = max(1, _STAGING_BYTES_MAX // nbytes)
-        ids = placed.upload()
+        ids = placed.upload(self.device)
         for first in range(0, len(pages), at_once):
             targets = pages[first : first + at_once]
             staged = self._staged(nbytes * len(targets)).view(len(targets), nbytes)

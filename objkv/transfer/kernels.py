@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from objkv.errors import ConfigError
 from objkv.transfer.lanes import PagedLayers, Recast, distinct
 
 if TYPE_CHECKING:
@@ -174,9 +173,7 @@ class TritonKernels:
     """One launch, whatever the number of layers. Runs on devices that Triton supports."""
 
     def __init__(self) -> None:
-        """Raises ``ConfigError`` without Triton."""
-        if find_spec("triton") is None:
-            raise ConfigError("no module triton: install the triton package of your PyTorch")
+        """Raises ``ImportError`` without Triton."""
         globals()["tl"] = import_module("triton.language")
         # Otherwise Triton would compile again, in the middle of a request, when the ids begin at
         # an address that is aligned differently.
@@ -260,6 +257,6 @@ def _form_of(layers: PagedLayers, action: str) -> _Form:
     return _Form(block, head, token, word, size, content, page, tile, align, action)
 
 
-def triton_kernels() -> PageKernels | None:
-    """Return kernels with one launch for all layers, or None without Triton."""
-    return None if find_spec("triton") is None else TritonKernels()
+def page_kernels() -> PageKernels:
+    """Return kernels with one launch for all layers, or PyTorch's without Triton."""
+    return TorchKernels() if find_spec("triton") is None else TritonKernels()

@@ -20,14 +20,7 @@ from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.states import PartView, part_names
 from objkv.keys.topology import RankShard
-from objkv.transfer.lanes import (
-    Lane,
-    PagedLayers,
-    as_words,
-    check_blocks,
-    distinct,
-    upload_ids,
-)
+from objkv.transfer.lanes import BlockRuns, Lane, PagedLayers, as_words, distinct
 
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
@@ -137,9 +130,9 @@ class PagedGroup:
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero vLLM's blocks in all layers, in the order of the device's current stream. Raises
         ``IndexError`` if one does not exist."""
-        kernel_blocks = self.blocks(block_ids)
-        check_blocks(self.pages.blocks, kernel_blocks)
-        ids = upload_ids(kernel_blocks, self.device)
+        placed = BlockRuns(self.blocks(block_ids))
+        placed.check(self.pages.blocks)
+        ids = placed.upload(self.device)
         for cache in self.caches:
             cache.index_fill_(0, ids, 0)
 
@@ -260,10 +253,14 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
     neighbours = [block for block in watched if block not in written]
     untouched = [cache[neighbours].cpu() for cache in group.caches]
     placed = lane.place(written)
-    nbytes = len(written) * sum(group.pages.nbytes)
+    sizes = [len(written) * nbytes for nbytes in group.pages.nbytes]
     pinned = group.device.type != "cpu"
-    given, back = (torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-    patterns = _patterns(group.caches, given, len(written))
+    given, back = (torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
+    given.random_(0, 256, generator=torch.Generator().manual_seed(1))
+    patterns = [
+        piece.view(cache.dtype).view(len(written), *cache.shape[1:])
+        for piece, cache in zip(given.split(sizes), group.caches, strict=True)
+    ]
     for cache, pattern in zip(group.caches, patterns, strict=True):
         if group.shape.parts and cache.stride(1) == 0:  # units share the bytes
             pattern[:] = pattern[:, :1].clone()
@@ -285,19 +282,3 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
                 "is not supported, run the model without the objkv connector or choose another "
                 "attention backend"
             )
-
-
-def _patterns(
-    caches: Sequence[torch.Tensor], memory: torch.Tensor, blocks: int
-) -> list[torch.Tensor]:
-    """Return ``[blocks, heads, block_size, content]`` per layer, consecutive in ``memory``,
-    different for each layer."""
-    patterns, start = [], 0
-    for layer, cache in enumerate(caches):
-        shape = (blocks, *cache.shape[1:])
-        end = start + blocks * cache[0].numel() * cache.element_size()
-        piece = memory[start:end]
-        piece.random_(0, 256, generator=torch.Generator().manual_seed(layer + 1))
-        patterns.append(piece.view(cache.dtype).view(shape))
-        start = end
-    return patterns

@@ -7,11 +7,11 @@ on every rank's forward thread, to unpickle.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -163,7 +163,7 @@ class Row(IntEnum):
     """The same for all moves that fill the same blocks from several payloads."""
 
 
-class LoadMoves(Sequence[LoadMove]):
+class LoadMoves:
     """The moves of a load, in columns. Immutable and thread-safe.
 
     A ``LoadMove`` is made each time one is read, which takes microseconds: it is for the threads
@@ -193,70 +193,18 @@ class LoadMoves(Sequence[LoadMove]):
         """All kinds of moves in this load, usually one per group."""
         self._made: dict[int, ChunkMove] = {}
 
-    @classmethod
-    def pack(cls, moves: Iterable[LoadMove]) -> "LoadMoves":
-        """Return these moves in columns."""
-        hashes, kinds, parts = dict[bytes, int](), dict[Kind, int](), dict[Part, int]()
-        ids, records = array("q"), list[ShardRecord]()
-        columns: list[list[int]] = []
-        last: ChunkMove | None = None
-        for load in moves:
-            move, fields = load.move, tuple(name for name, _ in load.records)
-            if move is not last:
-                source, first_id = len(columns), len(ids)
-                ids.extend(move.block_ids)
-            last = move
-            kind = Kind(move.group, fields, tuple(range(len(fields))))
-            columns.append(
-                [
-                    move.chunk,
-                    kinds.setdefault(kind, len(kinds)),
-                    hashes.setdefault(move.prefix_hash, len(hashes)),
-                    hashes.setdefault(move.parent_hash, len(hashes)),
-                    move.token_start,
-                    move.token_end,
-                    move.first_block,
-                    first_id,
-                    len(ids),
-                    len(records),
-                    0 if load.part is None else parts.setdefault(load.part, len(parts)) + 1,
-                    source,
-                ]
-            )
-            records += [record for _, record in load.records]
-        assert all(len(one) == PREFIX_HASH_BYTES for one in hashes)
-        table = np.array(columns, np.int32).reshape(-1, len(Row)).T
-        return cls(
-            np.ascontiguousarray(table),
-            b"".join(hashes),
-            np.array(ids, np.int64),
-            kinds=tuple(kinds),
-            records=RecordColumns.pack(records),
-            parts=tuple(parts),
-        )
-
     def __len__(self) -> int:
         return int(self._table.shape[1])
 
-    @overload
-    def __getitem__(self, index: int) -> LoadMove: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[LoadMove]: ...
-    def __getitem__(self, index: int | slice) -> LoadMove | Sequence[LoadMove]:
-        if isinstance(index, slice):
-            return tuple(self[i] for i in range(*index.indices(len(self))))
+    def __iter__(self) -> Iterator[LoadMove]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __getitem__(self, index: int) -> LoadMove:
         column = self._table[:, index].tolist()
         kind, first, part = self.kinds[column[Row.KIND]], column[Row.RECORDS], column[Row.PART]
         fields = zip(kind.fields, kind.places, strict=True)
-        records = tuple((field, self._records[first + place]) for field, place in fields)
+        records = tuple([(field, self._records[first + place]) for field, place in fields])
         return LoadMove(self._move(column), records, self._parts[part - 1] if part else None)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, LoadMoves) and tuple(self) == tuple(other)
-
-    def __repr__(self) -> str:
-        chunks = f" of chunks {self.chunks[0]} to {self.chunks[-1]}" if len(self) else ""
-        return f"<LoadMoves {len(self)}{chunks}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
@@ -318,10 +266,6 @@ class LoadMoves(Sequence[LoadMove]):
     def prefix_hashes(self) -> list[bytes]:
         """Return the different prefix hashes of the moves, in order."""
         return [self._hash(at) for at in dict.fromkeys(self._table[Row.HASH].tolist())]
-
-    def block_ids(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the physical block ids of a move, ``[blocks]`` int64. Never written."""
-        return self._block_ids[self._table[Row.IDS, index] : self._table[Row.IDS_END, index]]
 
     def blocks_from(self, chunk: int) -> frozenset[int]:
         """Return the physical block ids of all moves of ``chunk`` and later chunks."""
@@ -409,7 +353,7 @@ class Blank(NamedTuple):
     """Physical block ids, none of them the null block."""
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class LoadPlan:
     """The chunks to load for one request, in the order in which they are needed."""
 
@@ -421,25 +365,6 @@ class LoadPlan:
     traceparent: str | None = None
     """Trace context of the request."""
     blanks: tuple[Blank, ...] = ()
-
-    def __init__(
-        self,
-        request_id: str,
-        namespace: str,
-        moves: Iterable[LoadMove],
-        sync: bool,
-        traceparent: str | None = None,
-        *,
-        blanks: tuple[Blank, ...] = (),
-    ) -> None:
-        """``moves``: packed here unless they are ``LoadMoves``."""
-        packed = moves if isinstance(moves, LoadMoves) else LoadMoves.pack(moves)
-        object.__setattr__(self, "request_id", request_id)
-        object.__setattr__(self, "namespace", namespace)
-        object.__setattr__(self, "moves", packed)
-        object.__setattr__(self, "sync", sync)
-        object.__setattr__(self, "traceparent", traceparent)
-        object.__setattr__(self, "blanks", blanks)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate
 from threading import Condition, Thread
 from time import monotonic, sleep
@@ -114,9 +115,6 @@ class Windows:
         """Wait until ``close`` is done, for at most ``seconds``. Returns whether it is."""
         return self._thread is None or not join_all([self._thread], seconds)
 
-    def __repr__(self) -> str:
-        return f"<Windows {self.registered_bytes}/{self._nbytes} B registered>"
-
     def _want(self, number: int) -> None:
         with self._changed:
             if self._end is not None or number in self._known:
@@ -135,7 +133,12 @@ class Windows:
     def _work(self) -> None:
         try:
             self._begin()
-            while (number := self._next()) is not None:
+            while True:
+                with self._changed:
+                    self._changed.wait_for(lambda: self._end is not None or bool(self._wanted))
+                    if self._end is not None:
+                        break
+                    number = self._wanted.popleft()
                 self._register(number)
         except Exception:  # the mapping must still be removed
             logger.exception("memory of the agent not registered, unexpectedly")
@@ -153,12 +156,6 @@ class Windows:
         assert self._end is not None
         self._end()
 
-    def _next(self) -> int | None:
-        """Return the next window to register, None at the end."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._end is not None or bool(self._wanted))
-            return None if self._end is not None else self._wanted.popleft()
-
     def _register(self, number: int) -> None:
         if self._refused:
             return
@@ -171,7 +168,8 @@ class Windows:
             self._refuse(exc)
             return
         self._undo[number] = undo
-        self._pause(monotonic() - began)
+        with self._changed:  # leave the driver alone for some time
+            self._changed.wait_for(lambda: self._end is not None, _PAUSES * (monotonic() - began))
 
     def _refuse(self, reason: RuntimeError) -> None:
         self._refused = True
@@ -179,11 +177,6 @@ class Windows:
             "memory of the agent not registered with the device, copying loads twice reason=%s",
             reason,
         )
-
-    def _pause(self, seconds: float) -> None:
-        """Leave the driver alone for some time after a call that took ``seconds``."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._end is not None, _PAUSES * seconds)
 
     def _span(self, number: int) -> tuple[int, int]:
         """Return the addresses of a window, ``[start, end)``."""
@@ -211,30 +204,21 @@ class DeviceFrames:
         begin: Callable[[], None] = _nothing,
     ) -> None:
         """``slabs``: pinned, each at least as large as any frame. For the rest see ``Windows``."""
-        self._slabs, self._pin, self._begin = slabs, pin, begin
-        self._window_bytes = window_bytes
-        self._windows: Windows | None = None
+        self._slabs = slabs
+        self._open = partial(Windows, pin=pin, window_bytes=window_bytes, begin=begin)
+        self.windows: Windows | None = None
+        """Those of the arena that is read now."""
         self._ending: Windows | None = None
-        self._view, self._base = memoryview(b""), 0
 
     def attach(self, arena: Arena) -> None:
-        """Read from ``arena`` from now on. Windows of the same arena stay registered."""
-        if self._windows is not None and self._view is arena.view:
-            return
-        self._view, self._base = arena.view, _address(arena.view)
-        self._windows = Windows(
-            self._base,
-            arena.nbytes,
-            self._pin,
-            window_bytes=self._window_bytes,
-            begin=self._begin,
-        )
+        """Read from ``arena`` from now on. None may be attached."""
+        assert self.windows is None
+        self.windows = self._open(_address(arena.view), arena.nbytes)
 
     def detach(self, then: Callable[[], None]) -> None:
         """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from
         it may be left."""
-        self._ending, self._view = self._windows, memoryview(b"")
-        self._windows = None
+        self._ending, self.windows = self.windows, None
         if self._ending is None:
             then()
         else:
@@ -242,25 +226,9 @@ class DeviceFrames:
 
     def abandon(self) -> None:
         """Leave the arena as it is, until the process ends."""
-        windows, self._windows = self._windows, None
+        windows, self.windows = self.windows, None
         if windows is not None:
             windows.abandon()
-
-    @property
-    def registered_bytes(self) -> int:
-        """Bytes of the arena that the device can read in place."""
-        return 0 if self._windows is None else self._windows.registered_bytes
-
-    @property
-    def is_registering(self) -> bool:
-        """See ``Windows.is_registering``."""
-        return self._windows is not None and self._windows.is_registering
-
-    def request(self, offset: int) -> bool:
-        """Whether the device can read the byte at ``offset`` of the arena in place. If not, its
-        window is registered in the background. Never waits."""
-        windows = self._windows
-        return windows is not None and windows.has(self._base + offset, 1)
 
     def join(self, seconds: float) -> bool:
         """Wait until the last ``detach`` is done, for at most ``seconds``. Returns whether it is.
@@ -277,7 +245,7 @@ class DeviceFrames:
             memory: consecutive frames of one payload in the arena.
             sizes: bytes of each frame; not empty.
         """
-        windows = self._windows
+        windows = self.windows
         assert windows is not None
         start = _address(memory)
         ends = list(accumulate(sizes, initial=start))[1:]

@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Lock
 from time import monotonic, sleep, time
-from typing import Protocol
 
+from objkv.agent.outbox import AgentSaves
 from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import SaveOutcome
-from objkv.codec.payload import Claim, Header, Provenance, encode_in_place, header_room
+from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
 from objkv.errors import ObjkvError, StoreBusy
 from objkv.keys.chunk import ChunkKey
-from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder, Trouble
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
@@ -37,22 +36,6 @@ hundreds of milliseconds, and nothing waits for their saves."""
 
 _SHED_S = 0.1
 """How long saves pause after the agent's store refused one."""
-
-
-class SaveTarget(Protocol):
-    """Where payloads go: ``objkv.agent.outbox.AgentSaves``, which documents the methods."""
-
-    def has_room(self) -> bool:
-        """See ``AgentSaves``."""
-
-    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
-        """See ``AgentSaves``."""
-
-    def end_save(self, key: ChunkKey) -> None:
-        """See ``AgentSaves``."""
-
-    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        """See ``AgentSaves``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +74,7 @@ class Saver:
 
     def __init__(
         self,
-        target: SaveTarget,
+        target: AgentSaves,
         groups: Mapping[int, PagedGroup],
         slabs: SlabPool,
         *,
@@ -135,7 +118,8 @@ class Saver:
                 group = self._groups.get(save.move.group)
                 if group is None or not group.shape.rank_shard.writes(save.move.prefix_hash):
                     continue
-                key = _key(plan, save, group)
+                shard = group.shape.rank_shard.shard
+                key = ChunkKey(plan.namespace, save.move.prefix_hash, save.move.group, shard)
                 if is_full:  # not a drop, which the scheduler would plan again for the next step
                     self._recorder.count("save_over_quota")
                 elif self.is_shedding:  # not a drop either, for the same reason
@@ -197,11 +181,6 @@ class Saver:
             logger.warning("a save is still being handed over at shutdown")
 
     @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return self._pool.threads
-
-    @property
     def is_shedding(self) -> bool:
         """Whether saves pause because the agent's store has just refused one."""
         return self._clock() < self._shed_until
@@ -261,7 +240,7 @@ class Saver:
             is_done = mark.done()
         except Exception:
             logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
-            return self._strand(chunks)
+            return self._give_up(chunks, None)
         self._poll()
         self._marks = {r: one for r, one in self._marks.items() if self._is_copying(r)}
         if not is_done:
@@ -269,8 +248,13 @@ class Saver:
             self._marks |= {chunk.request_id: mark for chunk in chunks}
         dropped = self._give_up(failed, mark)
         ready = [chunk for chunk in chunks if chunk not in failed]
+        if not ready:
+            return dropped
         gathered = _Gathered(ready, mark, self._clock() + self._limits.deadline_s)
-        if ready and not self._put(gathered):
+        with self._lock:
+            self._waiting += len(ready)
+        if not self._pool.put([gathered]):
+            self._end_waiting(gathered)
             dropped |= self._give_up(ready, mark)
         return dropped
 
@@ -280,27 +264,16 @@ class Saver:
         failed: list[_SavedChunk] = []
         self._lane.follow(self._lane.mark_compute())
         for number, chunks in taken.items():
+            group = self._groups[number]
             block_ids = [c.move.move.block_ids for c in chunks]
-            pages = [c.slab.tensor[self._room(c) :] for c in chunks]
+            rooms = [header_room(group.layers, tokens=len(c.move.tokens or ())) for c in chunks]
+            pages = [c.slab.tensor[room:] for c, room in zip(chunks, rooms, strict=True)]
             try:
-                self._groups[number].gather(self._lane, block_ids, pages)
+                group.gather(self._lane, block_ids, pages)
             except Exception:  # such as no memory for staging: a drop, as without a slab
                 logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
                 failed += chunks
         return failed
-
-    def _room(self, chunk: _SavedChunk) -> int:
-        """Return where the pages of a chunk begin in its slab."""
-        layers = self._groups[chunk.claim.key.group].layers
-        return header_room(layers, tokens=len(chunk.move.tokens or ()))
-
-    def _put(self, gathered: _Gathered) -> bool:
-        with self._lock:
-            self._waiting += len(gathered.chunks)
-        if self._pool.put([gathered]):
-            return True
-        self._end_waiting(gathered)
-        return False
 
     def _end_waiting(self, gathered: _Gathered) -> None:
         with self._lock:
@@ -335,9 +308,13 @@ class Saver:
         if self.is_shedding:
             self._recorder.count("saves_shed")
             return
-        started = self._clock()
+        started, move = self._clock(), chunk.move
+        layers, writer = self._groups[chunk.claim.key.group].layers, self._limits.writer
         try:
-            payload, header = self._encode(chunk)
+            provenance = Provenance(move.token_digest, writer, int(time()), move.tokens)
+            payload, header = encode_in_place(
+                chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
+            )
             outcome = self._target.save(chunk.claim, payload, header)
         except StoreBusy:
             self._recorder.count("saves_shed")
@@ -358,44 +335,25 @@ class Saver:
             self._recorder.count("saves_accepted")
             self._recorder.count("save_accepted_bytes", header.nbytes)
 
-    def _encode(self, chunk: _SavedChunk) -> tuple[memoryview, Header]:
-        """Write the header around the pages. The payload is a view of the slab."""
-        save = chunk.move
-        provenance = Provenance(
-            token_digest=save.token_digest,
-            writer=self._limits.writer,
-            created_s=int(time()),
-            tokens=save.tokens,
-        )
-        layers = self._groups[chunk.claim.key.group].layers
-        return encode_in_place(
-            chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
-        )
-
     def _not_copied(self, gathered: _Gathered, error: Exception) -> None:
         """The device failed, and what it still copies is unknown."""
         logger.error("saves dropped, the device failed", exc_info=error)
         self._end_waiting(gathered)
-        self._strand(gathered.chunks)
+        self._give_up(gathered.chunks, None)
 
     def _give_up_gathered(self, waiting: Iterable[_Gathered]) -> None:
         for gathered in waiting:
             self._end_waiting(gathered)
             self._give_up(gathered.chunks, gathered.mark)
 
-    def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark) -> set[tuple[str, int]]:
-        """Drop chunks. ``mark``: the end of their copies."""
+    def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark | None) -> set[tuple[str, int]]:
+        """Drop chunks. ``mark``: the end of their copies, None if nothing shows it."""
         dropped = set()
         for c in chunks:
-            c.slab.release_after(mark)
-            dropped.add(self._drop(c.request_id, c.move, c.claim.key))
-        return dropped
-
-    def _strand(self, chunks: Iterable[_SavedChunk]) -> set[tuple[str, int]]:
-        """Drop chunks whose copies may never end."""
-        dropped = set()
-        for c in chunks:
-            c.slab.strand()
+            if mark is None:
+                c.slab.strand()
+            else:
+                c.slab.release_after(mark)
             dropped.add(self._drop(c.request_id, c.move, c.claim.key))
         return dropped
 
@@ -407,8 +365,3 @@ class Saver:
     def _count_drop(self, key: ChunkKey) -> None:
         self._recorder.count("save_drops")
         self._recorder.count("save_drop_bytes", self._groups[key.group].raw_bytes)
-
-
-def _key(plan: SavePlan, save: SaveMove, group: PagedGroup) -> ChunkKey:
-    move = save.move
-    return ChunkKey(plan.namespace, move.prefix_hash, move.group, group.shape.rank_shard.shard)

@@ -5,8 +5,9 @@ divide the same tokens into other blocks. A ``PayloadLayout`` describes the fram
 must have, and maps them to the rank's pages. A payload that differs from its layout is refused.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
+from functools import lru_cache
 from itertools import accumulate
 from math import gcd
 from threading import Lock
@@ -14,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from objkv.codec.payload import LayerSpec, check_layers, payload_bytes_max
+from objkv.codec.payload import LayerSpec, check_layers
 from objkv.keys.states import part_names
 from objkv.keys.topology import Part, Shard, TokenPart, cover
-from objkv.transfer.lanes import ARRAY_WORDS, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
 
@@ -41,6 +42,7 @@ class PayloadLayout:
         taken = part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
         self.filled = range(each * taken[0], each * taken[1])
         """The rank's layers that the payload fills. Each part of a state counts as a layer."""
+        self.filled_bits = bits_of(self.filled)
         skipped = each * (part.take.layer_start - part.source.layer_start)
         self.frames = range(skipped, skipped + len(self.filled))
         """The frames that contain those layers."""
@@ -49,7 +51,6 @@ class PayloadLayout:
         self._recasts = not is_own
         heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
         slots, self._tokens = _selection(own.tokens, part.source.tokens)
-        self._room = (-1, 0)
         self._resized: dict[int, PayloadLayout] = {}
         ours = group.pages.cut(self.filled)
         read = self.layers[self.frames.start : self.frames.stop]
@@ -59,12 +60,6 @@ class PayloadLayout:
         self._ends = [0, *accumulate(layer.nbytes for layer in read)]
         self._pages = ours if is_own else PagedLayers([c[:, heads, slots] for c in ours.caches])
 
-    def payload_bytes_max(self, tokens: int) -> int:
-        """Return the largest size of a payload with ``tokens`` token ids, in any codec."""
-        if self._room[0] != tokens:
-            self._room = tokens, payload_bytes_max(self.layers, tokens=tokens)
-        return self._room[1]
-
     def fills(self, frames: range) -> range:
         """Return the rank's layers that these frames fill. Frames of other ranks' layers fill
         none."""
@@ -72,12 +67,12 @@ class PayloadLayout:
         first, end = frames.start - skipped, frames.stop - skipped
         return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
 
-    def place(self, lane: Lane, move: ChunkMove) -> Any:
+    def place(self, lane: Lane, move: ChunkMove) -> BlockRuns:
         """Convert the move's block ids for ``scatter``."""
         return lane.place(self._group.blocks(move.block_ids))
 
     def scatter(
-        self, lane: Lane, frames: range, memory: memoryview, move: ChunkMove, placed: Any
+        self, lane: Lane, frames: range, memory: memoryview, move: ChunkMove, placed: BlockRuns
     ) -> None:
         """Write the rank's part of consecutive frames into the move's blocks.
 
@@ -90,7 +85,7 @@ class PayloadLayout:
         start = frames.start - self.frames.start
         layers = self._pages.cut(range(start, start + len(frames)))
         pages = self._pages_in(memory, start, start + len(frames))
-        count, skipped = len(placed), move.first_block * self._group.split
+        count, skipped = len(placed.ids), move.first_block * self._group.split
         if not self._recasts and count == len(pages[0]):
             lane.scatter(pages, layers, placed)
             return
@@ -137,12 +132,14 @@ class PayloadLayouts:
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
         self._own = {
-            g: PayloadLayout(group, _own(group), _size(group)) for g, group in groups.items()
+            g: PayloadLayout(group, Part(own, own), group.shape.block_size)
+            for g, group in groups.items()
+            for own in [group.shape.rank_shard.shard]
         }
         self._own_fields = {g: f"{g}.{source.shard}" for g, source in self._own.items()}
         self._making = Lock()
         self._others: dict[tuple[int, Part], PayloadLayout] = {}
-        self._covers: dict[tuple[int, frozenset[str]], tuple[Part | None, ...]] = {}
+        self._cover = lru_cache(_KEPT_MAX)(self._find_cover)
 
     def of(self, load: LoadMove) -> PayloadLayout:
         """Return the layout of the payload that a move reads."""
@@ -154,21 +151,21 @@ class PayloadLayouts:
         if source is None:
             paged = self._groups[group]
             tokens = _payload_tokens(paged, load.part.source)
-            source = PayloadLayout(paged, load.part, gcd(tokens, _size(paged)))
+            source = PayloadLayout(paged, load.part, gcd(tokens, paged.shape.block_size))
             with self._making:
                 while len(self._others) >= _KEPT_MAX:
                     del self._others[next(iter(self._others))]
                 source = self._others.setdefault(key, source)
         return source
 
-    def filled(self, plan: LoadPlan) -> list[range]:
-        """Return the rank's layers that each move of a plan that was spread fills."""
+    def filled(self, plan: LoadPlan) -> list[int]:
+        """Return the rank's layers that each move of a plan that was spread fills, as bits."""
         moves = plan.moves
         if moves.has_parts:
-            return [self.of(load).filled for load in moves]
+            return [self.of(load).filled_bits for load in moves]
         if len(moves) and len(moves.kinds) == 1:  # nearly always, on the forward thread
-            return [self._own[moves.kinds[0].group].filled] * len(moves)
-        return [self._own[group].filled for group in moves.groups]
+            return [self._own[moves.kinds[0].group].filled_bits] * len(moves)
+        return [self._own[group].filled_bits for group in moves.groups]
 
     def spread(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan for this rank: one move per payload that it reads, and no move for a
@@ -183,53 +180,37 @@ class PayloadLayouts:
         group = kind.group
         if group not in self._own:
             return ()
-        held = frozenset(kind.fields)
-        parts = self._covers.get((group, held))
-        if parts is None:
-            parts = self._cover(group, held)
-            while len(self._covers) >= _KEPT_MAX:
-                del self._covers[next(iter(self._covers))]
-            self._covers[group, held] = parts
-        return parts
+        return self._cover(group, frozenset(kind.fields))
 
-    def _cover(self, group: int, held: Iterable[str]) -> tuple[Part | None, ...]:
+    def _find_cover(self, group: int, held: frozenset[str]) -> tuple[Part | None, ...]:
         own, whole = self._own[group].shard, _whole(self._groups[group])
-        shape = self._groups[group].shape
-        found = [
-            shard
-            for shard in shards_within(whole, group, held)
-            if shard.tokens == own.tokens or _is_dealt(shape, shard.tokens)
-        ]
+        shape, found = self._groups[group].shape, list[Shard]()
+        for field in held:
+            number, _, text = field.partition(".")
+            if number != str(group):
+                continue
+            try:
+                shard = Shard.parse(text)
+            except ValueError:
+                continue
+            is_within = shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end
+            if is_within and (shard.tokens == own.tokens or _is_dealt(shape, shard.tokens)):
+                found.append(shard)
         parts = cover(own, found)
         if parts is None or parts == (Part(own, own),):
             return (None,)  # without a cover, loading the rank's own shard fails as a ghost
         return parts
 
 
-def shards_within(whole: Shard, group: int, fields: Iterable[str]) -> Iterator[Shard]:
-    """Yield the shards of ``group`` among index fields that are valid and within ``whole``."""
-    for field in fields:
-        number, _, text = field.partition(".")
-        if number != str(group):
-            continue
-        try:
-            shard = Shard.parse(text)
-        except ValueError:
-            continue
-        if shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end:
-            yield shard
-
-
-def whole_payload_bytes_max(group: PagedGroup, *, tokens: int) -> int:
-    """Return the largest size of any payload of the group, of any shape."""
-    source = PayloadLayout(group, Part(_whole(group), group.shape.rank_shard.shard), _size(group))
-    return source.payload_bytes_max(tokens)
-
-
 def frame_bytes_max(group: PagedGroup) -> int:
     """Return the size of the largest frame of any payload of the group, of any shape."""
     whole = Part(_whole(group), group.shape.rank_shard.shard)
-    return max(PayloadLayout(group, whole, _size(group)).layer_bytes)
+    return max(PayloadLayout(group, whole, group.shape.block_size).layer_bytes)
+
+
+def bits_of(layers: range) -> int:
+    """Return layers as bits of a number."""
+    return (1 << layers.stop) - (1 << layers.start)
 
 
 def _form(layer: LayerSpec, word: np.dtype[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -261,15 +242,6 @@ def _payload_tokens(group: PagedGroup, shard: Shard) -> int:
     shape = group.shape
     own = shape.rank_shard.shard.tokens
     return shape.blocks * shape.block_size * own.size // shard.tokens.size
-
-
-def _own(group: PagedGroup) -> Part:
-    shard = group.shape.rank_shard.shard
-    return Part(shard, shard)
-
-
-def _size(group: PagedGroup) -> int:
-    return group.shape.block_size
 
 
 def _whole(group: PagedGroup) -> Shard:

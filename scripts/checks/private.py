@@ -11,20 +11,16 @@ from typing import Any
 
 import lz4.block
 import redis
-from botocore.response import StreamingBody
-from urllib3.connectionpool import HTTPConnectionPool
 
 from objkv.codec import compress
 from objkv.net import resp
-from objkv.stores.s3 import client as s3
 from scripts.checks import ROOT, name_of, tracked
-from tests.support.servers.s3_stores import s3_client
 
 Table = dict[str, tuple[str, ...]]
 TABLES: dict[str, Table] = {
     "codec": compress.PRIVATE_NAMES,
     "net": resp.PRIVATE_NAMES,
-    "stores": s3.PRIVATE_NAMES,
+    "stores": {},
     "index": {},
     "keys": {},
     "config": {},
@@ -40,19 +36,9 @@ OTHERS = {
 
 def owners() -> Iterator[tuple[str, str, Table, str, Any]]:
     """Where a table is, the library, the table, and what has the names of one row."""
-    client = s3_client("http://127.0.0.1:1")
-    connection = HTTPConnectionPool("::1")._new_conn()
     for owner, thing in (("connection", redis.Connection()), ("connection class", redis.Connection),
                          ("pool", redis.BlockingConnectionPool())):  # fmt: skip
         yield resp.__name__, "redis", resp.PRIVATE_NAMES, owner, thing
-    for library, owner, thing in (
-        ("botocore", "client", client),
-        ("botocore", "session", client._endpoint.http_session),
-        ("urllib3", "pool", HTTPConnectionPool("127.0.0.1")),
-        ("urllib3", "connection", connection),
-        ("botocore", "body", StreamingBody(None, 0)),  # type: ignore[arg-type]
-    ):
-        yield s3.__name__, library, s3.PRIVATE_NAMES, owner, thing
     yield compress.__name__, "lz4", compress.PRIVATE_NAMES, "lz4.block", lz4.block
 
 

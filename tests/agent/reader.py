@@ -6,10 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from objkv.agent.client import AgentConnection
-from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.lanes import ArenaLane, Lane
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from tests.agent.world import PATIENCE_S
 from tests.support.paged_cache import BLOCKS, Replica, same_blocks
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent.calls import NodeLookups
+from objkv.agent.answering import NodeLookups
 from objkv.agent.memory.answers import (
     BLOCK_MAX,
     FIELDS_MAX,
@@ -29,16 +29,16 @@ from objkv.agent.messages import (
     unpack_find,
     unpack_found,
 )
-from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard, written_rows
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
 from tests.agent.world import down
+from tests.contracts.memory_index import MemoryIndex
 
 NAMESPACE = "0123456789abcdef" * 2
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")

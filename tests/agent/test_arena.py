@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.memory.arena import (
     BOARD_BYTES,
     PAGE,
@@ -16,7 +17,6 @@ from objkv.agent.memory.arena import (
     Extents,
     Progress,
 )
-from objkv.agent.residents import Residents
 from objkv.errors import ConfigError, TransferError
 from objkv.telemetry import NullRecorder
 
@@ -169,7 +169,7 @@ TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 
 def test_little_is_lost_between_payloads_of_three_models() -> None:
     arena, chance = Arena.create(512 << 20), random.Random(1)
-    residents = Residents(arena, NullRecorder())
+    residents = ArenaCache(arena, NullRecorder())
     sizes = [(4 << 20) + 8192, (17 << 19) + 12288, (1 << 20) + 4096]
     lost = []
     for number in range(6000):

@@ -3,26 +3,31 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent import core
-from objkv.agent.fill import Staging, Wanted
+from objkv.agent.arena_cache import CachedPayload
+from objkv.agent.fill import Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
-from objkv.agent.messages import CommitStatus
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    Urgency,
+)
 from objkv.cache.bulk_index import BulkIndex
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
-from objkv.stores.memory import MemoryStore
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -41,17 +46,19 @@ def make() -> Iterator[Callable[..., Node]]:
         assert node.residents.check()
 
 
-def settled(node: Node, one: Resident | MissReason) -> Resident:
-    assert isinstance(one, Resident)
+def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:
+    assert isinstance(one, CachedPayload)
     wait_until(lambda: one.state is not CellState.FILLING)
     return one
 
 
-def fetch(node: Node, *wanted: Wanted, deadline_s: float = PATIENCE_S) -> list[Resident]:
+def fetch(
+    node: Node, *wanted: PayloadRequest, deadline_s: float = PATIENCE_S
+) -> list[CachedPayload]:
     return [settled(node, one) for one in node.open(*wanted, deadline_s=deadline_s)]
 
 
-def right(node: Node, one: Resident) -> bool:
+def right(node: Node, one: CachedPayload) -> bool:
     progress = Progress(one.state, ALL_FRAMES, one.offset, one.nbytes, one.reason)
     if one.cell >= 0:
         progress = node.arena.board.read(one.cell)
@@ -85,7 +92,7 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
         node.residents.forget(key.path())
         (found,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
         assert found is not None
-        (one,) = fetch(node, Wanted(claim, found[key.field]))
+        (one,) = fetch(node, PayloadRequest(claim, found[key.field]))
         assert right(node, one)
         node.residents.release(one)
         assert store.head(key.path()) is not None
@@ -102,9 +109,9 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
     provenance = replace(found.provenance, tokens=tuple(range(1000, 3000)))
     longer = encode(first.claim, found.frames.layers, RIGHT, codec=codec, provenance=provenance)  # type: ignore[arg-type]
     node.store.put(first.claim.key.path(), longer)
-    first = Wanted(first.claim, record_of(read_header(longer)))
+    first = PayloadRequest(first.claim, record_of(read_header(longer)))
     lie = replace(third.record, raw_bytes=third.record.raw_bytes + 8192)
-    for wanted in (second, first, Wanted(third.claim, lie), second):
+    for wanted in (second, first, PayloadRequest(third.claim, lie), second):
         (one,) = fetch(node, wanted)
         assert right(node, one) if wanted.record is not lie else one.reason is MissReason.CORRUPT
         node.residents.release(one)
@@ -174,7 +181,7 @@ def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
     else:
         node.store.put(path, (node.store.get(path) or b"") + b"more")
         record = replace(record, nbytes=record.nbytes + 4)
-    (found,) = fetch(node, Wanted(one.claim, record))
+    (found,) = fetch(node, PayloadRequest(one.claim, record))
     assert found.reason is (MissReason.MISSING if wrong == "missing" else MissReason.CORRUPT)
     key = one.claim.key
     is_forgotten = node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
@@ -210,7 +217,7 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
     node = make(store=Trickle(step))
     announced, advance = list[int](), node.residents.advance
 
-    def watched(one: Resident, frames: int) -> None:
+    def watched(one: CachedPayload, frames: int) -> None:
         payload = node.residents.view(one)
         header = read_header(payload)
         for number in range(frames):
@@ -266,7 +273,7 @@ class Slow:
         *,
         client: Sleeper | None = None,
         deadline_s: float = PATIENCE_S,
-    ) -> Sequence[Resident | MissReason]:
+    ) -> Sequence[CachedPayload | MissReason]:
         return self.node.core.open(
             client or Sleeper(),
             [self.wanted[number] for number in numbers],
@@ -328,6 +335,32 @@ def test_a_load_finds_a_thread_while_much_is_being_prefetched(make: Callable[...
     slow.end(9)
 
 
+def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    wanted, counts = node.save() * 20, list[int]()
+    enter, begin = threading.Condition.__enter__, node.residents.open
+
+    def entered(lock: threading.Condition) -> bool:
+        if threading.current_thread() is threading.main_thread():
+            counts.append(0)
+        return enter(lock)
+
+    def opened(*given: Any, **named: Any) -> Any:
+        counts[-1] += 1
+        return begin(*given, **named)
+
+    monkeypatch.setattr(threading.Condition, "__enter__", entered)
+    monkeypatch.setattr(node.residents, "open", opened)
+    taken = node.open(*wanted, urgency=Urgency.PREFETCH)
+    monkeypatch.undo()
+    assert sum(counts) == len(wanted) == len(taken)
+    assert max(counts) <= 8, "payloads while nobody else can have the lock"
+    for one in taken:
+        node.residents.release(settled(node, one))
+
+
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])
 def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     error: Exception, make: Callable[..., Node]
@@ -381,3 +414,14 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
     for one in opened:
         node.residents.release(one)
+
+
+def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
+    make: Callable[..., Node],
+) -> None:
+    node = make()
+    bulk, hot, _ = node.save()
+    hot = replace(hot, record=replace(hot.record, hot=True))
+    for one in fetch(node, bulk, hot):
+        node.residents.release(one)
+    assert node.cache.link.gets.count == 1

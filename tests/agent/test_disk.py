@@ -6,7 +6,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -15,23 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from objkv.agent import core
+from objkv.agent import disk as module
+from objkv.agent import spill as spill_module
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
+from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.memory.arena import PAGE, CellState
-from objkv.agent.messages import CommitStatus
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import Resident
-from objkv.agent.spill import disk as module
-from objkv.agent.spill import spill as spill_module
-from objkv.agent.spill.disk import Disk, DiskFolder
-from objkv.agent.spill.spill import SpillLimits
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.assembly.backends import open_backends
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import Patience
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
@@ -47,6 +41,7 @@ from tests.agent.world import (
     wanted_of,
 )
 from tests.codec.seals import SEALS
+from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import AgentProcess
 from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
@@ -73,7 +68,7 @@ class DiskNode(Node):
     def gets(self) -> int:
         return sum(self.store.gets.values())
 
-    def load(self, *wanted: Wanted) -> None:
+    def load(self, *wanted: PayloadRequest) -> None:
         """Load payloads as a replica does; they are right. Waits for the disk."""
         for one in fetch(self, *wanted):
             assert right(self, one)
@@ -84,7 +79,7 @@ class DiskNode(Node):
     def settle(self) -> None:
         assert self.spill.drain(PATIENCE_S)
 
-    def evict(self, *wanted: Wanted) -> None:
+    def evict(self, *wanted: PayloadRequest) -> None:
         for one in wanted:
             self.residents.forget(one.claim.key.path())
 
@@ -117,7 +112,18 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
         node.close()
         assert node.residents.check()
         assert node.residents.leased() == 0
-        assert node.disk.check()
+        assert adds_up(node.disk)
+
+
+def adds_up(disk: Disk) -> bool:
+    """Whether sizes, order and bound agree."""
+    with disk._lock:
+        return (
+            len(disk._ranking) == len(disk._sizes) <= module.FILES_MAX
+            and all(name in disk._ranking for name in disk._sizes)
+            and disk.nbytes == sum(map(module._blocks, disk._sizes.values()))
+            and (not disk.is_loaded or disk.nbytes <= disk.nbytes_max)
+        )
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -295,9 +301,9 @@ def test_nothing_is_announced_before_all_is_verified(
     fetching, announced = threading.Event(), list[bool]()
     advance = node.residents.advance
     node.store.on_get = lambda key: fetching.set()
-    monkeypatch.setattr("objkv.agent.spill.disk._SLICE_BYTES", 64)
+    monkeypatch.setattr("objkv.agent.disk._SLICE_BYTES", 64)
 
-    def watched(one: Resident, frames: int) -> None:
+    def watched(one: CachedPayload, frames: int) -> None:
         announced.append(fetching.is_set())
         advance(one, frames)
 
@@ -432,10 +438,16 @@ def test_a_payload_that_is_refused_while_it_is_written_is_not_kept(
 def test_a_long_queue_is_cut_and_counted(
     make: Callable[..., DiskNode], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "SpillLimits", partial(SpillLimits, queue_max=0))
     node = make()
-    node.load(*node.save())
-    assert node.count("drops") == 3
+    wanted = node.save()
+    with monkeypatch.context() as full:
+        full.setattr(spill_module, "_QUEUE_MAX", 0)
+        for one in fetch(node, *wanted):
+            wait_until(lambda: node.count("drops") > 0)
+            node.residents.release(one)
+        wait_until(lambda: node.count("drops") == 3)
+    node.load(*wanted)
+    assert len(node.disk) == 3, "they are offered again when they are read again"
 
 
 def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
@@ -495,16 +507,17 @@ class DiskMachine(RuleBasedStateMachine):
         self.place = tempfile.TemporaryDirectory()
         self.path = Path(self.place.name)
         self.right: dict[str, bytes] = {}
+        self.tied = set[str]()
         self.number = 0
         self.start()
 
     def start(self) -> None:
         self.disk = Disk(DiskFolder(self.path), 10 * PAGE)
-        assert self.disk.lock()
+        assert self.disk.folder.lock()
         self.disk.load(lambda: False)
 
     def teardown(self) -> None:
-        self.disk.close()
+        self.disk.folder.close()
         self.place.cleanup()
 
     keys = st.sampled_from([f"key-{number}" for number in range(8)])
@@ -518,16 +531,33 @@ class DiskMachine(RuleBasedStateMachine):
         self.disk.begin(key)
         if discards:
             self.disk.discard(key)
-        was_written = self.disk.write(key, memoryview(payload)) is not None
+        dropped = self.disk.make_room(len(payload))
+        assert not dropped or pages <= 10
+        lost = {key for key in self.tied if self.disk.size_of(key) is None}
+        assert {key for key in dropped if key is not None} == lost
+        self.tied -= lost
+        was_written = self.disk.write(key, memoryview(payload))
         assert was_written == (pages <= 10 and not discards)
         if was_written:
             self.right[key] = payload
 
     @rule(key=keys)
     def discard(self, key: str) -> None:
-        was_there = self.disk.size_of(key) is not None
-        assert self.disk.discard(key) == was_there
+        assert self.disk.discard(key) == (key in self.tied)
         assert self.disk.size_of(key) is None
+        self.tied.discard(key)
+
+    @rule(key=keys)
+    def tie(self, key: str) -> None:
+        is_there = self.disk.size_of(key) is not None
+        assert self.disk.tie(key) == is_there
+        if is_there:
+            self.tied.add(key)
+
+    @rule(key=keys)
+    def untie(self, key: str) -> None:
+        self.disk.untie(key)
+        self.tied.discard(key)
 
     @rule(key=keys)
     def use(self, key: str) -> None:
@@ -553,15 +583,16 @@ class DiskMachine(RuleBasedStateMachine):
     def restart(self, cut: bool) -> None:
         self.disk.purge()
         kept = {key: self.disk.size_of(key) for key in self.right}
-        self.disk.close()
+        self.disk.folder.close()
         if cut:
             (self.path / module.FOLDER / "unfinished").write_bytes(b"half")
         self.start()
+        self.tied.clear()
         assert kept == {key: self.disk.size_of(key) for key in self.right}
 
     @invariant()
     def adds_up(self) -> None:
-        assert self.disk.check()
+        assert adds_up(self.disk)
 
 
 TestDisk = DiskMachine.TestCase
@@ -574,19 +605,21 @@ def test_a_smaller_bound_keeps_the_newest(tmp_path: Path) -> None:
     folder, known = tmp_path / module.FOLDER, set[Path]()
     for number in range(10):
         disk.begin(str(number))
-        disk.write(str(number), memoryview(bytes([number]) * PAGE))
+        disk.make_room(PAGE)
+        assert disk.write(str(number), memoryview(bytes([number]) * PAGE))
         (file,) = set(folder.glob("*.plain")) - known
         os.utime(file, ns=(number, number))
         known.add(file)
-    disk.close()
+    disk.folder.close()
     disk = Disk(DiskFolder(tmp_path), 3 * PAGE)
     disk.load(lambda: False)
     assert [n for n in range(10) if disk.size_of(str(n)) is not None] == [7, 8, 9]
     assert len(list(folder.glob("*.plain"))) == 3
     disk.begin("new")
-    disk.write("new", memoryview(bytes(PAGE)))
+    assert disk.make_room(PAGE) == [None]
+    assert disk.write("new", memoryview(bytes(PAGE)))
     assert disk.nbytes == 3 * PAGE
-    disk.close()
+    disk.folder.close()
 
 
 def test_errors_of_the_file_system_are_translated(tmp_path: Path) -> None:
@@ -619,7 +652,7 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
         assert (numbers["disk_hits"], numbers["load_bytes"]) == (3, 0)
 
 
-def load_all(agent: AgentProcess, wanted: list[Wanted]) -> None:
+def load_all(agent: AgentProcess, wanted: list[PayloadRequest]) -> None:
     with closing(AgentConnection(agent.path, wants_arena=True)) as client:
         for lease in opened(client, wanted):
             progress = ended(client, lease)

@@ -9,9 +9,8 @@ from functools import partial
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import PayloadRequest, Urgency
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.fetchers import open_s3, process_count
@@ -69,12 +68,12 @@ def pages(number: int) -> list[bytes]:
 
 
 @pytest.fixture(scope="module")
-def wanted(backends: Backends) -> dict[str, list[Wanted]]:
+def wanted(backends: Backends) -> dict[str, list[PayloadRequest]]:
     """Stored payloads by codec. Without compression they are larger than a range."""
     return {codec: list(stored(backends, codec)) for codec in CODECS}
 
 
-def stored(backends: Backends, codec: str) -> Iterator[Wanted]:
+def stored(backends: Backends, codec: str) -> Iterator[PayloadRequest]:
     namespace = f"{CODECS.index(codec):x}" + NAMESPACE[1:]
     hashes = prefix_hashes(namespace, TOKENS, CHUNK)
     for number, prefix_hash in enumerate(hashes):
@@ -88,10 +87,10 @@ def stored(backends: Backends, codec: str) -> Iterator[Wanted]:
         record = record_of(read_header(payload))
         entry = ChunkEntry(namespace, prefix_hash, parent, start, end)
         backends.index.publish(entry, {key.field: record}, ttl_s=3_600)
-        yield Wanted(claim, record)
+        yield PayloadRequest(claim, record)
 
 
-def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
+def load(agent: AgentProcess, wanted: Sequence[PayloadRequest]) -> int:
     """Read all payloads, as many at a time as the arena holds. The bytes of each must be right.
     Returns how many were misses."""
     client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
@@ -110,7 +109,7 @@ def load(agent: AgentProcess, wanted: Sequence[Wanted]) -> int:
     return misses
 
 
-def served_by_processes(agent: AgentProcess, wanted: Sequence[Wanted]) -> None:
+def served_by_processes(agent: AgentProcess, wanted: Sequence[PayloadRequest]) -> None:
     before = agent.metrics()["fetch_process_gets_total"]
 
     def are_used() -> bool:
@@ -121,7 +120,7 @@ def served_by_processes(agent: AgentProcess, wanted: Sequence[Wanted]) -> None:
 
 
 def test_processes_fetch_what_an_agent_serves(
-    settings: dict[str, str], wanted: dict[str, list[Wanted]]
+    settings: dict[str, str], wanted: dict[str, list[PayloadRequest]]
 ) -> None:
     with AgentProcess(settings) as agent:
         assert agent.fetchers() == []
@@ -135,7 +134,7 @@ def test_processes_fetch_what_an_agent_serves(
 
 @pytest.mark.slow
 def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
-    settings: dict[str, str], wanted: dict[str, list[Wanted]]
+    settings: dict[str, str], wanted: dict[str, list[PayloadRequest]]
 ) -> None:
     rng = random.Random(1)
     with AgentProcess(settings) as agent:

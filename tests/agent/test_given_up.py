@@ -7,12 +7,12 @@ from time import monotonic
 
 import pytest
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.memory.arena import CellState
-from objkv.agent.residents import Resident
 from objkv.errors import TransferError
 from objkv.stores.base import Arrived
-from objkv.stores.memory import MemoryStore
 from tests.agent.world import PATIENCE_S, Node
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -52,7 +52,7 @@ def store_of(node: Node) -> SlowStore:
     return node.store
 
 
-def settled(one: Resident) -> CellState:
+def settled(one: CachedPayload) -> CellState:
     wait_until(lambda: one.state is not CellState.FILLING)
     return one.state
 

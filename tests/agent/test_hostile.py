@@ -11,16 +11,25 @@ import pytest
 
 from objkv.agent import core as core_module
 from objkv.agent import messages as m
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
-from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
-from objkv.agent.messages import CommitStatus
+from objkv.agent.memory.arena import (
+    BOARD_BYTES,
+    Board,
+    CellState,
+    Progress,
+)
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    PrefetchOrder,
+    Urgency,
+)
 from objkv.agent.outbox import ClientOutbox, Outbox
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes.process import _shared_memory
@@ -34,7 +43,7 @@ from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
-def paths(wanted: list[Wanted]) -> list[str]:
+def paths(wanted: list[PayloadRequest]) -> list[str]:
     return [one.claim.key.path() for one in wanted]
 
 
@@ -69,7 +78,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
         thread.join()
     assert sum(one.started for one in found) == 4
     gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
@@ -78,7 +87,7 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
         (one,) = node.open(wanted, urgency=urgency)
         one = settled(node, one)
         node.residents.release(one)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert not one.waiters
 
 
@@ -116,10 +125,10 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     opened(left, wanted[2:])
     left.close()
     wait_until(lambda: node.server is not None and node.server.clients == 2)
-    came: list[Resident] = []
+    came: list[CachedPayload] = []
     failed = node.residents.failed
 
-    def someone_comes(one: Resident, *rest: Any) -> None:
+    def someone_comes(one: CachedPayload, *rest: Any) -> None:
         if one.key == wanted[2].claim.key.path() and not came:
             found = node.residents.open(one.key, Sleeper())
             assert found is not None
@@ -157,7 +166,7 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
     node: Node, codec: str, nbytes: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, client = node.save(codec=codec)[0], node.connect()
-    wanted = Wanted(one.claim, replace(one.record, nbytes=nbytes))
+    wanted = PayloadRequest(one.claim, replace(one.record, nbytes=nbytes))
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
     assert progress.state is CellState.FAILED
@@ -355,7 +364,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     for number in range(20):
         ghost = replace(one.claim, key=replace(key, prefix_hash=bytes([number] * 20)))
         record = replace(one.record, nbytes=pages * 2048, raw_bytes=pages * 2048)
-        (found,) = node.open(Wanted(ghost, record))
+        (found,) = node.open(PayloadRequest(ghost, record))
         settled(node, found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.residents.release(found)

@@ -17,7 +17,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.agent.http import listener
-from objkv.agent.http.api import HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.errors import ConfigError
 from objkv.ops.top.scrape import values_of
@@ -79,7 +79,7 @@ def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Ro
     started = {"chunks": 3, "stored": 3, "started": 3, "resident": 0, "refused": 0}
     started |= {"started_bytes": nbytes, "resident_bytes": 0, "refused_bytes": 0}
     assert router.ask("POST", "/v1/prefetch", PROMPT) == (200, started)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     matched |= {"resident": 3, "resident_payloads": 3, "resident_bytes": nbytes}
     assert router.ask("POST", "/v1/match", PROMPT) == (200, matched)
     again = started | {"started": 0, "resident": 3, "started_bytes": 0, "resident_bytes": nbytes}
@@ -127,9 +127,9 @@ def test_prefetches_under_way_are_bounded(node: Node, router: Router) -> None:
     _, matched = router.ask("POST", "/v1/match", body)
     assert matched["loading_payloads"] == first["started"]
     gate.set()
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert counts(router.ask("POST", "/v1/prefetch", other)[1]) == (3, 0, 0)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -> None:
@@ -141,7 +141,7 @@ def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -
     client.release([lease.number for lease in leases])
     for number in range(1, 12):
         router.ask("POST", "/v1/prefetch", long_prompt(node, 100_000 * number, 50))
-        assert node.residents.wait_idle(PATIENCE_S)
+        wait_until(lambda: not node.residents.leased())
         assert node.residents.unread_bytes <= node.residents.ahead_bytes_max
     assert all(node.residents.holds([one.claim.key.path() for one in read]))
     unused = node.recorder.value("agent_prefetch_unused")
@@ -156,7 +156,7 @@ def test_a_request_has_a_bound_of_its_own(node: Node, router: Router) -> None:
     _, answer = router.ask("POST", "/v1/prefetch", body | {"bytes_max": 2 * nbytes})
     assert counts(answer) == (2, 0, 1)
     assert (answer["started_bytes"], answer["refused_bytes"]) == (2 * nbytes, nbytes)
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def test_namespaces_are_listed_and_salt_and_adapter_are_part_of_a_prompt(
@@ -203,6 +203,11 @@ def test_text_is_tokenized_if_there_is_a_tokenizer(node: Node, tokenizers: Path)
         assert router.ask("POST", "/v1/match", text | {"model": "other"})[1]["stored"] == 3
 
 
+def port_of(server: AgentHttp) -> int:
+    """The TCP port."""
+    return server._listeners[-1].address[1]
+
+
 def _hosts() -> list[str]:
     """The loopback addresses: IPv6 may be switched off."""
     with suppress(OSError), socket.socket(socket.AF_INET6) as sock:
@@ -216,7 +221,7 @@ def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> 
     save_identity(node.store)
     node.save()
     with serving(node, address=(host, 0), token=TOKEN) as server:
-        place = (host, server.port)
+        place = (host, port_of(server))
         right = Router(place, f"Bearer {TOKEN}")
         assert right.ask("POST", "/v1/match", PROMPT)[1]["stored"] == 3
         assert Router(place, f"bearer  {TOKEN}").ask("GET", "/metrics")[0] == 200
@@ -236,7 +241,7 @@ def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> 
 def test_a_refused_client_may_have_sent_a_long_prompt(node: Node) -> None:
     with serving(node, address=("127.0.0.1", 0), token=TOKEN) as server:
         body = PROMPT | {"tokens": list(range(1_000_000))}
-        assert Router(("127.0.0.1", server.port)).ask("POST", "/v1/match", body)[0] == 401
+        assert Router(("127.0.0.1", port_of(server))).ask("POST", "/v1/match", body)[0] == 401
 
 
 def test_an_address_that_cannot_be_used_is_refused_at_start(node: Node) -> None:
@@ -362,7 +367,7 @@ def test_the_documented_command_gives_node_exporter_a_file_while_there_is_an_age
 
 def test_strangers_keep_no_client_out(node: Node) -> None:
     with serving(node, address=("127.0.0.1", 0), token=TOKEN) as server:
-        place, heads = ("127.0.0.1", server.port), (b"GET /met", b"POST /v1/match HTTP/1.0\r\n")
+        place, heads = ("127.0.0.1", port_of(server)), (b"GET /met", b"POST /v1/match HTTP/1.0\r\n")
         with ExitStack() as all_of_them:
             for number in range(3 * listener._CLIENTS_MAX):
                 stranger = all_of_them.enter_context(socket.create_connection(place, PATIENCE_S))

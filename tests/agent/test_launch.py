@@ -219,13 +219,13 @@ def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
 def test_an_agent_that_starts_again_has_the_leases_of_the_one_that_was_killed(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    owners, settings = list[str](), agent_module.cache_settings
+    owners = list[str]()
 
-    def seen(config: Config, writer: str) -> CacheSettings:
+    def seen(writer: str, *others: int) -> CacheSettings:
         owners.append(writer)
-        return settings(config, writer)
+        return CacheSettings(writer, *others)
 
-    monkeypatch.setattr(agent_module, "cache_settings", seen)
+    monkeypatch.setattr(agent_module, "CacheSettings", seen)
     for place in (path, path, path.with_name("other")):
         NodeAgent(config, place, MemoryRecorder()).close()
     monkeypatch.setattr(os, "readlink", lambda _: "mnt:[1]")
@@ -241,7 +241,7 @@ def test_an_agent_answers_at_its_address(config: Config, path: Path) -> None:
         port = taken.getsockname()[1]
         given = {"agent_listen": f"127.0.0.1:{port}", "agent_token": token}
         config = config.model_copy(update=given)
-        with pytest.raises(ConfigError, match="the agent cannot listen on 127"):
+        with pytest.raises(ConfigError, match="cannot listen on 127"):
             NodeAgent(config, path, MemoryRecorder())
     assert "cannot listen" in (failure_of(path) or "")
     with NodeAgent(config, path, MemoryRecorder()):
@@ -510,7 +510,8 @@ def test_closing_takes_no_time_to_wait_for(config: Config, path: Path) -> None:
     ended.set()
     running.join(PATIENCE_S)
     agent.close()
-    assert agent.server.threads == 0
+    assert not agent.server.clients
+    assert not agent.server.is_accepting
     assert not client.wait(PATIENCE_S)
     client.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from objkv import background
-from objkv.agent.calls import AgentCalls, AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection
 from objkv.background import Question, Steps, StepThread
 from objkv.cache.lookup import LookupLimits, LookupService
@@ -49,7 +49,7 @@ class Replica:
         node.index.find = slow  # type: ignore[method-assign]
         node.index.touch = slow_touch  # type: ignore[method-assign]
         self.calls = AgentCalls(lambda: node.connect(wants_arena=False))
-        self.index, self.recorder = AgentIndex(self.calls), MemoryRecorder()
+        self.index, self.recorder = self.calls, MemoryRecorder()
         limits = LookupLimits(PATIENCE_S, queue_max=10_000)
         self.lookups = LookupService(self.index, [FIELD], self.recorder, limits)
 
@@ -89,7 +89,7 @@ def test_a_slow_call_delays_no_lookup(replica: Replica) -> None:
     assert replica.lookups.submit(lambda: replica.index.touch(NAMESPACE, replica.known, ttl_s=1))
     assert replica.find("r", replica.known) == [True] * 3
     assert replica.find("other", [bytes(20)]) == [False]
-    assert replica.lookups.in_flight == 1
+    assert replica.lookups._thread.unfinished == 1
 
 
 def test_all_questions_are_sent_before_the_first_is_answered(
@@ -248,14 +248,15 @@ def failing_once(call: Callable[[], Any]) -> Callable[[], Any]:
     return fail
 
 
+def no_thread(_: Any) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_without_a_thread_work_is_refused_until_there_is_one(
     monkeypatch: pytest.MonkeyPatch, mute: Mute
 ) -> None:
-    def refuse(_: Any) -> None:
-        raise RuntimeError("can't start new thread")
-
     with monkeypatch.context() as patch:
-        patch.setattr(background.Thread, "start", refuse)
+        patch.setattr(background.Thread, "start", no_thread)
         thread = StepThread("objkv-test", answer_s=0.05)
         assert thread.start(asking(mute)) is None
         assert thread.unfinished == 0
@@ -264,6 +265,23 @@ def test_without_a_thread_work_is_refused_until_there_is_one(
     assert isinstance(asked.exception(_SOON_S), TimeoutError)
     thread.close(1.0)
     assert thread.start(asking(mute)) is None
+
+
+def test_without_a_thread_closing_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, eventfd = list[int](), os.eventfd
+
+    def counted(*given: int) -> int:
+        made.append(eventfd(*given))
+        return made[-1]
+
+    monkeypatch.setattr(os, "eventfd", counted)
+    monkeypatch.setattr(background.Thread, "start", no_thread)
+    thread = StepThread("objkv-test", answer_s=0.05)
+    thread.close(0.0)
+    thread.close(0.0)
+    (alarm,) = made
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(alarm)
 
 
 def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
@@ -292,7 +310,7 @@ def test_closing_cancels_what_has_not_begun_and_fails_what_asks(mute: Mute) -> N
     thread.close(0.01)
     assert isinstance(asked.exception(_SOON_S), TimeoutError)
     assert mute.closed
-    assert repr(thread) == "<StepThread objkv-test: 0 unfinished>"
+    assert thread.unfinished == 0
 
 
 def test_what_asks_again_at_the_end_ends(mute: Mute) -> None:

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, PayloadRequest
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
@@ -29,7 +28,7 @@ SHARDS = st.sampled_from(
     [Shard(0, 2, 0, 2), Shard(3, 60, 0, 1), Shard(0, 1, 4, 8, TokenPart(1, 4, 16))]
 )
 WANTED = st.builds(
-    lambda prefix, parent, shard, group, start, length, record: Wanted(
+    lambda prefix, parent, shard, group, start, length, record: PayloadRequest(
         Claim(ChunkKey(NAMESPACE, prefix, group, shard), parent, start, start + length), record
     ),
     HASHES,
@@ -43,7 +42,7 @@ WANTED = st.builds(
 
 
 @given(st.lists(WANTED, min_size=1, max_size=20), st.integers(0, 2), st.integers(1, 2**32 - 1))
-def test_an_opening(wanted: list[Wanted], urgency: int, deadline_ms: int) -> None:
+def test_an_opening(wanted: list[PayloadRequest], urgency: int, deadline_ms: int) -> None:
     opening = m.Opening(urgency, deadline_ms, wanted)
     assert m.unpack_opening(m.pack_opening(opening)) == opening
 
@@ -52,7 +51,9 @@ def test_the_most_payloads_of_the_longest_names_fit() -> None:
     shard = Shard(100, 200, 1000, 2000, TokenPart(15, 16, 128))
     record = ShardRecord(10**12, 10**12, "none+aes256gcm", True, "f" * 32, 10**10)
     wanted = [
-        Wanted(Claim(ChunkKey(NAMESPACE, bytes([n] * 20), 99, shard), bytes(20), n, n + 1), record)
+        PayloadRequest(
+            Claim(ChunkKey(NAMESPACE, bytes([n] * 20), 99, shard), bytes(20), n, n + 1), record
+        )
         for n in range(m.OPEN_MAX)
     ]
     assert m.unpack_opening(m.pack_opening(m.Opening(0, 1, wanted))).wanted == wanted

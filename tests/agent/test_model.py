@@ -12,13 +12,22 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease
-from objkv.agent.fill import Wanted
-from objkv.agent.memory.arena import CELLS, PAGE, CellState, Progress
-from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.memory.arena import (
+    CELLS,
+    PAGE,
+    CellState,
+    Progress,
+)
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    PrefetchOrder,
+    Urgency,
+)
+from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
@@ -95,7 +104,7 @@ class AgentMachine(RuleBasedStateMachine):
         residents = self.node.residents
         free = residents._free
 
-        def poisoned(one: Resident) -> None:
+        def poisoned(one: CachedPayload) -> None:
             if one.offset >= 0:
                 view = residents.view(one)
                 view[:] = bytes([POISON]) * len(view)
@@ -131,7 +140,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(number=clients, some=st.lists(chunks, min_size=1, max_size=4), urgency=urgencies)
     def open(self, number: int, some: list[int], urgency: Urgency) -> None:
         peer = self.peer(number)
-        wanted: list[Wanted] = [self.wanted[n] for n in some]
+        wanted: list[PayloadRequest] = [self.wanted[n] for n in some]
         leases: list[ArenaLease] = peer.agent.open(wanted, deadline_s=PATIENCE_S, urgency=urgency)
         for chunk, one in zip(some, leases, strict=True):
             if one.number:
@@ -246,7 +255,7 @@ class AgentMachine(RuleBasedStateMachine):
                 self.settle(number)
                 peer.close()
         assert self.node.saves.drain(PATIENCE_S)
-        assert self.node.residents.wait_idle(PATIENCE_S)
+        wait_until(lambda: not self.node.residents.leased())
         wait_until(lambda: self.node.server is not None and not self.node.server.clients)
         residents = self.node.residents
         assert residents.leased() == 0

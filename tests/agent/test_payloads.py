@@ -9,9 +9,13 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
-from objkv.agent.messages import CommitStatus
-from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
+from objkv.agent.messages import CommitStatus, PayloadRequest
+from objkv.agent.payloads import (
+    PayloadReader,
+    PayloadWriter,
+    ReadOutcome,
+    WriteOutcome,
+)
 from objkv.codec.payload import LayerSpec, frame_pages, payload_bytes_max, read_header
 from objkv.errors import TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Node, gated, payloads
@@ -24,7 +28,7 @@ LAYERS = tuple(LayerSpec(name, "BF16", (CHUNK // 8, 2, 8, 8)) for name in ("l.0"
 
 @dataclass(eq=False)
 class Read:
-    wanted: Wanted
+    wanted: PayloadRequest
     layers: tuple[LayerSpec, ...] = LAYERS
     deadline: float = PATIENCE_S
     is_needed: bool = True
@@ -55,7 +59,7 @@ def reading(connect: Any, clock: ManualClock | None = None) -> Iterator[PayloadR
         yield reader
     finally:
         reader.close()
-        assert not reader.threads
+        assert not reader._thread.is_alive()
 
 
 def outcomes(reader: PayloadReader, *reads: Read) -> list[ReadOutcome]:
@@ -112,7 +116,7 @@ def test_a_payload_of_another_chunk_is_corrupt(node: Node) -> None:
 def test_a_payload_that_claims_other_tokens_is_corrupt_for_who_expects_them(node: Node) -> None:
     """The agent has it already, and does not look at it again."""
     (one, *_) = node.save()
-    other = Wanted(replace(one.claim, token_end=99), one.record)
+    other = PayloadRequest(replace(one.claim, token_end=99), one.record)
     with reading(node.connect) as reader:
         assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ, ReadOutcome.CORRUPT]
 

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.calls import NodeCalls
-from objkv.agent.unsaved.policy import SETTLED_S, PutPolicy
+from objkv.agent.answering import NodeCalls
 from objkv.cache.chunks import SaveOutcome
+from objkv.cache.worth import SETTLED_S, PutPolicy
 from objkv.codec.payload import Claim
 from objkv.config.prices import Prices
 from objkv.index.base import Savings
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.stores.memory import MemoryStore
 from tests.agent.test_unsaved import Holder, paths
 from tests.agent.world import PATIENCE_S, payloads, put_policy
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE
 
 NBYTES = 15 << 20
@@ -146,7 +146,7 @@ def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
     node: Holder, clock: Clock
 ) -> None:
     made = payloads()
-    assert node.commit(made[:1]) == [SaveOutcome.ACCEPTED]
+    assert node.commit(made[:1]) == [SaveOutcome.KEPT]
     assert node.unsaved == set(paths(made[:1]))
     clock.now += SETTLED_S
     node.saves.policy.credited(measured(10**9))

@@ -6,10 +6,10 @@ from threading import Event, Lock
 import pytest
 
 from objkv.agent import queue
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason, Resident
+from objkv.agent.messages import MissReason, Urgency
 from tests.agent.world import PATIENCE_S, Node, Sleeper
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
@@ -37,15 +37,15 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
     gate = Gate(node)
     node.open(wanted[0], deadline_s=1.0)
     wait_until(lambda: gate.inside == 1)
-    wait_until(lambda: node.core.is_stuck)
+    wait_until(lambda: node.core._is_stuck())
     for one in wanted[:2]:  # the one that hangs, and another
         (found,) = node.core.open(
             Sleeper(), [one], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
         )
-        failed = isinstance(found, Resident) and found.state is CellState.FAILED
+        failed = isinstance(found, CachedPayload) and found.state is CellState.FAILED
         assert failed or found is MissReason.NO_ROOM
     gate.open.set()
-    wait_until(lambda: not node.core.is_stuck)
+    wait_until(lambda: not node.core._is_stuck())
     node.close()
 
 

@@ -15,16 +15,14 @@ import pytest
 
 from objkv.agent import calls as calls_module
 from objkv.agent import client as client_module
-from objkv.agent import leases, peers
 from objkv.agent import messages as m
+from objkv.agent import peers
 from objkv.agent import server as server_module
-from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex, NodeCalls
+from objkv.agent.answering import NodeCalls
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
-from objkv.agent.http.client import AgentApi
 from objkv.agent.memory.arena import CellState
-from objkv.agent.prefetch import PrefetchOrder
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, PrefetchOrder, Urgency
 from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
@@ -32,6 +30,7 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
 from objkv.index.base import Savings
 from objkv.keys.identity import identity_path
+from objkv.ops.agent_api import AgentApi
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -55,12 +54,12 @@ def test_leases_end_with_their_connection(node: Node) -> None:
         ended(client, lease)
     assert node.residents.leased() == 3
     client.close()
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased(), PATIENCE_S)
     again = node.connect()
     leases = opened(again, wanted)
     assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
     again.release([lease.number for lease in leases])
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
 
 
 def raw(node: Node) -> socket.socket:
@@ -174,7 +173,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
     ("place", "name", "error"),
     [
         (threading.Thread, "start", RuntimeError),
-        (leases, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
+        (server_module, "Alarm", partial(OSError, errno.EMFILE, "too many open files")),
         (server_module, "peer_of", MemoryError),
     ],
 )
@@ -273,7 +272,7 @@ def calls(node: Node) -> Any:
 
 
 def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), Completed(AgentIndex(calls))
+    wanted, index = node.save(), Completed(calls)
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
     found = index.find(NAMESPACE, [*hashes, bytes(20)], [key.field])
@@ -367,7 +366,7 @@ def test_a_client_remembers_a_bounded_number_of_blocks(
 def test_a_payload_that_was_missed_is_not_found_again(
     node: Node, calls: AgentCalls, is_missing: bool
 ) -> None:
-    wanted, index = node.save(), Completed(AgentIndex(calls))
+    wanted, index = node.save(), Completed(calls)
     key = wanted[0].claim.key
     hashes = [one.claim.key.prefix_hash for one in wanted]
     assert None not in index.find(NAMESPACE, hashes, [key.field])
@@ -383,7 +382,7 @@ def test_a_payload_that_was_missed_is_not_found_again(
 
 
 def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), Completed(AgentIndex(calls))
+    wanted, index = node.save(), Completed(calls)
     hashes = [one.claim.key.prefix_hash for one in wanted]
     index.touch(NAMESPACE, hashes, ttl_s=100)
     (record, *_) = node.index.lookup(NAMESPACE, hashes)
@@ -402,14 +401,14 @@ def test_all_records_of_a_long_prompt_are_touched(node: Node, calls: AgentCalls)
     touched: list[bytes] = []
     node.index.touch = lambda _, hashes, *, ttl_s: touched.extend(hashes)  # type: ignore[method-assign]
     hashes = [n.to_bytes(20, "big") for n in range(4000)]
-    Completed(AgentIndex(calls)).touch(NAMESPACE, hashes, ttl_s=1)
+    Completed(calls).touch(NAMESPACE, hashes, ttl_s=1)
     assert touched == hashes
 
 
 def test_identities_can_be_made_and_read_the_switch_read_and_nothing_else(
     node: Node, calls: AgentCalls
 ) -> None:
-    documents = Completed(AgentDocuments(calls))
+    documents = Completed(calls)
     path = identity_path(NAMESPACE)
     assert documents.get_range(path, 0, 100) is None
     assert documents.put_if_absent(path, b"document")
@@ -443,14 +442,14 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes
     assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert (
         Completed(calls).prefetch(
             NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)
         )
         == 2
     )
-    assert node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not node.residents.leased())
     assert node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
     with pytest.raises(StoreDenied, match="invalid call"):
         Completed(calls).run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
@@ -461,7 +460,7 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
     node.index.find = denied  # type: ignore[method-assign]
     node.index.touch = denied  # type: ignore[method-assign]
-    index = Completed(AgentIndex(calls))
+    index = Completed(calls)
     with pytest.raises(StoreUnavailable, match="no rights"):
         index.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
     with pytest.raises(StoreDenied, match="no rights"):

@@ -11,18 +11,21 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import CommitStatus
-from objkv.agent.prefetch import Matched, Prefetches, PrefetchOrder
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import (
+    CommitStatus,
+    MissReason,
+    PayloadRequest,
+    PrefetchOrder,
+    is_unsaved,
+)
+from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.saves import NodeSaves
-from objkv.agent.unsaved.payloads import UnsavedPayloads, is_unsaved
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -35,6 +38,7 @@ from tests.agent.world import (
     pages_at,
     payloads,
 )
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
@@ -65,11 +69,11 @@ class Holder(Node):
         self._new_desk()
         return self.commit(made)
 
-    def find(self, made: Sequence[bytes]) -> list[Wanted]:
+    def find(self, made: Sequence[bytes]) -> list[PayloadRequest]:
         """What the node's lookups find, up to the first miss, as what to open."""
         return find(self.reader, made)
 
-    def read(self, wanted: Sequence[Wanted]) -> list[MissReason]:
+    def read(self, wanted: Sequence[PayloadRequest]) -> list[MissReason]:
         """Read payloads one after the other; why each was missed."""
         return [read(self.reader, one) for one in wanted]
 
@@ -94,7 +98,7 @@ class Holder(Node):
         assert self.residents.leased() == 0
 
 
-def read(client: AgentConnection, wanted: Wanted) -> MissReason:
+def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
     """Read a payload, and check its pages; why it was missed."""
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
@@ -104,7 +108,7 @@ def read(client: AgentConnection, wanted: Wanted) -> MissReason:
     return MissReason(progress.reason)
 
 
-def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
+def find(client: AgentConnection, made: Sequence[bytes]) -> list[PayloadRequest]:
     """What a client's lookup finds, up to the first miss."""
     claims = [read_header(payload).claim for payload in made]
     fields = (claims[0].key.field,)
@@ -116,7 +120,7 @@ def find(client: AgentConnection, made: Sequence[bytes]) -> list[Wanted]:
     ):
         if not shards:
             break
-        wanted.append(Wanted(claim, shards[fields[0]]))
+        wanted.append(PayloadRequest(claim, shards[fields[0]]))
     return wanted
 
 
@@ -151,7 +155,7 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-    assert node.commit(made) == [SaveOutcome.ACCEPTED] * 3
+    assert node.commit(made) == [SaveOutcome.KEPT] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
     assert node.desk.accepted == [], "no other node can load it: no event"
@@ -486,7 +490,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
-    assert node.again(made) == [SaveOutcome.ACCEPTED] * 3
+    assert node.again(made) == [SaveOutcome.KEPT] * 3
     assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
@@ -535,8 +539,8 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
-    assert node.commit(made[:2]) == [SaveOutcome.ACCEPTED] * 2
-    assert node.commit(made[2:], puts=True) == [SaveOutcome.ACCEPTED]
+    assert node.commit(made[:2]) == [SaveOutcome.KEPT] * 2
+    assert node.commit(made[2:], puts=True) == [SaveOutcome.KEPT]
     assert node.desk.saves.has_room()
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
@@ -661,7 +665,7 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     assert misses <= {MissReason.NONE, MissReason.MISSING, MissReason.NO_ROOM}
     for node in nodes:
         assert node.saves.drain(PATIENCE_S)
-        assert node.residents.wait_idle(PATIENCE_S)
+        wait_until(lambda node=node: not node.residents.leased())  # type: ignore[misc]
         assert node.residents.check()
         assert not node.count("load_corrupt")
         assert not node.count("save_errors")

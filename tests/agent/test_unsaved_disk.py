@@ -3,14 +3,18 @@
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 
-from objkv.agent.prefetch import Prefetches, PrefetchOrder
-from objkv.agent.residents import MissReason, Resident
-from objkv.agent.spill.disk import Disk, DiskFolder
+from objkv.agent.arena_cache import CachedPayload
+from objkv.agent.disk import Disk, DiskFolder
+from objkv.agent.messages import MissReason, PrefetchOrder
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.spill import Spill
 from objkv.codec.payload import read_header
+from tests.agent.test_disk import adds_up
 from tests.agent.test_unsaved import Holder, Service, find, paths, read
 from tests.agent.world import PATIENCE_S, down, payloads
 from tests.support.agents import AgentProcess
@@ -35,9 +39,13 @@ class DiskHolder(Holder):
         self.settle()
         self.leave_arena(made)
 
-    def settle(self) -> None:
+    @property
+    def spill(self) -> Spill:
         assert self.core.spill is not None
-        assert self.core.spill.drain(PATIENCE_S)
+        return self.core.spill
+
+    def settle(self) -> None:
+        assert self.spill.drain(PATIENCE_S)
 
     def spoil(self) -> None:
         for file in self.folder_of_disk.rglob("*.plain"):
@@ -62,7 +70,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DiskHolder]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.disk.check()
+        assert adds_up(node.disk)
 
 
 def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
@@ -95,8 +103,16 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
     for path in paths(made):
         node.residents.unsaved.put(path)
     assert node.saves.drain(PATIENCE_S), "none is in memory"
-    order = PrefetchOrder(PATIENCE_S, puts=True)
+    order, gate, get_into = PrefetchOrder(PATIENCE_S, puts=True), Event(), node.disk.get_into
+
+    def late(*arguments: Any) -> int | None:
+        assert gate.wait(PATIENCE_S)
+        return get_into(*arguments)
+
+    node.disk.get_into = late  # type: ignore[method-assign]
     assert prefetches.start(NAMESPACE, hashes, order).started == len(made)
+    assert node.saves.drain(PATIENCE_S), "none has come to memory yet"
+    gate.set()
     wait_until(lambda: node.core.in_flight == 0)
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
@@ -117,7 +133,7 @@ def test_what_the_disk_loses_is_lost(make: Callable[..., DiskHolder]) -> None:
     node.keep(made)
     lost = paths(made)[0]
     wanted = node.find(made)
-    assert node.disk.discard(lost)
+    node.spill.forget(lost)
     assert node.unsaved == set(paths(made[1:]))
     assert node.count("agent_unsaved_dropped") == 1
     assert node.find(made) == []
@@ -153,7 +169,7 @@ def test_what_is_read_or_made_again_survives_the_loss_of_its_file(
         wait_until(lambda: all(one and one.is_spilled for one in node.residents.seen(paths(made))))
     node.settle()  # nothing is written again now
     for path in paths(made):
-        node.disk.discard(path)
+        node.spill.forget(path)
     assert node.unsaved == set(paths(made)), "they are in memory, and no save succeeds"
     assert node.count("agent_unsaved_dropped") == 0
     assert len(node.find(made)) == len(made)
@@ -181,7 +197,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
     node.commit(made)
     hold, missed = node.residents.hold, set[str]()
 
-    def late(path: str) -> Resident | None:
+    def late(path: str) -> CachedPayload | None:
         if path in missed:
             return hold(path)
         missed.add(path)
@@ -220,12 +236,10 @@ def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
 ) -> None:
     first, made = make(), payloads()
     first.keep(made)
-    assert first.core.spill is not None
-    first.core.spill.close(PATIENCE_S)
-    assert first.residents.unsaved.lost(first.core.spill.held_back) == (0, 0)
+    first.spill.close(PATIENCE_S)
+    assert first.residents.unsaved.lost(first.spill.held_back) == (0, 0)
     later = make()
-    assert later.core.spill is not None
-    later.core.spill.close(PATIENCE_S)  # its thread has read the list
+    later.spill.close(PATIENCE_S)  # its thread has read the list
     assert later.unsaved == set(paths(made))
 
 
@@ -296,3 +310,23 @@ def test_a_listed_payload_whose_file_is_gone_is_not_found(tmp_path: Path) -> Non
             with closing(service.connect()) as client:
                 assert find(client, made) == []
             assert after.metrics()["unsaved_payloads"] == 0
+
+
+def test_a_payload_that_is_handed_over_while_the_disk_loses_it_is_found(
+    make: Callable[..., DiskHolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, made = make(may_save=False), payloads()
+    node.keep(made)
+    dropped = node.residents.unsaved.dropped
+
+    def late(path: str) -> None:
+        again.start()
+        again.join(0.2)  # it waits for the arena's lock
+        dropped(path)
+
+    again = Thread(target=node.commit_one, args=(made[0],))
+    monkeypatch.setattr(node.residents.unsaved, "dropped", late)
+    node.spill.forget(paths(made)[0])
+    again.join()
+    monkeypatch.undo()
+    assert len(node.find(made)) == len(made)

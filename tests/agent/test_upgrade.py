@@ -14,11 +14,10 @@ from typing import Any
 import pytest
 
 from objkv.agent import client as client_module
-from objkv.agent.calls import AgentCalls, AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import VERSION
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import VERSION, MissReason
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.errors import TransferError
 from objkv.index.sqlite.index import SqliteIndex
@@ -112,9 +111,7 @@ def test_a_client_that_is_being_answered_gets_its_answer(node: Node) -> None:
     key = wanted[0].claim.key
     found: list[object] = []
     asking = threading.Thread(
-        target=lambda: found.extend(
-            complete(AgentIndex(calls).find(NAMESPACE, [key.prefix_hash], [key.field]))
-        )
+        target=lambda: found.extend(complete(calls.find(NAMESPACE, [key.prefix_hash], [key.field])))
     )
     asking.start()
     assert entered.wait(PATIENCE_S)
@@ -148,7 +145,7 @@ def test_lookups_and_saves_go_on_with_the_next_agent(
 ) -> None:
     desk, made = Desk(node), payloads()
     calls = AgentCalls(lambda: node.connect(wants_arena=False))
-    index = Completed(AgentIndex(calls))
+    index = Completed(calls)
     desk.hand_over(made[0])
     index.lookup(NAMESPACE, [bytes(20)])
     old = Old(node)

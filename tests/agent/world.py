@@ -16,34 +16,31 @@ from typing import Any, Literal
 
 import numpy as np
 
-from objkv.agent.calls import NodeCalls, NodeLookups
+from objkv.agent.answering import NodeCalls, NodeLookups
+from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.fill import Wanted
+from objkv.agent.disk import Disk
 from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import Resident
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer, ServerLimits
-from objkv.agent.spill.disk import Disk
-from objkv.agent.unsaved.policy import PutPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
-from objkv.cache.worth import PutRule
+from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.config.prices import LIST_PRICES
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE, TOKENS, save
 
 PATIENCE_S = 60.0
@@ -105,6 +102,7 @@ class Node:
         holds_back: bool = False,
         policy: PutPolicy | None = None,
         saves_max: int = 100,
+        save_deadline_s: float = PATIENCE_S,
         may_save: bool = True,
     ) -> None:
         self.store: Any = store or WatchedStore()
@@ -119,8 +117,8 @@ class Node:
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,
-            self.residents,
-            NodeSaveLimits(2, saves_max, PATIENCE_S, codec, far=True, may_save=may_save),
+            self.core,
+            NodeSaveLimits(2, saves_max, save_deadline_s, codec, far=True, may_save=may_save),
             policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
@@ -152,7 +150,7 @@ class Node:
         self.clients.append(client)
         return client
 
-    def save(self, tokens: Sequence[int] = TOKENS, *, codec: str = "none") -> list[Wanted]:
+    def save(self, tokens: Sequence[int] = TOKENS, *, codec: str = "none") -> list[PayloadRequest]:
         """Store payloads; what to open."""
         return self.wanted(save(self.store, self.index, tokens, codec=codec))
 
@@ -163,15 +161,15 @@ class Node:
 
     def open(
         self,
-        *wanted: Wanted,
+        *wanted: PayloadRequest,
         deadline_s: float = PATIENCE_S,
         urgency: Urgency = Urgency.BETWEEN_STEPS,
-    ) -> list[Resident]:
+    ) -> list[CachedPayload]:
         """Begin to load payloads, as a client of their own does; those that are taken."""
         found = self.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=urgency)
-        return [one for one in found if isinstance(one, Resident)]
+        return [one for one in found if isinstance(one, CachedPayload)]
 
-    def wanted(self, keys: Sequence[ChunkKey]) -> list[Wanted]:
+    def wanted(self, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
         return wanted_of(self.index, keys)
 
     def close(self) -> None:
@@ -180,7 +178,7 @@ class Node:
             client.close()
         if self.server is not None:
             self.server.close()
-        self.lookups.close()
+        self.lookups.board.close()
         self.saves.close(PATIENCE_S)
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -199,10 +197,10 @@ def outbox_of(payload: bytes) -> Iterator[ClientOutbox]:
         outbox.close()
 
 
-def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[Wanted]:
+def wanted_of(index: WriteIndex, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
     records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
     return [
-        Wanted(
+        PayloadRequest(
             Claim(key, record.parent_hash, record.token_start, record.token_end),
             record.shards[key.field],
         )
@@ -266,7 +264,7 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
     return progress
 
 
-def opened(client: AgentConnection, wanted: Sequence[Wanted]) -> list[ArenaLease]:
+def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
     return client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
 

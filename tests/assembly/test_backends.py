@@ -12,24 +12,24 @@ import pytest
 
 from objkv.assembly.backends import (
     Backends,
-    _breakers,
+    _guard,
+    call_s,
     check_backends,
     describe_index,
     open_backends,
     open_hot,
     open_index,
 )
-from objkv.assembly.call_times import call_s
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.guarded import for_operators
-from objkv.index.memory import MemoryIndex
 from objkv.net.breaker import Attempt, Change
 from objkv.net.deadline import EndsBy, ends_s
 from objkv.ops.doctor.probes import probe_index, probe_store
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE, WHOLE, save
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.redis import valkey_server
@@ -113,7 +113,8 @@ def test_index_and_payloads_are_on_connections_of_their_own(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "changes", [{"index_url": "memory:"}, {"index_url": NOBODY, "hot_save_bytes_max": 0}]
+    "changes",
+    [{"index_url": "sqlite:///i"}, {"index_url": NOBODY, "hot_save_bytes_max": 0}],
 )
 def test_there_is_no_hot_store_without_redis_or_payloads(
     tmp_path: Path, changes: dict[str, Any]
@@ -145,7 +146,7 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
     clock = ManualClock(0.0)
     told: list[Change] = []
     config = config_of(tmp_path, breaker_failures=5, **settings)
-    reads = _breakers("bulk", config, NullRecorder(), told.append).read
+    reads = _guard("bulk", config, NullRecorder(), told.append).breakers.read
     reads.clock = reads.now_s = clock
 
     def stall() -> None:
@@ -191,7 +192,7 @@ def test_a_refusal_while_serving_is_one_error_that_says_what_to_fix_and_its_end_
         url = {"bulk_url": "s3://kv-cache/p", "s3_endpoint_url": server.url}
         keys = {"s3_access_key_id": "a", "s3_secret_access_key": "b", "s3_addressing": "path"}
         pauses = {"breaker_failures": 2, "breaker_reset_ms": 1, "breaker_reset_max_ms": 1}
-        config = load_config({**url, **keys, **pauses, "index_url": "memory:"}, environ={})
+        config = load_config({**url, **keys, **pauses, "index_url": "sqlite:///i"}, environ={})
         recorder = MemoryRecorder()
         with open_backends(config, recorder) as backends:
             for _ in range(5):
@@ -354,7 +355,9 @@ def test_no_replica_starts_as_a_sweeper(tmp_path: Path) -> None:
 
 
 def test_every_key_in_redis_begins_with_the_prefix() -> None:
-    settings = Config(bulk_url="memory:", index_url="redis://127.0.0.1:1", redis_prefix="objkv-a")
+    settings = Config(
+        bulk_url="file:///kv", index_url="redis://127.0.0.1:1", redis_prefix="objkv-a"
+    )
     with open_backends(settings, NullRecorder()) as ends:
         assert "objkv-a:*" in repr(ends.index)
         assert "objkv-a:p:*" in repr(ends.hot)

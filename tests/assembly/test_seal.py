@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from objkv.assembly.seal import open_seal
-from objkv.codec import seal_frames
+from objkv.codec import seal
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
 from objkv.keys.identity import sealed_extra
@@ -33,7 +33,7 @@ def printing(text: str) -> str:
 
 
 def config(**settings: Any) -> Config:
-    return Config(bulk_url="memory:", index_url="memory:", **settings)
+    return Config(bulk_url="file:///kv", index_url="sqlite:///i", **settings)
 
 
 def refusal(**settings: Any) -> str:
@@ -174,17 +174,17 @@ def test_a_missing_library_is_told_with_what_to_install(
 ) -> None:
     real = builtins.__import__
 
-    def without(name: str, *args: Any) -> Any:
+    def without(name: str, *args: Any, **named: Any) -> Any:
         if name.startswith("cryptography"):
             raise ImportError(f"No module named {name!r}", name=name)
-        return real(name, *args)
+        return real(name, *args, **named)
 
-    seal_frames.load_aes.cache_clear()
+    seal.load_aes.cache_clear()
     monkeypatch.setattr(builtins, "__import__", without)
     assert "objkv[encryption]" in refusal(encryption_keys_file=key_file(tmp_path))
     assert open_seal(config(signing_keys_file=key_file(tmp_path))) is not None
     monkeypatch.undo()
-    seal_frames.load_aes()
+    seal.load_aes()
 
 
 def test_the_identity_tells_how_payloads_are_sealed_and_not_with_which_keys() -> None:

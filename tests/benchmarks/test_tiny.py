@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from operator import le
 from pathlib import Path
 from types import ModuleType
 
@@ -12,6 +13,10 @@ from tests.benchmarks.setting import quick
 
 pytest.importorskip("vllm")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+CALLS_MAX = {"load": (22, 140, 700), "lookup": (24, 136, 250)}
+"""Files, functions and calls: whoever makes a path longer has to say so here."""
 
 
 def printed(
@@ -54,6 +59,19 @@ def test_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
 
     monkeypatch.setattr(agent, "CHUNKS", 2)
     assert printed(monkeypatch, capsys, agent)["agent"]["gb_per_s"] > 0
+
+
+def test_calls() -> None:
+    """In a process of its own: it profiles all threads."""
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.calls"], capture_output=True, text=True, check=True
+    )
+    found = {
+        name: [int(one) for one in row[1::2]]
+        for name, *row in map(str.split, done.stdout.splitlines())
+    }
+    for name, bounds in CALLS_MAX.items():
+        assert all(map(le, found[name], bounds)), (name, found[name], bounds)
 
 
 def test_gpu_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

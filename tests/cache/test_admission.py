@@ -11,6 +11,7 @@ from objkv.cache.admission import (
     AdmissionPolicy,
     ChunkSize,
     LoadTime,
+    Mode,
     Tier,
 )
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -33,7 +34,7 @@ def taught(
     recorder: MemoryRecorder | None = None,
 ) -> AdmissionPolicy:
     """One that has measured all this, and has just let a load of each tier through."""
-    admission = AdmissionPolicy("auto", recorder or NullRecorder(), clock=clock)
+    admission = AdmissionPolicy(lambda: "auto", recorder or NullRecorder(), clock=clock)
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 2_000 / prefill)
         admission.loaded("bulk", LoadTime(10 * MB, latency_s + 10 / bulk_mb_s, latency_s))
@@ -46,8 +47,9 @@ def taught(
 
 
 def test_always_and_never_ask_nobody() -> None:
-    for mode, admitted in (("always", 9), ("never", 0)):
-        admission = AdmissionPolicy(mode, NullRecorder(), clock=ManualClock(1e6))
+    modes: tuple[tuple[Mode, int], ...] = (("always", 9), ("never", 0))
+    for mode, admitted in modes:
+        admission = AdmissionPolicy(lambda mode=mode: mode, NullRecorder(), clock=ManualClock(1e6))
         for _ in range(9):
             admission.computed(2_000, 1e-9)
             admission.loaded("bulk", LoadTime(1, 100.0, 99.0))
@@ -55,7 +57,7 @@ def test_always_and_never_ask_nobody() -> None:
 
 
 def test_nothing_measured_means_everything_is_loaded() -> None:
-    admission = AdmissionPolicy("auto", NullRecorder(), clock=ManualClock(1e6))
+    admission = AdmissionPolicy(lambda: "auto", NullRecorder(), clock=ManualClock(1e6))
     assert admission.admit(chunks(5)) == 5
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 1e-6)
@@ -129,11 +131,11 @@ def test_a_store_that_was_slow_for_long_is_used_again_after_a_few_good_loads() -
 
 
 def test_loads_and_steps_that_took_no_time_are_not_counted() -> None:
-    admission = AdmissionPolicy("auto", NullRecorder(), clock=ManualClock(1e6))
+    admission = AdmissionPolicy(lambda: "auto", NullRecorder(), clock=ManualClock(1e6))
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 0.0)
         admission.loaded("bulk", LoadTime(MB, 0.0, 0.0))
-    assert admission.describe() == {}
+    assert admission.seconds_per_token is None
     assert admission.admit(chunks(8)) == 8
     assert admission.admit(chunks(8)) == 8
 
@@ -158,16 +160,13 @@ def test_no_other_end_would_have_saved_more_by_what_was_measured(
         ManualClock(1e6), bulk_mb_s=mb_s, latency_s=latency_s, hot_mb_s=500, prefill=prefill
     )
     match = [ChunkSize(nbytes, 256, tier) for nbytes, tier in sizes]
-    shown = admission.describe()
-    assert shown["prefill_tokens_per_s"] == pytest.approx(prefill)
-    assert shown["bulk_bytes_per_s"] == pytest.approx(mb_s * MB)
-    assert shown["bulk_latency_s"] == pytest.approx(latency_s, abs=1e-8)
+    assert admission.seconds_per_token == pytest.approx(1 / prefill)
+    latencies, speeds = {"bulk": latency_s, "hot": 0.0}, {"bulk": mb_s * MB, "hot": 500 * MB}
 
     def saved_s(end: int) -> float:
-        used = {chunk.tier for chunk in match[:end]}
-        load = sum(shown[f"{tier}_latency_s"] for tier in used)
-        load += sum(chunk.nbytes / shown[f"{chunk.tier}_bytes_per_s"] for chunk in match[:end])
-        return end * 256 / shown["prefill_tokens_per_s"] - load
+        load = sum(latencies[tier] for tier in {chunk.tier for chunk in match[:end]})
+        load += sum(chunk.nbytes / speeds[chunk.tier] for chunk in match[:end])
+        return end * 256 / prefill - load
 
     admitted = admission.admit(match)
     best = max(saved_s(end) for end in range(len(match) + 1))

@@ -18,8 +18,8 @@ from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.ops.listing import count_bulk
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import CHUNK, LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
 
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)

@@ -9,13 +9,13 @@ from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.codec.payload import Claim, Header, Provenance, encode, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Buffer
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.codec.payloads import CLAIM, LAYERS, pages_of
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 KEY, PATH = CLAIM.key, CLAIM.key.path()
@@ -140,10 +140,10 @@ def test_an_unreachable_index_stops_no_save(world: World) -> None:
 
 
 def test_one_process_saves_a_chunk_once_at_a_time(world: World) -> None:
-    assert world.cache.begin_save(KEY)
-    assert not world.cache.begin_save(KEY)
-    world.cache.end_save(KEY)
-    assert world.cache.begin_save(KEY)
+    assert world.cache.in_flight.begin(PATH)
+    assert not world.cache.in_flight.begin(PATH)
+    world.cache.in_flight.end(PATH)
+    assert world.cache.in_flight.begin(PATH)
 
 
 @pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])
@@ -160,14 +160,6 @@ def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(wor
     assert world.cache.link.bytes_per_s == pytest.approx(len(PAYLOAD) / 2.0)
     assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
     assert world.cache.link.puts.count == 1
-
-
-def test_a_load_tells_how_fast_bulk_is_but_not_when_it_came_from_hot(world: World) -> None:
-    world.cache.note_load(HEADER, hot=True, seconds=1.0)
-    world.cache.note_load(HEADER, hot=False, seconds=None)
-    assert world.cache.link.gets.count == 0
-    world.cache.note_load(HEADER, hot=False, seconds=1.0)
-    assert world.cache.link.gets.bytes_per_s == pytest.approx(HEADER.nbytes)
 
 
 @pytest.mark.parametrize("becomes", ["kept", "evicted", "unreachable"])

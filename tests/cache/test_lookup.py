@@ -17,9 +17,9 @@ from objkv.cache.match import usable_chunks
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
 
 NS = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(3)]
@@ -383,8 +383,3 @@ def test_a_failing_background_job_is_counted(
     while not recorder.value("background_errors"):
         assert time.monotonic() < end
         time.sleep(0.001)
-
-
-def test_its_repr_is_a_status_line(service: LookupService) -> None:
-    service.ask("r", NS, HASHES)
-    assert repr(service) == "<LookupService 1 pending, 1 remembered>"

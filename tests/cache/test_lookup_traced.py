@@ -5,8 +5,8 @@ import pytest
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
 from tests.index.flaky_index import FlakyIndex
 from tests.support.waiting import wait_until
 from tests.test_tracing import PARENT, TRACE, collected

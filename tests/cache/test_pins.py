@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from objkv.cache.pins import DOCUMENT_BYTES_MAX, Pin, parse_pin, pin_path, read_pins, scan_pins
 from objkv.errors import PayloadError, StoreDenied
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_store import MemoryStore
 
 NAMESPACE = "0" * 32
 OTHER = "1" * 32

@@ -10,8 +10,8 @@ from objkv.cache.quota import Quota, TenantUsage, read_tenant
 from objkv.errors import StoreUnavailable
 from objkv.index.base import Usage
 from objkv.keys.identity import identity_path
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 from tests.support.servers.redis import wait_until
 

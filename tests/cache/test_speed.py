@@ -12,41 +12,25 @@ def test_what_moved_nothing_or_took_no_time_says_nothing() -> None:
     for nbytes, seconds in ((0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))):
         meter.observe(nbytes, seconds)
         typical.observe(nbytes, seconds)
-    assert (meter.count, meter.bytes_per_s, meter.seconds_percentile(0.5)) == (0, None, None)
+    assert (meter.count, meter.bytes_per_s) == (0, None)
     assert (typical.count, typical.seconds_per_unit) == (0, None)
-    assert repr(meter) == "<Meter, nothing measured>"
-    assert repr(typical) == "<Typical nothing measured>"
 
 
 def test_throughput_is_bytes_by_time_not_the_mean_of_speeds() -> None:
-    meter = Meter(half_life=1_000_000)
+    meter = Meter()
     meter.observe(1_000_000, 1.0)
     meter.observe(1_000, 1.0)
-    assert meter.bytes_per_s == pytest.approx(500_500, rel=1e-3)
-    assert repr(meter) == "<Meter 1 MB/s, p50 1000.0 ms>"
+    assert meter.bytes_per_s == pytest.approx(500_500, rel=0.03)
 
 
 def test_what_is_a_half_life_old_counts_half() -> None:
-    meter = Meter(half_life=4)
-    meter.observe(800, 1.0)
-    for _ in range(4):
-        meter.observe(1, 1e-9)
-    weights = [0.5 ** (age / 4) for age in range(5)]
-    expected = (800 * weights[4] + sum(weights[:4])) / weights[4]
-    assert meter.bytes_per_s == pytest.approx(expected, rel=1e-6)
-
-
-def test_percentiles_are_of_the_latest_observations_only() -> None:
     meter = Meter()
-    for _ in range(1000):
-        meter.observe(1, 1000.0)
-    for i in range(128):
-        meter.observe(1, (i + 1) / 100)
-    assert meter.count == 128
-    assert meter.seconds_percentile(0.0) == 0.01
-    assert meter.seconds_percentile(0.5) == 0.64
-    assert meter.seconds_percentile(0.95) == 1.22
-    assert meter.seconds_percentile(1.0) == 1.28
+    meter.observe(800, 1.0)
+    for _ in range(16):
+        meter.observe(1, 1e-9)
+    weights = [0.5 ** (age / 16) for age in range(17)]
+    expected = (800 * weights[16] + sum(weights[:16])) / weights[16]
+    assert meter.bytes_per_s == pytest.approx(expected, rel=1e-6)
 
 
 def test_many_threads_may_observe_at_once() -> None:
@@ -68,12 +52,11 @@ def test_a_link_is_as_fast_as_its_gets_once_a_few_were_seen() -> None:
 
 
 def test_what_is_typical_is_a_median_of_the_last_few() -> None:
-    typical = Typical(recent_max=5)
-    for seconds in (9.0, 9.0, 1.0, 2.0, 300.0, 1.0, 2.0):
+    typical = Typical()
+    for seconds in (9.0, 9.0, *(1.0, 2.0, 300.0) * 3):
         typical.observe(1, seconds)
     assert typical.seconds_per_unit == 2.0
-    assert typical.count == 7
-    assert repr(typical) == "<Typical 0.5 units/s>"
+    assert typical.count == 11
 
 
 def test_larger_work_is_more_typical_but_one_piece_is_never_all_of_it() -> None:

@@ -20,10 +20,10 @@ from objkv.cache.switch import (
     set_switch,
 )
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_store import MemoryStore
 from tests.support.steps import complete
 
 NOW_S = 1_800_000_000

@@ -13,7 +13,7 @@ from objkv.cache.worth import ALL_BELOW, REUSED_ABOVE, ChunkCost, PutRule, Puts,
 from objkv.config import load_config
 from objkv.config.prices import LIST_PRICES
 
-S3 = {"bulk_url": "s3://bucket/kv", "index_url": "memory:"}
+S3 = {"bulk_url": "s3://bucket/kv", "index_url": "sqlite:///i"}
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 2048
 COSTS = read_costs()

@@ -137,11 +137,6 @@ def test_an_index_that_cannot_be_reached_is_3_with_a_remedy_and_without_its_pass
     assert "hunter2" not in ran.err
 
 
-@pytest.mark.parametrize("words", ["audit", "verify", "sweep", "rebuild", "exporter --once"])
-def test_what_lies_in_the_memory_of_a_replica_is_refused(run: Run, words: str) -> None:
-    refused(run(*words.split(), "--index-url", "memory:"), "memory:")
-
-
 CHANGING = {
     "pin {chunk}": "the role reader cannot write pins",
     "unpin {chunk}": "the role reader cannot write pins",

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.http.client import AgentApi, AskedPrompt
-from objkv.agent.prefetch import Matched, Prefetched, PrefetchOrder
+from objkv.agent.messages import PrefetchOrder
+from objkv.agent.prefetch import Matched, Prefetched
 from objkv.assembly.agent import NodeAgent
 from objkv.cli import prefetch as module
 from objkv.config import load_config
+from objkv.ops.agent_api import AgentApi, AskedPrompt
 from objkv.telemetry import MemoryRecorder
 from tests.cli.conftest import Machine, Run, refused
 from tests.support.agents import agent_folder

@@ -12,28 +12,17 @@ from objkv.assembly.backends import Backends
 from objkv.client.matching import Matcher
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
 from objkv.keys.topology import Shard
-from objkv.stores.memory import MemoryStore
-from tests.client.contract import ClientContract, SharedClientContract, announce
+from tests.client.contract import SharedClientContract, announce
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.test_chat import folder as tokenizer_folder
 from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
 
 __all__ = ["tokenizer_folder"]
-
-
-class TestMemory(ClientContract):
-    @pytest.fixture
-    def settings(self, tmp_path: Path) -> dict[str, str]:
-        return {"bulk_url": "memory:", "index_url": "memory:"}
-
-    def test_an_audit_of_memory_is_refused(self, client: objkv.Client) -> None:
-        for call in (client.audit, lambda: client.warm([[1]], check=True)):
-            with pytest.raises(ConfigError, match="bulk_url is memory:"):
-                call()
 
 
 class TestSqlite(SharedClientContract):
@@ -76,9 +65,9 @@ def test_arguments_win_over_file_and_environment(
 ) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(f'bulk_url = "file://{tmp_path}/a"\nindex_url = "bulk:"\n')
-    monkeypatch.setenv("OBJKV_INDEX_URL", "memory:")
+    monkeypatch.setenv("OBJKV_INDEX_URL", "sqlite:///i")
     with objkv.open(config=file, role="reader") as client:
-        assert repr(client) == f"<objkv.Client of file://{tmp_path}/a and memory:>"
+        assert repr(client) == f"<objkv.Client of file://{tmp_path}/a and sqlite:///i>"
         with pytest.raises(objkv.StoreDenied, match="role reader does not allow writes"):
             client.pin(TOKENS)
     with pytest.raises(ConfigError, match=r"'bulk_uri' in the arguments of .*; did you"):
@@ -149,7 +138,7 @@ assert not [name for name in sys.modules if name.startswith("objkv.")]
 assert not hasattr(objkv, "nothing")
 assert dir(objkv) == sorted(objkv.__all__)
 assert {"open", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
-objkv.open(bulk_url="memory:", index_url="memory:").namespaces()
+objkv.open(bulk_url="file:///kv", index_url="sqlite:///i").namespaces()
 heavy = {"torch", "vllm", "transformers", "pandas", "pyarrow", "matplotlib", "httpx", "typer"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 assert all(getattr(objkv, name) is not None for name in objkv.__all__)
@@ -169,7 +158,7 @@ def test_a_missing_library_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with objkv.open(bulk_url="memory:", index_url="memory:") as client:
+    with objkv.open(bulk_url="file:///kv", index_url="sqlite:///i") as client:
         with pytest.raises(ConfigError, match=r"pip install 'objkv\[notebook\]'"):
             client.chunks().to_pandas()
         with pytest.raises(ConfigError, match="pip install pyarrow"):

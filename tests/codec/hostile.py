@@ -16,8 +16,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from objkv.codec.compress import CODECS, compress
-from objkv.codec.header import PARTS_MAX, digest
+from objkv.codec.header import PARTS_MAX
 from objkv.codec.payload import LayerSpec, frame_pages, open_payload
+from objkv.codec.values import digest
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, PROVENANCE, join, reworked
 

@@ -7,9 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from objkv.codec.header import digest
 from objkv.codec.payload import (
-    DTYPE_BYTES,
     Claim,
     LayerSpec,
     Provenance,
@@ -18,7 +16,7 @@ from objkv.codec.payload import (
     open_payload,
 )
 from objkv.codec.seal import Seal
-from objkv.codec.values import CHECKSUM_AT, CHECKSUM_END, scales_text
+from objkv.codec.values import CHECKSUM_AT, CHECKSUM_END, DTYPE_BYTES, digest, scales_text
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard

@@ -16,7 +16,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.codec import payload as payload_module
-from objkv.codec.header import digest
 from objkv.codec.payload import (
     CODECS,
     check_frames,
@@ -24,6 +23,7 @@ from objkv.codec.payload import (
     read_header,
 )
 from objkv.codec.seal import Seal, SealKey
+from objkv.codec.values import digest
 from objkv.errors import PayloadError
 from tests.codec.payloads import (
     CLAIM,

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.codec.compress import compress
-from objkv.codec.header import digest, render
+from objkv.codec.header import render
 from objkv.codec.payload import (
     CODECS,
     HEADER_BYTES_MAX,
@@ -33,6 +33,7 @@ from objkv.codec.payload import (
     payload_bytes_max,
     read_header,
 )
+from objkv.codec.values import digest
 from objkv.errors import PayloadError
 from objkv.keys.topology import Shard
 from tests.codec.payloads import (

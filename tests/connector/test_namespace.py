@@ -8,8 +8,8 @@ from objkv.connector.namespace import ReplicaNamespace
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import identity_path
 from objkv.ops.diff import namespace_of, parse_document
-from objkv.stores.memory import MemoryStore
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_store import MemoryStore
 from tests.support.sides import IDENTITY, Jobs
 
 

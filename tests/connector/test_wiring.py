@@ -46,7 +46,6 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     busy = Rank(0, "w", 1, step_tokens=99 * CHUNK, workers=4)
     pools = plan_pools(Config(), {0: paged}, CHUNK, busy)
     assert pools.save_slabs >= 2 * 99
-    assert pools.nbytes_max >= pools.save_slabs * pools.slab_bytes
     assert pools.save_queue_max >= 2 * 99, "else slabs are left over and chunks are dropped"
     assert not caplog.text
     limited = plan_pools(Config(pinned_bytes_max=50 * pools.slab_bytes), {0: paged}, CHUNK, busy)
@@ -68,7 +67,7 @@ def test_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
 
 
 def test_only_slabs_of_saves_are_in_the_outbox() -> None:
-    pools = Pools(4096, 4, 2, 10, 1 << 20)
+    pools = Pools(4096, 4, 2, 10)
     with closing(Outbox(2 * 4096)) as outbox:
         slabs = open_slabs(pools, None, outbox.fd)
         slabs["load"].memory.fill_(1)
@@ -105,7 +104,6 @@ def test_a_replica_saves_if_vllm_wants_it_and_its_rights_allow_it() -> None:
         ("s3://bucket", "http://127.0.0.1:9000", False),
         ("s3://bucket", "http://[::1]:9000", False),
         ("file:///tmp/x", None, False),
-        ("memory:", None, False),
     ],
 )
 def test_only_a_bucket_on_another_machine_is_far(

@@ -62,7 +62,7 @@ class FlakyStore(GuardedStore, CallPolicy):
 
     def drop(self, key: str) -> None:
         """Delete the value without an entry in ``calls``."""
-        self._inner.delete(key)
+        self.inner.delete(key)
 
     def mend(self) -> None:
         """Remove all faults."""
@@ -76,7 +76,7 @@ class FlakyStore(GuardedStore, CallPolicy):
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return a range of the inner store's value; damage applies to the whole value first."""
-        value = self.call("get_range", self._inner.get, key)
+        value = self.call("get_range", self.inner.get, key)
         spoilt = self._spoilt(value)
         return None if spoilt is None else spoilt[start:end]
 
@@ -87,14 +87,14 @@ class FlakyStore(GuardedStore, CallPolicy):
         if self._spoil is None:
             return super().get_into(key, buffer, arrived, start)
         verb = "get_into" if start is None else "get_range_into"
-        value = self._spoilt(self.call(verb, self._inner.get, key))
+        value = self._spoilt(self.call(verb, self.inner.get, key))
         return None if value is None else copy_into(key, value, buffer, arrived, start)
 
     def check(self) -> None:
         """Check the inner store, or raise the error of ``fail_until_mended``."""
         if self._down is not None:
             raise self._down
-        self._inner.check()
+        self.inner.check()
 
     def _spoilt(self, value: bytes | None) -> bytes | None:
         spoil = self._spoil

@@ -21,10 +21,8 @@ from itertools import islice
 from pathlib import Path
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
-from objkv.agent.messages import Opening, pack_opening
-from objkv.agent.queue import Urgency
-from objkv.agent.spill.disk import FOLDER
+from objkv.agent.disk import FOLDER
+from objkv.agent.messages import Opening, PayloadRequest, Urgency, pack_opening
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
@@ -177,7 +175,7 @@ class AgentRounds:
         """Kill a process that holds leases of all payloads, or is about to."""
         plan = self._reader.load_plan(range(CHUNKS), 1)
         wanted = [
-            Wanted(
+            PayloadRequest(
                 Claim(
                     ChunkKey(NAMESPACE, HASHES[n], 0, self._reader.paged.shape.rank_shard.shard),
                     load.move.parent_hash,

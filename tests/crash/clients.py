@@ -11,9 +11,8 @@ from pathlib import Path
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE
-from objkv.agent.messages import CommitStatus, unpack_opening
+from objkv.agent.messages import CommitStatus, Urgency, unpack_opening
 from objkv.agent.outbox import Outbox
-from objkv.agent.queue import Urgency
 from objkv.codec.payload import Header, frame_pages, read_header
 from objkv.errors import ObjkvError, PayloadError
 from objkv.index.base import ChunkEntry

@@ -17,7 +17,7 @@ from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ceph import ceph_radosgw
 from tests.support.servers.ports import free_port
@@ -114,9 +114,9 @@ class ServerPlace(Place):
             lookup_deadline_ms=5_000,
             **{**s3, **gateway},
         )
-        client = open_s3_client(config)
-        client.create_bucket(Bucket=BUCKET)
-        client.close()
+        access = open_s3_access(config)
+        access.client.create_bucket(Bucket=BUCKET)
+        access.close()
         super().__init__(config)
 
     def wipe(self) -> None:

@@ -26,7 +26,7 @@ from unittest.mock import patch
 
 import torch
 
-from objkv.transfer.loading.loads import Loads
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SavePlan
 from objkv.transfer.saver import Saver
 from tests.device import simulated
@@ -110,7 +110,7 @@ class Witness:
         self._saver = Saver(target, groups, *given, lane=lane, **named)
         return self._saver
 
-    def watch(self, loader: Loads) -> None:
+    def watch(self, loader: Loader) -> None:
         """Look at all plans and outcomes from now on. Mutants replace methods of the classes, so
         this replaces those of the objects."""
 
@@ -125,10 +125,10 @@ class Witness:
 
         def submit(plan: LoadPlan, *args: Any) -> None:
             self._plans[plan.request_id] = plan
-            Loads.submit(loader, plan, *args)
+            Loader.submit(loader, plan, *args)
 
         def take_finished(*, sync: bool) -> list[LoadOutcome]:
-            outcomes = Loads.take_finished(loader, sync=sync)
+            outcomes = Loader.take_finished(loader, sync=sync)
             if sync:
                 let_model_wait()
             for outcome in outcomes:
@@ -160,7 +160,8 @@ class Engine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
         from vllm.v1.worker import gpu_model_runner as runner
 
-        from objkv.connector.kv import ObjKVConnector, wiring
+        from objkv.connector import ObjKVConnector
+        from objkv.connector.kv import wiring
 
         self.cache = Cache()
         self.witness = Witness(self.cache)
@@ -276,7 +277,7 @@ def _arguments(agent: AgentProcess) -> dict[str, Any]:
     transfer = {
         "kv_connector": "ObjKVConnector",
         "kv_role": "kv_both",
-        "kv_connector_module_path": "objkv.connector.kv",
+        "kv_connector_module_path": "objkv.connector",
         "kv_connector_extra_config": extra,
         "kv_load_failure_policy": "recompute",
     }

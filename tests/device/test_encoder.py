@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.connector.encoder import copies as encoder_copies
-from objkv.connector.encoder.copies import DeviceCopies
-from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad
-from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
+from objkv.connector.encoder import worker as encoder_worker
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
+from objkv.connector.encoder.worker import DeviceCopies, EncoderWorkerSide
 from objkv.telemetry import MemoryRecorder
 from tests.connector.encoder import world
 from tests.connector.encoder.world import (
@@ -73,14 +72,12 @@ def loading(names: list[str]) -> EncoderPlan:
     """A step that loads outputs."""
     output = EncoderOutput(IDENTITY.namespace(), b"n" * 20, ROWS, WIDTH, "BF16")
     pages = (output_of(name).view(torch.uint8).view(-1).numpy().copy() for name in names)
-    loads = (ItemLoad(name, output, one) for name, one in zip(names, pages, strict=True))
-    return EncoderPlan(IDENTITY.namespace(), tuple(loads))
+    return EncoderPlan({name: (output, one) for name, one in zip(names, pages, strict=True)})
 
 
 def worker(copies: DeviceCopies) -> EncoderWorkerSide:
     """One that saves nothing."""
-    limits = EncoderSaveLimits(0, 0, 0, 0.0)
-    return EncoderWorkerSide(copies, "BF16", None, limits, MemoryRecorder(), drain_s=1.0)
+    return EncoderWorkerSide(copies, None, world.Limits().config(), MemoryRecorder(), 0, 0)
 
 
 def encode(one: Replica, *names: str) -> None:
@@ -132,8 +129,8 @@ def test_loaded_outputs_are_right_and_the_forward_thread_waits_for_nothing(
     simulated.slow(copies.stream, *saves)
     simulated.counts()
     side.load(plan, cache)
-    for load in plan.loads:
-        load.pages[:] = 0  # the message's memory is reused
+    for _, pages in plan.loads.values():
+        pages[:] = 0  # the message's memory is reused
     read = [cache[name] + 0 for name in NAMES]
     spent = calls(simulated.counts(), FORWARD)
     assert spent["h2d"] == len(NAMES)
@@ -143,7 +140,7 @@ def test_loaded_outputs_are_right_and_the_forward_thread_waits_for_nothing(
 
 
 def test_a_step_without_loads_and_saves_calls_no_driver() -> None:
-    side, nothing = worker(DeviceCopies(torch.device(DEVICE))), EncoderPlan(IDENTITY.namespace())
+    side, nothing = worker(DeviceCopies(torch.device(DEVICE))), EncoderPlan()
     encoded = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
     simulated.counts()
     side.load(nothing, {"x": encoded})
@@ -238,7 +235,7 @@ def test_the_model_does_not_wait_for_saves(place: Place, api: Any) -> None:
 
 def test_a_device_that_hangs_costs_the_save(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its copy may end later, and its memory is not reused before."""
-    monkeypatch.setattr(encoder_copies, "_COPY_S_MAX", 0.01)
+    monkeypatch.setattr(encoder_worker, "_COPY_S_MAX", 0.01)
     with started(place) as one:
         with held(copies_of(one).stream):
             encode(one, "x")

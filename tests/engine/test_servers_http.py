@@ -13,7 +13,7 @@ import pytest
 from objkv.config import Config
 from objkv.index.redis.index import RedisIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from tests.engine.collector import Collector, collecting
 from tests.engine.endings import DRAIN_S
 from tests.engine.harness import run_replica
@@ -98,9 +98,9 @@ def bulk_place(folder: Path) -> Iterator[dict[str, str]]:
             "s3_access_key_id": ceph.access_key,
             "s3_secret_access_key": ceph.secret_key,
         }
-        client = open_s3_client(Config.model_validate(settings))
-        client.create_bucket(Bucket=BUCKET)
-        client.close()
+        access = open_s3_access(Config.model_validate(settings))
+        access.client.create_bucket(Bucket=BUCKET)
+        access.close()
         variables = {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
         yield variables | {"OBJKV_BULK_URL": f"s3://{BUCKET}/kv"}
 

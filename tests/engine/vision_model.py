@@ -186,8 +186,8 @@ def drain_saves(llm: Any) -> None:
     from vllm.distributed.ec_transfer import get_ec_transfer, has_ec_transfer
 
     if has_ec_transfer():
-        worker = getattr(get_ec_transfer(), "worker", None)
-        assert worker is None or worker.drain_saves(300)
+        writer = getattr(getattr(get_ec_transfer(), "worker", None), "writer", None)
+        assert writer is None or writer.drain(300)
     if hasattr(llm.llm_engine.engine_core, "engine_core"):
         fleet.drain_saves(llm)
 
@@ -201,7 +201,7 @@ def zero_loads(_llm: Any) -> None:
     load = EncoderWorkerSide.load
 
     def zeroed(self: Any, plan: Any, cache: dict[str, Any]) -> None:
-        new = {one.identifier for one in plan.loads} - cache.keys()
+        new = plan.loads.keys() - cache.keys()
         load(self, plan, cache)
         cache.update((name, torch.zeros_like(cache[name])) for name in new)
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from threading import Event
 
 from objkv.agent.client import AgentConnection, ArenaLease
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import PayloadRequest, Urgency
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim
 from objkv.config import load_config
@@ -68,7 +67,7 @@ class AgentPlace(Place):
         }
         self._agent_settings = {name: str(value) for name, value in (self._stores | own).items()}
         self._processes = processes
-        self._fillers: list[Wanted] = []
+        self._fillers: list[PayloadRequest] = []
         self._held = 0
         self._is_frozen = False
         self.agent = self._start()
@@ -143,7 +142,7 @@ class AgentPlace(Place):
         if name == "agent-full" and not self._fillers:
             self._fillers = self._store_fillers()
 
-    def _store_fillers(self, width: int = 8) -> list[Wanted]:
+    def _store_fillers(self, width: int = 8) -> list[PayloadRequest]:
         """Store more payloads than the arena has room for; what to open."""
         nbytes = int(self._agent_settings["agent_memory_bytes"])
         tokens = range(CHUNK * (nbytes // max(4096, 128 * width) + 1))
@@ -156,7 +155,7 @@ class AgentPlace(Place):
             records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
         assert None not in records
         return [
-            Wanted(_claim(key, record.parent_hash, number), record.shards[key.field])
+            PayloadRequest(_claim(key, record.parent_hash, number), record.shards[key.field])
             for number, (key, record) in enumerate(zip(keys, records, strict=True))
             if record is not None
         ]
@@ -273,7 +272,7 @@ def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
     return Claim(key, parent_hash, number * CHUNK, (number + 1) * CHUNK)
 
 
-def _opened(client: AgentConnection, wanted: list[Wanted]) -> list[ArenaLease]:
+def _opened(client: AgentConnection, wanted: list[PayloadRequest]) -> list[ArenaLease]:
     """Leases of payloads whose fetch has ended."""
     leases = client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
     for lease in leases:

@@ -1,6 +1,7 @@
 """The servers of the matrix, and a clock that can be moved."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
@@ -9,10 +10,11 @@ import pytest
 from botocore.retries.standard import ExponentialBackoff
 
 from objkv.agent import client
-from objkv.agent.calls import AgentCalls, NodeLookups
+from objkv.agent.answering import NodeLookups
+from objkv.agent.calls import AgentCalls
 from objkv.agent.outbox import AgentSaves
-from objkv.agent.unsaved.payloads import UnsavedPayloads
-from objkv.assembly import call_times
+from objkv.agent.unsaved import UnsavedPayloads
+from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
 from objkv.index.redis.index import RedisIndex
 from objkv.index.shapes import ShapesIndex
@@ -21,6 +23,7 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import signing as s3_signing
+from objkv.stores.s3 import wire as s3_wire
 from objkv.transfer.loading import loader
 from objkv.transfer.saver import Saver
 from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
@@ -41,8 +44,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda **_: session)
         patch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)
-        patch.setattr(call_times, "READ_FLOOR_S", 0.5)
-        patch.setattr(call_times, "CONNECT_FLOOR_S", 0.5)
+        patch.setattr(s3_wire, "random", SimpleNamespace(random=lambda: 0.01))
+        patch.setattr(backends, "READ_FLOOR_S", 0.5)
+        patch.setattr(backends, "CONNECT_FLOOR_S", 0.5)
         with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
             running.files, running.agent_sockets = files, sockets
             yield running

@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from objkv.agent.residents import Resident
+from objkv.agent.arena_cache import CachedPayload
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.slabs import Slab, SlabPool
 from objkv.transfer.sources import PayloadLayouts
 from tests.fences.stage import Broken, the_stage
-from tests.support.arenas import CanBeLost, SpoilingResidents
+from tests.support.arenas import CanBeLost, SpoilingArenaCache
 from tests.support.inside import InsideAgent, InsideConnection
 
 GONE = -1
@@ -282,20 +282,20 @@ class WatchedConnection(CanBeLost, InsideConnection):
     """A connection that can be lost, as one to another process."""
 
 
-class WatchedResidents(SpoilingResidents):
+class WatchedArenaCache(SpoilingArenaCache):
     """Payloads that are found by their place."""
 
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **how)
-        self._placed: dict[int, Resident] = {}
+        self._placed: dict[int, CachedPayload] = {}
 
-    def allot(self, one: Resident, *room: int, **how: bool) -> memoryview | None:
+    def allot(self, one: CachedPayload, *room: int, **how: bool) -> memoryview | None:
         taken = super().allot(one, *room, **how)
         if taken is not None:
             self._placed[one.offset] = one
         return taken
 
-    def leased_at(self, offset: int) -> Resident | None:
+    def leased_at(self, offset: int) -> CachedPayload | None:
         """The payload there, if it is leased."""
         for one in self._placed.values():
             if one.leases and one.offset <= offset < one.offset + one.nbytes:
@@ -355,14 +355,14 @@ class WatchedInside(InsideAgent):
         return cls._all
 
     @classmethod
-    def ticket(cls, address: int, nbytes: int) -> Resident | None:
+    def ticket(cls, address: int, nbytes: int) -> CachedPayload | None:
         """The payload that is leased there; None if none is, or the device cannot read it."""
         for inside in cls._all:
             if inside.base <= address < inside.end and inside.arena.fd >= 0:
                 return inside._leased(address, address + nbytes)
         return None
 
-    def _leased(self, start: int, end: int) -> Resident | None:
+    def _leased(self, start: int, end: int) -> CachedPayload | None:
         known = sum(max(0, min(end, to) - max(start, at)) for at, to in self.registered)
         if not self._is_in_place and known < end - start:
             return None

@@ -18,10 +18,8 @@ __all__ = ["Found", "Tally", "listening", "play_seed", "play_situations"]
 WORLDS = {
     "hurried": Knobs(drain_ms=0),
     "patient": Knobs(),
-    "leased": Knobs(leased_of_100=100),
     "hurried host": Knobs(late=False, drain_ms=0),
     "patient host": Knobs(late=False),
-    "leased host": Knobs(late=False, leased_of_100=100),
     "slow": Knobs(copy_s=COPY_S),
     "many threads": Knobs(load_threads=2, spans=2),
     "scarce": Knobs(copy_s=COPY_S, load_threads=2, arena_pages=2),

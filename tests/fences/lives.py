@@ -136,7 +136,6 @@ def knobs_of(seed: int) -> Knobs:
         codec=dice.choice(("none", "none", "lz4")),
         spans=dice.choice((1, 2)),
         faults_of_100=dice.choice((0, 10, 30)),
-        leased_of_100=dice.choice((0, 0, 50)),
     )
 
 

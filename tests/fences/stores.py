@@ -3,7 +3,6 @@
 import random
 
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.stores.base import Arrived, Buffer, PruneStore
 from objkv.stores.guarded import GuardedStore
 from tests.fences.stage import the_stage
@@ -26,7 +25,7 @@ class GateStore(GuardedStore):
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         fault = self._begin("put")
-        written = False if fault == "lost" else self._inner.put_if_absent(key, value)
+        written = False if fault == "lost" else self.inner.put_if_absent(key, value)
         the_stage().wait("sent", lambda: False, UPLOAD_S)
         if fault is not None:
             raise StoreUnavailable("the answer did not come")
@@ -36,7 +35,7 @@ class GateStore(GuardedStore):
         fault = self._begin("get")
         if fault == "lost":
             return None
-        value = (self._inner.get(key) or b"")[start : start + len(buffer)]
+        value = (self.inner.get(key) or b"")[start : start + len(buffer)]
         if not value:
             return None
         if fault == "flipped":
@@ -64,16 +63,3 @@ class GateStore(GuardedStore):
         if fault == "refused":
             raise StoreUnavailable("refused")
         return fault
-
-
-class SharedIndex(MemoryIndex):
-    """Some leases are another replica's."""
-
-    def __init__(self, leased_of_100: int, dice: random.Random) -> None:
-        super().__init__(clock=lambda: the_stage().now)
-        self._leased_of_100, self._dice = leased_of_100, dice
-
-    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        if self._dice.randrange(100) < self._leased_of_100:
-            return False
-        return super().lease(name, owner, ttl_ms=ttl_ms)

@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import core, fill, residents
+from objkv.agent import arena_cache, core, fill
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
@@ -37,28 +37,30 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import loader, loads
+from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import COPIES_S
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.fences.device import (
     GONE,
     Hands,
     Stream,
+    WatchedArenaCache,
     WatchedConnection,
     WatchedInside,
     WatchedLane,
     WatchedLayouts,
     WatchedPool,
-    WatchedResidents,
 )
 from tests.fences.stage import Broken, Stage, the_stage
-from tests.fences.stores import GateStore, SharedIndex
+from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
+from tests.support.plans import packed
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -123,8 +125,6 @@ class Knobs:
     """With which the agent saves."""
     spans: int = 1
     faults_of_100: int = 0
-    leased_of_100: int = 0
-    """Saves that another replica is just doing."""
     folder: Path | None = None
     """Where the bulk store is; None: in memory."""
 
@@ -166,7 +166,7 @@ class Engine:
         self.recorder = MemoryRecorder()
         self.inner: PruneStore = MemoryStore() if knobs.folder is None else LocalStore(knobs.folder)
         self.store = GateStore(self.inner, knobs.faults_of_100, dice)
-        self.index = SharedIndex(knobs.leased_of_100, dice)
+        self.index = MemoryIndex(clock=lambda: the_stage().now)
         self.group, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
         self.arrays = [c.view(torch.int16).numpy() for c in self.caches]
         self.free = list(range(1, NUM_BLOCKS))
@@ -312,9 +312,9 @@ class Engine:
         side.take_report()
         self.compute_passes(tokens)
         self._settle(failed)
-        for name in results.received:
+        for name in results.finished_recving:
             self._received(self.requests[name], failed)
-        for name in results.sent:
+        for name in results.finished_sending:
             self._held.discard(name)
             self._release(self.requests.pop(name))
 
@@ -480,7 +480,7 @@ class Engine:
         for chunk, record in enumerate(found):
             shards = () if record is None else tuple(record.shards.items())
             moves.append(LoadMove(self._move(request, chunk), shards))
-        return LoadPlan(request.name, namespace(request.epoch), tuple(moves), request.sync)
+        return LoadPlan(request.name, namespace(request.epoch), packed(moves), request.sync)
 
     def _save_plan(self, request: Request, chunks: range) -> SavePlan:
         moves = []
@@ -513,7 +513,7 @@ class Engine:
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
                 (wiring, "AgentSaves", self._open_saves),
-                (loads, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
+                (loader, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
             ):
                 stack.enter_context(patch.object(module, name, value))
             side = make_worker_side(
@@ -577,12 +577,10 @@ class Engine:
         if self.hands.broken:
             raise Broken("; ".join(self.hands.broken))
         for pool in self.pools:
-            if pool.leased or pool.free != pool.total or not pool.adds_up:
+            if pool.leased:
                 raise Broken(f"slabs are left leased: {pool!r}")
         for inside in self.insides:
             self._check_inside(inside)
-        if self.index.leases:
-            raise Broken(f"leases are left: {sorted(self.index.leases)}")
         for saves in self.saves:
             if saves.in_flight:
                 raise Broken(f"saves never ended: {len(saves.in_flight)}")
@@ -672,13 +670,13 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
 
     _TOLD.clear()
     with ExitStack() as stack:
-        kept = partial(WatchedResidents, keeps=knobs.keeps)
-        stack.enter_context(patch.object(core, "Residents", kept))
+        kept = partial(WatchedArenaCache, keeps=knobs.keeps)
+        stack.enter_context(patch.object(core, "ArenaCache", kept))
         stack.enter_context(patch.object(in_test, "InsideConnection", WatchedConnection))
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
-        for module in (arena, residents, loader):
+        for module in (arena, arena_cache, loader):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
-        for module in (arena, residents):
+        for module in (arena, arena_cache):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))
         stack.push(_forget)
         stack.callback(_close_memory, engines)  # that of a broken life, too

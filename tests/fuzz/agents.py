@@ -15,8 +15,7 @@ from objkv.agent import messages as m
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, Urgency
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.index.fields import WrittenShards, written_rows
@@ -158,7 +157,7 @@ class _Agent:
 
     def talk(self, messages: list[bytes]) -> str:
         server = self.node.server
-        require(server is not None and server.threads > 0, "nobody accepts")
+        require(server is not None and server.is_accepting, "nobody accepts")
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_PATIENCE_S)
             sock.connect(str(self.node.path))

@@ -17,9 +17,9 @@ from objkv.keys.topology import Shard
 from objkv.ops.backends_view import parse_identity
 from objkv.ops.diff import diff, parse_document
 from objkv.stores.base import check_key, check_prefix, is_key
-from objkv.stores.memory import MemoryStore
 from tests.codec.payloads import CLAIM
 from tests.contracts.index_contract import shard
+from tests.contracts.memory_store import MemoryStore
 from tests.fuzz.mutation import change_document, changed_text, spoiled, text
 from tests.fuzz.payloads import whole_payload
 from tests.fuzz.target import Finding, Target, outcome, require

@@ -28,7 +28,6 @@ _URLS = [
     "s3://bucket/prefix",
     "file:///a/b",
     "sqlite:///a",
-    "memory:",
     "bulk:",
 ]
 _URL_NAMES = ("OBJKV_BULK_URL", "OBJKV_INDEX_URL", "OBJKV_S3_ENDPOINT_URL")

@@ -8,10 +8,10 @@ import pytest
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex, for_operators
-from objkv.index.memory import MemoryIndex
 from objkv.net.breaker import Breakers, Patience
 from objkv.telemetry import MemoryRecorder, NullRecorder, Recorder
 from tests.contracts.index_contract import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
+from tests.contracts.memory_index import MemoryIndex
 from tests.index.flaky_index import FlakyIndex
 from tests.stores.guards import guard_of
 

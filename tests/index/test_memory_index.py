@@ -1,9 +1,9 @@
 import pytest
 
 from objkv.index.base import PruneIndex
-from objkv.index.memory import MemoryIndex
 from tests.contracts.clock import ManualClock
 from tests.contracts.index_contract import FIELD, IndexContract, chunk, shard
+from tests.contracts.memory_index import MemoryIndex
 
 
 class TestMemoryIndex(IndexContract):

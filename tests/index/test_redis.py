@@ -583,11 +583,11 @@ def test_setting_the_totals_of_a_namespace_leaves_those_of_others_alone(
     for namespace in (NAMESPACE, OTHER):
         index.publish(chunk(1, namespace), {FIELD: shard(10)}, ttl_s=LONG_S)
 
-    def down(*command: object) -> None:
+    def down(**_: object) -> None:
         raise redis.exceptions.ConnectionError("down")
 
     with monkeypatch.context() as patched:
-        patched.setattr(client, "execute_command", down)
+        patched.setattr(client, "pipeline", down)
         with pytest.raises(StoreUnavailable):
             index.set_usage(Usage(NAMESPACE, 10, 1, counted_s=7))
     assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 10, OTHER: 10}

@@ -9,8 +9,8 @@ from itertools import cycle
 
 import pytest
 
-from objkv.assembly import call_times
-from objkv.assembly.call_times import call_s
+from objkv.assembly import backends
+from objkv.assembly.backends import call_s
 from objkv.assembly.redis import connect_redis
 from objkv.config import Config, load_config
 from objkv.errors import StoreError
@@ -82,15 +82,15 @@ SERVES["hardly takes anything"] = reluctant
 
 @pytest.fixture(autouse=True)
 def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_times, "CONNECT_FLOOR_S", 0.1)
-    monkeypatch.setattr(call_times, "READ_FLOOR_S", 0.2)
+    monkeypatch.setattr(backends, "CONNECT_FLOOR_S", 0.1)
+    monkeypatch.setattr(backends, "READ_FLOOR_S", 0.2)
     monkeypatch.setattr("objkv.net.guard._WALK_FACTOR", 1)
 
 
 def config_of(address: tuple[str, int], scheme: str) -> Config:
     service = "?service=s" if "sentinel" in scheme else ""
     url = f"{scheme}://127.0.0.1:{address[1]}{service}"
-    settings = {"index_url": url, "bulk_url": "memory:", "lookup_deadline_ms": 100}
+    settings = {"index_url": url, "bulk_url": "file:///kv", "lookup_deadline_ms": 100}
     return load_config({**settings, "redis_calls_max": 32}, environ={})
 
 

@@ -8,9 +8,9 @@ import pytest
 from objkv.background import Steps
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
-from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import SHAPES_HASH, ShapesIndex, is_shapes
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.steps import complete
 
 NAMESPACE = "0123456789abcdef" * 2

@@ -1,12 +1,11 @@
 """The index in an SQLite file that processes and users share: whose it is, what is planted in it,
-and upgrades."""
+and forks."""
 
 import os
 import sqlite3
 import stat
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -16,11 +15,7 @@ import pytest
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex
-from objkv.index.fields import encode_shard
-from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite import file as sqlite_file
-from objkv.index.sqlite import file as sqlite_place
-from objkv.index.sqlite import file as sqlite_schema
 from objkv.index.sqlite.file import SqliteFile, translated
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.deadline import EndsBy
@@ -171,12 +166,13 @@ def test_expired_records_and_leases_are_removed_by_later_writes(tmp_path: Path) 
     assert counts == [1, 1, 0]
 
 
-def test_the_file_of_a_newer_objkv_is_refused_with_what_to_do(tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [2, 99])
+def test_the_file_of_another_objkv_is_refused_with_what_to_do(tmp_path: Path, version: int) -> None:
     path = tmp_path / "index.sqlite"
     SqliteIndex(path).check()
     with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StoreDenied, match=r"newer objkv \(schema 99, supported: 2\): upgrade"):
+        connection.execute(f"PRAGMA user_version = {version}")
+    with pytest.raises(StoreDenied, match=rf"another objkv \(schema {version}, supported: 3\)"):
         SqliteIndex(path).check()
 
 
@@ -332,7 +328,7 @@ def test_what_somebody_else_planted_is_refused(
     if os.getuid() == 0:
         os.lchown(place, 1234, 1234)
     else:
-        monkeypatch.setattr(sqlite_place.os, "geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr(sqlite_file.os, "geteuid", lambda: os.getuid() + 1)
     with pytest.raises(StoreDenied, match="belongs to another user"):
         used(tmp_path / "shared" / "index.sqlite")
     assert (tmp_path / "theirs").read_bytes() == b"theirs"
@@ -414,16 +410,6 @@ def test_what_objkv_did_not_make_is_refused_with_what_to_do(path: Path, what: st
         SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
 
 
-def test_so_it_is_in_a_file_of_the_first_version(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    old_file(path)
-    plant(path, TRIGGER)
-    with pytest.raises(StoreDenied, match="not created by objkv"):
-        SqliteIndex(path).lookup(NAMESPACE, [prefix_hash(1)])
-    plant(path, "DROP TRIGGER planted")
-    assert get(SqliteIndex(path), 1) is not None
-
-
 def test_a_file_that_claims_to_be_new_is_looked_at_as_well(path: Path) -> None:
     plant(path, TRIGGER, "PRAGMA user_version = 0")
     with pytest.raises(StoreDenied):
@@ -461,80 +447,6 @@ def test_the_callers_own_time_counts_as_well(path: Path) -> None:
     plant(path, TRIGGER)
     with EndsBy(0.0), pytest.raises(StoreUnavailable, match="time"):
         publish(index)
-
-
-HOUR_S = 3_600
-
-
-def old_file(path: Path) -> None:
-    with sqlite3.connect(path) as connection:
-        connection.execute("PRAGMA journal_mode = WAL")
-        for statement in sqlite_schema._VERSION_1.split(";\n"):
-            connection.execute(statement)
-        ends_s = time.time() + HOUR_S
-        for number, hash_, end in (
-            (1, prefix_hash(1), ends_s),
-            (2, prefix_hash(2), None),
-            (3, SHAPES_HASH, ends_s),
-        ):
-            connection.execute(
-                "INSERT INTO chunks VALUES (?, ?, ?, 0, 256, 5, 0, ?)",
-                (NAMESPACE, hash_, prefix_hash(number - 1), end),
-            )
-            connection.execute(
-                "INSERT INTO shards VALUES (?, ?, ?, ?)",
-                (NAMESPACE, hash_, FIELD, encode_shard(shard(100 * number))),
-            )
-        connection.execute(f"PRAGMA application_id = {sqlite_schema.APPLICATION_ID}")
-        connection.execute("PRAGMA user_version = 1")
-    connection.close()
-
-
-def test_records_stay_and_are_counted(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    old_file(path)
-    index = SqliteIndex(path)
-    record = get(index, 1)
-    assert record is not None
-    assert (record.hits, record.shards) == (5, {FIELD: shard(100)})
-    assert usage(index) == {NAMESPACE: (300, 2)}
-    index.publish(chunk(3), {OTHER_FIELD: shard(7)}, ttl_s=LONG_S)
-    assert usage(index) == {NAMESPACE: (307, 3)}
-
-
-def test_pins_without_an_end_get_one(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    old_file(path)
-    record = get(SqliteIndex(path), 2)
-    assert record is not None
-    assert not record.pinned
-    assert get(SqliteIndex(path, clock=lambda: time.time() + 6 * 24 * HOUR_S), 2) is not None
-    assert get(SqliteIndex(path, clock=lambda: time.time() + 8 * 24 * HOUR_S), 2) is None
-
-
-def test_of_many_who_open_it_one_upgrades_it(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    old_file(path)
-    now = time.time()
-    indexes = [SqliteIndex(path, busy_ms=240_000, clock=lambda: now) for _ in range(8)]
-    assert at_once([index.usage for index in indexes]) == [indexes[0].usage()] * 8
-
-
-def test_connections_of_before_the_upgrade_are_counted(tmp_path: Path) -> None:
-    """A process that still runs the older objkv goes on writing."""
-    path = tmp_path / "index.sqlite"
-    old_file(path)
-    older = sqlite3.connect(path)
-    index = SqliteIndex(path)
-    assert usage(index) == {NAMESPACE: (300, 2)}
-    with older:
-        value = encode_shard(shard(11))
-        older.execute(
-            "INSERT INTO shards VALUES (?, ?, ?, ?)",
-            (NAMESPACE, prefix_hash(1), OTHER_FIELD, value),
-        )
-    assert usage(index) == {NAMESPACE: (311, 3)}
-    older.close()
 
 
 def test_what_has_expired_is_not_counted_before_it_is_removed(tmp_path: Path) -> None:

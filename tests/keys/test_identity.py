@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from objkv.config import Config
 from objkv.errors import ConfigError
-from objkv.index.memory import MemoryIndex
 from objkv.keys.encoder import encoder_hash
 from objkv.keys.identity import (
     GroupIdentity,
@@ -21,7 +20,8 @@ from objkv.keys.identity import (
     name_model,
 )
 from objkv.keys.prefix import PrefixChain, PromptExtras, prefix_hashes, root_hash
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import CHUNK, IDENTITY, TOKENS, save, save_identity
 
 VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "identities.json").read_text())

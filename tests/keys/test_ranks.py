@@ -2,14 +2,14 @@
 through all cells."""
 
 from collections import Counter
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
-from objkv.keys.topology import Shard, Topology, cover, pp_layers
+from objkv.keys.topology import Shard, Topology, cover
 
 TP_SIZES, PP_SIZES, HEADS = range(1, 17), range(1, 9), range(1, 33)
 LAYERS = (1, 2, 3, 7, 8, 9, 13, 16, 23, 32)
@@ -31,8 +31,6 @@ def two_shapes(draw: st.DrawFn) -> tuple[Topology, Topology]:
 
     def stages() -> tuple[int, ...]:
         pp_size = draw(st.sampled_from(PP_SIZES))
-        if draw(st.booleans()):
-            return pp_layers(layers, pp_size)
         cuts = sorted(
             draw(st.lists(st.integers(0, layers), min_size=pp_size - 1, max_size=pp_size - 1))
         )
@@ -55,19 +53,26 @@ def cells_of(topology: Topology, rank: int) -> Cells:
     pp_rank, tp_rank = rank // topology.tp_size, rank % topology.tp_size
     before = sum(topology.layers[:pp_rank])
     heads, tp_size = topology.heads, topology.tp_size
+    replicas = max(1, tp_size // heads)
     return {
         (layer, head)
         for layer in range(before, before + topology.layers[pp_rank])
         for head in range(heads)
-        if (head * tp_size // heads if heads >= tp_size else head) == tp_rank // topology.replicas
+        if (head * tp_size // heads if heads >= tp_size else head) == tp_rank // replicas
     }
+
+
+def writers(topology: Topology, prefix_hash: bytes) -> list[int]:
+    """The ranks that save a chunk."""
+    shares = ((rank, topology.held(rank)) for rank in range(topology.size))
+    return [rank for rank, share in shares if share and share.writes(prefix_hash)]
 
 
 def check(topology: Topology, prefix_hash: bytes) -> None:
     """Each rank holds what vLLM gives it, and the writers save everything once."""
     held = {rank: cells_of(topology, rank) for rank in range(topology.size)}
     everything = set(product(range(sum(topology.layers)), range(topology.heads)))
-    saved = Counter(cell for rank in topology.writers(prefix_hash) for cell in held[rank])
+    saved = Counter(cell for rank in writers(topology, prefix_hash) for cell in held[rank])
     assert saved == Counter(everything)
     for rank, expected in held.items():
         share = topology.held(rank)
@@ -80,7 +85,9 @@ def test_every_size_alone() -> None:
             check(Topology(tp_size, heads, (2,)), HASHES[0])
             check(Topology(tp_size, heads, (2,)), HASHES[-1])
     for layers, pp_size in product(LAYERS, PP_SIZES):
-        check(Topology(1, 1, pp_layers(layers, pp_size)), HASHES[0])
+        cuts = [layers * stage // pp_size for stage in range(pp_size + 1)]
+        stages = tuple(b - a for a, b in pairwise(cuts))
+        check(Topology(1, 1, stages), HASHES[0])
 
 
 @given(two_shapes(), prefix_hashes)
@@ -89,7 +96,7 @@ def test_every_shape_holds_and_saves_all_and_covers_every_other(
 ) -> None:
     reader, writer = shapes
     check(writer, prefix_hash)
-    held = (writer.held(rank) for rank in writer.writers(prefix_hash))
+    held = (writer.held(rank) for rank in writers(writer, prefix_hash))
     saved = [share.shard for share in held if share]
     for rank in range(reader.size):
         if need := reader.held(rank):
@@ -103,9 +110,9 @@ def test_each_replica_saves_as_many_chunks_as_the_others() -> None:
     for heads, tp_size in ((1, 8), (2, 8), (4, 16)):
         topology = Topology(tp_size, heads, (3, 3))
         counts = Counter(
-            rank for first in range(256) for rank in topology.writers(bytes([first]) + bytes(19))
+            rank for first in range(256) for rank in writers(topology, bytes([first]) + bytes(19))
         )
-        assert counts == dict.fromkeys(range(topology.size), 256 // topology.replicas)
+        assert counts == dict.fromkeys(range(topology.size), 256 // (tp_size // heads))
 
 
 def test_what_vllm_could_not_run_is_refused_with_what_to_change() -> None:
@@ -118,16 +125,6 @@ def test_what_vllm_could_not_run_is_refused_with_what_to_change() -> None:
     for layers in ((), (0, 0), (3, -1)):
         with pytest.raises(ValueError, match="at least one layer in total"):
             Topology(1, 1, layers)
-
-
-def test_layers_are_spread_evenly_and_what_remains_over_all_stages_but_the_last() -> None:
-    assert pp_layers(8, 4) == (2, 2, 2, 2)
-    assert pp_layers(9, 4) == (2, 2, 3, 2)
-    assert pp_layers(11, 4) == (3, 3, 3, 2)
-    for layers, pp_size in product(range(40), PP_SIZES):
-        counts = pp_layers(layers, pp_size)
-        assert (len(counts), sum(counts)) == (pp_size, layers)
-        assert max(counts) - min(counts) <= 1
 
 
 number = st.integers(0, 200)

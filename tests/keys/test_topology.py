@@ -120,11 +120,11 @@ def test_with_dcp_the_writers_save_every_token_of_every_layer_once(
     division: tuple[int, int], interleave: int, stages: int, prefix_hash: bytes
 ) -> None:
     tp_size, dcp_size = division
-    topology = Topology(tp_size, 1, (2,) * stages, 16, dcp_size, interleave if dcp_size > 1 else 1)
+    topology = Topology(tp_size, 1, (2,) * stages, dcp_size, interleave if dcp_size > 1 else 1)
     counted = Counter(
         (layer, token)
-        for rank in topology.writers(prefix_hash)
-        if (share := topology.held(rank)) is not None
+        for rank in range(topology.size)
+        if (share := topology.held(rank)) is not None and share.writes(prefix_hash)
         for layer in range(share.shard.layer_start, share.shard.layer_end)
         for token in tokens_of(share.shard.tokens)
     )
@@ -135,7 +135,7 @@ def test_with_dcp_the_writers_save_every_token_of_every_layer_once(
 def test_with_dcp_a_cover_has_all_tokens_of_the_need(
     one: tuple[int, int], other: tuple[int, int]
 ) -> None:
-    writer, reader = (Topology(tp, 1, (2,), 16, dcp) for tp, dcp in (one, other))
+    writer, reader = (Topology(tp, 1, (2,), dcp) for tp, dcp in (one, other))
     held = [share.shard for rank in range(writer.size) if (share := writer.held(rank))]
     for rank in range(reader.size):
         share = reader.held(rank)
@@ -164,4 +164,4 @@ def test_names_of_parts_of_the_tokens_are_read_in_one_form_only() -> None:
 
 def test_ranks_with_other_heads_cannot_divide_tokens() -> None:
     with pytest.raises(ValueError, match="divisor of 2"):
-        Topology(8, 4, (2,), 16, 4)
+        Topology(8, 4, (2,), 4)

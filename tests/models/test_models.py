@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import vllm
 
-from objkv.connector.model import drafts, stages
+from objkv.connector.model import drafts, parts
 from objkv.connector.model.groups import Geometry
 from objkv.errors import ConfigError
-from objkv.models.layers import read_layers
-from objkv.models.verdict import KINDS_FROM, WITH_KV, WITHOUT_KV, Wish, judge
+from objkv.ops.models.layers import read_layers
+from objkv.ops.models.verdict import KINDS_FROM, WITH_KV, WITHOUT_KV, Wish, judge
 from tests.models.recorded import HERE, Model, answers, geometry, models
 
 ROOT = Path(__file__).parents[2]
@@ -144,7 +144,7 @@ def test_a_chunk_has_the_bytes_of_its_layers(name: str) -> None:
 
 def test_methods_are_those_of_the_connector() -> None:
     assert WITHOUT_KV == drafts.WITHOUT_KV
-    assert tuple(stages.SOURCES) == KINDS_FROM
+    assert tuple(parts.SOURCES) == KINDS_FROM
     assert set(WITH_KV) == {"draft_model", *drafts.LIKE_EAGLE}
 
 
@@ -157,7 +157,7 @@ def test_methods_are_those_of_the_connector() -> None:
     ],
 )
 def test_the_folder_of_a_draft_says_its_method(folder: str, method: str) -> None:
-    from objkv.models.verdict import read_method
+    from objkv.ops.models.verdict import read_method
 
     model = read_layers(HERE / "llama-3.1-8b")
     assert read_method(model, str(HERE / "drafts" / folder)) == method

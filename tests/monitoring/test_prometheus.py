@@ -16,7 +16,12 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS, metrics_page
+from objkv.agent.http.metrics import (
+    LEVELS,
+    PREFIX,
+    TOTALS,
+    metrics_page,
+)
 from objkv.connector.counters import (
     COUNTERS,
     ENCODER_METRICS,

@@ -2,8 +2,8 @@
 
 import pytest
 
-from objkv.index.memory import MemoryIndex
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 
 
 @pytest.fixture

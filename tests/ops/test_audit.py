@@ -9,15 +9,15 @@ import pytest
 from objkv.assembly.backends import Backends
 from objkv.config.prices import LIST_PRICES, Prices
 from objkv.index.base import Record
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.audit.spool import AuditSpool, SeenRecord
 from objkv.stores.base import Entry
-from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
 from tests.contracts.damage import IDENTITY as DAMAGED
 from tests.contracts.damage import DamagedStore, Defects
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, hash_of, save_prompts
 from tests.support.samples import NAMESPACE, WHOLE, save, save_identity
 

@@ -9,14 +9,14 @@ import pytest
 from objkv.cache.listed_index import ListedIndex
 from objkv.cache.pins import Pin
 from objkv.config.prices import LIST_PRICES
-from objkv.errors import StoreDenied
-from objkv.index.base import SCAN_DENIED, Savings
-from objkv.index.memory import MemoryIndex
+from objkv.errors import SCAN_DENIED, StoreDenied
+from objkv.index.base import Savings
 from objkv.net.guard import CallPolicy
 from objkv.ops.doctor.lifecycle import check_lifecycle, judge_rules
 from objkv.stores.base import LifecycleRules
-from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, hash_of, save_prompts
 from tests.support.samples import NAMESPACE
 

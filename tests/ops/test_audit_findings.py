@@ -6,16 +6,16 @@ from dataclasses import replace
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.audit.audit import find_places
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.audit.html.remarks import FAULTS
 from objkv.stores.base import Unfinished
-from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
 from tests.contracts.damage import DamagedStore, Defects
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.ops.test_audit import counts
 from tests.support.audit import Auditor, save_prompts, tokens_of
 from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity

@@ -6,15 +6,15 @@ import pytest
 
 from objkv.errors import ConfigError
 from objkv.index.base import Record, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit.audit import find_places
 from objkv.ops.audit.report import AuditReport, FindingCount
 from objkv.ops.audit.spool import AuditSpool, SeenRecord, make_chunks
 from objkv.ops.audit.tree import read_roots, read_tree
 from objkv.stores.base import Entry
-from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, save_prompts
 from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save
 

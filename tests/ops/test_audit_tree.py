@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit import tree as audit_tree
 from objkv.ops.audit.report import AuditReport, TreeNode
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, Prompt, hash_of, prefixes, save_prompts, ways_on
 from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save_identity
 

@@ -7,12 +7,12 @@ import pytest
 
 from objkv.errors import ConfigError
 from objkv.index.base import Record
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import ask_replica, explain_match
 from objkv.ops.match import match_prompt
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import Place
 from tests.support.samples import (
     CHUNK,

@@ -10,15 +10,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import Usage
-from objkv.index.memory import MemoryIndex
 from objkv.index.server import ServerFacts
 from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch
-from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
 Told = dict[str, dict[str, float]]

@@ -16,7 +16,7 @@ from objkv.ops.backends_view import (
     read_identity,
 )
 from objkv.ops.warm.lookup import known_identities
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes
 from objkv.ops.listing import count_bulk, list_namespaces, list_prefixes, list_tree
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import (
     CHUNK,
     CREATED_S,

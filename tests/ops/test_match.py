@@ -6,13 +6,13 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.errors import ConfigError
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras
-from objkv.models.tokenizer import Tokenizers, tokenize
+from objkv.keys.tokenizer import Tokenizers, tokenize
 from objkv.ops.match import match_prompt, parse_tokens
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import CHUNK, CREATED_S, IDENTITY, LEFT, NAMESPACE, TOKENS, save
 
 NONE = PromptExtras()

@@ -8,11 +8,11 @@ import pytest
 
 from objkv.errors import UnclearName
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import HANDOFF_LAYOUT
 from objkv.ops.listing import find_namespace
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
 LLAMA_A, LLAMA_B, QWEN, STRAY, GHOST = (digit * 32 for digit in "abcde")

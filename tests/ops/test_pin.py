@@ -11,15 +11,15 @@ from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.pins import read_pins
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import PruneIndex
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, view_of
 
 DAY_S = 86_400

@@ -10,7 +10,6 @@ import pytest
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
-from objkv.index.memory import MemoryIndex
 from objkv.index.server import ServerFacts
 from objkv.ops.doctor.probes import (
     Check,
@@ -22,9 +21,10 @@ from objkv.ops.doctor.probes import (
 )
 from objkv.ops.doctor.server import judge_server
 from objkv.stores.guarded import GuardedStore
-from objkv.stores.memory import MemoryStore
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.stores.guards import guard_of
 
 BULK_STEPS = [

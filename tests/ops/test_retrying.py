@@ -3,10 +3,10 @@
 import pytest
 
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.ops.retrying import PATIENCE_S, retrying
-from objkv.stores.memory import MemoryStore
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 

@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from objkv.codec.payload import CODECS
-from objkv.index.memory import MemoryIndex
 from objkv.ops.show import find_payloads, inspect_payload, is_beginning, promised_payloads
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import CHUNK, CREATED_S, LEFT, NAMESPACE, RIGHT, TOKENS, save
 
 

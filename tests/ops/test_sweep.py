@@ -13,7 +13,6 @@ from objkv.cache.chunks import shard_record
 from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied
 from objkv.index.base import ChunkEntry, Usage
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import identity_path
@@ -24,8 +23,9 @@ from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import find_doubts, old_epochs, survey
 from objkv.ops.sweep.sweep import Sweep
 from objkv.stores.base import Unfinished
-from objkv.stores.memory import MemoryStore
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import view_of
 
 NAMESPACE = IDENTITY.namespace()

@@ -11,15 +11,15 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.index.memory import MemoryIndex
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.retrying import retrying
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import save, view_of
 
 LEASE_S = 10

@@ -8,14 +8,14 @@ from threading import Event
 
 from objkv.assembly.backends import Backends
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.index.shapes import SHAPES_HASH, is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView, record_keys
-from objkv.stores.memory import MemoryStore
 from tests.contracts.damage import DamagedStore, Defects
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.crash.saving import NAMESPACE, rebuild_all, save_all, saves, sweep_all, verify_all
 from tests.support.samples import view_of
 

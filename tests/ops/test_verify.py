@@ -11,14 +11,14 @@ from objkv.assembly.backends import Backends
 from objkv.cache.bulk_index import BulkIndex
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.retrying import retrying
 from objkv.ops.runs import Counters
 from objkv.ops.verify import Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
-from objkv.stores.memory import MemoryStore
 from tests.contracts.damage import DamagedStore, Defects
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import view_of
 
 

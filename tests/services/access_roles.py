@@ -46,13 +46,13 @@ def save(ends: Backends, recorder: MemoryRecorder, name: str) -> SaveOutcome:
     """As a replica saves a chunk, with its identity document."""
     ends.bulk.put_if_absent(identity_path(NAMESPACE), DOCUMENT)
     cache = open_cache(ends, recorder, name)
-    assert cache.begin_save(KEY)
+    assert cache.in_flight.begin(KEY.path())
     assert cache.take_lease(KEY)
     try:
         return cache.save(CLAIM, PAYLOAD, HEADER)
     finally:
         cache.release_lease(KEY)
-        cache.end_save(KEY)
+        cache.in_flight.end(KEY.path())
 
 
 def load(ends: Backends, recorder: MemoryRecorder) -> bool:

@@ -17,7 +17,7 @@ from objkv.cli.app import app
 from objkv.config import Config, Role, load_config
 from objkv.errors import StoreDenied
 from objkv.ops.doctor.access import COMMAND_ROLES, ROLES, access_of
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import S3Access, open_s3_access
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.cli.conftest import Run, home, run
@@ -50,15 +50,22 @@ PASSWORD = "hunter2"
 
 
 @pytest.fixture(scope="module")
-def client(s3_server: S3Server) -> Any:
-    return open_s3_client(s3_config(s3_server))
+def access(s3_server: S3Server) -> Iterator[S3Access]:
+    access = open_s3_access(s3_config(s3_server))
+    yield access
+    access.close()
+
+
+@pytest.fixture(scope="module")
+def client(access: S3Access) -> Any:
+    return access.client
 
 
 class TestS3StoreOnCeph(StoreContract):
     @pytest.fixture
-    def store(self, client: Any, s3_prefixes: Any) -> S3Store:
+    def store(self, access: S3Access, s3_prefixes: Any) -> S3Store:
         prefix = next(s3_prefixes)
-        return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES)
+        return S3Store(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES)
 
 
 def test_the_server_decides_among_writers_of_many_processes(open_s3_store: OpenS3Store) -> None:
@@ -75,12 +82,14 @@ def test_the_server_decides_among_writers_of_many_processes(open_s3_store: OpenS
 
 
 def test_ranges_and_parts_go_past_the_client_and_none_is_left(
-    client: Any, s3_prefixes: Any
+    s3_server: S3Server, s3_prefixes: Any
 ) -> None:
     """This server checks signatures, also those of a prefix with characters that are escaped."""
     prefix = f"{next(s3_prefixes)}/a b+c%/ü&=?"
+    access = open_s3_access(s3_config(s3_server))
+    client: Any = access.client
     store = S3Store(
-        client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES,
+        access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES,
         range_bytes=3 << 20, ranges_max=4,
     )  # fmt: skip
     assert store.put_if_absent("first", b"1") is True
@@ -112,8 +121,6 @@ def test_ranges_and_parts_go_past_the_client_and_none_is_left(
             store.put("interrupted", value)
         assert "Uploads" not in client.list_multipart_uploads(Bucket=BUCKET)
     finally:
-        client.meta.events.unregister("before-call.s3", look)
-        client.meta.events.unregister("before-call.s3.CompleteMultipartUpload", interrupt)
         store.close()
 
 
@@ -159,7 +166,7 @@ def test_who_may_get_but_not_list_finds_misses_by_one_request(
         keys = {"s3_access_key_id": "unlisted-key", "s3_secret_access_key": "unlisted-secret"}
         config = s3_config(s3_server, s3_endpoint_url=proxy.url, **keys)
         place: dict[str, Any] = {"prefix": "unlisted", "multipart_bytes": PART_BYTES}
-        store = S3Store(open_s3_client(config), bucket=BUCKET, **place)
+        store = S3Store(open_s3_access(config), bucket=BUCKET, **place)
         assert store.get_into("there", buffer) == 4
         for call in CALLS:
             assert call(store, "missing") is None  # finds out that listing is refused
@@ -190,7 +197,7 @@ class Fleet:
         self._s3 = s3
         place = {"bulk_url": f"s3://{BUCKET}/commands", "index_url": redis.url}
         users, self._admin = CephUsers(s3), redis.client()
-        self.clients: dict[Role | None, Any] = {}
+        self.accesses: dict[Role | None, S3Access] = {}
         self.settings: dict[Role, dict[str, str]] = {}
         for role in ROLES:
             found = access_of(self.config(**place), role, tenant="a")
@@ -227,17 +234,17 @@ class Fleet:
         given = {name: str(getattr(config, name)) for name in names} | self.settings[role]
         return {f"OBJKV_{name.upper()}": value for name, value in given.items()}
 
-    def client(self, role: Role | None) -> Any:
-        """Of S3, with the rights of ``role`` of tenant ``a``; None for all."""
-        if role not in self.clients:
+    def access(self, role: Role | None) -> S3Access:
+        """To S3, with the rights of ``role`` of tenant ``a``; None for all."""
+        if role not in self.accesses:
             rights = {} if role is None else self.settings[role]
-            self.clients[role] = open_s3_client(self.config(**rights))
-        return self.clients[role]
+            self.accesses[role] = open_s3_access(self.config(**rights))
+        return self.accesses[role]
 
     def place(self, role: Role | None, tenant: str = "a") -> S3Store:
         """The store alone, so that the server's own reply is visible. ``tenant`` owns it."""
-        client, prefix = self.client(role), f"commands/{tenant}"
-        return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES)
+        access, prefix = self.access(role), f"commands/{tenant}"
+        return S3Store(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES)
 
     def empty(self, tenant: str = "a") -> None:
         """Nothing of the tenant is left in the bucket, and nothing at all in Redis."""
@@ -261,8 +268,8 @@ def fleet(s3_server: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
     with valkey_server(tmp_path_factory.mktemp("valkey")) as redis:
         fleet = Fleet(s3_server, redis)
         yield fleet
-        for client in fleet.clients.values():
-            client.close()
+        for access in fleet.accesses.values():
+            access.close()
 
 
 @pytest.mark.parametrize("role", ROLES)
@@ -329,7 +336,7 @@ def test_no_role_of_a_tenant_reaches_anothers(fleet: Fleet, role: Role) -> None:
         )
     for prefix in ("commands/a", "commands/", "commands", ""):  # without its slash, and above
         with pytest.raises(ClientError, match="AccessDenied"):
-            fleet.client(role).list_objects_v2(Bucket=BUCKET, Prefix=prefix)
+            fleet.access(role).client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
 
 
 def run_as(fleet: Fleet, role: Role, *words: str, **settings: str) -> str:
@@ -415,7 +422,7 @@ def test_every_command_works_or_names_the_role_that_it_needs(
 @pytest.fixture
 def rules(s3_server: S3Server) -> Iterator[Callable[[int], None]]:
     """Sets the bucket's lifecycle rule; it is removed at the end."""
-    client = open_s3_client(s3_config(s3_server))
+    client = open_s3_access(s3_config(s3_server)).client
 
     def expire(days: int) -> None:
         elsewhere = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": "other/"}}

@@ -18,9 +18,9 @@ from objkv.net.breaker import Breakers, Change, Patience
 from objkv.net.deadline import EndsBy, is_trial
 from objkv.stores.base import Unfinished
 from objkv.stores.guarded import GuardedStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_store import MemoryStore
 from tests.contracts.store_contract import StoreContract
 from tests.stores.guards import guard_of
 

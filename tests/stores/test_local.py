@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,7 @@ from objkv.stores.base import KEY_BYTES_MAX
 from objkv.stores.local import LocalStore
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.quick_s3 import QuickS3
-from tests.support.servers.s3_stores import BUCKET, s3_client, s3_store
+from tests.support.servers.s3_stores import BUCKET, s3_access, s3_store
 
 
 class TestLocalStore(StoreContract):
@@ -34,18 +35,18 @@ def files(folder: Path) -> list[str]:
     return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
 
 
-def test_left_over_temporary_files_are_no_values_and_are_swept_by_age(
-    tmp_path: Path,
-) -> None:
-    store = LocalStore(tmp_path, clock=lambda: 10_000.0)
+def test_left_over_temporary_files_are_no_values_and_can_be_discarded(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
     store.put("a/b", b"1")
     for name, modified_s in {"a/~tmp-1-old": 1000, "a/~tmp-1-new": 9990}.items():
         (tmp_path / name).write_bytes(b"half")
         os.utime(tmp_path / name, (modified_s, modified_s))
     assert [entry.key for entry in store.scan("")] == ["a/b"]
-    left = {found.name: (found.key, found.nbytes, found.modified_s) for found in store.unfinished()}
+    found = {one.name: one for one in store.unfinished()}
+    left = {name: (one.key, one.nbytes, one.modified_s) for name, one in found.items()}
     assert left == {"~tmp-1-old": ("a", 4, 1000.0), "~tmp-1-new": ("a", 4, 9990.0)}
-    assert store.sweep_temporary(older_than_s=3600) == 1
+    assert store.discard(found["~tmp-1-old"])
+    assert not store.discard(found["~tmp-1-old"])
     assert files(tmp_path) == ["a/b", "a/~tmp-1-new"]
 
 
@@ -130,7 +131,7 @@ def test_what_the_system_says_is_translated(
     assert caught.type is kind
     monkeypatch.undo()
     assert [entry.key for entry in store.scan("")] == ["a/first"]
-    assert store.sweep_temporary(0) == 0
+    assert list(store.unfinished()) == []
 
 
 def test_a_file_where_the_folder_should_be_is_denied(tmp_path: Path) -> None:
@@ -264,7 +265,8 @@ def test_a_leftover_is_discarded_alone_or_with_a_folder_that_it_leaves_empty(
 
 def test_uploads_that_nobody_completed_are_aborted() -> None:
     with QuickS3() as server, s3_store(server.url) as store:
-        client = s3_client(server.url)
+        access = s3_access(server.url)
+        client: Any = access.client
         place = {"Bucket": BUCKET, "Key": "p/a/b"}
         for number in (1, 2):
             upload = client.create_multipart_upload(**place)["UploadId"]
@@ -275,4 +277,4 @@ def test_uploads_that_nobody_completed_are_aborted() -> None:
         assert store.discard(found[0])
         assert not store.discard(found[0])
         assert list(store.unfinished()) == found[1:]
-        client.close()
+        access.close()

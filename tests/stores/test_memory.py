@@ -2,7 +2,7 @@
 
 import pytest
 
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_store import MemoryStore
 from tests.contracts.store_contract import StoreContract
 
 

@@ -22,9 +22,9 @@ from objkv.stores.local import LocalStore
 from objkv.stores.processes import pool as pools
 from objkv.stores.processes import process
 from objkv.stores.processes import store as stores
-from objkv.stores.processes.messages import Answer, AnswerKind, GetRequest, failed
+from objkv.stores.processes.child import ANSWERS, REQUESTS, Answer, GetRequest, failed
 from objkv.stores.processes.pool import FetchPool, PoolLimits
-from objkv.stores.processes.process import FetchProcess, FetchProgram
+from objkv.stores.processes.process import FetchProcess
 from objkv.stores.processes.store import ProcessGets
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
@@ -57,16 +57,14 @@ class Fleet:
         self.values, self.gates = folder / "values", folder / "gates"
         self.gates.mkdir(parents=True)
         self.recorder = MemoryRecorder()
-        program = FetchProgram(
-            [
-                *(sys.executable, "-m", "tests.support.fetch_child"),
-                *(str(self.values), str(self.gates)),
-            ],
-            os.environ | {"PYTHONPATH": str(ROOT)},
-        )
+        command = [
+            *(sys.executable, "-m", "tests.support.fetch_child"),
+            *(str(self.values), str(self.gates)),
+        ]
+        start = partial(FetchProcess, command, os.environ | {"PYTHONPATH": str(ROOT)})
         self.own = Counted(self.values)
         bounds = PoolLimits(processes, LANES, **{"restart_s": 0.001, **limits})
-        self.pool = FetchPool(partial(FetchProcess, program), bounds, self.recorder)
+        self.pool = FetchPool(start, bounds, self.recorder)
         self.store = ProcessGets(self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder)
 
     def ready(self, count: int = 1) -> list[int]:
@@ -75,10 +73,20 @@ class Fleet:
 
         def is_ready() -> bool:
             self.store.get_into("warm", memoryview(bytearray(SIZE)))
-            return len(self.pool.pids()) == count
+            return len(self.pids()) == count
 
         wait_until(is_ready)
-        return self.pool.pids()
+        return self.pids()
+
+    def pids(self) -> list[int]:
+        """Return the numbers of the processes that are ready."""
+        with self.pool._changed:
+            return [one.pid for one in self.pool._processes if one.is_ready]
+
+    def busy(self) -> int:
+        """Return the number of lanes that make a get or owe the answer to one."""
+        with self.pool._changed:
+            return sum(len(one.lanes) - len(one.free) for one in self.pool._processes)
 
     def at_half(self, pid: int) -> None:
         wait_until((self.gates / f"half-{pid}").exists)
@@ -119,8 +127,8 @@ class TestContract(StoreContract):
     def store(self, shared: Fleet, monkeypatch: pytest.MonkeyPatch) -> ProcessGets:
         monkeypatch.setattr(stores, "_BYTES_MIN", 0)
         monkeypatch.setattr(shared.store, "close", lambda: None)
-        wait_until(lambda: not shared.pool.busy)
-        assert shared.pool.pids(), "gets are made by a process"
+        wait_until(lambda: not shared.busy())
+        assert shared.pids(), "gets are made by a process"
         shutil.rmtree(shared.values, ignore_errors=True)
         return shared.store
 
@@ -128,16 +136,19 @@ class TestContract(StoreContract):
 def test_messages_are_read_as_they_were_written() -> None:
     for start in (None, 0, 1 << 40):
         request = GetRequest(1 << 50, 1 << 33, start, 12.5, is_trial=True, key="ns/a")
-        assert GetRequest.unpack(request.pack()) == request
-    answer = Answer(AnswerKind.COUNTED, 3, 4, "s3_hedges")
-    assert Answer.unpack(answer.pack()) == answer
-    for error in (StoreUnavailable("x y"), StoreDenied("no"), ValueTooLong("long"), KeyError("k")):
-        made = Answer.unpack(failed(7, error).pack()).error
-        assert type(made) is (type(error) if isinstance(error, StoreError) else StoreError)
-        assert str(error) in str(made)
-    for message in (b"", b"\x01", b"\xff" * 17, b"\x05" + b"\x7f" * 16):
+        assert REQUESTS.validate_json(REQUESTS.dump_json(request)) == request
+    answer = Answer(3, 4, counts={"s3_hedges": 2.0})
+    assert ANSWERS.validate_json(ANSWERS.dump_json(answer)) == answer
+    for error in (StoreUnavailable("x y"), StoreDenied("\udcff"), ValueTooLong("l"), KeyError("k")):
+        told = ANSWERS.validate_json(ANSWERS.dump_json(failed(7, error)))
+        with pytest.raises(StoreError) as caught:
+            told.raise_error()
+        assert caught.type is (type(error) if isinstance(error, StoreError) else StoreError)
+        assert str(error).replace("\udcff", "?") in str(caught.value)
+    unknown = b'{"number": 3, "nbytes": null, "error": 9}'
+    for message in (b"", b"\xff" * 17, b"[3, 4]", b'{"number": 3}', unknown):
         with pytest.raises(ValueError, match=r"."):
-            Answer.unpack(message)
+            ANSWERS.validate_json(message)
 
 
 def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) -> None:
@@ -252,9 +263,9 @@ def test_a_process_that_writes_late_writes_to_its_own_memory(
     other = value(7)
     into[:] = other
     fleet.go(pid)
-    wait_until(lambda: not fleet.pool.busy)
+    wait_until(lambda: not fleet.busy())
     assert into == other
-    assert fleet.pool.pids() == [pid], "it has answered in time, so it is used again"
+    assert fleet.pids() == [pid], "it has answered in time, so it is used again"
     assert fleet.store.get_into("held/a", into, lambda _: None) == SIZE
     assert into == value(6)
 
@@ -284,7 +295,7 @@ def test_a_process_that_owes_an_answer_gets_something_new_until_it_is_late(
     if is_late:
         wait_until(is_left_out)
     fleet.go(pid)
-    wait_until(lambda: not fleet.pool.busy)
+    wait_until(lambda: not fleet.busy())
     fleet.own.starts.clear()
     fleet.store.get_into("warm", memoryview(bytearray(SIZE)))
     assert fleet.own.starts == []
@@ -308,7 +319,7 @@ def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_on
 
     def start(lanes: int) -> FetchProcess:
         started.append(lanes)
-        return FetchProcess(FetchProgram([command], os.environ), lanes)
+        return FetchProcess([command], os.environ, lanes)
 
     limits = PoolLimits(1, 1, restart_s=3600.0, restart_max_s=7200.0)
     pool = FetchPool(start, limits, recorder, report=lambda *loss: losses.append(loss))
@@ -351,7 +362,7 @@ def test_processes_end_when_idle_with_their_memory_and_start_again(tmp_path: Pat
         (pid,) = fleet.ready()
         assert memory_maps() > others
         wait_until(partial(has_ended, pid))
-        wait_until(lambda: not fleet.pool.pids() and memory_maps() <= others)
+        wait_until(lambda: not fleet.pids() and memory_maps() <= others)
         assert fleet.ready() != [pid]
         fleet.store.close()
         assert fleet.recorder.value("fetch_process_losses") == 0
@@ -386,7 +397,7 @@ def test_the_watching_thread_outlives_a_fault(
     monkeypatch.setattr(FetchProcess, "look", faulty)
     os.kill(pid, signal.SIGKILL)
     wait_until(partial(has_ended, pid))
-    wait_until(lambda: pid not in fleet.pool.pids())
+    wait_until(lambda: pid not in fleet.pids())
     assert fleet.ready() != [pid]
     assert next(faults, None) is None
 
@@ -401,4 +412,4 @@ def test_a_signal_to_the_group_does_not_end_a_process(fleet: Fleet) -> None:
     fleet.own.starts.clear()
     assert fleet.store.get_into("warm", into) == SIZE
     assert fleet.own.starts == []
-    assert fleet.pool.pids() == [pid]
+    assert fleet.pids() == [pid]

@@ -12,7 +12,7 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.stores.redis import UNDONE, RedisStore
+from objkv.stores.redis import RedisStore
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted
 from tests.support.servers.redis import RedisServer
@@ -96,7 +96,8 @@ def test_errors_say_who_can_act(error: Exception, monkeypatch: pytest.MonkeyPatc
             call()
         assert type(caught.value) is (StoreError if error in OTHER else kind)
         assert caught.value.__cause__ is error
-        assert ("ACL" in str(caught.value)) is (error in DENIED)
+        says_what_to_check = "ACL" in str(caught.value) or "redis_password" in str(caught.value)
+        assert says_what_to_check is (error in DENIED)
 
 
 MIB = 1 << 20
@@ -125,22 +126,6 @@ def test_gets_and_puts_make_no_copy_of_a_value(store: RedisStore) -> None:
     assert extra_bytes(lambda: store.put_if_absent("k", VALUE)) < COPY_BYTES_MAX
     assert extra_bytes(lambda: store.get_into("k", buffer)) < COPY_BYTES_MAX
     assert buffer == VALUE
-    assert extra_bytes(lambda: store.get_into("k", buffer[1:], start=1)) < COPY_BYTES_MAX
-    assert buffer == VALUE
-
-
-def test_a_value_is_told_piece_by_piece_as_it_arrives(store: RedisStore) -> None:
-    store.put("k", VALUE)
-    buffer, told = room(MIB), list[int]()
-
-    def arrived(nbytes: int) -> None:
-        assert buffer[:nbytes] == VALUE[:nbytes]
-        told.append(nbytes)
-
-    assert store.get_into("k", buffer, arrived) == MIB
-    assert told == sorted(set(told))
-    assert told[-1] == MIB
-    assert len(told) >= 4
 
 
 def test_refusals_are_translated_as_the_clients_are(
@@ -207,27 +192,19 @@ def answering(get: bytes, *, closes: bool = False) -> Scripted:
     return Scripted(serve)
 
 
-def at(server: Scripted) -> redis.Redis:
+def at(server: Scripted, timeout_s: float = 120) -> redis.Redis:
     once = Retry(NoBackoff(), 0)
-    return redis.Redis(port=server.address[1], protocol=2, socket_timeout=120, retry=once)
+    return redis.Redis(port=server.address[1], protocol=2, socket_timeout=timeout_s, retry=once)
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_value_that_was_begun_is_not_begun_again(closes: bool) -> None:
-    """The beginning of another value may differ, and a verifier may have read this one's."""
-    with answering(b"$100\r\nabcdefgh", closes=closes) as server, at(server) as client:
-        connection = client.connection_pool.get_connection()
-        client.connection_pool.release(connection)
+def test_a_value_that_ends_early_is_told_to_nobody(closes: bool) -> None:
+    with answering(b"$100\r\nabcdefgh", closes=closes) as server, at(server, 1) as client:
         told: list[int] = []
-
-        def arrived(nbytes: int) -> None:
-            told.append(nbytes)
-            if not closes:  # from here on: what comes before may take its time
-                connection._sock.settimeout(0.05)
-
+        store = RedisStore(client, prefix="p:", ttl_s=TTL_S)
         with pytest.raises(StoreUnavailable):
-            RedisStore(client, prefix="p:", ttl_s=TTL_S).get_into("k", room(100), arrived)
-        assert (server.connections, told) == (1, [8])
+            store.get_into("k", room(100), told.append)
+        assert told == []
 
 
 @pytest.mark.parametrize("head", [b"$", b"$x", b"$-2", b"$1 "])
@@ -238,9 +215,8 @@ def test_an_answer_that_announces_no_value_is_a_store_error(head: bytes) -> None
             store.get_into("k", room(100))
 
 
-def test_a_value_without_room_is_the_clients(store: RedisStore) -> None:
+def test_a_value_without_room_has_no_bytes(store: RedisStore) -> None:
     store.put("k", b"")
-    assert store._values.get_into("objkv:p:k", room(0), None, 0) == UNDONE
     assert store.get_into("k", room(0), start=0) == 0
     assert store.get_into("absent", room(0), start=0) is None
     assert store.get_into("k", room(0)) == 0
@@ -251,7 +227,7 @@ def test_closing_gives_the_connections_back(valkey: RedisServer) -> None:
         port=valkey.port, protocol=2, max_connections=4, timeout=120, socket_timeout=120
     )
     store = RedisStore(redis.Redis(connection_pool=pool), prefix="p:", ttl_s=TTL_S)
-    store.put("k", b"value")
+    assert store.get_into("k", room(1)) is None
     assert pool.pool.qsize() == 3
     store.close()
     store.close()

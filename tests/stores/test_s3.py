@@ -1,10 +1,10 @@
-"""``S3Store`` keeps what every store promises, against moto; faults come from botocore's stubs."""
+"""``S3Store`` keeps what every store promises, against moto; faults come from a server in this
+process."""
 
 import hashlib
 import threading
 from collections.abc import Callable, Iterator
-from itertools import count
-from types import SimpleNamespace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,17 +22,20 @@ from werkzeug.serving import make_server
 
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
+from objkv.stores.s3 import wire
 from objkv.stores.s3.absent import PROOF_S, Absence
-from objkv.stores.s3.body import BodyLost, read_exactly
-from objkv.stores.s3.client import open_s3_client, translated
+from objkv.stores.s3.client import ATTEMPTS, S3Access, open_s3_access, translated
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted, hasty
+from tests.support.servers.quick_s3 import Answer, QuickS3, Request
+from tests.support.servers.quick_s3 import failure as refusal
+from tests.support.servers.s3_stores import s3_store
 
 BUCKET = "kv-cache"
 PART = 5 << 20
-Register = Callable[[str, Any], None]
+Handler = Callable[[Request], Answer | bytes | None]
 KEYS = {"s3_access_key_id": "test", "s3_secret_access_key": "testsecret"}
 PATIENT: dict[str, Any] = {"s3_addressing": "path", "load_deadline_ms": 900_000, **KEYS}
 """An attempt that seems to take too long is repeated, and a put may find what it has put itself."""
@@ -52,25 +55,17 @@ def endpoint_url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def client(endpoint_url: str) -> Any:
+def access(endpoint_url: str) -> Iterator[S3Access]:
     """One for all tests, since making one takes 0.2 s; each test has a prefix of its own."""
-    client = open_s3_client(Config(s3_endpoint_url=endpoint_url, **PATIENT))
-    client.create_bucket(Bucket=BUCKET)
-    return client
+    access = open_s3_access(Config(s3_endpoint_url=endpoint_url, **PATIENT))
+    access.client.create_bucket(Bucket=BUCKET)
+    yield access
+    access.close()
 
 
-@pytest.fixture
-def on(client: Any) -> Iterator[Register]:
-    """Has a handler called before each request of an operation, until the test ends."""
-    registered = []
-
-    def register(operation: str, handler: Any) -> None:
-        registered.append((f"before-call.s3.{operation}", handler))
-        client.meta.events.register(*registered[-1])
-
-    yield register
-    for event, handler in registered:
-        client.meta.events.unregister(event, handler)
+@pytest.fixture(scope="module")
+def client(access: S3Access) -> Any:
+    return access.client
 
 
 @pytest.fixture
@@ -79,33 +74,60 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
+def store(access: S3Access, prefix: str) -> S3Store:
+    return S3Store(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
+
+
+class TestS3Store(StoreContract):
+    @pytest.fixture
+    def store(self, access: S3Access, prefix: str) -> S3Store:
+        return S3Store(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
+
+
+def operation(request: Request) -> str:
+    """What AWS calls the request for an object."""
+    if "uploadId" in request.query:
+        return {"PUT": "UploadPart", "POST": "CompleteMultipartUpload"}.get(request.method, "")
+    return {"PUT": "PutObject", "GET": "GetObject"}.get(request.method, "")
+
+
+class Faulty(QuickS3):
+    """A server whose answers to operations can be replaced."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, Request]] = []
+        self._handlers: dict[str, Handler] = {}
+        super().__init__(intercept=self._look)
+
+    def on(self, name: str, handler: Handler) -> None:
+        self._handlers[name] = handler
+
+    def count(self, name: str) -> int:
+        return sum(asked == name for asked, _ in self.asked)
+
+    def _look(self, request: Request) -> Answer | bytes | None:
+        name = operation(request)
+        self.asked.append((name, request))
+        return self._handlers.get(name, lambda _: None)(request)
+
+
+@pytest.fixture
+def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
+    """Pauses before repetitions take no time."""
+    monkeypatch.setattr(wire.time, "sleep", lambda _: None)
+    with Faulty() as server:
+        yield server
+
+
+@pytest.fixture
 def recorder() -> MemoryRecorder:
     return MemoryRecorder()
 
 
 @pytest.fixture
-def store(client: Any, prefix: str, recorder: MemoryRecorder) -> S3Store:
-    """Every request by the client, so that handlers see them."""
-    return S3Store(
-        client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART, is_direct=False,
-        recorder=recorder,
-    )  # fmt: skip
-
-
-class TestS3Store(StoreContract):
-    @pytest.fixture
-    def store(self, client: Any, prefix: str) -> S3Store:
-        return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
-
-
-class TestS3StoreByTheClientAlone(StoreContract):
-    """Unusual requests go this way; all do if the wire cannot be used."""
-
-    @pytest.fixture
-    def store(self, client: Any, prefix: str) -> S3Store:
-        return S3Store(client, bucket=BUCKET, prefix=prefix, multipart_bytes=PART, is_direct=False)
-
-    test_scan_passes_page_boundaries = None  # slow, and no other than above
+def spoiled(faulty: Faulty, recorder: MemoryRecorder) -> Iterator[S3Store]:
+    with s3_store(faulty.url, client=PATIENT, deadline_s=900, recorder=recorder) as store:
+        yield store
 
 
 def failure(status: int, code: str, operation: str = "GetObject") -> ClientError:
@@ -118,6 +140,9 @@ def test_values_are_kept_under_the_prefix(store: S3Store, client: Any, prefix: s
     assert (
         client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"][0]["Key"] == f"{prefix}/k"
     )
+    assert store.head("k") is not None
+    store.delete("k")
+    assert "Contents" not in client.list_objects_v2(Bucket=BUCKET, Prefix=prefix)
 
 
 def test_objects_that_are_no_keys_are_left_out_of_a_scan(
@@ -130,162 +155,171 @@ def test_objects_that_are_no_keys_are_left_out_of_a_scan(
 
 
 def test_a_server_that_honours_the_condition_is_asked_once(
-    store: S3Store, recorder: MemoryRecorder, client: Any, on: Register
+    spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty
 ) -> None:
-    puts = []
-    on("PutObject", lambda params, **_: puts.append(params["headers"]))
-    assert store.conditional_puts is None
-    assert [store.put_if_absent(f"k{number}", b"") for number in range(3)] == [True] * 3
-    assert store.conditional_puts is True
-    assert len(puts) == 4
+    assert spoiled.conditional_puts is None
+    assert [spoiled.put_if_absent(f"k{number}", b"") for number in range(3)] == [True] * 3
+    assert spoiled.conditional_puts is True
+    assert faulty.count("PutObject") == 4
     assert recorder.value("s3_unconditional_puts") == 0
 
 
 @pytest.mark.parametrize("code", ["NotImplemented", "InvalidArgument", ""])
 def test_where_the_condition_is_refused_or_ignored_a_head_is_asked_for_instead(
-    store: S3Store, recorder: MemoryRecorder, client: Any, code: str, on: Register
+    spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty, code: str
 ) -> None:
     asked = []
 
-    def refuse(params: dict[str, Any], **_: object) -> None:
-        if params["headers"].pop("If-None-Match", None):
-            asked.append(1)
-            if code:
-                raise failure(501 if code == "NotImplemented" else 400, code)
+    def refuse(request: Request) -> Answer | None:
+        if not request.headers.pop("if-none-match", None):
+            return None
+        asked.append(1)
+        return refusal(501 if code == "NotImplemented" else 400, code) if code else None
 
-    on("PutObject", refuse)
-    assert store.put_if_absent("a", b"1") is True
-    assert store.put_if_absent("a", b"2") is False
-    assert store.put_if_absent("b", b"3") is True
-    assert store.get("a") == b"1"
-    assert store.conditional_puts is False
+    faulty.on("PutObject", refuse)
+    assert spoiled.put_if_absent("a", b"1") is True
+    assert spoiled.put_if_absent("a", b"2") is False
+    assert spoiled.put_if_absent("b", b"3") is True
+    assert spoiled.get("a") == b"1"
+    assert spoiled.conditional_puts is False
     assert len(asked) == (1 if code else 2)
     assert recorder.value("s3_unconditional_puts") == (3 if code else 2)
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        failure(503, "SlowDown"),
-        failure(400, "RequestTimeout"),
-        ReadTimeoutError(endpoint_url="http://s3"),
-        StoreUnavailable("the deadline is too near to ask"),
-    ],
-    ids=lambda error: type(error).__name__ + str(error)[:40],
+    "instead",
+    [refusal(503, "SlowDown"), refusal(400, "RequestTimeout"), b""],
+    ids=["busy", "timed out", "closed"],
 )
 def test_a_second_put_without_a_verdict_leaves_it_to_the_next_to_find_out(
-    store: S3Store, recorder: MemoryRecorder, client: Any, error: Exception, on: Register
+    spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty, instead: Answer | bytes
 ) -> None:
-    puts: list[Any] = []
-
-    def fail_second(params: dict[str, Any], **_: object) -> None:
-        puts.append(params["headers"])
-        if len(puts) == 2:
-            raise error
-
-    on("PutObject", fail_second)
-    assert store.put_if_absent("a", b"1") is True
-    assert store.conditional_puts is None
-    assert store.put_if_absent("a", b"2") is False
-    assert store.put_if_absent("b", b"2") is True
-    assert store.conditional_puts is True
+    lost = iter([None, *[instead] * 5])  # with the repetitions, one of a connection used before
+    faulty.on("PutObject", lambda _: next(lost, None))
+    assert spoiled.put_if_absent("a", b"1") is True
+    assert spoiled.conditional_puts is None
+    faulty.on("PutObject", lambda _: None)
+    assert spoiled.put_if_absent("a", b"2") is False
+    assert spoiled.put_if_absent("b", b"2") is True
+    assert spoiled.conditional_puts is True
     assert recorder.value("s3_unconditional_puts") == 0
-    assert store.get("a") == b"1"
+    assert spoiled.get("a") == b"1"
 
 
 def test_a_conflict_with_another_writer_is_tried_again_but_not_for_ever(
-    store: S3Store, client: Any, on: Register
+    spoiled: S3Store, faulty: Faulty
 ) -> None:
-    conflicts = [failure(409, "ConditionalRequestConflict")] * 7
-
-    def conflict(**_: object) -> None:
-        if conflicts:
-            raise conflicts.pop()
-
-    on("PutObject", conflict)
+    conflicts = iter([refusal(409, "ConditionalRequestConflict")] * 7)
+    faulty.on("PutObject", lambda _: next(conflicts, None))
     with pytest.raises(StoreUnavailable, match="5 conflicts"):
-        store.put_if_absent("k", b"1")
-    assert store.put_if_absent("k", b"1") is True
+        spoiled.put_if_absent("k", b"1")
+    assert spoiled.put_if_absent("k", b"1") is True
 
 
-def test_large_values_go_up_in_parts(store: S3Store, client: Any, on: Register) -> None:
-    parts = []
-    on("UploadPart", lambda **_: parts.append(1))
+def test_large_values_go_up_in_parts(spoiled: S3Store, faulty: Faulty) -> None:
     value = bytes(range(256)) * (12 << 12)
-    assert store.put_if_absent("k", memoryview(value)) is True
-    assert store.put_if_absent("k", b"x" * len(value)) is False
-    assert len(parts) == 3
-    assert store.get("k") == value
-    store.put("k", value[::-1])
-    assert store.get("k") == value[::-1]
+    assert spoiled.put_if_absent("k", memoryview(value)) is True
+    assert spoiled.put_if_absent("k", b"x" * len(value)) is False
+    assert faulty.count("UploadPart") == 3
+    assert spoiled.get("k") == value
+    spoiled.put("k", value[::-1])
+    assert spoiled.get("k") == value[::-1]
 
 
-def test_a_value_that_appears_during_an_upload_stays(
-    store: S3Store, client: Any, prefix: str, on: Register
+def test_a_part_whose_answer_is_lost_is_sent_again(spoiled: S3Store, faulty: Faulty) -> None:
+    value = bytes(range(256)) * (12 << 12)
+    answers = iter([refusal(503, "SlowDown"), None, b"", refusal(500, "InternalError")])
+    faulty.on("UploadPart", lambda _: next(answers, None))
+    spoiled.put("k", value)
+    assert spoiled.get("k") == value
+
+
+def test_a_value_that_appears_during_an_upload_stays(spoiled: S3Store, faulty: Faulty) -> None:
+    with s3_store(faulty.url) as other:
+        faulty.on("UploadPart", lambda _: other.put("k", b"first"))
+        assert spoiled.put_if_absent("k", bytes(PART + 1)) is False
+    assert spoiled.get("k") == b"first"
+    assert list(spoiled.unfinished()) == []
+
+
+@pytest.mark.parametrize("name", ["UploadPart", "CompleteMultipartUpload"])
+def test_an_upload_that_is_refused_leaves_no_parts(
+    spoiled: S3Store, faulty: Faulty, name: str
 ) -> None:
-    def overtake(**_: object) -> None:
-        client.put_object(Bucket=BUCKET, Key=f"{prefix}/k", Body=b"first")
+    faulty.on(name, lambda _: refusal(403, "AccessDenied"))
+    for put in (spoiled.put, spoiled.put_if_absent):
+        with pytest.raises(StoreDenied):
+            put("k", bytes(PART + 1))
+    assert list(spoiled.unfinished()) == []
+    assert spoiled.get("k") is None
 
-    on("UploadPart", overtake)
-    assert store.put_if_absent("k", bytes(PART + 1)) is False
-    assert store.get("k") == b"first"
-    assert "Uploads" not in client.list_multipart_uploads(Bucket=BUCKET)
 
-
-@pytest.mark.parametrize("operation", ["UploadPart", "CompleteMultipartUpload"])
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        (failure(503, "SlowDown"), StoreBusy),
-        (KeyboardInterrupt(), KeyboardInterrupt),
-        (MemoryError(), MemoryError),
-    ],
-)
-def test_an_upload_that_fails_leaves_no_parts(
-    store: S3Store,
-    client: Any,
-    operation: str,
-    error: BaseException,
-    expected: type[BaseException],
-    on: Register,
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_upload_that_is_interrupted_leaves_no_parts(
+    spoiled: S3Store, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(**_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise error
 
-    on(operation, fail)
-    for put in (store.put, store.put_if_absent):
-        with pytest.raises(expected):
-            put("k", bytes(PART + 1))
-    assert "Uploads" not in client.list_multipart_uploads(Bucket=BUCKET)
-    assert store.get("k") is None
+    with monkeypatch.context() as patch:
+        patch.setattr(wire.Wire, "ask", fail)
+        for put in (spoiled.put, spoiled.put_if_absent):
+            with pytest.raises(error):
+                put("k", bytes(PART + 1))
+    assert list(spoiled.unfinished()) == []
+    assert spoiled.get("k") is None
 
 
-def test_a_body_that_ends_early_is_unavailable_every_way() -> None:
+def test_a_body_that_ends_early_is_unavailable() -> None:
     half = b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\nhalf"
-    with Scripted(hasty(half)) as server:
-        client = open_s3_client(Config(s3_endpoint_url=server.url, **PATIENT))
-        for is_direct in (True, False):
-            store = S3Store(
-                client, bucket=BUCKET, prefix="", multipart_bytes=PART, is_direct=is_direct
-            )
-            with pytest.raises(StoreUnavailable, match="get k"):
-                store.get("k")
-            with pytest.raises(StoreUnavailable, match="get_into k"):
-                store.get_into("k", memoryview(bytearray(100)))
-        store.close()
+    with Scripted(hasty(half)) as server, s3_store(server.url, client=PATIENT) as store:
+        with pytest.raises(StoreUnavailable, match="get k"):
+            store.get("k")
+        with pytest.raises(StoreUnavailable, match="get_into k"):
+            store.get_into("k", memoryview(bytearray(100)))
 
 
-@pytest.mark.parametrize("has_stream", [True, False])
-def test_a_body_that_trickles_is_unavailable(has_stream: bool) -> None:
-    def readinto(buffer: memoryview) -> int:
-        buffer[:1] = b"x"
-        return 1
+def test_a_bucket_in_another_region_is_found_like_the_client_finds_it(
+    spoiled: S3Store, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client remembers where it was redirected to."""
+    spoiled.put("k", b"value")
+    there = replace(spoiled._wire.endpoint(), region="eu-west-9")
+    faulty.on(
+        "GetObject",
+        lambda request: (
+            None
+            if "/eu-west-9/s3/" in request.headers["authorization"]
+            else refusal(400, "AuthorizationHeaderMalformed")
+        ),
+    )
+    with pytest.raises(StoreDenied, match="set s3_region"):
+        spoiled.get("k")
+    monkeypatch.setattr(wire, "find_endpoint", lambda *_: there)
+    assert spoiled.get("k") == b"value"
 
-    stream = SimpleNamespace(read1=lambda _: b"x")
-    body = SimpleNamespace(_raw_stream=stream) if has_stream else SimpleNamespace(readinto=readinto)
-    into, now_s = memoryview(bytearray(100)), count(1)
-    with pytest.raises(BodyLost, match="deadline passed after 6 of 100"):
-        read_exactly(body, into, 5, clock=lambda: float(next(now_s)))
+
+def test_a_server_that_redirects_and_does_not_say_where_to_is_denied(
+    spoiled: S3Store, faulty: Faulty
+) -> None:
+    """The client would ask it where to, again and again."""
+    for name in ("GetObject", ""):
+        faulty.on(name, lambda _: Answer(307))
+    with pytest.raises(StoreDenied, match="in another region"):
+        spoiled.get("k")
+    assert len(faulty.asked) < 10
+
+
+def test_what_is_not_answered_with_200_or_206_is_no_value(spoiled: S3Store, faulty: Faulty) -> None:
+    faulty.on("GetObject", lambda _: Answer(202, body=(memoryview(b"text"),)))
+    with pytest.raises(StoreUnavailable, match="HTTP 202"):
+        spoiled.get("k")
+
+
+def test_the_client_signs_the_host_that_is_sent(faulty: Faulty) -> None:
+    with s3_store(faulty.url.replace("127.0.0.1", "LocalHost"), client=PATIENT) as store:
+        store.head("k")
+    assert faulty.asked[-1][1].headers["host"].startswith("localhost:")
 
 
 def raised(error: Exception) -> StoreError:
@@ -341,8 +375,8 @@ def test_what_time_mends_is_unavailable(error: Exception, words: str) -> None:
     assert words in str(translation)
 
 
-def test_a_missing_bucket_is_denied(client: Any) -> None:
-    store = S3Store(client, bucket="nowhere", prefix="", multipart_bytes=PART)
+def test_a_missing_bucket_is_denied(access: S3Access) -> None:
+    store = S3Store(access, bucket="nowhere", prefix="", multipart_bytes=PART)
     calls = [store.check, lambda: store.get("k"), lambda: store.put_if_absent("k", b"")]
     calls.append(lambda: list(store.scan("")))
     for call in calls:
@@ -351,11 +385,9 @@ def test_a_missing_bucket_is_denied(client: Any) -> None:
 
 
 def test_the_client_is_made_as_the_settings_say() -> None:
-    given = {"bulk_calls_max": 7, "s3_ranges_max": 5, "load_deadline_ms": 20_000, **KEYS}
-    config = open_s3_client(Config.model_validate(given)).meta.config
-    assert config.max_pool_connections == 7 + 5
-    # One attempt comes before the client's three.
-    assert (1 + 3) * (config.connect_timeout + config.read_timeout) == pytest.approx(18)
+    given = {"load_deadline_ms": 20_000, **KEYS}
+    config: Any = open_s3_access(Config.model_validate(given)).client.meta.config
+    assert ATTEMPTS * (config.connect_timeout + config.read_timeout) == pytest.approx(18)
 
 
 @pytest.mark.parametrize(
@@ -368,7 +400,7 @@ def test_the_client_is_made_as_the_settings_say() -> None:
 )
 def test_settings_that_cannot_work_are_a_config_error(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        open_s3_client(Config(**settings, **KEYS))
+        open_s3_access(Config(**settings, **KEYS))
 
 
 PLACE = {"Bucket": "b", "Key": "p/k"}

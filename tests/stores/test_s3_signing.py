@@ -7,15 +7,15 @@ import re
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import boto3
 import botocore
 import pytest
 from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSRequest, AWSResponse
+from botocore.awsrequest import AWSRequest
 from botocore.client import Config as ClientConfig
-from botocore.compat import HTTPHeaders
 from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,53 +23,58 @@ from hypothesis import strategies as st
 from objkv.assembly.backends import open_backends
 from objkv.assembly.fetchers import open_s3
 from objkv.config import Config, load_config
-from objkv.errors import ConfigError, StoreDenied
+from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.stores.base import PruneStore
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import S3Access, open_s3_access
 from objkv.stores.s3.demands import PutDemands
+from objkv.stores.s3.http import ConnectionFailed
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.samples import save, save_identity
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
-from tests.support.servers.s3_stores import BUCKET, MIB, PART, pattern, s3_client, s3_store
+from tests.support.servers.s3_stores import BUCKET, MIB, PART, pattern, s3_access, s3_store
 
 
 def test_credentials_that_change_are_used_from_then_on() -> None:
     """Those of a role do so every hour; and every day has a key of its own."""
-    client = s3_client("http://s3.test:99", allow_plaintext=True)
+    client: Any = s3_access("http://s3.test:99", allow_plaintext=True).client
     place = find_endpoint(client, BUCKET, "p/")
-    assert place is not None
     heads = []
     for secret in ("one", "two"):
         credentials = Credentials("access", secret, f"token-{secret}")
         client._request_signer._credentials = credentials
-        heads.append(place.signed(client, "GET", "k", {}))
+        heads.append(place.signed("GET", "k", {}))
         assert f"x-amz-security-token: token-{secret}".encode() in heads[-1]
     signatures = {head.partition(b"Signature=")[2].split()[0] for head in heads}
     assert len(signatures) == 2
 
 
-def test_what_the_client_signs_otherwise_it_does_itself() -> None:
-    client = s3_client("http://s3.test:99", allow_plaintext=True)
-    assert find_endpoint(client, BUCKET, "p/") is not None
-    unsigned = client.meta.config.merge(ClientConfig(signature_version=botocore.UNSIGNED))
-    anonymous = boto3.session.Session().client(
-        "s3", endpoint_url="http://s3.test:99", config=unsigned, region_name="x"
+@pytest.mark.parametrize("version", [botocore.UNSIGNED, "s3"])
+def test_another_signature_than_version_4_is_refused_with_what_to_do(version: Any) -> None:
+    access = s3_access("http://s3.test:99", allow_plaintext=True)
+    settings = access.client.meta.config.merge(ClientConfig(signature_version=version))
+    client: Any = boto3.session.Session().client(
+        "s3", endpoint_url="http://s3.test:99", config=settings, region_name="x",
+        aws_access_key_id="a", aws_secret_access_key="b",
+    )  # fmt: skip
+    store = S3Store(
+        S3Access(client, access.connections), bucket=BUCKET, prefix="p", multipart_bytes=PART
     )
-    assert find_endpoint(anonymous, BUCKET, "p/") is None
+    with pytest.raises(StoreDenied, match="remove signature_version from the AWS profile"):
+        store.check()
 
 
 @pytest.mark.parametrize("prefix", ["", "p/", "a b/ü%/+&?/"])
 @pytest.mark.parametrize("addressing", ["path", "virtual"])
 def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -> None:
-    client = s3_client(
+    client: Any = s3_access(
         "http://s3.test:99",
         s3_addressing=addressing,
         s3_region="eu-test-1",
         allow_plaintext=True,
-    )
+    ).client
     sent: list[str] = []
 
     def stop(request: Any, **_: object) -> None:
@@ -77,10 +82,9 @@ def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -
         raise InterruptedError
 
     place = find_endpoint(client, BUCKET, prefix)
-    client.meta.events.register("before-send.s3.GetObject", stop)
+    client.meta.events.register_first("before-send.s3", stop)
     with pytest.raises(InterruptedError):
         client.get_object(Bucket=BUCKET, Key=prefix + "ns/ab/k.x")
-    assert place is not None
     assert sent == [place.url + place.path + "ns/ab/k.x"]
     assert place.region == "eu-test-1"
     assert place.host == sent[0].split("/")[2]
@@ -108,14 +112,13 @@ def test_signatures_are_those_of_the_clients_signer(
 ) -> None:
     credentials = Credentials("access", "secret", token)
     auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
-    client: Any = type("Client", (), {"_request_signer": type("Signer", (), {})()})()
-    client._request_signer.get_auth_instance = lambda *_: auth
-    place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent")
+    signer = SimpleNamespace(get_auth_instance=lambda *_: auth)
+    place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent", signer)
     extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
     if demands:
         found = PutDemands.of(Config(**EVERY_DEMAND))
         extra |= {**found.headers(), **found.body_headers(memoryview(b"payload"))}
-    head = place.signed(client, method, key + query, extra).decode()
+    head = place.signed(method, key + query, extra).decode()
     first, *lines = head.rstrip().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
     signed = headers.pop("authorization")
@@ -185,7 +188,7 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
     with QuickS3(intercept=check) as server:
         given = {
             "bulk_url": "s3://kv-cache/p",
-            "index_url": "memory:",
+            "index_url": "sqlite:///i",
             "s3_endpoint_url": server.url,
             "s3_addressing": "path",
             "s3_access_key_id": "test",
@@ -196,7 +199,7 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
         large, buffer = pattern(PART + 9), bytearray(8)
         with open_backends(Config(**given | demanded), NullRecorder()) as backends:
             store = backends.bulk
-            for key in ("first", "second"):  # the second one skips the client
+            for key in ("first", "second"):
                 assert store.put_if_absent(key, b"value")
                 assert not store.put_if_absent(key, b"value")
             store.put("pins/a", b"document")
@@ -439,31 +442,22 @@ def test_a_refusal_is_no_absence_since_a_session_may_always_see_what_is_missing(
     assert not [one for one in bucket.requests if "list-type" in one.query]
 
 
-class _Body:
-    def __init__(self, text: str) -> None:
-        self._text = text.encode()
-
-    def stream(self, **_: object) -> list[bytes]:
-        return [self._text]
-
-    def read(self, *_: object, **__: object) -> bytes:
-        return self._text
-
-
 def test_on_aws_the_zone_in_the_name_is_asked_by_tls_and_nothing_else() -> None:
-    client = open_s3_client(
+    access = open_s3_access(
         Config(s3_region="us-east-1", s3_access_key_id="key", s3_secret_access_key="secret")
     )
     asked: list[tuple[str, str]] = []
 
-    def answer(request: Any, **_: object) -> AWSResponse:
+    def answer(request: Any, **_: object) -> None:
         asked.append((request.method, request.url))
-        told = (200, _Body(SESSION)) if request.url.endswith("?session") else (404, _Body(""))
-        return AWSResponse(request.url, told[0], HTTPHeaders(), told[1])
+        raise ConnectionFailed("no network here")
 
-    client.meta.events.register("before-send.s3", answer)
-    store = S3Store(client, bucket=ZONED, prefix="p", multipart_bytes=PART)
-    assert store.get_into("ns/a", memoryview(bytearray(1))) is None
+    events: Any = access.client.meta.events
+    events.register_first("before-send.s3", answer)
+    store = S3Store(access, bucket=ZONED, prefix="p", multipart_bytes=PART, deadline_s=1)
+    with pytest.raises(StoreUnavailable, match="no network here"):
+        store.get_into("ns/a", memoryview(bytearray(1)))
     host = f"https://{ZONED}.s3express-use1-az4.us-east-1.amazonaws.com"
-    assert asked == [("GET", f"{host}/?session"), ("GET", f"{host}/p/ns/a")]
+    assert set(asked) == {("GET", f"{host}/?session")}
+    assert store._wire.endpoint().url + store._wire.endpoint().path == f"{host}/p/"
     store.close()

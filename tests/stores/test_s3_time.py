@@ -5,10 +5,12 @@ speed.
 """
 
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -18,12 +20,14 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.net.deadline import EndsBy
+from objkv.net.deadline import WAITS_IN_KERNEL, EndsBy
 from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import helpers as s3_helpers
-from objkv.stores.s3.client import begun_by
-from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpConnection
+from objkv.stores.s3 import http as s3_http
+from objkv.stores.s3 import wire as s3_wire
+from objkv.stores.s3.client import CallDeadline, begun_by
+from objkv.stores.s3.helpers import HelperPool, Piece, Team
+from objkv.stores.s3.http import ConnectionFailed, HttpConnection
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
 from objkv.telemetry import MemoryRecorder
@@ -38,7 +42,7 @@ from tests.support.servers.listener import (
     trickling,
 )
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
-from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_client, s3_store
+from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_access, s3_store
 from tests.support.servers.spoil import Spoil, SpoilS3
 
 FAR_S = 3600.0
@@ -79,8 +83,8 @@ CALLS: dict[str, Call] = {
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, call: Call) -> None:
-    """Each attempt takes up to a quarter of the deadline. The client alone makes three, and waits
-    for up to three seconds in between."""
+    """Each attempt takes up to a quarter of the deadline, and the pause before a third one may take
+    a second."""
     options = {"deadline_s": 0.8, "client": {"load_deadline_ms": 800}, "multipart_bytes": MIB}
     with s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store:
         store._writer.conditional = True
@@ -105,8 +109,8 @@ SLOW: dict[str, tuple[Serve, dict[str, Call]]] = {
 
 
 @contextmanager
-def opened(url: str, *, is_direct: bool) -> Iterator[S3Store]:
-    """A store whose client alone would be patient for minutes."""
+def opened(url: str) -> Iterator[S3Store]:
+    """A store whose connections alone would be patient for minutes."""
     with s3_store(
         url,
         deadline_s=DEADLINE_S,
@@ -114,13 +118,11 @@ def opened(url: str, *, is_direct: bool) -> Iterator[S3Store]:
         multipart_bytes=MIB,
         range_bytes=MIB,
         ranges_max=2,
-        is_direct=is_direct,
     ) as store:
         store._writer.conditional = True
         yield store
 
 
-@pytest.mark.parametrize("is_direct", [True, False], ids=["direct", "client"])
 @pytest.mark.parametrize(
     "slow",
     [
@@ -128,15 +130,29 @@ def opened(url: str, *, is_direct: bool) -> Iterator[S3Store]:
         for name in SLOW
     ],
 )
-def test_a_server_that_is_slow_is_left(slow: str, is_direct: bool) -> None:
+def test_a_server_that_is_slow_is_left(slow: str) -> None:
     serve, calls = SLOW[slow]
-    with Scripted(serve) as server, opened(server.url, is_direct=is_direct) as store:
+    with Scripted(serve) as server, opened(server.url) as store:
         assert_all_end({name: (call, store) for name, call in calls.items()}, StoreUnavailable)
 
 
 def test_a_server_that_lets_nobody_in_is_left() -> None:
-    with full_listener() as (host, port), opened(f"http://{host}:{port}", is_direct=True) as store:
+    with full_listener() as (host, port), opened(f"http://{host}:{port}") as store:
         assert_all_end({name: (call, store) for name, call in CALLS.items()}, StoreUnavailable)
+
+
+@pytest.mark.skipif(not WAITS_IN_KERNEL, reason="waits in the kernel are Linux's")
+def test_a_body_that_trickles_is_left_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = socket.socketpair()
+    line, now_s = HttpConnection(ours, timeout_s=60, keep=lambda _: None), count()
+    monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
+    theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
+    response = line.read_head(9)
+    monkeypatch.setattr(line, "socket", SimpleNamespace(recv_into=lambda *_: 1))
+    with pytest.raises(ConnectionFailed, match="deadline passed"):
+        response.fill(memoryview(bytearray(100)), 9)
+    ours.close()
+    theirs.close()
 
 
 def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
@@ -153,7 +169,7 @@ def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
 
 
 def test_the_client_begins_nothing_when_it_is_too_late(mute: Listener) -> None:
-    client = s3_client(mute.url)
+    client = s3_access(mute.url).client
     with begun_by(time.monotonic()), pytest.raises(StoreUnavailable, match="too little time left"):
         client.get_object(Bucket=BUCKET, Key="k")
     assert mute.connections == 0
@@ -184,10 +200,50 @@ def test_the_client_tries_again_only_if_its_wait_is_over_in_time(
         return failure(503, code)
 
     with QuickS3(intercept=refuse) as server:
-        client = s3_client(server.url)
+        client = s3_access(server.url).client
         with begun_by(left_s), pytest.raises(ClientError, match=code):
             client.get_object(Bucket=BUCKET, Key="k")
     assert len(asked) == attempts
+
+
+@pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 2), (1, 3), (2, 4), (FAR_S, 4)])
+@pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
+def test_a_value_is_asked_for_again_only_if_the_pause_is_over_in_time(
+    left_s: float, attempts: int, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Longer ones after SlowDown, and the first repetition needs none."""
+    asked: list[str] = []
+    pauses: list[float] = []
+
+    def refuse(request: Request) -> Answer:
+        asked.append(request.method)
+        return failure(503 if code == "SlowDown" else 500, code)
+
+    with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
+        stopped = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
+        monkeypatch.setattr(s3_wire, "time", stopped)
+        monkeypatch.setattr(s3_wire.random, "random", lambda: 1.0)
+        deadline = CallDeadline(time.monotonic() + FAR_S, left_s, FAR_S)
+        with pytest.raises(ClientError, match=code):
+            store._wire.ask("GET", "k", {}, deadline)
+    assert len(asked) == attempts
+    base_s = 1.0 if code == "SlowDown" else 0.05
+    assert pauses == pytest.approx([0, base_s, 2 * base_s][: attempts - 1])
+
+
+def test_a_server_that_fails_for_long_is_asked_less_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def refuse(request: Request) -> Answer:
+        asked.append(request.method)
+        return failure(500, "InternalError")
+
+    monkeypatch.setattr(s3_wire.time, "sleep", lambda _: None)
+    with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
+        for _ in range(60):
+            with pytest.raises(StoreUnavailable):
+                store.get("k")
+    assert len(asked) < 60 * 2
 
 
 def test_conflicts_share_one_deadline() -> None:
@@ -204,7 +260,7 @@ def test_conflicts_share_one_deadline() -> None:
         return failure(409, "ConditionalRequestConflict")
 
     with QuickS3(intercept=conflict) as server, s3_store(server.url, deadline_s=10) as store:
-        assert store._wire.is_found
+        store._wire.endpoint()
         store._writer.conditional = True
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
@@ -241,7 +297,7 @@ def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
 
     with (
         QuickS3(intercept=late) as server,
-        s3_store(server.url, multipart_bytes=MIB, is_direct=False) as store,
+        s3_store(server.url, multipart_bytes=MIB) as store,
     ):
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
@@ -258,7 +314,6 @@ def test_uploads_leave_half_of_the_threads_to_reads() -> None:
     assert [crew.offer(gate.wait) for _ in range(3)] == [True, True, False]  # type: ignore[arg-type]
     gate.set()
     crew.close()
-    assert repr(crew) == "<HelperPool 0/4 busy>"
 
 
 class Checked:
@@ -319,8 +374,8 @@ def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
     assert whole
 
 
-@pytest.mark.parametrize("is_client_needed", [False, True])
-def test_what_broke_off_goes_on_where_it_was(is_client_needed: bool) -> None:
+@pytest.mark.parametrize("is_repeated", [False, True])
+def test_what_broke_off_goes_on_where_it_was(is_repeated: bool) -> None:
     """Reported bytes are not written again, because the caller may have verified them."""
     value = pattern(3 * MIB)
     asked: list[str] = []
@@ -332,7 +387,7 @@ def test_what_broke_off_goes_on_where_it_was(is_client_needed: bool) -> None:
         if len(asked) == 1:
             head = f"HTTP/1.1 200 OK\r\nETag: {etag}\r\nContent-Length: {len(value)}\r\n\r\n"
             return head.encode() + value[:MIB]
-        return b"HTTP/1.1 500 No\r\n\r\n" if len(asked) == 2 and is_client_needed else None
+        return b"HTTP/1.1 500 No\r\n\r\n" if len(asked) == 2 and is_repeated else None
 
     with QuickS3(intercept=break_off) as server, s3_store(server.url) as store:
         store.put("k", value)
@@ -341,7 +396,7 @@ def test_what_broke_off_goes_on_where_it_was(is_client_needed: bool) -> None:
         assert store.get_into("k", checked.buffer, checked.arrived) == checked.at == len(value)
         assert checked.buffer == value
     rest = f"bytes={MIB}-{3 * MIB - 1}"
-    assert asked == ["all", rest, rest][: 3 if is_client_needed else 2]
+    assert asked == ["all", rest, rest][: 3 if is_repeated else 2]
 
 
 class Slow:
@@ -415,8 +470,8 @@ def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]
 def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
     crew, begun, gate, over = HelperPool(1), *(threading.Event() for _ in range(3))
 
-    def work(piece: Piece, helper: Helper) -> None:
-        helper.attach(Mock(spec=HttpConnection))
+    def work(piece: Piece, team: Team) -> None:
+        team.attach(Mock(spec=HttpConnection))
         begun.set()
         assert gate.wait(30)
 

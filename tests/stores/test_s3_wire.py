@@ -1,8 +1,8 @@
-"""The short way between an S3 server and the caller's buffer, whatever the server does."""
+"""What is read and written on our own connections to S3, whatever the server does."""
 
+import base64
 import contextlib
 import hashlib
-import io
 import select
 import socket
 import threading
@@ -10,22 +10,24 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.net.deadline import bound_waits, can_wait
 from objkv.stores.base import PruneStore
 from objkv.stores.s3 import http as s3_http
-from objkv.stores.s3.body import VALUE_BYTES_MAX, read_all
-from objkv.stores.s3.client import CallDeadline
-from objkv.stores.s3.http import HttpConnection, HttpResponse, KeptConnections, WireFailed
+from objkv.stores.s3.http import (
+    VALUE_BYTES_MAX,
+    ConnectionFailed,
+    Connections,
+    HttpConnection,
+    HttpResponse,
+)
 from objkv.stores.s3.store import S3Store
-from objkv.stores.s3.write import Put
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Scripted, hasty
@@ -36,7 +38,7 @@ from tests.support.servers.quick_s3 import (
     failure,
     quick_s3_process,
 )
-from tests.support.servers.s3_stores import MIB, pattern, s3_store
+from tests.support.servers.s3_stores import MIB, pattern, s3_access, s3_store
 
 VALUE = pattern(4 * MIB)
 IN_RANGES = {"range_bytes": MIB, "ranges_max": 2}
@@ -72,18 +74,18 @@ def of_the_client(store: S3Store) -> list[str]:
     def look(model: Any, **_: object) -> None:
         seen.append(model.name)
 
-    store._client.meta.events.register("before-call.s3", look)  # type: ignore[arg-type]
+    store._client.meta.events.register("before-call.s3", look)
     return seen
 
 
-def test_large_bodies_go_past_the_client(store: S3Store) -> None:
-    """Fails when a version of the client hides what the short way needs."""
+def test_values_go_past_the_client(store: S3Store) -> None:
     value, buffer = pattern(2 * MIB), memoryview(bytearray(2 * MIB))
+    by_client = of_the_client(store)
     store.put_if_absent("first", b"")
     assert store.conditional_puts is True
-    assert store._wire.is_found
-    by_client = of_the_client(store)
     store.put("k", value)
+    assert store.get("first") == b""
+    assert store.get_range("k", 5, 9) == value[5:9]
     assert store.get_into("k", buffer) == len(value)
     assert buffer == value
     assert store.get_into("k", buffer[:9], start=5) == 9
@@ -92,17 +94,7 @@ def test_large_bodies_go_past_the_client(store: S3Store) -> None:
     assert store.put_if_absent("k", b"other") is False
     assert store.get_into("absent", buffer) is None
     assert store.get_into("absent", buffer, start=0) is None
-    assert by_client == []
-
-
-def test_where_the_client_hides_its_credentials_it_does_everything(
-    server: QuickS3, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with s3_store(server.url) as store:
-        monkeypatch.setattr(store._client, "_request_signer", None)
-        assert not store._wire.is_found
-        store.put("k", b"value")
-        assert store.get_into("k", memoryview(bytearray(5))) == 5
+    assert by_client == ["GetObject"], "built, and not sent"
 
 
 def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
@@ -152,10 +144,10 @@ def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
         buffer.clear()  # would raise BufferError if a view were still held
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
-def test_connections_are_used_again(server: QuickS3, is_direct: bool) -> None:
+def test_connections_are_used_again(server: QuickS3) -> None:
+    """By the client, too."""
     buffer = memoryview(bytearray(MIB))
-    with s3_store(server.url, is_direct=is_direct) as store:
+    with s3_store(server.url) as store:
         store.put("empty", b"")
         for turn in range(5):
             store.put(f"k{turn}", pattern(MIB))
@@ -163,6 +155,8 @@ def test_connections_are_used_again(server: QuickS3, is_direct: bool) -> None:
             assert store.get_into("empty", buffer) == 0
             assert store.get_into("absent", buffer) is None
             assert store.get_into(f"k{turn}", buffer[:7], start=7) == 7
+            assert store.head(f"k{turn}") is not None
+            assert len(list(store.scan(""))) == turn + 2
     assert server.connections == 1
 
 
@@ -171,13 +165,13 @@ def test_a_connection_that_the_server_closed_is_replaced_unseen(
 ) -> None:
     buffer = memoryview(bytearray(MIB))
     store.put("k", b"1")
-    by_client = of_the_client(store)
     for _ in range(3):
         server.hang_up()
         assert store.get_into("k", buffer) == 1
         server.hang_up()
         store.put("k", b"1")
-    assert by_client == []
+        server.hang_up()
+        assert store.head("k") is not None
 
 
 def asked_range(request: Request) -> tuple[int, int] | None:
@@ -280,41 +274,58 @@ def test_what_broke_off_is_not_gone_on_with_where_no_version_is_named() -> None:
 
 @pytest.mark.parametrize("tag", ["", 'ETag: "v"\r\n'])
 @pytest.mark.parametrize("place", ["0-4/3", "0-4/-7", "0-4/*", "1-5/6", "1-5/9", "0-4/x", ""])
-def test_a_range_that_cannot_be_is_left_to_the_client(place: str, tag: str) -> None:
+def test_a_range_that_cannot_be_is_refused(place: str, tag: str) -> None:
     def lie(request: Request) -> bytes:
         head = f"HTTP/1.1 206 OK\r\nContent-Range: bytes {place}\r\n{tag}Content-Length: 5\r\n\r\n"
         return head.encode() + b"value"
 
     with QuickS3(intercept=lie) as server, s3_store(server.url) as store:
-        buffer = bytearray(7)
-        by_client = of_the_client(store)
-        assert store.get_into("k", memoryview(buffer)) == 5
-        assert buffer == b"value\0\0"
-        assert by_client == ["GetObject"] * len(by_client)
-        assert by_client
+        for start in (None, 0):
+            with pytest.raises(StoreUnavailable, match="range"):
+                store.get_into("k", memoryview(bytearray(7)), start=start)
+        with pytest.raises(StoreUnavailable, match="range"):
+            store.get("k")
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
-def test_a_body_in_chunks_is_read_and_only_the_first_is_asked_for_twice(is_direct: bool) -> None:
+CHUNKS = b"3\r\nval\r\n2;x=y\r\nue\r\n0\r\n\r\n"
+
+
+def test_a_body_in_chunks_is_read() -> None:
     asked: list[Request] = []
-    chunks = (
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nval\r\n2\r\nue\r\n0\r\n\r\n"
-    )
 
-    def answer(request: Request) -> bytes:
+    def answer(request: Request) -> Answer:
         asked.append(request)
-        return chunks
+        return Answer(200, {"Transfer-Encoding": "chunked", "ETag": "v"}, (memoryview(CHUNKS),))
 
-    with QuickS3(intercept=answer) as server, s3_store(server.url, is_direct=is_direct) as store:
-        for count in (1, 2, 3):
-            buffer, told = bytearray(7), []
-            assert store.get_into("k", memoryview(buffer), told.append) == 5
-            assert (buffer, told) == (b"value\0\0", [5])
-            assert len(asked) == count + is_direct
+    with QuickS3(intercept=answer) as server, s3_store(server.url) as store:
+        buffer, told = bytearray(7), list[int]()
+        assert store.get_into("k", memoryview(buffer), told.append) == 5
+        assert (buffer, told) == (b"value\0\0", [5])
         assert store.get("k") == b"value"
-        for _ in range(2):
-            with pytest.raises(ValueTooLong):
-                store.get_into("k", memoryview(bytearray(4)))
+        assert store.get_range("k", 1, 3) == b"al"
+        with pytest.raises(ValueTooLong):
+            store.get_into("k", memoryview(bytearray(4)))
+        assert len(asked) == 4
+        assert server.connections <= 2
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"3\r\nval\r\n", b"3\r\nva", b"3", b""),
+        *(b"-3\r\nval\r\n0\r\n\r\n", b"x\r\n\r\n", b"3\r\nvalue\r\n0\r\n\r\n"),
+        *(b"f" * 70_000, b"%x\r\n" % (VALUE_BYTES_MAX + 1)),
+    ],
+    ids=lambda body: body[:20].decode(),
+)
+def test_chunks_that_end_early_or_are_none_are_no_value(body: bytes) -> None:
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with (
+        Scripted(hasty(head + body)) as server,
+        s3_store(server.url) as store,
+        pytest.raises(StoreUnavailable, match="get k"),
+    ):
+        store.get("k")
 
 
 HUGE = VALUE_BYTES_MAX + 1
@@ -322,26 +333,25 @@ HUGE = VALUE_BYTES_MAX + 1
 
 def test_no_memory_is_taken_for_bytes_beyond_the_request() -> None:
     def lie(request: Request) -> bytes:
-        status, nbytes = (206, 9) if request.key.endswith("part") else (200, HUGE)
-        return f"HTTP/1.1 {status} OK\r\nContent-Length: {nbytes}\r\n\r\n123456789".encode()
+        if request.key.endswith("part"):
+            status, nbytes, place = 206, 9, "Content-Range: bytes 0-8/9\r\n"
+        else:
+            status, nbytes, place = 200, HUGE, ""
+        head = f"HTTP/1.1 {status} OK\r\n{place}Content-Length: {nbytes}\r\n\r\n"
+        return head.encode() + b"123456789"
 
     with QuickS3(intercept=lie) as server, s3_store(server.url) as store:
         assert store.get_range("part", 0, 9) == b"123456789"
-        with pytest.raises(StoreError, match="9 bytes, more than the limit of 8"):
+        with pytest.raises(StoreUnavailable, match="did not return the requested range"):
             store.get_range("part", 0, 8)
-        for read in (lambda: store.get("whole"), lambda: store.get_range("whole", 0, 8)):
-            with pytest.raises(StoreError, match=f"{HUGE} bytes, more than the limit"):
-                read()
-    bound_s, body = time.monotonic() + 60, io.BytesIO(b"1234")
-    assert read_all({"Body": io.BytesIO(b"123")}, bound_s, 3) == b"123"
-    with pytest.raises(StoreError, match="4 bytes, more than the limit of 3"):
-        read_all({"Body": body}, bound_s, 3)
-    assert body.closed
+        with pytest.raises(StoreError, match=f"{HUGE} bytes, more than the limit"):
+            store.get("whole")
+        assert store.get_range("whole", 0, 8) == b"12345678"
 
 
 def test_a_server_that_says_go_on_is_not_misread() -> None:
     ours, theirs = socket.socketpair()
-    line = HttpConnection(None, SimpleNamespace(sock=ours), timeout_s=60, kept=KeptConnections())
+    line = HttpConnection(ours, timeout_s=60, keep=lambda _: None)
     sent = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n"
     sent += b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nvalue"
     answers = []
@@ -357,27 +367,130 @@ def test_a_server_that_says_go_on_is_not_misread() -> None:
     theirs.close()
 
 
+def resolve(monkeypatch: pytest.MonkeyPatch, *addresses: str) -> None:
+    """Let the name ``s3.test`` have these addresses."""
+    real = socket.getaddrinfo
+
+    def found(host: str, *args: Any, **options: Any) -> list[Any]:
+        hosts = addresses if host == "s3.test" else (host,)
+        return [one for name in hosts for one in real(name, *args, **options)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", found)
+
+
+def test_the_first_address_that_accepts_is_used(
+    server: QuickS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolve(monkeypatch, "127.0.0.9", "127.0.0.1")
+    url = server.url.replace("127.0.0.1", "s3.test")
+    with s3_store(url, client={"allow_plaintext": True}) as store:
+        store.put("k", b"value")
+        assert store.get("k") == b"value"
+
+
+LOGIN = "Basic " + base64.b64encode(b"me:p w").decode()
+
+
+def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def answer(request: Request) -> Answer:
+        asked.append((request.target, request.headers["host"]))
+        assert request.headers["proxy-authorization"] == LOGIN
+        body = memoryview(b"value" if request.method == "GET" else b"")
+        return Answer(200, {"ETag": "v"}, (body,))
+
+    with QuickS3(intercept=answer) as proxy:
+        monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//me:p%20w@"))
+        with s3_store("http://s3.test:99", client={"allow_plaintext": True}) as store:
+            assert store.get("k") == b"value"
+            store.put("k", b"value")
+            store.delete("k")
+        assert asked == [("http://s3.test:99/kv-cache/p/k", "s3.test:99")] * 3
+        monkeypatch.setenv("no_proxy", "s3.test")
+        with (
+            s3_store("http://s3.test:99", client={"allow_plaintext": True}) as store,
+            pytest.raises(StoreUnavailable, match="does not resolve"),
+        ):
+            store.get("k")
+
+
+def test_a_proxy_passes_tls_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificates = make_certificates(tmp_path)
+    heads: list[bytes] = []
+
+    def tunnel(connection: socket.socket) -> None:
+        heads.append(connection.recv(1 << 16))
+        if LOGIN.encode() not in heads[-1]:
+            connection.sendall(b"HTTP/1.1 407 Who?\r\n\r\n")
+            return
+        connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
+        with socket.create_connection(server.address) as there:
+            ways = {connection: there, there: connection}
+            while True:
+                for one in select.select(list(ways), [], [])[0]:
+                    if not (some := one.recv(1 << 16)):
+                        return
+                    ways[one].sendall(some)
+
+    with QuickS3(tls=certificates) as server, Scripted(tunnel) as proxy:
+        url = server.url.replace("127.0.0.1", "localhost")
+        trusting = {"s3_ca_bundle": certificates / "ca.pem"}
+        monkeypatch.setattr(s3_http, "is_this_machine", lambda _: False)  # the certificate's name
+        monkeypatch.setenv("https_proxy", proxy.url.replace("//", "//me:p%20w@"))
+        with s3_store(url, client=trusting) as store:
+            store.put("k", b"value")
+            assert store.get("k") == b"value"
+            assert store.head("k") is not None
+        port = server.address[1]
+        assert {head.split(b" HTTP")[0] for head in heads} == {b"CONNECT localhost:%d" % port}
+        monkeypatch.setenv("https_proxy", proxy.url)
+        with s3_store(url, client=trusting) as store, pytest.raises(StoreUnavailable, match="407"):
+            store.get("k")
+
+
+@pytest.mark.parametrize("proxy", ["https://127.0.0.1:9", "socks5://127.0.0.1:9"])
+def test_another_kind_of_proxy_is_refused_at_start(
+    proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("https_proxy", proxy)
+    with pytest.raises(ConfigError, match="only through proxies of http://"):
+        s3_access("https://s3.test:1")
+
+
 @pytest.mark.parametrize("ranges_max", [0, 2])
-def test_over_tls_as_well(tmp_path: Path, ranges_max: int) -> None:
+def test_over_tls_as_well(tmp_path: Path, ranges_max: int, monkeypatch: pytest.MonkeyPatch) -> None:
     certificates = make_certificates(tmp_path)
     value = pattern(11 * MIB)
     buffer = memoryview(bytearray(len(value)))
     trusting = {"s3_ca_bundle": certificates / "ca.pem"}
     with QuickS3(tls=certificates) as server:
         with s3_store(server.url, client=trusting, range_bytes=MIB, ranges_max=ranges_max) as store:
-            store.put_if_absent("first", b"")
-            assert store._wire.is_found
-            by_client = of_the_client(store)
             assert store.put_if_absent("small", value[:MIB]) is True
             assert store.put_if_absent("small", value[:MIB]) is False
             assert store.get_into("small", buffer) == MIB
-            assert by_client == []
+            assert [entry.key for entry in store.scan("")] == ["small"]
             assert store.put_if_absent("k", value) is True
             assert store.get_into("k", buffer) == len(value)
             assert buffer == value
         other = {"s3_ca_bundle": certificates / "other-ca.pem"}
-        with s3_store(server.url, client=other) as store, pytest.raises(StoreDenied, match="CA"):
-            store.get_into("k", buffer)
+        with s3_store(server.url, client=other) as store:
+            for call in (lambda: store.get_into("k", buffer), store.check):
+                with pytest.raises(StoreDenied, match="CA"):
+                    call()
+        resolve(monkeypatch, "127.0.0.1")
+        named = server.url.replace("127.0.0.1", "s3.test")  # not in the certificate
+        with s3_store(named, client=trusting) as store, pytest.raises(StoreDenied, match="match"):
+            store.get("k")
+
+    def clear(connection: socket.socket) -> None:
+        connection.recv(1 << 16)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with Scripted(clear) as plain:
+        wrong = plain.url.replace("http:", "https:")
+        with s3_store(wrong, client=trusting) as store, pytest.raises(StoreDenied, match="http://"):
+            store.get("k")
 
 
 def refusal(status: str, code: str) -> bytes:
@@ -403,9 +516,13 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
 
 def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = hasty(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-    put = Put({}, "k", memoryview(pattern(32 * MIB)), CallDeadline.of(60, 60))
-    with Scripted(taken) as server, s3_store(server.url) as store, pytest.raises(WireFailed):
-        store._writer.put_directly(put, if_absent=False)
+    options = {"multipart_bytes": 64 * MIB, "deadline_s": 2.0}
+    with (
+        Scripted(taken) as server,
+        s3_store(server.url, **options) as store,
+        pytest.raises(StoreUnavailable, match="before the whole body was sent"),
+    ):
+        store.put("k", pattern(32 * MIB))
 
 
 LOST: dict[str, Answer | bytes] = {
@@ -433,14 +550,13 @@ def test_a_put_that_wrote_is_true_though_it_was_sent_twice(
         assert store.get("k") == b"value"
 
 
-@pytest.mark.parametrize("is_direct", [True, False])
-def test_a_put_that_another_writer_beat_is_false(is_direct: bool) -> None:
+def test_a_put_that_another_writer_beat_is_false() -> None:
     asked: list[str] = []
 
     def look(request: Request) -> None:
         asked.append(f"{request.method} {request.key}")
 
-    with QuickS3(intercept=look) as server, s3_store(server.url, is_direct=is_direct) as store:
+    with QuickS3(intercept=look) as server, s3_store(server.url) as store:
         assert store.put_if_absent("first", b"0")
         assert store.put_if_absent("k", b"other")
         asked.clear()
@@ -467,19 +583,6 @@ def test_a_repeated_put_that_another_writer_beat_is_false(instead: Answer | byte
         others.append(other)
         assert not store.put_if_absent("k", b"value")
         assert store.get("k") == b"other"
-
-
-def test_connections_that_the_client_closed_are_looked_for_again(
-    server: QuickS3, store: S3Store
-) -> None:
-    buffer = memoryview(bytearray(5))
-    store.put("k", b"value")
-    store._client._endpoint.http_session.close()  # type: ignore[attr-defined]
-    for _ in range(2):
-        assert store.get_into("k", buffer) == 5
-    by_client = of_the_client(store)
-    assert store.get_into("k", buffer) == 5
-    assert by_client == []
 
 
 def open_sockets() -> int:
@@ -538,99 +641,91 @@ _HEADS = st.lists(
 
 
 @given(parts=_HEADS)
-def test_no_answer_however_odd_raises_anything_but_what_leads_to_the_client(
+def test_no_answer_however_odd_raises_anything_but_that_the_connection_failed(
     parts: list[bytes],
 ) -> None:
     ours, theirs = socket.socketpair()
     theirs.sendall(b"".join(parts))
     theirs.close()
-    connection = SimpleNamespace(sock=ours, close=ours.close)
-    pool = SimpleNamespace(_put_conn=lambda _: None)
     buffer = bytearray(3)
     deadline_s = time.monotonic() + 5
-    line = HttpConnection(pool, connection, timeout_s=5, kept=KeptConnections())
-    with contextlib.suppress(WireFailed), line.read_head(deadline_s) as answer:
+    line = HttpConnection(ours, timeout_s=5, keep=lambda _: None)
+    with contextlib.suppress(ConnectionFailed), line.read_head(deadline_s) as answer:
         answer.fill(memoryview(buffer)[: answer.left], deadline_s)
         assert answer.total >= 0
     ours.close()
 
 
-def test_a_header_that_only_a_line_feed_ends_is_left_to_the_client() -> None:
+def test_a_header_that_only_a_line_feed_ends_is_refused() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\nTransfer-Encoding: chunked\r\n\r\n"
-    connection = SimpleNamespace(sock=None)
+    line: Any = None
     with pytest.raises(ValueError, match="unknown length"):
-        HttpResponse(HttpConnection(None, connection, timeout_s=1, kept=KeptConnections()), head)
+        HttpResponse(line, head, 0)
 
 
-class Pool:
-    """As much of urllib3's as is used."""
+class Ends:
+    """Connections to a server of this test, which has their other ends."""
 
     def __init__(self) -> None:
-        self.pool: Any = SimpleNamespace(full=lambda: False)
-        self.back: list[Any] = []
+        self._listening = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._listening.getsockname()[1]}"
+        self.connections = Connections(connect_s=60, read_s=60, ca=None)
+        self._theirs: list[socket.socket] = []
 
-    def _put_conn(self, connection: Any) -> None:
-        self.back.append(connection)
+    def take(self) -> HttpConnection:
+        return self.connections.take(self.url, time.monotonic() + 60)
+
+    def connect(self) -> tuple[HttpConnection, socket.socket]:
+        made = self.connections.take(self.url, time.monotonic() + 60, is_fresh=True)
+        self._theirs.append(self._listening.accept()[0])
+        return made, self._theirs[-1]
+
+    def close(self) -> None:
+        self.connections.close()
+        for one in (*self._theirs, self._listening):
+            one.close()
 
 
 @pytest.fixture
-def connected() -> Iterator[Callable[[], tuple[Any, socket.socket]]]:
-    """Makes connections with their other ends."""
-    ends: list[socket.socket] = []
+def ends() -> Iterator[Ends]:
+    ends = Ends()
+    yield ends
+    ends.close()
 
-    def connect() -> tuple[Any, socket.socket]:
-        ours, theirs = socket.socketpair()
-        ends.extend((ours, theirs))
-        connection = SimpleNamespace(sock=ours)
 
-        def close() -> None:
-            ours.close()
-            connection.sock = None
-
-        connection.close = close
-        return connection, theirs
-
-    yield connect
-    for end in ends:
-        end.close()
+def keep(connection: HttpConnection) -> None:
+    connection.is_clean = True
+    connection.release()
 
 
 @pytest.mark.parametrize("sent", [b"", b"x"])
-def test_what_the_server_closed_or_still_speaks_on_is_closed(
-    connected: Callable[[], tuple[Any, socket.socket]], sent: bytes
-) -> None:
-    kept, pool = KeptConnections(), Pool()
-    connection, server = connected()
-    kept.keep(pool, connection, 60)
-    server.sendall(sent) if sent else server.close()
-    assert kept.take(pool) is None
-    assert connection.sock is None
-    assert pool.back == [None]  # its place in the pool is free
+def test_what_the_server_closed_or_still_speaks_on_is_closed(ends: Ends, sent: bytes) -> None:
+    ours, theirs = ends.connect()
+    keep(ours)
+    theirs.sendall(sent) if sent else theirs.close()
+    assert select.select([ours.socket], [], [], 60)[0]
+    again = ends.take()
+    assert (again is ours, ours.socket.fileno()) == (False, -1)
+    again.close()
 
 
-def test_kept_connections_go_back_to_their_pool(
-    connected: Callable[[], tuple[Any, socket.socket]], monkeypatch: pytest.MonkeyPatch
+def test_kept_connections_are_used_last_first_and_closed_at_the_end(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, pool, now = KeptConnections(), Pool(), [100.0]
-    monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    first, second = connected()[0], connected()[0]
-    bound_waits(first.sock, 0.02)
+    (first, _), (second, _), (third, _) = (ends.connect() for _ in range(3))
     for one in (first, second):
-        kept.keep(pool, one, 60)
-    assert kept.take(pool) is second, "the last one first"
-    assert kept.take(Pool()) is None
-    assert (pool.back.pop(), first.sock.gettimeout()) == (first, 60), "as the client knows it"
-    kept.keep(pool, first, 60)
-    now[0] += s3_http.KEEP_S + 1
-    kept.keep(pool, second, 60)
-    assert pool.back.pop() is first, "it was not needed for a while"
-    monkeypatch.setattr(s3_http, "os", SimpleNamespace(getpid=lambda: -1))
-    assert kept.take(pool) is None, "it is the parent's"
-    assert (pool.back, second.sock is None) == ([], False)
-    kept.close()
-    monkeypatch.undo()
-    kept.keep(pool, first, 60)
-    assert pool.back == [first], "once closed nothing is kept"
+        keep(one)
+    assert ends.take() is second
+    assert second.is_used
+    third.release()
+    assert third.socket.fileno() == -1, "a response may still arrive on it"
+    with monkeypatch.context() as patch:
+        patch.setattr("os.getpid", lambda: -1)
+        assert not first.is_quiet(), "it is the parent's"
+    ends.connections.close()
+    assert first.socket.fileno() == -1
+    keep(second)
+    assert second.socket.fileno() == -1, "once closed nothing is kept"
 
 
 @pytest.mark.skipif(not can_wait(socket.socket()), reason="waits in the kernel are Linux's")

@@ -1,15 +1,15 @@
-"""Arenas whose leases and connections end at the worst moment."""
+"""Whether an arena is sound, and ones whose leases and connections end at the worst moment."""
 
 from typing import Any
 
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.client import AgentConnection
-from objkv.agent.residents import Resident, Residents
 from objkv.errors import TransferError
 
 POISON = 0xEE
 
 
-class SpoilingResidents(Residents):
+class SpoilingArenaCache(ArenaCache):
     """Overwrites a payload when its last lease ends, and forgets it."""
 
     def __init__(self, *given: Any, keeps: bool = False) -> None:
@@ -17,15 +17,15 @@ class SpoilingResidents(Residents):
         super().__init__(*given)
         self._keeps = keeps
 
-    def release(self, one: Resident, *waiter: Any) -> None:
+    def release(self, one: CachedPayload, *waiter: Any) -> None:
         self._spoil(one)
         super().release(one, *waiter)
 
-    def failed(self, one: Resident, *why: Any) -> None:
+    def failed(self, one: CachedPayload, *why: Any) -> None:
         self._spoil(one)
         super().failed(one, *why)
 
-    def _spoil(self, one: Resident) -> None:
+    def _spoil(self, one: CachedPayload) -> None:
         if one.leases > 1 or self._keeps:
             return
         self.forget(one.key)

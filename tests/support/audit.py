@@ -122,7 +122,12 @@ class Auditor:
 
 
 OPTIONS = AuditOptions(
-    version="0", bulk_url="memory:", index_url="memory:", ttl_s=3_600, grace_s=0, workers=2
+    version="0",
+    bulk_url="file:///kv",
+    index_url="sqlite:///i",
+    ttl_s=3_600,
+    grace_s=0,
+    workers=2,
 )
 
 

@@ -16,7 +16,6 @@ from objkv.cli.admission import AdmissionOrders
 from objkv.cli.bench import BenchReport
 from objkv.cli.prefetch import PrefetchReport
 from objkv.config.prices import Prices
-from objkv.models.verdict import ModelVerdict
 from objkv.ops.audit.report import AuditReport, AuditVerdict
 from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
@@ -27,6 +26,7 @@ from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.gpu_check import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
+from objkv.ops.models.verdict import ModelVerdict
 from objkv.ops.pin import PinList, Pinned
 from objkv.ops.runs import Ending, Finding
 from objkv.ops.show import PayloadReport, Verdict

@@ -1,22 +1,22 @@
 """An agent's core within the test's process: what a loader reaches without a socket."""
 
 import os
+import socket
 from collections.abc import Sequence
 from typing import ClassVar, cast
 
 from objkv import background
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease, LeaseHolder, lease_of
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.queue import Urgency
+from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
-from objkv.codec.payload import Claim, Header, encode, read_header
+from objkv.codec.payload import Claim, Header, read_header, recode
 from objkv.errors import StoreBusy, TransferError
+from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
 
@@ -70,7 +70,7 @@ class InsideConnection:
 
     def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
         self.arena, self.core, self._agent = agent.arena, agent.core, agent
-        self._holder = LeaseHolder(agent.core)
+        self._holder = AgentSession(agent.core, socket.socket(socket.AF_UNIX), 0)
         self._outbox = ClientOutbox(os.dup(outbox)) if outbox >= 0 else None
         agent.count(1)
         self._is_closed = False
@@ -97,15 +97,15 @@ class InsideConnection:
         return CommitStatus.ACCEPTED if stored else CommitStatus.REPEATED
 
     def open(
-        self, wanted: Sequence[Wanted], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
-        return [lease_of(one, self.arena.board) for one in answers]
+        return leases_of(answers, self.arena.board)
 
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)
 
-    def reject(self, wanted: Wanted) -> None:
+    def reject(self, wanted: PayloadRequest) -> None:
         self.core.reject(wanted)
 
     def wait(self, seconds: float, also: Alarm) -> bool:
@@ -145,19 +145,18 @@ class InsideSaves:
 
     def __init__(self, cache: ChunkCache, recorder: Recorder, codec: str = "none") -> None:
         self._cache, self._recorder, self._codec = cache, recorder, codec
-        self.has_room, self.begin_save, self.end_save = (
-            cache.has_room,
-            cache.begin_save,
-            cache.end_save,
-        )
+        self.has_room = cache.has_room
+
+    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
+        return self._cache.in_flight.begin(key.path())
+
+    def end_save(self, key: ChunkKey) -> None:
+        self._cache.in_flight.end(key.path())
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        seal, frames, view = self._cache.seal, header.frames, memoryview(payload)
+        seal = self._cache.seal
         if self._codec != "none" or seal is not None:
-            spans = zip(frames.starts, frames.ends, strict=True)
-            pages = [view[start:end] for start, end in spans]
-            more = {"codec": self._codec, "provenance": header.provenance, "seal": seal}
-            payload = encode(claim, frames.layers, pages, **more)
+            payload = recode(memoryview(payload), codec=self._codec, seal=seal)
             header = read_header(payload, seal=seal)
         outcome = self._cache.save(claim, payload, header)
         if outcome is SaveOutcome.SAVED:

@@ -9,34 +9,33 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
-from objkv.agent.residents import Residents
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import rank_shard
 from objkv.stores.base import Arrived, WriteStore, check_fits
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import WINDOW, Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.lanes import ArenaLane, BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.loading.loader import WINDOW, Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -264,7 +263,7 @@ class Replica(Worker):
             shards = tuple(record.shards.items()) if record else ()
             cut = skip if c == chunks[0] else 0
             moves.append(LoadMove(self.move(c, first_block, cut=cut, base=chunks[0]), shards))
-        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+        return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
         """Chunk ``chunk``, its blocks counted from ``first_block`` at chunk ``base``."""
@@ -290,9 +289,9 @@ class Replica(Worker):
         return [cache.cpu().clone() for cache in self.caches]
 
 
-def forget_all(residents: Residents) -> None:
+def forget_all(residents: ArenaCache) -> None:
     """Empty an arena, except for what is being read."""
-    for key in residents:
+    for key in residents.listed():
         residents.forget(key)
 
 

@@ -11,16 +11,16 @@ import torch
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import payload_bytes_max
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Topology
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
-from objkv.transfer.sources import whole_payload_bytes_max
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
+from tests.support.plans import packed
 
 CONTENT = 4
 LAYOUTS = {
@@ -107,11 +107,10 @@ class ShapedRank(Worker):
             shape.tp,
             model.heads,
             (model.layers // shape.pp,) * shape.pp,
-            shape.block_tokens,
             shape.dcp,
             shape.interleave,
         )
-        cut = topology.held(topology.rank(pp_rank, tp_rank))
+        cut = topology.held(pp_rank * shape.tp + tp_rank)
         assert cut is not None
         self.rank = cut
         self.heads = range(cut.shard.head_start, cut.shard.head_end)
@@ -121,7 +120,7 @@ class ShapedRank(Worker):
         recorder, tokens = MemoryRecorder(), model.chunk
         paged = PagedGroup(self._group_shape(), list(self.memory.unbind(0)))
         settings = CacheSettings("writer", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
-        wide = whole_payload_bytes_max(paged, tokens=tokens) + 4096
+        wide = shape.tp * shape.pp * payload_bytes_max(paged.layers, tokens=tokens) + 4096
         super().__init__(
             paged,
             ChunkCache(store, None, index, settings, recorder),
@@ -176,7 +175,7 @@ class ShapedRank(Worker):
                 shards = record.shards.items() if record else ()
                 known = tuple(s for s in shards if fields is None or s[0] in fields)
                 moves.append(LoadMove(self._move(chunk, cut, ids[cut:]), known))
-        return LoadPlan("r", NAMESPACE, tuple(moves), sync)
+        return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
         return self.outcome(self.plan(index, skip=skip, sync=sync))

@@ -33,7 +33,7 @@ class ServedAgent:
 
     def forget(self) -> None:
         """Empty the arena, except for what is being read, so that the next load fetches."""
-        for key in list(self.core.residents):
+        for key in self.core.residents.listed():
             self.core.residents.forget(key)
 
     def settle(self) -> None:

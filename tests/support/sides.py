@@ -12,16 +12,16 @@ from objkv.background import Steps, in_steps
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
-from objkv.connector.kv.wiring import make_scheduler_side, make_worker_side
+from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.inside import InsideAgent
 from tests.support.paged_cache import CHUNK, paged_group
 from tests.support.paged_cache import GROUP as THREE_LAYERS
@@ -106,15 +106,16 @@ def scheduler_side(
     index: Any = None,
     *,
     roles: Mapping[str, Any] | None = None,
-    prefetch: Any = None,
+    prefetch: Any = lambda *_: 0,
     geometry: Geometry = GEOMETRY,
     recorder: MemoryRecorder | None = None,
+    may_reuse: Callable[[], bool] = lambda: True,
     **settings: Any,
 ) -> SchedulerSide:
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
     plain = {"chunk_tokens": SIZE, "lookup_deadline_ms": PATIENCE_MS}
     does = {"loads": True, "saves": True, "copies_are_synchronous": True, "steps_in_flight": 1}
-    side = make_scheduler_side(
+    side = SchedulerSide(
         Config.model_validate(plain | settings),
         Roles(**(does | dict(roles or {}))),
         geometry,
@@ -123,6 +124,7 @@ def scheduler_side(
         index=index if index is not None else MemoryIndex(),
         recorder=recorder or MemoryRecorder(),
         prefetch=prefetch,
+        may_reuse=may_reuse,
     )
     OPENED.append(side)
     return side

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import AgentConnection
-from objkv.agent.residents import Residents
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
+from objkv.transfer import lanes
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading import arena_lane
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadMove, LoadPlan
@@ -23,6 +23,7 @@ from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -76,7 +77,7 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.reader.close()
-    assert world.node.residents.wait_idle(PATIENCE_S)
+    wait_until(lambda: not world.node.residents.leased())
     assert world.node.residents.check()
     for node in (world.node, *world.former):
         node.close()
@@ -98,15 +99,15 @@ def test_what_one_replica_saved_another_loads_by_the_agent(world: World, sync: b
 def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    most, opened = [0], Residents.open
+    most, opened = [0], ArenaCache.open
     monkeypatch.setattr(module, "WINDOW", 2)
 
-    def counted(self: Residents, key: str, waiter: Any, **options: Any) -> Any:
+    def counted(self: ArenaCache, key: str, waiter: Any, **options: Any) -> Any:
         found = opened(self, key, waiter, **options)
         most[0] = max(most[0], world.reader.loader.leased)  # type: ignore[attr-defined]
         return found
 
-    monkeypatch.setattr(Residents, "open", counted)
+    monkeypatch.setattr(ArenaCache, "open", counted)
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
     assert most[0] <= 2
@@ -223,14 +224,24 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
 def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
     plan = world.reader.load_plan(range(1), 1)
     moves = tuple(LoadMove(load.move, ()) for load in plan.moves)
-    outcome = world.reader.outcome(LoadPlan("r", plan.namespace, moves, sync=False))
+    outcome = world.reader.outcome(LoadPlan("r", plan.namespace, packed(moves), sync=False))
     assert outcome.failed_blocks
     assert outcome.rejected
 
 
-def test_more_moves_than_the_queue_takes_are_misses(world: World) -> None:
-    small = world.open(queue_max=2)
+def test_more_moves_than_the_queue_takes_are_misses(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once: the forward pass waits for it."""
+    small, failed, fail = world.open(queue_max=2), list[int](), LoadJob.fail
+
+    def counted(job: LoadJob, index: int, *, rejected: bool) -> bool:
+        failed.append(index)
+        return fail(job, index, rejected=rejected)
+
+    monkeypatch.setattr(LoadJob, "fail", counted)
     outcome = small.load(range(4), 1)
+    assert failed == [2]
     assert outcome.failed_blocks == frozenset(range(5, 9))
     assert world.right(chunks=2, reader=small)
     assert small.recorder.value("load_refused") == 2
@@ -247,9 +258,9 @@ def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
         reads.append(len(buffers))
         return preadv(fd, buffers, offset)
 
-    monkeypatch.setattr(arena_lane, "_WAITED_S", -1.0)
-    monkeypatch.setattr(arena_lane, "_PIECES_MAX", pieces)
-    monkeypatch.setattr(arena_lane.os, "preadv", counted)
+    monkeypatch.setattr(lanes, "_WAITED_S", -1.0)
+    monkeypatch.setattr(lanes, "_PIECES_MAX", pieces)
+    monkeypatch.setattr(lanes.os, "preadv", counted)
     assert not world.reader.load(range(4), 1).failed_blocks
     assert world.right()
     assert reads == ([2] * 4 if pieces > 1 else []), "all layers but the first"
@@ -421,7 +432,7 @@ def test_without_an_agent_the_thread_pauses_whatever_the_reason(
 
 
 def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
-    nothing = LoadPlan("r", NAMESPACE, (), sync=False)
+    nothing = LoadPlan("r", NAMESPACE, packed([]), sync=False)
     loader = world.reader.loader
     with loader._lock:  # the thread finds it together with the loss
         assert loader.agent is not None

@@ -15,20 +15,20 @@ from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from objkv.cache.match import stored_blocks
-from objkv.codec.header import digest
 from objkv.codec.payload import read_header
+from objkv.codec.values import digest
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import rank_shard
 from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
-from objkv.stores.memory import MemoryStore
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
 from objkv.transfer.plan import LoadPlan
 from tests.codec.payloads import rechecked
 from tests.codec.seals import SEALS, other_seal
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support import paged_cache
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
@@ -44,6 +44,7 @@ from tests.support.paged_cache import (
     same_blocks,
     stores,
 )
+from tests.support.plans import packed
 from tests.test_tracing import collected
 
 LARGE = GroupIdentity(
@@ -188,7 +189,7 @@ def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
 def promised_hot(plan: LoadPlan) -> LoadPlan:
     (load,) = plan.moves
     records = tuple((field, replace(record, hot=True)) for field, record in load.records)
-    return replace(plan, moves=(replace(load, records=records),))
+    return replace(plan, moves=packed([replace(load, records=records)]))
 
 
 def test_a_load_of_which_bytes_came_tells_how_many_and_when() -> None:

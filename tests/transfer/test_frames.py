@@ -13,10 +13,10 @@ import torch
 from objkv.assembly.backends import open_backends
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.config import Config
-from objkv.index.memory import MemoryIndex
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.lanes import BlockRuns, HostLane, Pages, Recast
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import IN_PARTS, Replica, same_blocks
 from tests.support.servers.quick_s3 import QuickS3
@@ -74,7 +74,7 @@ def test_a_load_is_few_calls_deep_at_the_socket_and_at_the_block(sync: bool) -> 
             s3_endpoint_url=server.url,
             s3_access_key_id="test",
             s3_secret_access_key="test-test",
-            index_url="memory:",
+            index_url="sqlite:///i",
         )
         backends = open_backends(config, recorder)
         replica = Replica(MemoryStore(), index, seed=1, lane=WatchedLane(), cuts=IN_PARTS)

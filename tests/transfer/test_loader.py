@@ -10,15 +10,15 @@ import torch
 from objkv.agent.fill import Cuts
 from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
-from objkv.stores.memory import MemoryStore
-from objkv.transfer.loading import loads
+from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadOutcome
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     BLOCKS,
@@ -109,9 +109,10 @@ def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothi
 def test_closing_ends_all_threads(caplog: pytest.LogCaptureFixture) -> None:
     before = set(threading.enumerate())
     replica = Replica(*stores(), seed=1)
-    assert replica.loader.threads == 1
+    assert replica.loader._thread.is_alive()
     replica.close()
-    assert (replica.loader.threads, replica.saver.threads) == (0, 0)
+    assert not replica.loader._thread.is_alive()
+    assert replica.saver._pool.threads == 0
     assert not set(threading.enumerate()) - before
     assert "at shutdown" not in caplog.text
     replica.loader.close()
@@ -135,7 +136,7 @@ def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
         return close(job, seconds)
 
     monkeypatch.setattr(LoadJob, "close", watched)
-    monkeypatch.setattr(loads, "_COPIES_S", 0.01)
+    monkeypatch.setattr(module, "_COPIES_S", 0.01)
     replica.loader.close()
     assert len(waits) == 2
     assert waits[1] == 0.0

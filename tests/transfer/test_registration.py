@@ -110,8 +110,10 @@ def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> Non
 
     frames = DeviceFrames(SlabPool("load", count=1, slab_bytes=PAGE), pin)
     frames.attach(reader)
-    frames.request(BOARD_BYTES)
-    wait_until(lambda: frames.registered_bytes > 0)
+    windows = frames.windows
+    assert windows is not None
+    windows.has(np.frombuffer(reader.view, np.uint8).ctypes.data + BOARD_BYTES, 1)
+    wait_until(lambda: windows.registered_bytes > 0)
     assert seen[0] - before >= 64 * PAGE // 512
     frames.detach(reader.close)
     assert frames.join(PATIENCE_S)
@@ -267,7 +269,7 @@ READ_ONLY, HOST_TABLES = 113, 100
 
 def cuda(library: Runtime) -> CudaDriver:
     driver = CudaDriver()
-    driver._runtime = CudaRuntime(library)
+    driver.runtime = CudaRuntime(library)
     return driver
 
 

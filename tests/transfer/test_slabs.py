@@ -1,7 +1,6 @@
 """Every slab is either free or leased, and given back once."""
 
 import gc
-import logging
 import threading
 from collections.abc import Callable
 
@@ -49,30 +48,6 @@ def test_free_and_leased_slabs_are_all_there_are_and_each_is_given_back_once() -
     assert (pool.total, pool.free, pool.leased) == (3, 3, 0)
 
 
-def test_a_pool_that_got_more_than_it_gave_says_so_once_and_goes_on(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Where a slab is given back nobody could do anything about it, and other things come after."""
-    pool = SlabPool("load", count=1, slab_bytes=8)
-    slab = pool.lease()
-    slab.release()
-    assert pool.adds_up
-    for _ in range(2):
-        with caplog.at_level(logging.ERROR):
-            pool.take_back(slab.tensor)
-    assert not pool.adds_up
-    assert len(caplog.records) == 1
-    assert "slabs do not add up" in caplog.text
-
-
-def test_a_lost_slab_is_seen_at_the_next_lease() -> None:
-    pool = SlabPool("load", count=3, slab_bytes=8)
-    pool._free.pop()
-    assert pool.adds_up
-    with pool.lease():
-        assert not pool.adds_up
-
-
 def test_a_slab_is_free_when_its_copies_have_ended() -> None:
     pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
     first, second = pool.lease(), pool.lease()
@@ -86,7 +61,6 @@ def test_a_slab_is_free_when_its_copies_have_ended() -> None:
     copies.have_ended = True
     second.release_after(copies)  # has ended before
     assert (pool.free, pool.leased) == (2, 0)
-    assert pool.adds_up
     assert repr(pool) == "<SlabPool load 0/2 leased, 8 B>"
 
 
@@ -100,7 +74,6 @@ def test_a_lane_that_is_behind_keeps_no_slabs_of_another() -> None:
     memory = {pool.lease().tensor.data_ptr() for _ in range(2)}
     assert len(memory) == 2
     assert len(fast.polled_by) == 1, "once for all slabs of a mark"
-    assert pool.adds_up
 
 
 def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
@@ -114,7 +87,6 @@ def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
     assert (pool.free, pool.leased) == (1, 2)
     with pool.lease(), pytest.raises(SlabsExhaustedError):
         pool.lease()
-    assert pool.adds_up
 
 
 # Page-locked memory.

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 
 from objkv.codec.payload import LayerSpec
 from objkv.index.base import ChunkEntry
-from objkv.index.memory import MemoryIndex
 from objkv.keys.topology import Part
-from objkv.stores.memory import MemoryStore
-from objkv.transfer import sources
-from objkv.transfer.loading import arena_lane
+from objkv.transfer import lanes, sources
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.sources import PayloadLayout
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedReplica, ShapeOfReplica
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S
 
 MODEL = Model(heads=8, layers=4)
@@ -109,7 +109,7 @@ def test_any_physical_order_reads_any_other(writer: str, reader: str) -> None:
 def test_copies_that_wait_for_the_interpreter_are_right_in_any_order(
     reader: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(arena_lane, "_WAITED_S", -1e9)
+    monkeypatch.setattr(lanes, "_WAITED_S", -1e9)
     all_loaded(MODEL, ShapeOfReplica(), ShapeOfReplica(layout=reader))
 
 
@@ -292,7 +292,7 @@ def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
         replica.compute_and_save()
         assert not rank.load(index).failed
         moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
-        assert not rank.outcome(LoadPlan("r", NAMESPACE, moves, sync=False)).failed
+        assert not rank.outcome(LoadPlan("r", NAMESPACE, packed(moves), sync=False)).failed
 
 
 def test_an_index_that_promises_shards_that_cannot_be_is_not_believed() -> None:

@@ -7,21 +7,38 @@ for ``/healthz``; those of the Unix socket are of the agent's own user.
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import Any
 
 from objkv.agent.core import Core
-from objkv.agent.http.listener import Bodies, HttpListener, StartResponse, admit, skip_body
+from objkv.agent.http.listener import (
+    BODY_BYTES_MAX,
+    Bodies,
+    HttpListener,
+    StartResponse,
+    admit,
+    skip_body,
+)
 from objkv.agent.http.metrics import metrics_page
-from objkv.agent.http.prompts import Body, PromptReader, read_json, read_order
+from objkv.agent.http.prompts import (
+    KNOWN,
+    WITH_TOKENS,
+    Body,
+    is_hex,
+    read_hashes,
+    read_order,
+    read_text,
+    refuse,
+)
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.unsaved.policy import PutPolicy
+from objkv.agent.server import AgentServer
+from objkv.cache.worth import PutPolicy
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
-from objkv.models.tokenizer import Tokenizers
+from objkv.keys.tokenizer import Tokenizers
 from objkv.telemetry import MemoryRecorder, added, is_level
 
 _SCHEME = "bearer "
@@ -53,24 +70,58 @@ class HttpPlaces:
     """The Unix socket."""
     address: tuple[str, int] | None = None
     """Host and port. None: no TCP."""
-    token: str = ""
+    token: str = field(default="", repr=False)
     """The bearer token of ``address``."""
     tokenizers: Path | None = None
 
-    def __repr__(self) -> str:
-        return f"<HttpPlaces {self.path} {self.address or ''}>"
+
+class PromptReader:
+    """Reads prompts from requests. Thread-safe. Raises ``ConfigError`` with the fix."""
+
+    def __init__(self, prefetches: Prefetches, tokenizers: Tokenizers) -> None:
+        self._prefetches, self._tokenizers = prefetches, tokenizers
+
+    def read(self, body: Body, *, is_local: bool) -> tuple[str, list[bytes]]:
+        """Return namespace and prefix hashes. ``is_local``: the client is of the same user, so that
+        it may name files."""
+        namespace = body.get("namespace")
+        if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
+            raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
+        if body.get("text") is not None:
+            refuse(body, ("tokens", "hashes"), "with text")
+            tokens = self._tokenized(namespace, body, is_local=is_local)
+            more = {name: value for name, value in body.items() if name in WITH_TOKENS}
+            body = {"tokens": tokens, **more}
+        return namespace, read_hashes(
+            body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
+        )
+
+    def _tokenized(self, namespace: str, body: Body, *, is_local: bool) -> list[int]:
+        text, model = read_text(body, "text"), read_text(body, "model")
+        place = read_text(body, "tokenizer")
+        if place is None:
+            model = model or self._prefetches.facts(namespace).model
+            return self._tokenizers.tokens(text or "", self._tokenizers.place_of(model))
+        if not is_local:
+            raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
+        if not Path(place).is_absolute() or "\0" in place:
+            raise ConfigError("tokenizer: give the absolute path of a tokenizer.json")
+        return self._tokenizers.tokens(text or "", Path(place))
 
 
-class Clients(Protocol):
-    """What this interface shows of the server of replicas."""
-
-    @property
-    def clients(self) -> int:
-        """Connections."""
-
-    @property
-    def is_accepting(self) -> bool:
-        """Whether new ones are served."""
+def read_json(content: bytes) -> Body:
+    """Return the object in a body. Raises ``ConfigError``, also for names that are not known."""
+    if not content:
+        raise ConfigError(f"send a JSON object of at most {BODY_BYTES_MAX} bytes")
+    try:
+        body = json.loads(content)
+    except (ValueError, RecursionError) as exc:
+        raise ConfigError(f"the body is not JSON: {exc}") from exc
+    if not isinstance(body, dict):
+        raise ConfigError("the body is not a JSON object")
+    if unknown := sorted(body.keys() - KNOWN):
+        raise ConfigError(f"{unknown[0][:100]!r} is unknown: use {', '.join(sorted(KNOWN))}")
+    return body
 
 
 class AgentHttp:
@@ -82,7 +133,7 @@ class AgentHttp:
         core: Core,
         prefetches: Prefetches,
         numbers: AgentNumbers,
-        server: Clients,
+        server: AgentServer,
         policy: PutPolicy,
     ) -> None:
         """Raises ``ConfigError`` if a place cannot be served. ``server``: of replicas."""
@@ -101,11 +152,6 @@ class AgentHttp:
             except ConfigError:
                 self.close()
                 raise
-
-    @property
-    def port(self) -> int:
-        """The TCP port; 0 without one."""
-        return self._listeners[-1].port
 
     def restore(self) -> None:
         """Serve the Unix socket again if something has removed it. Raises ``ConfigError``."""

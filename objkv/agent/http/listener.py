@@ -1,4 +1,4 @@
-"""The agent's HTTP servers: on a Unix socket, and on an address if one is set.
+"""HTTP servers: of an agent on a Unix socket, and on an address if one is set; of the exporter.
 
 Each has threads of its own, with limits on their number, on silent clients, and on the time of a
 whole request, so that clients of one cannot keep those of the other waiting.
@@ -174,9 +174,7 @@ class HttpListener:
         self._server.set_app(application)
         serve = self._server.serve_forever
         try:
-            self._thread = Thread(
-                target=serve, args=(_POLL_S,), name="objkv-agent-http", daemon=True
-            )
+            self._thread = Thread(target=serve, args=(_POLL_S,), name="objkv-http", daemon=True)
             self._thread.start()
         except Exception as exc:  # no thread or no memory is free
             self._server.server_close()
@@ -185,9 +183,12 @@ class HttpListener:
             raise _refused(where, exc) from exc
 
     @property
-    def port(self) -> int:
-        """The port; 0 on a Unix socket."""
-        return 0 if self._path else int(self._server.socket.getsockname()[1])
+    def address(self) -> tuple[str, int]:
+        """Host and port; empty and 0 on a Unix socket."""
+        if self._path is not None:
+            return "", 0
+        host, port, *_ = self._server.socket.getsockname()
+        return str(host), int(port)
 
     @property
     def is_lost(self) -> bool:
@@ -255,7 +256,7 @@ def _length(environ: Mapping[str, Any]) -> int:
 def _refused(where: Path | tuple[str, int], exc: Exception) -> ConfigError:
     why = exc.strerror if isinstance(exc, OSError) else exc
     name = where if isinstance(where, Path) else ":".join(map(str, where))
-    return ConfigError(f"the agent cannot listen on {name}: {why}")
+    return ConfigError(f"cannot listen on {name}: {why}")
 
 
 def _has_port(pid: int, port: int) -> bool:

@@ -1,87 +1,35 @@
-"""Reads questions about prompts: a namespace, and tokens, text or prefix hashes."""
+"""Reads what routers and orchestrators say about a prompt: its tokens or prefix hashes, and when to
+fetch it. Nothing of the agent's: the scheduler reads such hints, too."""
 
-import json
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Final
 
-from objkv.agent.http.listener import BODY_BYTES_MAX
-from objkv.agent.prefetch import DEADLINE_S_MAX, Prefetches, PrefetchOrder
+from objkv.agent.messages import PREFETCH_S_MAX, PrefetchOrder
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
-from objkv.models.tokenizer import Tokenizers
 
 Body = Mapping[str, Any]
 DEADLINE_MS: Final = 30_000
-DEADLINE_MS_MAX: Final = DEADLINE_S_MAX * 1000
+DEADLINE_MS_MAX: Final = PREFETCH_S_MAX * 1000
 PRIORITY_MAX: Final = 1_000_000
 _PROMPT = ("tokens", "text", "hashes")
-_WITH_TOKENS = ("cache_salt", "lora_digest")
+WITH_TOKENS: Final = ("cache_salt", "lora_digest")
 _WITH_TEXT = ("model", "tokenizer")
 _ORDER = ("deadline_ms", "priority", "bytes_max")
-KNOWN: Final = frozenset({"namespace", *_PROMPT, *_WITH_TOKENS, *_WITH_TEXT, *_ORDER})
-
-
-class PromptReader:
-    """Reads prompts from requests. Thread-safe. Raises ``ConfigError`` with the fix."""
-
-    def __init__(self, prefetches: Prefetches, tokenizers: Tokenizers) -> None:
-        self._prefetches, self._tokenizers = prefetches, tokenizers
-
-    def read(self, body: Body, *, is_local: bool) -> tuple[str, list[bytes]]:
-        """Return namespace and prefix hashes. ``is_local``: the client is of the same user, so that
-        it may name files."""
-        namespace = body.get("namespace")
-        if not isinstance(namespace, str) or len(namespace) != 32 or not _is_hex(namespace):
-            raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
-        if body.get("text") is not None:
-            _refuse(body, ("tokens", "hashes"), "with text")
-            tokens = self._tokenized(namespace, body, is_local=is_local)
-            more = {name: value for name, value in body.items() if name in _WITH_TOKENS}
-            body = {"tokens": tokens, **more}
-        return namespace, read_hashes(
-            body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
-        )
-
-    def _tokenized(self, namespace: str, body: Body, *, is_local: bool) -> list[int]:
-        text, model = _text(body, "text"), _text(body, "model")
-        place = _text(body, "tokenizer")
-        if place is None:
-            model = model or self._prefetches.facts(namespace).model
-            return self._tokenizers.tokens(text or "", self._tokenizers.place_of(model))
-        if not is_local:
-            raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
-        if not Path(place).is_absolute() or "\0" in place:
-            raise ConfigError("tokenizer: give the absolute path of a tokenizer.json")
-        return self._tokenizers.tokens(text or "", Path(place))
+KNOWN: Final = frozenset({"namespace", *_PROMPT, *WITH_TOKENS, *_WITH_TEXT, *_ORDER})
 
 
 def read_hashes(body: Body, namespace: str, chunk_tokens: Callable[[], int]) -> list[bytes]:
     """Return the prefix hashes of a prompt that is given as tokens or as hashes. Raises
     ``ConfigError``."""
     if body.get("hashes") is not None:
-        _refuse(body, ("tokens", *_WITH_TOKENS, *_WITH_TEXT), "with hashes")
+        refuse(body, ("tokens", *WITH_TOKENS, *_WITH_TEXT), "with hashes")
         return _hashes(body["hashes"])
     if body.get("tokens") is None:
         raise ConfigError("give tokens, text or hashes")
-    _refuse(body, _WITH_TEXT, "with tokens")
-    extras = PromptExtras(_digest(body), _text(body, "cache_salt"))
+    refuse(body, _WITH_TEXT, "with tokens")
+    extras = PromptExtras(_digest(body), read_text(body, "cache_salt"))
     return prefix_hashes(namespace, _tokens(body["tokens"]), chunk_tokens(), extras)
-
-
-def read_json(content: bytes) -> Body:
-    """Return the object in a body. Raises ``ConfigError``, also for names that are not known."""
-    if not content:
-        raise ConfigError(f"send a JSON object of at most {BODY_BYTES_MAX} bytes")
-    try:
-        body = json.loads(content)
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"the body is not JSON: {exc}") from exc
-    if not isinstance(body, dict):
-        raise ConfigError("the body is not a JSON object")
-    if unknown := sorted(body.keys() - KNOWN):
-        raise ConfigError(f"{unknown[0][:100]!r} is unknown: use {', '.join(sorted(KNOWN))}")
-    return body
 
 
 def read_order(body: Body) -> PrefetchOrder:
@@ -101,7 +49,8 @@ def _integer(body: Body, name: str, least: int, most: int) -> int | None:
     raise ConfigError(f"{name}: give an integer from {least} to {most}")
 
 
-def _text(body: Body, name: str) -> str | None:
+def read_text(body: Body, name: str) -> str | None:
+    """Return a text, None if there is none. Raises ``ConfigError``."""
     value = body.get(name)
     if value is None or isinstance(value, str):
         return value
@@ -109,10 +58,10 @@ def _text(body: Body, name: str) -> str | None:
 
 
 def _digest(body: Body) -> bytes | None:
-    value = _text(body, "lora_digest")
+    value = read_text(body, "lora_digest")
     if value is None:
         return None
-    if not value or not _is_hex(value) or len(value) % 2:
+    if not value or not is_hex(value) or len(value) % 2:
         raise ConfigError("lora_digest: give hex digits")
     return bytes.fromhex(value)
 
@@ -128,17 +77,19 @@ def _tokens(value: Any) -> list[int]:
 def _hashes(value: Any) -> list[bytes]:
     size = 2 * PREFIX_HASH_BYTES
     if not isinstance(value, list) or not all(
-        isinstance(one, str) and len(one) == size and _is_hex(one) for one in value
+        isinstance(one, str) and len(one) == size and is_hex(one) for one in value
     ):
         raise ConfigError(f"hashes: give a list with {size} hex digits each")
     return [bytes.fromhex(one) for one in value]
 
 
-def _refuse(body: Body, names: tuple[str, ...], where: str) -> None:
+def refuse(body: Body, names: tuple[str, ...], where: str) -> None:
+    """Raise ``ConfigError`` if the body has any of ``names``."""
     for name in names:
         if body.get(name) is not None:
             raise ConfigError(f"{name} has no effect {where}: leave it out")
 
 
-def _is_hex(text: str) -> bool:
+def is_hex(text: str) -> bool:
+    """Whether a text has only hex digits."""
     return not text.strip("0123456789abcdef")

@@ -198,9 +198,6 @@ class AnswerBoard:
         if fd >= 0:
             os.close(fd)
 
-    def __repr__(self) -> str:
-        return f"<AnswerBoard of {_SLOTS} blocks>"
-
     def _unlink(self, draft: Draft) -> None:
         """Forget a draft's chunks. The lock must be held."""
         for one in draft.hashes:

@@ -126,14 +126,13 @@ class Arena:
     ``view`` is valid until ``close``, parts of it as long as they are referenced.
     """
 
-    def __init__(self, fd: int, mapping: mmap.mmap, *, writable: bool) -> None:
+    def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.fd = fd
         """The memfd. This object closes it."""
         self.view = memoryview(mapping)
         """``[nbytes]`` bytes of format ``B``."""
         self.board = Board(self.view)
         self._mapping: mmap.mmap | None = mapping
-        self._writable = writable
 
     @classmethod
     def create(cls, nbytes: int) -> "Arena":
@@ -155,7 +154,7 @@ class Arena:
             raise ConfigError(
                 f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes"
             ) from exc
-        return cls(fd, mapping, writable=True)
+        return cls(fd, mapping)
 
     @classmethod
     def join(cls, fd: int) -> "Arena":
@@ -166,7 +165,7 @@ class Arena:
             sealed = check_seals(fd, writable=False)
             if not sealed or total <= BOARD_BYTES or total % PAGE:
                 raise TransferError("the agent's arena is not sealed, or has an invalid size")
-            return cls(fd, map_memory(fd, total, writable=False), writable=False)
+            return cls(fd, map_memory(fd, total, writable=False))
         except OSError as exc:
             os.close(fd)
             raise TransferError(f"the agent's arena cannot be mapped: {exc}") from exc
@@ -193,10 +192,6 @@ class Arena:
             view.release()
             if mapping is not None:
                 mapping.close()
-
-    def __repr__(self) -> str:
-        kind = "writable" if self._writable else "read-only"
-        return f"<Arena {self.nbytes} B, {kind}>"
 
 
 def _use_huge_pages(mapping: mmap.mmap) -> None:
@@ -236,11 +231,6 @@ class Extents:
     def free_bytes(self) -> int:
         """Bytes in no extent."""
         return self._free_bytes
-
-    @property
-    def taken(self) -> Set[int]:
-        """The starts of extents in use."""
-        return self._taken.keys()
 
     def take(self, nbytes: int) -> int | None:
         """Return the start of a new extent of at least ``nbytes``; None if no gap is as large."""
@@ -282,6 +272,20 @@ class Extents:
                 start = self._free.pop(at - 1)[0]
             insort(self._free, (start, end))
 
+    @property
+    def taken(self) -> Set[int]:
+        """The starts of extents in use."""
+        return self._taken.keys()
+
+    def check(self) -> bool:
+        """Whether gaps and extents cover everything once."""
+        with self._lock:
+            pieces = sorted([*self._free, *self._taken.items()])
+            touching = all(a[1] == b[0] for a, b in pairwise(pieces))
+            covers = (pieces[0][0], pieces[-1][1]) == (self._start, self._end)
+            free = sum(end - start for start, end in self._free)
+            return touching and covers and free == self._free_bytes
+
     def windows(self, nbytes: int, movable: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
         """Yield each row of neighbouring gaps and ``movable`` extents that has room for ``nbytes``,
         with the bytes in use in it and the extents to free.
@@ -304,19 +308,6 @@ class Extents:
                 first += 1
             if end - pieces[first][0] >= size:
                 yield used, [piece[0] for piece in pieces[first : last + 1] if piece[2]]
-
-    def check(self) -> bool:
-        """Whether gaps and extents cover everything once."""
-        with self._lock:
-            pieces = sorted([*self._free, *self._taken.items()])
-            touching = all(a[1] == b[0] for a, b in pairwise(pieces))
-            covers = (pieces[0][0], pieces[-1][1]) == (self._start, self._end)
-            free = sum(end - start for start, end in self._free)
-            return touching and covers and free == self._free_bytes
-
-    def __repr__(self) -> str:
-        used = self.total_bytes - self._free_bytes
-        return f"<Extents {len(self._taken)} of {used} B, {self._free_bytes} B free>"
 
     def _room(self, number: int) -> int:
         start, end = self._free[number]

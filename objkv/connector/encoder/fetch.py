@@ -9,7 +9,6 @@ thread polls and never waits for either.
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -18,12 +17,13 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.calls import AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import CALL_S
-from objkv.agent.fill import Wanted
+from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import PayloadReader, ReadOutcome
-from objkv.background import Steps, StepThread, in_steps
+from objkv.background import Steps, StepThread
 from objkv.codec.payload import LayerSpec
+from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, Pages
 from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
@@ -61,7 +61,7 @@ _ENDS = {
 
 @dataclass(slots=True, eq=False)
 class WantedOutput:
-    """An output that requests need: a ``PayloadRead``."""
+    """An output that requests need: a ``PayloadRead``, which documents its methods."""
 
     output: EncoderOutput
     deadline: float
@@ -73,38 +73,27 @@ class WantedOutput:
     pages: Pages | None = None
     record: ShardRecord | None = None
     """Its index record, once the lookup has found it."""
-    is_forgotten: bool = False
-    is_read: bool = False
-    """Whether the agent's memory is being read for it."""
     began: float = 0.0
+    """When it had memory."""
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it needs."""
-        return self.output.layer.nbytes
-
-    @property
-    def wanted(self) -> Wanted:
+    def wanted(self) -> PayloadRequest:
         """See ``PayloadRead``."""
         assert self.record is not None
-        return Wanted(self.output.claim, self.record)
+        return PayloadRequest(self.output.claim, self.record)
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """See ``PayloadRead``."""
         return (self.output.layer,)
 
     @property
     def is_needed(self) -> bool:
-        """Whether a request waits for it."""
-        return not self.is_forgotten and self.state is State.WAITING
+        return self.state is State.WAITING
 
     def take(self, pages: Sequence[memoryview]) -> None:
-        """Copy the verified pages, so that nothing can take them away."""
-        self.pages = np.frombuffer(pages[0], np.uint8).copy()
+        self.pages = np.frombuffer(pages[0], np.uint8).copy()  # nothing can take a copy away
 
     def end(self, outcome: ReadOutcome) -> None:
-        """See ``PayloadRead``."""
         self.ended(self, outcome)
 
 
@@ -119,25 +108,20 @@ class OutputMemory:
 
     def __init__(self, nbytes_max: int) -> None:
         self._nbytes_max = nbytes_max
-        self._taken: set[WantedOutput] = set()
+        self._taken: dict[WantedOutput, int] = {}
         self._batches: deque[list[WantedOutput]] = deque()
         self.held_bytes = 0
 
-    @property
-    def parked(self) -> int:
-        """Number of outputs that wait for memory."""
-        return sum(one.is_needed for batch in self._batches for one in batch)
-
-    def ask(self, batch: Iterable[WantedOutput]) -> list[WantedOutput]:
+    def ask(self, batch: Sequence[WantedOutput]) -> Sequence[WantedOutput]:
         """Queue a batch. Returns those for which there can never be memory together with the
         others."""
         kept: list[WantedOutput] = []
         refused: list[WantedOutput] = []
         nbytes = 0
         for one in batch:
-            fits = nbytes + one.nbytes <= self._nbytes_max
+            fits = nbytes + one.output.layer.nbytes <= self._nbytes_max
             (kept if fits else refused).append(one)
-            nbytes += one.nbytes * fits
+            nbytes += one.output.layer.nbytes * fits
         self._batches.append(kept)
         return refused
 
@@ -146,87 +130,67 @@ class OutputMemory:
         frees memory or is not needed any more."""
         granted: list[WantedOutput] = []
         while self._batches:
-            batch = [one for one in self._batches[0] if one.is_needed]
-            nbytes = sum(one.nbytes for one in batch)
+            batch = {one: one.output.layer.nbytes for one in self._batches[0] if one.is_needed}
+            nbytes = sum(batch.values())
             if self.held_bytes + nbytes > self._nbytes_max:
                 break
             self._batches.popleft()
             self.held_bytes += nbytes
-            self._taken.update(batch)
+            self._taken |= batch
             granted += batch
         return granted
 
     def free(self, one: WantedOutput) -> None:
         """Free an output's memory. Idempotent."""
-        if one in self._taken:
-            self._taken.remove(one)
-            self.held_bytes -= one.nbytes
-
-
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """Bounds of the fetcher."""
-
-    deadline_s: float
-    """An output that takes longer is treated as missing."""
-    queue_max: int
-    """Most outputs, and most other jobs, that may wait at once."""
-    held_bytes_max: int
-    """Memory for outputs that are read or held."""
-    ttl_s: int = 14_400
-    """Life of an index record after a hit."""
-
-
-_Key = tuple[str, bytes]
+        self.held_bytes -= self._taken.pop(one, 0)
 
 
 class EncoderFetcher:
-    """Fetches outputs by namespace and hash. Only the scheduler's thread calls public methods."""
+    """Fetches outputs. Only the scheduler's thread calls public methods."""
 
     def __init__(
         self,
-        index: AgentIndex,
+        index: AgentCalls,
         reader: PayloadReader | None,
-        limits: FetchLimits,
+        config: Config,
         recorder: Recorder,
         *,
+        held_bytes_max: int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``reader``: on the same clock; ``close`` closes it. None: outputs are looked up only."""
+        """
+        Args:
+            reader: on the same clock; ``close`` closes it. None: outputs are looked up only.
+            config: its ``encoder_deadline_ms`` is for an output. Requests are refused while
+                ``lookup_queue_max`` outputs wait, and other jobs while as many are in progress.
+            held_bytes_max: memory for outputs that are held or read, without one copy of an output
+                that is not needed any more.
+        """
         self._index, self._reader = index, reader
-        self._limits, self._recorder, self._clock = limits, recorder, clock
+        self._config, self._recorder, self._clock = config, recorder, clock
         self._trouble = Trouble(logger, "lookups of encoder outputs")
         self._changed = Condition()
-        self._entries: dict[_Key, WantedOutput] = {}
-        self._room = OutputMemory(limits.held_bytes_max)
-        self._thread = StepThread("objkv-lookup-outputs", answer_s=CALL_S)
+        self._entries: dict[EncoderOutput, WantedOutput] = {}
+        self.memory = OutputMemory(held_bytes_max)
+        self._thread = StepThread(
+            "objkv-lookup-outputs",
+            answer_s=CALL_S,
+            failed=self._note_failure,
+        )
 
-    def want(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
-        """Fetch outputs for ``owner``, except those already fetched or in progress."""
-        fresh = []
-        with self._changed:
-            waiting = sum(entry.state is State.WAITING for entry in self._entries.values())
-            for output in outputs:
-                if (entry := self._entries.get(_key(output))) is None:
-                    entry = WantedOutput(output, self.deadline(), self._ended)
-                    self._entries[_key(output)] = entry
-                    fresh.append(entry)
-                entry.owners.add(owner)
-            room = max(0, self._limits.queue_max - waiting)
-            queued, refused = fresh[:room], fresh[room:]
-            if queued and not self._start(self._look_up(queued)):
-                refused = fresh
-            for entry in refused:
-                self._settle(entry, State.ABSENT, "load_refused")
-
-    def is_wanted(self, owner: str, output: EncoderOutput) -> bool:
-        """Whether ``owner`` has asked for an output, and has neither taken nor forgotten it."""
-        entry = self._entries.get(_key(output))
-        return entry is not None and owner in entry.owners
+    def want(self, owner: str, outputs: Sequence[EncoderOutput]) -> bool:
+        """Fetch outputs for ``owner``, except those already fetched or in progress. Returns whether
+        none is in progress."""
+        known = [self._entries.get(output) for output in outputs]
+        if not all(entry is not None and owner in entry.owners for entry in known):
+            # New, or preempted since: it queues for memory with all that it needs, and holds none.
+            self.drop(owner, outputs)
+            self._fetch(owner, outputs)
+        return not any(self.state(output) is State.WAITING for output in outputs)
 
     def state(self, output: EncoderOutput) -> State:
         """Return the state of an output. After its deadline it is treated as missing."""
-        entry = self._entries.get(_key(output))
+        entry = self._entries.get(output)
         if entry is None:
             return State.ABSENT
         if entry.state is State.WAITING and self.is_late(entry.deadline):
@@ -236,45 +200,37 @@ class EncoderFetcher:
 
     def take(self, output: EncoderOutput) -> Pages:
         """Return the bytes of a held output and forget it. The caller owns the bytes."""
-        pages = self._entries[_key(output)].pages
+        pages = self._entries[output].pages
         assert pages is not None
         self.forget(output)
         return pages
 
-    def drop(self, owner: str, output: EncoderOutput) -> None:
-        """Remove ``owner`` from an output's owners. It is forgotten without owners."""
-        entry = self._entries.get(_key(output))
-        if entry is not None:
-            entry.owners.discard(owner)
-            if not entry.owners:
-                self.forget(output)
+    def drop(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
+        """Remove ``owner`` from the owners of outputs. Those without owners are forgotten."""
+        for output in outputs:
+            if (entry := self._entries.get(output)) is not None:
+                entry.owners.discard(owner)
+                if not entry.owners:
+                    self.forget(output)
 
     def forget(self, output: EncoderOutput) -> None:
         """Forget an output, although requests need it: vLLM has it now. Its read is discarded."""
+        if (entry := self._entries.pop(output, None)) is None:
+            return
         with self._changed:
-            entry = self._entries.pop(_key(output), None)
-            if entry is None:
-                return
-            entry.is_forgotten = True
+            was_needed, entry.state = entry.is_needed, State.ABSENT
             self._free(entry)
-        if entry.is_read and self._reader is not None:
+        if was_needed and self._reader is not None:
             self._reader.look()
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Run ``job`` on the thread of lookups, or return False if the queue is full. A
-        ``StoreError`` is counted."""
-
-        def run() -> Steps[None]:
-            try:
-                yield from in_steps(job())
-            except StoreError:
-                self._recorder.count("background_errors")
-
-        return self._thread.unfinished < self._limits.queue_max and self._start(run())
+        """See ``StepThread.run``. Exceptions of the job are counted."""
+        is_full = self._thread.unfinished >= self._config.lookup_queue_max
+        return not is_full and self._thread.run(job)
 
     def deadline(self) -> float:
         """Return the deadline, on this clock, of a fetch that starts now."""
-        return self._clock() + self._limits.deadline_s
+        return self._clock() + self._config.encoder_deadline_ms / 1000
 
     def is_late(self, deadline: float) -> bool:
         """Whether ``deadline`` has passed."""
@@ -284,34 +240,36 @@ class EncoderFetcher:
         """Block until a state changes, for at most ``seconds``. Returns at once if no output
         waits."""
         with self._changed:
-            if any(entry.state is State.WAITING for entry in self._entries.values()):
+            if any(entry.is_needed for entry in self._entries.values()):
                 self._changed.wait(seconds)
 
     def close(self) -> None:
         """Stop the threads."""
         self._thread.close(0.0)
+        with self._changed:  # or each that a closed reader ends would let it read the next
+            for entry in self._entries.values():
+                self._settle(entry, State.ABSENT)
         if self._reader is not None:
             self._reader.close()
 
-    @property
-    def held_bytes(self) -> int:
-        """Memory of outputs that are read or held."""
-        return self._room.held_bytes
+    def _fetch(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
+        fresh = []
+        with self._changed:
+            waiting = sum(entry.is_needed for entry in self._entries.values())
+            for output in outputs:
+                if (entry := self._entries.get(output)) is None:
+                    entry = WantedOutput(output, self.deadline(), self._ended)
+                    self._entries[output] = entry
+                    fresh.append(entry)
+                entry.owners.add(owner)
+            is_full = waiting >= self._config.lookup_queue_max
+            if fresh and (is_full or not self._thread.run(partial(self._look_up, fresh))):
+                for entry in fresh:
+                    self._settle(entry, State.ABSENT, "load_refused")
 
-    def __repr__(self) -> str:
-        held = sum(entry.state is State.HELD for entry in self._entries.values())
-        limit = self._limits.held_bytes_max >> 20
-        return f"<EncoderFetcher {held} held, {self.held_bytes >> 20}/{limit} MiB>"
-
-    def _start(self, job: Steps[None]) -> bool:
-        future = self._thread.start(job)
-        if future is not None:
-            future.add_done_callback(self._note_failure)
-        return future is not None
-
-    def _note_failure(self, future: Future[None]) -> None:
-        if not future.cancelled() and (error := future.exception()) is not None:
-            self._recorder.count("load_errors")
+    def _note_failure(self, error: Exception) -> None:
+        self._recorder.count("background_errors")
+        if not isinstance(error, StoreError):
             logger.error("encoder job failed unexpectedly", exc_info=error)
 
     def _look_up(self, batch: list[WantedOutput]) -> Steps[None]:
@@ -331,13 +289,10 @@ class EncoderFetcher:
                         self._settle(entry, State.ABSENT)
                     elif self._reader is None:
                         self._settle(entry, State.STORED)
-                for entry in self._room.ask(one for one in batch if one.is_needed):
+                        self._touch(entry.output)
+                for entry in self.memory.ask([one for one in batch if one.is_needed]):
                     self._settle(entry, State.STORED, "load_refused")
                 self._read()
-        if self._reader is None:
-            for entry in batch:
-                if entry.record is not None:
-                    yield from self._touch(entry.output)
 
     def _find(self, output: EncoderOutput) -> Steps[ShardRecord | None]:
         """Return the output's index record. None if there is none, or no answer."""
@@ -353,32 +308,28 @@ class EncoderFetcher:
 
     def _read(self) -> None:
         """Read the outputs that now have memory. The lock is held."""
-        granted = self._room.grant()
+        granted = self.memory.grant()
         if self._reader is not None and granted:
             for entry in granted:
-                entry.is_read, entry.began = True, self._clock()
+                entry.began = self._clock()
             self._reader.read(granted)
 
     def _ended(self, entry: WantedOutput, outcome: ReadOutcome) -> None:
-        """A read has ended, on the thread that reads, or within ``_read`` after ``close``."""
+        """A read has ended. Called by the thread that reads."""
         state, counter = _ENDS[outcome]
         with self._changed:
-            entry.is_read = False
             if entry.is_needed and state is State.HELD:
                 assert entry.record is not None
                 self._recorder.count("load_bytes", entry.record.nbytes)
                 self._recorder.observe("load_seconds", self._clock() - entry.began)
             self._settle(entry, state, counter)
         if entry.state is State.HELD:
-            self.submit(partial(self._touch, entry.output))
+            self._touch(entry.output)
 
-    def _touch(self, output: EncoderOutput) -> Steps[None]:
+    def _touch(self, output: EncoderOutput) -> None:
         """Extend the record's life after a hit. No request waits for this."""
-        try:
-            hashes, ttl_s = [output.item_hash], self._limits.ttl_s
-            yield from self._index.touch(output.namespace, hashes, ttl_s=ttl_s)
-        except StoreError:
-            self._recorder.count("background_errors")
+        hashes, ttl_s = [output.item_hash], self._config.ttl_s
+        self.submit(partial(self._index.touch, output.namespace, hashes, ttl_s=ttl_s))
 
     def _settle(self, entry: WantedOutput, state: State, counter: str | None = None) -> None:
         """End the wait for ``entry``. Later calls have no effect on its state."""
@@ -391,13 +342,8 @@ class EncoderFetcher:
             self._changed.notify_all()
 
     def _free(self, entry: WantedOutput) -> None:
-        """Free its memory, unless it is being read or a request may use it. The lock is held."""
-        if entry.is_read or (entry.state is State.HELD and not entry.is_forgotten):
-            return
-        entry.pages = None
-        self._room.free(entry)
-        self._read()
-
-
-def _key(output: EncoderOutput) -> _Key:
-    return output.namespace, output.item_hash
+        """Free its memory, unless a request may use it. The lock is held."""
+        if entry.state is not State.HELD:
+            entry.pages = None
+            self.memory.free(entry)
+            self._read()

@@ -85,7 +85,7 @@ def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
         width=lambda modality: _width(vllm_config, modality),
         item_bytes_max=item_bytes_max,
         media_named=names_media(vllm_config),
-        tower_lora=lora is not None and getattr(lora, "enable_tower_connector_lora", False),
+        tower_lora=getattr(lora, "enable_tower_connector_lora", False),
     )
 
 
@@ -120,19 +120,17 @@ def _extra(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
     for name in (*_OF_THE_KV_CACHE, "mm_processor_kwargs", "dtype"):
         extra.pop(name, None)
     multimodal = vllm_config.model_config.multimodal_config
-    if kwargs := _elsewhere(multimodal.mm_processor_kwargs or {}):
-        extra["mm_processor_kwargs"] = _text(kwargs)
-    media = {
-        kind: kept for kind, io in multimodal.media_io_kwargs.items() if (kept := _elsewhere(io))
+    media = {kind: _elsewhere(io) for kind, io in multimodal.media_io_kwargs.items()}
+    settings = {
+        "mm_processor_kwargs": _elsewhere(multimodal.mm_processor_kwargs or {}),
+        # A name given by a client does not depend on how the image was read.
+        "media_io_kwargs": {kind: kept for kind, kept in media.items() if kept},
     }
-    if media:  # a name given by a client does not depend on how the image was read
-        extra["media_io_kwargs"] = _text(media)
+    for name, value in settings.items():
+        if value:
+            extra[name] = json.dumps(value, sort_keys=True, default=str)
     return tuple(sorted(extra.items()))
 
 
 def _elsewhere(settings: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if name not in _OF_THE_PLACE}
-
-
-def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True, default=str)

@@ -7,7 +7,6 @@ ranks get the same bytes. Never waits for one. Source of the call order: vLLM 0.
 """
 
 import logging
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,14 +14,13 @@ from objkv.cache.admission import Mode
 from objkv.cache.switch import AdmissionSwitch
 from objkv.connector.encoder.fetch import EncoderFetcher, State
 from objkv.connector.encoder.items import (
+    EncoderOutput,
     EncoderPlan,
     EncoderReport,
     Item,
-    ItemLoad,
-    ItemSave,
-    ItemTracker,
+    ItemNames,
     OutputForm,
-    TrackedMedia,
+    Pages,
 )
 from objkv.connector.guard import guarded
 from objkv.connector.model.adapters import Adapters
@@ -43,16 +41,18 @@ _LOCAL_MAX = 16_384
 """Most names of vLLM's own outputs to remember. A forgotten one may be loaded needlessly."""
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderRoles:
-    """The roles of this replica."""
+@dataclass(slots=True)
+class _Tracked:
+    """One request with media. ``request`` is owned by vLLM and never changed here."""
 
-    loads: bool
-    saves: bool
-    steps_in_flight: int = 1
-    """How many steps may be scheduled before the first one ends."""
-    has_peers: bool = False
-    """See ``EmptySteps``."""
+    request: "Request"
+    namespace: str
+    deadline: float
+    """Time until which its items must have names."""
+    end: int
+    """Tokens up to the end of its last item. Nothing beyond it is loaded or saved."""
+    items: dict[str, Item] | None = None
+    """Items by identifier. None until they have names."""
 
 
 class EncoderSchedulerSide:
@@ -61,40 +61,39 @@ class EncoderSchedulerSide:
 
     def __init__(
         self,
-        roles: EncoderRoles,
         form: OutputForm,
         identity: EncoderIdentity,
         fetcher: EncoderFetcher,
         *,
+        loads: bool,
+        saves: bool,
+        steps: EmptySteps,
         bulk: WriteStore,
-        admission: Mode = "always",
+        admission: Mode,
         recorder: MemoryRecorder,
     ) -> None:
-        self._roles, self._fetcher, self._recorder = roles, fetcher, recorder
-        self._steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
+        """``loads``, ``saves``: whether this replica does."""
+        self._fetcher, self._recorder, self._steps = fetcher, recorder, steps
+        self._loads_any, self._saves_any = loads, saves
         self._reported: dict[str, float] = {}
         # No adapter is read if adapters do not change encoder outputs.
-        self.adapters = Adapters(fetcher.submit if form.tower_lora else _do_nothing)
-        self._items = ItemTracker(form, self.adapters, recorder)
-        self._asking: TrackedMedia | None = None
+        self.adapters = Adapters(fetcher.submit if form.tower_lora else lambda _job: False)
+        self._names = ItemNames(form, self.adapters, recorder)
+        self._tracked: dict[str, _Tracked] = {}
+        self._asking: _Tracked | None = None
         """The request of vLLM's last query. Later queries name only an item, not its request."""
-        self._promised: dict[tuple[str, str], Item] = {}
-        self._loads: dict[str, ItemLoad] = {}
-        self._saves: dict[str, ItemSave] = {}
+        self._promised: dict[tuple[str, str], EncoderOutput] = {}
+        self._loads: dict[str, tuple[EncoderOutput, Pages]] = {}
+        self._saves: dict[str, EncoderOutput] = {}
         self._local: dict[str, None] = {}
         """Known identifiers in vLLM's own encoder cache, the oldest first."""
-        self._namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=roles.saves)
-        self.switch = AdmissionSwitch(admission, bulk, self._namespace, recorder, fetcher.submit)
+        self.namespace = ReplicaNamespace(identity, bulk, fetcher.submit, writes=saves)
+        self.switch = AdmissionSwitch(admission, bulk, self.namespace, recorder, fetcher.submit)
         self.switch.start()
-        self._namespace.announce()
+        self.namespace.announce()
         logger.info(
-            "objkv encoder cache ready model=%s namespace=%s", identity.model, self._namespace.name
+            "objkv encoder cache ready model=%s namespace=%s", identity.model, self.namespace.name
         )
-
-    @property
-    def namespace(self) -> str:
-        """The current namespace. ``reset`` changes it."""
-        return self._namespace.name
 
     def is_ready(self, request: "Request", computed: int) -> bool:
         """Whether all stored outputs that the request still needs are held or have failed. For a
@@ -107,20 +106,14 @@ class EncoderSchedulerSide:
         tracked = self._asking = self._track(request)
         if computed >= tracked.end or not self._asks:
             return True
-        if not self._items.name(tracked):
+        if (items := self._items(tracked)) is None:
             return self._fetcher.is_late(tracked.deadline)
         needed = [
             item.output
-            for item in tracked.items.values()
-            if item.end > computed and item.output and item.identifier not in self._local
+            for identifier, item in items.items()
+            if item.end > computed and item.output.width and identifier not in self._local
         ]
-        name = request.request_id
-        if not all(self._fetcher.is_wanted(name, output) for output in needed):
-            # New, or preempted since: it queues for memory with all that it needs, and holds none.
-            for output in needed:
-                self._fetcher.drop(name, output)
-            self._fetcher.want(name, needed)
-        return not any(self._fetcher.state(output) is State.WAITING for output in needed)
+        return self._fetcher.want(request.request_id, needed)
 
     def has_item(self, identifier: str) -> bool:
         """Whether an item's output is held, for the request of the last ``is_ready``.
@@ -130,15 +123,14 @@ class EncoderSchedulerSide:
         """
         tracked = self._asking
         self._local.pop(identifier, None)  # vLLM does not query for outputs that it has
-        item = None if tracked is None else tracked.items.get(identifier)
-        if tracked is None or item is None:
+        if tracked is None or (item := (tracked.items or {}).get(identifier)) is None:
             return False
-        state = self._state(item)
-        if not self._roles.loads:
+        state = self._fetcher.state(item.output)
+        if not self._loads_any:
             return state is State.STORED
         if state is not State.HELD or not self._asks:
             return False
-        self._promised[tracked.request.request_id, identifier] = item
+        self._promised[tracked.request.request_id, identifier] = item.output
         return True
 
     def allocate(self, request: "Request", index: int) -> None:
@@ -148,16 +140,16 @@ class EncoderSchedulerSide:
         save raises nothing.
         """
         identifier = request.mm_features[index].identifier
-        item = self._promised.pop((request.request_id, identifier), None)
-        self._note_local(identifier)
+        output = self._promised.pop((request.request_id, identifier), None)
+        self._local[identifier] = None
+        if len(self._local) > _LOCAL_MAX:  # even if vLLM does not report freed outputs
+            del self._local[next(iter(self._local))]
         if identifier in self._loads:
             return
-        if item is None:
+        if output is None:
             self._plan_save(request, identifier)
             return
-        assert item.output is not None
-        pages = self._fetcher.take(item.output)
-        self._loads[identifier] = ItemLoad(identifier, item.output, pages)
+        self._loads[identifier] = output, self._fetcher.take(output)
         self._recorder.count("hits")
 
     def plan_step(self, output: "SchedulerOutput") -> EncoderPlan:
@@ -165,13 +157,13 @@ class EncoderSchedulerSide:
         for identifier in output.free_encoder_mm_hashes:
             self._local.pop(identifier, None)
             self._loads.pop(identifier, None)
-        plan = EncoderPlan(self.namespace, tuple(self._loads.values()), self._saves)
+        plan = EncoderPlan(self._loads.copy(), self._saves)
         self._saves = {}
         self._promised.clear()
         self._asking = None
         computes = bool(output.total_num_scheduled_tokens)
         if computes:  # otherwise workers may ignore the plan
-            self._loads = {}
+            self._loads.clear()
         else:
             self._fetcher.wait(self._steps.wait_s)
         self._steps.planned(busy=computes)
@@ -184,8 +176,9 @@ class EncoderSchedulerSide:
 
     def finish(self, request: "Request") -> None:
         """Forget a request that ended, possibly while it waited."""
-        if (tracked := self._items.end(request.request_id)) is not None:
-            self._drop(request.request_id, tracked.items.values())
+        self.adapters.ended(request.request_id)
+        if (tracked := self._tracked.pop(request.request_id, None)) is not None:
+            self._drop(tracked)
 
     @property
     def _asks(self) -> bool:
@@ -195,7 +188,7 @@ class EncoderSchedulerSide:
     @property
     def open(self) -> bool:
         """Whether requests may load and save."""
-        return self._namespace.open
+        return self.namespace.open
 
     def reset(self, *, clean: bool = True) -> bool:
         """Stop using everything stored so far. Requests in progress no longer load or save.
@@ -203,10 +196,11 @@ class EncoderSchedulerSide:
         ``clean`` has no effect: outputs are saved only when they are encoded, and vLLM does not
         query for outputs that it has. See ``ReplicaNamespace.renew``.
         """
-        for request_id, items in self._items.distrust():
-            self._drop(request_id, items)
+        self.adapters.forget()
+        for tracked in self._tracked.values():
+            self._drop(tracked)
         self._promised.clear()
-        return self._namespace.renew(clean=True)
+        return self.namespace.renew(clean=True)
 
     def outputs_dropped(self) -> bool:
         """Record that vLLM dropped all of its own outputs, as it does when weights changed, and
@@ -224,41 +218,36 @@ class EncoderSchedulerSide:
         """Stop the background threads."""
         self._fetcher.close()
 
-    def _track(self, request: "Request") -> TrackedMedia:
-        tracked = self._items.get(request.request_id)
+    def _track(self, request: "Request") -> _Tracked:
+        tracked = self._tracked.get(request.request_id)
         if tracked is None:
-            self._namespace.announce()
-            tracked = self._items.add(request, self.namespace, self._fetcher.deadline())
+            self.namespace.announce()
+            places = (feature.mm_position for feature in request.mm_features)
+            end = max((place.offset + place.length for place in places), default=0)
+            tracked = _Tracked(request, self.namespace.name, self._fetcher.deadline(), end)
+            self._tracked[request.request_id] = tracked
         return tracked
 
-    def _state(self, item: Item) -> State:
-        return State.ABSENT if item.output is None else self._fetcher.state(item.output)
+    def _items(self, tracked: _Tracked) -> dict[str, Item] | None:
+        if tracked.items is None:
+            tracked.items = self._names.name(tracked.request, tracked.namespace)
+        return tracked.items
 
-    def _drop(self, request_id: str, items: Iterable[Item]) -> None:
-        for item in items:
-            if item.output is not None:
-                self._fetcher.drop(request_id, item.output)
-
-    def _note_local(self, identifier: str) -> None:
-        self._local.pop(identifier, None)
-        self._local[identifier] = None
-        if len(self._local) > _LOCAL_MAX:  # even if vLLM does not report freed outputs
-            del self._local[next(iter(self._local))]
+    def _drop(self, tracked: _Tracked) -> None:
+        """Forget a request's items. It loads and saves nothing from now on."""
+        outputs = (item.output for item in (tracked.items or {}).values())
+        self._fetcher.drop(tracked.request.request_id, outputs)
+        tracked.items = {}
 
     @guarded(None)
     def _plan_save(self, request: "Request", identifier: str) -> None:
         """Plan the save of an output that is encoded, unless it is stored."""
-        tracked = self._track(request)
-        if not self._items.name(tracked) or (item := tracked.items.get(identifier)) is None:
+        item = (self._items(self._track(request)) or {}).get(identifier)
+        if item is None:
             return
-        state = self._state(item)
-        if item.output is not None:  # if vLLM drops its own, it is asked for again
-            self._fetcher.forget(item.output)
-        if state is not State.STORED and self._roles.saves:
-            self._saves[identifier] = ItemSave(item.item_hash, item.embeds)
-        elif not self._roles.loads:
+        state = self._fetcher.state(item.output)
+        self._fetcher.forget(item.output)  # if vLLM drops its own, it is asked for again
+        if state is not State.STORED and self._saves_any:
+            self._saves[identifier] = item.output
+        elif not self._loads_any:
             self._recorder.count("hits")
-
-
-def _do_nothing(_job: Callable[[], object]) -> bool:
-    return False

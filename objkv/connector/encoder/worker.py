@@ -7,21 +7,27 @@ saves them. Source of the call order: vLLM 0.32-0.33,
 """
 
 import hashlib
+import logging
 from collections.abc import Callable, MutableMapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import getpid
 from threading import Lock
-from time import monotonic
+from time import monotonic, sleep
 from typing import Any
 
+import numpy as np
 import torch
 
 from objkv.agent.payloads import PayloadWriter, WriteOutcome
 from objkv.codec.payload import Claim, LayerSpec
-from objkv.connector.encoder.copies import OutputCopies
-from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, ItemLoad
+from objkv.config import Config
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, Pages
+from objkv.errors import TransferError
 from objkv.telemetry import MemoryRecorder
+from objkv.transfer.devices import driver_of
 from objkv.transfer.paging import DTYPE_NAMES
+
+logger = logging.getLogger(__name__)
 
 _COUNTERS = {
     WriteOutcome.ACCEPTED: "saves_accepted",
@@ -34,28 +40,122 @@ _COUNTERS = {
     WriteOutcome.DROPPED: "save_drops",
     WriteOutcome.FAILED: "save_errors",
 }
-
-
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 EncoderCache = MutableMapping[str, torch.Tensor]
 """vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
+_COPY_S_MAX = 30.0
+"""How long a save waits for its copy, which waits for the kernels that compute the output."""
+_POLL_S = 1e-3
 
 
-@dataclass(frozen=True, slots=True)
-class EncoderSaveLimits:
-    """Bounds of saves."""
+class OutputCopies:
+    """Copies outputs, which are in host memory here. The forward thread calls ``to_device`` and
+    ``mark``, the thread that saves calls the other methods."""
 
-    queue_max: int
-    held_bytes_max: int
-    """Bytes of tensors kept alive until they are saved."""
-    item_bytes_max: int
-    deadline_s: float
-    """An output that waited longer is dropped."""
+    def adopt_thread(self) -> None:
+        """Prepare the calling thread, which calls it once, before ``to_host``."""
+
+    def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return a new tensor of ``pages``, ``[rows, width]``, for work of the current compute
+        stream. Does not wait for the device. ``pages`` may change when this returns."""
+        tensor = torch.empty((rows, width), dtype=dtype)
+        np.copyto(_bytes_of(tensor).numpy(), pages)
+        return tensor
+
+    def mark(self) -> Any:
+        """Return a mark after all work submitted to the current compute stream so far."""
+
+    def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
+        """Copy the bytes of ``tensor``, C-contiguous, to ``pages``, which has as many. Waits for
+        the device, but only for work before ``computed``, a mark. Raises ``TransferError`` if that
+        takes too long."""
+        _copy(_bytes_of(tensor.contiguous()), pages)
+
+
+class DeviceCopies(OutputCopies):
+    """For outputs in the memory of an accelerator.
+
+    Nothing here blocks the forward thread: outputs are copied from page-locked memory, on the
+    compute stream, so that the model reads them afterwards. The thread that saves copies on a
+    stream of its own, so that it and the model do not wait for each other.
+
+    Page-locked memory is PyTorch's: it records the streams that read or write a piece, and reuses
+    the piece only when they have passed. Memory of our own would need an event for each copy. vLLM
+    copies the pixels of each image in the same way, from the same pool.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._driver = driver_of(device)
+        self._api = torch.get_device_module(device)
+        # One for all saves: PyTorch deals out a few streams in turn, and one per save would soon
+        # be the stream that another part of objkv loads on.
+        self.stream = self._api.Stream(device)
+        self._warned = False
+
+    def adopt_thread(self) -> None:
+        """Select the device. A new thread is on device 0, and would open a context there for every
+        other rank."""
+        self._api.set_device(self._device)
+
+    def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
+        """See ``OutputCopies.to_device``."""
+        memory = self._staged(pages.nbytes)
+        np.copyto(memory.numpy(), pages)
+        staged = memory.view(dtype).view(rows, width)
+        return staged.to(self._device, non_blocking=memory.is_pinned())
+
+    def mark(self) -> Any:
+        """See ``OutputCopies.mark``."""
+        event = self._driver.event()
+        event.record(self._api.current_stream(self._device))
+        return event
+
+    def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
+        """See ``OutputCopies.to_host``."""
+        memory = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
+        with self._api.stream(self.stream):
+            computed.wait(self.stream)
+            memory.copy_(_bytes_of(tensor.contiguous()), non_blocking=True)
+            copied = self._driver.event()
+            copied.record(self.stream)
+        end = monotonic() + _COPY_S_MAX
+        while not copied.query():
+            if monotonic() >= end:  # the copy may go on: nothing else gets its memory before
+                raise TransferError(f"the device copied no output within {_COPY_S_MAX:g} s")
+            sleep(_POLL_S)
+        _copy(memory, pages)
+
+    def _staged(self, nbytes: int) -> torch.Tensor:
+        """Return memory to copy from, page-locked if the system has enough."""
+        try:
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        except RuntimeError as exc:  # vLLM relies on the output, so it is copied in any case
+            if not self._warned:
+                logger.warning("encoder outputs block the model, page-locking failed error=%s", exc)
+            self._warned = True
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+
+def open_copies(device: torch.device) -> OutputCopies:
+    """Return the copies for outputs on ``device``. Raises ``ConfigError`` for an unsupported
+    device."""
+    return OutputCopies() if device.type == "cpu" else DeviceCopies(device)
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor as ``[n]`` uint8, without a copy."""
+    return tensor.view(torch.uint8).view(-1)
+
+
+def _copy(memory: torch.Tensor, pages: memoryview) -> None:
+    np.copyto(np.frombuffer(pages, np.uint8), memory.numpy())  # without the GIL
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SavedOutput:
-    """An encoder output that is kept alive until it is saved: a ``PayloadWrite``."""
+    """An encoder output that is kept alive until it is saved: a ``PayloadWrite``, which documents
+    its methods."""
 
     output: EncoderOutput
     tensor: torch.Tensor
@@ -67,12 +167,10 @@ class SavedOutput:
 
     @property
     def claim(self) -> Claim:
-        """See ``PayloadWrite``."""
         return self.output.claim
 
     @property
     def layers(self) -> tuple[LayerSpec, ...]:
-        """See ``PayloadWrite``."""
         return (self.output.layer,)
 
     @property
@@ -81,78 +179,77 @@ class SavedOutput:
         return hashlib.sha256(self.output.item_hash).hexdigest()
 
     def write(self, pages: memoryview) -> None:
-        """See ``PayloadWrite``."""
         self.side.copies.to_host(self.tensor, self.computed, pages)
 
     def end(self, outcome: WriteOutcome, nbytes: int) -> None:
-        """See ``PayloadWrite``."""
         self.side.ended(self, outcome, nbytes)
 
 
 class EncoderWorkerSide:
     """The worker's half of the encoder cache. The forward thread calls all methods but ``ended``,
-    and waits only in ``drain_saves`` and ``close``."""
+    and waits only in ``close``."""
 
     def __init__(
         self,
         copies: OutputCopies,
-        dtype: str,
         writer: PayloadWriter | None,
-        limits: EncoderSaveLimits,
+        config: Config,
         recorder: MemoryRecorder,
+        item_bytes_max: int,
+        held_bytes_max: int,
         *,
-        drain_s: float,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
             copies: of the device of vLLM's encoder cache.
-            dtype: the dtype of outputs that can be loaded again.
             writer: on the same clock; ``close`` closes it. None if this rank saves nothing.
+            item_bytes_max: for one output that is saved.
+            held_bytes_max: for tensors kept alive until they are saved.
         """
-        self.copies = copies
-        self._dtype, self._writer, self._limits = dtype, writer, limits
-        self._recorder, self._drain_s, self._clock = recorder, drain_s, clock
+        self.copies, self.writer, self._config = copies, writer, config
+        self._recorder, self._clock = recorder, clock
+        self._item_bytes_max, self._held_bytes_max = item_bytes_max, held_bytes_max
         self._lock = Lock()
         self._held_bytes = 0
-        self._closed = False
         self._pid = getpid()
 
     def load(self, plan: EncoderPlan, cache: EncoderCache) -> None:
-        """Add the plan's outputs to ``cache``, except those that it already has."""
-        for load in plan.loads:
-            if load.identifier not in cache:
-                cache[load.identifier] = self._tensor(load)
+        """Add the plan's outputs to ``cache``, except those that it already has. They are copied
+        into new tensors: the plan's bytes may belong to the scheduler or to a message."""
+        for identifier, (output, pages) in plan.loads.items():
+            if identifier not in cache:
+                dtype = _DTYPES[output.dtype]
+                tensor = self.copies.to_device(pages, output.embeds, output.width, dtype)
+                cache[identifier] = tensor
 
     def save(self, plan: EncoderPlan, cache: EncoderCache, identifier: str) -> None:
         """Save an output that was just encoded, in the background, if the plan contains it. If too
         many wait, it is dropped and counted."""
         save = plan.saves.get(identifier)
-        if save is None or self._writer is None:
+        if save is None or self.writer is None:
             return
         encoded = cache[identifier].detach()
         dtype = DTYPE_NAMES.get(encoded.dtype)
-        limits, nbytes = self._limits, encoded.nbytes
-        is_known = encoded.dim() == 2 and encoded.shape[0] == save.embeds and dtype == self._dtype
-        if not is_known or nbytes > limits.item_bytes_max:
+        is_known = encoded.dim() == 2 and encoded.shape[0] == save.embeds and dtype == save.dtype
+        if not is_known or encoded.nbytes > self._item_bytes_max:
             self._recorder.count("save_unsupported")
             return
-        rows, width = encoded.shape
-        output = EncoderOutput(plan.namespace, save.item_hash, rows, width, self._dtype)
-        deadline = self._clock() + limits.deadline_s
+        output = replace(save, width=encoded.shape[1])
+        deadline = self._clock() + self._config.save_deadline_ms / 1000
         saved = SavedOutput(output, encoded, self.copies.mark(), deadline, self)
         with self._lock:
-            self._held_bytes += nbytes
-            fits = self._held_bytes <= limits.held_bytes_max
-        if fits and self._writer.waiting < limits.queue_max:
-            self._writer.write(saved)
+            self._held_bytes += encoded.nbytes
+            fits = self._held_bytes <= self._held_bytes_max
+        if fits and self.writer.waiting < self._config.save_queue_max:
+            self.writer.write(saved)
         else:
             saved.end(WriteOutcome.DROPPED, 0)
 
     def ended(self, save: SavedOutput, outcome: WriteOutcome, nbytes: int) -> None:
         """A save has ended. Called by any thread."""
         with self._lock:
-            self._held_bytes -= save.output.layer.nbytes
+            self._held_bytes -= save.tensor.nbytes
         self._recorder.count(_COUNTERS[outcome])
         if outcome is WriteOutcome.ACCEPTED:
             self._recorder.count("save_accepted_bytes", nbytes)
@@ -162,21 +259,8 @@ class EncoderWorkerSide:
         numbers = self._recorder.drain()
         return EncoderReport(numbers) if numbers else None
 
-    def drain_saves(self, seconds: float) -> bool:
-        """Wait until nothing is being saved. Returns whether that was so within the bound."""
-        return self._writer is None or self._writer.drain(seconds)
-
     def close(self) -> None:
-        """Drain saves within the configured bound, then stop. Idempotent."""
-        if self._closed or getpid() != self._pid:
-            return  # a forked process has none of its parent's threads
-        self._closed = True
-        if self._writer is not None:
-            self._writer.close(self._drain_s)
-
-    def _tensor(self, load: ItemLoad) -> torch.Tensor:
-        """Copy an output into a new tensor. The plan's bytes may belong to the scheduler or to a
-        message."""
-        output = load.output
-        dtype = _DTYPES[output.dtype]
-        return self.copies.to_device(load.pages, output.embeds, output.width, dtype)
+        """Drain saves within ``drain_deadline_ms``, then stop. Idempotent."""
+        # A forked process has none of its parent's threads.
+        if self.writer is not None and getpid() == self._pid:
+            self.writer.close(self._config.drain_deadline_ms / 1000)

@@ -15,11 +15,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from objkv.agent.calls import AgentDocuments
 from objkv.agent.client import CALL_S
-from objkv.agent.fill import Wanted
-from objkv.agent.payloads import PayloadReader, PayloadWriter, ReadOutcome, WriteOutcome
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.messages import PayloadRequest, is_unsaved
+from objkv.agent.payloads import (
+    PayloadReader,
+    PayloadWriter,
+    ReadOutcome,
+    WriteOutcome,
+)
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps, StepThread
 from objkv.codec.payload import Claim, LayerSpec
@@ -88,7 +91,7 @@ class _Payload:
     """A payload that the agent reads or saves while the forward thread waits: a ``PayloadRead``, if
     it has ``wanted``, or a ``PayloadWrite``. They document the methods."""
 
-    wanted: Wanted
+    wanted: PayloadRequest
     token_digest = "0" * 64
     _outcome: ReadOutcome | WriteOutcome | None = None
 
@@ -101,7 +104,7 @@ class _Payload:
         self.pages = [np.frombuffer(one, np.uint8).copy() for one in pages]
 
     def write(self, pages: memoryview) -> None:
-        np.copyto(np.frombuffer(pages, np.uint8), self.pages[0])
+        np.concatenate(self.pages, out=np.frombuffer(pages, np.uint8))
 
     def end(self, outcome: ReadOutcome | WriteOutcome, _nbytes: int = 0) -> None:
         self._outcome = outcome
@@ -142,7 +145,8 @@ class HandoffConnector:
         nbytes = settings.pinned_bytes_max or _PROMPT_BYTES_MAX
         writer = writer_name(self)
         link = AgentLink(settings, Replica(str(getattr(transfer, "engine_id", writer))))
-        self._link, self._reader = link, PayloadReader(link.connect, "hand-offs")
+        self._link = link
+        self._reader = PayloadReader(link.connect, "hand-offs")
         self._writer = PayloadWriter(link.connect, nbytes, "hand-offs", writer=writer, puts=True)
         self._lookups = StepThread("objkv-lookup", answer_s=CALL_S)
         link.await_agent()
@@ -158,8 +162,8 @@ class HandoffConnector:
         """Store every whole prompt of the step that was just computed. When it returns, all
         tensor-parallel ranks have stored or dropped each prompt, so a receiver can start at once,
         and nothing is read any more."""
-        sent = self._send(model_executable, model_input, kv_caches, hidden_or_intermediate_states)
-        self._agree(sent)
+        self._send(model_executable, model_input, kv_caches, hidden_or_intermediate_states)
+        self._agree(True)  # only to wait for the others
 
     def recv_kv_caches_and_hidden_states(
         self, model_executable: Any, model_input: Any, kv_caches: list[torch.Tensor]
@@ -180,17 +184,18 @@ class HandoffConnector:
         self._lookups.close(0.0)
         self._link.calls.close()
 
-    @guarded(False)
-    def _send(self, executable: Any, model_input: Any, caches: Any, states: Any) -> bool:
+    @guarded(None)
+    def _send(self, executable: Any, model_input: Any, caches: Any, states: Any) -> None:
         deadline, sent = monotonic() + self._save_s, list[Claim]()
         try:
             prompts, _ = step.read_prompts(model_input)
             for prompt in prompts:
                 stage = HandoffStage(executable, self._model, self._rank, self._group, caches)
                 sent += self._save(stage, prompt, states, deadline)
-            return self._await_stored(sent, deadline)
+            if sent:
+                self._await_stored(sent, deadline)
         except ObjkvError as exc:
-            return bool(self._skip(exc))
+            self._skip(exc)
 
     @guarded(_NOTHING)
     def _receive(self, executable: Any, model_input: Any, caches: Any) -> Any:
@@ -216,7 +221,7 @@ class HandoffConnector:
             one = _Payload(stage.claim(self._namespace, prompt), stage.layers(prompt), deadline)
             if not stage.rank.writes(one.claim.key.prefix_hash):
                 return []  # another rank has the same shard and saves it
-            one.pages = [stage.gather(prompt, states)]
+            one.pages = stage.gather(prompt, states)
         except SkippedError as exc:
             return self._skip(exc) or []
         self._writer.write(one)
@@ -230,28 +235,26 @@ class HandoffConnector:
         (shards,) = self._ask(find)
         if shards is None:
             return None
-        one.wanted = Wanted(one.claim, shards[key.field])
+        one.wanted = PayloadRequest(one.claim, shards[key.field])
         self._reader.read([one])
         return stage.scatter(prompt, one.pages) if one.wait() is ReadOutcome.READ else None
 
-    def _await_stored(self, claims: Sequence[Claim], deadline: float) -> bool:
+    def _await_stored(self, claims: Sequence[Claim], deadline: float) -> None:
         """Wait until the store has what the agent has, so that other nodes find it."""
         end = min(deadline, monotonic() + _STORED_S)
-        hashes = [claim.key.prefix_hash for claim in claims]
-        while claims and monotonic() >= self._hasty_until:
-            field = claims[0].key.field
+        field, hashes = claims[0].key.field, [claim.key.prefix_hash for claim in claims]
+        while monotonic() >= self._hasty_until:
             found = self._ask(self._link.calls.find(self._namespace, hashes, (field,)))
             if not any(one is None or is_unsaved(one[field]) for one in found):
                 if not self._is_announced:  # only now, since the store works
-                    documents, text = AgentDocuments(self._link.calls), self._identity.canonical()
+                    documents, text = self._link.calls, self._identity.canonical()
                     put = documents.put_if_absent(identity_path(self._namespace), text)
                     self._ask(put)
                     self._is_announced = True
-                return True
+                return
             if monotonic() >= end:
                 self._hasty_until = end + _PAUSE_S
             sleep(_LOOK_S)
-        return not claims
 
     def _ask(self, question: Steps[T]) -> T:
         """Wait for what the agent answers. Raises ``StoreError``."""

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -80,11 +80,8 @@ def read_prompts(model_input: Any) -> tuple[list[HandoffPrompt], bool]:
         raise SkippedError("prompts with positions without a token are not handed over")
     if int(slots[:total].min()) < 0:
         raise SkippedError("prompts whose KV is not completely kept are not handed over")
-    prompts, start = [], 0
-    for length in lengths:
-        end = start + length
-        prompts.append(HandoffPrompt(tokens[start:end], start, end, slots[start:end]))
-        start = end
+    bounds = pairwise(accumulate(lengths, initial=0))
+    prompts = [HandoffPrompt(tokens[a:b], a, b, slots[a:b]) for a, b in bounds]
     return prompts, len(ids) == total
 
 
@@ -142,16 +139,17 @@ class HandoffStage:
             raise SkippedError(f"{len(caches)} KV caches of layers [{first}, {end})")
         self.rank = replace(rank, shard=replace(rank.shard, layer_start=first, layer_end=end))
         self._heads = rank.shard.head_end - rank.shard.head_start
-        self._names, self._content, self._latent = group.layers[first:end], group.content, False
-        tail: tuple[int, ...] = (self._heads, group.content // 2)
-        if model.use_mla:
-            self._latent, tail = True, (group.content,)
+        self._content, latent = group.content, bool(model.use_mla)
+        tail = (group.content,) if latent else (self._heads, group.content // 2)
         for cache in caches:
-            dims = (2, *cache.shape[1:3]) if not self._latent else cache.shape[:2]
+            dims = cache.shape[:2] if latent else (2, *cache.shape[1:3])
             if cache.shape != (*dims, *tail) or not cache.numel() or cache.dtype not in DTYPE_NAMES:
                 raise SkippedError(f"KV caches {tuple(cache.shape)} of {cache.dtype}")
-        self._caches = [cache.view(_WORDS[cache.element_size()]) for cache in caches]
-        self._dtypes = [DTYPE_NAMES[cache.dtype] for cache in caches]
+        words = [cache.view(_WORDS[cache.element_size()]) for cache in caches]
+        self._caches = [[one] if latent else [one[0], one[1]] for one in words]
+        """The latents of each layer, or its K and V."""
+        dtypes = [DTYPE_NAMES[cache.dtype] for cache in caches]
+        self._dtypes = dict(zip(group.layers[first:end], dtypes, strict=True))
         self._device, self._block_size = caches[0].device, caches[0].shape[-1 - len(tail)]
         self._slots = min(c.shape[-2 - len(tail)] for c in caches) * self._block_size
         self._dtype: torch.dtype = model.dtype
@@ -174,12 +172,10 @@ class HandoffStage:
         if int(prompt.slots.max()) >= self._slots:
             raise SkippedError(f"slots outside the {self._slots} slots of the KV caches")
         tokens, states = len(prompt.tokens), DTYPE_NAMES[self._dtype]
-        rows, kv = (
-            (tokens, self._heads, 1, self._content),
-            zip(self._names, self._dtypes, strict=True),
-        )
+        rows = tokens, self._heads, 1, self._content
+        kv = [LayerSpec(name, dtype, rows) for name, dtype in self._dtypes.items()]
         own = [LayerSpec(n, states, (tokens, 1, 1, width)) for n, width in self._widths.items()]
-        return (*(LayerSpec(name, dtype, rows) for name, dtype in kv), *own)
+        return (*kv, *own)
 
     def claim(self, namespace: str, prompt: HandoffPrompt) -> Claim:
         """Return the claim of a prompt's payload: that of a chunk which is the whole prompt."""
@@ -188,9 +184,9 @@ class HandoffStage:
         key = ChunkKey(namespace, digest, 0, self.rank.shard)
         return Claim(key, root, 0, len(prompt.tokens))
 
-    def gather(self, prompt: HandoffPrompt, given: Any) -> np.ndarray:
-        """Return the bytes of a prompt's frames, one after the other. Only one layer at a time is
-        in device memory twice. Raises ``SkippedError`` for states of another form."""
+    def gather(self, prompt: HandoffPrompt, given: Any) -> Pages:
+        """Return copies of a prompt's frames. Only one layer at a time is in device memory twice.
+        Raises ``SkippedError`` for states of another form."""
         found = {_LAST: given}
         if not isinstance(given, torch.Tensor):
             found = {_BETWEEN + name: tensor for name, tensor in given.tensors.items()}
@@ -198,33 +194,22 @@ class HandoffStage:
         expected = {name: (self._dtype, (width,)) for name, width in self._widths.items()}
         if shapes != expected or any(len(one) < prompt.end for one in found.values()):
             raise SkippedError(f"states {shapes}, expected {expected}")
-        buffer, at = np.empty(sum(one.nbytes for one in self.layers(prompt)), np.uint8), 0
         block, offset = self._places(prompt.slots)
-        kv = (
-            cache[block, offset]
-            if self._latent
-            else torch.cat((cache[0][block, offset], cache[1][block, offset]), -1)
-            for cache in self._caches
-        )
-        states = (found[name][prompt.start : prompt.end].contiguous() for name in self._widths)
-        for rows in chain(kv, states):
-            target = torch.from_numpy(buffer[at : at + rows.nbytes])
-            target.copy_(rows.view(torch.uint8).flatten())
-            at += rows.nbytes
-        return buffer
+        kv = (torch.cat([part[block, offset] for part in parts], -1) for parts in self._caches)
+        own = (found[name][prompt.start : prompt.end] for name in self._widths)
+        states = (one.clone(memory_format=torch.contiguous_format) for one in own)
+        return [rows.view(torch.uint8).flatten().cpu().numpy() for rows in chain(kv, states)]
 
     def scatter(self, prompt: HandoffPrompt, pages: Pages) -> Pages:
         """Write a prompt's verified KV to its slots. Returns the pages of its states."""
         block, offset = self._places(prompt.slots)
         # Index by block and offset. A permuted cache has no flat view: reshape would copy it, and
         # the rows would be written to the copy.
-        for cache, page in zip(self._caches, pages, strict=False):
-            rows = torch.from_numpy(page).view(cache.dtype).to(cache.device)
+        for parts, page in zip(self._caches, pages, strict=False):
+            rows = torch.from_numpy(page).view(parts[0].dtype).to(self._device)
             rows = rows.view(len(prompt.tokens), self._heads, self._content)
-            if self._latent:
-                cache[block, offset] = rows[:, 0]
-            else:
-                cache[0][block, offset], cache[1][block, offset] = rows.chunk(2, -1)
+            for part, values in zip(parts, rows.chunk(len(parts), -1), strict=True):
+                part[block, offset] = values.reshape(-1, *part.shape[2:])
         return pages[len(self._caches) :]
 
     def join(self, prompts: Sequence[Pages]) -> Any:

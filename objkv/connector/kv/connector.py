@@ -7,7 +7,7 @@ is unregistered or the engine shuts down. All these waits have deadlines.
 
 import logging
 import weakref
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -36,7 +36,7 @@ from objkv.connector.hooks import (
 from objkv.connector.kv.events import AcceptedShards, events_enabled, open_event_log
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.saves import BlockHeadroom
-from objkv.connector.kv.scheduler import NothingShared, SchedulerSide
+from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _NO_MATCH: tuple[int | None, bool] = (0, False)
+_NO_STATS: ObjKVStats | None = None
 
 
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -76,14 +77,13 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         speak_as_vllm()
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self.recorder = MemoryRecorder(sampled=HISTOGRAMS)
-        self._scheduler: SchedulerSide | NothingShared | None = None
+        self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._asleep = False
         self._engine = engine_of(get_current_vllm_config_or_none())
         self._shares = shares_any(kv_cache_config)
         if not self._shares:
             if role == KVConnectorRole.SCHEDULER:
-                self._scheduler = NothingShared()
                 logger.info("this engine has no KV cache to share, loading and saving no KV")
             return
         try:
@@ -98,9 +98,8 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self._worker
 
     @property
-    def scheduler(self) -> SchedulerSide | NothingShared:
-        """The scheduler's side, in a scheduler."""
-        assert self._scheduler is not None
+    def scheduler(self) -> SchedulerSide | None:
+        """The scheduler's side, in a scheduler of an engine with a KV cache to share."""
         return self._scheduler
 
     def _open(
@@ -112,17 +111,20 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._accepted = AcceptedShards() if events_enabled(vllm_config) else None
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = side = open_scheduler_side(
-                vllm_config, self._config, self._geometry, self._link, self.recorder
-            )
-            log = open_event_log(vllm_config, kv_cache_config, self._geometry, self._config)
-            side.events = log
             headroom = BlockHeadroom(
                 vllm_config, kv_cache_config, self._geometry, lambda: self._kv_cache_manager
             )
-            side.may_reuse = headroom.is_short
+            self._scheduler = open_scheduler_side(
+                vllm_config,
+                self._config,
+                self._geometry,
+                self._link,
+                self.recorder,
+                events=open_event_log(vllm_config, kv_cache_config, self._geometry, self._config),
+                may_reuse=headroom.is_short,
+            )
             self._hooks = EngineHooks(
-                side,
+                self._scheduler,
                 lambda: self._kv_cache_manager,
                 patches=self._config.vllm_patches,
             )
@@ -246,10 +248,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         """Return the saves and loads that ended. See the base class."""
         if self._worker is None:
             return KVConnectorTransferResults()
-        done = self._worker.results(self._plan(), finished_req_ids)
-        return KVConnectorTransferResults(
-            finished_sending=done.sent, finished_recving=done.received, failed_recving=done.failed
-        )
+        return self._worker.results(self._plan(), finished_req_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The older form of ``get_transfer_results``."""
@@ -271,13 +270,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         report = self._worker.take_report()
         return report if self._accepted is None else self._accepted.add_to(report)
 
+    @guarded(_NO_STATS)
     def get_kv_connector_stats(self) -> ObjKVStats | None:
         """Return this side's numbers since the last call."""
-        data = guarded(dict[str, Any]())(self._take_numbers)()
+        data: dict[str, Any] = {**self.recorder.drain(), **self.recorder.samples()}
         return ObjKVStats(data=data) if data else None
-
-    def _take_numbers(self) -> dict[str, Any]:
-        return cast("dict[str, Any]", self.recorder.drain() | self.recorder.samples())
 
     @guarded(None)
     def shutdown(self) -> None:
@@ -300,14 +297,14 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be free soon, so that vLLM waits for them for a
         step instead of preempting a request, which would have to be computed again."""
-        return self.scheduler.holds_blocks
+        return self._scheduler is not None and self._scheduler.holds_blocks
 
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup of the request's prompt."""
-        if self._shares:
+        if self._scheduler is not None:
             self._hooks.reopen()
-        self.scheduler.track(request)
+            self._scheduler.track(request)
 
     @guarded(_NO_MATCH)
     def get_num_new_matched_tokens(
@@ -315,7 +312,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return the number of stored tokens beyond the computed ones, or None while it is unknown.
         See the base class."""
-        return self.scheduler.match(request, num_computed_tokens)
+        if self._scheduler is None:
+            return _NO_MATCH
+        return self._scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -324,20 +323,25 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         If objkv fails, the load has failed, see ``SchedulerSide.plan_load``.
         """
-        ids = blocks.get_block_ids() if num_external_tokens else ()
-        self.scheduler.plan_load(request, ids, num_external_tokens)
+        if self._scheduler is not None:
+            ids = blocks.get_block_ids() if num_external_tokens else ()
+            self._scheduler.plan_load(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the step's plan. See the base class.
 
         Whatever fails, the plan contains the loads on which vLLM relies.
         """
-        return self.scheduler.plan_step(scheduler_output)
+        if self._scheduler is None:
+            return StepPlan()
+        return self._scheduler.plan_step(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Process the workers' reports."""
-        side, manager = self.scheduler, self._kv_cache_manager
+        side, manager = self._scheduler, self._kv_cache_manager
+        if side is None:
+            return
         failed_requests = side.update(connector_output)
         if manager is not None:
             guarded(None)(free_failed)(manager, failed_requests)
@@ -349,24 +353,26 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
         """Return the KV events if vLLM has them enabled. vLLM calls this once per step, with the
         step's result."""
-        return self.scheduler.end_step()
+        return () if self._scheduler is None else self._scheduler.end_step()
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         """Return whether the request's blocks must be kept for in-flight saves."""
-        return self.scheduler.finish(request, (block_ids,)), None
+        return self.request_finished_all_groups(request, (block_ids,))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The form of ``request_finished`` for models with several groups."""
-        return self.scheduler.finish(request, block_ids), None
+        return self._scheduler is not None and self._scheduler.finish(request, block_ids), None
 
     @guarded(False)
     def reset_cache(self) -> bool:
         """Stop using everything stored so far. Returns False while such blocks are still in use."""
-        return self.scheduler.reset(clean=holds_nothing(self._kv_cache_manager))
+        if self._scheduler is None:
+            return True
+        return self._scheduler.reset(clean=holds_nothing(self._kv_cache_manager))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

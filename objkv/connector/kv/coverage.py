@@ -67,17 +67,11 @@ class Coverage:
         all of them are hot."""
         if not self._is_mixed():
             return _sum(shards.values(), self._shares)
-        return _sum(self.fetched(shards), 1)
-
-    def fetched(self, shards: Shards) -> Collection[ShardRecord]:
-        """Return roughly the records that the ranks will fetch. If other shapes are stored, these
-        are the records that the first rank needs."""
-        if not self._is_mixed():
-            return shards.values()
-        return [shards[field] for field in self.fetched_fields(shards)]
+        return _sum((shards[field] for field in self.fetched_fields(shards)), 1)
 
     def fetched_fields(self, fields: Iterable[str]) -> Collection[str]:
-        """Return those of a chunk's fields whose records ``fetched`` returns."""
+        """Return roughly those of a chunk's fields whose payloads the ranks will fetch. If other
+        shapes are stored, these are the ones that the first rank needs."""
         if not self._is_mixed():
             return tuple(fields)
         groups: dict[int, list[str]] = {}

@@ -47,66 +47,6 @@ OWNERSHIP = "objkv"
 can load the blocks from shared stores."""
 
 
-class BlockEvents:
-    """Makes the events of one chunk's blocks in one group, with vLLM's own hashes. Pure.
-
-    Except for medium, locality and ownership, every field equals that of the event for the same
-    blocks on the device.
-    Source: vLLM 0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``,
-    ``resolve_block_hashes`` in ``v1/core/kv_cache_utils.py``.
-    """
-
-    def __init__(self, geometry: Geometry, hash_tokens: int, locality: Locality = "REMOTE") -> None:
-        """``hash_tokens``: tokens per block hash of vLLM. Every group's block size is a multiple
-        of it. ``locality``: of the bulk store."""
-        self._geometry = geometry
-        self._locality = locality
-        self._hash_tokens = hash_tokens
-
-    def stored(self, request: "Request", move: ChunkMove) -> BlockStored | None:
-        """Return the event that the chunk is stored, or None if vLLM has not hashed its blocks."""
-        group = self._geometry.position(move.group)
-        # Blocks are reported once, whatever caches they have, and a draft's do not count.
-        if group is None or self._geometry.is_draft(group) or not self._geometry.leads(group):
-            return None
-        identity, unit = self._geometry.groups[group], self._hash_tokens
-        size, end = identity.block_size, move.token_end
-        start = end - stored_blocks(identity, self._geometry.chunk_tokens) * size
-        known = request.block_hashes
-        # There is one hash per unit of tokens, except for tokens that a drafter still needs.
-        if start >= end or end // unit > len(known) or len(known) > request.num_tokens // unit:
-            return None
-        convert = kv_cache_utils.maybe_convert_block_hash
-        hashes = [convert(known[at // unit - 1]) for at in range(start + size, end + 1, size)]
-        lora = request.lora_request
-        return _made(
-            BlockStored,
-            block_hashes=hashes,
-            parent_block_hash=convert(known[start // unit - 1]) if start else None,
-            token_ids=list(request.all_token_ids[start:end]),
-            block_size=size,
-            lora_id=None if lora is None else lora.adapter_id,
-            medium=MEDIUM_STORAGE,
-            lora_name=None if lora is None else lora.name,
-            extra_keys=_extra_keys(request, start, end, size),
-            group_idx=self._geometry.table(group),
-            locality=self._locality,
-            ownership=OWNERSHIP,
-        )
-
-    def removed(self, group: int, hashes: list[Any]) -> BlockRemoved:
-        """Return the event that a group's blocks, named by their reported hashes, are removed."""
-        table = self._geometry.table(group)
-        return _made(
-            BlockRemoved,
-            block_hashes=hashes,
-            medium=MEDIUM_STORAGE,
-            group_idx=table,
-            locality=self._locality,
-            ownership=OWNERSHIP,
-        )
-
-
 def read_hash_tokens(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", geometry: Geometry
 ) -> int:
@@ -141,7 +81,8 @@ _SHARDS_MAX = 65_536
 
 
 class AcceptedShards:
-    """The shards that the agent has taken over from this process, until ``take``. Thread-safe.
+    """The shards that the agent has taken over from this process, until they are reported.
+    Thread-safe.
 
     The agent publishes them when they are stored. Payloads that it holds back are not among them:
     no other replica finds those.
@@ -157,15 +98,11 @@ class AcceptedShards:
             if len(self._shards) < _SHARDS_MAX:
                 self._shards.add((key.namespace, key.prefix_hash, key.field))
 
-    def take(self) -> set[StoredShard]:
-        """Return the shards that were accepted since the last call."""
-        with self._lock:
-            shards, self._shards = self._shards, set()
-        return shards
-
     def add_to(self, report: StepReport | None) -> StepReport | None:
-        """Add what ``take`` returns to a worker's report."""
-        if stored := self.take():
+        """Add the shards that were accepted since the last call to a worker's report."""
+        with self._lock:
+            stored, self._shards = self._shards, set()
+        if stored:
             report = report or StepReport()
             report.stored |= stored
         return report
@@ -216,30 +153,15 @@ class _Load:
     """Chunk, group and event. The event is None if the chunk is already reported."""
 
 
-class NoEvents:
-    """The log without KV events. For the scheduler's thread only. Never waits, never raises."""
-
-    def planned(self, plan: StepPlan, find: Find) -> None:
-        """Record a step's loads and saves. ``find`` returns their requests, which still exist."""
-
-    def update(self, output: "KVConnectorOutput") -> None:
-        """Record all workers' reports of one step."""
-
-    def reset(self) -> None:
-        """Record that this replica no longer uses anything reported so far."""
-
-    def take(self) -> tuple[KVCacheEvent, ...]:
-        """Return the events since the last call in the order in which they happened."""
-        return ()
-
-
-class EventLog(NoEvents):
-    """The log with KV events enabled."""
+class EventLog:
+    """The KV events that vLLM has not taken. For the scheduler's thread only. Never waits, never
+    raises."""
 
     def __init__(
         self,
         geometry: Geometry,
-        blocks: BlockEvents,
+        hash_tokens: int,
+        locality: Locality = "REMOTE",
         *,
         ttl_s: float,
         chunks_max: int = _CHUNKS_MAX,
@@ -248,11 +170,14 @@ class EventLog(NoEvents):
     ) -> None:
         """
         Args:
+            hash_tokens: tokens per block hash of vLLM. Every group's block size is a multiple of
+                it.
+            locality: of the bulk store.
             ttl_s: life of a record. A chunk that this replica has not saved or loaded for this long
                 is reported as removed.
         """
         self._fields = [_table_fields(geometry, group) for group in range(geometry.target_count)]
-        self._blocks = blocks
+        self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
         self._ttl_s = ttl_s
         self._chunks_max = chunks_max
         self._pending_max = pending_max
@@ -264,7 +189,7 @@ class EventLog(NoEvents):
 
     @guarded(None)
     def planned(self, plan: StepPlan, find: Find) -> None:
-        """See ``NoEvents``."""
+        """Record a step's loads and saves. ``find`` returns their requests, which still exist."""
         for save in plan.saves:
             if (tracked := find(save.request_id)) is None:
                 continue
@@ -283,7 +208,7 @@ class EventLog(NoEvents):
 
     @guarded(None)
     def update(self, output: "KVConnectorOutput") -> None:
-        """See ``NoEvents``."""
+        """Record all workers' reports of one step."""
         if isinstance(report := output.kv_connector_worker_meta, StepReport):
             for request_id in report.failed:
                 self._loads.pop(request_id, None)
@@ -298,14 +223,14 @@ class EventLog(NoEvents):
 
     @guarded(None)
     def reset(self) -> None:
-        """See ``NoEvents``."""
+        """Record that this replica no longer uses anything reported so far."""
         self._pending.clear()
         self._loads.clear()
         self._take_back(list(self._reported))
 
     @guarded(tuple[KVCacheEvent, ...]())
     def take(self) -> tuple[KVCacheEvent, ...]:
-        """See ``NoEvents``."""
+        """Return the events since the last call in the order in which they happened."""
         now, overdue = self._clock(), []
         for name, known in self._reported.items():  # renewed ones were moved to the end
             if known.until > now:
@@ -315,14 +240,44 @@ class EventLog(NoEvents):
         events, self._events = tuple(self._events), []
         return events
 
-    def __repr__(self) -> str:
-        return f"<EventLog {len(self._reported)} chunks reported, {len(self._pending)} being saved>"
+    def _event(self, request: "Request", move: ChunkMove) -> BlockStored | None:
+        """Return the event that the chunk is stored, or None if vLLM has not hashed its blocks.
+
+        Except for medium, locality and ownership, every field equals that of the event for the same
+        blocks on the device. Source: vLLM 0.31-0.33, ``cache_full_blocks`` in
+        ``v1/core/block_pool.py``, ``resolve_block_hashes`` in ``v1/core/kv_cache_utils.py``.
+        """
+        group = self._geometry.position(move.group)
+        # Blocks are reported once, whatever caches they have, and a draft's do not count.
+        if group is None or self._geometry.is_draft(group) or not self._geometry.leads(group):
+            return None
+        identity, unit = self._geometry.groups[group], self._hash_tokens
+        size, end = identity.block_size, move.token_end
+        start = end - stored_blocks(identity, self._geometry.chunk_tokens) * size
+        known = request.block_hashes
+        # There is one hash per unit of tokens, except for tokens that a drafter still needs.
+        if start >= end or end // unit > len(known) or len(known) > request.num_tokens // unit:
+            return None
+        convert = kv_cache_utils.maybe_convert_block_hash
+        hashes = [convert(known[at // unit - 1]) for at in range(start + size, end + 1, size)]
+        lora = request.lora_request
+        return _made(
+            BlockStored,
+            block_hashes=hashes,
+            parent_block_hash=convert(known[start // unit - 1]) if start else None,
+            token_ids=list(request.all_token_ids[start:end]),
+            block_size=size,
+            lora_id=None if lora is None else lora.adapter_id,
+            medium=MEDIUM_STORAGE,
+            lora_name=None if lora is None else lora.name,
+            extra_keys=_extra_keys(request, start, end, size),
+            group_idx=self._geometry.table(group),
+            locality=self._locality,
+            ownership=OWNERSHIP,
+        )
 
     def _save_planned(self, request: "Request", name: Name, move: ChunkMove) -> None:
-        if (
-            self._is_reported(name, move.group)
-            or (event := self._blocks.stored(request, move)) is None
-        ):
+        if self._is_reported(name, move.group) or (event := self._event(request, move)) is None:
             return
         self._pending.setdefault(name, _Pending()).events[move.group] = event
         self._pending.move_to_end(name)
@@ -333,7 +288,7 @@ class EventLog(NoEvents):
     ) -> tuple[Name, int, BlockStored | None]:
         name = namespace, move.prefix_hash
         known = self._is_reported(name, move.group)
-        return name, move.group, None if known else self._blocks.stored(request, move)
+        return name, move.group, None if known else self._event(request, move)
 
     def _is_reported(self, name: Name, group: int) -> bool:
         return (known := self._reported.get(name)) is not None and group in known.hashes
@@ -380,7 +335,15 @@ class EventLog(NoEvents):
                 for group, hashes in known.hashes.items():
                     gone.setdefault(group, []).extend(hashes)
         for group, hashes in gone.items():
-            self._events.append(self._blocks.removed(group, hashes))
+            event = _made(
+                BlockRemoved,
+                block_hashes=hashes,
+                medium=MEDIUM_STORAGE,
+                group_idx=self._geometry.table(group),
+                locality=self._locality,
+                ownership=OWNERSHIP,
+            )
+            self._events.append(event)
 
 
 def open_event_log(
@@ -388,13 +351,12 @@ def open_event_log(
     kv_cache_config: "KVCacheConfig",
     geometry: Geometry,
     config: Config,
-) -> NoEvents:
-    """Return a log, which records nothing unless vLLM has KV events enabled."""
+) -> EventLog | None:
+    """Return a log, or None unless vLLM has KV events enabled."""
     if not events_enabled(vllm_config):
-        return NoEvents()
+        return None
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)
-    blocks = BlockEvents(geometry, hash_tokens, locality(config))
-    return EventLog(geometry, blocks, ttl_s=config.ttl_s)
+    return EventLog(geometry, hash_tokens, locality(config), ttl_s=config.ttl_s)
 
 
 def _table_fields(geometry: Geometry, group: int) -> frozenset[str]:

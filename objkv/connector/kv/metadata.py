@@ -71,7 +71,3 @@ class StepReport(KVConnectorWorkerMetadata):
             },
             self.stored | other.stored,
         )
-
-    def is_empty(self) -> bool:
-        """Whether the report is empty."""
-        return not any((self.dropped, self.rejected, self.failed, self.loaded, self.stored))

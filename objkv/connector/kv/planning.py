@@ -183,14 +183,23 @@ def save_moves(
     size = geometry.chunk_tokens
     moves = []
     for chunk in chunks:
-        tokens = computed.tokens
-        ids = tuple(tokens[chunk * size : (chunk + 1) * size]) if keep_tokens else None
+        tokens = computed.tokens[chunk * size : (chunk + 1) * size] if keep_tokens else None
+        ids = None if tokens is None else tuple(tokens)
         digest = chain.token_digest(chunk)
         for group in range(len(geometry.groups)):
             table = _held(geometry, group, computed, chunk)
             if not table or _NULL_BLOCK in table or is_stored(chunk, group):
                 continue
-            move = _move(size, chain, (chunk, geometry.number(group)), table)
+            move = ChunkMove(
+                chunk=chunk,
+                group=geometry.number(group),
+                prefix_hash=chain.hash(chunk),
+                parent_hash=chain.parent(chunk),
+                token_start=chunk * size,
+                token_end=(chunk + 1) * size,
+                first_block=0,
+                block_ids=table,
+            )
             moves.append(SaveMove(move, digest, ids))
     return moves
 
@@ -235,19 +244,3 @@ def _held(geometry: Geometry, group: int, computed: Computed, chunk: int) -> tup
     first = last - stored_blocks(identity, size)
     # Before the first chunk is nothing: its payload repeats a block, which is never loaded.
     return (*table[:1] * max(0, -first), *table[max(0, first) : max(0, last)])
-
-
-def _move(
-    size: int, chain: PrefixChain, place: tuple[int, int], blocks: tuple[int, ...]
-) -> ChunkMove:
-    chunk, group = place
-    return ChunkMove(
-        chunk=chunk,
-        group=group,
-        prefix_hash=chain.hash(chunk),
-        parent_hash=chain.parent(chunk),
-        token_start=chunk * size,
-        token_end=(chunk + 1) * size,
-        first_block=0,
-        block_ids=blocks,
-    )

@@ -13,7 +13,7 @@ from threading import BoundedSemaphore
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from objkv.agent.http.prompts import read_hashes, read_order
-from objkv.agent.prefetch import PrefetchOrder
+from objkv.agent.messages import PrefetchOrder
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import Hashes
 from objkv.errors import ConfigError
@@ -46,8 +46,6 @@ class RequestLimits:
 
 
 NO_LIMITS = RequestLimits()
-
-
 Prefetch = Callable[[str, Sequence[bytes], PrefetchOrder], Steps[int] | int]
 """Namespace, prefix hashes and order. Raises ``StoreError``."""
 PREFETCH_ACTION: Final = ("objkv.prefetch", "1")
@@ -74,32 +72,26 @@ class LimitReader:
         if not isinstance(params, Mapping) or not {_LOADS, _SAVES, _TIERS, PUTS} & params.keys():
             return NO_LIMITS
         return RequestLimits(
-            self._number(params, _LOADS),
-            self._number(params, _SAVES),
+            self._valid(params, _LOADS, _is_number, "not a non-negative integer"),
+            self._valid(params, _SAVES, _is_number, "not a non-negative integer"),
             self._allows(params),
-            self._puts(params),
+            self._valid(params, PUTS, _is_bool, "neither true nor false") is True,
         )
 
-    def _number(self, params: Mapping[str, Any], name: str) -> int | None:
+    def _valid(
+        self, params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], reason: str
+    ) -> Any:
+        """Return the value of a parameter, None if it has none that is valid."""
         value = params.get(name)
-        if value is None or (type(value) is int and value >= 0):
+        if value is None or is_valid(value):
             return value
-        self._ignore(name, "not a non-negative integer")
+        self._ignore(name, reason)
         return None
-
-    def _puts(self, params: Mapping[str, Any]) -> bool:
-        value = params.get(PUTS)
-        if value is not None and type(value) is not bool:
-            self._ignore(PUTS, "neither true nor false")
-        return value is True
 
     def _allows(self, params: Mapping[str, Any]) -> bool:
         """Whether any listed tier is the shared store. No valid entry of some means any tier."""
-        listed = params.get(_TIERS)
+        listed = self._valid(params, _TIERS, lambda value: isinstance(value, list), "not a list")
         if listed is None:
-            return True
-        if not isinstance(listed, list):
-            self._ignore(_TIERS, "not a list")
             return True
         known = [entry for entry in listed if self._is_tier(entry)]
         mine = {"medium": _MEDIUM, "locality": self._locality}
@@ -126,6 +118,14 @@ class LimitReader:
             logger.warning("transfer parameter ignored name=%s reason=%s", name, reason)
 
 
+def _is_number(value: Any) -> bool:
+    return type(value) is int and value >= 0
+
+
+def _is_bool(value: Any) -> bool:
+    return type(value) is bool
+
+
 class HintReader:
     """Has the node's agent prefetch what hints name. For the scheduler's thread, which it never
     delays: hints are read on other threads. Never raises.
@@ -137,13 +137,12 @@ class HintReader:
 
     def __init__(
         self,
-        prefetch: Prefetch | None,
+        prefetch: Prefetch,
         submit: Callable[[Callable[[], Steps[None]]], bool],
         chunk_tokens: int,
         recorder: Recorder,
     ) -> None:
-        """``prefetch``: None without an agent. ``submit``: runs a job on another thread, or returns
-        False."""
+        """``submit``: runs a job on another thread, or returns False."""
         self._prefetch, self._submit = prefetch, submit
         self._chunk_tokens, self._recorder = chunk_tokens, recorder
         self._slots = BoundedSemaphore(_HINTS_AT_ONCE)
@@ -158,15 +157,12 @@ class HintReader:
         jobs = [
             partial(self._run, action.payload, namespace, own)
             for action in actions[:_ACTIONS_MAX]
-            if self._is_known(action)
+            if (getattr(action, "action_type", None), getattr(action, "action_version", None))
+            == PREFETCH_ACTION
         ]
         started = sum(self._start(job) for job in jobs)
         if unused := len(actions) - started:
             self._recorder.count("hints_unused", unused)
-
-    def _is_known(self, action: Any) -> bool:
-        kind = getattr(action, "action_type", None), getattr(action, "action_version", None)
-        return self._prefetch is not None and kind == PREFETCH_ACTION
 
     def _start(self, job: Callable[[], Steps[None]]) -> bool:
         if not self._slots.acquire(blocking=False):
@@ -177,7 +173,6 @@ class HintReader:
         return True
 
     def _run(self, payload: Any, namespace: str, own: Hashes | None) -> Steps[None]:
-        assert self._prefetch is not None
         name = "hints_unused"
         try:
             hashes = self._hashes(payload, namespace, own)
@@ -199,6 +194,4 @@ class HintReader:
             raise ConfigError(f"{unknown[0][:100]!r} is unknown")
         if {"tokens", "hashes"} & payload.keys():
             return read_hashes(payload, namespace, lambda: self._chunk_tokens)
-        if own is None:
-            return ()
-        return own[:]
+        return () if own is None else own[:]

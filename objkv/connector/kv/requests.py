@@ -5,21 +5,21 @@ While a lookup is in progress, calls take the same time for prompts of any lengt
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from math import inf
 from threading import Lock
 from time import sleep
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from objkv.agent.prefetch import PrefetchOrder
-from objkv.agent.unsaved.payloads import is_unsaved
+from objkv.agent.messages import PrefetchOrder, is_unsaved
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.request_limits import (
     NO_LIMITS,
     HintReader,
@@ -43,60 +43,6 @@ _PUT_S = 30.0
 """How long reading what an agent's disk holds back may take."""
 
 
-@dataclass(frozen=True, slots=True)
-class PromptParts:
-    """The parts of a request's prompt other than tokens, as they were when the request arrived.
-
-    They are captured at once and read on another thread, so that later changes to the request do
-    not affect its hashes.
-    """
-
-    salt: str | None
-    features: tuple[Any, ...]
-    embeds: torch.Tensor | None
-    """``[tokens, hidden]`` on the CPU, owned by vLLM and never changed here."""
-    is_token_ids: Sequence[bool] | None
-
-    @classmethod
-    def of(cls, request: "Request") -> "PromptParts":
-        """Capture the parts of a request. Only references are taken."""
-        embeds = request.prompt_embeds
-        mask = None if embeds is None else request.prompt_is_token_ids
-        return cls(request.cache_salt, tuple(request.mm_features), embeds, mask)
-
-    def extras(self, lora_digest: bytes | None, chunk_tokens: int) -> PromptExtras:
-        """Return the inputs of the prompt's hashes other than token ids. Hashes embeddings, which
-        may take long."""
-        return PromptExtras(
-            lora_digest=lora_digest,
-            salt=self.salt,
-            items=tuple(
-                MultimodalItem(
-                    feature.identifier.encode(),
-                    feature.mm_position.offset,
-                    feature.mm_position.length,
-                )
-                for feature in self.features
-            ),
-            embeds=self._digests(chunk_tokens),
-        )
-
-    def _digests(self, chunk_tokens: int) -> dict[int, bytes]:
-        """Return a SHA-256 per chunk of a prompt given as embeddings: of its rows, and of the mask
-        of rows that are token ids."""
-        if self.embeds is None:
-            return {}
-        digests = {}
-        for chunk, start in enumerate(range(0, self.embeds.shape[0], chunk_tokens)):
-            rows = self.embeds[start : start + chunk_tokens].contiguous()
-            digest = hashlib.sha256(f"{rows.dtype}{tuple(rows.shape)}".encode())
-            digest.update(rows.view(torch.uint8).numpy().data)
-            if self.is_token_ids is not None:
-                digest.update(bytes(self.is_token_ids[start : start + chunk_tokens]))
-            digests[chunk] = digest.digest()
-        return digests
-
-
 _PIECE_CHUNKS = 8
 """A thread lets others run after this many chunks: 2048 tokens take 65 µs, but the interpreter
 alone would switch threads only after 5 ms (2-core x86, 2026-11)."""
@@ -117,7 +63,11 @@ class RequestHashes:
     def __init__(
         self, request: "Request", namespace: str, lora_digest: bytes | None, chunk_tokens: int
     ) -> None:
-        self._parts = PromptParts.of(request)
+        # References to the parts of the prompt as they are now. They are read on another thread,
+        # and later changes to the request do not affect its hashes.
+        self._salt, self._features = request.cache_salt, tuple(request.mm_features)
+        self._embeds = request.prompt_embeds  # [tokens, hidden] on the CPU, never changed here
+        self._is_token_ids = None if self._embeds is None else request.prompt_is_token_ids
         self._namespace = namespace
         self._lora_digest = lora_digest
         self._chunk_tokens = chunk_tokens
@@ -191,9 +141,35 @@ class RequestHashes:
         return chain
 
     def _open(self) -> PrefixChain:
-        extras = self._parts.extras(self._lora_digest, self._chunk_tokens)
+        extras = PromptExtras(
+            lora_digest=self._lora_digest,
+            salt=self._salt,
+            items=tuple(
+                MultimodalItem(
+                    feature.identifier.encode(),
+                    feature.mm_position.offset,
+                    feature.mm_position.length,
+                )
+                for feature in self._features
+            ),
+            embeds={} if self._embeds is None else self._embed_digests(self._embeds),
+        )
         self._chain = PrefixChain(self._namespace, self._chunk_tokens, extras, digests=True)
         return self._chain
+
+    def _embed_digests(self, embeds: torch.Tensor) -> dict[int, bytes]:
+        """Return a SHA-256 per chunk of a prompt given as embeddings: of its rows, and of the mask
+        of rows that are token ids. May take long."""
+        digests = {}
+        for chunk, start in enumerate(range(0, embeds.shape[0], self._chunk_tokens)):
+            span = slice(start, start + self._chunk_tokens)
+            rows = embeds[span].contiguous()
+            digest = hashlib.sha256(f"{rows.dtype}{tuple(rows.shape)}".encode())
+            digest.update(rows.view(torch.uint8).numpy().data)
+            if self._is_token_ids is not None:
+                digest.update(bytes(self._is_token_ids[span]))
+            digests[chunk] = digest.digest()
+        return digests
 
 
 _RETRIES_MAX = 16
@@ -224,6 +200,8 @@ class TrackedRequest:
     usable: "Usable | None" = None
     local: int = 0
     """Number of leading tokens that vLLM had at its last query for a match."""
+    queried: bool = False
+    """Whether vLLM has not allocated blocks since that query."""
     draft_complete: bool = True
     """False after a load without the draft's KV. See ``DraftGaps``."""
     accounted: int = 0
@@ -276,15 +254,14 @@ class RequestTracker:
         geometry: Geometry,
         lookups: LookupService,
         recorder: Recorder,
-        digests: DigestCache | None = None,
-        coverage: Coverage | None = None,
+        digests: DigestCache | None,
+        coverage: Coverage,
         *,
-        locality: Locality = "REMOTE",
-        prefetch: Prefetch | None = None,
+        locality: Locality,
+        prefetch: Prefetch,
     ) -> None:
         """``digests``: cache of adapters' digests. Without it each engine reads every adapter once.
-        ``coverage``: also finds shards of other shapes. ``locality``: of the bulk store.
-        ``prefetch``: of the node's agent, if there is one."""
+        ``locality``: of the bulk store. ``prefetch``: of the node's agent."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
@@ -293,7 +270,7 @@ class RequestTracker:
         self._hints = HintReader(prefetch, lookups.submit, geometry.chunk_tokens, recorder)
         self._tracked: dict[str, TrackedRequest] = {}
         self._has_met_session = False
-        self.coverage = coverage or Coverage(geometry)
+        self.coverage = coverage
         """Decides which stored shards this replica can load."""
 
     def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> TrackedRequest:
@@ -353,22 +330,16 @@ class RequestTracker:
             tracked.may_load = tracked.may_save = False
             self._lookups.forget(request_id)
 
-    def unstore(self, request_id: str, chunk: int) -> list[TrackedRequest]:
-        """Mark a chunk to be saved again, because its save was dropped. Returns the request, unless
-        it has ended."""
-        tracked = self._tracked.get(request_id)
-        if tracked is None:
-            return []
-        tracked.again.add(chunk)
-        return [tracked]
-
-    def reject(self, prefix_hashes: Iterable[bytes]) -> list[TrackedRequest]:
-        """Mark chunks that were indexed but missing or corrupt to be saved by the requests that
-        compute them. Returns these requests."""
-        rejected, found = frozenset(prefix_hashes), list[TrackedRequest]()
-        if not rejected:
-            return found
-        for tracked in self._tracked.values():
+    def save_again(self, report: StepReport) -> list[TrackedRequest]:
+        """Mark chunks to be saved again: those whose save was dropped, and those that were indexed
+        but missing or corrupt, by the requests that compute them. Returns these requests."""
+        found = list[TrackedRequest]()
+        for request_id, chunk in report.dropped:
+            if tracked := self._tracked.get(request_id):
+                tracked.again.add(chunk)
+                found.append(tracked)
+        rejected = frozenset(prefix_hash for _, prefix_hash in report.rejected)
+        for tracked in self._tracked.values() if rejected else ():
             if tracked.hashes is None or not tracked.hashes.done:
                 continue
             chunks = tracked.hashes.chain.find(rejected)
@@ -397,16 +368,14 @@ class RequestTracker:
     def _put_held(self, tracked: TrackedRequest, hashes: RequestHashes, records: Records) -> None:
         """Have the agent put what it holds back of a request that is to be put. Reading it again
         would do so too, but vLLM reads nothing of a prompt in its own prefix cache."""
-        prefetch, namespace, count = self._prefetch, tracked.namespace, len(records)
-        if not tracked.limits.puts or prefetch is None:
-            return
+        order, count = PrefetchOrder(_PUT_S, puts=True), len(records)
 
         def put() -> Steps[None]:
-            yield from in_steps(
-                prefetch(namespace, hashes[:count], PrefetchOrder(_PUT_S, puts=True))
-            )
+            yield from in_steps(self._prefetch(tracked.namespace, hashes[:count], order))
 
-        if any(is_unsaved(one) for shards in records if shards for one in shards.values()):
+        if tracked.limits.puts and any(
+            is_unsaved(one) for shards in records if shards for one in shards.values()
+        ):
             self._lookups.submit(put)
 
     def hashing(self, tracked: TrackedRequest) -> bool:
@@ -428,8 +397,7 @@ class RequestTracker:
         """Return the request's hashes. None if its adapter is not identified yet, or cannot be."""
         if tracked.hashes is not None:
             return tracked.hashes
-        lora = None
-        request = tracked.request
+        lora, request = None, tracked.request
         if request.lora_request is not None:
             try:
                 lora = self.adapters.digest(request.request_id, request.lora_request)

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
 
@@ -218,7 +219,6 @@ class SavePlanner:
         chunks: list[int],
         again: frozenset[int],
     ) -> SavePlan | None:
-        request = tracked.request
         assert tracked.hashes is not None
         moves = save_moves(
             self._geometry,
@@ -226,12 +226,12 @@ class SavePlanner:
             self._computed(output, tracked),
             chunks,
             keep_tokens=self._config.store_tokens,
-            is_stored=self._stored(tracked, again),
+            is_stored=partial(self._is_stored, tracked, again),
         )
         if not moves:
             return None
-        puts = tracked.limits.puts
-        return SavePlan(request.request_id, tracked.namespace, tuple(moves), puts)
+        name, puts = tracked.request.request_id, tracked.limits.puts
+        return SavePlan(name, tracked.namespace, tuple(moves), puts)
 
     def _computed(self, output: "SchedulerOutput", tracked: TrackedRequest) -> Computed:
         request, state = tracked.request, output.kv_connector_block_state
@@ -245,20 +245,17 @@ class SavePlanner:
         states = states_after(self._geometry, blocks, end, offered.get(request.request_id, ()))
         return Computed(request.all_token_ids, blocks, states)
 
-    def _stored(self, tracked: TrackedRequest, again: frozenset[int]) -> Callable[[int, int], bool]:
-        """Return a function that reports whether a group of a chunk is stored. For chunks in
-        ``again`` the records found earlier are ignored, because their payload was missing or
-        corrupt."""
-
-        def is_stored(chunk: int, group: int) -> bool:
-            if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked, chunk):
-                return True  # it may not be stored
-            if chunk in again or chunk >= len(tracked.records):
-                return False
-            shards = tracked.records[chunk]
-            return shards is not None and self._requests.coverage.is_readable(shards, group)
-
-        return is_stored
+    def _is_stored(
+        self, tracked: TrackedRequest, again: frozenset[int], chunk: int, group: int
+    ) -> bool:
+        """Whether a group of a chunk is stored. For chunks in ``again`` the records found earlier
+        are ignored, because their payload was missing or corrupt."""
+        if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked, chunk):
+            return True  # it may not be stored
+        if chunk in again or chunk >= len(tracked.records):
+            return False
+        shards = tracked.records[chunk]
+        return shards is not None and self._requests.coverage.is_readable(shards, group)
 
 
 class BlockHeadroom:

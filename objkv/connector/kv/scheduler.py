@@ -7,31 +7,37 @@ Source of the call order: vLLM 0.31-0.33,
 """
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING
 
-from objkv.cache.lookup import LookupService, Records
+from objkv.cache.admission import AdmissionPolicy
+from objkv.cache.lookup import LookupLimits, LookupService, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.guard import guarded
+from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
-from objkv.connector.kv.events import NoEvents
+from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.planning import BlockTable, load_moves
+from objkv.connector.kv.request_limits import Prefetch
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
+from objkv.connector.model.weights import open_digests
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
+from objkv.connector.wiring import locality
 from objkv.index.base import Shards, WriteIndex
 from objkv.keys.identity import Identity
+from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
-from objkv.tracing import Tracing
+from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.plan import LoadPlan, SavePlan
 
 if TYPE_CHECKING:
@@ -47,6 +53,8 @@ _MATCH_WAIT_S = 1e-3
 whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
 the device computes the step before it, which takes many times longer. All requests share one limit,
 because a burst of them would otherwise use up that time. Their lookups run in parallel anyway."""
+_LOOKUP_AGE_MIN_S = 10.0
+"""Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,121 +72,92 @@ class Roles:
     """Whether an image's identifier depends on its content, so that it is the same everywhere."""
 
 
-class SyncGate:
-    """Stops loads within the step after one to which no store answered. For the scheduler's thread
-    only.
-
-    Such a load blocks every request of the replica until its deadline. A circuit breaker alone does
-    not help: it lets a probe through every few seconds, and the model would wait for each one. A
-    load between steps blocks only its own request. All loads are therefore of that kind, until one
-    succeeds within the time that a step would wait.
-    """
-
-    def __init__(self, bound_s: float, *, clock: Callable[[], float] = monotonic) -> None:
-        """``bound_s``: how long the forward pass waits for a load within the step."""
-        self._bound_s = bound_s
-        self._clock = clock
-        self._within: frozenset[str] = frozenset()
-        self._between: dict[str, float] = {}
-        self.open = True
-        """Whether loads within the step may be planned."""
-
-    def planned(self, loads: Iterable[LoadPlan]) -> None:
-        """Record the loads of a planned step."""
-        now = self._clock()
-        self._within = frozenset(load.request_id for load in loads if load.sync)
-        self._between |= {load.request_id: now for load in loads if not load.sync}
-
-    def reported(self, report: StepReport) -> None:
-        """Record the workers' report. A refused or missing payload means that the store
-        answered."""
-        for request_id in report.failed:
-            self._between.pop(request_id, None)
-        if not report.rejected and self._within & report.failed:
-            self.open = False
-
-    def received(self, request_id: str) -> None:
-        """Record the end of a load between steps. It succeeded, unless ``reported`` has recorded
-        its failure."""
-        started = self._between.pop(request_id, None)
-        if started is not None and self._clock() - started < self._bound_s:
-            self.open = True
+def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
+    """Count vLLM's query for a match when it allocates blocks to the request: vLLM may repeat a
+    query. The second allocation after a load between steps has no query and is not counted. Source:
+    vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``."""
+    if tracked.queried:
+        tracked.queried = False
+        recorder.count("queries")
+        recorder.count("query_tokens", tracked.request.num_tokens)
+        recorder.count("local_hit_tokens", tracked.local)
 
 
-class HitCounters:
-    """Counts the source of each token when vLLM allocates blocks to a request: the replica, the hot
-    store, the bulk store, or computation. For the scheduler's thread only."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
-        self._queried: dict[str, int] = {}
-
-    def queried(self, request_id: str, computed: int) -> None:
-        """Record that vLLM has ``computed`` tokens of a request and queries for the rest. vLLM may
-        repeat a query."""
-        self._queried[request_id] = computed
-
-    def allocated(self, request: "Request") -> None:
-        """Count a query when vLLM allocates blocks to the request. The second allocation after a
-        load between steps has no query and is not counted. Source: vLLM 0.31-0.33,
-        ``v1/core/sched/scheduler.py``."""
-        computed = self._queried.pop(request.request_id, None)
-        if computed is None:
-            return
-        self._recorder.count("queries")
-        self._recorder.count("query_tokens", request.num_tokens)
-        self._recorder.count("local_hit_tokens", computed)
-
-    def planned(self, plan: LoadPlan, start: int, end: int, draft_end: int) -> None:
-        """Count a planned load of tokens ``[start, end)``. ``draft_end``: the end of those whose
-        draft KV is stored."""
-        spans, moves_hot = plan.moves.token_spans, plan.moves.hot
-        chunks = set(spans)
-        # A chunk is only as fast as its slowest group.
-        cold = {span for span, hot in zip(spans, moves_hot, strict=True) if not hot}
-        hot = sum(min(end, last) - max(start, first) for first, last in chunks - cold)
-        self._recorder.count("hits")
-        self._recorder.count("hit_tokens", end - start)
-        self._recorder.count("hit_hot_tokens", hot)
-        self._recorder.count("hit_bulk_tokens", end - start - hot)
-        self._recorder.count("hit_draftless_tokens", end - draft_end)
-
-    def ended(self, request_id: str) -> None:
-        """Forget a request that ended, possibly before vLLM allocated blocks to it."""
-        self._queried.pop(request_id, None)
+def count_load(recorder: Recorder, plan: LoadPlan, span: tuple[int, int], draft_end: int) -> None:
+    """Count a planned load of tokens ``[start, end)`` by the store that has them: the hot store or
+    the bulk store. ``draft_end``: the end of those whose draft KV is stored."""
+    start, end = span
+    spans, moves_hot = plan.moves.token_spans, plan.moves.hot
+    # A chunk is only as fast as its slowest group.
+    cold = {chunk for chunk, hot in zip(spans, moves_hot, strict=True) if not hot}
+    hot = sum(min(end, last) - max(start, first) for first, last in set(spans) - cold)
+    recorder.count("hits")
+    recorder.count("hit_tokens", end - start)
+    recorder.count("hit_hot_tokens", hot)
+    recorder.count("hit_bulk_tokens", end - start - hot)
+    recorder.count("hit_draftless_tokens", end - draft_end)
 
 
 class SchedulerSide:
-    """The scheduler's half of the connector. All methods are called by the scheduler's thread.
-    ``wiring.make_scheduler_side`` makes it."""
+    """The scheduler's half of the connector. All methods are called by the scheduler's thread."""
 
     def __init__(
         self,
         config: Config,
         roles: Roles,
         geometry: Geometry,
+        identity: Identity,
         *,
+        bulk: WriteStore,
         index: WriteIndex,
-        lookups: LookupService,
-        requests: RequestTracker,
-        timing: Timing,
-        namespace: ReplicaNamespace[Identity],
-        switch: AdmissionSwitch,
         recorder: Recorder,
-        tracing: Tracing,
+        prefetch: Prefetch,
+        tracing: Tracing = NO_TRACING,
+        events: EventLog | None = None,
+        may_reuse: Callable[[], bool] = lambda: True,
     ) -> None:
+        """Stores the identity document. ``switch`` is read once it is started.
+
+        Args:
+            events: the log, if vLLM has KV events enabled.
+            may_reuse: whether the next step may give blocks of running requests to others.
+        """
         self._config, self._roles, self._geometry = config, roles, geometry
-        self._index, self._lookups, self._requests, self._timing = index, lookups, requests, timing
-        self._namespace, self._tracing, self.switch = namespace, tracing, switch
+        self._index, self._recorder, self._tracing = index, recorder, tracing
+        shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
+        limits = LookupLimits(
+            config.lookup_deadline_ms / 1000,
+            config.lookup_queue_max,
+            age_max_s=max(config.lookup_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
+        )
+        fields = sorted(geometry.all_fields())
+        self._lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
+        submit = self._lookups.submit
+        self._namespace = ReplicaNamespace(identity, bulk, submit, writes=roles.saves)
+        self._namespace.announce()
+        self.switch = AdmissionSwitch(config.admission, bulk, self._namespace, recorder, submit)
+        self._requests = requests = RequestTracker(
+            geometry,
+            self._lookups,
+            recorder,
+            open_digests(),
+            coverage,
+            locality=locality(config),
+            prefetch=prefetch,
+        )
+        self._timing = Timing(
+            AdmissionPolicy(lambda: self.switch.mode, recorder),
+            geometry,
+            steps_in_flight=roles.steps_in_flight,
+            coverage=coverage,
+        )
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
-        self._hits, self._loads = HitCounters(recorder), ReliedLoads(geometry.block_tokens)
-        self._sync_gate = SyncGate(config.step_load_deadline_ms / 1000)
+        self._loads = ReliedLoads(geometry.block_tokens, config.step_load_deadline_ms / 1000)
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
         steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
         self._wait_left_s, self._steps = _MATCH_WAIT_S, steps
-        self.may_reuse: Callable[[], bool] = lambda: True  # give blocks of running requests away
-        self.adapters, self.events = requests.adapters, NoEvents()
+        self.adapters, self._events, self._may_reuse = requests.adapters, events, may_reuse
         self.tables_ended: list[Sequence[int]] = []
         """Blocks of requests that ended in a step with loads within it; only with one group."""
 
@@ -218,15 +197,13 @@ class SchedulerSide:
         if tracked is None or tracked.awaited:
             return False
         tracked.awaited = True
-        if self._wait_left_s <= 0 or not (self._timing.steps or self._nothing_runs()):
+        nothing_runs = self._count_waiting() == len(self._requests)
+        if self._wait_left_s <= 0 or not (self._timing.steps or nothing_runs):
             return False
         began = monotonic()
         ended = self._lookups.wait_for(request_id, self._wait_left_s)
         self._wait_left_s -= monotonic() - began
         return ended
-
-    def _nothing_runs(self) -> bool:
-        return self._count_waiting() == len(self._requests)
 
     def _count_waiting(self) -> int:
         if self._waiting < 0:
@@ -235,9 +212,9 @@ class SchedulerSide:
 
     def _match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         tracked = self._requests.get(request.request_id)
-        self._hits.queried(request.request_id, computed)
         if tracked is None:
             return 0, False
+        tracked.queried = True
         tracked.accounted = tracked.local = computed
         tracked.draft_complete = True
         if not self._may_load(tracked) or computed % self._geometry.block_tokens:
@@ -274,7 +251,7 @@ class SchedulerSide:
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         if tracked := self._requests.get(request.request_id):
             if self._may_load(tracked):
-                self._hits.allocated(request)
+                count_query(self._recorder, tracked)
             self._trust.add(tracked)
             self._saves.add(tracked)
         if tokens == 0:
@@ -299,8 +276,8 @@ class SchedulerSide:
         )
         if plan.blanks:
             self._saves.drafts.lost(tracked, draft_end)
-        self._hits.planned(plan, *span, draft_end)
-        self._timing.load_planned(plan.request_id, tokens)
+        count_load(self._recorder, plan, span, draft_end)
+        self._timing.load_planned(plan, tokens)
         self._loads.plan(plan)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
@@ -331,47 +308,47 @@ class SchedulerSide:
         """Add everything to a plan that vLLM does not rely on, and record the step."""
         self._sync_loads, self.tables_ended = output.has_sync_kv_loads, []
         self._trust.next_step(output)
-        self._sync_gate.planned(plan.loads)
         self._waiting, self._wait_left_s = -1, _MATCH_WAIT_S  # once per scheduling pass
         is_delayed, self._is_delayed = self._is_delayed, False
-        self._timing.step_planned(output.num_scheduled_tokens.values(), plan.loads)
-        for load in plan.loads:
-            if load.sync:
-                self._touch(load)
+        within = [load for load in plan.loads if load.sync]
+        self._timing.step_planned(output.num_scheduled_tokens.values(), waits=bool(within))
+        for load in within:
+            self._touch(load)
         if self._roles.saves:
             plan.saves = self._planned_saves(output)
-        plan.may_reuse = self.may_reuse()
+        plan.may_reuse = self._may_reuse()
         computes = bool(output.total_num_scheduled_tokens)
         if is_delayed and not computes:  # loads that end meanwhile are reported with this step
             self._lookups.wait(self._steps.wait_s)
         elif not computes and not self._steps.others_run:
             plan.idle = self._loads.in_progress
         self._steps.planned(busy=computes or plan.idle)
-        self.events.planned(plan, self._requests.get)
+        if self._events is not None:
+            self._events.planned(plan, self._requests.get)
 
     def end_step(self) -> "tuple[KVCacheEvent, ...]":
         """Record that the oldest step in progress has its result. Returns its KV events."""
         self._timing.step_ended()
-        return self.events.take()
+        return () if self._events is None else self._events.take()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
         """Process the workers' reports. Returns the requests whose whole load failed. Never
         raises."""
         self._held -= output.finished_sending or set()
         report = output.kv_connector_worker_meta
-        failed = report.failed if isinstance(report, StepReport) else set[str]()
-        for request_id in failed:  # first: otherwise vLLM would ask for the same load again
-            self._loads.failed(request_id)
+        if not isinstance(report, StepReport):
+            report = StepReport()
+        for request_id in report.failed:  # first: otherwise vLLM would ask for the same load again
             if tracked := self._requests.get(request_id):
                 tracked.may_load = False
         received = output.finished_recving or set()
+        self._loads.reported(report)
         succeeded = self._loads.received(received)
         try:
-            if isinstance(report, StepReport):
-                self._read_report(report)
-            self.events.update(output)
+            self._read_report(report)
+            if self._events is not None:
+                self._events.update(output)
             for request_id in received:
-                self._sync_gate.received(request_id)
                 self._timing.received(request_id)
             for plan in succeeded:
                 self._touch(plan)
@@ -404,7 +381,6 @@ class SchedulerSide:
             self.tables_ended.append(blocks[0])
         self._loads.forget(request.request_id)
         self._timing.request_ended(request.request_id)
-        self._hits.ended(request.request_id)
         tracked = self._requests.end(request.request_id)
         return tracked is not None and tracked.saved
 
@@ -420,7 +396,8 @@ class SchedulerSide:
         Requests in progress no longer load or save. See ``ReplicaNamespace.renew``.
         """
         self._requests.distrust()
-        self.events.reset()
+        if self._events is not None:
+            self._events.reset()
         return self._namespace.renew(clean=clean)
 
     @property
@@ -491,18 +468,15 @@ class SchedulerSide:
         mode = self._config.load_mode
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False
-        return self._sync_gate.open and mode != "async"
+        return self._loads.may_sync and mode != "async"
 
     @guarded(tuple[SavePlan, ...]())
     def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
         return tuple(self._saves.plan(output))
 
     def _read_report(self, report: StepReport) -> None:
-        self._sync_gate.reported(report)
         self._timing.reported(report)
-        again = [t for request in report.dropped for t in self._requests.unstore(*request)]
-        again += self._requests.reject(prefix_hash for _, prefix_hash in report.rejected)
-        for tracked in again:
+        for tracked in self._requests.save_again(report):
             self._saves.add(tracked)
 
     def _touch(self, plan: LoadPlan) -> None:
@@ -510,45 +484,3 @@ class SchedulerSide:
         self._lookups.submit(
             lambda: index.touch(plan.namespace, plan.moves.prefix_hashes(), ttl_s=ttl_s)
         )
-
-
-class NothingShared:
-    """The side of an engine without a KV cache to share, such as one that only encodes images: it
-    matches, loads and saves nothing. See ``SchedulerSide`` for its methods."""
-
-    holds_blocks = False
-    requests_under_way: tuple[str, ...] = ()
-    tables_ended: tuple[tuple[int, ...], ...] = ()
-
-    def track(self, request: "Request") -> None:
-        """Do nothing."""
-
-    def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Return that nothing can be loaded."""
-        return 0, False
-
-    def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
-        """Do nothing."""
-
-    def plan_step(self, output: "SchedulerOutput") -> StepPlan:
-        """Return an empty plan."""
-        return StepPlan()
-
-    def end_step(self) -> "tuple[KVCacheEvent, ...]":
-        """Return no events."""
-        return ()
-
-    def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Return no failed request."""
-        return []
-
-    def finish(self, request: "Request", blocks: BlockTable) -> bool:
-        """Return that no block must be kept."""
-        return False
-
-    def reset(self, *, clean: bool) -> bool:
-        """Return that nothing stored so far is used."""
-        return True
-
-    def close(self) -> None:
-        """Do nothing."""

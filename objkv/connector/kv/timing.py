@@ -9,8 +9,8 @@ in ``v1/core/sched/scheduler.py``, which takes every step's events, and ``step_w
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from time import gmtime, monotonic, strftime, time
 
 from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
@@ -29,10 +29,7 @@ _BULK: Tier = "bulk"
 class _Load:
     """A load in progress, and its slowest report so far."""
 
-    tier: Tier
-    share: float
-    sync: bool
-    namespace: str
+    plan: LoadPlan
     tokens: int
     slowest: LoadTime | None = None
 
@@ -46,7 +43,7 @@ class Timing:
         geometry: Geometry,
         *,
         steps_in_flight: int,
-        coverage: Coverage | None = None,
+        coverage: Coverage,
         clock: Callable[[], float] = monotonic,
         wall: Callable[[], float] = time,
     ) -> None:
@@ -59,33 +56,23 @@ class Timing:
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
         self._loads: dict[str, _Load] = {}
-        self._tokens: dict[str, int] = {}
         self._savings: list[Savings] = []
-        self._coverage = coverage or Coverage(geometry)
+        self._coverage = coverage
 
     @property
     def steps(self) -> int:
         """Number of steps in progress."""
         return len(self._steps)
 
-    def load_planned(self, request_id: str, tokens: int) -> None:
+    def load_planned(self, plan: LoadPlan, tokens: int) -> None:
         """Record that a load of ``tokens`` is in the next step's plan."""
-        if len(self._tokens) < _LOADS_MAX:
-            self._tokens[request_id] = tokens
+        if len(self._loads) < _LOADS_MAX:
+            self._loads[plan.request_id] = _Load(plan, tokens)
 
-    def step_planned(self, scheduled: Collection[int], loads: Iterable[LoadPlan]) -> None:
-        """Record a planned step: ``scheduled`` tokens per request, and its loads."""
-        tokens = _prompt_tokens(scheduled)
-        for plan in loads:
-            if plan.sync:
-                tokens = 0
-            if len(self._loads) < _LOADS_MAX:
-                loaded = self._tokens.get(plan.request_id, 0)
-                self._loads[plan.request_id] = _Load(
-                    *self._tier_of(plan), plan.sync, plan.namespace, loaded
-                )
-        self._tokens.clear()
-        self._steps.append((tokens, self._clock()))
+    def step_planned(self, scheduled: Collection[int], *, waits: bool) -> None:
+        """Record a planned step: ``scheduled`` tokens per request, and whether it waits for
+        loads."""
+        self._steps.append((0 if waits else _prompt_tokens(scheduled), self._clock()))
 
     def step_ended(self) -> None:
         """Record that the oldest step in progress has its result."""
@@ -103,7 +90,7 @@ class Timing:
         for request_id, took in report.loaded.items():
             if (load := self._loads.get(request_id)) is not None:
                 load.slowest = max(load.slowest or took, took, key=lambda one: one.seconds)
-                if load.sync:
+                if load.plan.sync:
                     self.received(request_id)
 
     def received(self, request_id: str) -> None:
@@ -111,8 +98,9 @@ class Timing:
         different steps."""
         load = self._loads.pop(request_id, None)
         if load is not None and (took := load.slowest) is not None:
-            nbytes = int(took.nbytes * load.share)
-            self._admission.loaded(load.tier, LoadTime(nbytes, took.seconds, took.first_s))
+            tier, share = self._tier_of(load.plan)
+            nbytes = int(took.nbytes * share)
+            self._admission.loaded(tier, LoadTime(nbytes, took.seconds, took.first_s))
             if load.tokens and len(self._savings) < _LOADS_MAX:
                 self._savings.append(self._saved(load, took.seconds))
 
@@ -124,13 +112,11 @@ class Timing:
     def _saved(self, load: _Load, seconds: float) -> Savings:
         month = strftime("%Y-%m", gmtime(self._wall()))
         token_s, gpus = self._admission.seconds_per_token, self._geometry.ranks
+        savings = Savings(load.plan.namespace, month, loads=1, tokens=load.tokens)
         if token_s is None:
-            return Savings(load.namespace, month, 1, load.tokens)
-        return Savings(
-            load.namespace,
-            month,
-            loads=1,
-            tokens=load.tokens,
+            return savings
+        return replace(
+            savings,
             timed_tokens=load.tokens,
             compute_gpu_us=int(1e6 * gpus * load.tokens * token_s),
             load_gpu_us=int(1e6 * gpus * seconds),
@@ -139,7 +125,6 @@ class Timing:
     def request_ended(self, request_id: str) -> None:
         """Forget the load of a request that ended."""
         self._loads.pop(request_id, None)
-        self._tokens.pop(request_id, None)
 
     def admit(
         self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0

@@ -9,22 +9,15 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from objkv.agent.calls import AgentDocuments, AgentIndex
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.link import AgentLink
-from objkv.cache.admission import AdmissionPolicy
-from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
-from objkv.connector.kv.coverage import open_coverage
-from objkv.connector.kv.request_limits import Prefetch
-from objkv.connector.kv.requests import RequestTracker
+from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
-from objkv.connector.kv.timing import Timing
-from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
+from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     copies_are_synchronous,
@@ -35,21 +28,16 @@ from objkv.connector.model.identity import (
     tensor_rank,
 )
 from objkv.connector.model.media import read_quantised
-from objkv.connector.model.weights import open_digests
-from objkv.connector.namespace import ReplicaNamespace
-from objkv.connector.wiring import locality, may_save
+from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
 from objkv.index.base import WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.lanes import ArenaLane, Lane
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
@@ -60,14 +48,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 logger = logging.getLogger(__name__)
-_LOOKUP_AGE_MIN_S = 10.0
-"""Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 _PAGE = 4096
 _PINNED_SHARE = 8
 """Divisor: by default all workers of a host take at most this fraction of its memory."""
-_PINNED_BYTES = 1 << 30
-"""The default limit is at least this, if the host has the memory: payloads of other shapes take a
-share of the limit."""
 _BOUNCE_SLABS = 4
 """Slabs for what a device cannot read in an agent's memory: while some are read, others are
 filled."""
@@ -79,6 +62,9 @@ def open_scheduler_side(
     geometry: Geometry,
     link: AgentLink,
     recorder: Recorder,
+    *,
+    events: EventLog | None,
+    may_reuse: Callable[[], bool],
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
     models. ``link``: the way to its agent."""
@@ -98,83 +84,32 @@ def open_scheduler_side(
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
     )
-    side = make_scheduler_side(
-        safe_load_mode(vllm_config, geometry, config),
-        roles,
-        geometry,
-        identity,
-        # These have the verbs that replicas use; the rest is for operators.
-        bulk=cast("WriteStore", AgentDocuments(link.calls)),
-        index=cast("WriteIndex", AgentIndex(link.calls)),
-        recorder=recorder,
-        tracing=open_tracing(),
-        prefetch=link.calls.prefetch,
-    )
-    side.switch.start()
-    return side
-
-
-def make_scheduler_side(
-    config: Config,
-    roles: Roles,
-    geometry: Geometry,
-    identity: Identity,
-    *,
-    bulk: WriteStore,
-    index: WriteIndex,
-    recorder: Recorder,
-    tracing: Tracing = NO_TRACING,
-    prefetch: Prefetch | None = None,
-) -> SchedulerSide:
-    """Make the scheduler's side without vLLM's configuration, and store the identity document. An
-    operator's switch is read once it is started."""
-    shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
-    limits = LookupLimits(
-        config.lookup_deadline_ms / 1000,
-        config.lookup_queue_max,
-        age_max_s=max(config.lookup_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
-    )
-    fields = sorted(geometry.all_fields())
-    lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
-    namespace = ReplicaNamespace(identity, bulk, lookups.submit, writes=roles.saves)
-    namespace.announce()
-    switch = AdmissionSwitch(config.admission, bulk, namespace, recorder, lookups.submit)
+    config = safe_load_mode(vllm_config, geometry, config)
     side = SchedulerSide(
         config,
         roles,
         geometry,
-        index=index,
-        lookups=lookups,
-        requests=RequestTracker(
-            geometry,
-            lookups,
-            recorder,
-            open_digests(),
-            coverage,
-            locality=locality(config),
-            prefetch=prefetch,
-        ),
-        timing=Timing(
-            AdmissionPolicy(lambda: switch.mode, recorder),
-            geometry,
-            steps_in_flight=roles.steps_in_flight,
-            coverage=coverage,
-        ),
-        namespace=namespace,
-        switch=switch,
+        identity,
+        # These have the verbs that replicas use; the rest is for operators.
+        bulk=cast("WriteStore", link.calls),
+        index=cast("WriteIndex", link.calls),
         recorder=recorder,
-        tracing=tracing,
+        tracing=open_tracing(),
+        prefetch=link.calls.prefetch,
+        events=events,
+        may_reuse=may_reuse,
     )
     public = config.public()
     logger.info(
         "objkv ready model=%s namespace=%s chunk_tokens=%d load_mode=%s bulk=%s index=%s",
         identity.model,
-        namespace.name,
+        side.namespace,
         identity.chunk_tokens,
         config.load_mode,
         public["bulk_url"],
         public["index_url"],
     )
+    side.switch.start()
     return side
 
 
@@ -196,13 +131,14 @@ def open_worker_side(
     """
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
+    parallel = vllm_config.parallel_config
     rank = Rank(
         tensor_rank(vllm_config),
         writer,
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
         pp_rank=pipeline_rank(vllm_config),
-        workers=_workers_here(vllm_config),
+        workers=parallel.world_size * max(1, parallel.data_parallel_size_local),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         quantised=read_quantised(vllm_config, kv_caches),
     )
@@ -244,85 +180,49 @@ def make_worker_side(
     """Make the worker's side without vLLM's configuration."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
-    host = _Host(groups, pools, rank, recorder, tracing)
-    transfers = _open_transfers(config, host, connect, accepted)
-    logger.info("objkv worker ready loader=%r saver=%r", transfers.loader, transfers.saver)
-    return WorkerSide(config, geometry, rank, groups, transfers=transfers, tracing=tracing)
+    device = _device(groups)
+    outbox = Outbox(pools.save_slabs * pools.slab_bytes)
+    slabs = open_slabs(pools, None if device.type == "cpu" else driver_of(device).pin, outbox.fd)
+    target = AgentSaves(
+        lambda fd: connect(outbox=fd), outbox, slabs["save"].memory.numpy(), accepted=accepted
+    )
+    saver = Saver(
+        target,
+        groups,
+        slabs["save"],
+        lane=open_lane(device),
+        limits=SaveLimits(pools.save_queue_max, config.save_deadline_ms / 1000, rank.writer),
+        recorder=recorder,
+    )
+    lane: Lane = ArenaLane()
+    on_device = None
+    if "load" in slabs:
+        lane = open_lane(device, urgent=True)
+        pin = driver_of(device).pin_read_only
+        on_device = DeviceFrames(slabs["load"], pin, begin=lane.adopt_thread)
+    loader = Loader(
+        groups,
+        lane,
+        partial(connect, wants_arena=True),
+        verify=config.agent_verify == "reader",
+        limits=LoadLimits(
+            config.load_queue_max,
+            config.load_deadline_ms / 1000,
+            min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
+        ),
+        recorder=recorder,
+        tracing=tracing,
+        on_device=on_device,
+    )
+    logger.info("objkv worker ready loader=%r saver=%r", loader, saver)
+    return WorkerSide(
+        config, geometry, rank, groups, loader=loader, saver=saver, target=target, tracing=tracing
+    )
 
 
 def _device(groups: Mapping[int, PagedGroup]) -> torch.device:
     """Return the device of the groups. A pipeline stage may have no layer that is shared."""
     return next((group.device for group in groups.values()), torch.device("cpu"))
-
-
-@dataclass(frozen=True, slots=True)
-class _Host:
-    """The common parts of a worker's loads and saves."""
-
-    groups: Mapping[int, PagedGroup]
-    pools: "Pools"
-    rank: Rank
-    recorder: Recorder
-    tracing: Tracing
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the paged cache."""
-        return _device(self.groups)
-
-    def loader(self, config: Config, connect: Connect, slabs: SlabPool | None) -> Loader:
-        """Return the loader. ``slabs``: for a device, see ``DeviceFrames``."""
-        lane: Lane = ArenaLane()
-        on_device = None
-        if slabs is not None:
-            lane = open_lane(self.device, urgent=True)
-            pin = driver_of(self.device).pin_read_only
-            on_device = DeviceFrames(slabs, pin, begin=lane.adopt_thread)
-        limits = LoadLimits(
-            config.load_queue_max,
-            config.load_deadline_ms / 1000,
-            min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
-        )
-        return Loader(
-            self.groups,
-            lane,
-            partial(connect, wants_arena=True),
-            verify=config.agent_verify == "reader",
-            limits=limits,
-            recorder=self.recorder,
-            tracing=self.tracing,
-            on_device=on_device,
-        )
-
-    def saver(self, config: Config, target: AgentSaves, slabs: SlabPool) -> Saver:
-        """Return the saver over ``slabs``."""
-        limits = SaveLimits(
-            self.pools.save_queue_max, config.save_deadline_ms / 1000, self.rank.writer
-        )
-        return Saver(
-            target,
-            self.groups,
-            slabs,
-            lane=open_lane(self.device),
-            limits=limits,
-            recorder=self.recorder,
-        )
-
-
-def _open_transfers(
-    config: Config,
-    host: _Host,
-    connect: Connect,
-    accepted: Callable[[ChunkKey], object] | None,
-) -> Transfers:
-    """Return loads and saves by the agent. Raises ``ConfigError``."""
-    outbox = Outbox(host.pools.save_slabs * host.pools.slab_bytes)
-    pin = None if host.device.type == "cpu" else driver_of(host.device).pin
-    slabs = open_slabs(host.pools, pin, outbox.fd)
-    memory = slabs["save"].memory.numpy()
-    target = AgentSaves(lambda fd: connect(outbox=fd), outbox, memory, accepted=accepted)
-    loader = host.loader(config, connect, slabs.get("load"))
-    return Transfers(loader, host.saver(config, target, slabs["save"]), target)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,8 +235,6 @@ class Pools:
     save_slabs: int
     save_queue_max: int
     """How many saves may wait, for the device or for a thread."""
-    nbytes_max: int
-    """Limit for all of it."""
 
 
 def plan_pools(
@@ -360,15 +258,10 @@ def plan_pools(
     # In each group a step may also complete a chunk that an earlier step began.
     two_steps = 2 * len(groups) * (rank.step_tokens // chunk_tokens + 1)
     queue_max = max(config.save_queue_max, two_steps)
-    save_max = queue_max + 1
-    nbytes = config.pinned_bytes_max
-    if not nbytes:
-        share = host_bytes() // _PINNED_SHARE // rank.workers
-        expected = max(slab_bytes * (bounce + save_max), _PINNED_BYTES)
-        nbytes = min(expected, max(share, 4 * slab_bytes))
-    budget = nbytes // slab_bytes
+    share = host_bytes() // _PINNED_SHARE // rank.workers
+    budget = (config.pinned_bytes_max or max(share, 4 * slab_bytes)) // slab_bytes
     bounce = min(bounce, budget // 4)
-    save = min(save_max, budget - bounce)
+    save = min(queue_max + 1, budget - bounce)
     if save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
@@ -382,7 +275,7 @@ def plan_pools(
             two_steps,
             slab_bytes,
         )
-    return Pools(slab_bytes, bounce, save, queue_max, nbytes)
+    return Pools(slab_bytes, bounce, save, queue_max)
 
 
 def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPool]:
@@ -401,18 +294,6 @@ def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPoo
             f"no {nbytes} bytes of {'' if pin is None else 'pinned '}memory for loads and saves "
             f"({exc}): lower pinned_bytes_max"
         ) from exc
-
-
-def _workers_here(vllm_config: "VllmConfig") -> int:
-    """Return how many workers this host may have, those of data-parallel replicas included."""
-    parallel = vllm_config.parallel_config
-    return int(parallel.world_size * max(1, parallel.data_parallel_size_local))
-
-
-def _states(page: int, cache: torch.Tensor) -> int:
-    """Return how many states a block of ``page`` bytes has. Some kernels divide each block."""
-    nbytes = cache[0].numel() * cache.element_size()
-    return int(cache.shape[2]) * max(1, page // nbytes)
 
 
 def read_pages(
@@ -437,8 +318,9 @@ def read_pages(
                 "connector"
             )
         caches = [kv_caches[name] for name in shape.layers]
-        if (page := geometry.groups[g].page) is not None:
-            shape = replace(shape, block_size=_states(page, caches[0]))
+        if (page := geometry.groups[g].page) is not None:  # some kernels divide each block
+            parts = max(1, page // (caches[0][0].numel() * caches[0].element_size()))
+            shape = replace(shape, block_size=int(caches[0].shape[2]) * parts)
         number = geometry.number(g)
         groups[number] = PagedGroup(shape, caches, quantised)
         check_pages(groups[number], open_lane(groups[number].device))

@@ -8,10 +8,11 @@ import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
-from typing import Protocol
 
 import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
+from objkv.agent.outbox import AgentSaves
 from objkv.cache.admission import LoadTime
 from objkv.config import Config
 from objkv.connector.guard import guarded
@@ -20,7 +21,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
-from objkv.transfer.loading.loads import Loads
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.saver import Saver
@@ -41,37 +42,12 @@ class Rank:
     ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
     workers: int = 1
-    """Number of workers of this engine, all of which may be on one host."""
+    """How many workers this host may have, those of data-parallel replicas included."""
     step_tokens: int = 0
     """Most tokens that a step computes."""
     # Before Python 3.12 a mapping proxy cannot be a dataclass default.
     quantised: Mapping[str, Quantised] = field(default_factory=lambda: NOT_QUANTISED)
     """Element types and scales of quantised layers, by layer."""
-
-
-class SaveEnd(Protocol):
-    """The destination of saves."""
-
-    def close(self) -> None:
-        """End the connection. Idempotent."""
-
-
-@dataclass(frozen=True, slots=True)
-class Transfers:
-    """A worker's loads and saves."""
-
-    loader: Loads
-    saver: Saver
-    target: SaveEnd
-
-
-@dataclass(frozen=True, slots=True)
-class StepResults:
-    """Ids of the requests whose transfers ended in a step, as the engine expects them."""
-
-    sent: set[str]
-    received: set[str]
-    failed: set[str]
 
 
 class WorkerSide:
@@ -84,13 +60,15 @@ class WorkerSide:
         rank: Rank,
         groups: Mapping[int, PagedGroup],
         *,
-        transfers: Transfers,
+        loader: Loader,
+        saver: Saver,
+        target: AgentSaves,
         tracing: Tracing,
     ) -> None:
+        """``target``: where ``saver`` saves."""
         self._config, self._rank = config, rank
         self._tracing, self._groups = tracing, groups
-        self._target = transfers.target
-        self._loader, self._saver = transfers.loader, transfers.saver
+        self._loader, self._saver, self._target = loader, saver, target
         self._layers = {
             name: (g, i) for g, group in groups.items() for i, name in enumerate(group.shape.layers)
         }
@@ -108,7 +86,7 @@ class WorkerSide:
         self._pid = getpid()
 
     @property
-    def loads(self) -> Loads:
+    def loads(self) -> Loader:
         """Its loads, for who watches them."""
         return self._loader
 
@@ -182,14 +160,10 @@ class WorkerSide:
             self._tainted_steps -= 1
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
-            dropped = self._gather(plan)
+            dropped = guarded(set[tuple[str, int]]())(self._saver.gather)(plan.saves)
         if self._rank.writes_early and plan.may_reuse:
             self._fence()  # this model runner writes to blocks before ``before_reuse``
         self._report.dropped |= dropped
-
-    @guarded(set[tuple[str, int]]())
-    def _gather(self, plan: StepPlan) -> set[tuple[str, int]]:
-        return self._saver.gather(plan.saves)
 
     def before_reuse(self, plan: StepPlan) -> None:
         """Make computing wait until saves have read those blocks that this step may write. Others
@@ -207,7 +181,7 @@ class WorkerSide:
             if self._device is not None:
                 torch.get_device_module(self._device).synchronize(self._device)
 
-    def results(self, plan: StepPlan, finished: set[str]) -> StepResults:
+    def results(self, plan: StepPlan, finished: set[str]) -> KVConnectorTransferResults:
         """Return the transfers that ended, each once.
 
         With speculation vLLM calls this before ``end_forward``. Failures within the step must still
@@ -217,11 +191,14 @@ class WorkerSide:
         self._end_requests(plan, finished)
         self._take_loads(plan)
         self._sent &= plan.held
-        sent = {r for r in plan.held - self._sent if self._left_device(r)}
+        left_device = guarded(False)(self._saver.left_device)  # else requests keep their blocks
+        sent = {r for r in plan.held - self._sent if left_device(r)}
         self._sent |= sent
         received, failed = self._received, self._failed
         self._received, self._failed = set(), set()
-        return StepResults(sent, received, failed)
+        return KVConnectorTransferResults(
+            finished_sending=sent, finished_recving=received, failed_recving=failed
+        )
 
     @guarded(None)
     def _end_requests(self, plan: StepPlan, finished: set[str]) -> None:
@@ -229,10 +206,6 @@ class WorkerSide:
             self._loader.cancel(request_id, request_ended=True)
             if request_id not in plan.held:
                 self._saver.forget(request_id)
-
-    @guarded(False)  # the request keeps its blocks, until it can be polled
-    def _left_device(self, request_id: str) -> bool:
-        return self._saver.left_device(request_id)
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
@@ -266,7 +239,7 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """Return the report for the scheduler's side since the last call."""
         report, self._report = self._report, StepReport()
-        return None if report.is_empty() else report
+        return None if report == StepReport() else report
 
     def close(self) -> None:
         """Drain saves within the configured bound, then stop all threads. Idempotent."""
@@ -283,7 +256,11 @@ class WorkerSide:
             return
         failed, self._in_layers, self._layers_failed = self._layers_failed, False, False
         try:
-            self._settle_layers()
+            for outcome in self._loader.take_finished(sync=True):
+                self._note(outcome)
+                self._failed_blocks |= outcome.failed_blocks
+                if outcome.failed:
+                    self._tainted_steps = self._rank.batches_in_flight
         except Exception:
             logger.exception("loads not settled, recomputing them")
             failed = True
@@ -291,13 +268,6 @@ class WorkerSide:
             if failed and load.sync:  # vLLM relies on these blocks: report that they failed
                 self._loader.cancel(load.request_id)
                 self._lose(_all_of(load))
-
-    def _settle_layers(self) -> None:
-        for outcome in self._loader.take_finished(sync=True):
-            self._note(outcome)
-            self._failed_blocks |= outcome.failed_blocks
-            if outcome.failed:
-                self._tainted_steps = self._rank.batches_in_flight
 
     def _lose(self, load: LostLoad) -> None:
         if not load.sync:

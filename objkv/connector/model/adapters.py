@@ -32,14 +32,6 @@ class UnknownAdapterError(Exception):
     """A LoRA adapter's weights cannot be identified, so its KV cannot be named."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Known:
-    """The digest of an adapter, and the files it was computed from."""
-
-    digest: bytes
-    files: tuple[FileIdentity, ...]
-
-
 @dataclass(slots=True)
 class _Answer:
     """The result for one request. The digest is None until the files were checked for it."""
@@ -130,7 +122,8 @@ class _Adapter:
     def __init__(self, key: _Key, cache: DigestCache | None) -> None:
         self._key = key
         self._cache = cache
-        self._known: _Known | None = None
+        self._known: tuple[bytes, tuple[FileIdentity, ...]] | None = None
+        """The digest, and the files it was computed from."""
         self._failed = False
         self.asked = False
         """Whether reading it has begun. For the scheduler's thread only."""
@@ -144,45 +137,45 @@ class _Adapter:
         """Fill in a request's answer: read the adapter, or check that it is unchanged."""
         digest = None
         try:
-            digest = yield from self._look()
-        finally:  # also after an exception, because requests wait for the answer
+            if not self._failed:
+                digest = yield from self._look()
+        except OSError:
+            pass
+        finally:  # also after another exception, because requests wait for the answer
             self._failed = answer.failed = digest is None
             answer.digest = digest
 
     def _look(self) -> Steps[bytes | None]:
-        if self._failed:
-            return None
-        try:
-            files = _folder(self._key[0])
-            now = identify(files)
-            if self._known is None:
-                self._known = yield from self._read(files, now)
-        except OSError:
-            return None
+        files = _folder(self._key[0])
+        now = identify(files)
         if self._known is None:
-            return None
-        if self._known.files != now:
+            read = yield from self._read(files, now)
+            if read is None:
+                return None
+            self._known = read, now
+        digest, before = self._known
+        if before != now:
             logger.warning(
                 "adapter changed in place, loading and saving nothing with it path=%s",
                 self._key[0],
             )
             return None
-        return self._known.digest
+        return digest
 
-    def _read(self, files: list[Path], before: tuple[FileIdentity, ...]) -> Steps[_Known | None]:
+    def _read(self, files: list[Path], before: tuple[FileIdentity, ...]) -> Steps[bytes | None]:
         cache = self._cache
         text = None if cache is None else cache.known(_KIND, before)
         if text is None:
             computed = yield from adapter_digest(files)
-            text = "" if computed is None else computed.hex()
-            if not text or identify(files) != before:
+            if computed is None or identify(files) != before:
                 return None
+            text = computed.hex()
             if cache is not None:
                 cache.remember(_KIND, before, text)
         digest = bytes.fromhex(text)
         if self._key[2]:  # the request determines the layout of the experts' weights
             digest = hashlib.sha256(digest + b"3d").digest()
-        return _Known(digest, before)
+        return digest
 
 
 def _folder(path: str) -> list[Path]:

@@ -5,9 +5,11 @@ Read against vLLM 0.31-0.33, ``v1/kv_cache_interface.py``.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.model_executor.layers.mamba import mamba_utils
 from vllm.v1.kv_cache_interface import (
     AttentionSpec,
     ChunkedLocalAttentionSpec,
@@ -22,12 +24,11 @@ from vllm.v1.kv_cache_interface import (
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.connector.model.drafts import Draft
 from objkv.connector.model.parts import LayerPart
-from objkv.connector.model.states import read_split
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity, GroupKind
-from objkv.keys.states import SplitState
-from objkv.keys.topology import RankShard, Topology
+from objkv.keys.states import ITEM_BYTES, SplitState, StatePart, StateTensor
+from objkv.keys.topology import Topology
 from objkv.transfer.paging import GroupShape
 
 if TYPE_CHECKING:
@@ -130,14 +131,9 @@ class Geometry:
         )
 
     @property
-    def pp_size(self) -> int:
-        """Number of pipeline stages."""
-        return len(self.stages[0]) if self.stages else 1
-
-    @property
     def ranks(self) -> int:
         """Number of workers."""
-        return self.tp_size * self.pp_size
+        return self.tp_size * (len(self.stages[0]) if self.stages else 1)
 
     @property
     def windowed(self) -> bool:
@@ -159,15 +155,9 @@ class Geometry:
             self.tp_size,
             identity.heads,
             layers,
-            identity.block_size,
             self.dcp_size,
             self.dcp_interleave if self.dcp_size > 1 else 1,
         )
-
-    def rank_shard(self, group: int, tp_rank: int, pp_rank: int = 0) -> RankShard | None:
-        """Return a rank's shard of a group, or None if its stage has no layer of the group."""
-        topology = self.topology(group)
-        return topology.held(topology.rank(pp_rank, tp_rank))
 
     def fields(self, group: int) -> frozenset[str]:
         """Return the shard fields that the ranks of this replica read and write."""
@@ -189,7 +179,7 @@ class Geometry:
         rank then ignores the group.
         """
         identity = self.groups[group]
-        share = self.rank_shard(group, tp_rank, pp_rank)
+        share = self.topology(group).held(pp_rank * self.tp_size + tp_rank)
         blocks = stored_blocks(identity, self.chunk_tokens)
         if share is None or not blocks:
             return None
@@ -289,29 +279,21 @@ def _page_shape(
     spec = part.spec
     assert isinstance(spec, AttentionSpec)
     item = torch.empty((), dtype=spec.dtype).element_size()
-    model_heads = _model_heads(vllm_config, part, draft)
+    own = draft if part.draft else None
+    model_heads = own.heads if own else int(vllm_config.model_config.get_total_num_kv_heads())
     if part.page is None:
         heads = _total_heads(vllm_config, part.layers[0], spec, model_heads)
         return heads, spec.state_content_size_bytes // item, None
-    latent = isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
-    if part.draft and draft is not None:
-        latent = draft.latent
+    latent = own.latent if own else isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     if latent:
         return 1, part.page, part.page
-    if part.draft:
+    if own:
         here = max(1, model_heads // vllm_config.parallel_config.tensor_parallel_size)
         return model_heads, part.page // (here * spec.block_size * item), None
     raise ConfigError(
         f"objkv does not support the KV cache of {part.layers[0]}, because layers of its group "
         f"have other heads: {_INSTEAD} use ObjKVTier"
     )
-
-
-def _model_heads(vllm_config: "VllmConfig", part: LayerPart, draft: Draft | None) -> int:
-    if part.draft:
-        assert draft is not None
-        return draft.heads
-    return int(vllm_config.model_config.get_total_num_kv_heads())
 
 
 def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
@@ -360,10 +342,91 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
         block_size=spec.block_size,
         state=f"{spec.mamba_type.name.lower()} {tensors}",
     )
-    split = read_split(vllm_config, spec)
+    split = _read_split(vllm_config, spec)
     if split is None:
         return opaque
     return replace(opaque, heads=split.units, content=split.unit_bytes, state=str(split))
+
+
+_GROUPS_NAMES = ("n_groups", "mamba_n_groups", "mamba_ngroups")
+"""How configurations of Mamba 2 name the number of groups that share B and C."""
+_Parts = list[tuple[int, bool]]
+"""Elements of each part on one rank, and whether each rank has all of it."""
+
+
+def _read_split(vllm_config: "VllmConfig", spec: "MambaSpec") -> SplitState | None:
+    """Return the state over all ranks, or None if it is not known how ranks split it.
+
+    Source: vLLM 0.31-0.33, ``MambaStateShapeCalculator`` in
+    ``model_executor/layers/mamba/mamba_utils.py`` and the layers that use it.
+    """
+    dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
+    parts = _parts_of(vllm_config, spec)
+    if parts is None or getattr(spec, "tp_replicated", False) or not set(dtypes) <= {*ITEM_BYTES}:
+        return None
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    tensors = []
+    for dtype, shape, (rows, row) in zip(dtypes, spec.shapes, parts, strict=True):
+        if rows * sum(width for width, _ in row) != prod(shape) or min(row)[0] < 1:
+            return None
+        whole = (StatePart(w if everywhere else w * ranks, everywhere) for w, everywhere in row)
+        tensors.append(StateTensor(dtype, rows, tuple(whole)))
+    split = SplitState(spec.mamba_type.name.lower(), tuple(tensors))
+    return split if split.units % ranks == 0 else None
+
+
+def _parts_of(vllm_config: "VllmConfig", spec: "MambaSpec") -> list[tuple[int, _Parts]] | None:
+    """Return the rows of each tensor on one rank, and the parts of a row. None if not known."""
+    match spec.mamba_type.name, *(len(shape) for shape in spec.shapes):
+        case "LINEAR", 3:
+            return [(1, [(prod(spec.shapes[0]), False)])]
+        case "SHORT_CONV", 2:
+            return [_conv(spec.shapes[0], [(_width(spec), False)])]
+        case "MAMBA1", 2, 2:
+            row = [(_width(spec), False)]
+        case "MAMBA2", 2, 3:
+            heads, head, size = spec.shapes[1]
+            groups, rest = divmod(_width(spec) - heads * head, 2 * size)
+            total = _total_groups(vllm_config, groups)
+            if rest or total is None:
+                return None
+            row = [(heads * head, False)] + [(groups * size, total == 1)] * 2 * (groups > 0)
+        case "GDN_ATTN", 2, 3:
+            heads, head, _ = spec.shapes[1]  # of v; q and k may have fewer heads
+            keys, rest = divmod(_width(spec) - heads * head, 2)
+            if rest:
+                return None
+            row = [(keys, False), (keys, False), (heads * head, False)]
+        case _:
+            return None
+    return [_conv(spec.shapes[0], row), (1, [(prod(spec.shapes[1]), False)])]
+
+
+def _total_groups(vllm_config: "VllmConfig", groups: int) -> int | None:
+    """Return the groups of a Mamba 2 layer over all ranks. ``groups``: those of one rank.
+
+    A single group is on all ranks; more groups are split. Only the configuration can say which of
+    both it is if each rank has one.
+    """
+    ranks: int = vllm_config.parallel_config.tensor_parallel_size
+    if ranks == 1 or groups != 1:
+        return groups * ranks
+    text = vllm_config.model_config.hf_text_config
+    found = {getattr(text, name) for name in _GROUPS_NAMES if hasattr(text, name)}
+    return int(found.pop()) if found in ({1}, {ranks}) else None
+
+
+def _width(spec: "MambaSpec") -> int:
+    """Return the channels of the convolution."""
+    return int(spec.shapes[0][0 if mamba_utils.is_conv_state_dim_first() else 1])
+
+
+def _conv(shape: tuple[int, ...], row: _Parts) -> tuple[int, _Parts]:
+    """Return rows and parts of a convolution: a row for each token, or all tokens of a channel
+    together (``VLLM_SSM_CONV_STATE_LAYOUT=DS``)."""
+    if mamba_utils.is_conv_state_dim_first():
+        return 1, [(width * shape[1], everywhere) for width, everywhere in row]
+    return shape[0], row
 
 
 def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any, model_heads: int) -> int:

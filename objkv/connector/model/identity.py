@@ -20,9 +20,8 @@ from objkv.config import Config
 from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
-from objkv.connector.model.parts import LayerPart, read_parts
-from objkv.connector.model.stages import PipelineStages, whole_groups
-from objkv.connector.model.weights import local_folder, model_digest, read_weights
+from objkv.connector.model.parts import LayerPart, PipelineStages, read_parts, whole_groups
+from objkv.connector.model.weights import local_folder, read_draft_weights, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
@@ -67,9 +66,10 @@ def read_geometry(
 ) -> Geometry:
     """Read the geometry of the model. Raises ``ConfigError``, which names the fix, for unsupported
     configurations."""
-    _refuse_unsupported(vllm_config)
-    _refuse_host(kv_cache_config)
-    draft = _read_draft(vllm_config, config)
+    _refuse_unsupported(vllm_config, kv_cache_config)
+    draft = None
+    if has_draft_kv(vllm_config):
+        draft = read_draft(vllm_config, read_draft_weights(vllm_config, config))
     parts = read_parts(kv_cache_config, draft.has if draft else lambda _: False)
     stages: PipelineStages = ()
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -111,30 +111,6 @@ def _divided(
     return divided, size, int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
 
 
-def _read_draft(vllm_config: "VllmConfig", config: Config) -> Draft | None:
-    if not has_draft_kv(vllm_config):
-        return None
-    return read_draft(vllm_config, read_draft_weights(vllm_config, config))
-
-
-def read_draft_weights(vllm_config: "VllmConfig", config: Config) -> str:
-    """Return the identity of a draft's weights. Raises ``ConfigError`` if they cannot be
-    identified."""
-    model = vllm_config.speculative_config.draft_model_config
-    folder = local_folder(model.model, model.revision)
-    if vllm_config.load_config.load_format == "dummy":
-        return f"dummy:seed={model.seed}"
-    digest = None if folder is None else model_digest(folder, config)
-    if digest is not None:
-        return digest
-    if model.revision is not None:
-        return f"revision:{model.revision}"
-    raise ConfigError(
-        f"objkv cannot identify the weights of the draft {model.model!r}, because it cannot read "
-        "them here: serve it from a local folder, or set its 'revision'"
-    )
-
-
 def _draft_groups(
     draft: Draft, parts: Sequence[LayerPart], groups: tuple[GroupIdentity, ...]
 ) -> DraftGroups:
@@ -165,15 +141,6 @@ def _whole_parts(
     whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
     layers = [tuple(group.layer_names) for group in whole]
     return [replace(part, layers=own) for part, own in zip(parts, layers, strict=True)], stages
-
-
-def _refuse_host(kv_cache_config: "KVCacheConfig") -> None:
-    for group in kv_cache_config.kv_cache_groups:
-        if getattr(group, "host_resident", False):
-            raise ConfigError(
-                f"objkv does not support the KV cache of {group.layer_names[0]}, which vLLM keeps "
-                f"in host memory: {_INSTEAD} turn hisparse off"
-            )
 
 
 def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Identity:
@@ -243,20 +210,17 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
     several = geometry.several_tables
     if config.load_mode == "async" or (vllm_config.max_concurrent_batches == 1 and not several):
         return config
+    reason = "run vLLM with --no-async-scheduling to load within steps"
+    if several:
+        reason = "the model has several KV cache groups"
+    elif vllm_config.parallel_config.pipeline_parallel_size > 1:
+        reason = "a pipeline has several steps in progress"
     logger.warning(
         "load mode not safe here, loading between steps load_mode=%s reason=%s",
         config.load_mode,
-        _why_between_steps(vllm_config, several=several),
+        reason,
     )
     return config.model_copy(update={"load_mode": "async"})
-
-
-def _why_between_steps(vllm_config: "VllmConfig", *, several: bool) -> str:
-    if several:
-        return "the model has several KV cache groups"
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        return "a pipeline has several steps in progress"
-    return "run vLLM with --no-async-scheduling to load within steps"
 
 
 def names_media(vllm_config: "VllmConfig") -> bool:
@@ -291,7 +255,7 @@ def copies_are_synchronous() -> bool:
     return bool(current_platform.is_cpu())
 
 
-def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
+def _refuse_unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     refuse_external_launcher(vllm_config)
     parallel = vllm_config.parallel_config
     if (size := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
@@ -303,6 +267,12 @@ def _refuse_unsupported(vllm_config: "VllmConfig") -> None:
             "objkv cannot share KV if each replica calculates its own scales: "
             f"{_INSTEAD} turn calculate_kv_scales off"
         )
+    for group in kv_cache_config.kv_cache_groups:
+        if getattr(group, "host_resident", False):
+            raise ConfigError(
+                f"objkv does not support the KV cache of {group.layer_names[0]}, which vLLM keeps "
+                f"in host memory: {_INSTEAD} turn hisparse off"
+            )
 
 
 def _kv_dtype(vllm_config: "VllmConfig") -> str:
@@ -317,21 +287,15 @@ def _page_layout(vllm_config: "VllmConfig", geometry: Geometry) -> str:
     set."""
     if not current_platform.is_cpu():
         return "canonical"
-    isa = _cpu_isa(vllm_config, geometry)
-    return f"opaque:{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-{isa}".lower()
-
-
-def _cpu_isa(vllm_config: "VllmConfig", geometry: Geometry) -> str:
     from vllm.v1.attention.backends import cpu_attn
 
-    return str(
-        cpu_attn._get_attn_isa(
-            vllm_config.model_config.dtype,
-            geometry.groups[0].block_size,
-            vllm_config.model_config.get_head_size(),
-            vllm_config.cache_config.cache_dtype,
-        )
+    isa = cpu_attn._get_attn_isa(
+        vllm_config.model_config.dtype,
+        geometry.groups[0].block_size,
+        vllm_config.model_config.get_head_size(),
+        vllm_config.cache_config.cache_dtype,
     )
+    return f"opaque:{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}-{isa}".lower()
 
 
 def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from objkv.background import Steps
@@ -26,9 +25,8 @@ from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 _ENTRIES_MAX = 1024
-"""Most cached entries, about 1 KiB each: enough for a thousand adapters. The oldest are deleted
+"""Most cached entries, about 100 bytes each: enough for a thousand adapters. The oldest are deleted
 first."""
-_ENTRY_BYTES_MAX = 4 << 20
 _SETTLED_NS = 2_000_000_000
 """A file that changed this recently may change again without a new time stamp, because file systems
 have a resolution of up to two seconds. ``git`` treats its index the same way."""
@@ -85,24 +83,27 @@ class DigestCache:
 
     def known(self, kind: str, files: Sequence[FileIdentity]) -> str | None:
         """Return the cached digest of the files."""
-        return _read(self._entry(kind, files), kind, files)
+        entry = self._entry(kind, files)
+        try:
+            if entry.stat().st_uid != os.geteuid():
+                return None
+            content = entry.read_text("utf-8")
+        except (OSError, ValueError):
+            return None
+        digest = content.partition(" ")[2]
+        return digest if content == _content(entry, digest) else None
 
     def remember(self, kind: str, files: Sequence[FileIdentity], digest: str) -> None:
         """Cache the digest of files that have not changed, unless they changed just before."""
-        if _are_settled(files):
-            self._write(self._entry(kind, files), _content(kind, files, digest))
-
-    def _entry(self, kind: str, files: Sequence[FileIdentity]) -> Path:
-        return self._folder / f"{_name(kind, files)}.json"
-
-    def _write(self, entry: Path, content: dict[str, object]) -> None:
-        """Write an entry atomically."""
+        if not _are_settled(files):
+            return
+        entry = self._entry(kind, files)
         try:
             make_private(self._folder)
             descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
             try:
                 with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    json.dump(content, file)
+                    file.write(_content(entry, digest))
                 os.replace(partial, entry)
             except BaseException:
                 Path(partial).unlink(missing_ok=True)
@@ -111,8 +112,13 @@ class DigestCache:
         except OSError as exc:  # a full or read-only disk: the digest is computed again next time
             logger.info("digest not remembered path=%s reason=%s", entry, exc)
 
+    def _entry(self, kind: str, files: Sequence[FileIdentity]) -> Path:
+        """Return the entry of the files, whose name identifies them."""
+        values = json.dumps([kind, [astuple(file) for file in files]])
+        return self._folder / f"{hashlib.sha256(values.encode()).hexdigest()}.txt"
+
     def _prune(self) -> None:
-        entries = list(self._folder.glob("*.json"))
+        entries = list(self._folder.glob("*.txt"))
         if len(entries) <= _ENTRIES_MAX:
             return
         entries.sort(key=lambda path: path.stat().st_mtime_ns)
@@ -129,31 +135,9 @@ def open_digests() -> DigestCache | None:
         return None
 
 
-def _read(entry: Path, kind: str, files: Sequence[FileIdentity]) -> str | None:
-    """Return the entry's digest if the entry is intact, owned by this user and for these files."""
-    try:
-        stat = entry.stat()
-        if stat.st_uid != os.geteuid() or stat.st_size > _ENTRY_BYTES_MAX:
-            return None
-        content = json.loads(entry.read_bytes())
-        digest = content["digest"]
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
-        return None
-    if not isinstance(digest, str) or content != _content(kind, files, digest):
-        return None
-    return digest
-
-
-def _content(kind: str, files: Sequence[FileIdentity], digest: str) -> dict[str, object]:
-    name = _name(kind, files)
-    check = hashlib.sha256(f"{name} {digest}".encode()).hexdigest()
-    paths = [file.path for file in files]
-    return {"kind": kind, "files": paths, "identity": name, "digest": digest, "check": check}
-
-
-def _name(kind: str, files: Sequence[FileIdentity]) -> str:
-    values = [kind, [list(astuple(file)) for file in files]]
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+def _content(entry: Path, digest: str) -> str:
+    """Return the content of an undamaged entry."""
+    return f"{hashlib.sha256(f'{entry.name} {digest}'.encode()).hexdigest()} {digest}"
 
 
 def _are_settled(files: Sequence[FileIdentity]) -> bool:
@@ -177,7 +161,6 @@ _SAFETENSORS_HEADER_MAX = 100 << 20
 _PIECE = 8 << 20
 _THREADS_MAX = 4
 """SHA-256 runs at 1 to 2 GB/s per core. More threads only slow the engine's start."""
-_LOG_EVERY_S = 10.0
 
 
 def weights_digest(
@@ -216,18 +199,33 @@ def read_weights(vllm_config: Any, config: Config, folder: Path | None) -> str:
     ``vllm_config``: of any version. ``folder``: the folder of the weights, None if they are not on
     this machine.
     """
+    return _identify_weights(
+        vllm_config.model_config, vllm_config, config, folder, "set --revision"
+    )
+
+
+def read_draft_weights(vllm_config: Any, config: Config) -> str:
+    """Return the identity of a draft's weights. Raises ``ConfigError`` if they cannot be
+    identified."""
+    model = vllm_config.speculative_config.draft_model_config
+    folder = local_folder(model.model, model.revision)
+    return _identify_weights(model, vllm_config, config, folder, "set the draft's 'revision'")
+
+
+def _identify_weights(
+    model: Any, vllm_config: Any, config: Config, folder: Path | None, fix: str
+) -> str:
     if vllm_config.load_config.load_format == "dummy":
-        return f"dummy:seed={vllm_config.model_config.seed}"
+        return f"dummy:seed={model.seed}"
     digest = None if folder is None else model_digest(folder, config)
     if digest is not None:
         return digest
-    revision = vllm_config.model_config.revision
-    if revision is None:
-        raise ConfigError(
-            f"objkv cannot identify the weights of {vllm_config.model_config.model!r}, because it "
-            "cannot read them here: serve from a local folder or set --revision"
-        )
-    return f"revision:{revision}"
+    if model.revision is not None:
+        return f"revision:{model.revision}"
+    raise ConfigError(
+        f"objkv cannot identify the weights of {model.model!r}, because it cannot read them here: "
+        f"serve from a local folder or {fix}"
+    )
 
 
 def adapter_files(folder: Path) -> list[Path]:
@@ -295,45 +293,19 @@ def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
 
 
 def _whole(paths: Sequence[Path]) -> list[bytes]:
-    """Return the SHA-256 of every file, several in parallel, and log the progress."""
-    read_bytes = _Progress(sum(path.stat().st_size for path in paths)).add
-
-    def read(path: Path) -> bytes:
-        return _read_whole(path, read_bytes)
-
+    """Return the SHA-256 of every file, several in parallel."""
     with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
-        return list(pool.map(read, paths))
+        return list(pool.map(_read_whole, paths))
 
 
-def _read_whole(path: Path, on_progress: Callable[[int], None]) -> bytes:
-    digest = hashlib.sha256()
-    piece = bytearray(_PIECE)
+def _read_whole(path: Path) -> bytes:
+    digest, piece = hashlib.sha256(), bytearray(_PIECE)
     with path.open("rb", buffering=0) as file:
+        gib = os.fstat(file.fileno()).st_size / 2**30
+        logger.info("hashing all of a file of weights gib=%.1f path=%s", gib, path)
         while count := file.readinto(piece):
             digest.update(memoryview(piece)[:count])
-            on_progress(count)
     return digest.digest()
-
-
-class _Progress:
-    """Logs every few seconds how many bytes were read while the engine starts."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._logged = time.monotonic()
-        self._lock = Lock()
-
-    def add(self, count: int) -> None:
-        with self._lock:
-            self._done += count
-            now = time.monotonic()
-            if now - self._logged < _LOG_EVERY_S and self._done < self._total:
-                return
-            self._logged = now
-            done, total = self._done / 2**30, self._total / 2**30
-            # Within the lock, so that the numbers in the log never go down.
-            logger.info("hashing all weights read_gib=%.1f of_gib=%.1f", done, total)
 
 
 def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -361,16 +333,8 @@ def _tensor_spans(path: Path) -> list[tuple[int, int]] | None:
         data = sorted((8 + length + int(a), 8 + length + int(b)) for a, b in tensors)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
-    if not _cover(data, 8 + length, size):
-        return None
+    starts, ends = [start for start, _ in data], [end for _, end in data]
+    if [*starts, size] != [8 + length, *ends] or any(end < start for start, end in data):
+        return None  # not contiguous, as the format requires
     # The header lists every tensor with its dtype and shape, so hash all of it, page by page.
     return [(o, min(o + _PAGE, 8 + length)) for o in range(0, 8 + length, _PAGE)] + data
-
-
-def _cover(spans: Sequence[tuple[int, int]], start: int, end: int) -> bool:
-    """Whether sorted spans are contiguous from ``start`` to ``end``, as the format requires."""
-    for a, b in spans:
-        if a != start or b < a:
-            return False
-        start = b
-    return start == end

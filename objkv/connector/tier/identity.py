@@ -6,12 +6,13 @@ configuration. If it cannot find it, the operator must list everything in ``sett
 vLLM 0.32-0.33.
 """
 
-import hashlib
 import platform
 import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
+from itertools import islice
+from traceback import walk_stack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,23 +26,19 @@ from objkv.connector.model.drafts import WITHOUT_KV
 from objkv.connector.model.identity import (
     further_settings,
     names_media,
-    read_draft_weights,
+    refuse_external_launcher,
 )
 from objkv.connector.model.media import kv_dtype_name
-from objkv.connector.model.weights import local_folder, model_digest, read_weights
-from objkv.connector.tier.rows import RowForm
-from objkv.errors import ConfigError
-from objkv.keys.identity import (
-    FORMAT,
-    NAMESPACE_HEX,
-    canonical_json,
-    name_model,
-    sealed_extra,
+from objkv.connector.model.weights import (
+    local_folder,
+    model_digest,
+    read_draft_weights,
+    read_weights,
 )
+from objkv.errors import ConfigError
+from objkv.keys.identity import FORMAT, NamespaceIdentity, name_model, sealed_extra
 
 if TYPE_CHECKING:
-    from types import FrameType
-
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.engine.core import EngineCoreProc
@@ -92,20 +89,15 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
     Names that an operator must remember would not separate replicas reliably. But a tier is made
     while vLLM makes its connector, so the configuration is a local variable of a caller. It is
     recognised because its ``kv_connector_extra_config`` is the object in ``spec``. Source: vLLM
-    0.32-0.33,
-    ``OffloadingConnectorScheduler.__init__`` in
-    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``,
-    ``build_offloading_config``.
+    0.32-0.33, ``build_offloading_config``, and ``OffloadingConnectorScheduler.__init__`` in
+    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.engine.core import EngineCoreProc  # makes its scheduler and thereby the connector
 
     config: VllmConfig | None = None
     connector: weakref.ref[KVConnectorBase_V1] | None = None
-    frame: FrameType | None = sys._getframe(1)
-    for _ in range(_DEPTH_MAX):
-        if frame is None:
-            break
+    for frame, _ in islice(walk_stack(sys._getframe(1)), _DEPTH_MAX):
         found, maker = frame.f_locals.get("vllm_config"), frame.f_locals.get("self")
         if config is not None and isinstance(maker, EngineCoreProc):
             return TierEngine(config, connector, weakref.ref(maker))
@@ -113,7 +105,6 @@ def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
             config = config or found
             if isinstance(maker, KVConnectorBase_V1):
                 connector = weakref.ref(maker)
-        frame = frame.f_back
     return None if config is None else TierEngine(config, connector)
 
 
@@ -127,17 +118,12 @@ def engine_settings(
     """
     found = dict(further_settings(engine.config))
     found["quantization"] = str(engine.config.model_config.quantization)
-    speculative = engine.config.speculative_config
-    if _has_draft(engine) and "speculative" not in named:
-        found["draft_method"] = speculative.method
-        found["draft_tokens"] = str(speculative.num_speculative_tokens)
+    draft = engine.config.speculative_config
+    if draft is not None and draft.method not in WITHOUT_KV and "speculative" not in named:
+        found["draft_method"] = draft.method
+        found["draft_tokens"] = str(draft.num_speculative_tokens)
         found["draft_weights"] = read_draft_weights(engine.config, config)
     return tuple(sorted(found.items()))
-
-
-def _has_draft(engine: TierEngine) -> bool:
-    speculative = engine.config.speculative_config
-    return speculative is not None and speculative.method not in WITHOUT_KV
 
 
 def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
@@ -146,12 +132,7 @@ def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
     ``named``: names in ``settings``, for which the operator is responsible.
     """
     config = engine.config
-    parallel = config.parallel_config
-    if parallel.distributed_executor_backend == "external_launcher" and parallel.world_size > 1:
-        raise ConfigError(
-            "objkv's secondary tier does not support external_launcher with several ranks, because "
-            "each has its own scheduler: use the executor 'mp' or 'ray'"
-        )
+    refuse_external_launcher(config)
     if not names_media(config):
         raise ConfigError(
             "objkv's secondary tier cannot identify images, because vLLM only numbers them: turn "
@@ -207,10 +188,6 @@ class TierAdapters:
             self._numbers[name] = None
 
 
-HASH_SCHEME = "vllm-block-hash-1"
-"""Chunks are named by vLLM's block hashes, hashed again to the length of a prefix hash."""
-
-
 @dataclass(frozen=True, slots=True)
 class TierGroup:
     """One KV cache group, as vLLM describes it to a tier."""
@@ -221,7 +198,7 @@ class TierGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class TierIdentity:
+class TierIdentity(NamespaceIdentity):
     """The identity of a tier's namespace. One row has all ranks' bytes of a chunk."""
 
     model: str
@@ -254,21 +231,13 @@ class TierIdentity:
         assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
-        """Return the document as plain JSON values, with format and hash scheme."""
-        return {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
+        """See ``NamespaceIdentity``. Chunks are named by vLLM's block hashes, hashed again to the
+        length of a prefix hash."""
+        return {"format": FORMAT, "hash": "vllm-block-hash-1", **asdict(self)}
 
-    def canonical(self) -> bytes:
-        """Return the document's canonical encoding, as for ``Identity``."""
-        return canonical_json(self.document())
-
-    def row_form(self) -> RowForm:
-        """Return the form of rows. Raises ``ConfigError`` if a row exceeds a payload's frame."""
-        tokens = max(group.tokens_per_block for group in self.groups)
-        return RowForm.of(self.row_bytes, self.kv_dtype, tokens * self.blocks_per_chunk)
-
-    def namespace(self) -> str:
-        """Return the namespace, computed as for ``Identity`` but with another hash scheme."""
-        return hashlib.sha256(self.canonical()).hexdigest()[:NAMESPACE_HEX]
+    def chunk_tokens(self) -> int:
+        """Return the number of tokens of a chunk."""
+        return self.blocks_per_chunk * max(group.tokens_per_block for group in self.groups)
 
 
 def read_tier_identity(
@@ -330,17 +299,16 @@ def none_hash() -> str | None:
 
 
 def _weights(name: str, engine: TierEngine | None, config: Config, options: TierOptions) -> str:
-    if engine is not None:
-        model = engine.config.model_config
-        if options.revision not in (None, model.revision):
-            raise ConfigError(
-                f"the tier's 'revision' is {options.revision!r}, but vLLM's is {model.revision!r}: "
-                "remove it from the tier's options"
-            )
-        if options.weights is None:
-            return read_weights(engine.config, config, local_folder(model.model, model.revision))
+    model = None if engine is None else engine.config.model_config
+    if model is not None and options.revision not in (None, model.revision):
+        raise ConfigError(
+            f"the tier's 'revision' is {options.revision!r}, but vLLM's is {model.revision!r}: "
+            "remove it from the tier's options"
+        )
     if options.weights is not None:
         return options.weights
+    if engine is not None and model is not None:
+        return read_weights(engine.config, config, local_folder(model.model, model.revision))
     folder = local_folder(name, options.revision)
     if folder is not None and (digest := model_digest(folder, config)) is not None:
         return digest
@@ -352,16 +320,12 @@ def _weights(name: str, engine: TierEngine | None, config: Config, options: Tier
     )
 
 
-def _replicated(spec: "OffloadingSpec") -> bool:
-    return bool(getattr(spec, "replicated_layout", False))
-
-
 def _layout(spec: "OffloadingSpec") -> str:
     given = spec.config
     names = [str(given.kv_cache_layout)]
     if given.canonical_layout:
         names.append("canonical")
-    if _replicated(spec):
+    if getattr(spec, "replicated_layout", False):
         names.append("replicated")
     if current_platform.is_cpu():
         isa = f"opaque-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
@@ -379,8 +343,5 @@ def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
     if spec.config.canonical_layout and parallel.is_parallelism_agnostic:
         return ()
     sizes = sorted(field.name for field in fields(parallel) if field.name.endswith("_size"))
-    return tuple((name, getattr(parallel, name)) for name in sizes if name not in _NOT_SHARDS)
-
-
-_NOT_SHARDS = ("data_parallel_size",)
-"""Parallel groups whose members are replicas of each other."""
+    # Data-parallel ranks are replicas of each other.
+    return tuple((name, getattr(parallel, name)) for name in sizes if name != "data_parallel_size")

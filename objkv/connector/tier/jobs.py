@@ -1,102 +1,136 @@
-"""Jobs of a secondary tier, each of many chunks, which other threads load or save.
+"""Jobs of a secondary tier: many rows of vLLM's memory each, which the node's agent loads or saves.
 
-They touch vLLM's memory only inside ``JobChunk.touch``, which refuses after the job has ended. A
-job can therefore be ended at once, whatever its chunks wait for. Their results are then discarded.
+A row contains one chunk's bytes of all ranks and layers, in vLLM's own order. It is the single
+frame of a payload, which is named by vLLM's key and verified before the copy.
+
+vLLM's memory is touched only inside ``JobRow.touch``, which refuses after the job has ended. A job
+can therefore be ended at once, whatever its rows wait for. Their results are then discarded.
 """
 
+import hashlib
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from threading import Condition
+from threading import Condition, Lock
 from time import monotonic
 
+import numpy as np
+
+from objkv.agent.messages import PayloadRequest
+from objkv.agent.payloads import ReadOutcome, WriteOutcome
+from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
+from objkv.codec.values import DTYPE_BYTES
+from objkv.errors import ConfigError, TransferError
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
+WHOLE = Shard(0, 1, 0, 1)
+"""The shard of every row. A row has the whole chunk, not one rank's part."""
+_GROUP_BYTES = 4
+_NO_PARENT = bytes(PREFIX_HASH_BYTES)
+_SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
+_LOADS = {
+    ReadOutcome.READ: "tier_loads",
+    ReadOutcome.MISSING: "tier_load_ghosts",
+    ReadOutcome.CORRUPT: "tier_load_corrupt",
+    ReadOutcome.OTHER_FORM: "tier_load_corrupt",
+    ReadOutcome.REFUSED: "tier_load_refused",
+    ReadOutcome.LATE: "tier_load_deadlines",
+    ReadOutcome.FAILED: "tier_load_errors",
+}
+_SAVES = {
+    WriteOutcome.ACCEPTED: "tier_saves",
+    WriteOutcome.KEPT: "tier_saves",
+    WriteOutcome.EXISTED: "tier_save_existed",
+    WriteOutcome.REPEATED: "tier_save_repeats",
+    WriteOutcome.OVER_QUOTA: "tier_save_over_quota",
+    WriteOutcome.SHED: "tier_saves_shed",
+    WriteOutcome.LATE: "tier_save_deadlines",
+    WriteOutcome.FAILED: "tier_save_errors",
+}
+_STORED = frozenset((WriteOutcome.ACCEPTED, WriteOutcome.EXISTED))
+_SETTLED = _STORED | {WriteOutcome.KEPT, WriteOutcome.REPEATED, WriteOutcome.OVER_QUOTA}
+"""Outcomes with which a job does not fail."""
+
+
+def chunk_key(namespace: str, key: bytes) -> ChunkKey:
+    """Return objkv's key for vLLM's ``OffloadKey``, which is a block hash and a 4-byte group."""
+    block_hash, group = key[:-_GROUP_BYTES], key[-_GROUP_BYTES:]
+    digest = hashlib.sha256(block_hash).digest()[:PREFIX_HASH_BYTES]
+    return ChunkKey(namespace, digest, int.from_bytes(group, "big"), WHOLE)
 
 
 @dataclass(frozen=True, slots=True)
-class JobOutcome:
-    """The result of a job. Every submitted job has exactly one."""
+class Rows:
+    """vLLM's memory. No view of it may outlive a copy, otherwise it cannot be unmapped."""
 
-    job_id: int
-    done: tuple[bytes, ...]
-    failed: tuple[bytes, ...]
-    noted: tuple[bytes, ...]
-    """Chunks that ended with a note."""
-    seconds: float
+    layer: LayerSpec
+    """The form of every row."""
+    tokens: int
+    """Tokens per chunk."""
+    memory: memoryview
+    """``[rows * layer.nbytes]`` uint8."""
 
-    @property
-    def success(self) -> bool:
-        """Whether no chunk failed."""
-        return not self.failed
+    def claim(self, namespace: str, key: bytes) -> Claim:
+        """Return the claim of a row's payload."""
+        # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
+        return Claim(chunk_key(namespace, key), _NO_PARENT, 0, self.tokens)
+
+    def view(self, row: int) -> np.ndarray:
+        """Return a view of a row, uint8."""
+        size = self.layer.nbytes
+        return np.frombuffer(self.memory, np.uint8, size, row * size)
+
+
+def row_layer(row_bytes: int, kv_dtype: str) -> LayerSpec:
+    """Return the form of a row. Raises ``ConfigError`` if it is too large for a payload's frame."""
+    if row_bytes > LAYER_BYTES_MAX:
+        raise ConfigError(
+            f"a chunk has {row_bytes} bytes, but objkv stores at most {LAYER_BYTES_MAX} in one "
+            "payload: lower block_size or blocks_per_chunk"
+        )
+    dtype = _SAFETENSORS.get(kv_dtype, "U8")
+    if row_bytes % DTYPE_BYTES[dtype]:
+        dtype = "U8"
+    return LayerSpec("row", dtype, (1, 1, 1, row_bytes // DTYPE_BYTES[dtype]))
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
+class Job:
+    """A job, and its outcome after it has ended."""
+
     job_id: int
     keys: tuple[bytes, ...]
     started: float
     deadline: float
     waiting: int
-    """Chunks that have not ended."""
-    done: set[bytes] = field(default_factory=set)
-    noted: set[bytes] = field(default_factory=set)
+    """Rows that have not ended."""
+    done: list[bytes] = field(default_factory=list)
+    noted: list[bytes] = field(default_factory=list)
+    """Chunks that ended with a note."""
     open: bool = True
-    touching: int = 0
-    """Number of threads that are copying from or to vLLM's memory."""
-
-
-class JobChunk:
-    """One chunk of a job. Thread-safe."""
-
-    def __init__(self, jobs: "TierJobs", job: _Job, key: bytes, row: int) -> None:
-        self.key, self.row, self.parts = key, row, (jobs, job, key, row)
-        self._jobs, self._job = jobs, job
+    seconds: float = 0.0
 
     @property
-    def is_needed(self) -> bool:
-        """Whether its job is still open."""
-        return self._job.open
-
-    @property
-    def deadline(self) -> float:
-        """Time until which it is of use; past, once its job has ended."""
-        return self._job.deadline if self._job.open else -math.inf
-
-    @contextmanager
-    def touch(self) -> Iterator[bool]:
-        """Enter a context that yields whether vLLM's memory may be touched. It must be short,
-        because ending the job waits for it."""
-        job, changed = self._job, self._jobs.changed
-        with changed:
-            if job.open:
-                job.touching += 1
-                allowed = True
-            else:
-                allowed = False
-        try:
-            yield allowed
-        finally:
-            if allowed:
-                with changed:
-                    job.touching -= 1
-                    changed.notify_all()
-
-    def settle(self, *, done: bool, noted: bool = False) -> None:
-        """The chunk has ended. No effect after its job has."""
-        self._jobs.settle(self._job, {self.key} if done else set(), {self.key} if noted else set())
+    def failed(self) -> list[bytes]:
+        """Chunks that are not done."""
+        done = set(self.done)
+        return [key for key in self.keys if key not in done]
 
 
 class TierJobs:
-    """The jobs of one direction. The scheduler's thread calls ``submit``, ``take_finished``,
-    ``give_up``, ``finish`` and ``close``. Only ``close`` waits for chunks."""
+    """The jobs of one direction. The scheduler's thread calls ``begin``, ``take_finished``,
+    ``give_up``, ``finish`` and ``close``. Only ``close`` waits for rows."""
 
     def __init__(
         self,
         name: str,
+        rows: Rows,
         recorder: Recorder,
         *,
         queue_max: int,
@@ -106,120 +140,190 @@ class TierJobs:
         """
         Args:
             name: ``load`` or ``save``, which is part of the counters' names.
-            queue_max: chunks that may wait. Further ones are refused and fail.
-            deadline_s: the remaining chunks of a job that takes longer fail.
+            queue_max: rows that may wait. Further ones are refused and fail.
+            deadline_s: the remaining rows of a job that takes longer fail.
         """
-        self._name, self._recorder, self._clock = name, recorder, clock
+        self.rows, self.recorder = rows, recorder
+        self._name, self._clock = name, clock
         self._queue_max, self._deadline_s = queue_max, deadline_s
-        self.changed = Condition()
-        """Guards the jobs, and is notified when a copy or a job ends."""
-        self._waiting = 0
-        """Chunks of open jobs that have not ended."""
-        self._jobs: dict[int, _Job] = {}
-        self._ended: list[JobOutcome] = []
+        self.copying = Lock()
+        """Held while a row is copied."""
+        self._changed = Condition()
+        """Guards the jobs, and is notified when one ends."""
+        self._jobs: dict[int, Job] = {}
+        self._ended: list[Job] = []
         self._closed = False
         self._finish_by: float | None = None
 
-    def submit(
-        self, job_id: int, keys: Sequence[bytes], rows: Sequence[int], *, refuse: bool = False
-    ) -> list[JobChunk]:
-        """Begin a job and return its chunks. Each must be settled. Those without room
-        fail, and with ``refuse`` all of them."""
+    def begin(
+        self, job_id: int, keys: Sequence[bytes], *, refuse: bool = False
+    ) -> tuple[Job, Sequence[bytes]]:
+        """Begin a job. Returns its first chunks, each of which must be settled. The others, for
+        which there is no room, fail, and with ``refuse`` all of them."""
         now = self._clock()
-        with self.changed:
-            room = 0 if self._closed or refuse else max(0, self._queue_max - self._waiting)
-            count = min(room, len(keys))
-            if refused := len(keys) - count:
-                self._recorder.count(f"tier_{self._name}_refused", refused)
-            job = _Job(job_id, tuple(keys), now, now + self._deadline_s, count)
+        with self._changed:
+            room = 0 if self._closed or refuse else max(0, self._queue_max - self._waiting())
+            taken = keys[:room]
+            if refused := len(keys) - len(taken):
+                self.recorder.count(f"tier_{self._name}_refused", refused)
+            job = Job(job_id, tuple(keys), now, now + self._deadline_s, len(taken))
             self._jobs[job_id] = job
-            self._waiting += count
-            if not count:
+            if not taken:
                 self._end(job)
-        return [JobChunk(self, job, *one) for one in zip(keys[:count], rows, strict=False)]
+        return job, taken
 
-    def settle(self, job: _Job, done: set[bytes], noted: set[bytes]) -> None:
-        """See ``JobChunk``."""
-        with self.changed:
+    def settle(self, job: Job, key: bytes, *, done: bool, noted: bool = False) -> None:
+        """A chunk has ended. Thread-safe. No effect after its job has."""
+        with self._changed:
             if not job.open:
                 return
-            job.done |= done
-            job.noted |= noted
+            if done:
+                job.done.append(key)
+            if noted:
+                job.noted.append(key)
             job.waiting -= 1
-            self._waiting -= 1
             if not job.waiting:
                 self._end(job)
 
-    def take_finished(self) -> list[JobOutcome]:
-        """Return the jobs that ended since the last call, including those past their deadline."""
+    def take_finished(self) -> list[Job]:
+        """Return the jobs that ended since the last call, including those past their deadline.
+        Every job is returned once."""
         now = self._clock()
-        with self.changed:
-            for job in list(self._jobs.values()):  # in the order in which they began
-                if job.deadline > now:
-                    break
-                self._recorder.count(f"tier_{self._name}_deadlines", job.waiting)
-                self._end(job)
+        with self._changed:
+            late = [job for job in self._jobs.values() if job.deadline <= now]
+            for job in late:
+                self.recorder.count(f"tier_{self._name}_deadlines", job.waiting)
+            self._abort(late)
             ended, self._ended = self._ended, []
             return ended
 
     def give_up(self) -> None:
         """End all jobs now. Afterwards no thread touches vLLM's memory for any of them."""
-        with self.changed:
-            for job in list(self._jobs.values()):
-                self._end(job)
+        with self._changed:
+            self._abort(list(self._jobs.values()))
 
     def finish(self, seconds: float) -> None:
         """End the jobs and refuse further ones when ``seconds`` have passed since the first call.
-        Both calls log the remaining chunks, because the process may be killed in between."""
+        Both calls log the remaining rows, because the process may be killed in between."""
         if self._finish_by is None:
             self._finish_by = self._clock() + seconds
-            if self._waiting:
+            if waiting := self._waiting():
                 logger.warning(
                     "tier still busy at shutdown what=%ss chunks=%d seconds_max=%.1f",
                     self._name,
-                    self._waiting,
+                    waiting,
                     seconds,
                 )
-        if self._clock() < self._finish_by or self._closed:
-            return
-        if self._waiting:
-            logger.warning(
-                "tier given up at shutdown what=%ss chunks=%d", self._name, self._waiting
-            )
-        with self.changed:
-            self._closed = True
-        self.give_up()
+        if self._clock() >= self._finish_by:
+            self._stop()
 
     def close(self, drain_deadline_s: float) -> None:
         """Let the jobs end within ``drain_deadline_s``, unless ``finish`` was called, and refuse
         others. Idempotent."""
         self.finish(drain_deadline_s)
         assert self._finish_by is not None
-        with self.changed:
-            while self._jobs and (left := self._finish_by - self._clock()) > 0:
-                self.changed.wait(left)
-            self._finish_by = min(self._finish_by, self._clock())
-        self.finish(0.0)
+        with self._changed:
+            self._changed.wait_for(lambda: not self._jobs, self._finish_by - self._clock())
+        self._stop()
 
-    def __repr__(self) -> str:
-        return f"<TierJobs {self._name} {len(self._jobs)} jobs, {self._waiting} chunks waiting>"
+    def _waiting(self) -> int:
+        return sum(job.waiting for job in list(self._jobs.values()))
 
-    def _end(self, job: _Job) -> None:
-        """End a job, with the lock held. Waits for copies in progress, within memory only."""
-        job.open = False
-        self._waiting -= job.waiting
-        job.waiting = 0
-        while job.touching:
-            self.changed.wait()
-        if self._jobs.pop(job.job_id, None) is None:  # another thread ended it meanwhile
-            return
-        self._ended.append(
-            JobOutcome(
-                job.job_id,
-                done=tuple(key for key in job.keys if key in job.done),
-                failed=tuple(key for key in job.keys if key not in job.done),
-                noted=tuple(key for key in job.keys if key in job.noted),
-                seconds=self._clock() - job.started,
-            )
-        )
-        self.changed.notify_all()
+    def _stop(self) -> None:
+        with self._changed:
+            if (waiting := self._waiting()) and not self._closed:
+                logger.warning("tier given up at shutdown what=%ss chunks=%d", self._name, waiting)
+            self._closed = True
+        self.give_up()
+
+    def _abort(self, jobs: Sequence[Job]) -> None:
+        """End jobs, with the lock held. Waits for a copy in progress, within memory only."""
+        if jobs:
+            with self.copying:
+                for job in jobs:
+                    job.open = False
+        for job in jobs:
+            self._end(job)
+
+    def _end(self, job: Job) -> None:
+        job.open, job.seconds = False, self._clock() - job.started
+        self._ended.append(self._jobs.pop(job.job_id))
+        self._changed.notify_all()
+
+
+@dataclass(slots=True, eq=False)
+class JobRow:
+    """One chunk of a job, and its row. Thread-safe."""
+
+    jobs: TierJobs
+    job: Job
+    key: bytes
+    row: int
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether its job is still open."""
+        return self.job.open
+
+    @property
+    def deadline(self) -> float:
+        """Time until which it is of use; past, once its job has ended."""
+        return self.job.deadline if self.job.open else -math.inf
+
+    @property
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """The row is the only layer of its payload."""
+        return (self.jobs.rows.layer,)
+
+    @contextmanager
+    def touch(self) -> Iterator[bool]:
+        """Enter a context that yields whether vLLM's memory may be touched. It must be short,
+        because ending a job waits for it."""
+        with self.jobs.copying:
+            yield self.job.open
+
+
+@dataclass(slots=True, eq=False)
+class RowLoad(JobRow):
+    """A row to load: a ``PayloadRead``."""
+
+    wanted: PayloadRequest
+    is_copied: bool = False
+
+    def take(self, pages: Sequence[memoryview]) -> None:
+        """See ``PayloadRead``."""
+        with self.touch() as allowed:
+            if allowed:
+                np.copyto(self.jobs.rows.view(self.row), np.frombuffer(pages[0], np.uint8))
+                self.is_copied = True
+
+    def end(self, outcome: ReadOutcome) -> None:
+        """See ``PayloadRead``. Notes payloads that were missing or corrupt."""
+        if self.is_needed and outcome in _LOADS:
+            self.jobs.recorder.count(_LOADS[outcome])
+        if self.is_copied:
+            self.jobs.recorder.count("tier_load_bytes", self.wanted.record.nbytes)
+        is_gone = outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT)
+        self.jobs.settle(self.job, self.key, done=self.is_copied, noted=is_gone)
+
+
+@dataclass(slots=True, eq=False)
+class RowSave(JobRow):
+    """A row to save: a ``PayloadWrite``."""
+
+    claim: Claim
+    token_digest: str = "0" * 64
+
+    def write(self, pages: memoryview) -> None:
+        """See ``PayloadWrite``."""
+        with self.touch() as allowed:
+            if not allowed:
+                raise TransferError("a job ended while it was saved")
+            np.copyto(np.frombuffer(pages, np.uint8), self.jobs.rows.view(self.row))
+
+    def end(self, outcome: WriteOutcome, nbytes: int) -> None:
+        """See ``PayloadWrite``. Notes payloads that the agent saves."""
+        if self.is_needed and outcome in _SAVES:
+            self.jobs.recorder.count(_SAVES[outcome])
+        self.jobs.recorder.count("tier_save_bytes", nbytes)
+        self.jobs.settle(self.job, self.key, done=outcome in _SETTLED, noted=outcome in _STORED)

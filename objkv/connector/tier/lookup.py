@@ -7,8 +7,6 @@ A late, failed or refused question is a miss.
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -18,7 +16,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from objkv.agent.client import CALL_S
 from objkv.background import Steps, StepThread, in_steps
 from objkv.cache.lookup import FindIndex, LookupLimits
-from objkv.connector.tier.rows import chunk_key
+from objkv.connector.tier.jobs import chunk_key
 from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
@@ -58,13 +56,13 @@ class TierLookups:
         whether the index ends its answer to several keys at the first missing one."""
         self._index, self._recorder, self._limits, self._clock = index, recorder, limits, clock
         self._ends_early = ends_early
-        self._thread = StepThread("objkv-tier-lookup", answer_s=CALL_S)
+        self._thread = StepThread(
+            "objkv-tier-lookup", answer_s=CALL_S, queue_max=limits.queue_max, failed=_note_failure
+        )
         self._known: dict[bytes, _Verdict] = {}
         self._asked: dict[str, set[bytes]] = {}
-        self._new: dict[tuple[str, int], list[_Verdict]] = {}
-        """Keys to look up, by request and group."""
-        self._again: list[_Verdict] = []
-        """Keys to look up one by one."""
+        self._new: dict[object, list[_Verdict]] = {}
+        """Keys to look up, by request and group, or one by one."""
 
     def ask(self, request_id: str, namespace: str, key: bytes) -> LookupResult:
         """Return whether the chunk is stored, or RETRY while that is unknown."""
@@ -84,7 +82,7 @@ class TierLookups:
             if self._clock() < verdict.deadline:
                 if verdict.is_open:  # as of a window, which vLLM reads from its end
                     verdict.is_open = False
-                    self._again.append(verdict)
+                    self._new[key] = [verdict]
                 return LookupResult.RETRY
             self._recorder.count("tier_lookup_deadlines")
             self._answer(verdict, None)
@@ -92,9 +90,8 @@ class TierLookups:
 
     def flush(self) -> None:
         """Look up the new keys of the planned step."""
-        questions = [*self._new.values(), *([one] for one in self._again)]
-        self._new, self._again = {}, []
-        if questions and not self.submit(partial(self._find_all, questions)):
+        questions, self._new = list(self._new.values()), {}
+        if questions and not self.submit(partial(self._find, questions)):
             for verdicts in questions:
                 self._recorder.count("tier_lookup_refused", len(verdicts))
                 self._miss(verdicts)
@@ -118,30 +115,16 @@ class TierLookups:
 
     def clear(self) -> None:
         """Forget all answers."""
-        for memory in (self._known, self._asked, self._new, self._again):
+        for memory in (self._known, self._asked, self._new):
             memory.clear()
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Run ``job`` in the background, or return False if the queue is full. A ``StoreError`` of
-        the job is dropped."""
-
-        def run() -> Steps[None]:
-            with suppress(StoreError):
-                yield from in_steps(job())
-
-        if self._thread.unfinished >= self._limits.queue_max:
-            return False
-        future = self._thread.start(run())
-        if future is not None:
-            future.add_done_callback(_note_failure)
-        return future is not None
+        """See ``StepThread.run``. A ``StoreError`` of the job is dropped."""
+        return self._thread.run(job)
 
     def close(self) -> None:
         """Stop the thread."""
         self._thread.close(0.0)
-
-    def __repr__(self) -> str:
-        return f"<TierLookups {len(self._known)} keys of {len(self._asked)} requests>"
 
     def _is_stale(self, verdict: _Verdict, request_id: str) -> bool:
         """Whether an answer is too old for a new request. Without this check overlapping requests
@@ -160,32 +143,28 @@ class TierLookups:
         for verdict in verdicts:
             self._answer(verdict, None)
 
-    def _find_all(self, questions: Sequence[Sequence[_Verdict]]) -> Steps[None]:
+    def _find(self, questions: Sequence[Sequence[_Verdict]]) -> Steps[None]:
+        """Look up keys, those of one namespace and group in one call."""
         for verdicts in questions:
+            key = verdicts[0].key
             left = [one for one in verdicts if not one.answered]  # the others were late
+            hashes = [one.key.prefix_hash for one in left]
             try:
-                yield from self._find(left)
+                found = yield from in_steps(self._index.find(key.namespace, hashes, (key.field,)))
             except StoreError:
                 self._recorder.count("tier_lookup_errors")
-                self._miss(one for one in left if not one.answered)
-
-    def _find(self, verdicts: Sequence[_Verdict]) -> Steps[None]:
-        """Look up keys of one namespace and group in one call."""
-        if not verdicts:
-            return
-        first = verdicts[0].key
-        hashes = [verdict.key.prefix_hash for verdict in verdicts]
-        found = yield from in_steps(self._index.find(first.namespace, hashes, (first.field,)))
-        has_ended = False
-        for verdict, shards in zip(verdicts, found, strict=True):
-            record = None if shards is None else shards.get(first.field)
-            if record is None and has_ended and self._ends_early:
-                verdict.is_open = True
-            elif not verdict.answered:  # else it was late
-                self._answer(verdict, record)
-            has_ended |= record is None
+                self._miss(left)
+                continue
+            has_ended = False
+            for verdict, shards in zip(left, found, strict=True):
+                record = None if shards is None else shards.get(key.field)
+                if record is None and has_ended and self._ends_early:
+                    verdict.is_open = True
+                elif not verdict.answered:  # else it was late
+                    self._answer(verdict, record)
+                has_ended |= record is None
 
 
-def _note_failure(future: Future[None]) -> None:
-    if not future.cancelled() and (error := future.exception()) is not None:
+def _note_failure(error: Exception) -> None:
+    if not isinstance(error, StoreError):
         logger.error("tier job failed unexpectedly", exc_info=error)

@@ -37,7 +37,7 @@ from objkv.connector.tier.identity import (
     none_hash,
     read_tier_identity,
 )
-from objkv.connector.tier.jobs import JobOutcome
+from objkv.connector.tier.jobs import Job, Rows, row_layer
 from objkv.connector.tier.store import TierStore
 from objkv.connector.wiring import replica_of
 from objkv.errors import ConfigError
@@ -72,8 +72,8 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
     ) -> None:
         super().__init__(identity, bulk, submit, writes=writes)
         self._begun = False
-        self._live: set[str] = set()
-        self._distrusted: set[str] = set()
+        self._live: dict[str, bool] = {}
+        """Whether a request began after the last renewal."""
 
     @property
     def current(self) -> str | None:
@@ -88,7 +88,7 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
     def begin(self, request_id: str) -> None:
         """Record a new request. The first one sets the namespace, because vLLM chooses its hash
         after it has made its tiers."""
-        self._live.add(request_id)
+        self._live.setdefault(request_id, True)
         if not self._begun and (first := none_hash()) is not None:
             self.identity = replace(self.identity, none_hash=first)
             self.name = self.identity.namespace()
@@ -98,12 +98,11 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
 
     def end(self, request_id: str) -> None:
         """Forget a request that ended."""
-        self._live.discard(request_id)
-        self._distrusted.discard(request_id)
+        self._live.pop(request_id, None)
 
     def of(self, request_id: str) -> str | None:
         """Return a request's namespace. None also for requests from before the last renewal."""
-        return None if request_id in self._distrusted else self.current
+        return self.current if self._live.get(request_id, True) else None
 
     def announce(self) -> None:
         """Store the identity document as the base class does, once the namespace is set."""
@@ -113,7 +112,7 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
     def renew(self, *, clean: bool) -> bool:
         """Renew as the base class does. ``clean``: whether vLLM dropped all KV in its own memory,
         on the device and on the CPU."""
-        self._distrusted |= self._live
+        self._live = dict.fromkeys(self._live, False)
         return super().renew(clean=clean)
 
     def _log_closed(self) -> None:
@@ -160,14 +159,9 @@ class ObjKVTier(SecondaryTierManager):
         replica = Replica(offloading_spec.config.engine_id)
         if engine is not None:
             replica = replica_of(engine.config)
-        self._store = TierStore(
-            config,
-            replica,
-            identity.row_form(),
-            primary_kv_view.cast("B"),
-            numbers,
-            queue_max=self._options.queue_max,
-        )
+        layer = row_layer(row_bytes, identity.kv_dtype)
+        rows = Rows(layer, identity.chunk_tokens(), primary_kv_view.cast("B"))
+        self._store = TierStore(config, replica, rows, numbers, queue_max=self._options.queue_max)
         submit, documents = self._store.lookups.submit, self._store.documents
         writes = config.role != "reader"
         self.namespace = TierNamespace(identity, documents, submit, writes=writes)
@@ -175,7 +169,9 @@ class ObjKVTier(SecondaryTierManager):
         self._switch.start()
         self._closed = False
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
-        self._hooks = EngineHooks(self, _no_manager, patches=config.vllm_patches)
+        # vLLM's CPU memory may have KV of old weights even if the device has none, so only a reset
+        # of both resumes the tier.
+        self._hooks = EngineHooks(self, lambda: None, patches=config.vllm_patches)
         self._log_ready(identity)
 
     def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
@@ -245,8 +241,14 @@ class ObjKVTier(SecondaryTierManager):
     @guarded(tuple[JobResult, ...]())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
         """Return the jobs that ended since the last call, including those past their deadline."""
-        loads = [self._loaded(outcome) for outcome in self._store.loads.take_finished()]
-        return (*loads, *(self._saved(outcome) for outcome in self._store.saves.take_finished()))
+        loads = self._store.loads.take_finished()
+        for job in loads:
+            self._store.loaded(self.namespace.current, job)
+            self._report(job.noted, removed=True)
+        saves = self._store.saves.take_finished()
+        for job in saves:
+            self._report(job.noted, removed=False)
+        return tuple(map(self._result, (*loads, *saves)))
 
     @guarded(None)
     def drain_jobs(self) -> None:
@@ -299,9 +301,6 @@ class ObjKVTier(SecondaryTierManager):
         """Return the numbers since the last call."""
         return tier_stats(self._recorder.drain())
 
-    def __repr__(self) -> str:
-        return f"<ObjKVTier {self.namespace.current}, {self._store!r}>"
-
     # Internal methods.
 
     def _submit(self, begin: Callable[..., None], job: "TransferJob") -> None:
@@ -316,37 +315,19 @@ class ObjKVTier(SecondaryTierManager):
             logger.exception("invalid tier job job=%s", job.job_id)
         begin(job.job_id, namespace, keys, rows)
 
-    def _loaded(self, outcome: JobOutcome) -> JobResult:
-        if outcome.failed:
-            # Later lookups must not wait for the same load again.
-            self._store.lookups.deny(outcome.failed)
-        if outcome.done and (namespace := self.namespace.current) is not None:
-            self._store.touch(namespace, outcome.done)
-        self._report(outcome.noted, removed=True)
-        return self._result(outcome)
-
-    def _saved(self, outcome: JobOutcome) -> JobResult:
-        self._report(outcome.noted, removed=False)
-        return self._result(outcome)
-
-    def _result(self, outcome: JobOutcome) -> JobResult:
+    def _result(self, job: Job) -> JobResult:
         return JobResult(
-            outcome.job_id,
-            outcome.success,
-            successful_keys=outcome.done or None,
-            transfer_time=outcome.seconds,
-            transfer_bytes=len(outcome.done) * self.block_size_bytes,
+            job.job_id,
+            success=not job.failed,
+            successful_keys=job.done or None,
+            transfer_time=job.seconds,
+            transfer_bytes=len(job.done) * self.block_size_bytes,
         )
 
-    def _report(self, keys: tuple[bytes, ...], *, removed: bool) -> None:
+    def _report(self, keys: list[bytes], *, removed: bool) -> None:
         if keys and self._events_enabled:
-            event = OffloadingEvent(list(keys), self.medium, removed, locality=self.locality)
+            event = OffloadingEvent(keys, self.medium, removed, locality=self.locality)
             self._events.append(event)
-
-
-def _no_manager() -> None:
-    """Return None: vLLM's CPU memory may have KV of old weights even if the device has none, so
-    only a reset of both resumes the tier."""
 
 
 def _rows(view: memoryview) -> tuple[int, int]:

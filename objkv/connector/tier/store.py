@@ -5,17 +5,15 @@ from functools import partial
 from time import monotonic
 from typing import cast
 
-from objkv.agent.calls import AgentDocuments, AgentIndex
-from objkv.agent.fill import Wanted
-from objkv.agent.payloads import PayloadReader, PayloadWriter
+from objkv.agent.messages import PayloadRequest
+from objkv.agent.payloads import PayloadReader, PayloadWriter, WriteOutcome
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps
 from objkv.cache.lookup import LookupLimits
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
-from objkv.connector.tier.jobs import JobChunk, TierJobs
+from objkv.connector.tier.jobs import Job, RowLoad, Rows, RowSave, TierJobs, chunk_key
 from objkv.connector.tier.lookup import TierLookups
-from objkv.connector.tier.rows import RowForm, RowLoad, RowMemory, RowSave, chunk_key
 from objkv.connector.wiring import writer_name
 from objkv.errors import StoreError
 from objkv.stores.base import WriteStore
@@ -33,68 +31,73 @@ class TierStore:
         self,
         config: Config,
         replica: Replica,
-        form: RowForm,
-        memory: memoryview,
+        rows: Rows,
         recorder: Recorder,
         *,
         queue_max: int,
     ) -> None:
         """
         Args:
-            memory: vLLM's memory, ``[rows * row_bytes]`` uint8. Only jobs touch it, and ``close``
-                releases it.
+            rows: only jobs touch vLLM's memory, and ``close`` releases it.
             queue_max: chunks that may wait per direction.
         """
-        self._config, self._form, self._recorder = config, form, recorder
-        self._memory = RowMemory(form, memory)
+        self._config, self._rows, self._recorder = config, rows, recorder
         self._kill_at: float | None = None
         link = self._link = AgentLink(config, replica)
-        nbytes_max = payload_bytes_max(form.layers)
+        nbytes_max = payload_bytes_max((rows.layer,))
         self._writer = PayloadWriter(link.connect, nbytes_max, "chunks", writer=writer_name(self))
         self._reader = PayloadReader(link.connect, "chunks")
         link.await_agent()
         # These have the verbs that replicas use; the rest is for operators.
-        self.documents = cast("WriteStore", AgentDocuments(link.calls))
-        self._index = AgentIndex(link.calls)
+        self.documents = cast("WriteStore", link.calls)
+        self._index = link.calls
         lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
         limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
         # A folder that is its own index ends its answers early.
         is_folder = config.index_url == "bulk:"
         self.lookups = TierLookups(self._index, recorder, limits, ends_early=is_folder)
         load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000
-        self.loads = TierJobs("load", recorder, queue_max=queue_max, deadline_s=load_s)
-        self.saves = TierJobs("save", recorder, queue_max=queue_max, deadline_s=save_s)
+        self.loads = TierJobs("load", rows, recorder, queue_max=queue_max, deadline_s=load_s)
+        self.saves = TierJobs("save", rows, recorder, queue_max=queue_max, deadline_s=save_s)
 
     def load(
         self, job_id: int, namespace: str | None, keys: Sequence[bytes], rows: Sequence[int]
     ) -> None:
         """Load chunks that were found into rows."""
         loads = []
-        for chunk in self.loads.submit(job_id, keys, rows, refuse=namespace is None):
-            record = self.lookups.record(chunk.key)
+        job, taken = self.loads.begin(job_id, keys, refuse=namespace is None)
+        for key, row in zip(taken, rows, strict=False):
+            record = self.lookups.record(key)
             if namespace is None or record is None:  # not found, or not looked up
-                chunk.settle(done=False)
+                self.loads.settle(job, key, done=False)
                 continue
-            wanted = Wanted(self._form.claim(namespace, chunk.key), record)
-            loads.append(RowLoad(chunk, wanted, self._memory, self._recorder))
+            wanted = PayloadRequest(self._rows.claim(namespace, key), record)
+            loads.append(RowLoad(self.loads, job, key, row, wanted))
         self._reader.read(loads)
 
     def save(
         self, job_id: int, namespace: str | None, keys: Sequence[bytes], rows: Sequence[int]
     ) -> None:
         """Save rows that are not stored. A reader saves nothing."""
-        chunks = self.saves.submit(job_id, keys, rows, refuse=namespace is None)
+        job, taken = self.saves.begin(job_id, keys, refuse=namespace is None)
         if namespace is None or self._config.role == "reader":
-            for chunk in chunks:
-                chunk.settle(done=True)
-        elif not self.lookups.submit(partial(self._save_new, namespace, chunks)):
-            self._save(namespace, chunks)
+            for key in taken:
+                self.saves.settle(job, key, done=True)
+            return
+        saves = [
+            RowSave(self.saves, job, key, row, self._rows.claim(namespace, key))
+            for key, row in zip(taken, rows, strict=False)
+        ]
+        if not self.lookups.submit(partial(self._save_new, namespace, saves)):
+            self._save(saves)
 
-    def touch(self, namespace: str, keys: tuple[bytes, ...]) -> None:
-        """Extend the life of used chunks' records."""
-        hashes = [chunk_key(namespace, key).prefix_hash for key in keys]
-        touch = partial(self._index.touch, namespace, hashes, ttl_s=self._config.ttl_s)
-        self.lookups.submit(touch)
+    def loaded(self, namespace: str | None, job: Job) -> None:
+        """A job has ended. Extends the life of the records of its chunks."""
+        self.lookups.deny(job.failed)  # later lookups must not wait for the same load again
+        if namespace is not None and job.done:
+            hashes = [chunk_key(namespace, key).prefix_hash for key in job.done]
+            touch = partial(self._index.touch, namespace, hashes, ttl_s=self._config.ttl_s)
+            self.lookups.submit(touch)
 
     def give_up(self) -> None:
         """End all jobs. None of them touches vLLM's memory afterwards."""
@@ -116,18 +119,15 @@ class TierStore:
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
         self.loads.close(0.0)
         self.saves.close(self._config.drain_deadline_ms / 1000)
-        self._memory.memory.release()
+        self._rows.memory.release()
         self.lookups.close()
         self._reader.close()
         self._writer.close(0.0)
         self._link.calls.close()
 
-    def __repr__(self) -> str:
-        return f"<TierStore {self.loads!r}, {self.saves!r}, {self.lookups!r}>"
-
-    def _save_new(self, namespace: str, chunks: Sequence[JobChunk]) -> Steps[None]:
+    def _save_new(self, namespace: str, saves: Sequence[RowSave]) -> Steps[None]:
         """Save the chunks that are not stored already. On the lookup thread."""
-        names = [chunk_key(namespace, chunk.key) for chunk in chunks]
+        names = [one.claim.key for one in saves]
         fields = sorted({name.field for name in names})
         try:
             find = self._index.find(namespace, [name.prefix_hash for name in names], fields)
@@ -136,15 +136,13 @@ class TierStore:
             self._recorder.count("tier_lookup_errors")
             found = [None] * len(names)
         new = []
-        for chunk, name, shards in zip(chunks, names, found, strict=True):
-            if shards is None or name.field not in shards:
-                new.append(chunk)
-                continue
-            self._recorder.count("tier_save_existed")
-            chunk.settle(done=True, noted=True)
-        self._save(namespace, new)
+        for one, shards in zip(saves, found, strict=True):
+            if shards is None or one.claim.key.field not in shards:
+                new.append(one)
+            else:
+                one.end(WriteOutcome.EXISTED, 0)
+        self._save(new)
 
-    def _save(self, namespace: str, chunks: Sequence[JobChunk]) -> None:
-        for chunk in chunks:
-            claim = self._form.claim(namespace, chunk.key)
-            self._writer.write(RowSave(chunk, claim, self._memory, self._recorder))
+    def _save(self, saves: Sequence[RowSave]) -> None:
+        for one in saves:
+            self._writer.write(one)

@@ -19,7 +19,8 @@ from redis import exceptions
 from objkv.index.base import Shards
 from objkv.index.fields import SHARD_PATTERN, WrittenShards, decode_shard
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.net.resp import CLIENT_ERRORS, Pool, RespConnection, RespConnections, packed
+from objkv.net.redis_errors import CLIENT_ERRORS
+from objkv.net.resp import Pool, RespConnection, RespConnections, packed
 
 _SEND_HASHES = 256
 """Hashes packed and sent together, 32 KiB for one field: the server starts on them while the next

@@ -6,20 +6,19 @@ every key except the totals has a time to live.
 
 import os
 import re
-import ssl
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from itertools import islice
 from threading import Lock
 from typing import Any
 
 import redis
 from redis import exceptions
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import StoreError
 from objkv.index.base import (
-    SCAN_DENIED,
     ChunkEntry,
     Record,
     Savings,
@@ -50,7 +49,7 @@ from objkv.index.redis.scripts import (
 )
 from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.net.transport import WrongTransport
+from objkv.net.redis_errors import translated, translation
 
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
@@ -94,18 +93,6 @@ class PendingTotals:
             self._due_s = now + _FLUSH_S
         return taken
 
-    def take_of(self, namespace: str) -> dict[str, int]:
-        """Return and clear the changes of ``namespace`` by field, because its totals are about to
-        be replaced."""
-        fields = f"{namespace}:nbytes", f"{namespace}:payloads"
-        with self._lock:
-            self._leave_to_parent()
-            return {field: self._pending.pop(field, 0) for field in fields}
-
-    def commands(self, taken: Mapping[str, int]) -> list[Command]:
-        """Return the commands that add ``taken``."""
-        return [("HINCRBY", self.key, field, change) for field, change in taken.items()]
-
     def keep(self, taken: Mapping[str, int]) -> None:
         """Keep changes until the next sending: new ones, and those that could not be sent. Some of
         these may have arrived after all, so the totals can end up too high, but never too low."""
@@ -134,111 +121,13 @@ def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:
     return found
 
 
-def replaced(key: str, usage: Usage) -> Command:
+def replaced(key: str, usage: Usage) -> tuple[str | int, ...]:
     """Return the command that replaces a namespace's totals, or deletes them if it is empty."""
     name = usage.namespace
     if not usage.payloads:
         return ("HDEL", key, f"{name}:nbytes", f"{name}:payloads", f"{name}:counted")
     numbers = (f"{name}:nbytes", usage.nbytes, f"{name}:payloads", usage.payloads)
     return ("HSET", key, *numbers, f"{name}:counted", usage.counted_s)
-
-
-# By word, because servers wrap the original error inside a script's error.
-_LATER_WORDS = re.compile(
-    r"\b(LOADING|MASTERDOWN|NOREPLICAS|BUSY|MISCONF|READONLY|CLUSTERDOWN|TRYAGAIN|MOVED|ASK)\b"
-)
-_LATER = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ClusterError,
-    exceptions.AskError,
-    exceptions.TryAgainError,
-    exceptions.ReadOnlyError,
-    # Raised while no node of a cluster is reachable; not a RedisError.
-    exceptions.RedisClusterException,
-)
-_LOGIN_WORDS = re.compile(r"\b(NOAUTH|WRONGPASS|DENIED)\b")
-_LOGIN = (
-    exceptions.AuthenticationError,
-    exceptions.AuthorizationError,
-    exceptions.AuthenticationWrongNumberOfArgsError,
-)
-_RIGHTS_WORDS = re.compile(
-    r"\bNOPERM\b|ACL failure in script|can't run this command|can't access at least one"
-)
-
-_COMMAND = re.compile(r"(?:run the|command) '([a-z|]+)'", re.IGNORECASE)
-_ALL_ROLES = frozenset(("ping", "hget", "hmget", "hgetall", "hlen", "get", "exists", "getrange"))
-
-
-@contextmanager
-def translated(verb: str) -> Iterator[None]:
-    """Raise redis-py's exceptions as a ``StoreError`` that states who can act."""
-    try:
-        yield
-    except (exceptions.RedisError, exceptions.RedisClusterException) as exc:
-        kind, words = _meaning(exc)
-        raise kind(f"redis index, {verb}: {words}") from exc
-
-
-def _meaning(exc: Exception) -> tuple[type[StoreError], str]:
-    """Return the ``StoreError`` class for ``exc``, and its message with the fix."""
-    words = str(exc) or type(exc).__name__
-    chain = list(_chain(exc))
-    if any(isinstance(cause, ssl.SSLCertVerificationError) for cause in chain):
-        fix = "set redis_ca_file to the PEM file of the CA that signed the server's certificate"
-        return StoreDenied, f"{words}: {fix}"
-    if any(isinstance(c, exceptions.NoPermissionError) for c in chain) or _RIGHTS_WORDS.search(
-        words
-    ):
-        return StoreDenied, f"{words}: {_rights_fix(words)}"
-    for cause in chain:
-        if isinstance(cause, WrongTransport):
-            return StoreDenied, str(cause)
-    if any(isinstance(cause, _LOGIN) for cause in chain) or _LOGIN_WORDS.search(words):
-        return (
-            StoreDenied,
-            f"{words}: check redis_username and redis_password, or redis_credentials",
-        )
-    if "Cluster mode is not enabled" in words:
-        return StoreDenied, f"{words}: use redis:// or rediss:// in index_url"
-    if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
-        fix = "raise the server's maxmemory, or allow eviction with maxmemory-policy volatile-lru"
-        return StoreUnavailable, f"{words}: {fix}"
-    if isinstance(exc, exceptions.MovedError):
-        fix = "the server is a cluster: use redis+cluster:// or rediss+cluster:// in index_url"
-        return StoreUnavailable, f"{words}: {fix}"
-    if isinstance(exc, _LATER) or _LATER_WORDS.search(words):
-        return StoreUnavailable, words
-    return StoreError, words
-
-
-def _rights_fix(words: str) -> str:
-    """Return which role has the right that the server misses, from its message ``words``."""
-    if "can't access" in words or "no permissions to access" in words:
-        return (
-            "the ACL covers other keys: set redis_prefix and redis_username of the same tenant, or "
-            "the ACL that `objkv access` prints"
-        )
-    match = _COMMAND.search(words)
-    command = match[1].lower() if match else ""
-    if command == "scan":
-        return SCAN_DENIED
-    if command == "unlink":
-        return "UNLINK is only in the ACL of the role sweeper: run this as that role"
-    if command in _ALL_ROLES:
-        return "the ACL of every role has this command: set the one that `objkv access` prints"
-    return (
-        "the ACL of the role reader only reads: use the role writer or, for commands that remove "
-        "or pin, sweeper; a replica with a reader's rights needs OBJKV_ROLE=reader; "
-        "set the ACL that `objkv access` prints for the role"
-    )
-
-
-def _chain(exc: BaseException | None) -> Iterator[BaseException]:
-    while exc is not None:
-        yield exc
-        exc = exc.__cause__ or exc.__context__
 
 
 Client = redis.Redis | redis.RedisCluster
@@ -290,12 +179,9 @@ class RedisIndex:
 
     def _has_few_fields(self, namespace: str, prefix_hash: bytes) -> bool:
         (reply,) = self._pipelined([("HLEN", self._chunk(namespace, prefix_hash))])
-        if not isinstance(reply, Exception):
-            return int(reply) <= _FIELDS_READ_MAX
-        if str(reply).startswith("WRONGTYPE"):
+        if _is_foreign(reply):
             return False
-        with translated("lookup"):
-            raise reply
+        return int(_checked("lookup", reply)) <= _FIELDS_READ_MAX
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
@@ -303,7 +189,7 @@ class RedisIndex:
         """See ``ReadIndex``. Reads and checks only these fields of a record."""
         found = None
         if prefix_hashes and fields:
-            with translated("find"):
+            with translated("redis index, find"):
                 found = self._finder.find(f"{self._prefix}:i:{namespace}:", prefix_hashes, fields)
         if found is None:
             return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
@@ -311,15 +197,10 @@ class RedisIndex:
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``. Walks all keys of the server in batches."""
-        batch: list[bytes] = []
-        for found, prefix_hash in self._keys(f"{self._prefix}:i:{namespace}:*"):
-            if found != namespace:
-                continue
-            batch.append(prefix_hash)
-            if len(batch) == _SCAN_KEYS:
-                yield from filter(None, self.lookup(namespace, batch))
-                batch = []
-        yield from filter(None, self.lookup(namespace, batch))
+        keys = self._keys(f"{self._prefix}:i:{namespace}:*")
+        hashes = (prefix_hash for found, prefix_hash in keys if found == namespace)
+        while batch := list(islice(hashes, _SCAN_KEYS)):
+            yield from filter(None, self.lookup(namespace, batch))
 
     def namespaces(self) -> list[str]:
         """See ``ReadIndex``. Walks all keys of the server.
@@ -332,11 +213,11 @@ class RedisIndex:
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Returns running totals, without recent changes that other processes
         have not sent yet."""
-        return read_totals(self._read("usage", self._totals))
+        return read_totals(self._flush("usage", self._totals, "HGETALL", self._totals.key))
 
     def savings(self) -> list[Savings]:
         """See ``ReadIndex``. Like ``usage``, lacks numbers of killed processes."""
-        reply = self._read("savings", self._savings)
+        reply = self._flush("savings", self._savings, "HGETALL", self._savings.key)
         numbers = {
             field.decode("utf-8", "replace"): int(value)
             for field, value in reply.items()
@@ -344,13 +225,10 @@ class RedisIndex:
         }
         return read_savings(numbers)
 
-    def _read(self, verb: str, totals: PendingTotals) -> dict[bytes, bytes]:
-        """Send this process's changes of ``totals``, and return all of its fields."""
-        [reply] = self._flushed(totals, totals.take(early=True), ("HGETALL", totals.key))
-        if isinstance(reply, Exception):
-            with translated(verb):
-                raise reply
-        return dict(reply)
+    def _flush(self, verb: str, totals: PendingTotals, *command: str | int) -> Any:
+        """Send this process's changes of ``totals``, then ``command``. Return its reply."""
+        [reply] = self._flushed(totals, totals.take(early=True), command)
+        return _checked(verb, reply)
 
     def check(self) -> None:
         """See ``ReadIndex``. Runs a script, which needs most of the rights that objkv needs."""
@@ -358,7 +236,7 @@ class RedisIndex:
 
     def close(self) -> None:
         """See ``ReadIndex``."""
-        with translated("close"):
+        with translated("redis index, close"):
             for totals in (self._totals, self._savings):
                 if changes := totals.take(early=True):
                     with suppress(StoreError):
@@ -425,14 +303,7 @@ class RedisIndex:
 
     def set_usage(self, usage: Usage) -> None:
         """See ``PruneIndex``."""
-        counted = self._totals.take_of(usage.namespace)
-        run: Callable[..., object] = self.client.execute_command
-        try:
-            with translated("set usage"):
-                run(*replaced(self._totals.key, usage))
-        except StoreError:
-            self._totals.keep(counted)
-            raise
+        self._flush("set usage", self._totals, *replaced(self._totals.key, usage))
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
@@ -440,7 +311,7 @@ class RedisIndex:
     def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> Any:
         """Return the script's reply. Due changes of the totals share its round trip."""
         known, changes = script.known(key, *args), self._totals.take()
-        with translated(verb):
+        with translated(f"redis index, {verb}"):
             run: Callable[..., object] = self.client.execute_command
             try:
                 if not changes:
@@ -461,11 +332,7 @@ class RedisIndex:
         again = self._pipelined([script.full(keys[place], *args) for place in unknown])
         for place, reply in zip(unknown, again, strict=True):
             replies[place] = reply
-        for reply in replies:
-            if isinstance(reply, Exception):
-                with translated(verb):
-                    raise reply
-        return replies
+        return [_checked(verb, reply) for reply in replies]
 
     def _flushed(
         self, totals: PendingTotals, changes: Mapping[str, int], *commands: Command
@@ -473,7 +340,8 @@ class RedisIndex:
         """Return the replies to ``commands``. Sends changes of ``totals`` first, and puts back the
         failed ones."""
         try:
-            replies = self._pipelined([*totals.commands(changes), *commands])
+            adding = [("HINCRBY", totals.key, field, change) for field, change in changes.items()]
+            replies = self._pipelined([*adding, *commands])
         except StoreError:
             totals.keep(changes)
             raise
@@ -486,7 +354,7 @@ class RedisIndex:
         node."""
         if not commands:
             return []
-        with translated("pipeline"), self.client.pipeline(transaction=False) as pipeline:
+        with translated("redis index"), self.client.pipeline(transaction=False) as pipeline:
             queue: Callable[..., object] = pipeline.execute_command
             for command in commands:
                 # By name, because the cluster's pipeline refuses the method ``evalsha``, although
@@ -504,10 +372,10 @@ class RedisIndex:
         return {}
 
     def _keys(self, pattern: str) -> Iterator[tuple[str, bytes]]:
-        with translated("scan"):
+        with translated("redis index, scan"):
             keys = self.client.scan_iter(match=pattern, count=_SCAN_KEYS)
         while True:
-            with translated("scan"):
+            with translated("redis index, scan"):
                 key = next(keys, None)
             if key is None:
                 return
@@ -515,16 +383,25 @@ class RedisIndex:
                 yield match[1].decode("utf-8", "replace"), bytes.fromhex(match[2].decode("ascii"))
 
 
+def _is_foreign(reply: Any) -> bool:
+    """Whether the key has another type, and so is not objkv's."""
+    return isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE")
+
+
+def _checked(verb: str, reply: Any) -> Any:
+    """Return ``reply``. Raises it as a ``StoreError`` if it is an error."""
+    if isinstance(reply, Exception):
+        raise translation(f"redis index, {verb}", reply) from reply
+    return reply
+
+
 def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
     """Return the record from a reply to ``HGETALL``; None if it is missing or not written by
     objkv."""
-    if isinstance(reply, Exception):
-        if str(reply).startswith("WRONGTYPE"):
-            return None
-        with translated("lookup"):
-            raise reply
+    if _is_foreign(reply):
+        return None
     shards = {}
-    for name, value in reply.items():
+    for name, value in _checked("lookup", reply).items():
         if b"." in name and (shard := decode_shard(value)):
             shards[name.decode("utf-8", "replace")] = shard
     try:

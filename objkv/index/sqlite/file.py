@@ -19,36 +19,9 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.shapes import SHAPES_HASH
 from objkv.net.deadline import ends_s
 
-# Triggers add up how much each namespace stores, in the transaction that changes it. So totals are
-# exact even if an older objkv that still has the file open writes.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 APPLICATION_ID = 0x6F6B7631
 """``okv1``: distinguishes an index from other SQLite files."""
-_VERSION_1 = """
-CREATE TABLE chunks (
-  namespace TEXT NOT NULL,
-  hash BLOB NOT NULL,
-  parent BLOB NOT NULL,
-  token_start INTEGER NOT NULL,
-  token_end INTEGER NOT NULL,
-  hits INTEGER NOT NULL DEFAULT 0,
-  touched_s INTEGER NOT NULL DEFAULT 0,
-  ends_s REAL,
-  PRIMARY KEY (namespace, hash)
-) WITHOUT ROWID;
-CREATE INDEX chunks_by_end ON chunks (ends_s) WHERE ends_s IS NOT NULL;
-CREATE TABLE shards (
-  namespace TEXT NOT NULL,
-  hash BLOB NOT NULL,
-  field TEXT NOT NULL,
-  value BLOB NOT NULL,
-  PRIMARY KEY (namespace, hash, field),
-  FOREIGN KEY (namespace, hash) REFERENCES chunks ON DELETE CASCADE
-) WITHOUT ROWID;
-CREATE TABLE leases (name TEXT PRIMARY KEY, owner TEXT NOT NULL, ends_s REAL NOT NULL)
-WITHOUT ROWID;
-CREATE INDEX leases_by_end ON leases (ends_s)
-"""
 
 
 def nbytes_of(value: str) -> str:
@@ -67,14 +40,35 @@ def _added(row: str, sign: str) -> str:
 
 
 _NO_SHAPES = f"hash <> x'{SHAPES_HASH.hex()}'"
-_VERSION_2 = (
-    "ALTER TABLE chunks ADD COLUMN pinned_s INTEGER NOT NULL DEFAULT 0",
-    # Pins once had no end; only programs could set them.
-    "UPDATE chunks SET ends_s = unixepoch() + 604800 WHERE ends_s IS NULL",
-    "CREATE TABLE totals (namespace TEXT PRIMARY KEY, nbytes INTEGER NOT NULL, "
-    "payloads INTEGER NOT NULL) WITHOUT ROWID",
-    f"INSERT INTO totals SELECT namespace, sum({nbytes_of('value')}), count(*) FROM shards "
-    f"WHERE {_NO_SHAPES} GROUP BY namespace",
+_TABLES = (
+    """CREATE TABLE chunks (
+  namespace TEXT NOT NULL,
+  hash BLOB NOT NULL,
+  parent BLOB NOT NULL,
+  token_start INTEGER NOT NULL,
+  token_end INTEGER NOT NULL,
+  hits INTEGER NOT NULL DEFAULT 0,
+  touched_s INTEGER NOT NULL DEFAULT 0,
+  ends_s REAL NOT NULL,
+  pinned_s INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (namespace, hash)
+) WITHOUT ROWID""",
+    "CREATE INDEX chunks_by_end ON chunks (ends_s)",
+    """CREATE TABLE shards (
+  namespace TEXT NOT NULL,
+  hash BLOB NOT NULL,
+  field TEXT NOT NULL,
+  value BLOB NOT NULL,
+  PRIMARY KEY (namespace, hash, field),
+  FOREIGN KEY (namespace, hash) REFERENCES chunks ON DELETE CASCADE
+) WITHOUT ROWID""",
+    """CREATE TABLE leases (name TEXT PRIMARY KEY, owner TEXT NOT NULL, ends_s REAL NOT NULL)
+WITHOUT ROWID""",
+    "CREATE INDEX leases_by_end ON leases (ends_s)",
+    "CREATE TABLE savings (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    # Triggers add up how much each namespace stores, in the transaction that changes it.
+    """CREATE TABLE totals (namespace TEXT PRIMARY KEY, nbytes INTEGER NOT NULL,
+  payloads INTEGER NOT NULL) WITHOUT ROWID""",
     f"CREATE TRIGGER shards_added AFTER INSERT ON shards WHEN new.{_NO_SHAPES} "
     f"BEGIN {_added('new', '+')}; END",
     f"CREATE TRIGGER shards_removed AFTER DELETE ON shards WHEN old.{_NO_SHAPES} "
@@ -82,45 +76,22 @@ _VERSION_2 = (
     f"CREATE TRIGGER shards_replaced AFTER UPDATE ON shards WHEN new.{_NO_SHAPES} "
     f"BEGIN {_added('old', '-')}; {_added('new', '+')}; END",
 )
-
-
-def create(connection: sqlite3.Connection) -> None:
-    """Create the tables of the newest version, within the caller's transaction."""
-    _create_version_1(connection)
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    upgrade(connection)
-
-
-def upgrade(connection: sqlite3.Connection) -> None:
-    """Upgrade the tables from version 1 to version 2, within the caller's transaction."""
-    for statement in _VERSION_2:
-        connection.execute(statement)
-    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-
-
-def is_written(connection: sqlite3.Connection, version: int) -> bool:
-    """Whether the file has exactly the tables, indexes and triggers that objkv created in
-    ``version``. Every publish or lookup would run a planted trigger or view."""
-    expected = _schema_of(version)
-    rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
-    return len(rows) == len(expected) and frozenset(rows) == expected
-
-
 _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_schema"
 
 
-@cache
-def _schema_of(version: int) -> frozenset[tuple[object, ...]]:
-    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
-        _create_version_1(connection)
-        if version == SCHEMA_VERSION:
-            upgrade(connection)
-        return frozenset(connection.execute(_SCHEMA))
-
-
-def _create_version_1(connection: sqlite3.Connection) -> None:
-    for statement in _VERSION_1.split(";\n"):
+def create(connection: sqlite3.Connection) -> None:
+    """Create the tables, within the caller's transaction."""
+    for statement in _TABLES:
         connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+@cache
+def _created() -> frozenset[tuple[object, ...]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        create(connection)
+        return frozenset(connection.execute(_SCHEMA))
 
 
 _ALONE = 0o600
@@ -189,9 +160,6 @@ _VALUE_BYTES_MAX = 16 << 20
 _CALL_S_MAX = 20.0
 """Limit for computing in SQLite per call, unless the caller has less time. Even a large index needs
 less."""
-_OPEN_S_MAX = 600.0
-"""The same limit while an older version's tables are upgraded."""
-_NOT_OURS = "tables or triggers not created by objkv"
 _STEPS = 10_000
 """Instructions of SQLite's virtual machine between two checks of the clock; below a millisecond."""
 _BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
@@ -303,7 +271,7 @@ class SqliteFile:
             self.path, timeout=self._busy_s, isolation_level=None, check_same_thread=False
         )
         try:
-            _bound(connection, _OPEN_S_MAX)
+            _bound(connection, _CALL_S_MAX)
             # The file is not trusted: no functions in its schema, and no values above a limit.
             connection.execute("PRAGMA trusted_schema = OFF")
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_BYTES_MAX)
@@ -320,21 +288,22 @@ class SqliteFile:
         version = _pragma(connection, "user_version")
         if version == 0:
             self._use_wal(connection)
-            version = self._change(connection)
-        if version > SCHEMA_VERSION:
-            raise StoreDenied(
-                f"index {self.path} was written by a newer objkv (schema {version}, "
-                f"supported: {SCHEMA_VERSION}): upgrade objkv, or set index_url to another "
-                "file"
-            )
+            version = self._create(connection)
         if _pragma(connection, "application_id") != APPLICATION_ID:
             raise StoreDenied(
                 f"{self.path} is an SQLite file of another program: set index_url to another file"
             )
-        if version < SCHEMA_VERSION:
-            self._change(connection)
-        if not is_written(connection, SCHEMA_VERSION):
-            raise _damaged(self.path, _NOT_OURS)
+        if version != SCHEMA_VERSION:
+            raise StoreDenied(
+                f"index {self.path} was written by another objkv (schema {version}, supported: "
+                f"{SCHEMA_VERSION}): delete it with its -wal and -shm, and run `objkv rebuild "
+                "--apply`, or set index_url to another file"
+            )
+        # Every publish or lookup would run a planted trigger or view.
+        expected = _created()
+        rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
+        if len(rows) != len(expected) or frozenset(rows) != expected:
+            raise _damaged(self.path, "tables or triggers not created by objkv")
 
     def _use_wal(self, connection: sqlite3.Connection) -> None:
         # Switching the mode does not wait for other users as statements do, so it is retried here.
@@ -348,19 +317,13 @@ class SqliteFile:
                     raise
             time.sleep(_WAL_RETRY_S)
 
-    def _change(self, connection: sqlite3.Connection) -> int:
-        """Create or upgrade the tables, unless another process just did. Return the version
-        afterwards."""
+    def _create(self, connection: sqlite3.Connection) -> int:
+        """Create the tables in an empty file. Return its version, also if another process just did
+        so."""
         connection.execute("BEGIN IMMEDIATE")
         try:
-            version = _pragma(connection, "user_version")
-            tables = connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]
-            if version == 0 and tables == 0:
+            if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 create(connection)
-            elif 0 < version < SCHEMA_VERSION:
-                if not is_written(connection, version):
-                    raise _damaged(self.path, _NOT_OURS)
-                upgrade(connection)
             version = _pragma(connection, "user_version")
         except BaseException:
             connection.rollback()

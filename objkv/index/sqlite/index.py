@@ -68,22 +68,16 @@ SELECT namespace, t.nbytes - ifnull(e.nbytes, 0) AS nbytes,
 FROM totals t LEFT JOIN expired e USING (namespace)
 WHERE t.payloads > ifnull(e.payloads, 0) ORDER BY namespace
 """
-# Rows without payloads, which ``_USAGE`` and older versions skip: no new table, so that an objkv
-# of an earlier version on this machine can still open the file.
 _CREDIT = """
-INSERT INTO totals (namespace, nbytes, payloads) VALUES (?, ?, 0)
-ON CONFLICT (namespace) DO UPDATE SET nbytes = nbytes + excluded.nbytes
+INSERT INTO savings VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = value + excluded.value
 """
-_SAVINGS = "SELECT namespace, nbytes FROM totals WHERE payloads = 0 AND namespace LIKE '%:%:%'"
 _LEASE = """
 INSERT INTO leases (name, owner, ends_s) VALUES (?, ?, ?)
 ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, ends_s = excluded.ends_s
 WHERE leases.owner = excluded.owner OR leases.ends_s <= ?
 """
-
-
-# Rows of the leases' table, so that an objkv of an earlier version can still open the file. No
-# lease has such a name: leases are named by paths, and by words.
+# Sightings end like leases, so they are in their table. No lease has such a name: leases are named
+# by paths, and by words.
 _SIGHTED = "SELECT count(*) FROM leases WHERE name = ? AND ends_s > ?"
 _SIGHT = """
 INSERT INTO leases (name, owner, ends_s) VALUES (?, '', ?)
@@ -172,7 +166,7 @@ class SqliteIndex:
     def savings(self) -> list[Savings]:
         """See ``ReadIndex``."""
         with self._file.read() as connection:
-            rows = connection.execute(_SAVINGS).fetchall()
+            rows = connection.execute("SELECT name, value FROM savings").fetchall()
         # Another program may have stored text: SQLite columns hold any type.
         return read_savings({str(field): value for field, value in rows if type(value) is int})
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from tokenizers import Tokenizer
 
+from objkv.cache.chunks import stored_header
 from objkv.errors import ConfigError, PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
@@ -17,7 +18,7 @@ from objkv.ops.audit.report import RootAudit, TreeNode
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.tree import Tree
 from objkv.ops.audit.walk import AuditView
-from objkv.ops.backends_view import StoredNamespace, stored_header
+from objkv.ops.backends_view import StoredNamespace
 from objkv.stores.base import Entry
 
 TEXT_MAX = 160

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import islice
 
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError, StoreDenied
@@ -26,7 +26,6 @@ from objkv.ops.backends_view import (
     StoredNamespace,
     looks,
     stored_entries,
-    stored_header,
 )
 from objkv.ops.doctor.lifecycle import ReadRules
 from objkv.ops.runs import Check, Counters, Unit

@@ -6,9 +6,8 @@ from functools import partial
 from pathlib import Path
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
 from objkv.agent.memory.arena import CellState
-from objkv.agent.queue import Urgency
+from objkv.agent.messages import PayloadRequest, Urgency
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
 from objkv.errors import TransferError
@@ -39,7 +38,7 @@ class AgentReader:
     from the agent's memory, and ends the leases."""
 
     def __init__(
-        self, socket: Path, samples: Sequence[PayloadSample], wanted: Sequence[Wanted]
+        self, socket: Path, samples: Sequence[PayloadSample], wanted: Sequence[PayloadRequest]
     ) -> None:
         """``wanted``: the samples, as a request for them. Raises ``TransferError``."""
         self._agent = AgentConnection(socket, wants_arena=True)
@@ -97,7 +96,7 @@ def bench_agent(
             entry = ChunkEntry(namespace, key.prefix_hash, claim.parent_hash, 0, claim.token_end)
             stack.callback(index.forget, namespace, key.prefix_hash, key.field, record)
             index.publish(entry, {key.field: record}, ttl_s=TTL_S)
-            wanted.append(Wanted(claim, record))
+            wanted.append(PayloadRequest(claim, record))
         readers = [
             stack.enter_context(closing(AgentReader(socket, samples, wanted)))
             for _ in range(max(_READERS))

@@ -8,8 +8,8 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from objkv.agent.client import AgentConnection
+from objkv.agent.disk import FOLDER
 from objkv.agent.memory.arena import PAGE, Arena
-from objkv.agent.spill.disk import FOLDER
 from objkv.cache.worth import PutRule
 from objkv.config import Config
 from objkv.config.node import agent_socket, host_bytes, http_path

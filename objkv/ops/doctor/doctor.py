@@ -170,7 +170,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 T = TypeVar("T", PruneStore, WriteIndex)
 Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
 End = Literal["bulk", "index"]
-_OF_ONE_MACHINE: Final = frozenset(("file", "sqlite", "memory"))
+_OF_ONE_MACHINE: Final = frozenset(("file", "sqlite"))
 _UNCONDITIONAL = Check(
     "bulk",
     "conditional put",

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice, takewhile
 from typing import Final, Literal
 
+from objkv.cache.chunks import stored_header
 from objkv.cache.match import shards_of
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
@@ -14,7 +15,7 @@ from objkv.index.base import ReadIndex, Record, ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
-from objkv.ops.backends_view import read_identity, record_keys, stored_header, stored_namespaces
+from objkv.ops.backends_view import read_identity, record_keys, stored_namespaces
 from objkv.ops.diff import diff
 from objkv.ops.match import ChunkMatch, MatchReport, match_prompt
 from objkv.stores.base import ReadStore

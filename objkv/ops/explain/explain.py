@@ -12,13 +12,14 @@ from math import isfinite
 from time import monotonic
 from typing import Final
 
+from objkv.cache.chunks import stored_header
 from objkv.cache.switch import in_force, read_switches
 from objkv.codec.seal import Seal
 from objkv.config.urls import parse_endpoint
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import QUARANTINE, record_keys, stored_header
+from objkv.ops.backends_view import QUARANTINE, record_keys
 from objkv.ops.explain.causes import (
     Explanation,
     Findings,

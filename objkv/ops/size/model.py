@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, GroupKind
+from objkv.ops.models.layers import read_config
 
 DTYPES: Final = {
     "bfloat16": "BF16",
@@ -24,7 +25,6 @@ DTYPES: Final = {
     "fp8_e5m2": "F8_E5M2",
 }
 """KV cache dtypes by vLLM's names, with their names in payloads."""
-_CONFIG_BYTES_MAX = 16 << 20
 _INSTEAD = "use --layers, --kv-heads and --head-size instead"
 _NAME = "model.layers.{}.self_attn.attn"
 _KINDS: Final[dict[str, GroupKind]] = {
@@ -96,19 +96,7 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
     value.
     """
     file = folder if folder.is_file() else folder / "config.json"
-    try:
-        if file.stat().st_size > _CONFIG_BYTES_MAX:
-            raise ConfigError(f"{file}: too large for a model's configuration")
-        document = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as exc:
-        raise ConfigError(f"{file}: {exc.strerror}") from exc
-    except (ValueError, RecursionError) as exc:
-        raise ConfigError(f"{file}: not a model configuration ({exc})") from exc
-    if not isinstance(document, dict):
-        raise ConfigError(f"{file}: not a model configuration")
-    text = document.get("text_config") or document
-    if not isinstance(text, dict):
-        raise ConfigError(f"{file}: text_config is not an object")
+    document, text = read_config(folder)
     own = text.get("dtype") or text.get("torch_dtype") or document.get("torch_dtype")
     dtype = kv_dtype or str(own or document.get("dtype") or "").removeprefix("torch.")
     if dtype not in DTYPES:

@@ -207,7 +207,7 @@ def _payloads(
         if not blocks:
             continue
         try:
-            topology = Topology(layout.tp_size, group.heads, (len(group.layers),), group.block_size)
+            topology = Topology(layout.tp_size, group.heads, (len(group.layers),))
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
         held = [share for rank in range(topology.size) if (share := topology.held(rank))]

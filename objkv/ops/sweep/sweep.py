@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
-from objkv.cache.eviction import Candidate, choose
 from objkv.errors import StoreDenied
 from objkv.index.base import Record, Usage
 from objkv.index.guarded import for_operators
@@ -23,6 +22,7 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.pin import remove_ended_pins
 from objkv.ops.runs import Check, Counters, Unit
+from objkv.ops.sweep.eviction import Candidate, choose
 from objkv.ops.sweep.remove import Category, Remover, SweepLimits
 from objkv.ops.sweep.survey import Doubt, Survey, doubted
 from objkv.stores.base import Entry

@@ -14,7 +14,7 @@ from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from objkv.errors import ConfigError
-from objkv.models.tokenizer import load_tokenizer, refuse_broken
+from objkv.keys.tokenizer import load_tokenizer, refuse_broken
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 
 

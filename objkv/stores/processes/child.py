@@ -2,57 +2,75 @@
 
 It has a thread per lane. It verifies nothing and keeps nothing. It ends when its agent does,
 because the agent's end of the control socket closes.
+
+A lane carries one get at a time, each message in a datagram of JSON: a request, answers with the
+bytes that have arrived, and a last answer.
 """
 
 import os
 import signal
 import socket
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Lock, Thread
+from threading import Thread
+from typing import Annotated, Final
 
+from pydantic import Field, TypeAdapter
+
+from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.net.deadline import EndsBy, Trial
 from objkv.stores.base import ReadStore, map_memory
-from objkv.stores.processes.messages import (
-    MESSAGE_BYTES_MAX,
-    Answer,
-    AnswerKind,
-    GetRequest,
-    failed,
-)
-from objkv.telemetry import Recorder
+from objkv.telemetry import MemoryRecorder, Recorder
 
 READY = b"ready"
 """Sent through the control socket once the store is open."""
+MESSAGE_BYTES_MAX: Final = 64 << 10
+_TEXT_CHARS_MAX = 4096
+_ERRORS: Final = (StoreError, StoreUnavailable, StoreBusy, StoreDenied, ValueTooLong)
+"""By number in an answer. A subclass that is not listed becomes its first listed base class."""
 
 
-class CountedSince:
-    """A recorder of counters, which are sent with answers. Thread-safe."""
+@dataclass(frozen=True, slots=True)
+class GetRequest:
+    """A ``get_into`` to the start of the lane's memory."""
 
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._counts: Counter[str] = Counter()
+    number: int
+    nbytes: int
+    """Size of the buffer."""
+    start: int | None
+    ends_s: float
+    """Deadline by ``time.monotonic``, whose clock all processes of a machine share."""
+    is_trial: bool
+    """See ``objkv.net.deadline.Trial``."""
+    key: str
 
-    def count(self, name: str, amount: float = 1) -> None:
-        """Add ``amount``. Fractions are dropped."""
-        with self._lock:
-            self._counts[name] += int(amount)
 
-    def observe(self, name: str, value: float) -> None:
-        """Drop it."""
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to the request with this number."""
 
-    def level(self, name: str, value: float) -> None:
-        """Drop it."""
+    number: int
+    nbytes: int | None
+    """How many leading bytes of the lane's memory are valid. None in a last answer: the key does
+    not exist, or the get failed."""
+    is_last: bool = False
+    """Whether the get has ended, and the lane is free."""
+    error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
+    """Number of the error that ended the get."""
+    text: str = ""
+    counts: dict[str, float] = field(default_factory=dict)
+    """By how much the store's counters rose."""
 
-    def take(self) -> Counter[str]:
-        """Return and clear all counters."""
-        if not self._counts:
-            return Counter()
-        with self._lock:
-            counts, self._counts = self._counts, Counter()
-            return counts
+    def raise_error(self) -> None:
+        """Raise the error that ended the get, if one did."""
+        if self.error is not None:
+            raise _ERRORS[self.error](self.text)
+
+
+REQUESTS: Final = TypeAdapter(GetRequest)
+ANSWERS: Final = TypeAdapter(Answer)
 
 
 def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -> None:
@@ -71,7 +89,7 @@ def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -
     view = memoryview(map_memory(memory, size))
     os.close(memory)
     control = socket.socket(fileno=control_fd)
-    recorder = CountedSince()
+    recorder = MemoryRecorder()
     store = open_store(recorder)
     share = size // len(lane_fds)
     for number, fd in enumerate(lane_fds):
@@ -84,30 +102,32 @@ def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -
 
 
 def _serve(
-    lane: socket.socket, memory: memoryview, store: ReadStore, recorder: CountedSince
+    lane: socket.socket, memory: memoryview, store: ReadStore, recorder: MemoryRecorder
 ) -> None:
     """Answer the requests of one lane until the agent closes it."""
     with suppress(OSError), lane:
         while message := lane.recv(MESSAGE_BYTES_MAX):
-            request = GetRequest.unpack(message)
-            last = _get(lane, request, memory, store)
-            for name, amount in recorder.take().items():
-                lane.send(Answer(AnswerKind.COUNTED, request.number, amount, name).pack())
-            lane.send(last.pack())
+            last = _get(lane, REQUESTS.validate_json(message), memory, store)
+            lane.send(ANSWERS.dump_json(replace(last, is_last=True, counts=recorder.drain())))
 
 
 def _get(lane: socket.socket, request: GetRequest, memory: memoryview, store: ReadStore) -> Answer:
     """Make one get. Returns its last answer."""
 
     def arrived(nbytes: int) -> None:
-        lane.send(Answer(AnswerKind.ARRIVED, request.number, nbytes).pack())
+        lane.send(ANSWERS.dump_json(Answer(request.number, nbytes)))
 
     room = memory[: request.nbytes]
     try:
         with EndsBy(request.ends_s), Trial() if request.is_trial else nullcontext():
-            nbytes = store.get_into(request.key, room, arrived, request.start)
+            return Answer(request.number, store.get_into(request.key, room, arrived, request.start))
     except Exception as exc:  # the agent knows what becomes of it
         return failed(request.number, exc)
-    if nbytes is None:
-        return Answer(AnswerKind.MISSING, request.number)
-    return Answer(AnswerKind.DONE, request.number, nbytes)
+
+
+def failed(number: int, error: Exception) -> Answer:
+    """Return the answer for an exception of a store."""
+    kinds = [_ERRORS.index(kind) for kind in type(error).__mro__ if kind in _ERRORS]
+    text = str(error) if kinds else f"{type(error).__name__}: {error}"
+    text = text.encode(errors="replace").decode()[:_TEXT_CHARS_MAX]
+    return Answer(number, None, error=kinds[0] if kinds else 0, text=text)

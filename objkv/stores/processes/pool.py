@@ -109,17 +109,6 @@ class FetchPool:
             self._call_watcher()
         lane.close()
 
-    def pids(self) -> list[int]:
-        """Return the numbers of the processes that are ready."""
-        with self._changed:
-            return [one.pid for one in self._processes if one.is_ready]
-
-    @property
-    def busy(self) -> int:
-        """The number of lanes that make a get or owe the answer to one."""
-        with self._changed:
-            return sum(len(one.lanes) - len(one.free) for one in self._processes)
-
     def close(self) -> None:
         """End all processes. Gets under way continue in the agent. Idempotent."""
         with self._changed:

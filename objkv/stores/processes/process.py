@@ -11,13 +11,18 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from typing import Final
 
 from objkv.stores.base import map_memory
-from objkv.stores.processes.child import READY
-from objkv.stores.processes.messages import MESSAGE_BYTES_MAX, Answer, GetRequest
+from objkv.stores.processes.child import (
+    ANSWERS,
+    MESSAGE_BYTES_MAX,
+    READY,
+    REQUESTS,
+    Answer,
+    GetRequest,
+)
 
 LANE_BYTES: Final = 256 << 20
 """Memory of a lane. The system provides it as it is written."""
@@ -27,15 +32,6 @@ _FINAL_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 class LaneLost(Exception):
     """The process has ended, or does not follow the protocol."""
-
-
-@dataclass(frozen=True, slots=True)
-class FetchProgram:
-    """Command and environment of a fetching process."""
-
-    command: Sequence[str]
-    """Without the descriptors, which are appended."""
-    environ: Mapping[str, str]
 
 
 class FetchLane:
@@ -62,7 +58,7 @@ class FetchLane:
         self._number, self.is_owed = request.number, True
         try:
             self._sock.settimeout(_END_S)
-            self._sock.send(request.pack())
+            self._sock.send(REQUESTS.dump_json(request))
         except OSError as exc:
             raise LaneLost(str(exc)) from exc
 
@@ -80,7 +76,7 @@ class FetchLane:
         if not message:
             raise LaneLost("the fetching process ended")
         try:
-            answer = Answer.unpack(message)
+            answer = ANSWERS.validate_json(message)
         except ValueError as exc:
             raise LaneLost(f"invalid answer of a fetching process: {exc}") from exc
         if answer.number != self._number:
@@ -96,8 +92,9 @@ class FetchLane:
 class FetchProcess:
     """A running process. Not thread-safe, except for its lanes: each belongs to one thread."""
 
-    def __init__(self, program: FetchProgram, lanes: int) -> None:
-        """Start it, without waiting until it is ready. Raises ``OSError``."""
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], lanes: int) -> None:
+        """Start ``command``, to which descriptors are appended, without waiting until it is ready.
+        Raises ``OSError``."""
         memory, view = _shared_memory(lanes * LANE_BYTES)
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
@@ -105,7 +102,14 @@ class FetchProcess:
                 socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes + 1)
             )
             theirs = [memory, *(there.fileno() for _, there in pairs)]
-            self._process = _started(program, theirs)
+            self._process = subprocess.Popen(
+                [*command, *map(str, theirs)],
+                pass_fds=theirs,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C at a terminal is for the agent
+            )
         except BaseException:
             for here, _ in pairs:
                 here.close()
@@ -174,15 +178,3 @@ def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
     except BaseException:
         os.close(fd)
         raise
-
-
-def _started(program: FetchProgram, descriptors: Sequence[int]) -> subprocess.Popen[bytes]:
-    """Start the program with these descriptors, and no others."""
-    return subprocess.Popen(
-        [*program.command, *map(str, descriptors)],
-        pass_fds=descriptors,
-        env=dict(program.environ),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        process_group=0,  # Ctrl-C at a terminal is for the agent
-    )

@@ -13,7 +13,7 @@ from objkv.errors import PayloadError, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s, is_trial
 from objkv.stores.base import Arrived, PruneStore, ReadStore, check_key, copy_bytes
 from objkv.stores.guarded import GuardedStore
-from objkv.stores.processes.messages import AnswerKind, GetRequest
+from objkv.stores.processes.child import GetRequest
 from objkv.stores.processes.pool import FetchPool
 from objkv.stores.processes.process import LANE_BYTES, FetchLane, LaneLost
 from objkv.telemetry import Recorder
@@ -48,7 +48,7 @@ class ProcessGets(GuardedStore):
         """See ``ReadStore``."""
         lane = self._pool.take() if _BYTES_MIN <= len(buffer) <= LANE_BYTES else None
         if lane is None:
-            return self._inner.get_into(key, buffer, arrived, start)
+            return self.inner.get_into(key, buffer, arrived, start)
         self._recorder.count("fetch_process_gets")
         end_s = min(monotonic() + self._deadline_s, ends_s())
         target = _Target(key, buffer, arrived, start)
@@ -64,7 +64,7 @@ class ProcessGets(GuardedStore):
             return got
         try:
             with EndsBy(end_s):
-                return target.complete(self._inner)
+                return target.complete(self.inner)
         except PayloadError as exc:
             if not target.at:
                 raise
@@ -80,13 +80,11 @@ class ProcessGets(GuardedStore):
         number = next(self._numbers)
         lane.ask(GetRequest(number, nbytes, target.start, end_s, is_trial(), key))
         while (answer := lane.read(end_s + _SLACK_S)) is not None:
-            if answer.kind is AnswerKind.FAILED:
-                raise answer.error
-            if answer.kind is AnswerKind.MISSING:
+            for name, amount in answer.counts.items():
+                self._recorder.count(name, amount)
+            answer.raise_error()
+            if answer.nbytes is None:
                 return None
-            if answer.kind is AnswerKind.COUNTED:
-                self._recorder.count(answer.text, answer.nbytes)
-                continue
             target.take(lane.memory, answer.nbytes)
             if answer.is_last:
                 return answer.nbytes

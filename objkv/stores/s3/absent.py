@@ -12,7 +12,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from objkv.config import is_directory_bucket
 from objkv.errors import StoreError
-from objkv.stores.s3.client import error_code, is_missing, translated
+from objkv.stores.s3.client import error_code, is_missing
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -81,16 +81,15 @@ class Absence:
         # Listings are ordered, so the key itself would be the first of all keys that start with it.
         return all(found["Key"] != place["Key"] for found in page.get("Contents", ()))
 
-    def head(self, place: dict[str, Any], key: str) -> Any | None:
+    def head(self, place: dict[str, Any]) -> Any | None:
         """Return the client's response to HEAD of ``place``, or None if the key does not exist.
-        ``key`` is used in the message."""
-        with translated("head", key):
-            try:
-                found = self._client.head_object(**place)
-            except ClientError as exc:
-                if self.is_absent(place, exc):
-                    return None
-                raise
+        Raises the client's exceptions."""
+        try:
+            found = self._client.head_object(**place)
+        except ClientError as exc:
+            if self.is_absent(place, exc):
+                return None
+            raise
         self.note_read(place)
         return found
 

@@ -1,34 +1,33 @@
-"""Opens the S3 client from the settings, and translates its exceptions.
-
-The client handles credentials, signing, TLS, retries and the connection pool. No other package uses
+"""Opens boto3's client from the settings, has its requests sent on our connections, and translates
 its exceptions.
+
+The client has credentials, endpoints and the requests that move no payload: it builds, signs,
+repeats and parses them. No other package uses its exceptions.
 """
 
+import io
 import math
-import socket
+import os
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import boto3
-from botocore.awsrequest import (
-    AWSHTTPConnection,
-    AWSHTTPConnectionPool,
-    AWSHTTPSConnection,
-    AWSHTTPSConnectionPool,
-)
+import botocore.session
+from botocore.awsrequest import AWSResponse, HeadersDict
 from botocore.client import Config as ClientConfig
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
-    ConnectionError,
     CredentialRetrievalError,
     HTTPClientError,
-    IncompleteReadError,
     NoAuthTokenError,
     NoCredentialsError,
     ParamValidationError,
@@ -36,7 +35,8 @@ from botocore.exceptions import (
     SSLError,
     TokenRetrievalError,
 )
-from urllib3.exceptions import HTTPError
+from botocore.exceptions import ConnectionError as ClientConnectionError
+from botocore.httpsession import get_cert_path
 
 from objkv.config import Config
 from objkv.config.aws import (
@@ -48,31 +48,16 @@ from objkv.config.aws import (
 )
 from objkv.config.urls import check_proxies
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.net.deadline import EndsBy, deadline_socket, ends_s, is_trial
-from objkv.stores.s3.body import BodyLost
+from objkv.net.deadline import EndsBy, ends_s, is_trial
+from objkv.stores.s3.http import ConnectionFailed, Connections, host_of, proxy_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 
-PRIVATE_NAMES: Final = {
-    "client": ("_endpoint", "_request_signer"),
-    "session": (
-        "_get_connection_manager",
-        "_manager",
-        "_pool_classes_by_scheme",
-        "_proxy_config",
-        "_setup_ssl_cert",
-        "_verify",
-    ),
-    "pool": ("_get_conn", "_put_conn", "_validate_conn"),
-    "connection": ("_dns_host", "_new_conn"),
-    "body": ("_raw_stream",),
-}
-"""The private names of botocore and urllib3 that this package uses, by owner. If a version lacks
-one, requests go through the client, or only its time-outs bound them."""
-ATTEMPTS = 3
-"""Attempts of the client. One direct attempt, which skips the client's layers, precedes them."""
+ATTEMPTS = 4
+"""Attempts of a request for a value. The client makes one less: the first repetition of a request
+for a value does not wait, and the others wait like the client's."""
 DEFAULT_REGION = "us-east-1"
 # Share of the deadline. The client waits between attempts in the rest.
 _ATTEMPTS_SHARE = 0.9
@@ -81,9 +66,6 @@ _ATTEMPT_SHARE = 1 / 4
 """An attempt is assumed to need at most this share of the remaining time: if little remains, it is
 started and cut short instead of skipped."""
 _ABORT_SHARE = 0.1
-_ADDRESS_S = 1.0
-"""Minimum time for connecting to one of several addresses: TCP resends a lost packet after this
-time."""
 _FIX = {
     "NoSuchBucket": "the bucket does not exist: create it, or correct bulk_url",
     "AllAccessDisabled": "the bucket is disabled: contact its owner",
@@ -113,79 +95,31 @@ _DEMANDS = (
     "signed bodies (s3_signed_payloads)"
 )
 """Added to a refused put: S3 does not say which condition of a policy failed."""
-_LATER = {"RequestTimeout", "RequestTimeoutException", "SlowDown", "Throttling", "NoSuchUpload"}
 _BUSY = {"SlowDown", "Throttling"}
+_LATER = {"RequestTimeout", "RequestTimeoutException", "NoSuchUpload", *_BUSY}
+_ELSEWHERE = (301, 302, 307)
 _LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
 
 
-class _PlainConnection(AWSHTTPConnection):
-    def _new_conn(self) -> socket.socket:
-        return deadline_socket(_first_that_connects(self, super()._new_conn))
+@dataclass(frozen=True, slots=True)
+class S3Access:
+    """What a store needs of S3: boto3's client, thread-safe, and the connections that it and all
+    other requests use."""
+
+    client: "S3Client"
+    connections: Connections
+
+    def close(self) -> None:
+        """Close both. Idempotent."""
+        self.client.close()
+        self.connections.close()
 
 
-class _TlsConnection(AWSHTTPSConnection):
-    def _new_conn(self) -> socket.socket:
-        return _first_that_connects(self, super()._new_conn)
+def open_s3_access(config: Config) -> S3Access:
+    """Return client and connections for the settings. Sends nothing yet.
 
-    def connect(self) -> None:
-        super().connect()
-        self.sock = deadline_socket(self.sock)
-
-
-class _PlainPool(AWSHTTPConnectionPool):
-    ConnectionCls = _PlainConnection
-
-
-class _TlsPool(AWSHTTPSConnectionPool):
-    ConnectionCls = _TlsConnection
-
-
-def _first_that_connects(connection: Any, connect: Callable[[], socket.socket]) -> socket.socket:
-    """Return a connection to the first address of the host that accepts one. All addresses share
-    the time-out that the client would grant to each."""
-    host, timeout_s = connection._dns_host, connection.timeout
-    now_s = time.monotonic()
-    until_s = min(now_s + timeout_s, ends_s())
-    try:
-        found = socket.getaddrinfo(host, connection.port, 0, socket.SOCK_STREAM)
-    except OSError:
-        return connect()  # its error reports that the name does not resolve
-    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
-    try:
-        while True:
-            left_s = until_s - time.monotonic()
-            connection._dns_host = addresses.pop(0)
-            connection.timeout = max(
-                1e-3, min(left_s, max(_ADDRESS_S, left_s / (len(addresses) + 1)))
-            )
-            try:
-                return connect()
-            except HTTPError:
-                if not addresses or time.monotonic() >= until_s:
-                    raise
-    finally:
-        connection._dns_host, connection.timeout = host, timeout_s
-
-
-def keep_deadlines(client: "S3Client") -> bool:
-    """Make ``client``, which must have no connection yet, use deadline sockets. Return False if
-    this version of the client hides the necessary names: then only its time-outs bound its
-    requests."""
-    pools = {"http": _PlainPool, "https": _TlsPool}
-    try:
-        session: Any = client._endpoint.http_session  # type: ignore[attr-defined]
-        session._manager.pool_classes_by_scheme = pools
-        session._pool_classes_by_scheme = pools  # for proxies, whose managers are created later
-    except AttributeError:
-        return False
-    return True
-
-
-def open_s3_client(config: Config) -> "S3Client":
-    """Return a thread-safe client for the settings. Sends nothing yet.
-
-    Each call, including all its attempts, ends within ``load_deadline_ms`` and the limits of
-    ``begun_by``. Raises ``ConfigError``.
+    Each call of the client, including all its attempts, ends within ``load_deadline_ms`` and the
+    limits of ``begun_by``. Raises ``ConfigError``.
     """
     if config.s3_ca_bundle is not None and not config.s3_ca_bundle.is_file():
         raise ConfigError(f"s3_ca_bundle: file {config.s3_ca_bundle} does not exist")
@@ -193,18 +127,20 @@ def open_s3_client(config: Config) -> "S3Client":
     (named, given), endpoint = s3_endpoint(config), ""
     if given is None or given.is_far:  # clients of this machine use no proxy
         check_proxies("http_proxy", "https_proxy")  # one is for AWS's source of credentials
+    settings = _client_config(config)
     try:
-        session = boto3.session.Session(region_name=aws_region(config))
+        core = botocore.session.get_session()
+        session = boto3.session.Session(region_name=aws_region(config), botocore_session=core)
         client: S3Client = session.client(
             "s3",
             endpoint_url=config.s3_endpoint_url,
             region_name=(session.region_name or DEFAULT_REGION).strip(),
-            verify=None if config.s3_ca_bundle is None else str(config.s3_ca_bundle),
             aws_access_key_id=config.s3_access_key_id,
             aws_secret_access_key=config.s3_secret_access_key,
-            config=_client_config(config),
+            config=settings,
         )
         endpoint = client.meta.endpoint_url
+        bundle = config.s3_ca_bundle or core.get_config_variable("ca_bundle")
     except BotoCoreError as exc:
         raise ConfigError(f"cannot create the S3 client: {exc}") from exc
     except ValueError:
@@ -215,19 +151,82 @@ def open_s3_client(config: Config) -> "S3Client":
             "host in letters, digits, dots and hyphens"
         )
     check_endpoint(config, endpoint, named)
-    keep_deadlines(client)
-    client.meta.events.register("before-send.s3", _refuse_malformed)
-    client.meta.events.register("before-send.s3", _begin_in_time)
-    client.meta.events.register_first("needs-retry.s3", _repeat_in_time)
-    return client
+    connections = _connections(endpoint, settings, bundle)
+    events: Any = client.meta.events
+    events.register("before-send.s3", partial(_send, connections))
+    events.register_first("needs-retry.s3", _repeat_in_time)
+    return S3Access(client, connections)
+
+
+def _connections(endpoint: str, settings: Any, bundle: Path | str | None) -> Connections:
+    proxy = proxy_of(endpoint)
+    if proxy is not None and proxy.scheme != "http":
+        raise ConfigError(
+            f"the proxy of {endpoint} is a {proxy.scheme} proxy: objkv reaches S3 only through "
+            "proxies of http://, which pass TLS on; correct http_proxy or https_proxy, or name "
+            "the endpoint in no_proxy"
+        )
+    ca = None
+    if endpoint.startswith("https:"):
+        # As the client would choose it.
+        ca = str(bundle or os.environ.get("REQUESTS_CA_BUNDLE") or get_cert_path(True))
+    try:
+        return Connections(connect_s=settings.connect_timeout, read_s=settings.read_timeout, ca=ca)
+    except OSError as exc:
+        raise ConfigError(f"{ca}: no certificates of authorities: {exc}") from exc
+
+
+def _send(connections: Connections, request: Any, **_: object) -> AWSResponse:
+    """Send a request of the client, and return the response with its body."""
+    if time.monotonic() > _LAST_S.get():
+        raise StoreUnavailable("too little time left before the deadline to send a request")
+    place = urlsplit(request.url)
+    fields = {"Host": host_of(place)}
+    for name, text in request.headers.items():
+        if name.lower() != "expect":
+            fields[name] = text.decode("latin-1") if isinstance(text, bytes) else text
+    check_headers(*fields.values())
+    target = place._replace(scheme="", netloc="", path=place.path or "/").geturl()
+    lines = "".join([f"{name}: {text}\r\n" for name, text in fields.items()])
+    head = f"{request.method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
+    body = getattr(request.body, "read", lambda: request.body or b"")()
+    end_s = ends_s()
+    with connections.ask(
+        f"{place.scheme}://{place.netloc}",
+        head,
+        end_s,
+        body=(lambda: memoryview(body)) if body else None,
+    ) as response:
+        content = _Body(response.read(end_s))
+    is_told = response.status not in _ELSEWHERE or "x-amz-bucket-region" in response.headers
+    if request.method == "HEAD" and not is_told:  # the client would ask again, and again
+        raise ConnectionFailed("the server redirects, and does not say to which region")
+    headers: Any = HeadersDict(response.headers)
+    return AWSResponse(request.url, response.status, headers, content)
+
+
+class _Body(io.BytesIO):
+    def stream(self) -> Iterator[bytes]:
+        """Yield all of it, as the client reads responses."""
+        yield self.getvalue()
+
+
+def check_headers(*texts: str) -> None:
+    """Raise ``StoreDenied`` if a header cannot be sent, which only credentials cause. It is not
+    quoted."""
+    if not all(is_plain(text.replace(" ", "")) for text in texts if text):
+        raise StoreDenied(
+            "the AWS credentials contain a line break or a character other than ASCII: correct "
+            "them in the AWS profile or role"
+        )
 
 
 @contextmanager
 def begun_by(last_s: float, end_s: float = math.inf) -> Iterator[None]:
-    """Start no attempt of a client of ``open_s3_client`` after ``last_s``, a time of
+    """Start no attempt of a client of ``open_s3_access`` after ``last_s``, a time of
     ``time.monotonic``: instead raise ``StoreUnavailable``, or the error that would have been
-    retried. Interrupt attempts at ``end_s``."""
-    token = _LAST_S.set(min(last_s, _LAST_S.get()))
+    retried. Interrupt attempts at ``end_s``, or earlier if an outer call ends earlier."""
+    token = _LAST_S.set(last_s)
     try:
         with EndsBy(end_s):
             yield
@@ -239,24 +238,6 @@ def attempt_s(client: "S3Client", deadline_s: float) -> float:
     """Return the maximum duration of one attempt of ``client`` within a call of ``deadline_s``."""
     settings: Any = client.meta.config
     return min(float(settings.connect_timeout + settings.read_timeout), deadline_s / 4)
-
-
-def _refuse_malformed(request: Any, **_: object) -> None:
-    """The client reports a header that it cannot send as it does an outage, and quotes it."""
-    headers = (request.headers.get(name) for name in ("Authorization", "X-Amz-Security-Token"))
-    texts = [
-        text.decode("latin-1") if isinstance(text, bytes) else text for text in headers if text
-    ]
-    if not all(is_plain(text.replace(" ", "")) for text in texts):
-        raise StoreDenied(
-            "the AWS credentials contain a line break or a character other than ASCII: correct "
-            "them in the AWS profile or role"
-        )
-
-
-def _begin_in_time(**_: object) -> None:
-    if time.monotonic() > _LAST_S.get():
-        raise StoreUnavailable("too little time left before the deadline to send a request")
 
 
 def _repeat_in_time(
@@ -275,13 +256,11 @@ def _repeat_in_time(
 
 
 def _client_config(config: Config) -> ClientConfig:
-    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPTS_SHARE / (ATTEMPTS + 1)
+    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPTS_SHARE / ATTEMPTS
     return ClientConfig(
         connect_timeout=attempt_s * _CONNECT_SHARE,
         read_timeout=attempt_s * (1 - _CONNECT_SHARE),
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS},
-        max_pool_connections=config.bulk_calls_max + config.s3_ranges_max,
-        tcp_keepalive=True,
+        retries={"mode": "standard", "total_max_attempts": ATTEMPTS - 1},
         # Payloads have their own checksums, and many servers refuse or ignore S3's. A hash of the
         # body in the signature triples the time of a put on loopback: see docs/decisions/0009.
         s3={
@@ -306,6 +285,12 @@ def asks_for_later(exc: ClientError) -> bool:
     return status == 429 or status >= 500 or code in _LATER
 
 
+def is_busy(exc: ClientError) -> bool:
+    """Whether the server has too much to do."""
+    status, code = error_code(exc)
+    return status in (429, 503) or code in _BUSY
+
+
 def is_missing(exc: ClientError) -> bool:
     """Whether the response means that the key does not exist. The response to a HEAD has no S3
     code."""
@@ -320,8 +305,6 @@ def translated(verb: str, place: str) -> Iterator[None]:
         yield
     except ClientError as exc:
         raise _answered(f"{verb} {place}", exc) from exc
-    except BodyLost as exc:
-        raise StoreUnavailable(f"{verb} {place}: {exc}") from exc
     except (NoCredentialsError, PartialCredentialsError, NoAuthTokenError) as exc:
         raise StoreDenied(
             f"{verb} {place}: {exc}: set s3_access_key_id and s3_secret_access_key, or give "
@@ -329,10 +312,8 @@ def translated(verb: str, place: str) -> Iterator[None]:
         ) from exc
     except SSLError as exc:
         raise _untrusted(f"{verb} {place}", exc) from exc
-    except (ConnectionError, HTTPClientError, IncompleteReadError) as exc:
+    except (ClientConnectionError, HTTPClientError) as exc:
         raise StoreUnavailable(f"{verb} {place}: {exc}{_connection_fix(exc)}") from exc
-    except HTTPError as exc:  # botocore lets these through while a body is read
-        raise StoreUnavailable(f"{verb} {place}: {exc}") from exc
     except (CredentialRetrievalError, TokenRetrievalError) as exc:
         raise StoreUnavailable(
             f"{verb} {place}: AWS credentials are temporarily unavailable: {exc}"
@@ -350,7 +331,7 @@ def _answered(what: str, exc: ClientError) -> StoreError:
     if code in _FIX:
         fix = _FIX[code] + (demands if code == "AccessDenied" else "")
         return StoreDenied(f"{reason}: {fix}")
-    if status in (429, 503) or code in _BUSY:
+    if is_busy(exc):
         return StoreBusy(reason)
     if asks_for_later(exc):
         return StoreUnavailable(reason)
@@ -401,7 +382,3 @@ class CallDeadline:
         attempt_s = min(attempt_s, left_s * _ATTEMPT_SHARE)
         last_s = now_s + attempt_s / 2 if is_trial() else end_s - attempt_s
         return cls(end_s, last_s, end_s - left_s * _ABORT_SHARE)
-
-    def client(self) -> AbstractContextManager[None]:
-        """Bound the client's requests in this context."""
-        return begun_by(self.last_s, self.end_s)

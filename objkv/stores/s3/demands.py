@@ -1,7 +1,7 @@
 """Demands of a bucket on every put: encryption, an ACL, a checksum of the body.
 
-The same demand has two forms, headers of a direct request and arguments of the client. Both are
-made here, so that a put cannot meet a demand on one way and miss it on the other.
+A demand has two forms: headers of a put, and the client's arguments for the start of an upload in
+parts. Both are made here.
 """
 
 import base64
@@ -48,31 +48,35 @@ class PutDemands:
         return self.checksum is not None or self.signs_payloads
 
     def arguments(self) -> dict[str, Any]:
-        """Return the client's arguments for a new object, without those of its body."""
-        given = {"ServerSideEncryption": self.sse, "SSEKMSKeyId": self.kms_key_id, "ACL": self.acl}
+        """Return the client's arguments for the start of an upload in parts."""
+        given = {
+            "ServerSideEncryption": self.sse,
+            "SSEKMSKeyId": self.kms_key_id,
+            "ACL": self.acl,
+            "ChecksumAlgorithm": self.checksum and self.checksum.upper(),
+        }
         return {name: value for name, value in given.items() if value}
 
-    def algorithm(self) -> dict[str, str]:
-        """Return the client's argument that names the checksum of an upload in parts."""
-        return {"ChecksumAlgorithm": self.checksum.upper()} if self.checksum else {}
-
-    def sum_of(self, view: memoryview) -> dict[str, str]:
-        """Return the checksum of a body, by the name that the client uses."""
-        if self.checksum is None:
-            return {}
-        if self.checksum == "crc32":
-            digest = zlib.crc32(view).to_bytes(4, "big")
-        else:
-            digest = hashlib.sha256(view).digest()
-        return {f"Checksum{self.checksum.upper()}": base64.b64encode(digest).decode()}
+    def headers(self) -> dict[str, str]:
+        """Return the headers of a put, without those of its body."""
+        given = self.arguments()
+        return {header: given[name] for name, header in _HEADERS.items() if name in given}
 
     def body_headers(self, view: memoryview) -> dict[str, str]:
-        """Return the headers of a direct request that depend on its body."""
-        headers = {f"x-amz-checksum-{self.checksum}": value for value in self.sum_of(view).values()}
+        """Return the headers of a request that depend on its body."""
+        headers = {}
+        if self.checksum is not None:
+            if self.checksum == "crc32":
+                digest = zlib.crc32(view).to_bytes(4, "big")
+            else:
+                digest = hashlib.sha256(view).digest()
+            headers[f"x-amz-checksum-{self.checksum}"] = base64.b64encode(digest).decode()
         if self.signs_payloads:
             headers["x-amz-content-sha256"] = hashlib.sha256(view).hexdigest()
         return headers
 
-    def headers(self) -> dict[str, str]:
-        """Return the headers of a direct request for a new object."""
-        return {_HEADERS[name]: value for name, value in self.arguments().items()}
+    def sum_of(self, headers: dict[str, str]) -> dict[str, str]:
+        """Return the checksum in ``body_headers`` of a part, by the name that the client uses."""
+        if self.checksum is None:
+            return {}
+        return {f"Checksum{self.checksum.upper()}": headers[f"x-amz-checksum-{self.checksum}"]}

@@ -7,10 +7,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from objkv.errors import StoreUnavailable
-from objkv.stores.s3.http import HttpConnection, WireFailed
+from objkv.stores.s3.http import ConnectionFailed, HttpConnection
 
 _CLOSE_S = 5.0
 """A thread that is still busy after this ends with its call's deadline, and its result is
@@ -28,9 +29,6 @@ class HelperPool:
         self._threads: list[threading.Thread] = []
         self._taken = self._writing = 0
         self._is_closed = False
-
-    def __repr__(self) -> str:
-        return f"<HelperPool {self._taken}/{self.threads_max} busy>"
 
     def offer(self, job: Callable[[], None], *, writes: bool = False) -> bool:
         """Run ``job``, which must not raise, on a free thread. Return False if there is none."""
@@ -98,9 +96,9 @@ class Piece:
         return self.at == self.end
 
 
-Work = Callable[[Piece, "Helper"], None]
-"""Does one piece, and attaches its connection to the helper before touching the buffer.
-``WireFailed`` returns the piece to the caller."""
+Work = Callable[[Piece, "Team"], object]
+"""Does one piece on a thread of the pool, and attaches its connection to the team before touching
+the buffer. If it fails, the caller does the piece, and meets the reason itself."""
 
 
 class Team:
@@ -118,11 +116,10 @@ class Team:
         self._changed = threading.Condition()
         self._pending = deque(pieces)
         self._under_way = 0
-        self._connections: set[HttpConnection] = set()
-        self._touching: set[Helper] = set()
-        """Helpers that may have a view of the buffer; one that is still connecting has none."""
+        self._touching: dict[int, HttpConnection | None] = {}
+        """Threads that may have a view of the buffer, which one that is still connecting has not,
+        and their connections, None once released."""
         self._is_over = False
-        self._error: BaseException | None = None
 
     def __enter__(self) -> "Team":
         for _ in range(min(len(self._pending), self._pool.threads_max)):
@@ -134,8 +131,9 @@ class Team:
         with self._changed:
             self._is_over = True
             self._pending.clear()
-            for one in self._connections:
-                one.shut()
+            for connection in self._touching.values():
+                if connection is not None:
+                    connection.shut()
             while self._touching:
                 self._changed.wait()
 
@@ -146,12 +144,10 @@ class Team:
 
     def wait(self, deadline_s: float, on_progress: Callable[[], None]) -> None:
         """Wait until no helper works on a piece, calling ``on_progress`` as pieces grow. Pieces
-        that a helper could not do are then not ``is_done``. Raises a helper's exception, and
-        ``StoreUnavailable`` if the deadline passes."""
+        that a helper could not do are then not ``is_done``. Raises ``StoreUnavailable`` if the
+        deadline passes."""
         while True:
             with self._changed:
-                if self._error is not None:
-                    raise self._error
                 if not self._under_way:
                     return
                 left_s = deadline_s - time.monotonic()
@@ -160,62 +156,36 @@ class Team:
                 self._changed.wait(left_s)
             on_progress()
 
+    def attach(self, connection: HttpConnection) -> None:
+        """Allow the caller to shut this thread's ``connection`` until its release. Raises
+        ``ConnectionFailed`` if the caller has finished."""
+        with self._changed:
+            if self._is_over:
+                raise ConnectionFailed("the caller has finished")
+            self._touching[threading.get_ident()] = connection
+        connection.on_release = self._released
+
+    def _released(self) -> None:
+        with self._changed:
+            self._touching[threading.get_ident()] = None
+
     def grew(self) -> None:
         """Wake the waiting caller, because a helper's piece has grown."""
         with self._changed:
             self._changed.notify_all()
 
     def _help(self) -> None:
-        helper = Helper(self)
         while (piece := self._begin()) is not None:
-            try:
-                self._work(piece, helper)
-            except WireFailed:
-                pass  # the caller does this piece
-            except BaseException as exc:
-                with self._changed:
-                    self._error = self._error or exc  # the waiting caller raises it
+            with suppress(Exception):
+                self._work(piece, self)
             with self._changed:  # no exception holds a reference to the buffer now
                 self._under_way -= 1
-                self._touching.discard(helper)
+                self._touching.pop(threading.get_ident(), None)
                 self._changed.notify_all()
 
     def _begin(self) -> Piece | None:
         with self._changed:
-            if not self._pending or self._error is not None:
+            if not self._pending:
                 return None
             self._under_way += 1
             return self._pending.popleft()
-
-
-class Helper:
-    """A pool thread while it works for a team. It registers its connection, so that the caller can
-    close the connection."""
-
-    def __init__(self, team: Team) -> None:
-        self._team = team
-
-    def attach(self, connection: HttpConnection) -> None:
-        """Allow the caller to shut ``connection`` until its release. Raises ``WireFailed`` if the
-        team has finished."""
-        team = self._team
-        with team._changed:
-            if team._is_over:
-                raise WireFailed("the caller has finished")
-            team._connections.add(connection)
-            team._touching.add(self)
-        connection.on_release = lambda: self._detach(connection)
-
-    def let_go(self) -> None:
-        """Promise not to touch the buffer until the next ``attach``."""
-        with self._team._changed:
-            self._team._touching.discard(self)
-            self._team._changed.notify_all()
-
-    def grew(self) -> None:
-        """See ``Team``."""
-        self._team.grew()
-
-    def _detach(self, connection: HttpConnection) -> None:
-        with self._team._changed:
-            self._team._connections.discard(connection)

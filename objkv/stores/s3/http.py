@@ -1,7 +1,7 @@
-"""HTTP on connections of the client's pool: one request and its response per connection use."""
+"""HTTP/1.1 on connections that stay open: one request and its response at a time on each."""
 
+import base64
 import os
-import re
 import select
 import socket
 import ssl
@@ -9,131 +9,214 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from threading import Event
+from http.client import HTTPConnection, HTTPException
 from typing import Any, TypeVar
+from urllib.parse import SplitResult, unquote, urlsplit
 
-from objkv.errors import StoreUnavailable
+from botocore.exceptions import HTTPClientError, SSLError
+from botocore.utils import get_environ_proxies
+
+from objkv.config.urls import is_this_machine
 from objkv.net.deadline import bound_waits, can_wait
 
-KEEP_S = 10.0
 STEP_BYTES = 512 << 10
 """Read size that fits in a core's own cache, so that a checksum still finds the bytes there."""
 SEND_BYTES = 4 << 20
 HEAD_BYTES_MAX = 64 << 10
+BODY_BYTES_MAX = 64 << 20
+"""Limit for a body that is no value: a listing, an error."""
+VALUE_BYTES_MAX = 17 << 30
+"""Limit for a value that is read as a whole. It exceeds the largest payload that any reader
+accepts."""
+_ADDRESS_S = 1.0
+"""Minimum time for connecting to one of several addresses: TCP resends a lost packet after this
+time."""
 _LOOK_S = 0.02
 """The longest wait of one socket call. After it, progress is reported, and a sender checks whether
 the server has already responded."""
 _HEAD_READ_BYTES = 16 << 10
-_HEADER = re.compile(
-    r"\r\n(content-(?:length|range)|connection|etag|transfer-encoding)[ \t]*:([^\r]*)",
-    re.IGNORECASE,
-)
+_EARLY_S = 1.0
+"""How long to wait for the response of a server that stopped reading the request."""
 T = TypeVar("T")
+Race = Callable[["HttpConnection"], "HttpConnection"]
+"""Gets the connection on which a request was sent, and returns that whose response is to be read.
+It releases the other."""
 
 
-class WireFailed(Exception):
-    """The direct path has no usable response. The caller then repeats the request through the
-    client, which retries, follows redirects and explains errors."""
+class ConnectionFailed(HTTPClientError):
+    """There is no usable response. An exception of the AWS client, which retries it like its own;
+    ``error`` says why."""
+
+    fmt = "{error}"
+
+    def __init__(self, error: object) -> None:
+        super().__init__(error=error)
 
 
-class Chunked(WireFailed):
-    """A value in chunks, whose length is unknown: the client must read it."""
-
-
-class NotSent(WireFailed):
-    """The request was not sent at all, so the server cannot have carried it out."""
-
-
-class NoResponse(WireFailed):
+class NoResponse(ConnectionFailed):
     """The server closed the connection before it sent a byte of the response."""
 
 
-def strong_tag(etag: str) -> str:
-    """Return the version of the response's value; empty if the server sends none or a weak one
-    (``W/``), which several versions may share."""
-    return "" if etag.startswith("W/") else etag.strip('"')
+class Connections:
+    """The connections of one store. Thread-safe.
 
-
-def check_time(deadline_s: float, what: str) -> None:
-    """Raise ``StoreUnavailable`` if the deadline has passed, so that no fallback is tried."""
-    if time.monotonic() >= deadline_s:
-        raise StoreUnavailable(f"{what}: the deadline passed")
-
-
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    pool: Any
-    connection: Any
-    timeout_s: float
-    """The time-out that the client expects on its sockets."""
-    poll: select.poll
-    pid: int
-    since_s: float
-
-    def is_quiet(self) -> bool:
-        """Whether the connection is open, without unexpected input or an end of stream."""
-        return self.connection.sock is not None and not self.poll.poll(0)
-
-    def give_back(self) -> None:
-        """Return the connection to the pool, in the state in which the client left it."""
-        if self.pid != os.getpid():
-            return  # it belongs to the parent process
-        places = self.pool.pool
-        # Full if the client opened others meanwhile; the pool would then log a warning.
-        has_room = places is not None and not places.full()
-        if self.is_quiet() and has_room:
-            self.connection.sock.settimeout(self.timeout_s)
-            self.pool._put_conn(self.connection)
-            return
-        self.connection.close()
-        if has_room:
-            self.pool._put_conn(None)
-
-
-class KeptConnections:
-    """Connections of one client's pools that stay ready between requests. Thread-safe.
-
-    Taking a connection from the client's pool, preparing it and returning it costs as much as
-    signing a request. A connection that was idle for ``KEEP_S`` returns to its pool for the client
-    to use.
+    ``ca`` is the file of the trusted authorities; None for servers without TLS. A proxy of the
+    environment is used as the AWS client would: by CONNECT if the endpoint uses TLS.
     """
 
-    def __init__(self) -> None:
-        self._idle: deque[_Idle] = deque()
-        self._closed = Event()
+    def __init__(self, *, connect_s: float, read_s: float, ca: str | None) -> None:
+        self._connect_s = connect_s
+        self.read_s = read_s
+        self._idle: dict[str, deque[HttpConnection]] = {}
+        self._tls: ssl.SSLContext | None = None
+        if ca is not None:
+            self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            self._tls.load_verify_locations(ca)
+        self._is_closed = False
 
-    def take(self, pool: Any) -> Any | None:
-        """Return the most recently used connection of ``pool``, or None. The caller later passes it
-        to ``keep`` or to the pool."""
-        while pool.pool is not None and (idle := self._popped()) is not None:
-            if idle.pool is pool and idle.pid == os.getpid() and idle.is_quiet():
-                return idle.connection
-            idle.give_back()
-        return None
+    def ask(
+        self,
+        url: str,
+        head: bytes,
+        deadline_s: float,
+        *,
+        body: Callable[[], memoryview] | None = None,
+        attach: Callable[["HttpConnection"], None] | None = None,
+        race: Race | None = None,
+    ) -> "HttpResponse":
+        """Send one request to the server of ``url``, ``scheme://host:port``, and read the head of
+        its response, which the caller closes.
 
-    def keep(self, pool: Any, connection: Any, timeout_s: float) -> None:
-        """Keep a connection that has no unread bytes."""
-        poll, now_s = select.poll(), time.monotonic()
-        poll.register(connection.sock, select.POLLIN)
-        self._idle.append(_Idle(pool, connection, timeout_s, poll, os.getpid(), now_s))
-        with suppress(IndexError):  # taken by another thread
-            if self._idle[0].since_s < now_s - KEEP_S:
-                self._idle.popleft().give_back()
-        if self._closed.is_set():
+        ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called after the connection is
+        made and passed to ``attach``. If the server had closed the connection meanwhile, it is
+        replaced once, but not if it was attached. Raises ``ConnectionFailed`` and botocore's
+        ``SSLError``.
+        """
+        for is_fresh in (False, True):
+            connection = self.take(url, deadline_s, is_fresh=is_fresh)
+            try:
+                if attach is not None:
+                    attach(connection)
+                if body is not None:
+                    response = connection.put(head, body(), deadline_s)
+                else:
+                    connection.send(head, None, deadline_s)
+                    if race is not None:
+                        connection = race(connection)
+                    has_body = not head.startswith(b"HEAD ")
+                    response = connection.read_head(deadline_s, has_body=has_body)
+                response.is_repeated = is_fresh
+                return response
+            except NoResponse:
+                connection.release()
+                if is_fresh or attach is not None or not connection.is_used:
+                    raise
+            except BaseException:
+                connection.release()
+                raise
+        raise AssertionError
+
+    def take(self, url: str, deadline_s: float, *, is_fresh: bool = False) -> "HttpConnection":
+        """Return the connection to ``url`` that was used last, or a new one; the caller releases
+        it. Raises like ``ask``."""
+        idle = self._idle.setdefault(url, deque())
+        while idle and not is_fresh:
+            with suppress(IndexError):  # another thread was faster
+                connection = idle.pop()
+                if connection.is_quiet():
+                    connection.is_used = True
+                    return connection
+                connection.close()
+        wait_s = min(self._connect_s, deadline_s - time.monotonic())
+        if wait_s <= 0:
+            raise ConnectionFailed("the deadline passed")
+        parts, proxy = urlsplit(url), proxy_of(url)
+        try:
+            made = _connected(parts, proxy, time.monotonic() + wait_s)
+            if parts.scheme == "https":
+                if self._tls is None:
+                    made.close()
+                    raise ValueError("it uses TLS, unlike the endpoint of the settings")
+                made = _encrypted(made, self._tls, parts)
+        except ssl.SSLError as exc:
+            raise SSLError(endpoint_url=url, error=exc) from exc
+        except (OSError, ValueError, HTTPException) as exc:
+            raise ConnectionFailed(f"no connection to {url}: {exc}") from exc
+        via = proxy if parts.scheme == "http" else None
+        return HttpConnection(made, timeout_s=self.read_s, keep=self._keep, via=via, url=url)
+
+    def _keep(self, connection: "HttpConnection") -> None:
+        self._idle[connection.url].append(connection)
+        if self._is_closed:
             self.close()
 
     def close(self) -> None:
-        """Return all connections to their pools; later ones return at once. Idempotent."""
-        self._closed.set()
-        while (idle := self._popped()) is not None:
-            idle.give_back()
+        """Close all that are idle, and from now on all that are released. Idempotent."""
+        self._is_closed = True
+        for idle in list(self._idle.values()):
+            with suppress(IndexError):  # the last one was closed, or another thread took it
+                while True:
+                    idle.pop().close()
 
-    def _popped(self) -> _Idle | None:
+
+def host_of(parts: SplitResult) -> str:
+    """Return the host of a URL as requests name and sign it: without the usual port."""
+    return parts.netloc.lower().removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
+
+
+def proxy_of(url: str) -> SplitResult | None:
+    """Return the proxy that the environment names for ``url``, or None. Servers on this machine are
+    never reached through a proxy."""
+    if is_this_machine(urlsplit(url).hostname or ""):
+        return None
+    text = get_environ_proxies(url).get(urlsplit(url).scheme, "").strip()
+    if not text:
+        return None
+    return urlsplit(text if "://" in text else f"http://{text}")
+
+
+def _authorization(proxy: SplitResult) -> dict[str, str]:
+    if proxy.username is None:
+        return {}
+    login = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
+    return {"Proxy-Authorization": f"Basic {base64.b64encode(login).decode()}"}
+
+
+def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) -> socket.socket:
+    """Return a connection to the first address of the server, or of its proxy, that accepts one.
+    All addresses share the time."""
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    host, its_port = parts.hostname or "", port
+    if proxy is not None:
+        host, its_port = proxy.hostname or "", proxy.port or 80
+    try:
+        found = socket.getaddrinfo(host, its_port, 0, socket.SOCK_STREAM)
+    except OSError as exc:
+        raise OSError(f"the name does not resolve: {exc}") from exc
+    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    while True:
+        left_s = until_s - time.monotonic()
+        wait_s = max(1e-3, min(left_s, max(_ADDRESS_S, left_s / len(addresses))))
+        line = HTTPConnection(addresses.pop(0), its_port, timeout=wait_s)
+        if proxy is not None and parts.scheme == "https":
+            line.set_tunnel(parts.hostname or "", port, _authorization(proxy))
         try:
-            return self._idle.pop()
-        except IndexError:  # empty, or another thread was faster
-            return None
+            line.connect()
+        except (OSError, HTTPException):
+            line.close()
+            if not addresses or time.monotonic() >= until_s:
+                raise
+        else:
+            line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return line.sock
+
+
+def _encrypted(made: socket.socket, context: ssl.SSLContext, parts: SplitResult) -> socket.socket:
+    try:
+        return context.wrap_socket(made, server_hostname=(parts.hostname or "").rstrip("."))
+    except BaseException:
+        made.close()
+        raise
 
 
 class HttpConnection:
@@ -141,53 +224,56 @@ class HttpConnection:
     of a response may still arrive on it."""
 
     def __init__(
-        self, pool: Any, connection: Any, *, timeout_s: float, kept: KeptConnections
+        self,
+        made: socket.socket,
+        *,
+        timeout_s: float,
+        keep: Callable[["HttpConnection"], None],
+        via: SplitResult | None = None,
+        url: str = "",
     ) -> None:
-        self._pool = pool
-        self._kept = kept
-        self._connection = connection
+        """``via`` is a proxy that gets the requests, which then name the server by its ``url``."""
+        self.url = url
+        self.socket = made
+        """Plain or TLS."""
         self._timeout_s = timeout_s
-        self.is_used = connection.sock is not None
-        """Whether it carried an earlier request, so the server may have closed it meanwhile."""
-        self.is_clean = False
-        self._waits_in_kernel = False
+        self._keep = keep
+        self._prefix = f"{url}/".encode() if via else b"/"
+        login = _authorization(via) if via else {}
+        self._login = "".join(f"{name}: {text}\r\n" for name, text in login.items()).encode()
+        self._pid = os.getpid()
+        self._poll = select.poll()
+        self._poll.register(made, select.POLLIN)
+        self._waits_in_kernel = can_wait(made)
+        if self._waits_in_kernel:
+            bound_waits(made, _LOOK_S)
         self._waits_s = -1.0
         """The last time-out that was set, if the kernel does not wait."""
-        self._is_released = False
+        self.is_used = False
+        """Whether it carried an earlier request, so the server may have closed it meanwhile."""
+        self.is_clean = False
         self.early = False
         """Whether the response arrived before the whole request was sent."""
         self.on_release: Callable[[], None] | None = None
         """Called once, before the connection can be used for another request."""
 
-    def connect(self, timeout_s: float, *, is_kept: bool = False) -> None:
-        """Connect if necessary. A connection that ``is_kept`` is already prepared. Raises
-        ``WireFailed``."""
-        try:
-            if not self.is_used:
-                self._connection.timeout = timeout_s  # as the client sets it before each request
-                self._pool._validate_conn(self._connection)  # connects if the pool uses TLS
-                if self._connection.sock is None:
-                    self._connection.connect()
-            self._waits_in_kernel = can_wait(self.socket)
-            if self._waits_in_kernel and not is_kept:
-                bound_waits(self.socket, _LOOK_S)
-        except Exception as exc:  # the client retries and explains the error
-            self._connection.close()
-            raise WireFailed(f"no connection: {exc}") from exc
-
-    @property
-    def socket(self) -> socket.socket:
-        """The connection's socket, plain or TLS."""
-        found: socket.socket = self._connection.sock
-        return found
+    def is_quiet(self) -> bool:
+        """Whether the connection is open, without unexpected input or an end of stream, and not
+        that of a parent process."""
+        return self._pid == os.getpid() and not self._poll.poll(0)
 
     def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
-        """Send a request, with the body in slices of the caller's buffer. Raises ``WireFailed``.
+        """Send a request, with the body in slices of the caller's buffer. Raises
+        ``ConnectionFailed``.
 
         A server that refuses a request responds without waiting for the body, then closes the
         connection. If calls wait in the kernel, check for such a response before each slice,
         because a reset would discard it.
         """
+        self.is_clean = False
+        if len(self._prefix) > 1:
+            head = head.replace(b" /", b" " + self._prefix, 1)
+            head = head.replace(b"\r\n", b"\r\n" + self._login, 1)
         try:
             if self._bounded(deadline_s, self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
@@ -199,14 +285,12 @@ class HttpConnection:
             for at in range(0, len(body), SEND_BYTES):
                 self._bounded(deadline_s, self.socket.sendall, body[at : at + SEND_BYTES])
         except (OSError, ValueError) as exc:
-            raise WireFailed(f"sending: {exc}") from exc
+            raise ConnectionFailed(f"sending: {exc}") from exc
 
     def _send_watching(self, body: memoryview, deadline_s: float) -> None:
-        poll = select.poll()
-        poll.register(self.socket, select.POLLIN)
         at, until_s = 0, 0.0
         while at < len(body):
-            if poll.poll(0):
+            if self._poll.poll(0):
                 self.early = True
                 return
             if not until_s:
@@ -217,23 +301,48 @@ class HttpConnection:
                 at += self.socket.send(body[at : at + SEND_BYTES])
                 until_s = 0.0
 
-    def read_head(self, deadline_s: float) -> "HttpResponse":
-        """Return the response with its status and headers. Raises ``WireFailed``, or ``NoResponse``
-        if not one byte arrived."""
+    def put(self, head: bytes, body: memoryview, deadline_s: float) -> "HttpResponse":
+        """Send a request with a body, and read the head of the response. A server that refuses it
+        may respond and close the connection early. Raises like ``read_head``."""
+        try:
+            self.send(head, body, deadline_s)
+        except ConnectionFailed as exc:
+            self.early = True
+            try:
+                response = self.read_head(min(deadline_s, time.monotonic() + _EARLY_S))
+            except NoResponse:
+                raise
+            except ConnectionFailed:
+                raise exc from None
+        else:
+            response = self.read_head(deadline_s)
+        if self.early and response.status < 300:
+            raise ConnectionFailed("the server responded before the whole body was sent")
+        return response
+
+    def read_head(self, deadline_s: float, *, has_body: bool = True) -> "HttpResponse":
+        """Return the response with its status and headers. Raises ``ConnectionFailed``, or
+        ``NoResponse`` if not one byte arrived."""
         raw = b""
         try:
             while b"\r\n\r\n" not in raw:
-                more = self._bounded(deadline_s, self.socket.recv, _HEAD_READ_BYTES)
-                if not more or len(raw) > HEAD_BYTES_MAX:
-                    raise ConnectionError("the head of the response is incomplete")
-                raw += more
+                if len(raw) > HEAD_BYTES_MAX:
+                    raise ValueError("the head of the response does not end")
+                raw += self.receive(_HEAD_READ_BYTES, deadline_s)
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
-            return HttpResponse(self, raw)
+            return HttpResponse(self, raw, deadline_s, has_body=has_body)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
-                raise NoResponse(str(exc)) from exc
-            raise WireFailed(f"reading: {exc}") from exc
+                raise NoResponse(exc) from exc
+            raise ConnectionFailed(f"reading: {exc}") from exc
+
+    def receive(self, nbytes_max: int, deadline_s: float) -> bytes:
+        """Return what has arrived as soon as that is something. Raises OSError."""
+        more = self._bounded(deadline_s, self.socket.recv, nbytes_max)
+        if not more:
+            raise ConnectionError("the response ended early")
+        return more
 
     def receive_into(self, into: memoryview, deadline_s: float) -> int:
         """Fill ``into``, or only its start with the bytes that arrive soon. Return 0 at the end of
@@ -243,7 +352,7 @@ class HttpConnection:
 
     def _bounded(self, deadline_s: float, call: Callable[..., T], *args: Any) -> T:
         """Return the result of one socket call that waits neither past the deadline nor longer than
-        the client would. Raises TimeoutError."""
+        the time-out. Raises TimeoutError."""
         if not self._waits_in_kernel:
             wait_s = min(self._timeout_s, deadline_s - time.monotonic())
             if wait_s <= 0:
@@ -273,78 +382,107 @@ class HttpConnection:
         reads.
         """
         self.is_clean = False
-        sock = self._connection.sock
-        if sock is not None:
-            with suppress(OSError):
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        with suppress(OSError):
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Keep the connection if ``is_clean``, else close it. Later calls do nothing, because
-        another request may already use it."""
-        if self._is_released:
-            return
-        self._is_released = True
-        if self.on_release is not None:
-            self.on_release()
-            self.on_release = None
-        if self.is_clean and not self.early and not self._has_more():
-            self._kept.keep(self._pool, self._connection, self._timeout_s)
+        """Keep the connection if ``is_clean``, else close it. Called once for each request."""
+        on_release, self.on_release = self.on_release, None
+        if on_release is not None:
+            on_release()
+        # TLS may hold unexpected bytes; the next user checks the socket itself.
+        is_empty = not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending()
+        if self.is_clean and not self.early and is_empty:
+            self._keep(self)
         else:
-            self._connection.close()
-            self._pool._put_conn(None)
+            self.close()
 
-    def _has_more(self) -> bool:
-        """Whether TLS holds unexpected bytes; the pool checks the socket itself."""
-        return isinstance(self.socket, ssl.SSLSocket) and self.socket.pending() > 0
+    def close(self) -> None:
+        """Close the socket, unsent bytes included."""
+        self.socket.close()
 
 
 class HttpResponse:
     """Status and headers of a response. A context manager that releases its connection.
 
-    Raises ValueError for a response of unknown length, which the client must read.
+    Raises ValueError for a value of unknown length. A body in chunks has arrived when the object is
+    made.
     """
 
-    def __init__(self, connection: HttpConnection, raw: bytes) -> None:
+    def __init__(
+        self, connection: HttpConnection, raw: bytes, deadline_s: float, *, has_body: bool = True
+    ) -> None:
         head, _, rest = raw.partition(b"\r\n\r\n")
-        text = head.decode("latin-1")
-        version, code = text.partition("\r\n")[0].split(" ", 2)[:2]
+        lines = head.decode("latin-1").split("\r\n")
+        version, code = lines[0].split(" ", 2)[:2]
         self.status = int(code)
-        found: list[tuple[str, str]] = _HEADER.findall(text)
-        self.headers = {name.lower(): value.strip() for name, value in found}
-        """The relevant headers, by lower-case name."""
-        if "transfer-encoding" in self.headers:
-            if self.status in (200, 206):
-                raise Chunked("a value in chunks")
-            raise ValueError("a response in chunks")
-        length = "0" if self.status == 204 else self.headers.get("content-length", "")
-        if not length.isdecimal():
-            raise ValueError("a response of unknown length")
+        found = [line.partition(":")[::2] for line in lines[1:]]
+        self.headers = {name.rstrip().lower(): text.strip() for name, text in found}
+        """By lower-case name."""
         self.is_repeated = False
         """Whether an earlier attempt was sent and lost: the server may have carried it out."""
-        self.left = int(length)
-        """Bytes of the body that are still unread."""
         self._connection = connection
-        self._rest = memoryview(rest)
         self._keeps = (
             version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
         )
+        length = self.headers.get("content-length", "")
+        if not has_body or self.status == 204:
+            length = "0"
+        elif "transfer-encoding" in self.headers:
+            rest = self._chunks(bytearray(rest), deadline_s)
+            length = self.headers["content-length"] = str(len(rest))
+        elif not length and self.status >= 300:
+            length, self._keeps = str(len(rest)), False  # an error, explained or not
+        if not length.isdecimal():
+            raise ValueError("a response of unknown length")
+        self.left = int(length)
+        """Bytes of the body that are still unread."""
+        self._rest = memoryview(rest)
         if self.left < len(rest):
-            raise ValueError("more bytes than the response announced")
+            if has_body and self.status < 300:
+                raise ValueError("more bytes than the response announced")
+            self._rest, self._keeps = self._rest[: self.left], False
+
+    def _chunks(self, raw: bytearray, deadline_s: float) -> bytes:
+        """Return the whole body, of which ``raw`` has arrived."""
+        if self.headers["transfer-encoding"].lower() != "chunked":
+            raise ValueError("a response in an unknown encoding")
+        body, size = bytearray(), -1
+        while size:
+            while (end := raw.find(b"\r\n")) < 0:
+                if len(raw) > HEAD_BYTES_MAX:
+                    raise ValueError("a chunk of unknown length")
+                raw += self._connection.receive(_HEAD_READ_BYTES, deadline_s)
+            size = int(raw[:end].partition(b";")[0], 16)
+            if not 0 <= size <= VALUE_BYTES_MAX - len(body):
+                raise ValueError("a chunk of impossible length")
+            start, next_at = end + 2, end + size + 4
+            while len(raw) < next_at:
+                nbytes = min(STEP_BYTES, max(next_at - len(raw), _HEAD_READ_BYTES))
+                raw += self._connection.receive(nbytes, deadline_s)
+            body += raw[start : start + size]
+            if raw[start + size : next_at] != b"\r\n":
+                raise ValueError("a chunk that does not end, or a trailer")
+            del raw[:next_at]
+        self._keeps = self._keeps and not raw
+        return bytes(body)
 
     @property
     def etag(self) -> str:
-        """See ``strong_tag``."""
-        return strong_tag(self.headers.get("etag", ""))
+        """The version of the response's value; empty if the server sends none or a weak one
+        (``W/``), which several versions may share."""
+        etag = self.headers.get("etag", "")
+        return "" if etag.startswith("W/") else etag.strip('"')
 
     @property
     def total(self) -> int:
-        """Length of the whole value in bytes. Raises ``WireFailed`` if it is unknown."""
+        """Length of the whole value in bytes. Raises ``ConnectionFailed`` if it is unknown."""
         if self.status != 206:
             return int(self.headers["content-length"])
         try:
             return int(self.headers["content-range"].rpartition("/")[2])
         except (KeyError, ValueError) as exc:
-            raise WireFailed("a range at an unknown position") from exc
+            raise ConnectionFailed("a range at an unknown position") from exc
 
     def starts_at(self, start: int) -> bool:
         """Whether the response is a range that begins at this byte of the value."""
@@ -354,7 +492,7 @@ class HttpResponse:
         self, into: memoryview, deadline_s: float, progress: Callable[[int], None] | None = None
     ) -> None:
         """Fill ``into`` with bytes of the body, straight from the socket, and call ``progress``
-        with their number so far. Raises ``WireFailed``, also if the deadline passes."""
+        with their number so far. Raises ``ConnectionFailed``, also if the deadline passes."""
         at = min(len(self._rest), len(into))
         into[:at] = self._rest[:at]
         self._rest = self._rest[at:]
@@ -367,18 +505,18 @@ class HttpResponse:
                 try:
                     got = self._connection.receive_into(step, deadline_s)
                 except (OSError, ValueError) as exc:
-                    raise WireFailed(f"reading: {exc}") from exc
+                    raise ConnectionFailed(f"reading: {exc}") from exc
             if not got:
-                raise WireFailed(f"the body ended after {at} of {len(into)} bytes")
+                raise ConnectionFailed(f"the body ended after {at} of {len(into)} bytes")
             at += got
             self.left -= got
             if progress is not None:
                 progress(at)
 
-    def text(self, deadline_s: float) -> bytes:
-        """Return the body, if it is short like an error's. Raises ``WireFailed``."""
-        if self.left > HEAD_BYTES_MAX:
-            raise WireFailed("a long body instead of a short one")
+    def read(self, deadline_s: float) -> bytes:
+        """Return the body, which is no value. Raises ``ConnectionFailed``."""
+        if self.left > BODY_BYTES_MAX:
+            raise ConnectionFailed(f"a body of {self.left} bytes, more than {BODY_BYTES_MAX}")
         body = bytearray(self.left)
         self.fill(memoryview(body), deadline_s)
         return bytes(body)

@@ -2,12 +2,12 @@
 
 A get reads from the socket into the caller's buffer, and reads large values in several ranges at
 once. A put is one conditional request, so exactly one of many writers wins. Values above
-``multipart_bytes`` are uploaded in parts. The client handles everything unusual.
+``multipart_bytes`` are uploaded in parts. Requests that move no value are boto3's.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 from botocore.exceptions import ClientError
 
@@ -23,23 +23,27 @@ from objkv.stores.base import (
     copy_into,
     is_key,
 )
-from objkv.stores.s3.client import CallDeadline, attempt_s, error_code, translated
+from objkv.stores.s3.absent import Absence
+from objkv.stores.s3.client import (
+    CallDeadline,
+    S3Access,
+    attempt_s,
+    begun_by,
+    error_code,
+    translated,
+)
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.http import WireFailed
 from objkv.stores.s3.read import Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
-from objkv.stores.s3.write import S3Writer
+from objkv.stores.s3.write import Put, S3Writer
 from objkv.telemetry import NullRecorder, Recorder
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3.client import S3Client
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 
 
 class S3Store:
-    """Values as objects ``<prefix>/<key>`` in ``bucket``. Closing the store closes ``client``.
+    """Values as objects ``<prefix>/<key>`` in ``bucket``. Closing the store closes ``access``.
 
     ``If-None-Match: *`` decides between writers. Some servers refuse it, and others accept and
     ignore it; the store finds out by repeating its first successful put. For these servers it uses
@@ -49,9 +53,7 @@ class S3Store:
     repeated because its response was lost returns True if the stored value has its bytes.
 
     The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
-    ranges and upload parts. For ``hedge_percent_max`` see ``Hedge``. ``is_direct=False`` sends
-    every request through the client. A directory bucket of S3 Express always does so, because the
-    client opens sessions there and signs with them.
+    ranges and upload parts. For ``hedge_percent_max`` see ``Hedge``.
 
     ``deadline_s`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts that may
     exceed it, and nothing continues after it. Without permission to list, S3 returns 403 instead of
@@ -60,7 +62,7 @@ class S3Store:
 
     def __init__(
         self,
-        client: "S3Client",
+        access: S3Access,
         *,
         bucket: str,
         prefix: str,
@@ -69,24 +71,28 @@ class S3Store:
         ranges_max: int = 0,
         hedge_percent_max: int = 0,
         deadline_s: float = 30.0,
-        is_direct: bool = True,
         demands: PutDemands | None = None,
         recorder: Recorder | None = None,
     ) -> None:
-        self._client: Any = client  # a verb is a variable below
+        self._access = access
+        self._client: Any = access.client  # a verb is a variable below
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/".removeprefix("/")
-        self._deadline_s, self._attempt_s = deadline_s, attempt_s(client, deadline_s)
+        self._deadline_s, self._attempt_s = deadline_s, attempt_s(access.client, deadline_s)
         self._is_directory = is_directory_bucket(bucket)
-        is_direct = is_direct and not self._is_directory
         recorder = recorder or NullRecorder()
         hedge, place = Hedge(hedge_percent_max), (bucket, self._prefix)
         self._pool = HelperPool(ranges_max)
-        self._wire = Wire(client, place, hedge, is_direct=is_direct, recorder=recorder)
-        self._reader = S3Reader(client, self._wire, self._pool, range_bytes=range_bytes)
-        shared = client, self._wire, self._pool, self._reader.absence
+        self._wire = Wire(access, place, hedge, recorder=recorder)
+        self._reader = S3Reader(
+            self._wire, self._pool, Absence(access.client), range_bytes=range_bytes
+        )
         self._writer = S3Writer(
-            *shared, demands or PutDemands(), multipart_bytes=multipart_bytes, recorder=recorder
+            access.client,
+            self._reader,
+            demands or PutDemands(),
+            multipart_bytes=multipart_bytes,
+            recorder=recorder,
         )
 
     def __repr__(self) -> str:
@@ -108,37 +114,37 @@ class S3Store:
 
     def get(self, key: str) -> bytes | None:
         """Return the whole object, or None."""
-        with translated("get", key):
-            return self._reader.get(self._place(key), self._deadline())
+        with self._call("get", key) as deadline:
+            found = self._reader.read(Get(self._place(key), key, deadline))
+        return None if found is None else bytes(found)
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return bytes ``[start, end)`` with one ranged request, or None."""
         if end <= start:
             return None if self.head(key) is None else b""
-        with translated("get_range", key):
-            return self._reader.get(self._place(key), self._deadline(), start, end)
+        with self._call("get_range", key) as deadline:
+            get = Get(self._place(key), key, deadline, start, room=end - start)
+            found = self._reader.read(get)
+        return None if found is None else bytes(found)
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         """Read from the socket into ``buffer``; more than ``range_bytes`` in ranges on several
         connections. The length is checked before and after."""
-        place, deadline = self._place(key), self._deadline()
         if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
-        get = Get(place, key, start, buffer, arrived, deadline)
-        with translated("get_into", key):
-            with suppress(WireFailed):
-                return self._reader.read(get)
-            return self._reader.read_by_client(get)
+        with self._call("get_into", key) as deadline:
+            get = Get(self._place(key), key, deadline, start, buffer, len(buffer), arrived)
+            read = self._reader.read(get)
+        return None if read is None else len(read)
 
     def head(self, key: str) -> Entry | None:
         """Return size and age of the object, or None. A missing bucket also returns None, because
         the response to a HEAD does not distinguish them."""
-        place = self._place(key)
-        with self._deadline().client():
-            found = self._reader.absence.head(place, key)
+        with self._call("head", key):
+            found = self._reader.absence.head(self._place(key))
         if found is None:
             return None
         return Entry(key, found["ContentLength"], found["LastModified"].timestamp())
@@ -169,21 +175,18 @@ class S3Store:
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Make one conditional request. See the class for servers that do not support it."""
-        place = self._place(key)
-        with translated("put_if_absent", key), memoryview(value) as view:
-            return self._writer.put_if_absent(place, key, view, self._deadline())
+        with self._call("put_if_absent", key) as deadline, memoryview(value) as view:
+            return self._writer.put_if_absent(Put(self._place(key), key, view, deadline))
 
     def put(self, key: str, value: Buffer) -> None:
         """Make one request, or upload in parts."""
-        place = self._place(key)
-        with translated("put", key), memoryview(value) as view:
-            self._writer.put(place, key, view, self._deadline())
+        with self._call("put", key) as deadline, memoryview(value) as view:
+            self._writer.put(Put(self._place(key), key, view, deadline))
 
     def delete(self, key: str) -> bool:
         """Remove the object. Always returns True, because S3 does not report whether it existed."""
-        place = self._place(key)
-        with self._deadline().client(), translated("delete", key):
-            self._client.delete_object(**place)
+        with self._call("delete", key):
+            self._client.delete_object(**self._place(key))
         return True
 
     def unfinished(self) -> Iterator[Unfinished]:
@@ -198,10 +201,11 @@ class S3Store:
 
     def discard(self, unfinished: Unfinished) -> bool:
         """Abort the upload and free its parts."""
-        place = self._place(unfinished.key)
-        with self._deadline().client(), translated("discard", unfinished.key):
+        with self._call("discard", unfinished.key):
             try:
-                self._client.abort_multipart_upload(**place, UploadId=unfinished.name)
+                self._client.abort_multipart_upload(
+                    **self._place(unfinished.key), UploadId=unfinished.name
+                )
             except ClientError as exc:
                 if error_code(exc)[0] == 404:
                     return False
@@ -211,7 +215,7 @@ class S3Store:
     def lifecycle(self) -> LifecycleRules:
         """Return what the bucket's lifecycle rules do to values below the prefix. Raises
         ``StoreDenied`` without ``s3:GetLifecycleConfiguration``."""
-        with self._deadline().client(), translated("lifecycle", self._bucket):
+        with self._call("lifecycle", self._bucket):
             try:
                 found = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
             except ClientError as exc:
@@ -243,23 +247,26 @@ class S3Store:
     def check(self) -> None:
         """List one object: the response to a listing reports the error, the response to a HEAD does
         not."""
-        where = f"s3://{self._bucket} at {self._endpoint}"
-        with self._deadline().client(), translated("check", where):
+        with self._call("check", f"s3://{self._bucket} at {self._endpoint}"):
+            self._wire.endpoint()
             self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
 
     def close(self) -> None:
-        """End the threads. Close the client and its connections."""
+        """End the threads. Close the client and the connections."""
         self._pool.close()
-        self._wire.close()
-        self._client.close()
+        self._access.close()
 
     def _place(self, key: str) -> dict[str, Any]:
         """Return bucket and key as the client's arguments."""
         check_key(key)
         return {"Bucket": self._bucket, "Key": self._prefix + key}
 
-    def _deadline(self) -> CallDeadline:
-        return CallDeadline.of(self._deadline_s, self._attempt_s)
+    @contextmanager
+    def _call(self, verb: str, what: str) -> Iterator[CallDeadline]:
+        """One call, which ends in time and raises ``StoreError``."""
+        deadline = CallDeadline.of(self._deadline_s, self._attempt_s)
+        with begun_by(deadline.last_s, deadline.end_s), translated(verb, what):
+            yield deadline
 
     def _pages(self, verb: str, below: str, **options: Any) -> Iterator[dict[str, Any]]:
         """Yield the pages of a listing of all keys that start with ``below``. Each request has its
@@ -270,7 +277,7 @@ class S3Store:
         lister = self._client.get_paginator(verb)
         pages = iter(lister.paginate(Bucket=self._bucket, **options))
         while True:
-            with self._deadline().client(), translated(verb, start or self._bucket):
+            with self._call(verb, start or self._bucket):
                 try:
                     page = next(pages, None)
                 except ClientError as exc:

@@ -1,33 +1,30 @@
-"""Direct requests: they use the client's connections, endpoint and credentials, but skip the layers
-that build requests and copy bodies.
+"""Requests for values: signed, sent, hedged if they are late, and repeated if that may help."""
 
-Anything unusual raises ``WireFailed``. The caller then uses the client, which retries, follows
-redirects and explains errors.
-"""
-
+import random
+import re
 import select
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from contextlib import suppress
+from typing import Any
 
-from urllib3.exceptions import HTTPError
+from botocore.exceptions import BotoCoreError, ClientError, SSLError
+from botocore.retries.quota import RetryQuota
 
-from objkv.stores.s3.helpers import Helper
-from objkv.stores.s3.http import (
-    Chunked,
-    HttpConnection,
-    HttpResponse,
-    KeptConnections,
-    NoResponse,
-    NotSent,
-    WireFailed,
+from objkv.errors import StoreError
+from objkv.stores.s3.client import (
+    ATTEMPTS,
+    CallDeadline,
+    S3Access,
+    asks_for_later,
+    error_code,
+    is_busy,
 )
+from objkv.stores.s3.helpers import Team
+from objkv.stores.s3.http import ConnectionFailed, HttpConnection, HttpResponse
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.telemetry import Recorder
-
-if TYPE_CHECKING:
-    from mypy_boto3_s3.client import S3Client
 
 SAMPLES = 256
 SAMPLES_MIN = 20
@@ -38,13 +35,14 @@ _REFRESH = 16
 _SAVED_MAX = 8.0
 """Maximum number of unused hedges that accumulate, so that a store that slows down does not get
 twice the requests."""
-_ANSWERED_EARLY_S = 1.0
-"""How long to wait for the response of a server that stopped reading the request."""
-CHUNKED_S = 600.0
-"""How long requests of one method go straight to the client after a response to one came in
-chunks."""
-_RELEARN = {301, 307, 308, 400, 401, 403}
-"""Statuses after which the endpoint is looked up again: another region, other credentials."""
+_REDIRECTS = {301, 302, 307}
+_REDIRECT_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+"""Of a bucket in another region than the signature or the endpoint."""
+_NOT_IMPLEMENTED = 501
+_PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
+"""The longest pause before the second repetition, as the client's: it doubles from then on."""
+_COST, _BUSY_COST = 14, 5
+"""What a repetition takes of the quota, as the client's."""
 
 
 class Hedge:
@@ -94,142 +92,116 @@ class Wire:
     """Requests for the values of a bucket under a prefix. Thread-safe."""
 
     def __init__(
-        self,
-        client: "S3Client",
-        place: tuple[str, str],
-        hedge: Hedge,
-        *,
-        is_direct: bool,
-        recorder: Recorder,
+        self, access: S3Access, place: tuple[str, str], hedge: Hedge, *, recorder: Recorder
     ) -> None:
         """``place`` is bucket and prefix."""
-        self._client = client
+        self._client = access.client
+        self._connections = access.connections
         self._place = place
         self._hedge = hedge
         self._recorder = recorder
-        settings: Any = client.meta.config
-        self._timeout_s = float(settings.read_timeout)
-        self._connect_s = float(settings.connect_timeout)
-        self._lock = threading.Lock()
-        self._kept = KeptConnections()
-        self._found: tuple[S3Endpoint, Any] | None = None
-        self._is_missing = not is_direct
-        self._chunked_until_s: dict[str, float] = {}
+        self._quota = RetryQuota()
+        self._endpoint: S3Endpoint | None = None
 
-    @property
-    def is_found(self) -> bool:
-        """Whether direct requests are possible. Sends nothing."""
-        return self._find() is not None
-
-    def close(self) -> None:
-        """Close the connections; later requests use the client. Idempotent."""
-        with self._lock:
-            found, self._found = self._found, None
-            self._is_missing = True
-        self._kept.close()
-        if found is not None:  # closing the client does not close them
-            found[1].close()
+    def endpoint(self) -> S3Endpoint:
+        """Return where the requests go. Sends nothing. Raises like ``find_endpoint``."""
+        found = self._endpoint
+        if found is None:
+            found = self._endpoint = find_endpoint(self._client, *self._place)
+        return found
 
     def ask(
         self,
         method: str,
         key: str,
         extra: dict[str, str],
-        deadline_s: float,
+        deadline: CallDeadline,
         *,
         body: Callable[[], memoryview] | None = None,
-        helper: Helper | None = None,
+        team: Team | None = None,
     ) -> HttpResponse:
-        """Send one request and read the head of its response, which the caller closes.
+        """Send a request, up to ``ATTEMPTS`` times, and return the head of its response, which the
+        caller closes.
 
-        ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called after the connection is
-        made and attached to ``helper``; a helper's requests are not hedged. If the server had
-        closed the connection, it is replaced once. Raises ``WireFailed``.
+        ``body`` is called for each attempt after its connection is made and attached to ``team``;
+        requests for a team are neither hedged nor repeated. Raises the client's exceptions;
+        ``RetryAttempts`` of a ``ClientError`` counts the attempts before it that the server may
+        have carried out.
         """
-        found = self._find()
-        if found is None:
-            raise NotSent("direct requests are not possible")
-        if self._chunked_until_s and time.monotonic() < self._chunked_until_s.get(method, 0.0):
-            raise NotSent("the server responds in chunks")
-        endpoint, pool = found
-        head = endpoint.signed(self._client, method, key, extra)
-        for is_fresh in (False, True):
-            connection = self._borrow(pool, deadline_s, is_fresh=is_fresh, helper=helper)
-            was_used = connection.is_used
+        lost, cost = 0, 1
+        for attempt in range(1, ATTEMPTS + 1):
             try:
-                if body is not None:
-                    response = _put(connection, head, body(), deadline_s)
-                else:
-                    connection.send(head, None, deadline_s)
-                    sent_s = time.monotonic()
-                    if (
-                        helper is None
-                    ):  # other threads can shut a helper's connection, and they know of only one
-                        connection = self._first_of_two(connection, pool, head, deadline_s)
-                    response = connection.read_head(deadline_s)
-                    self._hedge.observe(time.monotonic() - sent_s)
-            except NoResponse:
-                connection.release()
-                if is_fresh or not was_used:
+                response = self._send(method, key, extra, deadline.end_s, body, team)
+                if response.status < 300:
+                    self._quota.release(cost)
+                    return response
+                raise _error(method, response, deadline.end_s, lost + response.is_repeated)
+            except (ClientError, ConnectionFailed, SSLError) as exc:
+                lost += 1
+                cost = 0 if team else self._repetition(exc, attempt, deadline)
+                if not cost:
                     raise
-            except Chunked:
-                self._chunked_until_s[method] = time.monotonic() + CHUNKED_S
-                connection.release()
-                raise
-            except BaseException:
-                connection.release()
-                raise
-            else:
-                if response.status in _RELEARN:
-                    self._found = None
-                response.is_repeated = is_fresh
-                return response
-            if helper is not None:  # the server had closed an idle connection
-                helper.let_go()
         raise AssertionError
 
-    def _find(self) -> tuple[S3Endpoint, Any] | None:
-        found = self._found
-        if found is not None or self._is_missing:
-            return found
-        with self._lock:
-            if self._found is None and not self._is_missing:
-                endpoint = find_endpoint(self._client, *self._place)
-                pool = None if endpoint is None else _pool_of(self._client, endpoint.url)
-                if endpoint is None or pool is None or not endpoint.can_sign(self._client):
-                    self._is_missing = True
-                else:
-                    self._found = endpoint, pool
-            return self._found
+    def _send(
+        self,
+        method: str,
+        key: str,
+        extra: dict[str, str],
+        end_s: float,
+        body: Callable[[], memoryview] | None,
+        team: Team | None,
+    ) -> HttpResponse:
+        endpoint, sent_s = self.endpoint(), 0.0
+        head = endpoint.signed(method, key, extra)
 
-    def _borrow(
-        self, pool: Any, deadline_s: float, *, is_fresh: bool = False, helper: Helper | None = None
-    ) -> HttpConnection:
-        connect_s = min(self._connect_s, deadline_s - time.monotonic())
-        if connect_s <= 0:
-            raise WireFailed("the deadline passed")
-        borrowed = None if is_fresh else self._kept.take(pool)
-        is_kept = borrowed is not None
-        if borrowed is None:
-            try:
-                borrowed = pool._get_conn()
-            except HTTPError as exc:
-                self._found = None  # the client has closed the pool
-                raise WireFailed("no connections") from exc
-        if is_fresh:
-            borrowed.close()  # it connects again
-        connection = HttpConnection(pool, borrowed, timeout_s=self._timeout_s, kept=self._kept)
-        try:
-            connection.connect(connect_s, is_kept=is_kept)
-            if helper is not None:
-                helper.attach(connection)
-        except BaseException:
-            connection.release()
-            raise
-        return connection
+        def race(first: HttpConnection) -> HttpConnection:
+            nonlocal sent_s
+            sent_s = time.monotonic()
+            # The caller can shut a team's connections, and knows of only one for each thread.
+            return first if team else self._first_of_two(first, endpoint.url, head, end_s)
+
+        response = self._connections.ask(
+            endpoint.url,
+            head,
+            end_s,
+            body=body,
+            attach=None if team is None else team.attach,
+            race=race,
+        )
+        if body is None:
+            self._hedge.observe(time.monotonic() - sent_s)
+        return response
+
+    def _repetition(self, error: Exception, attempt: int, deadline: CallDeadline) -> int:
+        """Pause, and return what the repetition costs; 0 if the request is not sent again. The
+        first repetition does not wait."""
+        pause_s, cost = _PAUSE_S, _COST
+        if isinstance(error, ClientError):
+            status, code = error_code(error)
+            if status in _REDIRECTS or code in _REDIRECT_CODES:
+                return int(self._is_elsewhere())
+            if not asks_for_later(error) or status == _NOT_IMPLEMENTED:
+                return 0
+            if is_busy(error):
+                pause_s, cost = _BUSY_PAUSE_S, _BUSY_COST
+        scale = 2 ** (attempt - 2) if attempt > 1 else 0
+        too_late = time.monotonic() + scale * _BUSY_PAUSE_S > deadline.last_s
+        if attempt == ATTEMPTS or too_late or not self._quota.acquire(cost):
+            return 0
+        time.sleep(random.random() * pause_s * scale)  # noqa: S311
+        return cost
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the client has learned that the bucket is in another region: it follows
+        redirects, and remembers them."""
+        with suppress(BotoCoreError, ClientError, StoreError):
+            self._client.head_bucket(Bucket=self._place[0])
+        before, self._endpoint = self._endpoint, None
+        return self.endpoint() != before
 
     def _first_of_two(
-        self, first: HttpConnection, pool: Any, head: bytes, deadline_s: float
+        self, first: HttpConnection, url: str, head: bytes, deadline_s: float
     ) -> HttpConnection:
         """Return the connection whose response begins first. A second one is used only if the first
         is late."""
@@ -240,15 +212,15 @@ class Wire:
         if _first_readable([first], late_s) or not self._hedge.take():
             return first
         try:
-            second = self._borrow(pool, deadline_s)
-        except WireFailed:
+            second = self._connections.take(url, deadline_s)
+        except (ConnectionFailed, SSLError):
             return first
         self._recorder.count("s3_hedges")
         try:
             second.send(head, None, deadline_s)
-            wait_s = min(self._timeout_s, deadline_s - time.monotonic())
+            wait_s = min(self._connections.read_s, deadline_s - time.monotonic())
             winner = _first_readable([first, second], wait_s)
-        except WireFailed:
+        except ConnectionFailed:
             winner = None
         except BaseException:
             second.release()
@@ -261,26 +233,16 @@ class Wire:
         return second
 
 
-def _put(
-    connection: HttpConnection, head: bytes, body: memoryview, deadline_s: float
-) -> HttpResponse:
-    """Send a request with a body. A server that refuses it may respond and close the connection
-    early."""
-    try:
-        connection.send(head, body, deadline_s)
-    except WireFailed as exc:
-        connection.early = True
-        try:
-            response = connection.read_head(min(deadline_s, time.monotonic() + _ANSWERED_EARLY_S))
-        except NoResponse:
-            raise
-        except WireFailed:
-            raise exc from None
-    else:
-        response = connection.read_head(deadline_s)
-    if connection.early and response.status < 300:
-        raise WireFailed("the server responded before the whole body was sent")
-    return response
+def _error(method: str, response: HttpResponse, end_s: float, lost: int) -> ClientError:
+    """Close the response, and return its error as the client would."""
+    with response:
+        text = response.read(end_s).decode(errors="replace")
+    found = dict(re.findall(r"<(Code|Message)>([^<]*)</", text))
+    answer: Any = {
+        "Error": {"Code": str(response.status), "Message": "", **found},
+        "ResponseMetadata": {"HTTPStatusCode": response.status, "RetryAttempts": lost},
+    }
+    return ClientError(answer, method)
 
 
 def _first_readable(connections: list[HttpConnection], wait_s: float) -> HttpConnection | None:
@@ -289,19 +251,3 @@ def _first_readable(connections: list[HttpConnection], wait_s: float) -> HttpCon
         poll.register(one.socket, select.POLLIN)
     ready = {descriptor for descriptor, _ in poll.poll(max(0, wait_s) * 1000)}
     return next((one for one in connections if one.socket.fileno() in ready), None)
-
-
-def _pool_of(client: Any, url: str) -> Any:
-    """Return the client's own connection pool for ``url``, with its TLS settings. None if this
-    version of the client hides it, or if a proxy is in use."""
-    try:
-        session = client._endpoint.http_session
-        if session._proxy_config.proxy_url_for(url):
-            return None
-        pool = session._get_connection_manager(url).connection_from_url(url)
-        session._setup_ssl_cert(pool, url, session._verify)
-        for name in ("_get_conn", "_put_conn", "_validate_conn"):
-            getattr(pool, name)
-    except (AttributeError, TypeError):
-        return None
-    return pool

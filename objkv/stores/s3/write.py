@@ -5,22 +5,19 @@ Servers without conditional requests get the closest substitute.
 """
 
 import hashlib
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.stores.s3.absent import Absence
-from objkv.stores.s3.body import BufferReader, read_all
 from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code
 from objkv.stores.s3.demands import PutDemands
-from objkv.stores.s3.helpers import Helper, HelperPool, Piece, Team
-from objkv.stores.s3.http import HttpResponse, NotSent, WireFailed, check_time
-from objkv.stores.s3.wire import Wire
+from objkv.stores.s3.helpers import Piece, Team
+from objkv.stores.s3.http import ConnectionFailed
+from objkv.stores.s3.read import Get, S3Reader
 from objkv.telemetry import Recorder
 
 if TYPE_CHECKING:
@@ -30,10 +27,6 @@ CONFLICT_TRIES = 5
 _EXISTS = 412
 _CONFLICT = 409
 _REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
-
-_Complete = Callable[["Put", dict[str, Any]], bool]
-"""Completes a multipart upload with the given parameters. Returns whether this writer's value won.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,39 +41,35 @@ class Put:
 
 
 class S3Writer:
-    """Puts the values of one store, over ``wire`` if possible. Raises the client's exceptions and
-    ``StoreError``."""
+    """Puts the values of one store, with the requests and threads of ``reader``. Raises the
+    client's exceptions and ``StoreError``."""
 
     def __init__(
         self,
         client: "S3Client",
-        wire: Wire,
-        pool: HelperPool,
-        absence: Absence,
+        reader: S3Reader,
         demands: PutDemands,
         *,
         multipart_bytes: int,
         recorder: Recorder,
     ) -> None:
         self._client: Any = client
-        self._wire = wire
-        self._pool = pool
-        self._absence = absence
+        self._reader = reader
         self._demands = demands
         self._multipart_bytes = multipart_bytes
         self._recorder = recorder
         self.conditional: bool | None = None
         """Whether the server honours ``If-None-Match``; None before the first put."""
 
-    def put_if_absent(
-        self, place: dict[str, Any], key: str, view: memoryview, deadline: CallDeadline
-    ) -> bool:
-        """``place`` is bucket and key as the client's arguments."""
-        put = Put(place, key, view, deadline)
-        attempt = self._upload_if_absent if self._is_large(view) else self._send_if_absent
+    def put_if_absent(self, put: Put) -> bool:
+        """Write the value unless the key exists, and return whether this call wrote it."""
         for _ in range(CONFLICT_TRIES):
             try:
-                return attempt(put)
+                if not self._is_large(put):
+                    return self._send_if_absent(put)
+                if self._exists(put):  # avoids the upload; completing it decides
+                    return False
+                return self._upload(put, if_absent=True)
             except ClientError as exc:
                 status, _code = error_code(exc)
                 if status == _EXISTS:
@@ -90,94 +79,64 @@ class S3Writer:
             if self._exists(put):
                 return False
         raise StoreUnavailable(
-            f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers, retry later"
+            f"put_if_absent {put.key}: {CONFLICT_TRIES} conflicts with other writers, retry later"
         )
 
-    def put(
-        self, place: dict[str, Any], key: str, view: memoryview, deadline: CallDeadline
-    ) -> None:
+    def put(self, put: Put) -> None:
         """Write the value, replacing an existing one."""
-        put = Put(place, key, view, deadline)
-        if self._is_large(view):
-            self._upload(put, self._complete)
-            return
-        with deadline.client():
-            with suppress(WireFailed):
-                self.put_directly(put, if_absent=False)
-                return
+        if self._is_large(put):
+            self._upload(put, if_absent=False)
+        else:
             self._send(put)
 
-    def put_directly(self, put: Put, *, if_absent: bool) -> bool:
-        """Make one request that skips the client. Return False if ``if_absent`` and the key exists.
+    def _is_large(self, put: Put) -> bool:
+        return len(put.view) > self._multipart_bytes
 
-        Raises ``WireFailed``, although the server may have stored the value.
-        """
+    def _exists(self, put: Put) -> bool:
+        return self._reader.absence.head(put.place) is not None
+
+    def _send(self, put: Put, *, if_absent: bool = False) -> None:
         extra = {"content-length": str(len(put.view)), **self._demands.headers()}
         extra |= self._demands.body_headers(put.view)
         if if_absent:
             extra["if-none-match"] = "*"
-        end_s = put.deadline.end_s
-        with self._wire.ask("PUT", put.key, extra, end_s, body=lambda: put.view) as response:
-            response.text(end_s)
-            if response.status == _EXISTS and if_absent:
-                is_repeated = response.is_repeated
-            else:
-                _check_ok(response)
-                return True
-        return is_repeated and self._is_own(put)
-
-    def _is_large(self, view: memoryview) -> bool:
-        return len(view) > self._multipart_bytes
-
-    def _exists(self, put: Put) -> bool:
-        with put.deadline.client():
-            return self._absence.head(put.place, put.key) is not None
-
-    def _send(self, put: Put, **options: Any) -> None:
-        body = BufferReader(put.view)
-        options |= self._demands.arguments() | self._demands.sum_of(put.view)
-        self._client.put_object(**put.place, Body=body, ContentLength=len(put.view), **options)
+        wire = self._reader.wire
+        with wire.ask("PUT", put.key, extra, put.deadline, body=lambda: put.view) as response:
+            response.read(put.deadline.end_s)
 
     def _send_if_absent(self, put: Put) -> bool:
-        with put.deadline.client():
-            was_sent = False
-            if self.conditional:
-                try:
-                    return self.put_directly(put, if_absent=True)
-                except WireFailed as exc:
-                    was_sent = not isinstance(exc, NotSent)
-            if self.conditional is not False:
-                try:
-                    self._send(put, IfNoneMatch="*")
-                except ClientError as exc:
-                    if error_code(exc)[0] == _EXISTS and (was_sent or _is_repeated(exc)):
-                        return self._is_own(put)
-                    if not _is_refused(exc):
-                        raise
-                else:
-                    if self.conditional is None:
-                        self.conditional = self._refuses_a_second(put)
-                    return True
-            self._recorder.count("s3_unconditional_puts")
-            if self._exists(put):
-                return False
-            self._send(put)
-            self.conditional = False
-            return True
+        if self.conditional is not False:
+            try:
+                self._send(put, if_absent=True)
+            except ClientError as exc:
+                if error_code(exc)[0] == _EXISTS:
+                    return _is_repeated(exc) and self._is_own(put)
+                if not _is_refused(exc):
+                    raise
+            else:
+                if self.conditional is None:
+                    self.conditional = self._refuses_a_second(put)
+                return True
+        self._recorder.count("s3_unconditional_puts")
+        if self._exists(put):
+            return False
+        self._send(put)
+        self.conditional = False
+        return True
 
     def _is_own(self, put: Put) -> bool:
         """Whether the stored value is that of ``put``, whose earlier attempt may have written it
         although its response was lost. Equal bytes of another writer count too."""
-        with put.deadline.client(), suppress(ClientError, BotoCoreError, StoreError):
-            found = self._absence.head(put.place, put.key)
+        with suppress(ClientError, BotoCoreError, StoreError):
+            found = self._reader.absence.head(put.place)
             if found is None or found["ContentLength"] != len(put.view):
                 return False
             digest = hashlib.md5(put.view, usedforsecurity=False).hexdigest()
             if found["ETag"].strip('"') == digest:
                 return True
             # With KMS, the ETag is not a digest of the value.
-            answer = self._client.get_object(**put.place)
-            return read_all(answer, put.deadline.end_s, len(put.view)) == put.view
+            get = Get(put.place, put.key, put.deadline, room=len(put.view))
+            return self._reader.read(get) == put.view
         return False
 
     def _refuses_a_second(self, put: Put) -> bool | None:
@@ -185,7 +144,7 @@ class S3Writer:
         the same bytes does no harm if it does not. Done once per process, because a HEAD before
         every PUT would cost a round trip each."""
         try:
-            self._send(put, IfNoneMatch="*")
+            self._send(put, if_absent=True)
         except ClientError as exc:
             if asks_for_later(exc) and not _is_refused(exc):
                 return None
@@ -194,26 +153,18 @@ class S3Writer:
             return None
         return False
 
-    def _upload_if_absent(self, put: Put) -> bool:
-        if self._exists(put):  # avoids the upload; completing it decides
-            return False
-        return self._upload(put, self._complete_if_absent)
-
-    def _upload(self, put: Put, complete: _Complete) -> bool:
-        """Upload in parts. Abort unless ``complete`` returns True, so that no part stays behind.
-        Raises the client's exceptions and ``StoreUnavailable``."""
+    def _upload(self, put: Put, *, if_absent: bool) -> bool:
+        """Upload in parts, and return whether this writer's value won. Abort if not, so that no
+        part stays behind."""
         deadline = put.deadline
-        with deadline.client():
-            created = self._client.create_multipart_upload(
-                **put.place, **self._demands.arguments(), **self._demands.algorithm()
-            )
+        created = self._client.create_multipart_upload(**put.place, **self._demands.arguments())
         upload = {**put.place, "UploadId": created["UploadId"]}
         done = False
         try:
             with begun_by(deadline.last_s, deadline.abort_s):
-                tags = self._send_parts(put, upload)
-                listed = [{"PartNumber": n, **tags[n]} for n in sorted(tags)]
-                done = complete(put, {**upload, "MultipartUpload": {"Parts": listed}})
+                parts = self._send_parts(put, upload["UploadId"])
+                whole = {**upload, "MultipartUpload": {"Parts": parts}}
+                done = self._complete(put, whole, if_absent=if_absent)
             return done
         finally:
             if not done:
@@ -224,26 +175,26 @@ class S3Writer:
                 ):
                     self._client.abort_multipart_upload(**upload)
 
-    def _send_parts(self, put: Put, upload: dict[str, Any]) -> dict[int, dict[str, str]]:
-        """Upload all parts. Return the tag and checksum of each part by its number."""
-        tags: dict[int, dict[str, str]] = {}
-        query = quote(upload["UploadId"], safe="-_.~")
-        abort_s = put.deadline.abort_s
+    def _send_parts(self, put: Put, upload: str) -> list[dict[str, Any]]:
+        """Upload all parts, and return number, tag and checksum of each."""
+        sent: dict[int, dict[str, Any]] = {}
+        deadline = replace(put.deadline, end_s=put.deadline.abort_s)
 
-        def send(piece: Piece, helper: Helper | None) -> None:
-            target = f"{put.key}?partNumber={piece.number}&uploadId={query}"
-            extra = {"content-length": str(piece.end - piece.start)}
+        def send(piece: Piece, team: Team | None) -> None:
+            target = f"{put.key}?partNumber={piece.number}&uploadId={quote(upload, safe='-_.~')}"
 
             def body() -> memoryview:
                 return put.view[piece.start : piece.end]
 
-            asked = self._wire.ask("PUT", target, extra, abort_s, body=body, helper=helper)
+            sums = self._demands.body_headers(body()) if self._demands.hashes_bodies else {}
+            extra = {"content-length": str(piece.end - piece.start), **sums}
+            asked = self._reader.wire.ask("PUT", target, extra, deadline, body=body, team=team)
             with asked as response:
-                response.text(abort_s)
-                _check_ok(response)
-                if "etag" not in response.headers:
-                    raise WireFailed("a part without an ETag")
-                tags[piece.number] = {"ETag": response.headers["etag"]}
+                response.read(deadline.end_s)
+            if "etag" not in response.headers:
+                raise ConnectionFailed("the server took a part and sent no ETag")
+            tag = {"PartNumber": piece.number, "ETag": response.headers["etag"]}
+            sent[piece.number] = tag | self._demands.sum_of(sums)
             piece.at = piece.end
 
         nbytes, step = len(put.view), self._multipart_bytes
@@ -252,48 +203,35 @@ class S3Writer:
             for number, start in enumerate(range(0, nbytes, step), 1)
         ]
         # A helper must not touch the buffer before it has a connection, so it cannot hash a part.
-        if self._wire.is_found and not self._demands.hashes_bodies:
-            with Team(self._pool, pieces, send, writes=True) as team:
+        if not self._demands.hashes_bodies:
+            with Team(self._reader.pool, pieces, send, writes=True) as team:
                 while (piece := team.take()) is not None:
-                    with suppress(WireFailed):
-                        send(piece, None)
-                team.wait(abort_s, lambda: None)
+                    send(piece, None)
+                team.wait(deadline.end_s, lambda: None)
         for piece in pieces:
             if not piece.is_done:
-                check_time(abort_s, f"put {put.key}")
-                view = put.view[piece.start : piece.end]
-                given = self._demands.sum_of(view)
-                answer = self._client.upload_part(
-                    **upload, PartNumber=piece.number, Body=BufferReader(view), **given
-                )
-                tags[piece.number] = {"ETag": answer["ETag"], **given}
-        return tags
+                send(piece, None)
+        return [sent[number] for number in sorted(sent)]
 
-    def _complete(self, _: Put, upload: dict[str, Any]) -> bool:
+    def _complete(self, put: Put, upload: dict[str, Any], *, if_absent: bool) -> bool:
+        """Return whether this writer's value won."""
+        if if_absent:
+            if self._exists(put):  # some servers ignore the condition here
+                return False
+            if self.conditional is not False:
+                try:
+                    self._client.complete_multipart_upload(**upload, IfNoneMatch="*")
+                    return True
+                except ClientError as exc:
+                    if not _is_refused(exc):
+                        raise
+            self._recorder.count("s3_unconditional_puts")
         self._client.complete_multipart_upload(**upload)
         return True
 
-    def _complete_if_absent(self, put: Put, upload: dict[str, Any]) -> bool:
-        if self._exists(put):  # some servers ignore the condition here
-            return False
-        if self.conditional is not False:
-            try:
-                self._client.complete_multipart_upload(**upload, IfNoneMatch="*")
-                return True
-            except ClientError as exc:
-                if not _is_refused(exc):
-                    raise
-        self._recorder.count("s3_unconditional_puts")
-        return self._complete(put, upload)
-
-
-def _check_ok(response: HttpResponse) -> None:
-    if response.status != 200:
-        raise WireFailed(f"HTTP {response.status}")
-
 
 def _is_repeated(exc: ClientError) -> bool:
-    """Whether the client had sent the request before."""
+    """Whether the request had been sent before."""
     return bool(exc.response.get("ResponseMetadata", {}).get("RetryAttempts"))
 
 

@@ -1,5 +1,4 @@
-"""One load in progress: which moves succeeded or failed, the fence around its blocks, and what
-writes them inside it.
+"""One load in progress: which moves succeeded or failed, and the fence around its blocks.
 
 The fence guarantees that this job writes into blocks only between ``enter`` and ``leave``, and that
 no copy is left when ``poll`` or ``close`` has returned the outcome. Blocks may be reused from then
@@ -11,15 +10,11 @@ import math
 from collections.abc import Callable, Sequence
 from threading import Condition
 from time import monotonic, sleep
-from typing import Any
 
-from objkv.codec.payload import Claim
-from objkv.errors import TransferError
-from objkv.keys.chunk import ChunkKey
 from objkv.tracing import NO_SPAN, Span
-from objkv.transfer.lanes import Lane, Mark
-from objkv.transfer.plan import LoadMove, LoadOutcome, LoadPlan
-from objkv.transfer.sources import PayloadLayout
+from objkv.transfer.lanes import Mark
+from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.sources import bits_of
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1e-3
@@ -28,40 +23,41 @@ _LOOK_S = 1e-3
 class LoadJob:
     """State of one plan on one worker. Thread-safe."""
 
-    request_ended = False
-    """Whether nothing waits for the load any more, so that it cannot fail."""
-    _failed_chunk: int | None = None
-    _nbytes = 0
-    _first: float | None = None
-
     def __init__(
         self,
         plan: LoadPlan,
-        filled: Sequence[range],
+        filled: Sequence[int],
         deadline: float,
         clock: Callable[[], float],
         after: Mark | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
-        """``filled``: the rank's layers that each move fills. ``after``: a mark of the compute
-        stream that copies must follow, because earlier kernels may use these blocks."""
+        """``filled``: the rank's layers that each move fills, one bit a layer. ``after``: a mark of
+        the compute stream that copies must follow, because earlier kernels may use these blocks."""
         self.plan = plan
         self.after = after
         self.deadline = deadline
         """Time on ``clock``. Everything not loaded by then is a miss."""
         self.started = clock()
-        self.span: Span = NO_SPAN
+        self.span = span
+        self.request_ended = False
+        """Whether nothing waits for the load any more, so that it cannot fail."""
         self._clock = clock
         self._changed = Condition()
         self._awaited: list[Callable[[], bool]] = []
         moves = len(plan.moves)
         self._unfinished = set(range(moves))
-        self._filled = filled
-        self._written = [0] * moves  # one bit a layer
-        self._marks: dict[tuple[int, int], dict[Lane, Mark]] = {}
-        self._last_marks: dict[Lane, Mark] = {}
+        self._missing = list(filled)
+        """The layers of each move that are not in their blocks yet."""
+        self._marks: dict[tuple[int, int], Mark] = {}
+        """The last mark of each group's layers, for a load within a step."""
+        self._last_mark: Mark | None = None
+        """It covers the earlier ones: all copies of a load are of one lane."""
         self._rejected: set[tuple[str, bytes]] = set()
+        self._failed_chunk: int | None = None
         self._writing, self._closed = 0, False
-        self._last = self.started
+        self._nbytes, self._last = 0, self.started
+        self._first: float | None = None
 
     # The columns of a load that succeeds are never read: its forward thread has no time for them.
 
@@ -85,12 +81,6 @@ class LoadJob:
                 if self._first is None:
                     self._first = self._clock()
 
-    def came(self, nbytes: int) -> None:
-        """Record that one get has ended after ``nbytes``."""
-        with self._changed:
-            self._nbytes += nbytes
-            self._last = self._clock()
-
     def enter(self, index: int) -> bool:
         """Request permission to write move ``index`` into its blocks. After True the caller must
         call ``leave``."""
@@ -100,45 +90,39 @@ class LoadJob:
             self._writing += 1
             return True
 
-    def leave(self, index: int, layers: range, lane: Lane, mark: Mark | None) -> None:
+    def leave(self, index: int, layers: range, mark: Mark | None) -> None:
         """End the writes that ``enter`` allowed: ``layers`` of move ``index`` were verified and
-        submitted to ``lane`` before ``mark``. Without a mark no layer is recorded as written."""
+        submitted to the lane before ``mark``. Without a mark no layer is recorded as written."""
         with self._changed:
             self._writing -= 1
             if mark is not None:
-                self._last_marks[lane] = mark
-                self._written[index] |= _bits(layers)
+                self._last_mark = mark
+                self._missing[index] &= ~bits_of(layers)
                 if self.plan.sync:
                     group = self._groups[index]
-                    for layer in layers:
-                        self._marks.setdefault((group, layer), {})[lane] = mark
-            self._wake()
+                    self._marks |= {(group, layer): mark for layer in layers}
+            if self._awaited:
+                self._wake()
 
-    def done(self, index: int) -> None:
-        """Record that move ``index`` is verified and was given to the lane. It has succeeded if all
-        its layers are in their blocks."""
+    def done(self, index: int, nbytes: int) -> bool:
+        """Record that move ``index``, ``nbytes`` as stored, is verified and was given to the lane.
+        It has succeeded if all its layers are in their blocks. Returns whether the load is over."""
         with self._changed:
-            if index not in self._unfinished:
-                return
-            if self._missing(index):
+            self._nbytes += nbytes
+            self._last = self._clock()
+            if self._missing[index]:
                 self._fail_from(self._chunks[index])
-            self._unfinished.discard(index)
-            self._wake()
+            return self._end(index)
 
-    def fail(self, index: int, *, rejected: bool) -> None:
-        """Record that move ``index`` failed. All later chunks fail with it."""
+    def fail(self, index: int, *, rejected: bool) -> bool:
+        """Record that move ``index`` failed. All later chunks fail with it. Returns whether the
+        load is over."""
         with self._changed:
             self._fail_from(self._chunks[index])
             if rejected:
                 prefix_hash = self.plan.moves[index].move.prefix_hash
                 self._rejected.add((self.plan.namespace, prefix_hash))
-            self._unfinished.discard(index)
-            self._wake()
-
-    def fail_all(self) -> None:
-        """Record that every move failed. A plan may have none, on a rank without layers of it."""
-        if self._chunks:
-            self.fail(0, rejected=False)
+            return self._end(index)
 
     def cancel(self) -> None:
         """Cancel the load. Everything not written by now fails."""
@@ -150,7 +134,7 @@ class LoadJob:
         """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
-            return self._closed or not self._is_needed()
+            return not self._is_needed()
 
     def wait_over(self) -> None:
         """Block until every move that is still needed has succeeded or failed, or the deadline
@@ -158,39 +142,37 @@ class LoadJob:
         with self._changed:
             self._wait_while(lambda i: True)
 
-    def wait_layer(self, group: int, layer: int) -> list[Mark]:
-        """Block until ``layer`` of ``group`` was submitted to the lanes for every move that is
-        still needed, or the deadline has passed. Returns the marks that computing must wait for.
+    def wait_layer(self, group: int, layer: int) -> Mark | None:
+        """Block until ``layer`` of ``group`` was submitted to the lane for every move that is
+        still needed, or the deadline has passed. Returns the mark that computing must wait for.
 
         A move that lacks the layer by then has failed, because the layer is computed without it,
         even if a write in progress still completes.
         """
-        moves = [i for i, own in enumerate(self._groups) if own == group]
         with self._changed:
             self._wait_while(lambda i: self._lacks(i, group, layer))
-            for i in moves:
+            for i in range(len(self._groups)):
                 if self._lacks(i, group, layer):
                     self._fail_from(self._chunks[i])
-            return list(self._marks.get((group, layer), {}).values())
+            return self._marks.get((group, layer))
 
     def poll(self) -> LoadOutcome | None:
         """Return the outcome if the load is over and none of its copies is left. Never waits. After
         the first call on a load that is over, nothing more is written."""
         with self._changed:
-            if not self._closed and self._is_needed():
+            if self._is_needed():
                 return None
             self._closed = True
             if self._writing:
                 return None
-            for lane in [lane for lane, mark in self._last_marks.items() if mark.done()]:
-                del self._last_marks[lane]
-            return None if self._last_marks else self._outcome()
+            mark = self._last_mark
+            return self._outcome() if mark is None or mark.done() else None
 
     def close(self, seconds: float = math.inf) -> LoadOutcome:
         """Forbid further writes, wait for writes in progress and return the outcome.
 
         It never waits for the network. For a load within a step it makes the compute stream wait
-        for the lanes' copies, before anything else can touch these blocks, so the forward thread
+        for the lane's copies, before anything else can touch these blocks, so the forward thread
         does not wait for the device. For a load between steps it waits for them, for at most
         ``seconds``.
         """
@@ -198,19 +180,17 @@ class LoadJob:
             self._closed = True
             self._wait_for(lambda: not self._writing)
             self._changed.notify_all()
-            marks, self._last_marks = self._last_marks, {}
+            mark, self._last_mark = self._last_mark, None
             outcome = self._outcome()
         end = monotonic() + seconds
-        for mark in marks.values():
+        while mark is not None and not mark.done():
             if self.plan.sync:
-                if not mark.done():
-                    mark.hold_compute()
-                continue
-            while not mark.done():
-                if monotonic() >= end:
-                    logger.error("copies of loads did not finish on the device, going on")
-                    return outcome
-                sleep(_LOOK_S)
+                mark.hold_compute()
+                break
+            if monotonic() >= end:
+                logger.error("copies of loads did not finish on the device, going on")
+                break
+            sleep(_LOOK_S)
         return outcome
 
     def ended(self, outcome: LoadOutcome) -> None:
@@ -222,21 +202,23 @@ class LoadJob:
             error = f"{failed} blocks are computed instead"
             if self.request_ended:
                 error = "the request ended first"
-        chunks = len(set(self._chunks))
         span, self.span = self.span, NO_SPAN
         span.end(
             error,
             namespace=self.plan.namespace,
-            chunks=chunks,
+            chunks=len(set(self._chunks)),
             bytes=outcome.nbytes,
             failed_blocks=failed,
             within_step=self.plan.sync,
         )
 
     def _outcome(self) -> LoadOutcome:
+        chunks = [self._chunks[i] for i in self._unfinished]
+        if self._failed_chunk is not None:
+            chunks.append(self._failed_chunk)
         return LoadOutcome(
             self.plan.request_id,
-            self._failed_blocks(),
+            self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset(),
             frozenset(self._rejected),
             nbytes=self._nbytes,
             seconds=self._last - self.started,
@@ -249,16 +231,13 @@ class LoadJob:
         Checks the moves one after another, because a move that is no longer lacking or no longer
         needed stays so. Checking all of them after each write would take quadratic time.
         """
-        for i in sorted(
-            self._unfinished, reverse=True
-        ):  # usually the last is written last: one wake-up
+        # Usually the last is written last: one wake-up.
+        for i in sorted(self._unfinished, reverse=True):
 
             def is_settled(i: int = i) -> bool:
-                if i not in self._unfinished or not self._wanted(i):
-                    return True
-                return not lacking(i)
+                return i not in self._unfinished or not self._wanted(i) or not lacking(i)
 
-            if not is_settled() and not self._wait_for(is_settled, until=lambda: self.deadline):
+            if not self._wait_for(is_settled, until=lambda: self.deadline):
                 return
 
     def _wait_for(
@@ -279,17 +258,21 @@ class LoadJob:
         finally:
             self._awaited.remove(holds)
 
+    def _end(self, index: int) -> bool:
+        self._unfinished.discard(index)
+        if self._awaited:
+            self._wake()
+        if self._unfinished and self._failed_chunk is None:
+            return False
+        return not self._is_needed()
+
     def _wake(self) -> None:
         """Wake the waiting threads if the condition of one of them holds."""
         if any(holds() for holds in self._awaited):
             self._changed.notify_all()
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
-        return self._groups[index] == group and bool(self._missing(index) >> layer & 1)
-
-    def _missing(self, index: int) -> int:
-        """Return the layers of a move that are not in their blocks yet, one bit a layer."""
-        return _bits(self._filled[index]) & ~self._written[index]
+        return self._groups[index] == group and bool(self._missing[index] >> layer & 1)
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
@@ -306,73 +289,3 @@ class LoadJob:
         if self._closed or self._clock() >= self.deadline:
             return False
         return self._failed_chunk is None or self._chunks[index] < self._failed_chunk
-
-    def _failed_blocks(self) -> frozenset[int]:
-        chunks = [self._chunks[i] for i in self._unfinished]
-        if self._failed_chunk is not None:
-            chunks.append(self._failed_chunk)
-        return self.plan.moves.blocks_from(min(chunks)) if chunks else frozenset()
-
-
-class UnwantedError(TransferError):
-    """The bytes are no longer needed: the job was closed, or an earlier chunk failed."""
-
-
-class CopyUnknownError(TransferError):
-    """The device failed, and nothing shows until when it reads the frames."""
-
-
-class BlockWriter:
-    """Belongs to one thread. Frames must stay alive and unchanged until ``mark`` is done."""
-
-    mark: Mark | None = None
-    """A mark after all copies so far; None if there are none."""
-    _placed: Any = None
-
-    def __init__(self, job: LoadJob, index: int, load: LoadMove, lane: Lane) -> None:
-        """``load``: move ``index`` of the job's plan."""
-        self._job, self._index, self._load, self._lane = job, index, load, lane
-
-    def write(self, source: PayloadLayout, span: range, memory: memoryview) -> None:
-        """Submit frames to the lane.
-
-        Raises ``UnwantedError`` if the job allows no more writes, and ``CopyUnknownError`` if the
-        memory of the frames may never be reused.
-
-        Args:
-            source: the layout of the payload.
-            span: all frames of the payload that were verified since the last call.
-            memory: the raw bytes of those that are in ``source.frames``, one after another.
-        """
-        first, end = max(span.start, source.frames.start), min(span.stop, source.frames.stop)
-        job, index, lane = self._job, self._index, self._lane
-        if not job.enter(index):
-            raise UnwantedError("the load was given up")
-        mark, layers = None, range(0)
-        try:
-            if first < end:
-                if self._placed is None:
-                    if job.after is not None:
-                        lane.follow(job.after)
-                    self._placed = source.place(lane, self._load.move)
-                source.scatter(lane, range(first, end), memory, self._load.move, self._placed)
-            layers = source.fills(span)
-        finally:
-            try:
-                if first < end:
-                    self.mark = mark = lane.mark()  # also after a fault: work may be submitted
-            except Exception as exc:
-                raise CopyUnknownError(f"the device failed: {exc}") from exc
-            finally:  # closing the job waits for this call
-                job.leave(index, layers, lane, mark)
-
-
-def claim_of(namespace: str, load: LoadMove, source: PayloadLayout) -> Claim:
-    """Return the claim of the payload that this rank must read for a move."""
-    move = load.move
-    key = ChunkKey(namespace, move.prefix_hash, move.group, source.shard)
-    return Claim(key, move.parent_hash, move.token_start, move.token_end)
-
-
-def _bits(layers: range) -> int:
-    return (1 << layers.stop) - (1 << layers.start)

@@ -2,46 +2,42 @@
 
 One thread opens payloads in the order of their chunks, sleeps until the agent has verified more of
 them, and gives the frames to the lane where they are. A lease ends when the lane has read its
-memory. Any fault is a miss. Without an agent every load is a miss until there is one again.
+memory. A block is loaded only if its last byte was verified and its payload is as long as its
+header states. Any fault is a miss: the move fails, and all later chunks of the same plan. Without
+an agent every load is a miss until there is one again. Nothing raises into the forward thread.
 """
 
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from threading import Lock, Thread
+from dataclasses import dataclass
+from itertools import accumulate
+from operator import attrgetter
+from threading import Event, Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.client import AgentConnection
-from objkv.agent.fill import Wanted
-from objkv.agent.leases import ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.queue import Urgency
-from objkv.agent.residents import MissReason
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency
 from objkv.background import Alarm, join_all, wait_for
-from objkv.codec.payload import Header, frame_pages, header_bytes_needed, read_claimed
+from objkv.codec.payload import Claim, Header, frame_pages, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
+from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
-from objkv.transfer.lanes import Lane, Mark
-from objkv.transfer.loading.arena_lane import ArenaLane
-from objkv.transfer.loading.job import (
-    BlockWriter,
-    CopyUnknownError,
-    LoadJob,
-    UnwantedError,
-    claim_of,
-)
-from objkv.transfer.loading.loads import LoadLimits, Loads
+from objkv.transfer.lanes import ArenaLane, BlockRuns, Lane, Mark
+from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
+from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab, SlabsExhaustedError
 from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
-_LENGTH_BYTES = 8
-_NOTHING = memoryview(b"")
 _LOOK_S = 3e-4
 """How often the device is polled while it reads leased memory."""
+_COPIES_S = 1.0
+"""How long ``close`` waits for copies to the device, which write into blocks."""
 _IDLE_S = 5.0
 _RETRY_S, RETRY_MAX_S = 0.1, 5.0
 """Pauses between attempts to reach an agent."""
@@ -56,57 +52,65 @@ _TRACED_PAYLOADS_MAX = 64
 _KEPT: list[AgentConnection] = []
 """Connections whose memory a hung device may still read. They end with the process."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
+_COUNTED = {
+    MissReason.NO_ROOM: "load_refused",
+    MissReason.MISSING: "load_ghosts",
+    MissReason.CORRUPT: "load_corrupt",
+    MissReason.LATE: "",
+}
+"""Counters of misses. All others are errors."""
+
+
+class _UnwantedError(TransferError):
+    """The bytes are no longer needed: the job was closed, or an earlier chunk failed."""
+
+
+class _CopyUnknownError(TransferError):
+    """The device failed, and nothing shows until when it reads the frames."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadLimits:
+    """Bounds of the loader."""
+
+    queue_max: int
+    """Moves that may wait. A plan fails from the first move beyond this limit."""
+    deadline_s: float
+    """For loads between steps."""
+    step_deadline_s: float
+    """For loads within the step."""
+    join_s: float = 5.0
+    """How long ``close`` waits for threads that are still on the network."""
 
 
 class _Reading:
-    """One payload that is open, or about to be, for one move."""
-
-    __slots__ = (
-        "_came_ns",
-        "_load",
-        "_span",
-        "_wanted",
-        "header",
-        "index",
-        "is_copied",
-        "is_stalled",
-        "job",
-        "layers",
-        "lease",
-        "nbytes",
-        "source",
-        "writer",
-    )
+    """One open payload, for one move. Belongs to the load thread."""
 
     def __init__(self, job: LoadJob, index: int, layouts: PayloadLayouts, lane: Lane) -> None:
+        """Raises ``KeyError`` if the plan has no record of it."""
         load = job.plan.moves[index]
-        self.job, self.index, self._load = job, index, load
-        self.source = layouts.of(load)
-        self.writer = BlockWriter(job, index, load, lane)
-        self._wanted: Wanted | None = None
+        move, source = load.move, layouts.of(load)
+        key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, source.shard)
+        claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
+        self.wanted = PayloadRequest(claim, dict(load.records)[key.field])
+        """What to ask the agent for."""
+        self.job, self.index, self.source = job, index, source
+        self._move, self._lane = move, lane
+        self._placed: BlockRuns | None = None
         self.lease: ArenaLease | None = None
         self.header: Header | None = None
         self.layers = 0
         """Leading frames that were given to the lane."""
+        self.mark: Mark | None = None
+        """A mark after all copies so far. The frames must stay as they are until it is done."""
         self.is_copied = False
-        """Whether nothing more will be."""
+        """Whether nothing more will be given to the lane."""
         self.is_stalled = False
         """Whether frames wait for a slab that the device is reading."""
-        self.nbytes = 0
-        """Its pages, once it is open."""
         self._span: Span = NO_SPAN
         self._came_ns = 0
-
-    @property
-    def is_further(self) -> bool:
-        """Whether it is one more payload of a chunk, which takes no place in the queue."""
-        return self.job.plan.moves.further[self.index]
-
-    def begin(self, wanted: Wanted) -> None:
-        """Begin to read it."""
-        self.nbytes = wanted.record.raw_bytes
-        if self.job.span.is_on and self.index < _TRACED_PAYLOADS_MAX:
-            self._span = self.job.span.child("objkv.get", chunk=self._load.move.chunk)
+        if job.span.is_on and index < _TRACED_PAYLOADS_MAX:
+            self._span = job.span.child("objkv.get", chunk=move.chunk)
 
     def end(self, error: str | None = None) -> None:
         """End the trace of it: everything was given to the lane, or it is a miss."""
@@ -116,14 +120,7 @@ class _Reading:
             return
         if self._came_ns:
             span.part("objkv.copy", self._came_ns, now_ns())
-        span.end(error, bytes=self.wanted().record.nbytes)
-
-    def wanted(self) -> Wanted:
-        """Return what to ask the agent for. Raises ``KeyError`` if the plan has no record of it."""
-        if self._wanted is None:
-            claim = claim_of(self.job.plan.namespace, self._load, self.source)
-            self._wanted = Wanted(claim, dict(self._load.records)[claim.key.field])
-        return self._wanted
+        span.end(error, bytes=self.wanted.record.nbytes)
 
     def read(
         self,
@@ -136,59 +133,78 @@ class _Reading:
         """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
         this rank expects or, with ``verify``, a frame is not what its checksum promises, and
         ``SlabsExhaustedError`` if the device cannot read more for now."""
-        start = progress.offset
-        payload = arena[start : start + progress.nbytes]
+        payload = arena[progress.offset : progress.offset + progress.nbytes]
         if self.header is None:
-            needed = header_bytes_needed(payload[:_LENGTH_BYTES])
-            layers = self.source.layers
-            header = read_claimed(payload[:needed], self.wanted().claim, layers)
-            if header.nbytes != progress.nbytes or header.codec != "none":
+            header = read_claimed(payload, self.wanted.claim, self.source.layers)
+            found = header.frames
+            if found.ends[-1] != progress.nbytes or set(found.codecs) != {"none"}:
                 raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
-            self.source = self.source.reading(header.frames.layers)
+            if found.layers is not self.source.layers:
+                self.source = self.source.reading(found.layers)
             self.header = header
             self._came_ns = now_ns() if self._span.is_on else 0
             self.job.began()
         frames, ours = self.header.frames, self.source.frames
-        span = range(self.layers, min(progress.frames, len(frames)))
-        own = range(max(span.start, ours.start), min(span.stop, ours.stop))
+        until = min(progress.frames, len(frames.layers))
+        own = range(max(self.layers, ours.start), min(until, ours.stop))
         if verify:
             for n in own:
                 frame_pages(self.header, n, payload, None)
-        memory = payload[frames.starts[own.start] : frames.ends[own.stop - 1]] if own else _NOTHING
+        memory = payload[frames.starts[own.start] : frames.ends[own.stop - 1]] if own else payload
         while on_device is not None and own:
             sizes = [frames.ends[n] - frames.starts[n] for n in own]
             count, given, slab = on_device.take(memory, sizes)
             own, memory = own[count:], memory[len(given) :]
-            end = own.start if own else span.stop
-            self._write(range(self.layers, end), given, slab)
-            self.layers = end
-            if not own:
-                return
-        self.layers = span.stop
-        self.writer.write(self.source, span, memory)
+            self._write(own.start if own else until, given, slab)
+        if self.layers < until:
+            self._write(until, memory)
 
-    def _write(self, span: range, memory: memoryview, slab: Slab | None) -> None:
-        """Give the lane frames that may be in a slab, which goes back when they are copied."""
-        try:
-            self.writer.write(self.source, span, memory)
-        except CopyUnknownError:
+    def _write(self, until: int, memory: memoryview, slab: Slab | None = None) -> None:
+        """Submit the frames before ``until`` that were not given to the lane yet.
+
+        Raises ``_UnwantedError`` if the job allows no more writes, and ``_CopyUnknownError`` if the
+        memory of the frames may never be reused.
+
+        Args:
+            memory: the raw bytes of those that are in ``source.frames``, one after another.
+            slab: has that memory, if any slab does, and goes back when it is copied.
+        """
+        job, source, lane = self.job, self.source, self._lane
+        span, self.layers = range(self.layers, until), until
+        own = range(max(span.start, source.frames.start), min(until, source.frames.stop))
+        if not job.enter(self.index):
             if slab is not None:
-                slab.strand()
-                slab = None
-            raise
-        finally:
-            mark = self.writer.mark
-            if slab is not None and mark is not None:
-                slab.release_after(mark)
-            elif slab is not None:
                 slab.release()
+            raise _UnwantedError("the load was given up")
+        mark, layers = None, range(0)
+        try:
+            if own:
+                if self._placed is None:
+                    if job.after is not None:
+                        lane.follow(job.after)
+                    self._placed = source.place(lane, self._move)
+                source.scatter(lane, own, memory, self._move, self._placed)
+            layers = source.fills(span)
+        finally:
+            try:
+                if own:
+                    self.mark = mark = lane.mark()  # also after a fault: work may be submitted
+                    if slab is not None:
+                        slab.release_after(mark)
+            except Exception as exc:
+                if slab is not None:
+                    slab.strand()
+                raise _CopyUnknownError(f"the device failed: {exc}") from exc
+            finally:  # closing the job waits for this call
+                job.leave(self.index, layers, mark)
 
 
-class Loader(Loads):
-    """Loads by leases of the agent's payloads."""
+class Loader:
+    """Executes load plans by leases of the agent's payloads.
 
-    _is_moving = False
-    """Whether the agent opens no more, because it is replaced."""
+    The forward thread calls ``submit``, ``take_finished`` and ``wait_layer``. It waits for the
+    network only if it needs a layer now. ``wait_over`` is for steps with nothing to compute.
+    """
 
     def __init__(
         self,
@@ -207,27 +223,32 @@ class Loader(Loads):
         called again when the connection is lost. ``verify``: whether this worker verifies frames
         again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
         the cache is on one."""
-        super().__init__(groups, lane, limits, recorder, clock=clock, tracing=tracing)
-        self._on_device, self._connect, self._verify = on_device, connect, verify
+        self._last_layers = {g: len(group.layers) - 1 for g, group in groups.items()}
+        self._layouts = PayloadLayouts(groups)
+        self._lane, self._limits, self._recorder = lane, limits, recorder
+        self._clock, self._tracing = clock, tracing
+        self._connect, self._verify = connect, verify
+        self.on_device = on_device
+        """How the device reads the arena, None if the cache is in host memory."""
+        self._jobs: dict[str, LoadJob] = {}
+        self._over = Event()
         self._window_bytes = _WINDOW_BYTES
         self._trouble = Trouble(logger, "loads from the agent")
-        self._agent: AgentConnection | None = None
+        self.agent: AgentConnection | None = None
+        """The present connection, None without one."""
+        self._is_moving = False
+        """Whether the agent opens no more, because it is replaced."""
         self._retry_at, self._retry_s = 0.0, _RETRY_S
         self._lock = Lock()
         self._came: deque[tuple[LoadJob, int]] = deque()
         self._moves = 0
         """Moves that wait for the thread. Guarded by the lock, with ``_came`` and ``_closed``."""
         self._closed = False
-        self._waiting, self._reading = deque[_Reading](), list[_Reading]()
+        self._waiting, self._reading = deque[tuple[LoadJob, int]](), list[_Reading]()
         self._alarm = Alarm()
         self._reach()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
         self._thread.start()
-
-    @property
-    def agent(self) -> AgentConnection | None:
-        """The present connection, None without one."""
-        return self._agent
 
     @property
     def leased(self) -> int:
@@ -235,54 +256,129 @@ class Loader(Loads):
         return len(self._reading)
 
     @property
-    def is_registering(self) -> bool:
-        """Whether a device registers memory of the agent that was read already."""
-        return self._on_device is not None and self._on_device.is_registering
+    def in_flight(self) -> int:
+        """Number of loads that are not over. Their copies to a device may take longer."""
+        return sum(not job.is_over() for job in self._jobs.values())
 
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return int(self._thread.is_alive())
+    def mark_compute(self) -> Mark:
+        """Return a mark after all work submitted so far to the current compute stream."""
+        return self._lane.mark_compute()
+
+    def submit(self, plan: LoadPlan, after: Mark | None = None) -> None:
+        """Start a plan. ``take_finished`` returns its outcome. Never waits, never raises.
+
+        ``after``: a mark from before the forward pass of this step. By default copies follow
+        everything that was submitted so far, and so the whole forward pass if it has begun.
+        """
+        plan = self._layouts.spread(plan)
+        limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
+        deadline = self._clock() + limit_s
+        filled = self._layouts.filled(plan)
+        after = after or self.mark_compute()  # earlier kernels may still use these blocks
+        span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
+        job = LoadJob(plan, filled, deadline, self._clock, after, span)
+        assert plan.request_id not in self._jobs
+        self._jobs[plan.request_id] = job  # nothing raises from here on: one outcome per plan
+        self._begin(job)
+
+    def _begin(self, job: LoadJob) -> None:
+        """Queue the moves of a job, from the first on, as many as the queue takes."""
+        count, further = len(job.plan.moves), job.plan.moves.further
+        with self._lock:
+            serves = not self._closed and self.agent is not None and self.agent.is_open
+            if serves:
+                taken = _first_of(further, self._limits.queue_max - self._moves)
+                self._moves += taken - sum(further[:taken])
+                self._came.append((job, taken))
+                self._alarm.ring()
+        if not serves:
+            self._recorder.count("load_errors", count)
+            if count:  # none on a rank without layers of the plan
+                job.fail(0, rejected=False)
+        elif taken < count:
+            self._recorder.count("load_refused", count - taken)
+            job.fail(taken, rejected=False)  # and with it all later chunks
+
+    def wait_layer(self, group: int, layer: int) -> None:
+        """Make computing wait for one layer of all sync plans: block until the layer was submitted
+        to the lane, then make the compute stream wait for its mark."""
+        for job in self._jobs.values():
+            if job.plan.sync and (mark := job.wait_layer(group, layer)) is not None:
+                mark.hold_compute()
+
+    def cancel(self, request_id: str, *, request_ended: bool = False) -> None:
+        """Stop fetching for a request. Its outcome is still reported. ``request_ended``: what did
+        not fail before is no failure then, because nothing is recomputed."""
+        if job := self._jobs.get(request_id):
+            job.request_ended = request_ended and not job.is_over()
+            job.cancel()
+        with self._lock:
+            if not self._closed:
+                self._alarm.ring()
+
+    def wait_over(self, seconds: float) -> None:
+        """Block until a load between steps is over, for at most ``seconds``. Returns at once if
+        there is none. For a thread with nothing to compute."""
+        end = monotonic() + seconds
+        while (left_s := end - monotonic()) > 0:
+            self._over.clear()
+            jobs = [job for job in self._jobs.values() if not job.plan.sync]
+            if not jobs or any(job.poll() for job in jobs):
+                return
+            # Copies to a device end without a call, so they are polled.
+            self._over.wait(min(left_s, _LOOK_S) if any(j.is_over() for j in jobs) else left_s)
+
+    def take_finished(self, *, sync: bool) -> list[LoadOutcome]:
+        """Return the outcomes of plans that ended since the last call, each once.
+
+        ``sync`` selects loads within the step, for which this waits up to their deadlines, or loads
+        between steps, for which it never waits. The engine takes the two in different places.
+        """
+        outcomes: list[LoadOutcome] = []
+        for request_id, job in list(self._jobs.items()):
+            if job.plan.sync != sync:
+                continue
+            if sync:
+                for group, last in self._last_layers.items():
+                    job.wait_layer(group, last)
+                job.wait_over()
+            outcome = job.close() if sync else job.poll()
+            if outcome is None:
+                continue
+            del self._jobs[request_id]
+            outcomes.append(outcome)
+            try:
+                self._count(job, outcome)
+            except Exception:  # vLLM waits for ever for a load that is never reported
+                logger.exception("load not counted request=%s", request_id)
+        return outcomes
 
     def close(self) -> None:
         """Stop the thread. Unfinished plans never touch their blocks again. Idempotent."""
         with self._lock:
             was_closed, self._closed = self._closed, True
-        self._close_jobs()
+        end = monotonic() + _COPIES_S  # for all loads: a device that hangs ends none of them
+        for job in self._jobs.values():
+            job.ended(job.close(max(0.0, end - monotonic())))
         if was_closed:
             return
         self._alarm.ring()
         if join_all([self._thread], self._limits.join_s):
             logger.warning("copies of loads did not finish on the device, going on")
             return
-        if self._on_device is not None and not self._on_device.join(self._limits.join_s):
+        if self.on_device is not None and not self.on_device.join(self._limits.join_s):
             logger.warning("memory of the agent is still being unlocked, going on")
 
     def __repr__(self) -> str:
         return f"<Loader {len(self._jobs)} plans, {self.leased} payloads open>"
 
-    def _begin(self, job: LoadJob) -> int:
-        count, further = len(job.plan.moves), job.plan.moves.further
-        with self._lock:
-            if self._closed:
-                return 0
-            if self._agent is not None and self._agent.is_open:
-                taken = _first_of(further, self._limits.queue_max - self._moves)
-                self._moves += taken - sum(further[:taken])
-                self._came.append((job, taken))
-                self._alarm.ring()
-                return taken
-        self._recorder.count("load_errors", count)
-        job.fail_all()
-        self._settle(job)
-        return count
-
-    def cancel(self, request_id: str, *, request_ended: bool = False) -> None:
-        """See ``Loads.cancel``."""
-        super().cancel(request_id, request_ended=request_ended)
-        with self._lock:
-            if not self._closed:
-                self._alarm.ring()
+    def _count(self, job: LoadJob, outcome: LoadOutcome) -> None:
+        self._recorder.observe("load_seconds", self._clock() - job.started)
+        self._recorder.count("loads")
+        job.ended(outcome)
+        if outcome.failed and not job.request_ended:
+            self._recorder.count("load_failures")
+            self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))
 
     def _work(self) -> None:
         self._lane.adopt_thread()
@@ -302,7 +398,7 @@ class Loader(Loads):
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
-        agent = self._agent or self._reach()
+        agent = self.agent or self._reach()
         if agent is None:
             wait_for([self._alarm], self._retry_at - monotonic())
             return
@@ -313,7 +409,7 @@ class Loader(Loads):
             if self._is_moving and not self._reading:
                 self._move()
                 return
-        except CopyUnknownError as exc:
+        except _CopyUnknownError as exc:
             self._trouble.failed(exc)
             self._lose(keep=True)
             return
@@ -340,20 +436,20 @@ class Loader(Loads):
         self._retry_at = monotonic() + self._retry_s  # whatever fails now
         self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
         try:
-            before, self._agent = self._agent, self._connect()
+            before, self.agent = self.agent, self._connect()
         except ObjkvError as exc:
             self._trouble.failed(exc)
             return None
         if before is not None:
             self._leave(before)
         if isinstance(self._lane, ArenaLane):
-            self._lane.attach(self._agent.arena)
-        if self._on_device is not None:
-            self._on_device.attach(self._agent.arena)
-        self._window_bytes = (self._agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
+            self._lane.attach(self.agent.arena)
+        if self.on_device is not None:
+            self.on_device.attach(self.agent.arena)
+        self._window_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
         self._trouble.worked()
         self._retry_at, self._retry_s, self._is_moving = 0.0, _RETRY_S, False
-        return self._agent
+        return self.agent
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
@@ -369,7 +465,7 @@ class Loader(Loads):
         with self._lock:
             came, self._came = self._came, deque()
         for job, taken in came:
-            moves = [_Reading(job, n, self._layouts, self._lane) for n in range(taken)]
+            moves = [(job, index) for index in range(taken)]
             if job.plan.sync:
                 self._waiting.extendleft(reversed(moves))
             else:
@@ -377,66 +473,64 @@ class Loader(Loads):
 
     def _room(self) -> tuple[int, int]:
         """Return how many payloads, and how many bytes, may be opened besides those that are."""
-        nbytes = sum(one.nbytes for one in self._reading)
+        nbytes = sum([one.wanted.record.raw_bytes for one in self._reading])
         limit = min(_WINDOW_BYTES, self._window_bytes)
         return WINDOW - len(self._reading), limit - nbytes
 
     def _open(self, agent: AgentConnection) -> None:
         """Open the next payloads of one job, as many as there is room for."""
-        if self._is_moving:
+        if self._is_moving or not (batch := self._next()):
             return
-        count, nbytes = self._room()
-        nbytes = min(nbytes, _BATCH_BYTES)
-        batch: list[tuple[_Reading, Wanted]] = []
-        while self._waiting and len(batch) < count:
-            one = self._waiting[0]
-            if batch and one.job is not batch[0][0].job:
-                break
-            if nbytes <= 0 and (batch or self._reading):
-                break
-            self._waiting.popleft()
-            with self._lock:
-                self._moves -= not one.is_further
-            wanted = self._wanted(one) if one.job.wanted(one.index) else None
-            if wanted is not None:
-                batch.append((one, wanted))
-                one.begin(wanted)
-                nbytes -= one.nbytes
-        if not batch:
-            return
-        job = batch[0][0].job
-        self._reading += [one for one, _ in batch]
+        job = batch[0].job
+        self._reading += batch
         leases = agent.open(
-            [wanted for _, wanted in batch],
+            [one.wanted for one in batch],
             deadline_s=job.deadline - self._clock(),
             urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
         )
         if leases[0].progress.reason == MissReason.CLOSED:
             self._is_moving = True
             self._reading = self._reading[: -len(batch)]
-            self._waiting.extendleft(one for one, _ in reversed(batch))
+            self._waiting.extendleft((job, one.index) for one in reversed(batch))
             with self._lock:
-                self._moves += sum(not one.is_further for one, _ in batch)
+                self._moves += sum(not job.plan.moves.further[one.index] for one in batch)
             return
-        for (one, _), lease in zip(batch, leases, strict=True):
+        for one, lease in zip(batch, leases, strict=True):
             one.lease = lease
 
-    def _wanted(self, one: _Reading) -> Wanted | None:
-        """Return what to open. None if the plan has no record of it, as for a ghost."""
-        try:
-            return one.wanted()
-        except KeyError:
-            self._fail(one, "no record", rejected=True)
-            return None
+    def _next(self) -> list[_Reading]:
+        """Take the next payloads of one job from the queue, as many as there is room for."""
+        count, nbytes = self._room()
+        nbytes, taken = min(nbytes, _BATCH_BYTES), 0
+        batch: list[_Reading] = []
+        while self._waiting and len(batch) < count:
+            job, index = self._waiting[0]
+            if batch and job is not batch[0].job:
+                break
+            if nbytes <= 0 and (batch or self._reading):
+                break
+            self._waiting.popleft()
+            taken += not job.plan.moves.further[index]
+            if not job.wanted(index):
+                continue
+            try:
+                batch.append(_Reading(job, index, self._layouts, self._lane))
+            except KeyError:  # a ghost
+                self._settle(job.fail(index, rejected=True))
+                continue
+            nbytes -= batch[-1].wanted.record.raw_bytes
+        with self._lock:
+            self._moves -= taken
+        return batch
 
     def _advance(self, agent: AgentConnection) -> None:
         """Read new frames, and end the leases that are not needed any more."""
         ended, kept = [], []
         # Those that a step waits for get slabs first.
-        for one in sorted(self._reading, key=lambda one: not one.job.plan.sync):
+        for one in sorted(self._reading, key=attrgetter("job.plan.sync"), reverse=True):
             if not one.is_copied:
                 self._read(agent, one)
-            if one.is_copied and _is_past(one.writer.mark):
+            if one.is_copied and _is_past(one.mark):
                 ended.append(one)
             else:
                 kept.append(one)
@@ -446,33 +540,40 @@ class Loader(Loads):
     def _read(self, agent: AgentConnection, one: _Reading) -> None:
         """Read the verified frames of one payload. Every fault is a miss."""
         assert one.lease is not None
-        job = one.job
-        if not job.wanted(one.index):
-            self._recorder.count("load_given_up")
-            one.end("given up")
+        job, progress = one.job, one.lease.progress
+        is_filling = progress.state is CellState.FILLING
+        if (is_filling or one.is_stalled) and not job.wanted(one.index):
+            self._given_up(one)
             return
         one.is_stalled = False
-        progress = one.lease.progress
-        if progress.state is CellState.FILLING:
+        if is_filling:
             progress = agent.arena.board.read(one.lease.cell)
         is_ready = progress.state is CellState.READY
         try:
-            if progress.frames > one.layers and (is_ready or self._streams(one)):
-                one.read(progress, agent.arena.view, self._on_device, verify=self._verify)
+            # A device has one copy for a whole payload, unless a step waits for single layers.
+            streams = is_ready or job.plan.sync or not self._lane.per_span
+            if streams and progress.frames > one.layers:
+                one.read(progress, agent.arena.view, self.on_device, verify=self._verify)
             if is_ready:
-                self._done(one)
+                nbytes = one.wanted.record.nbytes
+                one.end()
+                self._recorder.count("load_bytes", nbytes)
+                if job.done(one.index, nbytes):
+                    self._over.set()
             elif progress.state is CellState.FAILED:
-                self._missed(one, MissReason(progress.reason))
+                reason = MissReason(progress.reason)
+                if name := _COUNTED.get(reason, "load_errors"):
+                    self._recorder.count(name)
+                self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
         except SlabsExhaustedError:
             one.is_stalled = True
-        except UnwantedError:
-            self._recorder.count("load_given_up")
-            one.end("given up")
+        except _UnwantedError:
+            self._given_up(one)
         except PayloadError as exc:
             logger.warning("payload refused request=%s reason=%s", job.plan.request_id, exc)
             self._recorder.count("load_corrupt")
             self._fail(one, "corrupt", rejected=True)
-            agent.reject(one.wanted())
+            agent.reject(one.wanted)
         except TransferError:
             raise
         except Exception:  # of this payload, such as too little memory of a device
@@ -480,37 +581,16 @@ class Loader(Loads):
             logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
             self._fail(one, "failed", rejected=False)
 
-    def _streams(self, one: _Reading) -> bool:
-        """Whether frames are copied as they arrive: a device has one copy for a whole payload,
-        unless a forward pass waits for single layers."""
-        return one.job.plan.sync or not self._lane.per_span
-
-    def _done(self, one: _Reading) -> None:
-        nbytes = one.wanted().record.nbytes
-        one.end()
-        one.job.came(nbytes)
-        self._recorder.count("load_bytes", nbytes)
-        one.job.done(one.index)
-        self._settle(one.job)
-
-    def _missed(self, one: _Reading, reason: MissReason) -> None:
-        if reason is MissReason.NO_ROOM:
-            self._recorder.count("load_refused")
-        elif reason is MissReason.MISSING:
-            self._recorder.count("load_ghosts")
-        elif reason is MissReason.CORRUPT:
-            self._recorder.count("load_corrupt")
-        elif reason is not MissReason.LATE:
-            self._recorder.count("load_errors")
-        self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
+    def _given_up(self, one: _Reading) -> None:
+        self._recorder.count("load_given_up")
+        one.end("given up")
 
     def _fail(self, one: _Reading, reason: str, *, rejected: bool) -> None:
         one.end(reason)
-        one.job.fail(one.index, rejected=rejected)
-        self._settle(one.job)
+        self._settle(one.job.fail(one.index, rejected=rejected))
 
-    def _settle(self, job: LoadJob) -> None:
-        if job.is_over():
+    def _settle(self, is_over: bool) -> None:
+        if is_over:
             self._over.set()
 
     def _lose(self, *, keep: bool = False) -> None:
@@ -518,23 +598,21 @@ class Loader(Loads):
 
         ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
         """
-        agent = self._agent
         with self._lock:
-            self._agent = None
-            came = list(self._came)
-            self._came.clear()
-            self._moves = 0
-        left = (*self._waiting, *self._reading)
-        lost = sum(not one.is_copied and one.job.wanted(one.index) for one in left)
-        lost += sum(taken for job, taken in came if taken and job.wanted(0))
+            agent, self.agent, self._moves = self.agent, None, 0
+        self._take_jobs()
+        unread = [(one.job, one.index) for one in self._reading if not one.is_copied]
+        lost = sum(job.wanted(index) for job, index in (*self._waiting, *unread))
         self._recorder.count("load_errors", lost)
-        for job, _ in came:
-            job.fail_all()
-            self._settle(job)
-        for one in left:
+        first: dict[LoadJob, int] = {}
+        for job, index in self._waiting:
+            first[job] = min(index, first.get(job, index))
+        for job, index in first.items():  # and with it all later chunks
+            self._settle(job.fail(index, rejected=False))
+        for one in self._reading:  # also what was given to the lane, which may still read it
             self._fail(one, "lost", rejected=False)
         self._waiting.clear()
-        marks = [one.writer.mark for one in self._reading if one.writer.mark is not None]
+        marks = [one.mark for one in self._reading]
         self._reading = []
         keep = keep or not self._await(marks)
         if agent is None:
@@ -542,19 +620,19 @@ class Loader(Loads):
         if keep:
             logger.error("copies of loads did not finish on the device, keeping their memory")
             _KEPT.append(agent)
-            if self._on_device is not None:
-                self._on_device.abandon()
+            if self.on_device is not None:
+                self.on_device.abandon()
         else:
             self._leave(agent)
 
     def _leave(self, agent: AgentConnection) -> None:
         """Close a connection whose arena nothing reads, once a device has unlocked it."""
-        if self._on_device is None:
+        if self.on_device is None:
             agent.close()
         else:
-            self._on_device.detach(agent.close)
+            self.on_device.detach(agent.close)
 
-    def _await(self, marks: list[Mark]) -> bool:
+    def _await(self, marks: list[Mark | None]) -> bool:
         """Wait until all marks have passed. Returns False if they do not, or nothing shows it."""
         end = monotonic() + self._limits.deadline_s
         try:
@@ -562,7 +640,7 @@ class Loader(Loads):
                 if monotonic() >= end:
                     return False
                 sleep(_LOOK_S)
-        except CopyUnknownError:
+        except _CopyUnknownError:
             return False
         return True
 
@@ -572,16 +650,13 @@ def _first_of(further: Sequence[bool], room: int) -> int:
     none."""
     if len(further) <= room:
         return len(further)
-    for index, is_further in enumerate(further):
-        room -= not is_further
-        if room < 0:
-            return index
-    return len(further)
+    taken = accumulate(not one for one in further)
+    return next((index for index, places in enumerate(taken) if places > room), len(further))
 
 
 def _is_past(mark: Mark | None) -> bool:
-    """Whether a device has read everything before ``mark``. Raises ``CopyUnknownError``."""
+    """Whether a device has read everything before ``mark``. Raises ``_CopyUnknownError``."""
     try:
         return mark is None or mark.done()
     except Exception as exc:
-        raise CopyUnknownError(f"the device failed: {exc}") from exc
+        raise _CopyUnknownError(f"the device failed: {exc}") from exc

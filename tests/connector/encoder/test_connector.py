@@ -148,16 +148,15 @@ def test_a_bug_costs_an_encode_not_the_engine(start: Any, monkeypatch: pytest.Mo
     one.worker.save_caches({}, "x")
 
 
-@pytest.mark.parametrize("broken", ["get", "name"])
+@pytest.mark.parametrize("broken", ["_track", "_items"])
 def test_a_save_that_cannot_be_planned_is_not_made(start: Any, broken: str) -> None:
     """vLLM encodes the image in any case."""
     first = start()
-    items = first.scheduler._scheduler._items
 
     def fail(*_args: Any) -> None:
         raise AttributeError(broken)
 
-    setattr(items, broken, fail)
+    setattr(first.scheduler._scheduler, broken, fail)
     assert first.see("x", OUTPUT)
     first.shutdown()
     assert start().see("x", OUTPUT)
@@ -196,7 +195,7 @@ def test_after_weights_may_have_changed_nothing_old_is_loaded(start: Any, change
 def test_numbers_of_both_sides_reach_vllm(start: Any) -> None:
     one = start()
     one.see("x", OUTPUT)
-    assert one.worker.worker.drain_saves(10)
+    assert one.worker.worker.writer.drain(10)
     one.see("y", OUTPUT)
     stats = one.scheduler.get_ec_connector_stats()
     assert stats is not None

@@ -1,6 +1,8 @@
 """Memory for outputs that come all at once: who waits for it, who gets it, who gives up."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -8,8 +10,11 @@ from hypothesis import strategies as st
 
 from objkv.connector.encoder.fetch import OutputMemory, State, WantedOutput
 from objkv.connector.encoder.items import EncoderOutput
+from objkv.index.base import ChunkEntry
+from objkv.keys.encoder import ENCODER_FIELD, encoder_hash, encoder_root
 from tests.connector.encoder.world import (
     EMBEDS,
+    IDENTITY,
     WIDTH,
     Limits,
     Place,
@@ -35,7 +40,12 @@ def until(second: Replica, what: Callable[[], bool]) -> None:
 
 def parked(second: Replica) -> int:
     """How many outputs wait for memory."""
-    return second.fetcher._room.parked
+    return waiting(second.fetcher.memory)
+
+
+def waiting(memory: OutputMemory) -> int:
+    """How many outputs wait."""
+    return sum(one.is_needed for batch in memory._batches for one in batch)
 
 
 def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Place) -> None:
@@ -54,7 +64,7 @@ def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Plac
             second.step()
         assert (second.encoded, second.count("hits")) == ([], 12)
         assert second.count("load_refused") == 0
-        assert second.fetcher.held_bytes == 0
+        assert second.fetcher.memory.held_bytes == 0
 
 
 def test_requests_that_hold_what_the_other_waits_for_do_not_wait_for_ever(place: Place) -> None:
@@ -69,10 +79,10 @@ def test_requests_that_hold_what_the_other_waits_for_do_not_wait_for_ever(place:
             second.side.finish(seen)
             waiting.remove(seen)
         assert not second.encoded
-        assert second.fetcher.held_bytes == parked(second) == 0
+        assert second.fetcher.memory.held_bytes == parked(second) == 0
 
 
-def full(place: Place, second: Replica) -> object:
+def full(place: Place, second: Replica) -> Any:
     """A request that is ready and not scheduled; "y" of another waits for its memory."""
     holder = request("holder", "x")
     second.wait(holder)
@@ -109,7 +119,7 @@ def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(
         assert parked(second) == 0
         assert second.see(holder) == []
         assert second.count("loads") == 1
-        assert second.fetcher.held_bytes == 0
+        assert second.fetcher.memory.held_bytes == 0
 
 
 def test_what_never_fits_is_not_waited_for(place: Place) -> None:
@@ -118,6 +128,24 @@ def test_what_never_fits_is_not_waited_for(place: Place) -> None:
         assert second.see(request("b", "x")) == ["x"]
         assert second.count("load_refused") == 1
         assert second.count("save_existed") == 0
+
+
+def test_any_number_may_wait_for_memory_at_the_end(place: Place, limits: Limits) -> None:
+    """Each of them ended within the call that ended the one before, and there are 1,000 calls."""
+    namespace, names = IDENTITY.namespace(), [f"image-{number}" for number in range(400)]
+    (found,) = place.index.find(namespace, [encoder_hash(namespace, "x")], (ENCODER_FIELD,))
+    assert found is not None
+    for name in names:
+        hashes = encoder_hash(namespace, name), encoder_root(namespace)
+        place.index.publish(ChunkEntry(namespace, *hashes, 0, EMBEDS), found, ttl_s=3600)
+    with replica(place, limits=replace(limits, queue_max=1000)) as second:
+        holder = full(place, second)
+        for name in names:
+            assert not second.side.is_ready(request(f"r-{name}", name), 0)
+        until(second, lambda: parked(second) == 1 + len(names))
+        second.close()
+        second.side.finish(holder)
+        assert parked(second) == second.fetcher.memory.held_bytes == 0
 
 
 class Crowd:
@@ -151,7 +179,7 @@ class Crowd:
 
     def ask(self) -> None:
         """The lookup of the next request has ended."""
-        for one in self.room.ask(self.entries[image] for image in self.found.pop(0)):
+        for one in self.room.ask([self.entries[image] for image in self.found.pop(0)]):
             one.state = State.STORED
         self.share()
 
@@ -168,7 +196,7 @@ class Crowd:
         for image in self.requests.pop(name):
             one = self.entries.pop(image, None)
             if one is not None:
-                one.is_forgotten = True
+                one.state = State.ABSENT
                 self.room.free(one)
         self.share()
 
@@ -193,4 +221,4 @@ def test_whoever_wants_what_somebody_can_always_go_on(data: st.DataObject) -> No
         moves = crowd.moves()
         assert moves
         data.draw(st.sampled_from(moves))()
-    assert crowd.room.held_bytes == crowd.room.parked == 0
+    assert crowd.room.held_bytes == waiting(crowd.room) == 0

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from objkv.connector.encoder.items import EncoderPlan, EncoderReport, ItemSave
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport
 from objkv.transfer.paging import DTYPE_NAMES
 from tests.connector.encoder.world import (
     ANSWERS_S,
@@ -29,8 +29,11 @@ from tests.connector.encoder.world import (
 NAME = b"n" * 20
 
 
-def plan(**saves: ItemSave) -> EncoderPlan:
-    return EncoderPlan(IDENTITY.namespace(), saves=saves)
+def plan(**names: bytes) -> EncoderPlan:
+    """A step that encodes outputs with these names."""
+    form = EMBEDS, WIDTH, "BF16"
+    saves = {key: EncoderOutput(IDENTITY.namespace(), name, *form) for key, name in names.items()}
+    return EncoderPlan(saves=saves)
 
 
 def loading(second: Replica, *names: str) -> EncoderPlan:
@@ -66,7 +69,7 @@ def test_two_ranks_are_given_the_same_and_neither_shares_memory(place: Place) ->
 )
 def test_what_nobody_could_verify_later_is_not_saved(place: Place, encoded: torch.Tensor) -> None:
     with replica(place, form=formed(item_bytes_max=2 * EMBEDS * WIDTH)) as first:
-        first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": encoded}, "x")
+        first.worker.save(plan(x=NAME), {"x": encoded}, "x")
         # What no plan names is not looked at: vLLM encodes an image of its own when it starts.
         first.worker.save(plan(), {"x": output_of("x")}, "x")
         first.drain()
@@ -106,8 +109,7 @@ def held(first: Replica, count: int) -> Iterator[None]:
 
     first.copies.to_host = wait  # type: ignore[method-assign]
     for number in range(count):
-        item = ItemSave(bytes([number]) * 20, EMBEDS)
-        first.worker.save(plan(x=item), {"x": output_of("x")}, "x")
+        first.worker.save(plan(x=bytes([number]) * 20), {"x": output_of("x")}, "x")
         assert begun.wait(ANSWERS_S)
     yield
     gate.set()
@@ -135,7 +137,7 @@ def test_a_save_that_waited_too_long_is_dropped(place: Place) -> None:
 def test_the_same_output_is_saved_once(place: Place) -> None:
     with replica(place) as first:
         for _ in range(3):
-            first.worker.save(plan(x=ItemSave(NAME, EMBEDS)), {"x": output_of("x")}, "x")
+            first.worker.save(plan(x=NAME), {"x": output_of("x")}, "x")
             first.drain()
         assert (first.saved, first.count("save_repeats")) == (1, 2)
 
@@ -143,8 +145,7 @@ def test_the_same_output_is_saved_once(place: Place) -> None:
 def test_at_its_end_a_worker_waits_for_its_saves(place: Place) -> None:
     first = Replica(place)
     for number in range(8):
-        item = ItemSave(bytes([number]) * 20, EMBEDS)
-        first.worker.save(plan(x=item), {"x": output_of("x")}, "x")
+        first.worker.save(plan(x=bytes([number]) * 20), {"x": output_of("x")}, "x")
     first.close()
     first.close()
     assert len(place.payloads()) == 8

@@ -10,28 +10,31 @@ from typing import Any, cast
 
 import torch
 
-from objkv.agent.calls import AgentCalls, AgentDocuments, AgentIndex
+from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.codec.seal import Seal
-from objkv.connector.encoder.copies import open_copies
-from objkv.connector.encoder.fetch import EncoderFetcher, FetchLimits
+from objkv.config import Config
+from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
-from objkv.connector.encoder.scheduler import EncoderRoles, EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
-from objkv.index.memory import MemoryIndex
+from objkv.connector.encoder.scheduler import EncoderSchedulerSide
+from objkv.connector.encoder.worker import EncoderWorkerSide, open_copies
+from objkv.connector.pacing import EmptySteps
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Node
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 EMBEDS, WIDTH = 4, 16
 IDENTITY = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
-FORM = OutputForm("BF16", lambda modality: WIDTH)
+FORM = OutputForm(
+    "BF16", lambda modality: WIDTH, item_bytes_max=1 << 20, media_named=True, tower_lora=False
+)
 ANSWERS_S = 120.0
 _NONE = torch.empty(0)
 ARENA_BYTES, _OUTBOX_BYTES = 4 << 20, 1 << 20
@@ -48,6 +51,18 @@ class Limits:
     save_held_bytes_max: int = 1 << 20
     save_deadline_s: float = 60.0
     codec: str = "none"
+
+    def config(self) -> Config:
+        """The settings."""
+        return Config(
+            bulk_url="file:///nowhere",
+            index_url="sqlite:///nowhere",
+            encoder_deadline_ms=round(1000 * self.deadline_s),
+            lookup_queue_max=self.queue_max,
+            save_queue_max=self.save_queue_max,
+            save_deadline_ms=round(1000 * self.save_deadline_s),
+            drain_deadline_ms=round(1000 * ANSWERS_S),
+        )
 
 
 @dataclass
@@ -96,6 +111,7 @@ class Replica:
     ) -> None:
         """``loads``: whether it has a language model."""
         limits = limits or Limits()
+        config = limits.config()
         self.copies = open_copies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
@@ -107,24 +123,27 @@ class Replica:
         self.calls = AgentCalls(connect)
         reader = PayloadReader(self._connect, "outputs", clock=self.clock)
         self.fetcher = EncoderFetcher(
-            AgentIndex(self.calls),
+            self.calls,
             reader if loads else None,
-            FetchLimits(limits.deadline_s, limits.queue_max, limits.held_bytes_max),
+            config,
             self.recorder,
+            held_bytes_max=limits.held_bytes_max,
             clock=self.clock,
         )
         self.reader, self._loads, self._is_closed = reader, loads, False
         self.side = EncoderSchedulerSide(
-            EncoderRoles(loads=loads, saves=True),
             form,
             IDENTITY,
             self.fetcher,
-            bulk=cast("WriteStore", AgentDocuments(self.calls)),
+            loads=loads,
+            saves=True,
+            steps=EmptySteps(1),
+            bulk=cast("WriteStore", self.calls),
+            admission="always",
             recorder=self.recorder,
         )
         self.worker = EncoderWorkerSide(
             self.copies,
-            form.dtype,
             PayloadWriter(
                 connect,
                 _OUTBOX_BYTES,
@@ -133,14 +152,10 @@ class Replica:
                 begin=self.copies.adopt_thread,
                 clock=self.clock,
             ),
-            EncoderSaveLimits(
-                limits.save_queue_max,
-                limits.save_held_bytes_max,
-                form.item_bytes_max,
-                limits.save_deadline_s,
-            ),
+            config,
             self.worker_recorder,
-            drain_s=ANSWERS_S,
+            form.item_bytes_max,
+            limits.save_held_bytes_max,
             clock=self.clock,
         )
         self.cache: dict[str, torch.Tensor] = {}
@@ -174,7 +189,8 @@ class Replica:
 
     def drain(self) -> None:
         """Wait until everything is stored."""
-        assert self.worker.drain_saves(ANSWERS_S)
+        assert self.worker.writer is not None
+        assert self.worker.writer.drain(ANSWERS_S)
         assert self.node.saves.drain(ANSWERS_S)
 
     def dropped(self, *identifiers: str) -> None:

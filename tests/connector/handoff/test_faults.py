@@ -21,12 +21,12 @@ from objkv.connector.handoff import connector as handoff
 from objkv.connector.handoff.connector import RankAgreement
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
-from objkv.index.memory import MemoryIndex
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import NullRecorder
 from tests.connector.handoff.model import model_folder, prompts
 from tests.connector.handoff.world import PROMPTS, Engine, bits, step
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 WAITS_S = 120.0

@@ -246,7 +246,7 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
     }
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="ObjKVConnector",
-        kv_connector_module_path="objkv.connector.kv",
+        kv_connector_module_path="objkv.connector",
         kv_role="kv_both",
         kv_connector_extra_config=extra | patient | settings,
     )

@@ -64,7 +64,7 @@ class Step:
             failed_recving=self.failed,
             invalid_block_ids=self.blocks,
             kv_connector_stats=ObjKVStats(data=dict(self.stats)) if self.stats else None,
-            kv_connector_worker_meta=None if self.report.is_empty() else self.report,
+            kv_connector_worker_meta=None if self.report == StepReport() else self.report,
         )
 
 
@@ -133,7 +133,7 @@ def test_a_replica_did_what_its_ranks_did(
         assert (dict(stats.data) if stats is not None else {}) == dict(sums)
 
         reports = [one.report for one in step]
-        if all(report.is_empty() for report in reports):
+        if all(report == StepReport() for report in reports):
             assert found.kv_connector_worker_meta is None
             continue
         together = found.kv_connector_worker_meta

@@ -78,7 +78,7 @@ def test_asleep_a_load_fails_and_touches_nothing_and_awake_again_it_loads(world:
     world.connector.unregister_kv_caches()
     [side] = world.opened
     assert isinstance(side.loads, Loader)
-    assert side.loads.threads == 0
+    assert not side.loads._thread.is_alive()
     received, failed = world.load()
     assert len(received) == 1
     assert failed == set(range(9, 9 + BLOCKS))
@@ -174,7 +174,7 @@ def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
     def refuse(*_: Any, **_more: Any) -> None:
         raise ConfigError("no")
 
-    transfer = SimpleNamespace(kv_connector_extra_config={"bulk_url": "memory:"}, engine_id="e")
+    transfer = SimpleNamespace(kv_connector_extra_config={"bulk_url": "file:///kv"}, engine_id="e")
     device = SimpleNamespace(device_type="cpu")
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer, device_config=device, cache_config=object()
@@ -183,7 +183,8 @@ def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     group: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
     cache: Any = SimpleNamespace(kv_cache_groups=[group])
-    monkeypatch.setattr(kv, "AgentLink", MagicMock())
+    for name in ("AgentLink", "BlockHeadroom"):
+        monkeypatch.setattr(kv, name, MagicMock())
     for name in ("read_geometry", "warn_of_outer_policy", "replica_of", "events_enabled"):
         monkeypatch.setattr(kv, name, lambda *_: None)
     for name in ("open_scheduler_side", "open_worker_side"):

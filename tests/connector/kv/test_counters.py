@@ -9,10 +9,10 @@ import pytest
 from objkv.connector.counters import COUNTERS
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import BLOCKS, Replica, wait_until
 from tests.support.sides import ask, publish_prompt, request, scheduler_side, worker_side
 
@@ -89,7 +89,7 @@ def test_a_load_of_a_request_that_ends_has_failed_only_if_it_had_before(*, fails
         store.hold(gate)
     worker.start_loads(StepPlan(loads=(writer.load_plan(range(CHUNKS), 9),)))
     wait_until(lambda: worker.loads.in_flight == 0 if fails else store.arrived.is_set())
-    assert worker.results(StepPlan(), {"r"}).received == {"r"}
+    assert worker.results(StepPlan(), {"r"}).finished_recving == {"r"}
     assert worker.take_failed_blocks() == set(range(9, 9 + CHUNKS * BLOCKS))
     gate.set()
     worker.close()

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import replace
-from itertools import product
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,15 +19,15 @@ from vllm.v1.kv_cache_interface import (
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
-from objkv.connector.model.stages import whole_groups
+from objkv.connector.model.parts import whole_groups
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.keys.topology import Topology, pp_layers
 from objkv.ops.size.model import LayerShape, ModelShape
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores
+from tests.support.plans import packed
 from tests.support.servers.redis import wait_until
 from tests.support.sides import RECORD, worker_side
 
@@ -81,13 +80,6 @@ def of_vllm(
     return whole, stages
 
 
-def test_layers_are_dealt_to_stages_as_vllm_does() -> None:
-    for layers, pp_size in product(range(1, 130), range(1, 9)):
-        topology = Topology(1, 1, pp_layers(layers, pp_size))
-        ranges = [get_pp_indices(layers, rank, pp_size) for rank in range(pp_size)]
-        assert [topology.layer_range(rank) for rank in range(pp_size)] == ranges
-
-
 @pytest.mark.parametrize("pp_size", range(2, 9))
 @pytest.mark.parametrize("mix", MIXES)
 def test_every_stage_means_the_groups_of_the_whole_model(mix: str, pp_size: int) -> None:
@@ -109,11 +101,6 @@ def test_objkv_size_groups_layers_as_vllm_does(mix: str) -> None:
     assert sorted(tuple(one.layer_names) for one in theirs) == sorted(
         one.layers for one in model.groups(16)
     )
-
-
-def test_without_a_pipeline_groups_are_as_vllm_gives_them() -> None:
-    whole, _ = of_vllm(MIXES["five to one"], 1, naming="strange.{}.0")
-    assert whole_groups(engine(1, [], told=False), whole) == (whole, ())
 
 
 def test_stages_are_as_long_as_the_operator_says_and_have_some_layer(
@@ -253,9 +240,9 @@ def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -
     save = SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None)
     worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
     shards = tuple((field, RECORD) for field in geometry.fields(0))
-    load = LoadPlan("q", NAMESPACE, (LoadMove(move, shards),), sync=False)
+    load = LoadPlan("q", NAMESPACE, packed([LoadMove(move, shards)]), sync=False)
     worker.start_loads(StepPlan(loads=(load,)))
-    wait_until(lambda: bool(worker.results(StepPlan(), set()).received), "the load to end")
+    wait_until(lambda: bool(worker.results(StepPlan(), set()).finished_recving), "the load to end")
     assert worker.take_failed_blocks() == set()
     report = worker.take_report()
     assert report is None or not report.failed

@@ -12,13 +12,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading import scheduler as
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload import base
 
-from objkv.agent.prefetch import PrefetchOrder
+from objkv.agent.messages import PrefetchOrder
 from objkv.connector.kv.request_limits import NO_LIMITS, HintReader, LimitReader, RequestLimits
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.errors import StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.sides import (
     RECORD,
     SIZE,
@@ -224,5 +224,5 @@ def test_what_an_agent_holds_back_is_put_for_a_request_that_says_so(puts: bool) 
     assert plan.puts is puts
     assert [save.move.chunk for save in plan.moves] == [1]
     hashes = prefix_hashes(one.namespace, [7] * 2 * SIZE, SIZE)
-    wait_until(lambda: not one.lookups.in_flight)
+    wait_until(lambda: not one.lookups._thread.unfinished)
     assert asked == ([(hashes, True)] if puts else [])

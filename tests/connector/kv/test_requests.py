@@ -10,12 +10,14 @@ import pytest
 import torch
 
 from objkv.cache.lookup import LookupLimits, LookupService
+from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
 from objkv.index.base import ChunkEntry
-from objkv.index.memory import MemoryIndex
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.sides import FIELD, GEOMETRY, RECORD, SIZE, Jobs, request
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -116,9 +118,21 @@ def lookups(index: MemoryIndex) -> Iterator[LookupService]:
     service.close()
 
 
+def tracker_of(lookups: LookupService) -> RequestTracker:
+    return RequestTracker(
+        GEOMETRY,
+        lookups,
+        MemoryRecorder(),
+        None,
+        Coverage(GEOMETRY),
+        locality="REMOTE",
+        prefetch=lambda *_: 0,
+    )
+
+
 @pytest.fixture
 def tracker(lookups: LookupService) -> RequestTracker:
-    return RequestTracker(GEOMETRY, lookups, MemoryRecorder())
+    return tracker_of(lookups)
 
 
 def looked_up(tracker: RequestTracker, one: Any) -> TrackedRequest:
@@ -166,7 +180,8 @@ def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
 ) -> None:
     tracked = looked_up(tracker, request(TOKENS[: 3 * SIZE]))
     assert tracker.due(tracked, 3) == [2]
-    tracker.reject([WHOLE[1], WHOLE[2], b"?" * 20])
+    refused = {(NAMESPACE, name) for name in (WHOLE[1], WHOLE[2], b"?" * 20)}
+    tracker.save_again(StepReport(rejected=refused))
     assert tracker.due(tracked, 3) == [1]
 
 
@@ -194,7 +209,7 @@ def test_a_request_waits_for_an_adapter_no_longer_than_for_a_lookup() -> None:
     clock, limits = ManualClock(), LookupLimits(0.5, queue_max=8)
     lookups = LookupService(MemoryIndex(), [FIELD], MemoryRecorder(), limits, clock=clock)
     cast("Any", lookups).submit = lambda _job: True
-    tracker = RequestTracker(GEOMETRY, lookups, MemoryRecorder())
+    tracker = tracker_of(lookups)
     tracked = tracker.add(request(lora_request=adapter()), NAMESPACE)
     assert tracker.records(tracked) is None
     clock.advance(0.6)

@@ -1,10 +1,12 @@
 """How steps and loads are timed, and where an admitted load ends."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
+from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
@@ -12,6 +14,7 @@ from objkv.index.base import Savings, ShardRecord
 from objkv.keys.identity import GroupIdentity
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
+from tests.support.plans import packed
 
 GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
 COLD = ShardRecord(100, 100, "none", False, "0" * 32, 1)
@@ -43,7 +46,8 @@ class Notes:
 
 def timing_of(notes: Notes, *, tp_size: int = 1, **clocks: Any) -> Timing:
     geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-    return Timing(cast("AdmissionPolicy", notes), geometry, steps_in_flight=2, **clocks)
+    admission, coverage = cast("AdmissionPolicy", notes), Coverage(geometry)
+    return Timing(admission, geometry, steps_in_flight=2, coverage=coverage, **clocks)
 
 
 @pytest.fixture
@@ -65,7 +69,16 @@ def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan
     name = bytes(20)
     move = ChunkMove(0, 0, name, name, 0, 64, 0, (1,))
     moves = [LoadMove(move, (("0.L0-1_H0-2", one),)) for one in records]
-    return LoadPlan(request_id, "n" * 32, moves, sync)
+    return LoadPlan(request_id, "n" * 32, packed(moves), sync)
+
+
+def planned(
+    timing: Timing, *plans: LoadPlan, scheduled: Sequence[int] = (0,), tokens: int = 0
+) -> None:
+    """A step with these loads."""
+    for one in plans:
+        timing.load_planned(one, tokens)
+    timing.step_planned(scheduled, waits=any(one.sync for one in plans))
 
 
 def told(timing: Timing, loaded: dict[str, LoadTime]) -> None:
@@ -76,7 +89,7 @@ def told(timing: Timing, loaded: dict[str, LoadTime]) -> None:
 
 def run(timing: Timing, clock: ManualClock, scheduled: list[int], seconds: float) -> None:
     """One step with nothing before it."""
-    timing.step_planned(scheduled, ())
+    timing.step_planned(scheduled, waits=False)
     clock.advance(seconds)
     timing.step_ended()
 
@@ -86,9 +99,9 @@ def test_a_step_takes_from_its_plan_or_the_end_of_the_one_before_to_its_result(
 ) -> None:
     run(timing, clock, [512], 0.5)
     clock.advance(60)  # idle: nobody's
-    timing.step_planned([512], ())
+    planned(timing, scheduled=[512])
     clock.advance(0.1)
-    timing.step_planned([256], ())
+    planned(timing, scheduled=[256])
     clock.advance(0.4)
     timing.step_ended()
     clock.advance(0.2)
@@ -100,7 +113,7 @@ def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(notes: Notes, timi
     """One from both tells of bulk with the bytes from there: where every prompt begins with the
     same hot chunks, nothing else ever would."""
     plans = [plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD, HOT, HOT)]
-    timing.step_planned([0], plans)
+    planned(timing, *plans)
     load = LoadTime(100, 1.0, 0.5)
     told(timing, dict.fromkeys(("hot", "cold", "nobody"), load))
     told(timing, {"hot": load, "both": LoadTime(400, 1.0, 0.5)})
@@ -110,19 +123,17 @@ def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(notes: Notes, timi
 def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) -> None:
     timing = timing_of(notes, tp_size=2, wall=lambda: 1_795_300_000.0)
 
-    def load(request_id: str, *, planned: int, sync: bool = False) -> None:
-        timing.load_planned(request_id, planned)
-        timing.step_planned([0], [plan(request_id, COLD, sync=sync)])
+    def load(request_id: str, tokens: int, *, sync: bool = False) -> None:
+        planned(timing, plan(request_id, COLD, sync=sync), tokens=tokens)
         timing.reported(StepReport(loaded={request_id: LoadTime(100, 0.25, 0.1)}))
         if not sync:  # else it was over when it was reported
             timing.received(request_id)
 
-    load("unmeasured", planned=48)
+    load("unmeasured", 48)
     notes.seconds_per_token = 0.01
-    load("between", planned=64)
-    load("within", planned=32, sync=True)
-    timing.load_planned("failed", 64)
-    timing.step_planned([0], [plan("failed", COLD)])
+    load("between", 64)
+    load("within", 32, sync=True)
+    planned(timing, plan("failed", COLD), tokens=64)
     timing.reported(StepReport(failed={"failed"}))
     timing.received("failed")
     name, month = "n" * 32, "2026-11"
@@ -148,7 +159,7 @@ def test_a_step_that_waited_for_loads_says_nothing_of_computing(
 ) -> None:
     """A slow store would make computing look slow, and so keep itself in use."""
     for seconds, sync in ((5, True), (0.1, False)):
-        timing.step_planned([512], [plan(f"{sync}", COLD, sync=sync)])
+        planned(timing, plan(f"{sync}", COLD, sync=sync), scheduled=[512])
         clock.advance(seconds)
         timing.step_ended()
     assert notes.steps == [(0, pytest.approx(5)), (512, pytest.approx(0.1))]
@@ -157,7 +168,7 @@ def test_a_step_that_waited_for_loads_says_nothing_of_computing(
 def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(
     notes: Notes, timing: Timing
 ) -> None:
-    timing.step_planned([0], [plan("failed", COLD), plan("ended", COLD)])
+    planned(timing, plan("failed", COLD), plan("ended", COLD))
     timing.request_ended("ended")
     load = LoadTime(100, 1.0, 0.5)
     timing.reported(StepReport(failed={"failed"}))
@@ -169,7 +180,7 @@ def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_s
     notes: Notes,
 ) -> None:
     timing = timing_of(notes, tp_size=2)
-    timing.step_planned([0], [plan("r", COLD)])
+    planned(timing, plan("r", COLD))
     quick, slow = LoadTime(100, 1.0, 0.5), LoadTime(90, 2.0, 0.1)
     for time in (quick, slow, quick):
         timing.reported(StepReport(loaded={"r": time}))

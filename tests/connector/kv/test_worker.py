@@ -78,7 +78,7 @@ def test_a_load_that_failed_within_a_step_is_told_in_that_step(
         worker.end_forward(plan)
     results = worker.results(plan, set())
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
-    assert results.received == set()
+    assert results.finished_recving == set()
     if speculating:
         worker.end_forward(plan)
     assert worker.take_failed_blocks() == set()
@@ -129,8 +129,8 @@ def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
 
     def ended() -> bool:
         results = worker.results(StepPlan(), set())
-        received.update(results.received)
-        failed.update(results.failed)
+        received.update(results.finished_recving)
+        failed.update(results.failed_recving)
         return bool(received)
 
     worker.start_loads(StepPlan(loads=(load,)))
@@ -149,7 +149,7 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
         worker.close()
     for blanks in ((Blank(0, (20, 22)), Blank(7, (21,))), (Blank(0, (10_000,)),)):
         worker.start_loads(StepPlan(loads=(replace(load, blanks=blanks),)))
-        wait_until(lambda: worker.results(StepPlan(), set()).received == {load.request_id})
+        wait_until(lambda: worker.results(StepPlan(), set()).finished_recving == {load.request_id})
         assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
     zeroed = {at for cache in caches for at, block in enumerate(cache) if not block.any()}
     assert zeroed == (set() if closed else {20, 22})
@@ -166,13 +166,13 @@ def test_a_load_that_could_not_be_planned_has_failed(
     worker.start_loads(plan)
     worker.end_forward(plan)
     results = worker.results(plan, set())
-    assert results.received == {"r"}
+    assert results.finished_recving == {"r"}
     if group is GROUP and blocks:
-        assert (results.failed, worker.take_failed_blocks()) == (set(), blocks)
+        assert (results.failed_recving, worker.take_failed_blocks()) == (set(), blocks)
     else:
-        assert (results.failed, worker.take_failed_blocks()) == ({"r"}, set())
+        assert (results.failed_recving, worker.take_failed_blocks()) == ({"r"}, set())
     assert told(worker).failed == {"r"}
-    assert worker.results(StepPlan(), set()).received == set()
+    assert worker.results(StepPlan(), set()).finished_recving == set()
 
 
 def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> None:
@@ -182,7 +182,7 @@ def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> 
     plan = StepPlan(saves=(save_of(load),), lost=(lost,))
     worker.start_loads(plan)
     worker.end_forward(plan)
-    assert worker.results(plan, set()).received == set()
+    assert worker.results(plan, set()).finished_recving == set()
     assert worker.take_failed_blocks() == {9}
     report = told(worker)
     assert (report.failed, report.dropped) == ({"r"}, {("s", 0)})
@@ -221,7 +221,7 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     worker.before_forward(plan)
     worker.start_loads(plan)
     worker.end_forward(plan)
-    assert worker.results(plan, set()).received == (set() if sync else {load.request_id})
+    assert worker.results(plan, set()).finished_recving == (set() if sync else {load.request_id})
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
 
 
@@ -235,8 +235,8 @@ def test_the_end_of_a_load_is_reported_whatever_else_fails(
     worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
     worker.loads.wait_over(300)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
-    assert results.received == {load.request_id}
-    assert results.sent == (set() if broken == "_saver.left_device" else {"h"})
+    assert results.finished_recving == {load.request_id}
+    assert results.finished_sending == (set() if broken == "_saver.left_device" else {"h"})
 
 
 def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(

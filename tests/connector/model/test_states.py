@@ -19,19 +19,20 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.codec.payload import payload_bytes_max
 from objkv.connector.kv.wiring import read_pages
 from objkv.connector.model.groups import Geometry, read_group
 from objkv.connector.model.parts import LayerPart
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
-from objkv.stores.memory import MemoryStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
-from objkv.transfer.sources import whole_payload_bytes_max
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker, stores
+from tests.support.plans import packed
 
 LAYERS = tuple(f"model.layers.{layer}.mixer" for layer in range(4))
 CHUNK, BLOCKS = 16, 6
@@ -159,7 +160,8 @@ class StateRank(Worker):
         caches = {name: memory[:, i, None, None, :size] for i, name in enumerate(shape.layers)}
         paged = read_pages(geometry, ranks, caches)[0]
         recorder = MemoryRecorder()
-        room = whole_payload_bytes_max(paged, tokens=CHUNK) + 4096
+        whole = geometry.tp_size * len(LAYERS)  # what others have is at most so much longer
+        room = whole * payload_bytes_max(paged.layers, tokens=CHUNK) + 4096
         settings = CacheSettings("w", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
         super().__init__(
             paged,
@@ -201,7 +203,9 @@ def move(block: int) -> ChunkMove:
 def load(rank: StateRank, places: Places, block: int) -> Any:
     (record,) = places[1].lookup(NAMESPACE, [HASH])
     shards = tuple(record.shards.items()) if record else ()
-    return rank.outcome(LoadPlan("r", NAMESPACE, (LoadMove(move(block), shards),), sync=False))
+    return rank.outcome(
+        LoadPlan("r", NAMESPACE, packed([LoadMove(move(block), shards)]), sync=False)
+    )
 
 
 replicas = st.tuples(

@@ -10,16 +10,16 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.cache.lookup import LookupLimits
-from objkv.connector.tier.jobs import JobChunk, TierJobs
+from objkv.connector.tier.jobs import JobRow, Rows, TierJobs, chunk_key, row_layer
 from objkv.connector.tier.lookup import TierLookups
-from objkv.connector.tier.rows import chunk_key
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.memory import MemoryIndex
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.servers.redis import wait_until
 
 NAMESPACE = "0" * 32
+ROWS = Rows(row_layer(8, "bfloat16"), 16, memoryview(bytes(8)))
 RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
 
 
@@ -29,11 +29,16 @@ def key(number: int) -> bytes:
 
 def make(name: str = "load", **bounds: Any) -> TierJobs:
     values: dict[str, Any] = {"queue_max": 8, "deadline_s": 60} | bounds
-    return TierJobs(name, values.pop("recorder", NullRecorder()), **values)
+    return TierJobs(name, ROWS, values.pop("recorder", NullRecorder()), **values)
 
 
-def begin(jobs: TierJobs, job_id: int, *numbers: int) -> list[JobChunk]:
-    return jobs.submit(job_id, [key(n) for n in numbers], numbers)
+def begin(jobs: TierJobs, job_id: int, *numbers: int) -> list[JobRow]:
+    job, taken = jobs.begin(job_id, [key(n) for n in numbers])
+    return [JobRow(jobs, job, *one) for one in zip(taken, numbers, strict=False)]
+
+
+def settle(one: JobRow, *, done: bool = True, noted: bool = False) -> None:
+    one.jobs.settle(one.job, one.key, done=done, noted=noted)
 
 
 @settings(deadline=None, max_examples=40)
@@ -47,7 +52,7 @@ def test_every_job_has_one_outcome_which_tells_of_every_key(
     sizes: list[int], bad: set[int], queue_max: int, data: st.DataObject
 ) -> None:
     jobs = make(queue_max=queue_max)
-    first, expected, chunks = 0, dict[int, range](), list[JobChunk]()
+    first, expected, chunks = 0, dict[int, range](), list[JobRow]()
     for job_id, size in enumerate(sizes):
         expected[job_id] = range(first, first + size)
         chunks += begin(jobs, job_id, *expected[job_id])
@@ -55,7 +60,7 @@ def test_every_job_has_one_outcome_which_tells_of_every_key(
     assert len(chunks) == min(queue_max, first)
     for chunk in data.draw(st.permutations(chunks)):
         assert chunk.is_needed
-        chunk.settle(done=chunk.row not in bad, noted=chunk.row in bad)
+        settle(chunk, done=chunk.row not in bad, noted=chunk.row in bad)
     found = {outcome.job_id: outcome for outcome in jobs.take_finished()}
     assert found.keys() == expected.keys()
     taken = {chunk.row for chunk in chunks}
@@ -64,7 +69,6 @@ def test_every_job_has_one_outcome_which_tells_of_every_key(
         assert sorted([*outcome.done, *outcome.failed]) == [key(row) for row in rows]
         assert set(outcome.done) == {key(row) for row in rows if row in taken - bad}
         assert set(outcome.noted) == {key(row) for row in rows if row in taken & bad}
-        assert outcome.success == (not outcome.failed)
     assert not jobs.take_finished()
     jobs.close(0)
 
@@ -84,17 +88,21 @@ def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
     copying, giving_up = threading.Thread(target=copy), threading.Thread(target=jobs.give_up)
     copying.start()
     assert inside.wait(60)
+    (other,) = begin(jobs, 2, 2)
+    settle(other)
+    assert [job.job_id for job in jobs.take_finished()] == [2]
+    assert copying.is_alive()
     giving_up.start()
     giving_up.join(0.05)
     assert giving_up.is_alive()
     leave.set()
     giving_up.join(60)
     copying.join(60)
-    chunk.settle(done=True)
+    settle(chunk)
     with chunk.touch() as second:
         allowed.append(second)
     (outcome,) = jobs.take_finished()
-    assert outcome.failed == (key(1),)
+    assert outcome.failed == [key(1)]
     assert allowed == [True, False]
     assert not chunk.is_needed
 
@@ -110,9 +118,9 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
     assert recorder.value("tier_save_deadlines") == 3
     assert first.deadline < clock()
     for chunk in begin(jobs, 3, 4, 5, 6):
-        chunk.settle(done=True)
+        settle(chunk)
     (third,) = jobs.take_finished()
-    assert third.success
+    assert not third.failed
     assert recorder.value("tier_save_refused") == 0
 
 
@@ -163,7 +171,9 @@ def test_an_answer_lives_as_long_as_who_asked_and_is_not_told_to_the_new_when_ol
     assert world.answers("c", [1]) == [LookupResult.HIT]
     for request in "abc":
         world.lookups.forget(request)
-    assert repr(world.lookups) == "<TierLookups 0 keys of 0 requests>"
+    chunk = chunk_key(NAMESPACE, key(1))
+    assert world.index.forget(NAMESPACE, chunk.prefix_hash, chunk.field, RECORD)
+    assert world.answers("d", [1]) == [LookupResult.MISS]
     world.lookups.close()
 
 

@@ -90,6 +90,13 @@ def test_a_reset_leaves_the_namespace_and_distrusts_requests_under_way(engines: 
     assert other.ask(1, 2, 4) == [HIT, MISS, MISS]
 
 
+def test_a_tier_that_stops_says_how_it_goes_on(
+    engines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    engines().tier.reset(clean=False)
+    assert "reset_connector=True" in caplog.text
+
+
 def test_before_vllm_chose_its_first_hash_nothing_is_shared(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

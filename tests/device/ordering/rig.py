@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Final, Self, cast
 from unittest.mock import patch
 
+import numpy as np
 import torch
 
 from objkv.agent import core
@@ -35,7 +36,7 @@ from objkv.codec.payload import (
 )
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.worker import Rank, Transfers, WorkerSide
+from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.errors import TransferError
 from objkv.index.base import ShardRecord
@@ -46,10 +47,9 @@ from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading.loader import Loader
-from objkv.transfer.loading.loads import LoadLimits
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadMoves, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
@@ -65,7 +65,8 @@ from tests.device.ordering.setup import (
     hashes_of,
 )
 from tests.support.agents import AgentProcess
-from tests.support.arenas import LossyConnection, SpoilingResidents
+from tests.support.arenas import LossyConnection, SpoilingArenaCache
+from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
 """Room for all that a scenario saves, if the disk is slow."""
@@ -155,7 +156,7 @@ class OrderRig:
         self.node = self._open_agent()
 
     def _open_agent(self) -> NodeAgent:
-        with patch.object(core, "Residents", SpoilingResidents):
+        with patch.object(core, "ArenaCache", SpoilingArenaCache):
             return NodeAgent(self._agent_config, self._agent_path, MemoryRecorder())
 
     def open_cache(self, writer: str) -> ChunkCache:
@@ -175,14 +176,17 @@ class OrderRig:
         self.loader = self._open_loader()
         self.saver = self._open_saver()
         config = load_config(
-            {"bulk_url": "memory:", "drain_deadline_ms": self.setup.drain_deadline_ms}, environ={}
+            {"bulk_url": "file:///kv", "drain_deadline_ms": self.setup.drain_deadline_ms},
+            environ={},
         )
         self.worker = WorkerSide(
             config,
             self.geometry,
             Rank(0, "rig", 1, writes_early=self.setup.writes_early),
             {0: self.pages},
-            transfers=Transfers(self.loader, self.saver, self._target),
+            loader=self.loader,
+            saver=self.saver,
+            target=self._target,
             tracing=NO_TRACING,
         )
 
@@ -222,11 +226,10 @@ class OrderRig:
             on_device=on_device,
         )
         if on_device is not None and setup.way == REGISTERED:
-            nbytes = self.agent.arena.nbytes
-            for offset in range(0, nbytes, WINDOW_BYTES):
-                on_device.request(offset)
-            on_device.request(nbytes - 1)
-            self.wait_until(lambda: on_device.registered_bytes == nbytes)
+            windows, nbytes = on_device.windows, self.agent.arena.nbytes
+            assert windows is not None
+            windows.has(np.frombuffer(self.agent.arena.view, np.uint8).ctypes.data, nbytes)
+            self.wait_until(lambda: windows.registered_bytes == nbytes)
         return self.loader
 
     def connect(self, **options: Any) -> LossyConnection:
@@ -318,8 +321,8 @@ class OrderRig:
     def report(self, plan: StepPlan, finished: Collection[str] = ()) -> None:
         """Let the worker report what ended."""
         results = self.worker.results(plan, set(finished))
-        self._received |= results.received
-        self._sent |= results.sent
+        self._received |= results.finished_recving
+        self._sent |= results.finished_sending
 
     def step(self, plan: StepPlan, forward: Callable[[], object] = lambda: None) -> None:
         """Run a step whose loads are for later steps. They start after the forward pass was
@@ -386,7 +389,7 @@ class OrderRig:
             for at, chunk in enumerate(chunks)
         ]
         blanks = (Blank(0, tuple(blank)),) if blank else ()
-        return LoadPlan(request, NAMESPACE, LoadMoves.pack(moves), sync, blanks=blanks)
+        return LoadPlan(request, NAMESPACE, packed(moves), sync, blanks=blanks)
 
     def save_plan(
         self, chunks: Sequence[int], first: int, *, request: str = "r", namespace: str = NAMESPACE

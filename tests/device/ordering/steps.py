@@ -12,9 +12,9 @@ import torch
 from objkv.agent.core import CoreLimits
 from objkv.agent.payloads import PayloadWriter
 from objkv.codec.payload import frame_pages, open_payload
-from objkv.connector.encoder.copies import open_copies
-from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, ItemLoad, ItemSave
-from objkv.connector.encoder.worker import EncoderSaveLimits, EncoderWorkerSide
+from objkv.config import Config
+from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
+from objkv.connector.encoder.worker import EncoderWorkerSide, open_copies
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.keys.encoder import encoder_hash
@@ -121,8 +121,7 @@ def adds_outputs(rig: OrderRig) -> bool:
         for number in range(_OUTPUTS):
             name = f"image {number}"
             pages = np.full(_output(name).layer.nbytes, number, dtype=np.uint8)
-            load = ItemLoad(name, _output(name), pages)
-            worker.load(EncoderPlan(NAMESPACE, loads=(load,)), outputs)
+            worker.load(EncoderPlan(loads={name: (_output(name), pages)}), outputs)
             pages.fill(0xFF)
         found = [outputs[f"image {number}"].view(torch.uint8).clone() for number in range(_OUTPUTS)]
     return all(bool((page.cpu() == number).all()) for number, page in enumerate(found))
@@ -139,8 +138,7 @@ def saves_outputs(rig: OrderRig) -> bool:
         rig.delay_compute(_SLOW_S)
         for number, (name, output) in enumerate(outputs.items()):
             output.fill_(number + 1)
-            saves = {name: ItemSave(_output(name).item_hash, _ROWS)}
-            worker.save(EncoderPlan(NAMESPACE, saves=saves), outputs, name)
+            worker.save(EncoderPlan(saves={name: _output(name)}), outputs, name)
     return all(_stored_value(rig, name) == at + 1 for at, name in enumerate(outputs))
 
 
@@ -285,8 +283,14 @@ def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
     writer = PayloadWriter(
         agent.connect, _OUTPUT_BYTES_MAX, "outputs", writer="rig", begin=copies.adopt_thread
     )
-    limits = EncoderSaveLimits(64, 1 << 30, 1 << 30, patience_s)
-    worker = EncoderWorkerSide(copies, "BF16", writer, limits, rig.recorder, drain_s=patience_s)
+    patience_ms = round(1000 * patience_s)
+    config = Config(
+        bulk_url="file:///nowhere",
+        index_url="sqlite:///nowhere",
+        save_deadline_ms=patience_ms,
+        drain_deadline_ms=patience_ms,
+    )
+    worker = EncoderWorkerSide(copies, writer, config, rig.recorder, 1 << 30, 1 << 30)
     try:
         yield worker
     finally:

@@ -7,11 +7,11 @@ from contextlib import suppress
 import pytest
 
 from objkv.errors import ConfigError
-from objkv.index.memory import MemoryIndex
 from objkv.ops.warm import endpoint as endpoint_module
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prefill import PrefillError, PrefillRequest
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import FakeVllm, Handler, Place, status
 
 ASK = PrefillRequest([1, 2, 3], "salt", None)

@@ -9,14 +9,14 @@ from dataclasses import replace
 import pytest
 
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.index.memory import MemoryIndex
 from objkv.keys.identity import Identity
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmReport
 from objkv.ops.warm.run import Order, WarmLimits
 from objkv.ops.warm.warm import Means, WarmProgress, warm_by
-from objkv.stores.memory import MemoryStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
     ADAPTER,
     ADAPTER_DIGEST,

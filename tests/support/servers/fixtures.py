@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from objkv.config import Config
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.store import S3Store
 from tests.contracts.clock import ManualClock
 from tests.support.needs import need
@@ -131,9 +131,9 @@ def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     """One radosgw with the bucket ``BUCKET``. A test that kills it starts it again."""
     need(ceph_missing())
     with ceph_radosgw(tmp_path_factory.mktemp("ceph") / "data") as server:
-        client = open_s3_client(s3_config(server))
-        client.create_bucket(Bucket=BUCKET)
-        client.close()
+        access = open_s3_access(s3_config(server))
+        access.client.create_bucket(Bucket=BUCKET)
+        access.close()
         yield server
 
 
@@ -162,8 +162,8 @@ def open_s3_store(s3_server: S3Server, s3_prefixes: Iterator[str]) -> Iterator[O
     prefix, opened = next(s3_prefixes), []
 
     def open_store(*, bucket: str = BUCKET, **changes: Any) -> S3Store:
-        client = open_s3_client(s3_config(s3_server, **changes))
-        opened.append(S3Store(client, bucket=bucket, prefix=prefix, multipart_bytes=PART_BYTES))
+        access = open_s3_access(s3_config(s3_server, **changes))
+        opened.append(S3Store(access, bucket=bucket, prefix=prefix, multipart_bytes=PART_BYTES))
         return opened[-1]
 
     yield open_store

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from objkv.config import Config
-from objkv.stores.s3.client import open_s3_client
+from objkv.stores.s3.client import S3Access, open_s3_access
 from objkv.stores.s3.store import S3Store
 
 MIB = 1 << 20
@@ -13,9 +13,9 @@ PART = 5 * MIB
 BUCKET = "kv-cache"
 
 
-def s3_client(url: str, **settings: Any) -> Any:
-    """A client for ``url`` with keys that quick servers do not look at."""
-    return open_s3_client(
+def s3_access(url: str, **settings: Any) -> S3Access:
+    """Client and connections for ``url`` with keys that quick servers do not look at."""
+    return open_s3_access(
         Config(
             **{
                 "s3_endpoint_url": url,
@@ -32,9 +32,9 @@ def s3_client(url: str, **settings: Any) -> Any:
 @contextmanager
 def s3_store(url: str, **options: Any) -> Iterator[S3Store]:
     """A store at ``url``; keywords ``client``, a dict of settings, and those of ``S3Store``."""
-    client = s3_client(url, **options.pop("client", {}))
+    access = s3_access(url, **options.pop("client", {}))
     given = {"bucket": BUCKET, "prefix": "p", "multipart_bytes": PART, **options}
-    store = S3Store(client, **given)
+    store = S3Store(access, **given)
     try:
         yield store
     finally:

@@ -8,8 +8,9 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
+from objkv.agent.messages import PrefetchOrder
 from objkv.agent.peers import connect_to
-from objkv.agent.prefetch import Matched, NamespaceFacts, Prefetched, PrefetchOrder
+from objkv.agent.prefetch import Matched, NamespaceFacts, Prefetched
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.keys.prefix import PromptExtras
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from objkv.errors import ConfigError
-from objkv.models.layers import CacheLayer, ModelLayers, read_config, read_layers
+from objkv.ops.models.layers import CacheLayer, ModelLayers, read_config, read_layers
 
 Use = Literal["connector", "tier"]
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import objkv
-from objkv.assembly.warming import _environment
+from objkv.client.warming import _environment
 from objkv.config import resolve_config
 from objkv.errors import ConfigError
 from objkv.index.sqlite.index import SqliteIndex

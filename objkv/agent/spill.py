@@ -9,50 +9,34 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from threading import BoundedSemaphore, Event
 from time import monotonic
 
-from objkv.agent.fill import Fill, Source, Staging, Wanted
-from objkv.agent.residents import Resident, Residents
-from objkv.agent.spill.disk import Disk
-from objkv.agent.unsaved.payloads import read_unsaved
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
+from objkv.agent.disk import HELD_BACK, Disk
+from objkv.agent.fill import Fill, Source, Staging
+from objkv.agent.messages import PayloadRequest
+from objkv.agent.unsaved import read_unsaved
 from objkv.background import Pool
-from objkv.codec.payload import (
-    HEADER_BYTES_MAX,
-    encode,
-    header_bytes_needed,
-    read_header,
-)
+from objkv.codec.payload import HEADER_BYTES_MAX, recode
 from objkv.codec.seal import Seal
 from objkv.errors import LeftAlone, PayloadError, StoreError, ValueTooLong
-from objkv.net.breaker import Breakers, Change, Patience
+from objkv.net.breaker import Breakers, Patience
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
-_LENGTH_BYTES = 8
 _HANGS_S = 1.0
 """If no read brings a byte within this time, the disk hangs. A payload whose turn to be read has
 not come by then comes sooner from the stores, from a disk that works, too."""
 _LOOK_S = 1.0
 """How often to look whether another agent gave up the folder."""
+_QUEUE_MAX = 1024
+"""Payloads that may wait to be written. They have no lease meanwhile."""
 _PURGE = ""
 """The job that only removes files."""
-
-
-@dataclass(frozen=True, slots=True)
-class SpillLimits:
-    """Bounds of the disk's use."""
-
-    readers: int
-    """Threads that may read at once. A disk that hangs keeps them, so it must not be all."""
-    queue_max: int = 1024
-    """Payloads that may wait to be written. They have no lease meanwhile."""
-    keeps_all: bool = False
-    """Whether payloads are written that were not read."""
 
 
 class Spill:
@@ -60,42 +44,48 @@ class Spill:
 
     def __init__(
         self,
-        residents: Residents,
+        residents: ArenaCache,
         disk: Disk,
         seal: Seal | None,
-        limits: SpillLimits,
+        readers: int,
         recorder: Recorder,
     ) -> None:
-        """Takes over ``disk``. ``seal``: seals files as it seals payloads in the stores."""
+        """Takes over ``disk``.
+
+        Args:
+            seal: seals files as it seals payloads in the stores.
+            readers: threads that may read at once. A disk that hangs keeps them, so it must not be
+                all.
+        """
         self.disk = disk
-        self._residents, self._seal = residents, seal
-        self._limits, self._recorder = limits, recorder
-        self._slots = BoundedSemaphore(limits.readers)
+        self._residents, self._unsaved = residents, residents.unsaved
+        self._seal, self._recorder = seal, recorder
+        self._slots = BoundedSemaphore(readers)
         self._arrived_s = -math.inf
         """When a read last brought bytes."""
-        self._breakers = Breakers("disk", Patience(), recorder, on_change=_log_change)
+        self._breakers = Breakers("disk", Patience(), recorder)
         self._ended = Event()
         self.held_back: frozenset[str] = frozenset()
         """After ``close``: paths of the held-back payloads that the next agent finds here."""
-        if limits.keeps_all:
-            residents.on_ready = self.offer
-        unsaved = residents.unsaved
-        unsaved.keep, unsaved.has_again, disk.on_lost = disk.tie, disk.untie, unsaved.dropped
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
 
-    def offer(self, one: Resident) -> None:
+    def offer(self, one: CachedPayload) -> None:
         """Have a payload that is READY written, unless it is on disk. Never waits."""
         if one.is_spilled:
             return
         if self.disk.size_of(one.key) is None:
-            if self._pool.waiting < self._limits.queue_max:
-                self._pool.put((one.key,))
-            else:
+            if self._pool.waiting >= _QUEUE_MAX:
                 self._recorder.count("agent_disk_drops")
+                return
+            self._pool.put((one.key,))
         one.is_spilled = True  # if two threads come here, the second job finds it on disk
 
     def fill(
-        self, wanted: Wanted, make: Callable[[Source], Fill], one: Resident, staging: Staging
+        self,
+        wanted: PayloadRequest,
+        make: Callable[[Source], Fill],
+        one: CachedPayload,
+        staging: Staging,
     ) -> Fill | None:
         """Fill a payload from the disk. Return the complete fill; None if it has to come from the
         stores: ``one`` then has no memory, and readers know of no frame.
@@ -121,6 +111,8 @@ class Spill:
     def forget(self, key: str) -> None:
         """Remove a payload, also if it is being written. The arena must have forgotten it."""
         if self.disk.discard(key):
+            self._lost(key)
+        if self.disk.has_dropped and not self._pool.waiting:  # a waiting job removes it, too
             self._pool.put((_PURGE,))
 
     def drain(self, seconds: float) -> bool:
@@ -135,42 +127,37 @@ class Spill:
         self._ended.set()
         if not self._pool.close(seconds):  # otherwise the process's end gives it up
             self._leave_held_back()
-            self.disk.close()
+            self.disk.folder.close()
 
-    def __repr__(self) -> str:
-        return f"<Spill {self.disk!r}, {self._pool.waiting} waiting>"
+    def _lost(self, path: str) -> None:
+        """The disk has lost what was nowhere else, unless it has come to the arena meanwhile."""
+        self._residents.lost(path)
 
     def _leave_held_back(self) -> None:
         """Tell the next agent which payloads of the disk are nowhere else."""
-        unsaved = self._residents.unsaved
-        kept = {
-            path: one
-            for path in unsaved.paths
-            if self.disk.size_of(path) is not None and (one := unsaved.written(path)) is not None
-        }
+        kept = self._unsaved.written()
         if not kept or not self.disk.is_loaded:
             return
         try:
-            self.disk.folder.write_held_back(b"".join(kept.values()))
+            self.disk.folder.write(HELD_BACK, memoryview(b"".join(kept.values())))
             self.held_back = frozenset(kept)
         except StoreError as exc:
             logger.warning("held-back payloads not listed for the next agent reason=%s", exc)
 
     def _find_held_back(self) -> None:
         """Find what the last agent held back and left on the disk."""
-        unsaved = self._residents.unsaved
         for line in self.disk.folder.take_held_back().splitlines():
             claim, record = read_unsaved(line)
             path = claim.key.path()
-            if path not in unsaved and self.disk.tie(path):
-                unsaved.add(claim, record, is_due=False)
+            if path not in self._unsaved and self.disk.tie(path):
+                self._unsaved.add(claim, record, is_due=False)
 
     def _load(self) -> None:
         try:
-            if not self.disk.lock():
-                folder = self.disk.folder.path
-                logger.warning("disk left out while another agent has it folder=%s", folder)
-                while not self.disk.lock():
+            folder = self.disk.folder
+            if not folder.lock():
+                logger.warning("disk left out while another agent has it folder=%s", folder.path)
+                while not folder.lock():
                     if self._ended.wait(_LOOK_S):
                         return
             self.disk.load(self._ended.is_set)
@@ -203,32 +190,22 @@ class Spill:
             self._recorder.count("agent_disk_drops")
             return
         try:
-            payload = self._sealed(self._residents.view(one))
-            removed = self.disk.write(key, payload)
+            payload = self._residents.view(one)
+            if self._seal is not None:
+                payload = recode(payload, codec="none", seal=self._seal)
+            evicted = self.disk.make_room(len(payload))
+            for path in filter(None, evicted):
+                self._lost(path)
+            is_written = self.disk.write(key, payload)
         finally:
             self._residents.release(one)
-        if removed is None:
+        if not is_written:
             self._recorder.count("agent_disk_drops")
             self.disk.purge()
             return
         self._recorder.count("agent_disk_writes")
         self._recorder.count("agent_disk_written_bytes", len(payload))
-        self._recorder.count("agent_disk_evictions", removed)
-
-    def _sealed(self, plain: memoryview) -> memoryview:
-        """Return an uncompressed payload as it may be written."""
-        if self._seal is None:
-            return plain
-        header = read_header(plain[: header_bytes_needed(plain[:_LENGTH_BYTES])])
-        frames = header.frames
-        return encode(
-            header.claim,
-            frames.layers,
-            [plain[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)],
-            codec="none",
-            provenance=header.provenance,
-            seal=self._seal,
-        )
+        self._recorder.count("agent_disk_evictions", len(evicted))
 
     def _get_into(self, key: str, buffer: memoryview, arrived: Arrived) -> int | None:
         def seen(nbytes: int) -> None:
@@ -274,10 +251,3 @@ class Spill:
         self._recorder.count("agent_disk_corrupt")
         logger.warning("payload on disk refused key=%s reason=%s", key, reason)
         self.forget(key)
-
-
-def _log_change(change: Change) -> None:
-    if change.error is None:
-        logger.warning("disk working again direction=%s", change.direction)
-    else:
-        logger.warning("disk left out direction=%s reason=%s", change.direction, change.error)

@@ -9,9 +9,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from objkv.agent import residents as module
+from objkv.agent import arena_cache as module
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.memory.arena import PAGE, Arena, CellState
-from objkv.agent.residents import MissReason, Resident, Residents
+from objkv.agent.messages import MissReason
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
@@ -34,7 +35,7 @@ RECORD = ShardRecord(PAGE, PAGE, "none", False, "unsaved:", 1)
 class Fill:
     """A payload that the model knows of."""
 
-    one: Resident
+    one: CachedPayload
     pattern: int
     holders: list[Sleeper] = field(default_factory=list)
     nbytes: int = 0
@@ -42,11 +43,11 @@ class Fill:
     is_announced: bool = False
 
 
-class ResidentsMachine(RuleBasedStateMachine):
+class ArenaCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena.create(PAGES * PAGE)
-        self.residents = Residents(self.arena, MemoryRecorder())
+        self.residents = ArenaCache(self.arena, MemoryRecorder())
         self.clients = [Sleeper(), Sleeper()]
         self.listed: dict[str, Fill] = {}
         self.all: list[Fill] = []
@@ -197,7 +198,6 @@ class ResidentsMachine(RuleBasedStateMachine):
             if not fill.holders:
                 continue
             if fill.one.cell < 0:
-                assert fill in self.listed.values()
                 assert not fill.is_filling
                 continue
             progress = self.arena.board.read(fill.one.cell)
@@ -208,7 +208,7 @@ class ResidentsMachine(RuleBasedStateMachine):
                 assert (progress.offset, progress.nbytes) == (fill.one.offset, fill.nbytes)
 
 
-TestResidents = ResidentsMachine.TestCase
+TestResidents = ArenaCacheMachine.TestCase
 TestResidents.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 
 
@@ -218,7 +218,7 @@ def arena() -> Iterator[Arena]:
         yield arena
 
 
-def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
+def filled(residents: ArenaCache, key: str, pages: int = 1) -> CachedPayload:
     opened = residents.open(key, None)
     assert opened is not None
     one, is_new = opened
@@ -229,7 +229,7 @@ def filled(residents: Residents, key: str, pages: int = 1) -> Resident:
 
 
 def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
-    residents = Residents(arena, MemoryRecorder())
+    residents = ArenaCache(arena, MemoryRecorder())
     for number in range(12):
         one = filled(residents, str(number))
         if number not in (3, 6, 9):
@@ -249,8 +249,8 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
-    residents = Residents(arena, MemoryRecorder())
-    assert residents.wait_idle(0.0)
+    residents = ArenaCache(arena, MemoryRecorder())
+    assert not residents.leased()
     for key in "abcd":
         residents.release(filled(residents, key))
     assert residents.holds("abcd") == [True] * 4
@@ -263,12 +263,12 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     assert residents.open("f", None) == (filling[0], False)
     residents.release(leased)
     assert residents.open("g", None) is not None
-    assert not residents.wait_idle(0.0)
+    assert residents.leased()
     assert residents.check()
 
 
 def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    residents = Residents(arena, MemoryRecorder())
+    residents = ArenaCache(arena, MemoryRecorder())
     ones = [filled(residents, str(number), pages=3) for number in range(4)]
     fill = residents.open("more", None)
     assert fill is not None

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from objkv.errors import ConfigError
-from objkv.models.tokenizer import Tokenizers
+from objkv.keys.tokenizer import Tokenizers
 
 
 @pytest.mark.parametrize("model", ["..", "a/../..", "/", ".", "", "a\0b", "\ud800"])

@@ -105,12 +105,6 @@ def run_warm(
             "choose how to compute: an endpoint, or a model to start an engine; or check, which "
             "does not compute"
         )
-    for name in ("bulk_url", "index_url"):
-        if getattr(config, name).startswith("memory:"):
-            raise ConfigError(
-                f"{name} is memory:, which is only visible to the replica "
-                "itself: set a shared store"
-            )
     digests = {name: _digest(name, value) for name, value in options.adapters.items()}
     with ExitStack() as stack:
         backends = stack.enter_context(open_backends(config, NullRecorder()))

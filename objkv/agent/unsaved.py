@@ -17,6 +17,8 @@ from threading import Lock
 from time import monotonic
 from typing import Final
 
+from objkv.agent.disk import Disk
+from objkv.agent.messages import UNSAVED_MARK, is_unsaved
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.errors import PayloadError
@@ -26,28 +28,20 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
 
-_MARK: Final = "unsaved:"
-"""Begins the checksum in the record of a held-back payload. No index has such a record."""
 _RETRY_S: Final = 5.0
 """After a save that failed, the payload is not due again for this time."""
 _INVALID = AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 Find = Callable[[Sequence[bytes]], list[Shards | None]]
 
 
-def is_unsaved(record: ShardRecord) -> bool:
-    """Whether the record is one that an agent made for a payload in its memory. A replica may keep
-    it for a while, so the payload may have been saved, in another form, or evicted since."""
-    return record.header_checksum.startswith(_MARK)
-
-
 def unsaved_record(header: Header) -> ShardRecord:
     """Return the record of a payload in an arena, which is neither compressed nor sealed."""
     record = shard_record(header)
-    return replace(record, header_checksum=_MARK + record.header_checksum)
+    return replace(record, header_checksum=UNSAVED_MARK + record.header_checksum)
 
 
 def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:
-    """Read what ``UnsavedPayloads.written`` returned. Raises ``PayloadError``."""
+    """Read a line of ``UnsavedPayloads.written``. Raises ``PayloadError``."""
     try:
         name, prefix_hash, group, shard, parent_hash, start, end, text = json.loads(line)
         key = ChunkKey(name, bytes.fromhex(prefix_hash), int(group), Shard.parse(shard))
@@ -90,18 +84,15 @@ class UnsavedPayloads:
         self,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        disk: Disk | None = None,
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload was added or removed. Must not wait."""
+        """``changed``: called after a chunk's payload was added or removed. Must not wait.
+        ``disk``: it may have payloads that left the arena."""
         self.on_due: Callable[[], None] = lambda: None
         """Called after payloads became due. Must not wait."""
-        self.keep: Callable[[str], bool] = lambda path: False
-        """Called for a payload that leaves the arena. Returns whether the disk has it, and then
-        calls ``dropped`` when the disk loses it, until ``has_again`` is called."""
-        self.has_again: Callable[[str], None] = lambda path: None
-        """Called for each payload that is complete in the arena."""
-        self._recorder, self._changed, self._clock = recorder, changed, clock
+        self._recorder, self._changed, self._disk, self._clock = recorder, changed, disk, clock
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
@@ -137,23 +128,20 @@ class UnsavedPayloads:
             self._nbytes += record.nbytes
         self._changed(key.prefix_hash)
 
-    def written(self, path: str) -> bytes | None:
-        """Return a payload's claim and record as a line; None if it is not here any more."""
-        one = self._by_path.get(path)
-        if one is None:
-            return None
-        claim, key = one.claim, one.claim.key
-        hashes = key.prefix_hash.hex(), claim.parent_hash.hex()
-        fields = [key.namespace, hashes[0], key.group, str(key.shard), hashes[1]]
-        fields += [claim.token_start, claim.token_end, one.text.decode()]
-        return json.dumps(fields).encode() + b"\n"
+    def written(self) -> dict[str, bytes]:
+        """Return those that the disk has, by path, each as a line for ``read_unsaved``."""
+        if self._disk is None:
+            return {}
+        with self._lock:
+            found = list(self._by_path.items())
+        return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}
 
     def lost(self, kept: Collection[str]) -> tuple[int, int]:
         """Return how many payloads, and bytes, are lost with this process. ``kept``: paths of
         those that are not."""
         with self._lock:
-            left = [one for path, one in self._by_path.items() if path not in kept]
-        return len(left), sum(one.record.nbytes for one in left)
+            left = [one.nbytes for path, one in self._by_path.items() if path not in kept]
+        return len(left), sum(left)
 
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
@@ -186,7 +174,8 @@ class UnsavedPayloads:
 
     def arrived(self, path: str) -> None:
         """A payload is complete in the arena."""
-        self.has_again(path)
+        if self._disk is not None:
+            self._disk.untie(path)
         one = self._by_path.get(path)
         if one is not None and one.is_wanted:
             self.seen_again(path)
@@ -201,24 +190,15 @@ class UnsavedPayloads:
         with self._lock:
             return self._due.popleft() if self._due else None
 
-    def leased_elsewhere(self, path: str) -> None:
-        """Another process is saving a payload. ``not_saved`` follows."""
+    def not_saved(self, path: str, *, is_leased: bool = False, is_absent: bool = False) -> None:
+        """A due payload was not saved: it is held back until it is seen once more, after a pause
+        if its save failed. ``is_leased``: another process is saving it. ``is_absent``: it is not in
+        the arena."""
+        pause_s = 0.0 if is_leased or is_absent else _RETRY_S
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
-                one.is_leased = True
-
-    def not_saved(self, path: str) -> None:
-        """A due payload was not saved: it is held back until it is seen once more."""
-        with self._lock:
-            if (one := self._by_path.get(path)) is not None:
-                pause_s = 0.0 if one.is_leased else _RETRY_S
-                one.is_due, one.retry_at = False, self._clock() + pause_s
-
-    def absent(self, path: str) -> None:
-        """A due payload is not in the arena: it is due again as soon as it is seen there."""
-        with self._lock:
-            if (one := self._by_path.get(path)) is not None:
-                one.is_due = False
+                one.is_due, one.is_leased = False, is_leased
+                one.retry_at = self._clock() + pause_s
 
     def saved(self, path: str) -> None:
         """A payload is stored and published."""
@@ -226,6 +206,11 @@ class UnsavedPayloads:
             one = self._remove(path)
         if one is not None:
             self._changed(one.claim.key.prefix_hash)
+
+    def keep(self, path: str) -> bool:
+        """Whether the disk has a payload, which leaves the arena. The disk's loss of it is reported
+        from now on, until it has arrived again."""
+        return self._disk is not None and self._disk.tie(path)
 
     def left_arena(self, path: str) -> None:
         """The payload is not in the arena any more."""
@@ -280,9 +265,6 @@ class UnsavedPayloads:
             for prefix_hash, record in zip(hashes, records, strict=True)
         ]
 
-    def __repr__(self) -> str:
-        return f"<UnsavedPayloads {len(self._by_path)} payloads, {self._nbytes} B>"
-
     def _record(self, namespace: str, prefix_hash: bytes, record: Record | None) -> Record | None:
         with self._lock:
             chunk = dict(self._by_chunk.get(namespace, {}).get(prefix_hash, {}))
@@ -306,6 +288,14 @@ class UnsavedPayloads:
                 del self._by_chunk[key.namespace]
             self._nbytes -= one.nbytes
         return one
+
+
+def _line(one: _Unsaved) -> bytes:
+    claim, key = one.claim, one.claim.key
+    hashes = key.prefix_hash.hex(), claim.parent_hash.hex()
+    fields = [key.namespace, hashes[0], key.group, str(key.shard), hashes[1]]
+    fields += [claim.token_start, claim.token_end, one.text.decode()]
+    return json.dumps(fields).encode() + b"\n"
 
 
 def _written(chunk: Mapping[str, _Unsaved] | None, fields: tuple[str, ...]) -> Shards | None:

@@ -6,15 +6,23 @@ moved, evicted or reused, and a lease ends only by a release or with its holder'
 """
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from enum import IntEnum
-from threading import Condition, Lock
+from threading import Lock
 from typing import Protocol
 
-from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
+from objkv.agent.disk import Disk
+from objkv.agent.memory.arena import (
+    BOARD_BYTES,
+    CELLS,
+    Arena,
+    CellState,
+    Extents,
+    Progress,
+)
+from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
-from objkv.agent.unsaved.payloads import UnsavedPayloads
+from objkv.agent.unsaved import UnsavedPayloads
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
@@ -25,24 +33,6 @@ _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
 
 
-class MissReason(IntEnum):
-    """Why a payload cannot be read from the arena."""
-
-    NONE = 0
-    MISSING = 1
-    """Indexed, but not stored."""
-    CORRUPT = 2
-    """Stored, but not what its record or its key promises."""
-    NO_ROOM = 3
-    """Every byte that could be freed is leased, or the client holds too much."""
-    LATE = 4
-    """The deadline passed."""
-    STORE = 5
-    """The store failed."""
-    CLOSED = 6
-    """The agent is ending."""
-
-
 class Waiter(Protocol):
     """Wakes a client that waits for progress."""
 
@@ -51,8 +41,8 @@ class Waiter(Protocol):
 
 
 @dataclass(eq=False, slots=True)
-class Resident:
-    """One payload in the arena. Its fields are guarded by the lock of ``Residents``."""
+class CachedPayload:
+    """One payload in the arena. Its fields are guarded by the lock of ``ArenaCache``."""
 
     key: str
     """Its path in the bulk store."""
@@ -63,6 +53,8 @@ class Resident:
     offset: int = -1
     """-1 as long as it has no memory."""
     nbytes: int = 0
+    extent_bytes: int = 0
+    """The memory that it takes, in whole pages."""
     reason: MissReason = MissReason.NONE
     is_unused: bool = False
     """Whether it was prefetched and not read yet."""
@@ -76,15 +68,15 @@ class Resident:
 
 
 class Unread:
-    """Resident payloads that were prefetched and not read yet, oldest first. Not thread-safe."""
+    """Payloads that were prefetched and not read yet, oldest first. Not thread-safe."""
 
     def __init__(self, nbytes_max: int) -> None:
         """``nbytes_max``: of all of them, except for those that are leased."""
         self._nbytes_max = nbytes_max
-        self._all: dict[Resident, None] = {}
+        self._all: dict[CachedPayload, None] = {}
         self.nbytes = 0
 
-    def add(self, one: Resident) -> list[Resident]:
+    def add(self, one: CachedPayload) -> list[CachedPayload]:
         """Add a payload. Returns those that must be evicted for it."""
         self._all[one] = None
         self.nbytes += one.nbytes
@@ -97,42 +89,40 @@ class Unread:
                 excess -= older.nbytes
         return given_up
 
-    def remove(self, one: Resident) -> None:
+    def remove(self, one: CachedPayload) -> None:
         """Forget a payload that was read, or is no longer resident."""
         if one in self._all:
             del self._all[one]
             self.nbytes -= one.nbytes
 
 
-class Residents:
-    """All payloads of one arena. Thread-safe; only ``wait_idle`` waits."""
+class ArenaCache:
+    """All payloads of one arena. Thread-safe. Nothing waits."""
 
     def __init__(
         self,
         arena: Arena,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        disk: Disk | None = None,
     ) -> None:
-        """``changed``: see ``UnsavedPayloads``."""
+        """``changed``, ``disk``: see ``UnsavedPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.unsaved = UnsavedPayloads(recorder, changed)
+        self.unsaved = UnsavedPayloads(recorder, changed, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
         self._unread = Unread(self.ahead_bytes_max)
         self._lock = Lock()
-        self._unleased = Condition(self._lock)
-        self._by_key: dict[str, Resident] = {}
-        self._at: dict[int, Resident] = {}
+        self._by_key: dict[str, CachedPayload] = {}
+        self._at: dict[int, CachedPayload] = {}
         """Every payload that has memory, by its offset."""
-        self._all: set[Resident] = set()
+        self._all: set[CachedPayload] = set()
         """Those, and failed or forgotten ones that are still leased."""
         self._cells = deque(range(CELLS))
         self._idle_bytes = 0
         """Memory of payloads without a lease: all that can be evicted."""
         self._closed = False
-        self.on_ready: Callable[[Resident], None] = lambda one: None
-        """Called with each payload that became READY, before its fill's lease ends."""
 
     @property
     def total_bytes(self) -> int:
@@ -162,10 +152,7 @@ class Residents:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(list(self._by_key))
-
-    def seen(self, keys: Iterable[str]) -> list[Resident | None]:
+    def seen(self, keys: Iterable[str]) -> list[CachedPayload | None]:
         """Return the payloads that are resident or being filled. They are not leased: any of them
         may change at any moment."""
         return [self._by_key.get(key) for key in keys]
@@ -177,7 +164,7 @@ class Residents:
 
     def open(
         self, key: str, waiter: Waiter | None, *, ahead: bool = False
-    ) -> tuple[Resident, bool] | None:
+    ) -> tuple[CachedPayload, bool] | None:
         """Take a lease of a payload. ``ahead``: for a prefetch, which does not count as a read.
 
         Returns it, and whether it is new. A new payload must be filled by the caller, who holds a
@@ -186,7 +173,9 @@ class Residents:
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
-                self._lease(one)
+                if not one.leases:
+                    self._idle_bytes -= one.extent_bytes
+                one.leases += 1
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
@@ -202,7 +191,7 @@ class Residents:
                 return one, False
             if not self._cells:
                 return None
-            one = self._by_key[key] = Resident(key, self._cells.popleft(), leases=2)
+            one = self._by_key[key] = CachedPayload(key, self._cells.popleft(), leases=2)
             one.is_unused = ahead
             self._all.add(one)
             if waiter is not None:
@@ -210,18 +199,20 @@ class Residents:
             self._arena.board.write(one.cell, Progress(CellState.FILLING, 0, 0, 0, 0))
             return one, True
 
-    def hold(self, key: str) -> Resident | None:
+    def hold(self, key: str) -> CachedPayload | None:
         """Take a lease of a payload that is complete, which does not count as a read. None if there
         is none."""
         with self._lock:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
-            self._lease(one)
+            if not one.leases:
+                self._idle_bytes -= one.extent_bytes
+            one.leases += 1
             return one
 
     def note_unsaved(
-        self, one: Resident, claim: Claim, record: ShardRecord, *, is_due: bool
+        self, one: CachedPayload, claim: Claim, record: ShardRecord, *, is_due: bool
     ) -> None:
         """Let lookups find a complete, leased payload that no store has. ``is_due``: False to leave
         it without a save until it is seen again."""
@@ -229,14 +220,14 @@ class Residents:
             if one.is_listed:
                 self.unsaved.add(claim, record, is_due=is_due)
 
-    def release(self, one: Resident, waiter: Waiter | None = None) -> None:
+    def release(self, one: CachedPayload, waiter: Waiter | None = None) -> None:
         """End a lease. ``waiter``: a client that holds no other lease of it."""
         with self._lock:
             if waiter is not None:
                 one.waiters.discard(waiter)
             self._release(one)
 
-    def give_up(self, one: Resident) -> bool:
+    def give_up(self, one: CachedPayload) -> bool:
         """End a fill, and its lease, if no client has one. Returns whether it did."""
         with self._lock:
             if one.leases > 1:
@@ -246,20 +237,16 @@ class Residents:
             self._release(one)
             return True
 
-    def is_filling(self, one: Resident) -> bool:
-        """Whether a leased payload is still being filled."""
-        return one.state is CellState.FILLING
-
-    def is_ready(self, one: Resident) -> bool:
+    def is_ready(self, one: CachedPayload) -> bool:
         """Whether a leased payload is complete."""
         return one.state is CellState.READY
 
-    def view(self, one: Resident) -> memoryview:
+    def view(self, one: CachedPayload) -> memoryview:
         """Return the memory of a leased payload. Only a fill may write it."""
         return self._arena.view[one.offset : one.offset + one.nbytes]
 
     def allot(
-        self, one: Resident, nbytes: int, spare: int = 0, *, is_sure: bool = True
+        self, one: CachedPayload, nbytes: int, spare: int = 0, *, is_sure: bool = True
     ) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
         arena is full of leased payloads, or closed, or the payload is too large.
@@ -274,6 +261,7 @@ class Residents:
             offset = self._take(nbytes + spare, is_sure=is_sure)
             if offset is not None:
                 one.offset, one.nbytes = offset, nbytes
+                one.extent_bytes = self._extents.size(offset)
                 self._at[offset] = one
                 return self._arena.view[offset : offset + nbytes + spare]
         if is_sure:
@@ -286,20 +274,20 @@ class Residents:
         offset = self._extents.take(nbytes)
         return self._make_room(nbytes, is_sure=is_sure) if offset is None else offset
 
-    def retract(self, one: Resident) -> None:
+    def retract(self, one: CachedPayload) -> None:
         """Take back the memory of a payload that is being filled. No frame of it was reported, so
         no reader knows its place."""
         with self._lock:
             if one.offset >= 0:
                 del self._at[one.offset]
                 self._extents.give_back(one.offset)
-                one.offset, one.nbytes = -1, 0
+                one.offset, one.nbytes, one.extent_bytes = -1, 0, 0
 
-    def advance(self, one: Resident, layers: int) -> None:
+    def advance(self, one: CachedPayload, layers: int) -> None:
         """Report that the header and this many leading frames are verified."""
         self._tell(one, Progress(CellState.FILLING, layers, one.offset, one.nbytes, 0))
 
-    def ready(self, one: Resident, layers: int) -> None:
+    def ready(self, one: CachedPayload, layers: int) -> None:
         """End a fill that succeeded, and its lease."""
         with self._lock:
             one.state = CellState.READY
@@ -309,10 +297,9 @@ class Residents:
                 for older in self._unread.add(one) if one.is_unused else ():
                     self._evict(older)
         self._tell(one, Progress(CellState.READY, layers, one.offset, one.nbytes, 0))
-        self.on_ready(one)
         self._end_fill(one)
 
-    def failed(self, one: Resident, reason: MissReason, layers: int = 0) -> None:
+    def failed(self, one: CachedPayload, reason: MissReason, layers: int = 0) -> None:
         """End a fill that failed, and its lease. Readers keep the frames that were verified."""
         with self._lock:
             self._unlist(one)
@@ -331,12 +318,17 @@ class Residents:
                 if not one.leases:
                     self._free(one)
 
+    def lost(self, key: str) -> None:
+        """A payload that was held back is nowhere else any more, unless it is here."""
+        with self._lock:
+            if key not in self._by_key:
+                self.unsaved.dropped(key)
+
     def close(self) -> None:
         """Allot no memory from now on. The agent ends connections after this: their clients may
         still read memory whose leases have ended."""
         with self._lock:
             self._closed = True
-            self._unleased.notify_all()
 
     def leased(self) -> int:
         """Return the number of payloads under a lease."""
@@ -348,24 +340,23 @@ class Residents:
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
 
-    def wait_idle(self, seconds: float) -> bool:
-        """Wait until no payload is leased, for at most ``seconds``. Returns whether none is."""
+    def listed(self) -> list[str]:
+        """Return the keys of payloads that new readers find."""
         with self._lock:
-            return self._unleased.wait_for(
-                lambda: not any(one.leases for one in self._all), seconds
-            )
+            return list(self._by_key)
 
     def check(self) -> bool:
         """Whether memory, cells, states and ranking agree with each other."""
         with self._lock:
-            everything = self._all
+            everything, placed = self._all, self._at.values()
             ranked = [one for one in self._by_key.values() if one.state is CellState.READY]
             return (
                 self._extents.check()
                 and self._extents.taken == self._at.keys()
+                and all(self._extents.size(one.offset) == one.extent_bytes for one in placed)
                 and len(self._cells) + sum(one.cell >= 0 for one in everything) == CELLS
                 and self._idle_bytes
-                == sum(self._extents.size(one.offset) for one in everything if not one.leases)
+                == sum(one.extent_bytes for one in everything if not one.leases)
                 and len(ranked) == len(self._ranking)
                 and all(
                     path in self._by_key or self.unsaved.keep(path) for path in self.unsaved.paths
@@ -376,39 +367,29 @@ class Residents:
                 and all(one.leases > 0 for one in everything if not one.is_listed)
             )
 
-    def __repr__(self) -> str:
-        used = self.total_bytes - self.free_bytes
-        return f"<Residents {len(self._by_key)} payloads, {used}/{self.total_bytes} B>"
-
-    def _tell(self, one: Resident, progress: Progress) -> None:
+    def _tell(self, one: CachedPayload, progress: Progress) -> None:
         self._arena.board.write(one.cell, progress)
         with self._lock:
             waiters = list(one.waiters)
         for waiter in waiters:
             waiter.wake()
 
-    def _end_fill(self, one: Resident) -> None:
+    def _end_fill(self, one: CachedPayload) -> None:
         with self._lock:
             one.waiters.clear()
             self._release(one)
 
-    def _lease(self, one: Resident) -> None:
-        if not one.leases:
-            self._idle_bytes -= self._extents.size(one.offset)
-        one.leases += 1
-
-    def _release(self, one: Resident) -> None:
+    def _release(self, one: CachedPayload) -> None:
         assert one.leases > 0
         one.leases -= 1
         if not one.leases:
             if one.is_listed:
-                self._idle_bytes += self._extents.size(one.offset)
+                self._idle_bytes += one.extent_bytes
                 if one.cell >= 0:
                     self._cells.append(one.cell)
                     one.cell = -1
             else:
                 self._free(one)
-            self._unleased.notify_all()
 
     def _make_room(self, nbytes: int, *, is_sure: bool) -> int | None:
         """Evict until there is a gap of ``nbytes``, in the ranking's order at first. If the gaps
@@ -444,7 +425,7 @@ class Residents:
     def _is_free(self, key: str) -> bool:
         return not self._by_key[key].leases
 
-    def _evict(self, one: Resident) -> None:
+    def _evict(self, one: CachedPayload) -> None:
         if one.is_unused:
             self._recorder.count("agent_prefetch_unused")
             self._recorder.count("agent_prefetch_unused_bytes", one.nbytes)
@@ -453,17 +434,17 @@ class Residents:
         self._unlist(one)
         self._free(one)
 
-    def _unlist(self, one: Resident) -> None:
+    def _unlist(self, one: CachedPayload) -> None:
         if one.is_listed:
             one.is_listed = False
             if not one.leases:
-                self._idle_bytes -= self._extents.size(one.offset)
+                self._idle_bytes -= one.extent_bytes
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
             self._unread.remove(one)
             self.unsaved.left_arena(one.key)
 
-    def _free(self, one: Resident) -> None:
+    def _free(self, one: CachedPayload) -> None:
         if one.offset >= 0:
             del self._at[one.offset]
             self._extents.give_back(one.offset)

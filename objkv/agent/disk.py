@@ -28,7 +28,8 @@ FILES_MAX: Final = 1 << 18
 it is held back."""
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
-_HELD_BACK = "held-back"
+HELD_BACK: Final = "held-back"
+"""The list of held-back payloads that an agent leaves for the next one."""
 _HELD_BACK_BYTES_MAX = 128 << 20
 """About twice what ``FILES_MAX`` payloads take."""
 _NAME = re.compile(r"[0-9a-f]{40}\.(?:plain|signed|encrypted|signed-encrypted)")
@@ -139,21 +140,17 @@ class DiskFolder:
         with _translated(f"remove {name}"):
             self._unlink(name)
 
-    def write_held_back(self, text: bytes) -> None:
-        """Leave a list for the next agent."""
-        self.write(_HELD_BACK, memoryview(text))
-
     def take_held_back(self) -> bytes:
         """Return and remove the list that the last agent left; empty if there is none."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _translated(f"read {_HELD_BACK}"):
+        with _translated(f"read {HELD_BACK}"):
             try:
-                fd = os.open(_HELD_BACK, flags, dir_fd=self._fd)
+                fd = os.open(HELD_BACK, flags, dir_fd=self._fd)
             except FileNotFoundError:
                 return b""
             with open(fd, "rb") as file:
                 text = file.read(_HELD_BACK_BYTES_MAX)
-            self._unlink(_HELD_BACK)
+            self._unlink(HELD_BACK)
             return text
 
     def free_bytes(self) -> int:
@@ -166,9 +163,6 @@ class DiskFolder:
         """Give the folder to the next agent. No other call may follow."""
         if self._lock >= 0:
             os.close(self._lock)
-
-    def __repr__(self) -> str:
-        return f"<DiskFolder {self.path}>"
 
     def _unlink(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -184,8 +178,8 @@ class DiskFolder:
 class Disk:
     """Payloads by the path of their key, in the order of a ``Ranking``. Thread-safe.
 
-    ``lock``, ``load``, ``begin``, ``write`` and ``purge`` are for one background thread, the only
-    one that changes the folder: a file system that hangs delays no other thread.
+    ``load``, ``begin``, ``make_room``, ``write`` and ``purge`` are for one background thread, the
+    only one that changes the folder: a file system that hangs delays no other thread.
     """
 
     def __init__(self, folder: DiskFolder, nbytes_max: int, form: str = "plain") -> None:
@@ -210,8 +204,6 @@ class Disk:
         self.is_loaded = False
         self._tied: dict[str, str] = {}
         """Keys, by file, of payloads that exist nowhere but here."""
-        self.on_lost: Callable[[str], None] = lambda key: None
-        """Called with such a key when its file goes. Must not wait, nor call this object."""
 
     def __len__(self) -> int:
         return len(self._sizes)
@@ -220,14 +212,9 @@ class Disk:
         """Return the size of a payload's file; None if there is none."""
         return self._sizes.get(self._name(key))
 
-    def lock(self) -> bool:
-        """Take the folder, before ``load``. Returns False if another agent has it. Raises
-        ``StoreUnavailable``."""
-        return self.folder.lock()
-
     def load(self, stop: Callable[[], bool]) -> None:
-        """Find the files that earlier agents left, unless ``stop`` becomes true. Nothing is read or
-        written before. Raises ``StoreUnavailable``."""
+        """Find the files that earlier agents left, unless ``stop`` becomes true. The folder is
+        locked; nothing was read or written before. Raises ``StoreUnavailable``."""
         found, others = list[DiskFile](), list[DiskFile]()
         for file in self.folder.listed():
             if stop():
@@ -265,15 +252,20 @@ class Disk:
 
     def discard(self, key: str) -> bool:
         """Do not serve a payload any more, nor the one that is being written. Return whether it was
-        there. ``purge`` removes its file."""
+        nowhere else. ``purge`` removes its file."""
         name = self._name(key)
         with self._lock:
             if self._writing == name:
                 self._writing = ""
-            return self._drop(name)
+            return self._drop(name) is not None
+
+    @property
+    def has_dropped(self) -> bool:
+        """Whether there are files for ``purge`` to remove."""
+        return bool(self._doomed)
 
     def tie(self, key: str) -> bool:
-        """Report the loss of a payload to ``on_lost``. Return False if it is not on disk."""
+        """Note that a payload is nowhere else. Return False if it is not on disk."""
         name = self._name(key)
         with self._lock:
             if name not in self._sizes:
@@ -282,7 +274,7 @@ class Disk:
             return True
 
     def untie(self, key: str) -> None:
-        """The payload is in memory again: do not report its loss."""
+        """The payload is in memory again."""
         with self._lock:
             self._tied.pop(self._name(key), None)
 
@@ -291,26 +283,36 @@ class Disk:
         with self._lock:
             self._writing = self._name(key)
 
-    def write(self, key: str, payload: memoryview) -> int | None:
-        """Write a missing payload, and remove others if need be. Return how many; None if the
-        payload was discarded since ``begin``, or is larger than the bound. Raises
-        ``StoreUnavailable``."""
+    def make_room(self, nbytes: int) -> list[str | None]:
+        """Drop payloads until there is room for one of ``nbytes``, unless it is larger than the
+        bound. Return, for each of them, its key if it was nowhere else."""
+        dropped = list[str | None]()
+        room = self.nbytes_max - _blocks(nbytes)
+        with self._lock:
+            while 0 <= room < self.nbytes or len(self._sizes) >= FILES_MAX:
+                victim = self._ranking.victim(lambda _: True)
+                assert victim is not None
+                dropped.append(self._drop(victim))
+        return dropped
+
+    def write(self, key: str, payload: memoryview) -> bool:
+        """Write a missing payload. Return False if it was discarded since ``begin``, or
+        ``make_room`` made none. Raises ``StoreUnavailable``."""
         name, nbytes = self._name(key), _blocks(len(payload))
         assert name not in self._sizes
-        if not self.is_loaded or nbytes > self.nbytes_max:
-            return None
-        removed = self._make_room(nbytes)
+        if self.nbytes + nbytes > self.nbytes_max:
+            return False
         self.purge()
         self.folder.write(name, payload)
         with self._lock:
             if self._writing != name:
                 self._doomed.append(name)
-                return None
+                return False
             self._writing = ""
             self._sizes[name] = len(payload)
             self._ranking.add(name, nbytes)
             self.nbytes += nbytes
-        return removed
+        return True
 
     def purge(self) -> None:
         """Remove the files of payloads that are gone. Raises ``StoreUnavailable``."""
@@ -320,49 +322,19 @@ class Disk:
                 self.folder.remove(name)
             self._doomed.popleft()
 
-    def check(self) -> bool:
-        """Whether sizes, order and bound agree."""
-        with self._lock:
-            return (
-                len(self._ranking) == len(self._sizes) <= FILES_MAX
-                and all(name in self._ranking for name in self._sizes)
-                and self.nbytes == sum(map(_blocks, self._sizes.values()))
-                and (not self.is_loaded or self.nbytes <= self.nbytes_max)
-            )
-
-    def close(self) -> None:
-        """Give the folder to the next agent. The background thread must have ended, or never do
-        anything again."""
-        self.folder.close()
-
-    def __repr__(self) -> str:
-        return f"<Disk {len(self._sizes)} payloads, {self.nbytes}/{self.nbytes_max} B>"
-
     def _name(self, key: str) -> str:
-        return (
-            f"{hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES).hexdigest()}.{self._form}"
-        )
+        digest = hashlib.blake2b(key.encode(), digest_size=_DIGEST_BYTES).hexdigest()
+        return f"{digest}.{self._form}"
 
-    def _make_room(self, nbytes: int) -> int:
-        removed = 0
-        with self._lock:
-            while self.nbytes + nbytes > self.nbytes_max or len(self._sizes) >= FILES_MAX:
-                victim = self._ranking.victim(lambda _: True)
-                assert victim is not None
-                self._drop(victim)
-                removed += 1
-        return removed
-
-    def _drop(self, name: str) -> bool:
+    def _drop(self, name: str) -> str | None:
+        """Forget a file, if there is one. Return its key if that was tied."""
         size = self._sizes.pop(name, None)
         if size is None:
-            return False
+            return None
         self._ranking.remove(name)
         self.nbytes -= _blocks(size)
         self._doomed.append(name)
-        if (key := self._tied.pop(name, None)) is not None:
-            self.on_lost(key)
-        return True
+        return self._tied.pop(name, None)
 
 
 @contextmanager

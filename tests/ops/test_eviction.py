@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.eviction import Candidate, Worth, by_use, choose, usual_pause_s
+from objkv.ops.sweep.eviction import Candidate, Worth, by_use, choose, usual_pause_s
 
 NOW_S = 1_000_000
 SIZE = 256

@@ -1,0 +1,202 @@
+"""The agent's answers to what replicas ask about its index and its documents.
+
+Replicas read the identities of namespaces and the operators' switch, and write identities that do
+not exist yet. They get no other file, and no payload.
+"""
+
+import base64
+import json
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, astuple
+from itertools import chain, islice
+from typing import Any, Final
+
+from objkv.agent.calls import (
+    DOCUMENT_BYTES_MAX,
+    Arguments,
+    read_hashes,
+    read_shards,
+    record_text,
+)
+from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
+from objkv.agent.messages import PrefetchOrder
+from objkv.agent.prefetch import Prefetches
+from objkv.agent.unsaved import UnsavedPayloads
+from objkv.cache.switch import SWITCH_PATH
+from objkv.cache.worth import PutPolicy
+from objkv.errors import StoreDenied
+from objkv.index.base import ChunkEntry, Savings, Shards, WriteIndex
+from objkv.index.fields import written_rows
+from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.stores.base import WriteStore
+
+_IDENTITY = re.compile(r"[0-9a-f]{32}/identity\.json")
+_NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_INVALID = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+_MISSING_S: Final = 0.5
+"""For how long it is remembered that a chunk is missing. Saves of this node end that at once."""
+
+
+class NodeLookups:
+    """Answers ``find`` from ``index`` and the unsaved payloads of this node, and keeps blocks of
+    answers on a board that replicas read. Thread-safe."""
+
+    def __init__(
+        self,
+        index: WriteIndex,
+        unsaved: UnsavedPayloads,
+        board: AnswerBoard,
+        *,
+        ttl_s: float,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``ttl_s``: how long an answer is valid."""
+        self._index, self._unsaved, self.board = index, unsaved, board
+        self._ttl_s, self._clock = ttl_s, clock
+
+    def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
+        """Return the text of each block of the answer for these prefix hashes."""
+
+        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
+            return self._index.find(namespace, some, fields)
+
+        scope, now, step = Scope(namespace, fields), self._clock(), PREFIX_HASH_BYTES
+        texts: list[bytes | Draft] = []
+        for block in scope.blocks(hashes):
+            key = scope.key(block)
+            kept = self.board.find(key, now)
+            text = None if kept is None else self.board.read(key, kept)
+            if text is None:  # begun before it is looked up: what changes meanwhile is not kept
+                divided = [block[at : at + step] for at in range(0, len(block), step)]
+                texts.append(self.board.begin(key, divided))
+            else:
+                texts.append(text)
+        drafts = [one for one in texts if isinstance(one, Draft)]
+        asked = list(chain.from_iterable([draft.hashes for draft in drafts]))
+        try:
+            found = iter(self._unsaved.find(namespace, asked, fields, look_up) if asked else ())
+            return [
+                self._kept(one, list(islice(found, len(one.hashes))), fields, now)
+                if isinstance(one, Draft)
+                else one
+                for one in texts
+            ]
+        finally:
+            self.board.end(drafts)
+
+    def _kept(
+        self, draft: Draft, found: Sequence[Shards | None], fields: tuple[str, ...], now: float
+    ) -> bytes:
+        """Return the text of a block of the answer. It is on the board then."""
+        text = b"\n".join(written_rows(found, fields))
+        is_whole = {len(fields)} == {0 if one is None else len(one) for one in found}
+        ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
+        if ttl_s:
+            self.board.write(draft, text, (now, now + ttl_s))
+        return text
+
+
+class NodeCalls:
+    """The agent's side: runs calls on its index and bulk store. Thread-safe."""
+
+    def __init__(
+        self,
+        index: WriteIndex,
+        bulk: WriteStore,
+        prefetches: Prefetches | None = None,
+        policy: PutPolicy | None = None,
+        *,
+        ttl_s: int,
+        changed: Callable[[bytes], object] = lambda prefix_hash: None,
+    ) -> None:
+        """``ttl_s``: life of records that clients write or touch. Theirs does not count: those that
+        were given only the socket do not know that of the store. ``changed``: called after a
+        client has changed a chunk's record."""
+        self._index, self._bulk, self._prefetches = index, bulk, prefetches
+        self._policy, self._ttl_s, self._changed = policy, ttl_s, changed
+        self._verbs: dict[str, Callable[[Arguments], Any]] = {
+            "lookup": self._lookup,
+            "publish": self._publish,
+            "touch": self._touch,
+            "credit": self._credit,
+            "get": self._get,
+            "put": self._put,
+            "prefetch": self._prefetch,
+        }
+
+    def run(self, text: str) -> str:
+        """Run a call and return its result. Raises ``StoreError``, also for an invalid call."""
+        try:
+            call = json.loads(text)
+            verb = self._verbs[call.pop("verb")]
+            return json.dumps(verb(call))
+        except _INVALID as exc:
+            raise StoreDenied(f"an invalid call: {exc!r}"[:1000]) from exc
+
+    def _lookup(self, call: Arguments) -> list[Any]:
+        found = self._index.lookup(_namespace(call), read_hashes(call))
+        return [None if one is None else record_text(one) for one in found]
+
+    def _publish(self, call: Arguments) -> None:
+        chunk = _entry(call)
+        self._index.publish(chunk, read_shards(call["shards"]), ttl_s=self._ttl_s)
+        self._changed(chunk.prefix_hash)
+
+    def _touch(self, call: Arguments) -> None:
+        self._index.touch(_namespace(call), read_hashes(call), ttl_s=self._ttl_s)
+
+    def _credit(self, call: Arguments) -> None:
+        savings = Savings(**call["savings"])
+        _namespace(call["savings"])
+        if not all(type(one) is int for one in astuple(savings)[2:]):
+            raise ValueError("savings must be integers")
+        if self._policy is not None:
+            self._policy.credited(savings)
+        self._index.credit(savings)
+
+    def _prefetch(self, call: Arguments) -> dict[str, int]:
+        if self._prefetches is None:
+            raise StoreDenied("this agent does not prefetch")
+        order = PrefetchOrder(**call["order"])
+        return asdict(self._prefetches.start(_namespace(call), read_hashes(call), order))
+
+    def _get(self, call: Arguments) -> str | None:
+        path: str = call["path"]
+        if path != SWITCH_PATH:
+            _check_identity(path)
+        start = int(call.get("start", 0))
+        document = self._bulk.get_range(path, max(0, start), max(0, start) + DOCUMENT_BYTES_MAX)
+        return None if document is None else base64.b64encode(document).decode()
+
+    def _put(self, call: Arguments) -> bool:
+        path: str = call["path"]
+        _check_identity(path)
+        return self._bulk.put_if_absent(path, base64.b64decode(call["document"]))
+
+
+def _namespace(call: Arguments) -> str:
+    name: str = call["namespace"]
+    if _NAMESPACE.fullmatch(name) is None:
+        raise ValueError("an invalid namespace")
+    return name
+
+
+def _entry(call: Arguments) -> ChunkEntry:
+    prefix_hash, parent_hash = read_hashes(call)
+    start, end = call["tokens"]
+    return ChunkEntry(_namespace(call), prefix_hash, parent_hash, int(start), int(end))
+
+
+def _check_identity(path: str) -> None:
+    if _IDENTITY.fullmatch(path) is None:
+        raise StoreDenied(f"replicas have no access to {path[:100]!r}")

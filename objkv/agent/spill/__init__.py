@@ -1,1 +1,0 @@
-"""The tier below the arena: payloads on a local disk."""

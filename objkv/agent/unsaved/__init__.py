@@ -1,1 +1,0 @@
-"""Payloads that an agent holds back until they are seen a second time."""

@@ -1,0 +1,102 @@
+"""Saves in the background: what becomes of a payload, of its lease and of its memory."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from objkv.agent import saves
+from objkv.agent.messages import CommitStatus
+from objkv.codec.payload import read_header
+from objkv.errors import StoreBusy, StoreUnavailable
+from tests.agent.world import PATIENCE_S, Node, down, payloads
+from tests.contracts.clock import ManualClock
+
+PAYLOAD = payloads()[0]
+PATH = read_header(PAYLOAD).claim.key.path()
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def made(**options: Any) -> Node:
+        nodes.append(Node(**options))
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+        assert node.residents.check()
+
+
+def save(node: Node) -> None:
+    """Have the payload saved, or not; what it had is free again."""
+    assert node.commit_one(PAYLOAD) is CommitStatus.ACCEPTED
+    assert node.saves.drain(PATIENCE_S)
+    assert node.residents.leased() == 0
+    assert node.index.lease(PATH, "another", ttl_ms=60_000)
+    node.index.release(PATH, "another")
+    assert node.cache.in_flight.is_kept(PATH) or node.cache.in_flight.begin(PATH)
+    node.cache.in_flight.end(PATH)
+
+
+def raising(error: Exception) -> Callable[..., bool]:
+    def put(*_: object) -> bool:
+        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
+
+    return put
+
+
+def test_a_save_is_made_under_its_lease(make: Callable[..., Node]) -> None:
+    node = make()
+    put, was_leased = node.store.put_if_absent, list[bool]()
+
+    def seen(key: str, value: Any) -> bool:
+        was_leased.append(not node.index.lease(key, "another", ttl_ms=60_000))
+        return bool(put(key, value))
+
+    node.store.put_if_absent = seen
+    save(node)
+    assert was_leased == [True]
+    assert node.recorder.value("saves") == 1
+
+
+def test_a_late_save_is_dropped(make: Callable[..., Node]) -> None:
+    node = make(save_deadline_s=0.0)
+    save(node)
+    assert node.store.get(PATH) is None
+    assert node.recorder.value("save_drops") == 1
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])
+def test_a_save_that_fails_gives_back_all_that_it_had(
+    error: Exception, make: Callable[..., Node]
+) -> None:
+    node = make()
+    node.store.put_if_absent = raising(error)
+    save(node)
+    assert node.recorder.value("save_errors") == 1
+
+
+def test_saves_pause_after_a_busy_answer(
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node, clock = make(), ManualClock(0.0)
+    monkeypatch.setattr(saves, "monotonic", clock)
+    put, node.store.put_if_absent = node.store.put_if_absent, raising(StoreBusy("503"))
+    save(node)
+    node.store.put_if_absent = put
+    assert node.commit_one(PAYLOAD) is CommitStatus.SHED
+    clock.advance(1.0)
+    save(node)
+    assert node.recorder.value("saves_shed") == 2
+    assert node.store.get(PATH) == PAYLOAD
+
+
+def test_without_an_index_payloads_are_saved(make: Callable[..., Node]) -> None:
+    node = make()
+    node.index.publish = node.index.find = down
+    save(node)
+    assert node.store.get(PATH) == PAYLOAD
+    assert node.recorder.value("publish_errors") == 1
