@@ -8,6 +8,8 @@ from functools import wraps
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
+from tests.support.agents import end_agents
+
 P = ParamSpec("P")
 Values = dict[str, Any]
 
@@ -32,6 +34,8 @@ def scenario(function: Callable[Concatenate[Path, P], Values]) -> Callable[P, Va
                 known[name] = exc
             else:
                 shutil.rmtree(folder, ignore_errors=True)  # one that was killed may yet write
+            finally:
+                end_agents(folder.name)
         found = known[name]
         if isinstance(found, Exception):
             raise found

@@ -150,7 +150,14 @@ def agent_folder() -> Iterator[Path]:
         try:
             yield Path(name)
         finally:
-            for file in Path("/proc").glob("[0-9]*/cmdline"):
-                with suppress(OSError):
-                    if name.encode() in file.read_bytes():
-                        os.kill(int(file.parent.name), signal.SIGKILL)
+            end_agents(name)
+
+
+def end_agents(name: str) -> None:
+    """Kill the agents, and the shells that start them, whose socket or store a name is part of."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            settings = (process / "environ").read_bytes() if b"\0agent\0" in command else b""
+            if name.encode() in command + settings:
+                os.kill(int(process.name), signal.SIGKILL)
