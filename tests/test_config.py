@@ -88,7 +88,10 @@ def test_nothing_configured_is_a_directory_and_sqlite(
     [
         ({"bulk_url": "file:///shared"}, "bulk:"),
         ({"bulk_url": " file:///shared "}, "bulk:"),
-        ({"bulk_url": "file:///shared", "index_url": "sqlite:///i"}, "sqlite:///i"),
+        (
+            {"bulk_url": "file:///shared", "index_url": "sqlite:///dev/null/i"},
+            "sqlite:///dev/null/i",
+        ),
         ({"bulk_url": "s3://bucket"}, "sqlite://"),
         ({}, "sqlite://"),
     ],

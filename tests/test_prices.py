@@ -7,7 +7,7 @@ from objkv.config.prices import LIST_PRICES, Prices, prices_of
 
 
 def of(endpoint: str | None = None, **settings: str) -> Prices:
-    given = {"bulk_url": "s3://bucket", "index_url": "sqlite:///i"} | settings
+    given = {"bulk_url": "s3://bucket", "index_url": "sqlite:///dev/null/i"} | settings
     if endpoint is not None:
         given["s3_endpoint_url"] = f"https://{endpoint}"
     return prices_of(load_config(given, environ={}))
@@ -50,7 +50,7 @@ def test_private_addresses_have_no_price(endpoint: str) -> None:
 
 
 def test_folders_have_no_price() -> None:
-    assert of(bulk_url="file:///kv").is_free
+    assert of(bulk_url="file:///dev/null/kv").is_free
 
 
 def test_public_addresses_have_one() -> None:

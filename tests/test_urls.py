@@ -191,7 +191,7 @@ def test_no_part_of_a_password_in_a_setting_is_shown(place: tuple[str, str], pas
     value = form.format(password)
 
     def opened() -> str:
-        config = load_config({"bulk_url": "file:///kv", name: value}, environ={})
+        config = load_config({"bulk_url": "file:///dev/null/kv", name: value}, environ={})
         with open_backends(config, NullRecorder()) as backends:
             return f"{config!r} {config} {config.public()} {backends!r}"
 

@@ -114,7 +114,7 @@ def test_index_and_payloads_are_on_connections_of_their_own(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     "changes",
-    [{"index_url": "sqlite:///i"}, {"index_url": NOBODY, "hot_save_bytes_max": 0}],
+    [{"index_url": "sqlite:///dev/null/i"}, {"index_url": NOBODY, "hot_save_bytes_max": 0}],
 )
 def test_there_is_no_hot_store_without_redis_or_payloads(
     tmp_path: Path, changes: dict[str, Any]
@@ -192,7 +192,9 @@ def test_a_refusal_while_serving_is_one_error_that_says_what_to_fix_and_its_end_
         url = {"bulk_url": "s3://kv-cache/p", "s3_endpoint_url": server.url}
         keys = {"s3_access_key_id": "a", "s3_secret_access_key": "b", "s3_addressing": "path"}
         pauses = {"breaker_failures": 2, "breaker_reset_ms": 1, "breaker_reset_max_ms": 1}
-        config = load_config({**url, **keys, **pauses, "index_url": "sqlite:///i"}, environ={})
+        config = load_config(
+            {**url, **keys, **pauses, "index_url": "sqlite:///dev/null/i"}, environ={}
+        )
         recorder = MemoryRecorder()
         with open_backends(config, recorder) as backends:
             for _ in range(5):
@@ -356,7 +358,7 @@ def test_no_replica_starts_as_a_sweeper(tmp_path: Path) -> None:
 
 def test_every_key_in_redis_begins_with_the_prefix() -> None:
     settings = Config(
-        bulk_url="file:///kv", index_url="redis://127.0.0.1:1", redis_prefix="objkv-a"
+        bulk_url="file:///dev/null/kv", index_url="redis://127.0.0.1:1", redis_prefix="objkv-a"
     )
     with open_backends(settings, NullRecorder()) as ends:
         assert "objkv-a:*" in repr(ends.index)

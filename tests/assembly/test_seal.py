@@ -33,7 +33,7 @@ def printing(text: str) -> str:
 
 
 def config(**settings: Any) -> Config:
-    return Config(bulk_url="file:///kv", index_url="sqlite:///i", **settings)
+    return Config(bulk_url="file:///dev/null/kv", index_url="sqlite:///dev/null/i", **settings)
 
 
 def refusal(**settings: Any) -> str:

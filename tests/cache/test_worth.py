@@ -13,7 +13,7 @@ from objkv.cache.worth import ALL_BELOW, REUSED_ABOVE, ChunkCost, PutRule, Puts,
 from objkv.config import load_config
 from objkv.config.prices import LIST_PRICES
 
-S3 = {"bulk_url": "s3://bucket/kv", "index_url": "sqlite:///i"}
+S3 = {"bulk_url": "s3://bucket/kv", "index_url": "sqlite:///dev/null/i"}
 CHUNK_TOKENS = 256
 PROMPT_TOKENS = 2048
 COSTS = read_costs()
@@ -63,7 +63,7 @@ def test_all_is_put_where_a_bucket_has_no_price(model: str) -> None:
     for settings in (
         {"s3_endpoint_url": "https://10.0.0.7:9000"},
         {"price_gb_month": "0", "price_puts": "0"},
-        {"bulk_url": "file:///kv"},
+        {"bulk_url": "file:///dev/null/kv"},
         {"s3_endpoint_url": "https://minio:9000", "agent_disk_url": "file:///disk"},
     ):
         found = rule(**settings).decide(replace(chunk(model), gpu_s=None))

@@ -65,9 +65,9 @@ def test_arguments_win_over_file_and_environment(
 ) -> None:
     file = tmp_path / "fleet.toml"
     file.write_text(f'bulk_url = "file://{tmp_path}/a"\nindex_url = "bulk:"\n')
-    monkeypatch.setenv("OBJKV_INDEX_URL", "sqlite:///i")
+    monkeypatch.setenv("OBJKV_INDEX_URL", f"sqlite://{tmp_path}/i")
     with objkv.open(config=file, role="reader") as client:
-        assert repr(client) == f"<objkv.Client of file://{tmp_path}/a and sqlite:///i>"
+        assert repr(client) == f"<objkv.Client of file://{tmp_path}/a and sqlite://{tmp_path}/i>"
         with pytest.raises(objkv.StoreDenied, match="role reader does not allow writes"):
             client.pin(TOKENS)
     with pytest.raises(ConfigError, match=r"'bulk_uri' in the arguments of .*; did you"):
@@ -132,13 +132,17 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
 
 
 IMPORTS = """
+import shutil
 import sys
+import tempfile
 import objkv
 assert not [name for name in sys.modules if name.startswith("objkv.")]
 assert not hasattr(objkv, "nothing")
 assert dir(objkv) == sorted(objkv.__all__)
 assert {"open", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
-objkv.open(bulk_url="file:///kv", index_url="sqlite:///i").namespaces()
+folder = tempfile.mkdtemp()
+objkv.open(bulk_url=f"file://{folder}/kv", index_url=f"sqlite://{folder}/i").namespaces()
+shutil.rmtree(folder)
 heavy = {"torch", "vllm", "transformers", "pandas", "pyarrow", "matplotlib", "httpx", "typer"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 assert all(getattr(objkv, name) is not None for name in objkv.__all__)
@@ -153,12 +157,10 @@ def test_the_client_imports_neither_torch_nor_vllm() -> None:
     assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stdout + ran.stderr
 
 
-def test_a_missing_library_is_named(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with objkv.open(bulk_url="file:///kv", index_url="sqlite:///i") as client:
+    with objkv.open(bulk_url=f"file://{tmp_path}/kv", index_url=f"sqlite://{tmp_path}/i") as client:
         with pytest.raises(ConfigError, match=r"pip install 'objkv\[notebook\]'"):
             client.chunks().to_pandas()
         with pytest.raises(ConfigError, match="pip install pyarrow"):

@@ -90,7 +90,7 @@ def _hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 def config_of(address: tuple[str, int], scheme: str) -> Config:
     service = "?service=s" if "sentinel" in scheme else ""
     url = f"{scheme}://127.0.0.1:{address[1]}{service}"
-    settings = {"index_url": url, "bulk_url": "file:///kv", "lookup_deadline_ms": 100}
+    settings = {"index_url": url, "bulk_url": "file:///dev/null/kv", "lookup_deadline_ms": 100}
     return load_config({**settings, "redis_calls_max": 32}, environ={})
 
 

@@ -29,8 +29,8 @@ from tests.contracts.memory_store import MemoryStore
 RESOLVED = resolve_config(
     {
         "redis_password": "hunter2",
-        "bulk_url": "file:///kv",
-        "index_url": "sqlite:///i",
+        "bulk_url": "file:///dev/null/kv",
+        "index_url": "sqlite:///dev/null/i",
     },
     environ={},
 )
@@ -79,7 +79,7 @@ def test_the_report_explains_every_setting_and_masks_secrets(ward: Ward) -> None
     report = ward.examine()
     settings = {setting.name: (setting.value, setting.source) for setting in report.settings}
     assert set(settings) == set(type(RESOLVED.config).model_fields)
-    assert settings["bulk_url"] == ("file:///kv", "option")
+    assert settings["bulk_url"] == ("file:///dev/null/kv", "option")
     assert settings["codec"] == ("auto", "default")
     assert settings["redis_password"] == ("***", "option")
     assert "hunter2" not in repr(report)
@@ -168,17 +168,17 @@ def test_vllm_must_be_in_the_supported_window(
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"bulk_url": "file:///kv", "index_url": "sqlite:///i"}, []),
+        ({"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}, []),
         ({"bulk_url": "s3://b", "index_url": "rediss://h"}, [("bulk", "ok"), ("index", "ok")]),
         ({"bulk_url": "s3://b", "s3_endpoint_url": "https://h"}, [("bulk", "ok")]),
         ({"bulk_url": "s3://b", "s3_endpoint_url": "http://127.0.0.1:9"}, [("bulk", "ok")]),
         ({"bulk_url": "s3://b", "s3_endpoint_url": "http://h"}, [("bulk", "warning")]),
-        ({"bulk_url": "file:///kv", "index_url": "redis://localhost"}, [("index", "ok")]),
+        ({"bulk_url": "file:///dev/null/kv", "index_url": "redis://localhost"}, [("index", "ok")]),
         (
-            {"bulk_url": "file:///kv", "index_url": "redis+cluster://h"},
+            {"bulk_url": "file:///dev/null/kv", "index_url": "redis+cluster://h"},
             [("index", "warning")],
         ),
-        ({"bulk_url": "file:///kv", "index_url": "rediss+cluster://h"}, [("index", "ok")]),
+        ({"bulk_url": "file:///dev/null/kv", "index_url": "rediss+cluster://h"}, [("index", "ok")]),
     ],
 )
 def test_what_crosses_a_network_in_clear_is_a_warning(
@@ -198,7 +198,7 @@ def test_an_endpoint_of_awss_own_variables_is_judged_too(
 ) -> None:
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", url)
     [check] = check_transport(
-        Config(bulk_url="s3://b", index_url="sqlite:///i", allow_plaintext=True)
+        Config(bulk_url="s3://b", index_url="sqlite:///dev/null/i", allow_plaintext=True)
     )
     assert check.status == status
 
@@ -206,7 +206,7 @@ def test_an_endpoint_of_awss_own_variables_is_judged_too(
 @pytest.mark.parametrize(
     ("settings", "warns"),
     [
-        ({"index_url": "sqlite:///i"}, False),
+        ({"index_url": "sqlite:///dev/null/i"}, False),
         ({"index_url": "redis://localhost"}, False),
         ({"index_url": "rediss://h"}, True),
         ({"index_url": "redis+cluster://h"}, True),
@@ -219,7 +219,7 @@ def test_an_endpoint_of_awss_own_variables_is_judged_too(
 def test_a_server_that_lets_everybody_in_is_a_warning(
     settings: dict[str, Any], warns: bool
 ) -> None:
-    checks = check_login(Config(bulk_url="file:///kv", allow_plaintext=True, **settings))
+    checks = check_login(Config(bulk_url="file:///dev/null/kv", allow_plaintext=True, **settings))
     assert [(check.name, check.status) for check in checks] == [("login", "warning")] * warns
 
 

@@ -13,7 +13,9 @@ from tests.support.agents import agent_folder
 
 
 def config(path: Path) -> Config:
-    return Config(bulk_url="file:///kv", index_url="sqlite:///i", agent=f"unix://{path}")
+    return Config(
+        bulk_url="file:///dev/null/kv", index_url="sqlite:///dev/null/i", agent=f"unix://{path}"
+    )
 
 
 def statuses(settings: Config) -> dict[str, str]:
@@ -50,7 +52,7 @@ def test_it_says_what_is_put_and_why(endpoint: str, status: str, said: str) -> N
     with agent_folder() as folder:
         settings = Config(
             bulk_url="s3://kv",
-            index_url="sqlite:///i",
+            index_url="sqlite:///dev/null/i",
             s3_endpoint_url=endpoint,
             agent=f"unix://{folder}/s",
         )
@@ -61,7 +63,9 @@ def test_it_says_what_is_put_and_why(endpoint: str, status: str, said: str) -> N
 
 def test_it_says_what_a_running_agent_has_decided() -> None:
     node = Node(policy=put_policy(has_disk=True)).listen()
-    settings = Config(bulk_url="s3://kv", index_url="sqlite:///i", agent=f"unix://{node.path}")
+    settings = Config(
+        bulk_url="s3://kv", index_url="sqlite:///dev/null/i", agent=f"unix://{node.path}"
+    )
     with http_of(node):
         (found,) = [check for check in check_agent(settings) if check.name == "saves"]
     assert found.detail.endswith("; puts reused")

@@ -188,7 +188,7 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
     with QuickS3(intercept=check) as server:
         given = {
             "bulk_url": "s3://kv-cache/p",
-            "index_url": "sqlite:///i",
+            "index_url": "sqlite:///dev/null/i",
             "s3_endpoint_url": server.url,
             "s3_addressing": "path",
             "s3_access_key_id": "test",

@@ -123,8 +123,8 @@ class Auditor:
 
 OPTIONS = AuditOptions(
     version="0",
-    bulk_url="file:///kv",
-    index_url="sqlite:///i",
+    bulk_url="file:///dev/null/kv",
+    index_url="sqlite:///dev/null/i",
     ttl_s=3_600,
     grace_s=0,
     workers=2,

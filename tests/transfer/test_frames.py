@@ -74,7 +74,7 @@ def test_a_load_is_few_calls_deep_at_the_socket_and_at_the_block(sync: bool) -> 
             s3_endpoint_url=server.url,
             s3_access_key_id="test",
             s3_secret_access_key="test-test",
-            index_url="sqlite:///i",
+            index_url="sqlite:///dev/null/i",
         )
         backends = open_backends(config, recorder)
         replica = Replica(MemoryStore(), index, seed=1, lane=WatchedLane(), cuts=IN_PARTS)

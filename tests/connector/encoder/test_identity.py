@@ -13,7 +13,7 @@ from objkv.errors import ConfigError
 from tests.connector.encoder.engine import engine, make_model
 
 DEEP = SimpleNamespace(vision_config=SimpleNamespace(deepstack_visual_indexes=[5, 11, 17]))
-CONFIG = Config(bulk_url="file:///kv", index_url="sqlite:///i")
+CONFIG = Config(bulk_url="file:///dev/null/kv", index_url="sqlite:///dev/null/i")
 
 
 @pytest.fixture

@@ -174,7 +174,9 @@ def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
     def refuse(*_: Any, **_more: Any) -> None:
         raise ConfigError("no")
 
-    transfer = SimpleNamespace(kv_connector_extra_config={"bulk_url": "file:///kv"}, engine_id="e")
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={"bulk_url": "file:///dev/null/kv"}, engine_id="e"
+    )
     device = SimpleNamespace(device_type="cpu")
     config: Any = SimpleNamespace(
         kv_transfer_config=transfer, device_config=device, cache_config=object()

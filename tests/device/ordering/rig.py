@@ -176,7 +176,7 @@ class OrderRig:
         self.loader = self._open_loader()
         self.saver = self._open_saver()
         config = load_config(
-            {"bulk_url": "file:///kv", "drain_deadline_ms": self.setup.drain_deadline_ms},
+            {"bulk_url": "file:///dev/null/kv", "drain_deadline_ms": self.setup.drain_deadline_ms},
             environ={},
         )
         self.worker = WorkerSide(
