@@ -175,7 +175,7 @@ def meets(wanted: str, request: Request) -> bool:
 
 @pytest.mark.parametrize(("wanted", "demanded"), DEMANDS, ids=[name for name, _ in DEMANDS])
 def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_is_named(
-    wanted: str, demanded: dict[str, Any]
+    wanted: str, demanded: dict[str, Any], tmp_path: Path
 ) -> None:
     refused: list[Request] = []
 
@@ -188,7 +188,7 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
     with QuickS3(intercept=check) as server:
         given = {
             "bulk_url": "s3://kv-cache/p",
-            "index_url": "sqlite:///dev/null/i",
+            "index_url": f"sqlite://{tmp_path}/i",
             "s3_endpoint_url": server.url,
             "s3_addressing": "path",
             "s3_access_key_id": "test",
