@@ -77,6 +77,7 @@ def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:
         assert second.side.has_item("x")
         second.node.arena.view[BOARD_BYTES:] = bytes(ARENA_BYTES)
         second.restart_node()
+        second.clock.advance(RETRY_S)  # some thread may have found nobody meanwhile
         assert second.see(request("c", "y")) == []
         assert second.see(seen) == []
         for name in ("x", "y"):
