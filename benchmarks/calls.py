@@ -63,7 +63,7 @@ class Calls:
         before = -1
         while self._found.total() != before:
             before = self._found.total()
-            time.sleep(QUIET_S)
+            time.sleep(QUIET_S)  # the other threads end what they began
         self._on = False
         return self._found
 

@@ -275,7 +275,7 @@ class StepThread:
         return task.future
 
     def run(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Have a job done that nobody waits for. Returns False if it is refused, as by ``start``.
+        """Have a job done without waiting for it. Returns False if it is refused, as by ``start``.
         What takes long is done in steps, because all other work waits meanwhile."""
 
         def work() -> Steps[None]:

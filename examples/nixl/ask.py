@@ -54,7 +54,9 @@ def forget(url: str, chunks: int) -> None:
         time.sleep(0.1)
         tick(url)
     while not httpx.post(f"{url}/reset_prefix_cache", timeout=60).json()["success"]:
-        time.sleep(0.5)
+        if time.monotonic() >= until:
+            raise TimeoutError(f"{url}: requests still hold blocks after {SAVED_S:.0f} s")
+        time.sleep(0.5)  # the engine frees the blocks of a request in its next steps
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ _TOTALS = (
     *("agent_hits", "agent_fills", "agent_disk_hits"),
     *("load_bytes", "saves", "save_bytes", "agent_evictions"),
 )
-"""What the last line of the log tells, in its order."""
+"""The counters in the last line of the log, in its order."""
 _SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while another waits for it. Lookups take microseconds,
 and would wait for Python's usual 5 ms behind threads that fetch."""

@@ -356,7 +356,7 @@ def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
     taken = node.open(*wanted, urgency=Urgency.PREFETCH)
     monkeypatch.undo()
     assert sum(counts) == len(wanted) == len(taken)
-    assert max(counts) <= 8, "payloads while nobody else can have the lock"
+    assert max(counts) <= 8, "payloads under one hold of the lock"
     for one in taken:
         node.residents.release(settled(node, one))
 

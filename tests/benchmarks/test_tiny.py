@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 CALLS_MAX = {"load": (23, 148, 700), "lookup": (25, 144, 270)}
-"""Files, functions and calls: whoever makes a path longer has to say so here. A busy
+"""Files, functions and calls: a change that makes a path longer raises its bound here. A busy
 machine takes some more, since its threads wait more often."""
 
 
