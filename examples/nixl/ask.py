@@ -53,6 +53,7 @@ def forget(url: str, chunks: int) -> None:
     while metric(url, "vllm:objkv_saves_accepted_total") < chunks and time.monotonic() < until:
         time.sleep(0.1)
         tick(url)
+    until = time.monotonic() + SAVED_S
     while not httpx.post(f"{url}/reset_prefix_cache", timeout=60).json()["success"]:
         if time.monotonic() >= until:
             raise TimeoutError(f"{url}: requests still hold blocks after {SAVED_S:.0f} s")
