@@ -1,7 +1,6 @@
 """Opens the S3 store, alone or with processes that fetch for it. The agent starts those by ``-m``
 with this module, and with its settings in the environment; see ``objkv.stores.processes``."""
 
-import logging
 import os
 import sys
 from functools import partial
@@ -10,16 +9,12 @@ from pathlib import Path
 from objkv.config import Config, load_config, parse_url
 from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
-from objkv.stores.processes.child import run
-from objkv.stores.processes.pool import FetchPool, PoolLimits
-from objkv.stores.processes.process import FetchProcess
-from objkv.stores.processes.store import ProcessGets
+from objkv.stores.processes import FetchPool, FetchProcess, ProcessGets, run
 from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import Recorder
 
-logger = logging.getLogger(__name__)
 _CORES_EACH = 8
 _AUTO_MAX = 4
 
@@ -59,16 +54,9 @@ def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
     ranges = -(-config.s3_ranges_max // processes)
     command = [sys.executable, "-P", "-m", "objkv.assembly.fetchers"]
     environ = _environment(config.model_copy(update={"s3_ranges_max": ranges}))
-    start = partial(FetchProcess, command, environ)
-    pool = FetchPool(start, PoolLimits(processes, lanes), recorder, report=_log_loss)
+    start = partial(FetchProcess, command, environ, lanes)
+    pool = FetchPool(start, processes, recorder)
     return ProcessGets(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
-
-
-def _log_loss(pid: int, reason: object) -> None:
-    if pid:
-        logger.warning("fetching process lost pid=%d reason=%s", pid, reason)
-    else:
-        logger.warning("no fetching process, the agent fetches without it reason=%s", reason)
 
 
 def _environment(config: Config) -> dict[str, str]:

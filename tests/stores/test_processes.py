@@ -17,15 +17,19 @@ import pytest
 
 from objkv.errors import PayloadError, StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.net.deadline import EndsBy
+from objkv.stores import processes
 from objkv.stores.base import Arrived
 from objkv.stores.local import LocalStore
-from objkv.stores.processes import pool as pools
-from objkv.stores.processes import process
-from objkv.stores.processes import store as stores
-from objkv.stores.processes.child import ANSWERS, REQUESTS, Answer, GetRequest, failed
-from objkv.stores.processes.pool import FetchPool, PoolLimits
-from objkv.stores.processes.process import FetchProcess
-from objkv.stores.processes.store import ProcessGets
+from objkv.stores.processes import (
+    ANSWERS,
+    REQUESTS,
+    Answer,
+    FetchPool,
+    FetchProcess,
+    GetRequest,
+    ProcessGets,
+    failed,
+)
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.process import has_ended
@@ -53,7 +57,7 @@ class Counted(LocalStore):
 class Fleet:
     """A store with processes over a folder."""
 
-    def __init__(self, folder: Path, processes: int = 1, **limits: float) -> None:
+    def __init__(self, folder: Path) -> None:
         self.values, self.gates = folder / "values", folder / "gates"
         self.gates.mkdir(parents=True)
         self.recorder = MemoryRecorder()
@@ -61,31 +65,30 @@ class Fleet:
             *(sys.executable, "-m", "tests.support.fetch_child"),
             *(str(self.values), str(self.gates)),
         ]
-        start = partial(FetchProcess, command, os.environ | {"PYTHONPATH": str(ROOT)})
+        start = partial(FetchProcess, command, os.environ | {"PYTHONPATH": str(ROOT)}, LANES)
         self.own = Counted(self.values)
-        bounds = PoolLimits(processes, LANES, **{"restart_s": 0.001, **limits})
-        self.pool = FetchPool(start, bounds, self.recorder)
+        self.pool = FetchPool(start, 1, self.recorder)
         self.store = ProcessGets(self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder)
 
-    def ready(self, count: int = 1) -> list[int]:
-        """Wait for processes. Their numbers."""
+    def ready(self) -> list[int]:
+        """Wait for the process. Its number."""
         self.store.put("warm", bytes(SIZE))
 
         def is_ready() -> bool:
             self.store.get_into("warm", memoryview(bytearray(SIZE)))
-            return len(self.pids()) == count
+            return bool(self.pids())
 
         wait_until(is_ready)
         return self.pids()
 
     def pids(self) -> list[int]:
         """Return the numbers of the processes that are ready."""
-        with self.pool._changed:
+        with self.pool._lock:
             return [one.pid for one in self.pool._processes if one.is_ready]
 
     def busy(self) -> int:
         """Return the number of lanes that make a get or owe the answer to one."""
-        with self.pool._changed:
+        with self.pool._lock:
             return sum(len(one.lanes) - len(one.free) for one in self.pool._processes)
 
     def at_half(self, pid: int) -> None:
@@ -93,6 +96,11 @@ class Fleet:
 
     def go(self, pid: int) -> None:
         (self.gates / f"go-{pid}").touch()
+
+
+@pytest.fixture(autouse=True)
+def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "_RESTART_S", 0.001)
 
 
 @pytest.fixture
@@ -125,7 +133,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 class TestContract(StoreContract):
     @pytest.fixture
     def store(self, shared: Fleet, monkeypatch: pytest.MonkeyPatch) -> ProcessGets:
-        monkeypatch.setattr(stores, "_BYTES_MIN", 0)
+        monkeypatch.setattr(processes, "_BYTES_MIN", 0)
         monkeypatch.setattr(shared.store, "close", lambda: None)
         wait_until(lambda: not shared.busy())
         assert shared.pids(), "gets are made by a process"
@@ -220,7 +228,7 @@ def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
     fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its buffer gets another value right after the deadline, as memory of the arena does."""
-    monkeypatch.setattr(pools, "GRACE_S", 0.0)
+    monkeypatch.setattr(processes, "GRACE_S", 0.0)
     (pid,) = fleet.ready()
     fleet.store.put("held/a", value(3))
     into = memoryview(bytearray(SIZE))
@@ -249,7 +257,7 @@ def test_a_stopped_process_is_late_then_killed_and_changes_no_byte(
 def test_a_process_that_writes_late_writes_to_its_own_memory(
     fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pools, "GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(processes, "GRACE_S", PATIENCE_S)
     (pid,) = fleet.ready()
     fleet.store.put("held/a", value(6))
     into = memoryview(bytearray(SIZE))
@@ -274,7 +282,7 @@ def test_a_process_that_writes_late_writes_to_its_own_memory(
 def test_a_process_that_owes_an_answer_gets_something_new_until_it_is_late(
     fleet: Fleet, one_thread: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    monkeypatch.setattr(pools, "GRACE_S", PATIENCE_S)
+    monkeypatch.setattr(processes, "GRACE_S", PATIENCE_S)
     (pid,) = fleet.ready()
     fleet.store.put("held/a", value(8))
 
@@ -312,22 +320,25 @@ def test_a_process_that_reports_too_much_is_ended(fleet: Fleet) -> None:
 
 @pytest.mark.parametrize("command", ["/no/such/program", "true"])
 def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_once_again(
-    tmp_path: Path, command: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    command: str,
 ) -> None:
-    store, recorder = Counted(tmp_path), MemoryRecorder()
-    started, losses = list[int](), list[object]()
+    monkeypatch.setattr(processes, "_RESTART_S", 3600.0)
+    monkeypatch.setattr(processes, "_RESTART_MAX_S", 7200.0)
+    store, recorder, started = Counted(tmp_path), MemoryRecorder(), list[int]()
 
-    def start(lanes: int) -> FetchProcess:
-        started.append(lanes)
-        return FetchProcess([command], os.environ, lanes)
+    def start() -> FetchProcess:
+        started.append(1)
+        return FetchProcess([command], os.environ, 1)
 
-    limits = PoolLimits(1, 1, restart_s=3600.0, restart_max_s=7200.0)
-    pool = FetchPool(start, limits, recorder, report=lambda *loss: losses.append(loss))
+    pool = FetchPool(start, 1, recorder)
     apart = ProcessGets(store, pool, deadline_s=1.0, recorder=recorder)
     apart.put("a", value(1))
     into = memoryview(bytearray(SIZE))
     assert apart.get_into("a", into) == SIZE
-    wait_until(lambda: bool(losses))
+    wait_until(lambda: "fetching process" in caplog.text)
     for _ in range(20):
         assert apart.get_into("a", into) == SIZE
         time.sleep(0.001)
@@ -353,12 +364,15 @@ def test_close_ends_all_processes_and_gets_go_on(
 
 
 @pytest.mark.slow
-def test_processes_end_when_idle_with_their_memory_and_start_again(tmp_path: Path) -> None:
+def test_processes_end_when_idle_with_their_memory_and_start_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_IDLE_S", 2.0)
     gc.collect()
     gc.disable()  # an idle agent may not collect for hours
     try:
         others = memory_maps()
-        fleet = Fleet(tmp_path, idle_s=2.0)
+        fleet = Fleet(tmp_path)
         (pid,) = fleet.ready()
         assert memory_maps() > others
         wait_until(partial(has_ended, pid))
@@ -375,7 +389,7 @@ def memory_maps() -> int:
 
 
 def test_a_process_cannot_cut_its_memory_off() -> None:
-    fd, view = process._shared_memory(4096)
+    fd, view = processes._shared_memory(4096)
     with pytest.raises(PermissionError):
         os.ftruncate(fd, 0)
     os.close(fd)
@@ -393,7 +407,7 @@ def test_the_watching_thread_outlives_a_fault(
             raise fault
         return look(self)
 
-    monkeypatch.setattr(pools, "_FAULT_S", 0.01)
+    monkeypatch.setattr(processes, "_FAULT_S", 0.01)
     monkeypatch.setattr(FetchProcess, "look", faulty)
     os.kill(pid, signal.SIGKILL)
     wait_until(partial(has_ended, pid))

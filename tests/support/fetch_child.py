@@ -12,7 +12,7 @@ from pathlib import Path
 
 from objkv.stores.base import Arrived
 from objkv.stores.local import LocalStore
-from objkv.stores.processes.child import run
+from objkv.stores.processes import run
 from objkv.telemetry import Recorder
 
 

@@ -1,0 +1,622 @@
+"""A store whose large gets are made by processes.
+
+Python decrypts TLS on one core per process, however many threads it has. A fetching process moves
+bytes from its own connections to memory that it shares with the agent that started it, and nothing
+else: guards, verification and counters stay with the agent. See ``docs/decisions/0040``.
+
+The memory belongs to this process alone, and it is never the agent's arena. An agent copies what
+has arrived, and verifies the copy. So a process that writes late, or after its agent has given it
+up, changes nothing that is read: its memory goes when it ends, and its successor has another.
+
+The process has a thread per lane. A lane carries one get at a time, each message in a datagram of
+JSON: a request, answers with the bytes that have arrived, and a last answer.
+"""
+
+import fcntl
+import logging
+import math
+import os
+import select
+import signal
+import socket
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+from threading import Lock, Thread
+from time import monotonic, sleep
+from typing import Annotated, Final
+
+from pydantic import Field, TypeAdapter
+
+from objkv.errors import (
+    PayloadError,
+    StoreBusy,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    ValueTooLong,
+)
+from objkv.net.deadline import EndsBy, Trial, ends_s, is_trial
+from objkv.stores.base import Arrived, PruneStore, ReadStore, check_key, copy_bytes, map_memory
+from objkv.stores.guarded import GuardedStore
+from objkv.telemetry import MemoryRecorder, Recorder
+
+logger = logging.getLogger(__name__)
+LANE_BYTES: Final = 256 << 20
+"""Memory of a lane. The system provides it as it is written."""
+GRACE_S = 2.0
+"""How long a process may still answer after the deadline of a get, before it is killed."""
+_IDLE_S = 120.0
+"""Processes end after this time without a get."""
+_RESTART_S, _RESTART_MAX_S = 1.0, 60.0
+"""Shortest time between two starts after a process ended early. It doubles each time."""
+_READY_S = 60.0
+"""How long a process may take to start."""
+_LOOK_S = 0.5
+"""How often the watching thread looks at what may be due."""
+_FAULT_S = 1.0
+"""Its pause after an unexpected fault."""
+_JOIN_S = 5.0
+_END_S = 1.0
+_BYTES_MIN: Final = 256 << 10
+"""Smaller buffers are filled by the agent: two messages would cost more than they free."""
+_SLACK_S: Final = 0.1
+"""How long after the deadline a process may report why it failed."""
+_FINAL_LENGTH = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+READY = b"ready"
+"""Sent through the control socket once the store is open."""
+MESSAGE_BYTES_MAX: Final = 64 << 10
+_TEXT_CHARS_MAX = 4096
+_ERRORS: Final = (StoreError, StoreUnavailable, StoreBusy, StoreDenied, ValueTooLong)
+"""By number in an answer. A subclass that is not listed becomes its first listed base class."""
+
+
+@dataclass(frozen=True, slots=True)
+class GetRequest:
+    """A ``get_into`` to the start of the lane's memory."""
+
+    number: int
+    nbytes: int
+    """Size of the buffer."""
+    start: int | None
+    ends_s: float
+    """Deadline by ``time.monotonic``, whose clock all processes of a machine share."""
+    is_trial: bool
+    """See ``objkv.net.deadline.Trial``."""
+    key: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer to the request with this number."""
+
+    number: int
+    nbytes: int | None
+    """How many leading bytes of the lane's memory are valid. None in a last answer: the key does
+    not exist, or the get failed."""
+    is_last: bool = False
+    """Whether the get has ended, and the lane is free."""
+    error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
+    """Number of the error that ended the get."""
+    text: str = ""
+    counts: dict[str, float] = field(default_factory=dict)
+    """By how much the store's counters rose."""
+
+    def raise_error(self) -> None:
+        """Raise the error that ended the get, if one did."""
+        if self.error is not None:
+            raise _ERRORS[self.error](self.text)
+
+
+REQUESTS: Final = TypeAdapter(GetRequest)
+ANSWERS: Final = TypeAdapter(Answer)
+
+
+def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -> None:
+    """The fetching process: serve an agent until it ends, which closes its control socket. The
+    caller then ends the process at once, because threads may hang in a get.
+
+    Args:
+        arguments: of the command line, see ``FetchProcess``: descriptors of the memory, of the
+            control socket and of each lane's socket.
+        open_store: opens the store; its counters are sent to the agent.
+    """
+    for one in (signal.SIGINT, signal.SIGTERM):  # an agent that drains still fetches
+        signal.signal(one, signal.SIG_IGN)
+    memory, control_fd, *lane_fds = map(int, arguments)
+    size = os.fstat(memory).st_size
+    view = memoryview(map_memory(memory, size))
+    os.close(memory)
+    control = socket.socket(fileno=control_fd)
+    recorder = MemoryRecorder()
+    store = open_store(recorder)
+    share = size // len(lane_fds)
+    for number, fd in enumerate(lane_fds):
+        part = view[number * share : (number + 1) * share]
+        serve = partial(_serve, socket.socket(fileno=fd), part, store, recorder)
+        Thread(target=serve, name=f"objkv-lane-{number}", daemon=True).start()
+    with suppress(OSError):
+        control.send(READY)
+        control.recv(1)  # returns when the agent has closed its end, or ended
+
+
+def _serve(
+    lane: socket.socket, memory: memoryview, store: ReadStore, recorder: MemoryRecorder
+) -> None:
+    """Answer the requests of one lane until the agent closes it."""
+    with suppress(OSError), lane:
+        while message := lane.recv(MESSAGE_BYTES_MAX):
+            last = _get(lane, REQUESTS.validate_json(message), memory, store)
+            lane.send(ANSWERS.dump_json(replace(last, is_last=True, counts=recorder.drain())))
+
+
+def _get(lane: socket.socket, request: GetRequest, memory: memoryview, store: ReadStore) -> Answer:
+    """Make one get. Returns its last answer."""
+
+    def arrived(nbytes: int) -> None:
+        lane.send(ANSWERS.dump_json(Answer(request.number, nbytes)))
+
+    room = memory[: request.nbytes]
+    try:
+        with EndsBy(request.ends_s), Trial() if request.is_trial else nullcontext():
+            return Answer(request.number, store.get_into(request.key, room, arrived, request.start))
+    except Exception as exc:  # the agent knows what becomes of it
+        return failed(request.number, exc)
+
+
+def failed(number: int, error: Exception) -> Answer:
+    """Return the answer for an exception of a store."""
+    kinds = [_ERRORS.index(kind) for kind in type(error).__mro__ if kind in _ERRORS]
+    text = str(error) if kinds else f"{type(error).__name__}: {error}"
+    text = text.encode(errors="replace").decode()[:_TEXT_CHARS_MAX]
+    return Answer(number, None, error=kinds[0] if kinds else 0, text=text)
+
+
+class LaneLost(Exception):
+    """The process has ended, or does not follow the protocol."""
+
+
+class FetchLane:
+    """One get at a time. Belongs to the thread that took it from the pool."""
+
+    def __init__(self, process: "FetchProcess", sock: socket.socket, memory: memoryview) -> None:
+        self.process = process
+        self.memory = memory
+        """Memory in which values arrive. Valid up to the last number of bytes that was reported."""
+        self.is_owed = False
+        """Whether a request has not had its last answer."""
+        self.kill_s = 0.0
+        """If the lane was abandoned: when the process is killed unless it has answered. By
+        ``monotonic``."""
+        self._sock = sock
+        self._number = 0
+
+    def fileno(self) -> int:
+        """Return the socket's descriptor, to wait for answers."""
+        return self._sock.fileno()
+
+    def ask(self, request: GetRequest) -> None:
+        """Send a request. Raises ``LaneLost``."""
+        self._number, self.is_owed = request.number, True
+        try:
+            self._sock.settimeout(_END_S)
+            self._sock.send(REQUESTS.dump_json(request))
+        except OSError as exc:
+            raise LaneLost(str(exc)) from exc
+
+    def read(self, by_s: float) -> Answer | None:
+        """Return the next answer; None if there is none by ``by_s``, a time of ``monotonic``.
+        Raises ``LaneLost``."""
+        try:
+            # Python takes 0 for "never wait", which the last look at a lane should do.
+            self._sock.settimeout(max(0.0, by_s - monotonic()))
+            message = self._sock.recv(MESSAGE_BYTES_MAX)
+        except (TimeoutError, BlockingIOError):
+            return None
+        except OSError as exc:
+            raise LaneLost(str(exc)) from exc
+        if not message:
+            raise LaneLost("the fetching process ended")
+        try:
+            answer = ANSWERS.validate_json(message)
+        except ValueError as exc:
+            raise LaneLost(f"invalid answer of a fetching process: {exc}") from exc
+        if answer.number != self._number:
+            raise LaneLost("a fetching process answered another request")
+        self.is_owed = not answer.is_last
+        return answer
+
+    def close(self) -> None:
+        """Close the socket. The memory stays valid as long as it is referenced."""
+        self._sock.close()
+
+
+class FetchProcess:
+    """A running process. Not thread-safe, except for its lanes: each belongs to one thread."""
+
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], lanes: int) -> None:
+        """Start ``command``, to which descriptors are appended, without waiting until it is ready.
+        Raises ``OSError``."""
+        memory, view = _shared_memory(lanes * LANE_BYTES)
+        pairs: list[tuple[socket.socket, socket.socket]] = []
+        try:
+            pairs += (
+                socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes + 1)
+            )
+            theirs = [memory, *(there.fileno() for _, there in pairs)]
+            self._process = subprocess.Popen(
+                [*command, *map(str, theirs)],
+                pass_fds=theirs,
+                env=dict(environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                process_group=0,  # Ctrl-C at a terminal is for the agent
+            )
+        except BaseException:
+            for here, _ in pairs:
+                here.close()
+            raise
+        finally:
+            os.close(memory)
+            for _, there in pairs:
+                there.close()
+        self._control, *ours = [here for here, _ in pairs]
+        self._control.setblocking(False)
+        self.lanes: tuple[FetchLane, ...] = tuple(
+            FetchLane(self, sock, view[n * LANE_BYTES : (n + 1) * LANE_BYTES])
+            for n, sock in enumerate(ours)
+        )
+        self.free = list(self.lanes)
+        """Lanes that are not in use. Guarded by the pool's lock."""
+        self.born_s = monotonic()
+        self.is_ready = False
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        return self._process.pid
+
+    def fileno(self) -> int:
+        """Return the control socket's descriptor: readable once the process is ready, or ended."""
+        return self._control.fileno()
+
+    def look(self) -> bool:
+        """Whether the process is alive. Updates ``is_ready``. Never waits."""
+        try:
+            message = self._control.recv(len(READY))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.is_ready = message == READY
+        return self.is_ready
+
+    def end(self) -> None:
+        """Kill it, and close its sockets, which wakes threads that wait for it. Waits at most a
+        second; Python collects one that has not ended by then when it starts the next."""
+        with suppress(OSError):
+            self._process.kill()
+        self._control.close()
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(_END_S)
+        for lane in self.free:
+            lane.close()
+        self.free.clear()
+        self.lanes = ()  # lanes refer to their process, and would keep its memory
+
+
+def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
+    """Return the descriptor of new memory, and a view of it, which does not need the descriptor.
+    Its length is final: reading what a process has cut off would kill the agent. Raises
+    ``OSError``."""
+    fd = os.memfd_create("objkv-fetch", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _FINAL_LENGTH)
+        return fd, memoryview(map_memory(fd, nbytes))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+class FetchPool:
+    """The fetching processes of an agent: started at the first get, restarted, and ended when idle.
+
+    One thread watches them all. Gets never wait for it: without a free lane of a process that is
+    ready, a get is made in the agent itself. Thread-safe. Only ``close`` waits.
+    """
+
+    def __init__(
+        self, start: Callable[[], FetchProcess], processes_max: int, recorder: Recorder
+    ) -> None:
+        """``start`` starts a process without waiting for it. Raises ``OSError``."""
+        self._start, self._processes_max, self._recorder = start, processes_max, recorder
+        self._lock = Lock()
+        self._processes: list[FetchProcess] = []
+        self._abandoned: list[FetchLane] = []
+        self._lost: list[FetchProcess] = []
+        self._used_s = -math.inf
+        self._pause_s = 0.0
+        self._next_start_s = 0.0
+        self._closed = False
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._thread = Thread(target=self._watch, name="objkv-fetchers", daemon=True)
+        self._thread.start()
+
+    def take(self) -> FetchLane | None:
+        """Return a lane of the process with the fewest gets under way; None if there is none.
+        Processes that owe an answer beyond its deadline may hang, and get nothing new."""
+        with self._lock:
+            if self._closed:
+                return None
+            self._used_s = now = monotonic()
+            if len(self._processes) < self._processes_max:
+                self._wake_watcher()
+            late = [one.process for one in self._abandoned if now + GRACE_S >= one.kill_s]
+            ready = [
+                one for one in self._processes if one.is_ready and one.free and one not in late
+            ]
+            if not ready:
+                return None
+            return max(ready, key=lambda one: len(one.free)).free.pop()
+
+    def leave(self, lane: FetchLane, by_s: float) -> None:
+        """Give a lane back. If its last answer was not read, it becomes free with that; if that
+        does not come soon after ``by_s``, a time of ``monotonic``, the process is killed."""
+        with self._lock:
+            if lane.process in self._processes:
+                if lane.is_owed:
+                    lane.kill_s = by_s + GRACE_S
+                    self._abandoned.append(lane)
+                    self._wake_watcher()
+                else:
+                    lane.process.free.append(lane)
+                return
+        lane.close()
+
+    def lose(self, lane: FetchLane, reason: object) -> None:
+        """Give up a process that has ended or does not follow the protocol, and kill it."""
+        with self._lock:
+            self._drop(lane.process, reason)
+            self._wake_watcher()
+        lane.close()
+
+    def close(self) -> None:
+        """End all processes. Gets under way continue in the agent. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._wake_watcher()
+        self._thread.join(_JOIN_S)
+
+    def _wake_watcher(self) -> None:
+        """Have the watcher look at a change. The lock must be held."""
+        if self._wake >= 0:
+            os.eventfd_write(self._wake, 1)
+
+    def _drop(self, process: FetchProcess, reason: object) -> None:
+        """Use a process no longer. The lock must be held."""
+        if process not in self._processes:
+            return
+        logger.warning("fetching process lost pid=%d reason=%s", process.pid, reason)
+        self._recorder.count("fetch_process_losses")
+        self._processes.remove(process)
+        self._lost.append(process)
+        now = monotonic()
+        if now - process.born_s < _RESTART_MAX_S:
+            self._pause_s = min(max(_RESTART_S, 2 * self._pause_s), _RESTART_MAX_S)
+        else:
+            self._pause_s = 0.0
+        self._next_start_s = now + self._pause_s
+
+    def _watch(self) -> None:
+        """Start, end and kill processes until the pool is closed."""
+        while not self._closed:
+            try:
+                self._bury()
+                self._start_missing()
+                self._wait()
+                self._look_at_processes()
+                self._look_at_lanes()
+            except Exception as exc:  # without this thread, nothing is killed or started any more
+                logger.warning("cannot watch the fetching processes reason=%s", exc)
+                sleep(_FAULT_S)
+        with self._lock:
+            self._lost += self._processes
+            self._processes.clear()
+            abandoned, self._abandoned = self._abandoned, []
+        self._bury()
+        for lane in abandoned:
+            lane.close()
+        with self._lock:
+            os.close(self._wake)
+            self._wake = -1
+
+    def _is_short(self) -> bool:
+        """Whether processes should be started: some are missing, and gets were made lately."""
+        is_used = monotonic() < self._used_s + _IDLE_S
+        return len(self._processes) < self._processes_max and is_used
+
+    def _wait(self) -> None:
+        """Wait until something happens, or may be due."""
+        with self._lock:
+            watched = [self._wake, *map(FetchProcess.fileno, self._processes)]
+            watched += map(FetchLane.fileno, self._abandoned)
+            is_idle = len(watched) == 1 and not self._is_short()
+        poll = select.poll()
+        for descriptor in watched:
+            poll.register(descriptor, select.POLLIN)
+        poll.poll(None if is_idle else 1e3 * _LOOK_S)
+        with suppress(BlockingIOError):
+            os.eventfd_read(self._wake)
+
+    def _start_missing(self) -> None:
+        while True:
+            with self._lock:
+                if not self._is_short() or monotonic() < self._next_start_s or self._closed:
+                    return
+            try:
+                process = self._start()
+            except Exception as exc:  # no memory, descriptor or process, or no such program
+                logger.warning("no fetching process, the agent fetches without it reason=%s", exc)
+                self._pause_s = _RESTART_MAX_S
+                self._next_start_s = monotonic() + self._pause_s
+                return
+            with self._lock:
+                self._processes.append(process)
+
+    def _look_at_processes(self) -> None:
+        now = monotonic()
+        with self._lock:
+            for one in tuple(self._processes):
+                if not one.look():
+                    self._drop(one, "it ended")
+                elif not one.is_ready and now >= one.born_s + _READY_S:
+                    self._drop(one, "it did not start")
+            if now < self._used_s + _IDLE_S:
+                return
+            if any(len(one.free) < len(one.lanes) for one in self._processes):
+                self._used_s = now
+            else:
+                self._lost += self._processes
+                self._processes.clear()
+
+    def _look_at_lanes(self) -> None:
+        """Free abandoned lanes that have answered, and drop processes that have not in time."""
+        with self._lock:
+            lanes = tuple(self._abandoned)
+        for lane in lanes:
+            reason: object = None
+            try:
+                while lane.is_owed and lane.read(0.0) is not None:
+                    pass
+            except LaneLost as exc:
+                reason = exc
+            if reason is None and lane.is_owed:
+                if monotonic() < lane.kill_s:
+                    continue
+                reason = "it hangs"
+            with self._lock:
+                self._abandoned.remove(lane)
+            if reason is None:
+                self.leave(lane, 0.0)
+            else:
+                self.lose(lane, reason)
+
+    def _bury(self) -> None:
+        """Kill the processes that were given up. Their lanes in use are closed by their users."""
+        with self._lock:
+            lost, self._lost = self._lost, []
+        for one in lost:
+            one.end()
+
+
+class ProcessGets(GuardedStore):
+    """``inner``, whose large ``get_into`` are made by the processes of ``pool``. Closing this store
+    closes both.
+
+    A get that finds no process is made by ``inner``, and one whose process ends is continued by
+    ``inner`` where it stopped: the caller must verify what it reads, as values may be replaced
+    between the two. So if ``arrived`` then raises ``PayloadError``, the get has failed, and proves
+    nothing about the value. The counters of a process are added to ``recorder``.
+    """
+
+    def __init__(
+        self, inner: PruneStore, pool: FetchPool, *, deadline_s: float, recorder: Recorder
+    ) -> None:
+        """``deadline_s``: of a call, as that of the processes' store."""
+        super().__init__(inner)
+        self._pool, self._deadline_s, self._recorder = pool, deadline_s, recorder
+        self._numbers = count(1)
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        """See ``ReadStore``."""
+        lane = self._pool.take() if _BYTES_MIN <= len(buffer) <= LANE_BYTES else None
+        if lane is None:
+            return self.inner.get_into(key, buffer, arrived, start)
+        self._recorder.count("fetch_process_gets")
+        end_s = min(monotonic() + self._deadline_s, ends_s())
+        target = _Target(key, buffer, arrived, start)
+        try:
+            got = self._follow(lane, target, end_s)
+        except LaneLost as exc:
+            self._pool.lose(lane, exc)
+        except BaseException:
+            self._pool.leave(lane, end_s)
+            raise
+        else:
+            self._pool.leave(lane, end_s)
+            return got
+        try:
+            with EndsBy(end_s):
+                return target.complete(self.inner)
+        except PayloadError as exc:
+            if not target.at:
+                raise
+            raise StoreUnavailable(
+                f"get_into {key}: after {target.at} bytes the fetching process ended, and the rest "
+                f"does not match them: {exc}"
+            ) from exc
+
+    def _follow(self, lane: FetchLane, target: "_Target", end_s: float) -> int | None:
+        """Have a process make a get, and take over its bytes as they arrive."""
+        key, nbytes = target.key, len(target.buffer)
+        check_key(key)
+        number = next(self._numbers)
+        lane.ask(GetRequest(number, nbytes, target.start, end_s, is_trial(), key))
+        while (answer := lane.read(end_s + _SLACK_S)) is not None:
+            for name, amount in answer.counts.items():
+                self._recorder.count(name, amount)
+            answer.raise_error()
+            if answer.nbytes is None:
+                return None
+            target.take(lane.memory, answer.nbytes)
+            if answer.is_last:
+                return answer.nbytes
+        raise StoreUnavailable(
+            f"get_into {key}: the deadline passed after {target.at} of {nbytes} bytes, and the "
+            "fetching process did not answer"
+        )
+
+    def close(self) -> None:
+        """End the processes, and close the inner store."""
+        self._pool.close()
+        super().close()
+
+
+class _Target:
+    """The caller's buffer, and how much of it is filled."""
+
+    def __init__(
+        self, key: str, buffer: memoryview, arrived: Arrived | None, start: int | None
+    ) -> None:
+        self.key, self.buffer, self.start = key, buffer, start
+        self.at = 0
+        self._arrived = arrived
+        self._reported = -1
+
+    def take(self, memory: memoryview, nbytes: int) -> None:
+        """Copy and report the bytes that have arrived since the last call. Raises ``LaneLost`` if a
+        process cannot have fetched that much."""
+        at = self.at
+        if not at <= nbytes <= len(self.buffer):
+            raise LaneLost(f"{nbytes} bytes after {at}, for {len(self.buffer)}")
+        if nbytes > at:
+            copy_bytes(self.buffer[at:nbytes], memory[at:nbytes], nbytes - at)
+            self.at = nbytes
+        if self._arrived is not None and nbytes > self._reported:
+            self._reported = nbytes
+            self._arrived(nbytes)
+
+    def complete(self, store: ReadStore) -> int | None:
+        """Read the rest from ``store``. Bytes that were reported are not written again."""
+        at, arrived = self.at, self._arrived
+        if not at:
+            return store.get_into(self.key, self.buffer, arrived, self.start)
+        shifted = None if arrived is None else lambda nbytes: arrived(at + nbytes)
+        got = store.get_into(self.key, self.buffer[at:], shifted, (self.start or 0) + at)
+        return None if got is None else at + got

@@ -1,1 +1,0 @@
-"""Processes that fetch values for another process."""
