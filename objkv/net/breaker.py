@@ -122,18 +122,19 @@ class Breaker:
         direction: Direction,
         patience: Patience,
         recorder: Recorder,
-        on_change: OnChange = lambda _: None,
+        on_change: OnChange,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """``clock`` is that of ``EndsBy``."""
         self._change = Change(end, direction, None)
         self._patience = patience
         self._recorder = recorder
         self._on_change = on_change
-        self.clock: Callable[[], float] = time.monotonic
-        self.now_s: Callable[[], float] = time.monotonic
-        """The clock of ``EndsBy``."""
+        self.clock = clock
         self.draw: Callable[[], float] = random.random
         """Returns a random number in [0, 1)."""
-        self.state: Literal["closed", "open", "half-open"] = "closed"
+        self.is_open = False
+        """Whether all calls except probes are refused."""
         self._failures = 0
         """Consecutive failures while it is closed."""
         self._lock = Lock()
@@ -146,11 +147,6 @@ class Breaker:
         self._seldom_s = 0.0
         self._closed_s = -math.inf
         self._denied = False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether all calls except probes are refused."""
-        return self.state != "closed"
 
     def enter(self, verb: str) -> int | None:
         """Return the number of the probe that the caller may make, or None if the circuit is
@@ -172,7 +168,6 @@ class Breaker:
             self._probes.add(probe)
             self._seldom_s = now_s + _SELDOM * self._patience.reset_max_s
             self._pause()  # as if it had failed: it may never return
-            self.state = "half-open"
             return probe
 
     def leave(self, probe: int | None, error: StoreError | None) -> None:
@@ -189,7 +184,6 @@ class Breaker:
             elif probe is None:
                 pass  # a call that began before the circuit opened
             elif failed:
-                self.state = "open"
                 self._pauses_kept = None
                 if isinstance(error, StoreDenied) and not self._denied:
                     self._denied = True
@@ -202,7 +196,7 @@ class Breaker:
         left."""
         if not error.transient or isinstance(error, StoreBusy):
             return False  # the server replied
-        left_s = ends_s() - self.now_s()
+        left_s = ends_s() - self.clock()
         return given_s < self._patience.enough_s and left_s <= given_s * _CUT_SHARE
 
     def let_go(self, probe: int | None, *, at_once: bool = False) -> None:
@@ -221,7 +215,7 @@ class Breaker:
                 self._open(error, briefly=briefly)
 
     def _open(self, error: StoreError | None, *, briefly: bool = False) -> None:
-        self.state = "open"
+        self.is_open = True
         if self.clock() - self._closed_s > self._patience.reset_max_s:
             self._pauses = 0  # otherwise it had been closed only briefly
         self._pauses_kept = self._pauses if briefly else None
@@ -232,7 +226,7 @@ class Breaker:
         self._report(error)
 
     def _close(self) -> None:
-        self.state, self._failures = "closed", 0
+        self.is_open, self._failures = False, 0
         if self._pauses_kept is None:
             self._closed_s = self.clock()
         else:
@@ -258,22 +252,17 @@ class Attempt:
     """A context manager around one call. Entering it raises ``LeftAlone`` if the call must not be
     made. Leaving it reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
 
-    __slots__ = ("_breaker", "_given_s", "_number", "_on_busy", "_probe", "_trial", "_verb")
+    __slots__ = ("_breaker", "_given_s", "_on_busy", "_probe", "_trial", "_verb")
 
     def __init__(
-        self,
-        breaker: Breaker,
-        verb: str,
-        on_busy: Callable[[StoreBusy, int], None] = lambda _error, _number: None,
-        number: int = 0,
+        self, breaker: Breaker, verb: str, on_busy: Callable[[StoreBusy], None] = lambda _: None
     ) -> None:
-        self._breaker, self._verb = breaker, verb
-        self._on_busy, self._number = on_busy, number
+        self._breaker, self._verb, self._on_busy = breaker, verb, on_busy
 
     def __enter__(self) -> None:
         breaker = self._breaker
         self._probe = breaker.enter(self._verb) if breaker.is_open else None
-        self._given_s = ends_s() - breaker.now_s()
+        self._given_s = ends_s() - breaker.clock()
         if self._probe is not None:  # not retried: many calls may wait for its outcome
             self._trial = Trial()
             self._trial.__enter__()
@@ -291,7 +280,7 @@ class Attempt:
         else:
             breaker.leave(probe, error)
         if isinstance(error, StoreBusy):
-            self._on_busy(error, self._number)
+            self._on_busy(error)
 
 
 class Breakers:
@@ -310,26 +299,18 @@ class Breakers:
         on_change: OnChange = log_change,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.read = Breaker(end, "read", patience, recorder, on_change)
-        self.write = Breaker(end, "write", patience, recorder, on_change)
-        self.read.clock = self.write.clock = clock
+        self.read = Breaker(end, "read", patience, recorder, on_change, clock)
+        self.write = Breaker(end, "write", patience, recorder, on_change, clock)
         self._reads = count()
         self._busy = Burst(_BUSY_MAX, seconds=_BUSY_WITHIN_S, calls=_BUSY_WITHIN_READS)
 
     def attempt(self, direction: Direction, verb: str) -> Attempt:
         """Return the context manager for one call."""
         if direction == "read":
-            return Attempt(self.read, verb, self._busy_read, next(self._reads))
-        return Attempt(self.write, verb, self._busy_write, 0)
+            next(self._reads)
+            return Attempt(self.read, verb, self._busy_read)
+        return Attempt(self.write, verb, self.write.open)
 
-    def _busy_read(self, error: StoreBusy, number: int) -> None:
-        if self._busy.add(self.read.clock(), number):
+    def _busy_read(self, error: StoreBusy) -> None:
+        if self._busy.add(self.read.clock(), next(self._reads)):
             self.write.open(error, briefly=True)
-
-    def _busy_write(self, error: StoreBusy, _number: int) -> None:
-        self.write.open(error)
-
-    @property
-    def state(self) -> str:
-        """Both states: ``reads closed, writes open``."""
-        return f"reads {self.read.state}, writes {self.write.state}"

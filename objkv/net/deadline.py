@@ -10,19 +10,15 @@ import math
 import socket
 import ssl
 import struct
-import sys
 import time
 from contextvars import ContextVar, Token
-from typing import Any, Final
-
-WAITS_IN_KERNEL: Final = sys.platform == "linux"
-"""Whether ``bound_waits`` may be used: its options have Linux's layout."""
+from typing import Any
 
 
 def can_wait(sock: socket.socket) -> bool:
     """Whether ``bound_waits`` works for ``sock``. It does not for TLS, which keeps state between
     calls."""
-    return WAITS_IN_KERNEL and not isinstance(sock, ssl.SSLSocket)
+    return not isinstance(sock, ssl.SSLSocket)
 
 
 def bound_waits(sock: socket.socket, seconds: float) -> None:

@@ -49,11 +49,6 @@ class CallPolicy:
 
     may_write = True
 
-    @property
-    def state(self) -> str:
-        """One line for ``repr``."""
-        return "unguarded"
-
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call``, which is ``verb`` of a store or an index (for ``scan``: its next item)."""
         return call(*args, **kwargs)
@@ -83,9 +78,6 @@ class Guarded(Generic[B]):
     def __init__(self, inner: B, guard: CallPolicy | None = None) -> None:
         self.inner = inner
         self.guard = guard or CallPolicy()
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.guard.state}, of {self.inner!r}>"
 
     def close(self) -> None:
         """Close ``inner``."""
@@ -117,8 +109,8 @@ class Slots:
     def __init__(self, calls_max: int, wait_s: float) -> None:
         assert calls_max > 0
         assert wait_s >= 0
-        self.calls_max = calls_max
-        self.wait_s = wait_s
+        self._limit = f"no free slot within {wait_s:g} s, {calls_max} calls in progress"
+        self._wait_s = wait_s
         self._all = _tokens(calls_max)
         self._writes = _tokens(max(1, calls_max // 2))
 
@@ -126,7 +118,7 @@ class Slots:
         """Return a context manager that holds a slot during one call of ``verb``. Many threads may
         enter it."""
         pools = (self._all,) if direction == "read" else (self._writes, self._all)
-        return _Slot(self, verb, pools)
+        return _Slot(pools, self._wait_s, f"{verb}: {self._limit}")
 
 
 def _tokens(count: int) -> "SimpleQueue[None]":
@@ -138,30 +130,21 @@ def _tokens(count: int) -> "SimpleQueue[None]":
 
 
 class _Slot:
-    def __init__(self, slots: Slots, verb: str, pools: "tuple[SimpleQueue[None], ...]") -> None:
-        self._slots, self._verb, self._pools = slots, verb, pools
+    def __init__(self, pools: "tuple[SimpleQueue[None], ...]", wait_s: float, refusal: str) -> None:
+        self._pools, self._wait_s, self._refusal = pools, wait_s, refusal
 
     def __enter__(self) -> None:
         held = 0
         try:
             for pool in self._pools:
-                try:
-                    pool.get(False)
-                except Empty:
-                    self._wait_for(pool)
+                pool.get(timeout=min(self._wait_s, max(0.0, ends_s() - monotonic())))
                 held += 1
-        except BaseException:
+        except BaseException as exc:
             for pool in self._pools[:held]:
                 pool.put(None)
+            if isinstance(exc, Empty):
+                raise StoreUnavailable(self._refusal) from None
             raise
-
-    def _wait_for(self, pool: "SimpleQueue[None]") -> None:
-        wait_s = self._slots.wait_s
-        try:
-            pool.get(timeout=min(wait_s, max(0.0, ends_s() - monotonic())))
-        except Empty:
-            limit = f"no free slot within {wait_s:g} s, {self._slots.calls_max} calls in progress"
-            raise StoreUnavailable(f"{self._verb}: {limit}") from None
 
     def __exit__(self, *_: object) -> None:
         for pool in self._pools:
@@ -173,7 +156,7 @@ class Guard(CallPolicy):
 
     Per verb it observes ``<name>_<verb>_seconds``, including failed calls, and counts
     ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``. ``verbs``
-    defines the other counters. All names are built here once.
+    defines the other counters.
 
     ``slots``: None if the backend has its own limit. ``seconds``: the deadline of a call (twelve
     times as long for one that walks), which deadline sockets respect; None if the backend has its
@@ -196,34 +179,42 @@ class Guard(CallPolicy):
         self.recorder = recorder
         self.clock = clock
         self.may_write = may_write
-        self._slots = slots
+        self._name = name
         self._seconds = seconds
-        self._rows = {verb: _Row(name, verb, how, slots, seconds) for verb, how in verbs.items()}
-        self._names = _Names(name)
-
-    @property
-    def state(self) -> str:
-        """One line: ``reads closed, writes open, 64 calls``."""
-        parts = [self.breakers.state]
-        parts += [] if self._slots is None else [f"{self._slots.calls_max} calls"]
-        parts += [] if self._seconds is None else [f"{self._seconds:g} s"]
-        return ", ".join(parts + ([] if self.may_write else ["read-only"]))
+        self._rows = {
+            verb: _Row(
+                how,
+                f"{name}_{verb}",
+                _NOTHING if slots is None else slots.of(verb, how.direction),
+                seconds and seconds * (_WALK_FACTOR if how.walks else 1),
+            )
+            for verb, how in verbs.items()
+        }
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call`` in the module's order, or raise ``StoreError`` without making it."""
         row = self._rows[verb]
-        if not self.may_write and row.direction == "write":
+        how, count = row.how, self.recorder.count
+        if not self.may_write and how.direction == "write":
             self.check_may_write(f"{verb} {args[0]}")
-        with (
-            row.slot,
-            self.breakers.attempt(row.direction, verb),
-            _Recorded(self, row),
-            _NOTHING if row.bound_s is None else EndsBy(monotonic() + row.bound_s),
-        ):
-            result = call(*args, **kwargs)
-        if row.outcome is not None:
-            for name, amount in row.outcome(result, args):
-                self.recorder.count(self._names[name], amount)
+        with row.slot, self.breakers.attempt(how.direction, verb):
+            begun_s = self.clock()
+            if how.totals is not None:
+                count(f"{self._name}_{how.totals[0]}")
+            try:
+                with _NOTHING if row.bound_s is None else EndsBy(monotonic() + row.bound_s):
+                    result = call(*args, **kwargs)
+            except StoreError as exc:
+                if how.totals is not None:
+                    count(f"{self._name}_{how.totals[1]}")
+                count(f"{row.name}_errors")
+                count(f"{row.name}_errors_{type(exc).__name__}")
+                raise
+            finally:
+                self.recorder.observe(f"{row.name}_seconds", self.clock() - begun_s)
+        if how.outcome is not None:
+            for name, amount in how.outcome(result, args):
+                count(f"{self._name}_{name}", amount)
         return result
 
     def check_may_write(self, call: str) -> None:
@@ -236,51 +227,11 @@ class Guard(CallPolicy):
         return _NOTHING if self._seconds is None else EndsBy(monotonic() + self._seconds)
 
 
-class _Names(dict[str, str]):
-    """Counters prefixed with the guard's name."""
-
-    def __init__(self, prefix: str) -> None:
-        self._prefix = prefix
-
-    def __missing__(self, name: str) -> str:
-        full = self[name] = f"{self._prefix}_{name}"
-        return full
-
-
+@dataclass(frozen=True, slots=True)
 class _Row:
-    """One verb of one guard, with all names built."""
+    """One verb of one guard."""
 
-    __slots__ = ("bound_s", "direction", "errors", "outcome", "seconds", "slot", "totals")
-
-    def __init__(
-        self, name: str, verb: str, how: Verb, slots: Slots | None, seconds: float | None
-    ) -> None:
-        self.direction = how.direction
-        self.outcome = how.outcome
-        self.seconds, self.errors = f"{name}_{verb}_seconds", f"{name}_{verb}_errors"
-        self.totals = how.totals and (f"{name}_{how.totals[0]}", f"{name}_{how.totals[1]}")
-        self.slot = _NOTHING if slots is None else slots.of(verb, how.direction)
-        self.bound_s = seconds and seconds * (_WALK_FACTOR if how.walks else 1)
-
-
-class _Recorded:
-    """A context manager that counts and times one call."""
-
-    __slots__ = ("_begun_s", "_guard", "_row")
-
-    def __init__(self, guard: Guard, row: _Row) -> None:
-        self._guard, self._row = guard, row
-
-    def __enter__(self) -> None:
-        self._begun_s = self._guard.clock()
-        if self._row.totals is not None:
-            self._guard.recorder.count(self._row.totals[0])
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        row, recorder = self._row, self._guard.recorder
-        if isinstance(error, StoreError):
-            if row.totals is not None:
-                recorder.count(row.totals[1])
-            recorder.count(row.errors)
-            recorder.count(f"{row.errors}_{type(error).__name__}")
-        recorder.observe(row.seconds, self._guard.clock() - self._begun_s)
+    how: Verb
+    name: str
+    slot: AbstractContextManager[None]
+    bound_s: float | None

@@ -198,9 +198,6 @@ class LocalStore:
         self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
         self._walks = Walks(self._beneath)
 
-    def __repr__(self) -> str:
-        return f"<LocalStore {self._root}>"
-
     def get(self, key: str) -> bytes | None:
         """Return the whole file, or None."""
         return self.get_range(key, 0, sys.maxsize)

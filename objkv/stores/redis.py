@@ -56,9 +56,6 @@ class RedisStore:
         self._ttl_s = ttl_s
         self._clock = clock
 
-    def __repr__(self) -> str:
-        return f"<RedisStore {self._prefix}* for {self._ttl_s} s>"
-
     def get(self, key: str) -> bytes | None:
         """Return the whole value, or None."""
         name = self._name(key)

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -20,12 +21,19 @@ from objkv.assembly.backends import (
     open_hot,
     open_index,
 )
+from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.listed_index import ListedIndex
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from objkv.index.guarded import for_operators
+from objkv.index.guarded import GuardedIndex, for_operators
+from objkv.index.redis.index import RedisIndex
 from objkv.net.breaker import Attempt, Change
 from objkv.net.deadline import EndsBy, ends_s
+from objkv.net.guard import CallPolicy
 from objkv.ops.doctor.probes import probe_index, probe_store
+from objkv.stores.guarded import GuardedStore
+from objkv.stores.local import LocalStore
+from objkv.stores.redis import RedisStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
@@ -54,7 +62,8 @@ def test_a_folder_alone_is_bulk_store_and_index(tmp_path: Path) -> None:
     with open_backends(config, NullRecorder()) as backends:
         assert list(tmp_path.iterdir()) == []
         check_backends(backends, config)
-        assert order(repr(backends.index), ["GuardedIndex", "BulkIndex"])
+        assert type(backends.index) is GuardedIndex
+        assert isinstance(backends.index.inner, BulkIndex)
         keys = save(backends.bulk, None)
         field = f"0.{WHOLE}"
         found = backends.index.find(NAMESPACE, [key.prefix_hash for key in keys], [field])
@@ -74,19 +83,23 @@ def test_opening_creates_nothing_and_connects_to_nobody(tmp_path: Path) -> None:
 def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_path: Path) -> None:
     config = config_of(tmp_path, index_url=NOBODY, bulk_calls_max=7)
     with open_backends(config, NullRecorder()) as backends:
-        assert order(repr(backends.bulk), ["GuardedStore", "LocalStore"])
-        assert "closed, 7 calls, of" in repr(backends.bulk)
-        for backend, names in (
-            (backends.hot, ["GuardedStore", "RedisStore"]),
-            (backends.index, ["ListedIndex", "RedisIndex"]),
-        ):
-            assert order(repr(backend), names)
-            assert f"closed, {call_s(config):g} s, of" in repr(backend)
+        assert isinstance(backends.bulk, GuardedStore)
+        assert isinstance(backends.bulk.inner, LocalStore)
+        nested_calls(backends.bulk.guard, 7)
+        with pytest.raises(StoreUnavailable, match="7 calls in progress"), EndsBy(monotonic()):
+            nested_calls(backends.bulk.guard, 8)
+        assert isinstance(backends.hot, GuardedStore)
+        assert isinstance(backends.hot.inner, RedisStore)
+        assert isinstance(backends.index, ListedIndex)
+        assert isinstance(backends.index.inner, RedisIndex)
+        for guard, verb in ((backends.hot.guard, "delete"), (backends.index.guard, "publish")):
+            left_s = guard.call(verb, lambda _: ends_s() - monotonic(), "k")
+            assert call_s(config) - 1 < left_s <= call_s(config)
 
 
-def order(text: str, names: list[str]) -> bool:
-    places = [text.find(f"<{name}") for name in names]
-    return -1 not in places and places == sorted(places)
+def nested_calls(guard: CallPolicy, count: int) -> None:
+    if count:
+        guard.call("get", lambda _: nested_calls(guard, count - 1), "k")
 
 
 def test_index_and_payloads_are_on_connections_of_their_own(tmp_path: Path) -> None:
@@ -147,7 +160,7 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
     told: list[Change] = []
     config = config_of(tmp_path, breaker_failures=5, **settings)
     reads = _guard("bulk", config, NullRecorder(), told.append).breakers.read
-    reads.clock = reads.now_s = clock
+    reads.clock = clock
 
     def stall() -> None:
         clock.now_s = ends_s()
@@ -361,5 +374,7 @@ def test_every_key_in_redis_begins_with_the_prefix() -> None:
         bulk_url="file:///dev/null/kv", index_url="redis://127.0.0.1:1", redis_prefix="objkv-a"
     )
     with open_backends(settings, NullRecorder()) as ends:
-        assert "objkv-a:*" in repr(ends.index)
-        assert "objkv-a:p:*" in repr(ends.hot)
+        assert "objkv-a:*" in repr(ends.admin)
+        assert ends.hot is not None
+        with pytest.raises(StoreUnavailable, match="check objkv-a:p:"):
+            ends.hot.check()

@@ -26,8 +26,9 @@ class Server:
         self.clock = ManualClock(0.0)
         self.changes: list[Change] = []
         self.recorder = MemoryRecorder()
-        self.breaker = Breaker("bulk", "read", patience, self.recorder, self.changes.append)
-        self.breaker.clock = self.breaker.now_s = self.clock
+        self.breaker = Breaker(
+            "bulk", "read", patience, self.recorder, self.changes.append, self.clock
+        )
         self.error: StoreError | None = StoreUnavailable("down")
         self.asked_s: list[float] = []
         self.entered, self.gate = threading.Semaphore(0), threading.Event()

@@ -70,7 +70,8 @@ def test_what_the_role_forbids_is_denied_before_anything_else() -> None:
 
     hold_the_slot(world, write)
     assert "bulk_writes" not in world.recorder.drain()
-    assert world.breakers.state == "reads closed, writes closed"
+    assert not world.breakers.read.is_open
+    assert not world.breakers.write.is_open
 
 
 def test_waiting_for_a_slot_is_neither_recorded_nor_a_failure_of_the_server() -> None:
@@ -84,7 +85,8 @@ def test_waiting_for_a_slot_is_neither_recorded_nor_a_failure_of_the_server() ->
         assert world.recorder.drain() == {}
 
     hold_the_slot(world, read)
-    assert world.breakers.state == "reads closed, writes closed"
+    assert not world.breakers.read.is_open
+    assert not world.breakers.write.is_open
 
 
 def test_a_call_that_waits_for_a_slot_gets_no_answer_of_the_breaker_before() -> None:
@@ -151,4 +153,5 @@ def test_what_is_no_error_of_a_store_is_timed_and_counted_as_none() -> None:
     drained = world.recorder.drain()
     assert drained["bulk_get_seconds_count"] == drained["bulk_reads"] == 1
     assert not any("errors" in name for name in drained)
-    assert world.breakers.state == "reads closed, writes closed"
+    assert not world.breakers.read.is_open
+    assert not world.breakers.write.is_open

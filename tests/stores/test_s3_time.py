@@ -20,7 +20,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.net.deadline import WAITS_IN_KERNEL, EndsBy
+from objkv.net.deadline import EndsBy
 from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import helpers as s3_helpers
 from objkv.stores.s3 import http as s3_http
@@ -141,7 +141,6 @@ def test_a_server_that_lets_nobody_in_is_left() -> None:
         assert_all_end({name: (call, store) for name, call in CALLS.items()}, StoreUnavailable)
 
 
-@pytest.mark.skipif(not WAITS_IN_KERNEL, reason="waits in the kernel are Linux's")
 def test_a_body_that_trickles_is_left_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     line, now_s = HttpConnection(ours, timeout_s=60, keep=lambda _: None), count()

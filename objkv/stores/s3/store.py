@@ -95,9 +95,6 @@ class S3Store:
             recorder=recorder,
         )
 
-    def __repr__(self) -> str:
-        return f"<S3Store s3://{self._bucket}/{self._prefix} at {self._endpoint}>"
-
     @property
     def _endpoint(self) -> str:
         return str(self._client.meta.endpoint_url)
