@@ -11,8 +11,8 @@ from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
 from objkv.stores.processes import FetchPool, FetchProcess, ProcessGets, run
 from objkv.stores.s3.client import open_s3_access
-from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.write import PutDemands
 from objkv.telemetry import Recorder
 
 _CORES_EACH = 8
@@ -31,7 +31,7 @@ def open_s3(config: Config, recorder: Recorder) -> S3Store:
         ranges_max=config.s3_ranges_max,
         hedge_percent_max=config.s3_hedge_percent_max,
         deadline_s=config.load_deadline_ms / 1000,
-        demands=PutDemands.of(config),
+        demands=PutDemands(config),
         recorder=recorder,
     )
 

@@ -180,7 +180,7 @@ def test_who_may_get_but_not_list_finds_misses_by_one_request(
             with pytest.raises(StoreDenied, match="lack a permission"):
                 call(store, "missing.safetensors")
         users.allow_nothing("unlisted")
-        monkeypatch.setattr("objkv.stores.s3.absent.PROOF_S", 0.0)
+        monkeypatch.setattr("objkv.stores.s3.read.PROOF_S", 0.0)
         with pytest.raises(StoreDenied, match="lack a permission"):
             store.get_into("there", buffer)
         for call in CALLS:

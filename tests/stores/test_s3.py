@@ -23,8 +23,8 @@ from werkzeug.serving import make_server
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.s3 import wire
-from objkv.stores.s3.absent import PROOF_S, Absence
 from objkv.stores.s3.client import ATTEMPTS, S3Access, open_s3_access, translated
+from objkv.stores.s3.read import PROOF_S, Absence
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.store_contract import StoreContract

@@ -26,10 +26,10 @@ from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import S3Access, open_s3_access
-from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.http import ConnectionFailed
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.write import PutDemands
 from objkv.telemetry import NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.samples import save, save_identity
@@ -116,8 +116,8 @@ def test_signatures_are_those_of_the_clients_signer(
     place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent", signer)
     extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
     if demands:
-        found = PutDemands.of(Config(**EVERY_DEMAND))
-        extra |= {**found.headers(), **found.body_headers(memoryview(b"payload"))}
+        found = PutDemands(Config(**EVERY_DEMAND))
+        extra |= {**found.headers, **found.body_headers(memoryview(b"payload"))}
     head = place.signed(method, key + query, extra).decode()
     first, *lines = head.rstrip().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)

@@ -59,12 +59,10 @@ ATTEMPTS = 4
 """Attempts of a request for a value. The client makes one less: the first repetition of a request
 for a value does not wait, and the others wait like the client's."""
 DEFAULT_REGION = "us-east-1"
-# Share of the deadline. The client waits between attempts in the rest.
-_ATTEMPTS_SHARE = 0.9
+_ATTEMPT_SHARE = 0.9 / ATTEMPTS
+"""Share of a call's time that an attempt may take. In the rest the client waits between attempts.
+"""
 _CONNECT_SHARE = 1 / 3
-_ATTEMPT_SHARE = 1 / 4
-"""An attempt is assumed to need at most this share of the remaining time: if little remains, it is
-started and cut short instead of skipped."""
 _ABORT_SHARE = 0.1
 _FIX = {
     "NoSuchBucket": "the bucket does not exist: create it, or correct bulk_url",
@@ -234,12 +232,6 @@ def begun_by(last_s: float, end_s: float = math.inf) -> Iterator[None]:
         _LAST_S.reset(token)
 
 
-def attempt_s(client: "S3Client", deadline_s: float) -> float:
-    """Return the maximum duration of one attempt of ``client`` within a call of ``deadline_s``."""
-    settings: Any = client.meta.config
-    return min(float(settings.connect_timeout + settings.read_timeout), deadline_s / 4)
-
-
 def _repeat_in_time(
     response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: object
 ) -> None:
@@ -256,7 +248,7 @@ def _repeat_in_time(
 
 
 def _client_config(config: Config) -> ClientConfig:
-    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPTS_SHARE / ATTEMPTS
+    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPT_SHARE
     return ClientConfig(
         connect_timeout=attempt_s * _CONNECT_SHARE,
         read_timeout=attempt_s * (1 - _CONNECT_SHARE),
@@ -372,13 +364,13 @@ class CallDeadline:
     """An upload that is incomplete by then is aborted, because the abort takes time too."""
 
     @classmethod
-    def of(cls, deadline_s: float, attempt_s: float) -> "CallDeadline":
+    def of(cls, deadline_s: float) -> "CallDeadline":
         """Return the deadline of a call that begins now: ``deadline_s`` seconds, or less if the
-        caller has less time. One attempt takes up to ``attempt_s``. A call that only tests whether
-        the server has recovered makes one attempt."""
+        caller has less time. A call that only tests whether the server has recovered makes one
+        attempt."""
         now_s = time.monotonic()
         end_s = min(now_s + deadline_s, ends_s())
         left_s = max(0.0, end_s - now_s)
-        attempt_s = min(attempt_s, left_s * _ATTEMPT_SHARE)
+        attempt_s = left_s * _ATTEMPT_SHARE
         last_s = now_s + attempt_s / 2 if is_trial() else end_s - attempt_s
         return cls(end_s, last_s, end_s - left_s * _ABORT_SHARE)

@@ -11,7 +11,7 @@ from typing import Any
 
 from botocore.exceptions import ClientError
 
-from objkv.config import is_directory_bucket
+from objkv.config import Config, is_directory_bucket
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -23,20 +23,11 @@ from objkv.stores.base import (
     copy_into,
     is_key,
 )
-from objkv.stores.s3.absent import Absence
-from objkv.stores.s3.client import (
-    CallDeadline,
-    S3Access,
-    attempt_s,
-    begun_by,
-    error_code,
-    translated,
-)
-from objkv.stores.s3.demands import PutDemands
+from objkv.stores.s3.client import CallDeadline, S3Access, begun_by, error_code, translated
 from objkv.stores.s3.helpers import HelperPool
-from objkv.stores.s3.read import Get, S3Reader
+from objkv.stores.s3.read import Absence, Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
-from objkv.stores.s3.write import Put, S3Writer
+from objkv.stores.s3.write import Put, PutDemands, S3Writer
 from objkv.telemetry import NullRecorder, Recorder
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
@@ -78,7 +69,7 @@ class S3Store:
         self._client: Any = access.client  # a verb is a variable below
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/".removeprefix("/")
-        self._deadline_s, self._attempt_s = deadline_s, attempt_s(access.client, deadline_s)
+        self._deadline_s = deadline_s
         self._is_directory = is_directory_bucket(bucket)
         recorder = recorder or NullRecorder()
         hedge, place = Hedge(hedge_percent_max), (bucket, self._prefix)
@@ -90,7 +81,7 @@ class S3Store:
         self._writer = S3Writer(
             access.client,
             self._reader,
-            demands or PutDemands(),
+            demands or PutDemands(Config()),
             multipart_bytes=multipart_bytes,
             recorder=recorder,
         )
@@ -111,17 +102,14 @@ class S3Store:
 
     def get(self, key: str) -> bytes | None:
         """Return the whole object, or None."""
-        with self._call("get", key) as deadline:
-            found = self._reader.read(Get(self._place(key), key, deadline))
+        found = self._read("get", key)
         return None if found is None else bytes(found)
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return bytes ``[start, end)`` with one ranged request, or None."""
         if end <= start:
             return None if self.head(key) is None else b""
-        with self._call("get_range", key) as deadline:
-            get = Get(self._place(key), key, deadline, start, room=end - start)
-            found = self._reader.read(get)
+        found = self._read("get_range", key, start, room=end - start)
         return None if found is None else bytes(found)
 
     def get_into(
@@ -132,10 +120,12 @@ class S3Store:
         if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
-        with self._call("get_into", key) as deadline:
-            get = Get(self._place(key), key, deadline, start, buffer, len(buffer), arrived)
-            read = self._reader.read(get)
+        read = self._read("get_into", key, start, buffer, len(buffer), arrived)
         return None if read is None else len(read)
+
+    def _read(self, verb: str, key: str, *of: Any, **named: Any) -> memoryview | None:
+        with self._call(verb, key) as deadline:
+            return self._reader.read(Get(self._place(key), key, deadline, *of, **named))
 
     def head(self, key: str) -> Entry | None:
         """Return size and age of the object, or None. A missing bucket also returns None, because
@@ -261,7 +251,7 @@ class S3Store:
     @contextmanager
     def _call(self, verb: str, what: str) -> Iterator[CallDeadline]:
         """One call, which ends in time and raises ``StoreError``."""
-        deadline = CallDeadline.of(self._deadline_s, self._attempt_s)
+        deadline = CallDeadline.of(self._deadline_s)
         with begun_by(deadline.last_s, deadline.end_s), translated(verb, what):
             yield deadline
 

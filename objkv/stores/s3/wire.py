@@ -129,7 +129,7 @@ class Wire:
         have carried out.
         """
         lost, cost = 0, 1
-        for attempt in range(1, ATTEMPTS + 1):
+        while True:
             try:
                 response = self._send(method, key, extra, deadline.end_s, body, team)
                 if response.status < 300:
@@ -138,10 +138,9 @@ class Wire:
                 raise _error(method, response, deadline.end_s, lost + response.is_repeated)
             except (ClientError, ConnectionFailed, SSLError) as exc:
                 lost += 1
-                cost = 0 if team else self._repetition(exc, attempt, deadline)
+                cost = 0 if team else self._repetition(exc, lost, deadline)
                 if not cost:
                     raise
-        raise AssertionError
 
     def _send(
         self,

@@ -4,7 +4,9 @@ Both send straight from the caller's buffer; only bytes in flight are in the soc
 Servers without conditional requests get the closest substitute.
 """
 
+import base64
 import hashlib
+import zlib
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -12,9 +14,10 @@ from urllib.parse import quote
 
 from botocore.exceptions import BotoCoreError, ClientError
 
+from objkv.config import Config
 from objkv.errors import StoreError, StoreUnavailable
+from objkv.net.deadline import EndsBy
 from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code
-from objkv.stores.s3.demands import PutDemands
 from objkv.stores.s3.helpers import Piece, Team
 from objkv.stores.s3.http import ConnectionFailed
 from objkv.stores.s3.read import Get, S3Reader
@@ -27,6 +30,52 @@ CONFLICT_TRIES = 5
 _EXISTS = 412
 _CONFLICT = 409
 _REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
+_HEADERS = {
+    "ServerSideEncryption": "x-amz-server-side-encryption",
+    "SSEKMSKeyId": "x-amz-server-side-encryption-aws-kms-key-id",
+    "ACL": "x-amz-acl",
+}
+
+
+class PutDemands:
+    """What a bucket demands of every put, by the settings: encryption, an ACL, a checksum of the
+    body. A demand has two forms: headers, and the client's arguments for the start of an upload in
+    parts."""
+
+    def __init__(self, config: Config) -> None:
+        self._checksum, self._signs_payloads = config.s3_checksum, config.s3_signed_payloads
+        given = {
+            "ServerSideEncryption": config.s3_sse,
+            "SSEKMSKeyId": config.s3_sse_kms_key_id,
+            "ACL": config.s3_acl,
+            "ChecksumAlgorithm": self._checksum and self._checksum.upper(),
+        }
+        self.arguments: dict[str, Any] = {name: text for name, text in given.items() if text}
+        self.headers = {
+            header: text for name, header in _HEADERS.items() if (text := given[name]) is not None
+        }
+        """Those that do not depend on the body."""
+        self.hashes_bodies = self._checksum is not None or self._signs_payloads
+        """Whether a request depends on its body."""
+
+    def body_headers(self, view: memoryview) -> dict[str, str]:
+        """Return the headers of a request that depend on its body."""
+        headers = {}
+        if self._checksum is not None:
+            if self._checksum == "crc32":
+                digest = zlib.crc32(view).to_bytes(4, "big")
+            else:
+                digest = hashlib.sha256(view).digest()
+            headers[f"x-amz-checksum-{self._checksum}"] = base64.b64encode(digest).decode()
+        if self._signs_payloads:
+            headers["x-amz-content-sha256"] = hashlib.sha256(view).hexdigest()
+        return headers
+
+    def sum_of(self, headers: dict[str, str]) -> dict[str, str]:
+        """Return the checksum in ``body_headers`` of a part, by the name that the client uses."""
+        if self._checksum is None:
+            return {}
+        return {f"Checksum{self._checksum.upper()}": headers[f"x-amz-checksum-{self._checksum}"]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +145,7 @@ class S3Writer:
         return self._reader.absence.head(put.place) is not None
 
     def _send(self, put: Put, *, if_absent: bool = False) -> None:
-        extra = {"content-length": str(len(put.view)), **self._demands.headers()}
+        extra = {"content-length": str(len(put.view)), **self._demands.headers}
         extra |= self._demands.body_headers(put.view)
         if if_absent:
             extra["if-none-match"] = "*"
@@ -157,11 +206,11 @@ class S3Writer:
         """Upload in parts, and return whether this writer's value won. Abort if not, so that no
         part stays behind."""
         deadline = put.deadline
-        created = self._client.create_multipart_upload(**put.place, **self._demands.arguments())
+        created = self._client.create_multipart_upload(**put.place, **self._demands.arguments)
         upload = {**put.place, "UploadId": created["UploadId"]}
         done = False
         try:
-            with begun_by(deadline.last_s, deadline.abort_s):
+            with EndsBy(deadline.abort_s):
                 parts = self._send_parts(put, upload["UploadId"])
                 whole = {**upload, "MultipartUpload": {"Parts": parts}}
                 done = self._complete(put, whole, if_absent=if_absent)
