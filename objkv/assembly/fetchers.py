@@ -12,7 +12,6 @@ from objkv.stores.base import PruneStore
 from objkv.stores.processes import FetchPool, FetchProcess, ProcessGets, run
 from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.store import S3Store
-from objkv.stores.s3.write import PutDemands
 from objkv.telemetry import Recorder
 
 _CORES_EACH = 8
@@ -22,18 +21,8 @@ _AUTO_MAX = 4
 def open_s3(config: Config, recorder: Recorder) -> S3Store:
     """Open the store of ``bulk_url``, a bucket. Sends nothing yet. Raises ``ConfigError``."""
     place = parse_url("bulk_url", config.bulk_url)
-    return S3Store(
-        open_s3_access(config),
-        bucket=place.host,
-        prefix=place.path,
-        multipart_bytes=config.s3_multipart_bytes,
-        range_bytes=config.s3_range_bytes,
-        ranges_max=config.s3_ranges_max,
-        hedge_percent_max=config.s3_hedge_percent_max,
-        deadline_s=config.load_deadline_ms / 1000,
-        demands=PutDemands(config),
-        recorder=recorder,
-    )
+    access = open_s3_access(config)
+    return S3Store(access, config, recorder, bucket=place.host, prefix=place.path)
 
 
 def process_count(config: Config, store: S3Store) -> int:

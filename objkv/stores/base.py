@@ -194,16 +194,8 @@ def check_fits(key: str, nbytes: int, buffer: memoryview) -> None:
         )
 
 
-def copy_into(
-    key: str,
-    value: Buffer,
-    buffer: memoryview,
-    arrived: Arrived | None = None,
-    start: int | None = None,
-) -> int:
+def copy_into(key: str, value: Buffer, buffer: memoryview, arrived: Arrived | None = None) -> int:
     """Implement ``get_into`` for a value that is already in memory. Return the number of bytes."""
-    if start is not None:
-        value = memoryview(value)[start : start + len(buffer)]
     nbytes = len(value)
     check_fits(key, nbytes, buffer)
     copy_bytes(buffer, value, nbytes)

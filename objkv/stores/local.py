@@ -127,24 +127,27 @@ class Walks:
                 yield key, found
             elif not key:
                 levels.pop()
-            elif is_key(
-                f"{key}x"
-            ):  # a folder, because it ends with "/"; skipped if no key can be in it
-                levels.append(self._ordered(key[:-1], prefix, self._inside(key[:-1])))
+            elif is_key(f"{key}x"):  # a folder, as it ends with "/"; skipped if it can hold no key
+                inside = self.listed(key[:-1], may_skip=True)
+                levels.append(self._ordered(key[:-1], prefix, inside))
 
-    def listed(self, folder: str) -> Listed:
-        """Return the content of ``folder``; empty if it does not exist. Raises ``StoreError``."""
+    def listed(self, folder: str, *, may_skip: bool = False) -> Listed:
+        """Return the content of ``folder``; empty if it does not exist or, with ``may_skip``, if
+        this user may not read it. Raises ``StoreError``."""
+        listed: Listed = []
         try:
-            return self._list(folder)
+            with self._beneath.at(folder, FOLDER) as fd, os.scandir(fd) as found:
+                for entry in found:
+                    with suppress(FileNotFoundError):  # removed meanwhile
+                        is_folder = entry.is_dir(follow_symlinks=False)
+                        about = None if is_folder else entry.stat(follow_symlinks=False)
+                        listed.append((entry.name, about))
+            return listed
+        except (FileNotFoundError, NotADirectoryError):
+            return []
         except OSError as exc:
-            raise failed("scan", folder or self._beneath.root, exc) from exc
-
-    def _inside(self, folder: str) -> Listed:
-        try:
-            return self._list(folder)
-        except OSError as exc:
-            if exc.errno not in _LEFT_OUT:
-                raise failed("scan", folder, exc) from exc
+            if not may_skip or exc.errno not in _LEFT_OUT:
+                raise failed("scan", folder or self._beneath.root, exc) from exc
             if not self._has_logged:
                 self._has_logged = True
                 logger.warning(
@@ -162,19 +165,6 @@ class Walks:
         start = f"{folder}/" if folder else ""
         keys = {start + (f"{n}/" if found is None else n): found for n, found in listed}
         return ((key, keys[key]) for key in sorted(keys) if key.startswith(prefix))
-
-    def _list(self, folder: str) -> Listed:
-        listed: Listed = []
-        try:
-            with self._beneath.at(folder, FOLDER) as fd, os.scandir(fd) as found:
-                for entry in found:
-                    with suppress(FileNotFoundError):  # removed meanwhile
-                        is_folder = entry.is_dir(follow_symlinks=False)
-                        about = None if is_folder else entry.stat(follow_symlinks=False)
-                        listed.append((entry.name, about))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        return listed
 
 
 # Keys cannot contain "~", so a temporary file can neither be read nor collide with a value.

@@ -49,8 +49,6 @@ LANE_BYTES: Final = 256 << 20
 """Memory of a lane. The system provides it as it is written."""
 GRACE_S = 2.0
 """How long a process may still answer after the deadline of a get, before it is killed."""
-_IDLE_S = 120.0
-"""Processes end after this time without a get."""
 _RESTART_S, _RESTART_MAX_S = 1.0, 60.0
 """Shortest time between two starts after a process ended early. It doubles each time."""
 _READY_S = 60.0
@@ -330,10 +328,17 @@ class FetchPool:
     """
 
     def __init__(
-        self, start: Callable[[], FetchProcess], processes_max: int, recorder: Recorder
+        self,
+        start: Callable[[], FetchProcess],
+        processes_max: int,
+        recorder: Recorder,
+        *,
+        idle_s: float = 120.0,
     ) -> None:
-        """``start`` starts a process without waiting for it. Raises ``OSError``."""
+        """``start`` starts a process without waiting for it. Raises ``OSError``. Processes end after
+        ``idle_s`` without a get."""
         self._start, self._processes_max, self._recorder = start, processes_max, recorder
+        self._idle_s = idle_s
         self._lock = Lock()
         self._processes: list[FetchProcess] = []
         self._abandoned: list[FetchLane] = []
@@ -436,7 +441,7 @@ class FetchPool:
 
     def _is_short(self) -> bool:
         """Whether processes should be started: some are missing, and gets were made lately."""
-        is_used = monotonic() < self._used_s + _IDLE_S
+        is_used = monotonic() < self._used_s + self._idle_s
         return len(self._processes) < self._processes_max and is_used
 
     def _wait(self) -> None:
@@ -475,7 +480,7 @@ class FetchPool:
                     self._drop(one, "it ended")
                 elif not one.is_ready and now >= one.born_s + _READY_S:
                     self._drop(one, "it did not start")
-            if now < self._used_s + _IDLE_S:
+            if now < self._used_s + self._idle_s:
                 return
             if any(len(one.free) < len(one.lanes) for one in self._processes):
                 self._used_s = now

@@ -88,7 +88,9 @@ class FlakyStore(GuardedStore, CallPolicy):
             return super().get_into(key, buffer, arrived, start)
         verb = "get_into" if start is None else "get_range_into"
         value = self._spoilt(self.call(verb, self.inner.get, key))
-        return None if value is None else copy_into(key, value, buffer, arrived, start)
+        if value is not None and start is not None:
+            value = value[start : start + len(buffer)]
+        return None if value is None else copy_into(key, value, buffer, arrived)
 
     def check(self) -> None:
         """Check the inner store, or raise the error of ``fail_until_mended``."""

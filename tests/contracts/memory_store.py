@@ -42,7 +42,10 @@ class MemoryStore:
     ) -> int | None:
         """Copy the value, or a part of it, into ``buffer``."""
         found = self._find(key)
-        return None if found is None else copy_into(key, found[0], buffer, arrived, start)
+        if found is None:
+            return None
+        value = found[0] if start is None else found[0][start : start + len(buffer)]
+        return copy_into(key, value, buffer, arrived)
 
     def head(self, key: str) -> Entry | None:
         """Return size and age of the value, or None."""

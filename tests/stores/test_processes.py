@@ -57,7 +57,7 @@ class Counted(LocalStore):
 class Fleet:
     """A store with processes over a folder."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **limits: float) -> None:
         self.values, self.gates = folder / "values", folder / "gates"
         self.gates.mkdir(parents=True)
         self.recorder = MemoryRecorder()
@@ -67,7 +67,7 @@ class Fleet:
         ]
         start = partial(FetchProcess, command, os.environ | {"PYTHONPATH": str(ROOT)}, LANES)
         self.own = Counted(self.values)
-        self.pool = FetchPool(start, 1, self.recorder)
+        self.pool = FetchPool(start, 1, self.recorder, **limits)
         self.store = ProcessGets(self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder)
 
     def ready(self) -> list[int]:
@@ -364,15 +364,12 @@ def test_close_ends_all_processes_and_gets_go_on(
 
 
 @pytest.mark.slow
-def test_processes_end_when_idle_with_their_memory_and_start_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(processes, "_IDLE_S", 2.0)
+def test_processes_end_when_idle_with_their_memory_and_start_again(tmp_path: Path) -> None:
     gc.collect()
     gc.disable()  # an idle agent may not collect for hours
     try:
         others = memory_maps()
-        fleet = Fleet(tmp_path)
+        fleet = Fleet(tmp_path, idle_s=2.0)
         (pid,) = fleet.ready()
         assert memory_maps() > others
         wait_until(partial(has_ended, pid))

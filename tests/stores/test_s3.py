@@ -31,7 +31,7 @@ from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted, hasty
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request
 from tests.support.servers.quick_s3 import failure as refusal
-from tests.support.servers.s3_stores import s3_store
+from tests.support.servers.s3_stores import s3_store, store_of
 
 BUCKET = "kv-cache"
 PART = 5 << 20
@@ -75,13 +75,13 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def store(access: S3Access, prefix: str) -> S3Store:
-    return S3Store(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
+    return store_of(access, bucket=BUCKET, prefix=prefix, s3_multipart_bytes=PART)
 
 
 class TestS3Store(StoreContract):
     @pytest.fixture
     def store(self, access: S3Access, prefix: str) -> S3Store:
-        return S3Store(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
+        return store_of(access, bucket=BUCKET, prefix=prefix, s3_multipart_bytes=PART)
 
 
 def operation(request: Request) -> str:
@@ -126,7 +126,7 @@ def recorder() -> MemoryRecorder:
 
 @pytest.fixture
 def spoiled(faulty: Faulty, recorder: MemoryRecorder) -> Iterator[S3Store]:
-    with s3_store(faulty.url, client=PATIENT, deadline_s=900, recorder=recorder) as store:
+    with s3_store(faulty.url, client=PATIENT, load_deadline_ms=900_000, recorder=recorder) as store:
         yield store
 
 
@@ -376,7 +376,7 @@ def test_what_time_mends_is_unavailable(error: Exception, words: str) -> None:
 
 
 def test_a_missing_bucket_is_denied(access: S3Access) -> None:
-    store = S3Store(access, bucket="nowhere", prefix="", multipart_bytes=PART)
+    store = store_of(access, bucket="nowhere", prefix="", s3_multipart_bytes=PART)
     calls = [store.check, lambda: store.get("k"), lambda: store.put_if_absent("k", b"")]
     calls.append(lambda: list(store.scan("")))
     for call in calls:

@@ -34,7 +34,15 @@ from objkv.telemetry import NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.samples import save, save_identity
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
-from tests.support.servers.s3_stores import BUCKET, MIB, PART, pattern, s3_access, s3_store
+from tests.support.servers.s3_stores import (
+    BUCKET,
+    MIB,
+    PART,
+    pattern,
+    s3_access,
+    s3_store,
+    store_of,
+)
 
 
 def test_credentials_that_change_are_used_from_then_on() -> None:
@@ -59,8 +67,8 @@ def test_another_signature_than_version_4_is_refused_with_what_to_do(version: An
         "s3", endpoint_url="http://s3.test:99", config=settings, region_name="x",
         aws_access_key_id="a", aws_secret_access_key="b",
     )  # fmt: skip
-    store = S3Store(
-        S3Access(client, access.connections), bucket=BUCKET, prefix="p", multipart_bytes=PART
+    store = store_of(
+        S3Access(client, access.connections), bucket=BUCKET, prefix="p", s3_multipart_bytes=PART
     )
     with pytest.raises(StoreDenied, match="remove signature_version from the AWS profile"):
         store.check()
@@ -454,7 +462,9 @@ def test_on_aws_the_zone_in_the_name_is_asked_by_tls_and_nothing_else() -> None:
 
     events: Any = access.client.meta.events
     events.register_first("before-send.s3", answer)
-    store = S3Store(access, bucket=ZONED, prefix="p", multipart_bytes=PART, deadline_s=1)
+    store = store_of(
+        access, bucket=ZONED, prefix="p", s3_multipart_bytes=PART, load_deadline_ms=1000
+    )
     with pytest.raises(StoreUnavailable, match="no network here"):
         store.get_into("ns/a", memoryview(bytearray(1)))
     host = f"https://{ZONED}.s3express-use1-az4.us-east-1.amazonaws.com"

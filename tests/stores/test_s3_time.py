@@ -85,8 +85,12 @@ CALLS: dict[str, Call] = {
 def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, call: Call) -> None:
     """Each attempt takes up to a quarter of the deadline, and the pause before a third one may take
     a second."""
-    options = {"deadline_s": 0.8, "client": {"load_deadline_ms": 800}, "multipart_bytes": MIB}
-    with s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store:
+    options = {
+        "load_deadline_ms": 800,
+        "client": {"load_deadline_ms": 800},
+        "s3_multipart_bytes": MIB,
+    }
+    with s3_store(mute.url, **options, s3_range_bytes=MIB, s3_ranges_max=2) as store:
         store._writer.conditional = True
         with pytest.raises(StoreUnavailable):
             call(store)
@@ -113,11 +117,11 @@ def opened(url: str) -> Iterator[S3Store]:
     """A store whose connections alone would be patient for minutes."""
     with s3_store(
         url,
-        deadline_s=DEADLINE_S,
+        load_deadline_ms=int(DEADLINE_S * 1000),
         client={"load_deadline_ms": 600_000},
-        multipart_bytes=MIB,
-        range_bytes=MIB,
-        ranges_max=2,
+        s3_multipart_bytes=MIB,
+        s3_range_bytes=MIB,
+        s3_ranges_max=2,
     ) as store:
         store._writer.conditional = True
         yield store
@@ -162,7 +166,9 @@ def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
 
         return run
 
-    with s3_store(mute.url, deadline_s=600, client={"load_deadline_ms": 600_000}) as store:
+    with s3_store(
+        mute.url, load_deadline_ms=600_000, client={"load_deadline_ms": 600_000}
+    ) as store:
         calls = {name: (hurried(CALLS[name]), store) for name in ("get_into", "head", "put")}
         assert_all_end(calls, StoreUnavailable)
 
@@ -258,7 +264,10 @@ def test_conflicts_share_one_deadline() -> None:
         now_s += 4
         return failure(409, "ConditionalRequestConflict")
 
-    with QuickS3(intercept=conflict) as server, s3_store(server.url, deadline_s=10) as store:
+    with (
+        QuickS3(intercept=conflict) as server,
+        s3_store(server.url, load_deadline_ms=10_000) as store,
+    ):
         store._wire.endpoint()
         store._writer.conditional = True
         real = time.monotonic
@@ -278,7 +287,7 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(s3_helpers.threading, "Thread", Thread)
     value, buffer = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
-    with QuickS3() as server, s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
+    with QuickS3() as server, s3_store(server.url, s3_range_bytes=MIB, s3_ranges_max=3) as store:
         store.put("k", value)
         assert store.get_into("k", buffer) == len(value)
         assert buffer == value
@@ -296,7 +305,7 @@ def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
 
     with (
         QuickS3(intercept=late) as server,
-        s3_store(server.url, multipart_bytes=MIB) as store,
+        s3_store(server.url, s3_multipart_bytes=MIB) as store,
     ):
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
@@ -355,7 +364,11 @@ def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
     with (
         SpoilS3(near.address) as far,
         s3_store(
-            far.url, client=IMPATIENT, deadline_s=4, range_bytes=MIB, ranges_max=ranges_max
+            far.url,
+            client=IMPATIENT,
+            load_deadline_ms=4_000,
+            s3_range_bytes=MIB,
+            s3_ranges_max=ranges_max,
         ) as store,
     ):
         store.put("k", value)
@@ -428,7 +441,7 @@ def test_an_answer_that_is_late_is_asked_for_once_more() -> None:
     slow, recorder = Slow(), MemoryRecorder()
     with (
         QuickS3(intercept=slow) as server,
-        s3_store(server.url, hedge_percent_max=5, recorder=recorder) as store,
+        s3_store(server.url, s3_hedge_percent_max=5, recorder=recorder) as store,
     ):
         warm_up(store)
         buffer = bytearray(10)

@@ -85,7 +85,6 @@ class Piece:
     start: int
     end: int
     at: int = 0
-    number: int = 0
 
     def __post_init__(self) -> None:
         self.at = self.start

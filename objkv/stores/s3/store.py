@@ -2,7 +2,7 @@
 
 A get reads from the socket into the caller's buffer, and reads large values in several ranges at
 once. A put is one conditional request, so exactly one of many writers wins. Values above
-``multipart_bytes`` are uploaded in parts. Requests that move no value are boto3's.
+``s3_multipart_bytes`` are uploaded in parts. Requests that move no value are boto3's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,8 +27,8 @@ from objkv.stores.s3.client import CallDeadline, S3Access, begun_by, error_code,
 from objkv.stores.s3.helpers import HelperPool
 from objkv.stores.s3.read import Absence, Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
-from objkv.stores.s3.write import Put, PutDemands, S3Writer
-from objkv.telemetry import NullRecorder, Recorder
+from objkv.stores.s3.write import Put, S3Writer
+from objkv.telemetry import Recorder
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 
@@ -39,52 +39,39 @@ class S3Store:
     ``If-None-Match: *`` decides between writers. Some servers refuse it, and others accept and
     ignore it; the store finds out by repeating its first successful put. For these servers it uses
     HEAD and PUT instead, counted as ``s3_unconditional_puts``, and two simultaneous writers may
-    both get True. The same can happen to two writers of a value above ``multipart_bytes`` if the
+    both get True. The same can happen to two writers of a value above ``s3_multipart_bytes`` if the
     server ignores the condition when an upload is completed (Ceph 16). A put that was
     repeated because its response was lost returns True if the stored value has its bytes.
 
-    The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
-    ranges and upload parts. For ``hedge_percent_max`` see ``Hedge``.
+    The caller and up to ``s3_ranges_max`` threads of the store read values above ``s3_range_bytes``
+    in ranges and upload parts.
 
-    ``deadline_s`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts that may
-    exceed it, and nothing continues after it. Without permission to list, S3 returns 403 instead of
-    404 for a missing key: see ``Absence``.
+    ``load_deadline_ms`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts
+    that may exceed it, and nothing continues after it. Without permission to list, S3 returns 403
+    instead of 404 for a missing key: see ``Absence``.
     """
 
     def __init__(
         self,
         access: S3Access,
+        config: Config,
+        recorder: Recorder,
         *,
         bucket: str,
         prefix: str,
-        multipart_bytes: int,
-        range_bytes: int = 8 << 20,
-        ranges_max: int = 0,
-        hedge_percent_max: int = 0,
-        deadline_s: float = 30.0,
-        demands: PutDemands | None = None,
-        recorder: Recorder | None = None,
     ) -> None:
         self._access = access
         self._client: Any = access.client  # a verb is a variable below
         self._bucket = bucket
         self._prefix = f"{prefix.strip('/')}/".removeprefix("/")
-        self._deadline_s = deadline_s
+        self._deadline_s = config.load_deadline_ms / 1000
         self._is_directory = is_directory_bucket(bucket)
-        recorder = recorder or NullRecorder()
-        hedge, place = Hedge(hedge_percent_max), (bucket, self._prefix)
-        self._pool = HelperPool(ranges_max)
+        hedge, place = Hedge(config.s3_hedge_percent_max), (bucket, self._prefix)
+        self._pool = HelperPool(config.s3_ranges_max)
         self._wire = Wire(access, place, hedge, recorder=recorder)
-        self._reader = S3Reader(
-            self._wire, self._pool, Absence(access.client), range_bytes=range_bytes
-        )
-        self._writer = S3Writer(
-            access.client,
-            self._reader,
-            demands or PutDemands(Config()),
-            multipart_bytes=multipart_bytes,
-            recorder=recorder,
-        )
+        absence = Absence(access.client)
+        self._reader = S3Reader(self._wire, self._pool, absence, range_bytes=config.s3_range_bytes)
+        self._writer = S3Writer(access.client, self._reader, config, recorder=recorder)
 
     @property
     def _endpoint(self) -> str:
@@ -115,7 +102,7 @@ class S3Store:
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Read from the socket into ``buffer``; more than ``range_bytes`` in ranges on several
+        """Read from the socket into ``buffer``; more than ``s3_range_bytes`` in ranges on several
         connections. The length is checked before and after."""
         if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)

@@ -97,15 +97,14 @@ class S3Writer:
         self,
         client: "S3Client",
         reader: S3Reader,
-        demands: PutDemands,
+        config: Config,
         *,
-        multipart_bytes: int,
         recorder: Recorder,
     ) -> None:
         self._client: Any = client
         self._reader = reader
-        self._demands = demands
-        self._multipart_bytes = multipart_bytes
+        self._demands = PutDemands(config)
+        self._multipart_bytes = config.s3_multipart_bytes
         self._recorder = recorder
         self.conditional: bool | None = None
         """Whether the server honours ``If-None-Match``; None before the first put."""
@@ -230,7 +229,8 @@ class S3Writer:
         deadline = replace(put.deadline, end_s=put.deadline.abort_s)
 
         def send(piece: Piece, team: Team | None) -> None:
-            target = f"{put.key}?partNumber={piece.number}&uploadId={quote(upload, safe='-_.~')}"
+            number = piece.start // self._multipart_bytes + 1
+            target = f"{put.key}?partNumber={number}&uploadId={quote(upload, safe='-_.~')}"
 
             def body() -> memoryview:
                 return put.view[piece.start : piece.end]
@@ -242,15 +242,12 @@ class S3Writer:
                 response.read(deadline.end_s)
             if "etag" not in response.headers:
                 raise ConnectionFailed("the server took a part and sent no ETag")
-            tag = {"PartNumber": piece.number, "ETag": response.headers["etag"]}
-            sent[piece.number] = tag | self._demands.sum_of(sums)
+            tag = {"PartNumber": number, "ETag": response.headers["etag"]}
+            sent[number] = tag | self._demands.sum_of(sums)
             piece.at = piece.end
 
         nbytes, step = len(put.view), self._multipart_bytes
-        pieces = [
-            Piece(start, min(start + step, nbytes), number=number)
-            for number, start in enumerate(range(0, nbytes, step), 1)
-        ]
+        pieces = [Piece(start, min(start + step, nbytes)) for start in range(0, nbytes, step)]
         # A helper must not touch the buffer before it has a connection, so it cannot hash a part.
         if not self._demands.hashes_bodies:
             with Team(self._reader.pool, pieces, send, writes=True) as team:

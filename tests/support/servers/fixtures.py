@@ -24,6 +24,7 @@ from tests.support.servers.redis import (
     valkey_server,
 )
 from tests.support.servers.redis_groups import ServerGroup, redis_cluster, redis_sentinel
+from tests.support.servers.s3_stores import store_of
 
 BUCKET = "kv-cache"
 PART_BYTES = 5 << 20
@@ -163,7 +164,7 @@ def open_s3_store(s3_server: S3Server, s3_prefixes: Iterator[str]) -> Iterator[O
 
     def open_store(*, bucket: str = BUCKET, **changes: Any) -> S3Store:
         access = open_s3_access(s3_config(s3_server, **changes))
-        opened.append(S3Store(access, bucket=bucket, prefix=prefix, multipart_bytes=PART_BYTES))
+        opened.append(store_of(access, bucket=bucket, prefix=prefix, s3_multipart_bytes=PART_BYTES))
         return opened[-1]
 
     yield open_store

@@ -7,6 +7,7 @@ from typing import Any
 from objkv.config import Config
 from objkv.stores.s3.client import S3Access, open_s3_access
 from objkv.stores.s3.store import S3Store
+from objkv.telemetry import NullRecorder, Recorder
 
 MIB = 1 << 20
 PART = 5 * MIB
@@ -29,12 +30,26 @@ def s3_access(url: str, **settings: Any) -> S3Access:
     )
 
 
+def store_of(
+    access: S3Access,
+    *,
+    bucket: str = BUCKET,
+    prefix: str = "p",
+    recorder: Recorder | None = None,
+    **settings: Any,
+) -> S3Store:
+    """A store without ranges or hedging, and with small parts, unless the settings say so."""
+    plain = {"s3_multipart_bytes": PART, "s3_ranges_max": 0, "s3_hedge_percent_max": 0}
+    config = Config().model_copy(update={"load_deadline_ms": 30_000, **plain, **settings})
+    return S3Store(access, config, recorder or NullRecorder(), bucket=bucket, prefix=prefix)
+
+
 @contextmanager
 def s3_store(url: str, **options: Any) -> Iterator[S3Store]:
-    """A store at ``url``; keywords ``client``, a dict of settings, and those of ``S3Store``."""
+    """A store at ``url``; keywords ``client``, a dict of settings of the client, ``prefix`` and
+    ``recorder``, and settings of the store."""
     access = s3_access(url, **options.pop("client", {}))
-    given = {"bucket": BUCKET, "prefix": "p", "multipart_bytes": PART, **options}
-    store = S3Store(access, **given)
+    store = store_of(access, **options)
     try:
         yield store
     finally:
