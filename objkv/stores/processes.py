@@ -335,8 +335,8 @@ class FetchPool:
         *,
         idle_s: float = 120.0,
     ) -> None:
-        """``start`` starts a process without waiting for it. Raises ``OSError``. Processes end after
-        ``idle_s`` without a get."""
+        """``start`` starts a process without waiting for it. Raises ``OSError``. Processes end
+        after ``idle_s`` without a get."""
         self._start, self._processes_max, self._recorder = start, processes_max, recorder
         self._idle_s = idle_s
         self._lock = Lock()

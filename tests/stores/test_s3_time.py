@@ -22,12 +22,12 @@ from hypothesis import strategies as st
 from objkv.errors import StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy
 from objkv.stores.s3 import client as s3_client_module
-from objkv.stores.s3 import helpers as s3_helpers
 from objkv.stores.s3 import http as s3_http
+from objkv.stores.s3 import pieces as s3_pieces
 from objkv.stores.s3 import wire as s3_wire
 from objkv.stores.s3.client import CallDeadline, begun_by
-from objkv.stores.s3.helpers import HelperPool, Piece, Team
 from objkv.stores.s3.http import ConnectionFailed, HttpConnection
+from objkv.stores.s3.pieces import HelperPool, Piece, Team
 from objkv.stores.s3.store import S3Store
 from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
 from objkv.telemetry import MemoryRecorder
@@ -285,7 +285,7 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
                 raise RuntimeError("can't start new thread")
             super().start()
 
-    monkeypatch.setattr(s3_helpers.threading, "Thread", Thread)
+    monkeypatch.setattr(s3_pieces.threading, "Thread", Thread)
     value, buffer = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
     with QuickS3() as server, s3_store(server.url, s3_range_bytes=MIB, s3_ranges_max=3) as store:
         store.put("k", value)
@@ -469,14 +469,14 @@ def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]
     hedge, hedged = Hedge(percent), 0
     for number, first_byte_s in enumerate(times, 1):
         hedge.observe(first_byte_s)
-        late_s = hedge.late_s()
+        late_s = hedge.late_s
         assert late_s is None or (number >= SAMPLES_MIN and percent)
         hedged += late_s is not None and hedge.take()
         assert hedged <= number * percent / 100
     if percent and len(times) >= SAMPLES_MIN:
-        assert LATE_MIN_S <= (hedge.late_s() or 0) <= max(LATE_MIN_S, *times)
+        assert LATE_MIN_S <= (hedge.late_s or 0) <= max(LATE_MIN_S, *times)
     if percent and times == IN_STEPS:
-        assert 0.085 <= (hedge.late_s() or 0) <= 0.096, "later than 95 of 100"
+        assert 0.085 <= (hedge.late_s or 0) <= 0.096, "later than 95 of 100"
 
 
 def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:

@@ -13,8 +13,8 @@ from objkv.config import is_directory_bucket
 from objkv.errors import StoreError
 from objkv.stores.base import Arrived, check_fits
 from objkv.stores.s3.client import ATTEMPTS, CallDeadline, error_code, is_missing
-from objkv.stores.s3.helpers import HelperPool, Piece, Team
 from objkv.stores.s3.http import STEP_BYTES, VALUE_BYTES_MAX, ConnectionFailed, HttpResponse
+from objkv.stores.s3.pieces import HelperPool, Piece, Team
 from objkv.stores.s3.wire import Wire
 
 if TYPE_CHECKING:

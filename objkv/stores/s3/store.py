@@ -24,7 +24,7 @@ from objkv.stores.base import (
     is_key,
 )
 from objkv.stores.s3.client import CallDeadline, S3Access, begun_by, error_code, translated
-from objkv.stores.s3.helpers import HelperPool
+from objkv.stores.s3.pieces import HelperPool
 from objkv.stores.s3.read import Absence, Get, S3Reader
 from objkv.stores.s3.wire import Hedge, Wire
 from objkv.stores.s3.write import Put, S3Writer

@@ -5,6 +5,7 @@ import re
 import select
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -21,8 +22,8 @@ from objkv.stores.s3.client import (
     error_code,
     is_busy,
 )
-from objkv.stores.s3.helpers import Team
 from objkv.stores.s3.http import ConnectionFailed, HttpConnection, HttpResponse
+from objkv.stores.s3.pieces import Team
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.telemetry import Recorder
 
@@ -54,9 +55,11 @@ class Hedge:
     def __init__(self, percent_max: int) -> None:
         self._share = percent_max / 100
         self._lock = threading.Lock()
-        self._samples: list[float] = []
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
         self._count = 0
-        self._late_s: float | None = None
+        self.late_s: float | None = None
+        """After how many seconds a response is late: slower than p95. None if there are too few
+        samples or hedging is disabled."""
         self._saved = 0.0
 
     def observe(self, first_byte_s: float) -> None:
@@ -64,20 +67,12 @@ class Hedge:
         if not self._share:
             return
         with self._lock:
-            if len(self._samples) < SAMPLES:
-                self._samples.append(first_byte_s)
-            else:
-                self._samples[self._count % SAMPLES] = first_byte_s
+            self._samples.append(first_byte_s)
             self._count += 1
             self._saved = min(_SAVED_MAX, self._saved + self._share)
             if self._count >= SAMPLES_MIN and self._count % _REFRESH == SAMPLES_MIN % _REFRESH:
                 ranked = sorted(self._samples)
-                self._late_s = max(LATE_MIN_S, ranked[int(_SHARE * (len(ranked) - 1))])
-
-    def late_s(self) -> float | None:
-        """Return after how many seconds a response is late: slower than p95. None if there are too
-        few samples or hedging is disabled."""
-        return self._late_s
+                self.late_s = max(LATE_MIN_S, ranked[int(_SHARE * (len(ranked) - 1))])
 
     def take(self) -> bool:
         """Whether another request may be sent twice now; if so, it is counted."""
@@ -204,7 +199,7 @@ class Wire:
     ) -> HttpConnection:
         """Return the connection whose response begins first. A second one is used only if the first
         is late."""
-        late_s = self._hedge.late_s()
+        late_s = self._hedge.late_s
         if late_s is None:
             return first
         late_s = min(late_s, deadline_s - time.monotonic())

@@ -18,8 +18,8 @@ from objkv.config import Config
 from objkv.errors import StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy
 from objkv.stores.s3.client import CallDeadline, asks_for_later, begun_by, error_code
-from objkv.stores.s3.helpers import Piece, Team
 from objkv.stores.s3.http import ConnectionFailed
+from objkv.stores.s3.pieces import Piece, Team
 from objkv.stores.s3.read import Get, S3Reader
 from objkv.telemetry import Recorder
 

@@ -1,4 +1,4 @@
-"""Threads that help callers with the pieces of large payloads.
+"""Pieces of large payloads, and threads that help callers with them.
 
 The buffer belongs to the caller: no thread touches it after the call has returned.
 """
