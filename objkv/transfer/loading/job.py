@@ -13,8 +13,8 @@ from time import monotonic, sleep
 
 from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Mark
+from objkv.transfer.layouts import bits_of
 from objkv.transfer.plan import LoadOutcome, LoadPlan
-from objkv.transfer.sources import bits_of
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1e-3
