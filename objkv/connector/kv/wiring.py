@@ -211,7 +211,7 @@ def make_worker_side(
         tracing=tracing,
         on_device=on_device,
     )
-    logger.info("objkv worker ready loader=%r saver=%r", loader, saver)
+    logger.info("objkv worker ready slabs=%d slab_bytes=%d", pools.save_slabs, pools.slab_bytes)
     return WorkerSide(
         config, geometry, rank, groups, loader=loader, saver=saver, target=target, tracing=tracing
     )

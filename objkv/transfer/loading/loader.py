@@ -369,9 +369,6 @@ class Loader:
         if self.on_device is not None and not self.on_device.join(self._limits.join_s):
             logger.warning("memory of the agent is still being unlocked, going on")
 
-    def __repr__(self) -> str:
-        return f"<Loader {len(self._jobs)} plans, {self.leased} payloads open>"
-
     def _count(self, job: LoadJob, outcome: LoadOutcome) -> None:
         self._recorder.observe("load_seconds", self._clock() - job.started)
         self._recorder.count("loads")
@@ -558,8 +555,7 @@ class Loader:
                 nbytes = one.wanted.record.nbytes
                 one.end()
                 self._recorder.count("load_bytes", nbytes)
-                if job.done(one.index, nbytes):
-                    self._over.set()
+                self._settle(job.done(one.index, nbytes))
             elif progress.state is CellState.FAILED:
                 reason = MissReason(progress.reason)
                 if name := _COUNTED.get(reason, "load_errors"):
