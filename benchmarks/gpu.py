@@ -55,7 +55,7 @@ from objkv.ops.bench.sample import NAMESPACE
 from objkv.programs.gpu_facts import device_name, plain_copy
 from objkv.stores.base import Arrived, Buffer, WriteStore, copy_bytes
 from objkv.telemetry import NullRecorder
-from objkv.transfer.devices import DeviceDriver, add_driver, driver_of
+from objkv.transfer.devices import DRIVERS, DeviceDriver, driver_of
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
@@ -121,13 +121,12 @@ class GpuAnswer:
     ``forward load``, ``forward save``, and ``forward idle``, a step without transfers."""
 
 
-class TimedDriver:
+class TimedDriver(DeviceDriver):
     """A device's driver whose events have times."""
 
     def __init__(self, driver: DeviceDriver, api: Any) -> None:
         self.kernels, self.batch_copy = driver.kernels, driver.batch_copy
-        self.pin, self.pin_read_only = driver.pin, driver.pin_read_only
-        self._api = api
+        self._driver, self._api = driver, api
         self.events: list[Any] = []
         """All events since this was emptied, in the order in which they were made."""
 
@@ -136,6 +135,14 @@ class TimedDriver:
         event = self._api.Event(enable_timing=True)
         self.events.append(event)
         return event
+
+    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
+        """See ``DeviceDriver.pin``."""
+        return self._driver.pin(memory)
+
+    def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
+        """See ``DeviceDriver.pin_read_only``."""
+        return self._driver.pin_read_only(address, nbytes)
 
     def seconds(self) -> float:
         """Return the time from the first event to the last. All must have passed."""
@@ -438,7 +445,7 @@ class Bench:
     def __init__(self, device: torch.device, chunks: int, compute: Compute) -> None:
         self._chunks, self._compute = chunks, compute
         self._timed = TimedDriver(driver_of(device), torch.get_device_module(device))
-        add_driver(device.type, self._timed)
+        DRIVERS[device.type] = self._timed
         words = _GROUP.heads * _BLOCK_TOKENS * _GROUP.content * len(_LAYERS)
         count = words * (1 + chunks * _BLOCKS)
         self._memory = torch.empty(count, dtype=torch.bfloat16, device=device)

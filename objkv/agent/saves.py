@@ -399,8 +399,7 @@ class NodeSaves:
             pages = payload[frames.starts[0] : frames.ends[-1]]
             codec = self._chooser.choose((key.namespace, key.group), frames.layers, pages)
         if codec != "none" or seal is not None:
-            payload = recode(payload, codec=codec, seal=seal)
-            header = read_header(payload, seal=seal)
+            payload, header = recode(payload, codec=codec, seal=seal)
         return payload, header
 
     def _failed(self, save: _Save, error: Exception) -> None:

@@ -192,7 +192,7 @@ class Spill:
         try:
             payload = self._residents.view(one)
             if self._seal is not None:
-                payload = recode(payload, codec="none", seal=self._seal)
+                payload, _ = recode(payload, codec="none", seal=self._seal)
             evicted = self.disk.make_room(len(payload))
             for path in filter(None, evicted):
                 self._lost(path)

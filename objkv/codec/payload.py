@@ -12,7 +12,6 @@ from itertools import pairwise
 from objkv.codec.compress import CODECS, Buffer, compress, decompress_into
 from objkv.codec.header import (
     HEADER_BYTES_MAX,
-    Form,
     bytes_max,
     checksum_of,
     form_of,
@@ -38,52 +37,27 @@ from objkv.codec.values import (
 from objkv.errors import PayloadError
 
 
-def encode(
-    claim: Claim,
-    layers: Sequence[LayerSpec],
-    pages: Sequence[Buffer],
-    *,
-    codec: str,
-    provenance: Provenance,
-    seal: Seal | None = None,
-) -> memoryview:
-    """Return the whole payload, contiguous, in newly allocated memory.
-
-    ``pages[i]`` holds the ``layers[i].nbytes`` raw bytes of that layer, C-contiguous; no reference
-    is kept. A frame that ``codec`` would shrink by less than 10 % is stored as ``none``. Raises
-    ``PayloadError`` if a layer or the header would exceed the format's limits.
-    """
+def recode(payload: memoryview, *, codec: str, seal: Seal | None) -> tuple[memoryview, Header]:
+    """Return an uncompressed, unsealed payload in another form, in newly allocated memory, and its
+    header. See ``encode_in_place``."""
     import numpy as np  # imported late: commands that only print do not need it
 
-    assert len(layers) == len(pages)
-    start = header_room(layers, tokens=len(provenance.tokens or ()))
+    header = read_header(payload)
+    layers, provenance = header.frames.layers, header.provenance
+    pages = np.frombuffer(payload[header.data_start : header.nbytes], np.uint8)
+    start = bytes_max(layers, len(provenance.tokens or ()))
     # numpy copies without the GIL and does not initialize new memory. bytearray does neither, and
     # stalled every other thread for 78 ms per 32 MiB (2 cores, 2026-11).
-    buffer = np.empty(start + sum(layer.nbytes for layer in layers), dtype=np.uint8)
-    offset = start
-    for layer, page in zip(layers, pages, strict=True):
-        raw = np.frombuffer(_view(page), dtype=np.uint8)
-        assert raw.nbytes == layer.nbytes
-        np.copyto(buffer[offset : offset + layer.nbytes], raw)
-        offset += layer.nbytes
-    payload, _ = encode_in_place(
-        claim, layers, buffer.data, codec=codec, provenance=provenance, seal=seal
+    buffer = np.empty(start + pages.nbytes, np.uint8)
+    np.copyto(buffer[start:], pages)
+    return encode_in_place(
+        header.claim, layers, buffer.data, codec=codec, provenance=provenance, seal=seal
     )
-    return payload
-
-
-def recode(payload: memoryview, *, codec: str, seal: Seal | None) -> memoryview:
-    """Return an uncompressed, unsealed payload in another form, as ``encode`` does."""
-    header = read_header(payload)
-    frames = header.frames
-    pages = [payload[start:end] for start, end in zip(frames.starts, frames.ends, strict=True)]
-    claim, layers, provenance = header.claim, frames.layers, header.provenance
-    return encode(claim, layers, pages, codec=codec, provenance=provenance, seal=seal)
 
 
 def encode_in_place(
     claim: Claim,
-    layers: Sequence[LayerSpec],
+    layers: tuple[LayerSpec, ...],
     buffer: memoryview,
     *,
     codec: str,
@@ -96,20 +70,24 @@ def encode_in_place(
     ``buffer`` (writable, contiguous, format ``B``, owned by the caller) holds the raw pages of all
     layers in order, from byte ``header_room(layers, tokens=...)`` on. They are overwritten. The
     payload is a view of ``buffer`` that may start after its first byte. At most one frame at a time
-    is in separate memory, and none with codec ``none``. The payload equals that of ``encode`` for
-    the same pages, except for the salt if ``seal`` encrypts; ``provenance`` must not have token ids
-    then. Raises ``PayloadError`` like ``encode``.
+    is in separate memory, and none with codec ``none``. A frame that ``codec`` would shrink by less
+    than 10 % is stored as ``none``. If ``seal`` encrypts, ``provenance`` must not have token ids.
+    Raises ``PayloadError`` if a layer or the header would exceed the format's limits.
     """
     assert codec in CODECS
     assert layers
+    is_plain = codec == "none" and seal is None and provenance.tokens is None
+    if is_plain and (form := form_of(layers)) is not None:
+        pages = buffer[form.room : form.room + form.ends[-1]]
+        assert len(pages) == form.ends[-1]
+        sums = tuple([digest(pages[begin:end]) for begin, end in pairwise(form.ends)])
+        if (written := form.write(claim, provenance, sums)) is not None:
+            text, header = written
+            buffer[form.room - len(text) : form.room] = text
+            return buffer[form.room - len(text) : form.room + len(pages)], header
     sealing = Sealing(claim, provenance, len(layers), seal)
-    if codec == "none" and isinstance(layers, tuple):
-        form = form_of(layers, seal)
-        text = None if form is None else form.provenance_text(sealing.provenance)
-        if form is not None and text is not None:
-            return _encode_plain(form, buffer, sealing, text)
     assert len({layer.name for layer in layers}) == len(layers)
-    start = header_room(layers, tokens=len(provenance.tokens or ()))
+    start = bytes_max(layers, len(provenance.tokens or ()))
     assert buffer.nbytes >= start + sum(layer.nbytes for layer in layers)
     frames: list[Frame] = []
     # A frame is never longer than its pages, so the frames so far end before the next layer's pages
@@ -128,26 +106,11 @@ def encode_in_place(
         frames.append(frame._replace(offset=target - start))
         source += layer.nbytes
         target += len(content)
-    header = render(claim, frames, sealing.provenance, sealing.marks, seal)
-    assert len(header) <= start
-    buffer[start - len(header) : start] = header
-    placed = Frames.of(frame._replace(offset=frame.offset + len(header)) for frame in frames)
-    return buffer[start - len(header) : target], sealing.header(placed, checksum_of(header))
-
-
-def _encode_plain(
-    form: Form, buffer: memoryview, sealing: Sealing, provenance_text: bytes
-) -> tuple[memoryview, Header]:
-    """Do the work of ``encode_in_place`` if no page moves and only a header is added."""
-    start = form.room
-    assert buffer.nbytes >= start + form.ends[-1]
-    pages = buffer[start : start + form.ends[-1]]
-    spans = [pages[begin:end] for begin, end in pairwise(form.ends)]
-    sums = sealing.store_pages(form.layers, spans)
-    text, header = form.write(provenance_text, sums, sealing)
+    text = render(claim, frames, sealing.provenance, sealing.marks, seal)
     assert len(text) <= start
     buffer[start - len(text) : start] = text
-    return buffer[start - len(text) : start + len(pages)], header
+    placed = Frames.of(frame._replace(offset=frame.offset + len(text)) for frame in frames)
+    return buffer[start - len(text) : target], sealing.header(placed, checksum_of(text))
 
 
 def plain_header(header: Header, checksums: Sequence[str]) -> bytes:
@@ -163,12 +126,11 @@ def plain_header(header: Header, checksums: Sequence[str]) -> bytes:
     return render(header.claim, frames, header.provenance)
 
 
-def header_room(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
+def header_room(layers: tuple[LayerSpec, ...], *, tokens: int = 0) -> int:
     """Return the position of the pages in a buffer for ``encode_in_place``: a multiple of
     ``ALIGNMENT``, and an upper bound of the header's length with ``tokens`` token ids."""
-    if not tokens and isinstance(layers, tuple) and (form := form_of(layers)) is not None:
-        return form.room
-    return bytes_max(layers, tokens)
+    form = None if tokens else form_of(layers)
+    return bytes_max(layers, tokens) if form is None else form.room
 
 
 def payload_bytes_max(layers: Sequence[LayerSpec], *, tokens: int = 0) -> int:
@@ -194,7 +156,6 @@ __all__ = [
     "check_frames",
     "check_layers",
     "digest",
-    "encode",
     "encode_in_place",
     "frame_pages",
     "header_bytes_needed",
@@ -217,7 +178,8 @@ def read_claimed(
     Pass the same ``layers`` object each time; it is kept. The caller compares length and layers.
     Raises ``PayloadError``, also for another claim.
     """
-    header = parse_known(_view(payload), claim, layers, seal)
+    view = _view(payload)
+    header = parse_known(view, claim, layers) if seal is None else read_header(view, seal=seal)
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"the payload claims to be {header.claim}, expected {claim}")
     return header

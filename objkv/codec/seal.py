@@ -207,18 +207,6 @@ class Sealing:
         sums = checksum, raw_checksum or checksum, proof
         return Frame(place.layer, place.codec, 0, len(room), *sums)
 
-    def store_pages(
-        self, layers: Sequence[LayerSpec], pages: Sequence[memoryview]
-    ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Seal the layers' pages in place as frames. Return their checksums and their proofs."""
-        if self.seal is None:
-            return tuple([digest(raw) for raw in pages]), ("",) * len(layers)
-        frames = [
-            self.store(FramePlace(number, "none", layer), raw, None, raw)
-            for number, (layer, raw) in enumerate(zip(layers, pages, strict=True))
-        ]
-        return tuple([frame.checksum for frame in frames]), tuple([f.proof for f in frames])
-
     def header(self, frames: Frames, checksum: str) -> Header:
         """Return the header of the payload, as a reader with the seal would parse it."""
         values = self.claim, frames, checksum, self.provenance, self.marks

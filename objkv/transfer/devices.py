@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from threading import Lock
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 import torch
 
 from objkv.errors import ConfigError
-from objkv.transfer.kernels import PageKernels, TorchKernels, page_kernels
+from objkv.transfer.kernels import PageKernels, page_kernels
 from objkv.transfer.lanes import (
     BlockRuns,
     HostLane,
@@ -46,24 +46,34 @@ BatchCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 each ``[n]`` int64 on the CPU, and whether sources may be read out of stream order."""
 
 
-class DeviceDriver(Protocol):
-    """The functions of a kind of device that ``torch.get_device_module`` lacks."""
+class DeviceDriver:
+    """The functions of a kind of device that ``torch.get_device_module`` lacks. This one is for any
+    device, by PyTorch's means alone."""
 
-    kernels: PageKernels
-    batch_copy: BatchCopy | None
-    """None if the device has none."""
+    def __init__(self, device_type: str) -> None:
+        self.kernels = page_kernels()
+        self.batch_copy: BatchCopy | None = None
+        """None if the device has none."""
+        self._device_type = device_type
 
     def event(self) -> Any:
         """Return a new event of the current device. Threads that wait for it sleep."""
+        return torch.Event(self._device_type)
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """Page-lock ``memory``, a contiguous tensor on the CPU, in place. Returns a function that
-        unlocks it. Raises ``RuntimeError`` if the system refuses."""
+        unlocks it. Raises ``RuntimeError`` if the system refuses.
+
+        PyTorch cannot page-lock existing memory, so here it stays pageable, and copies block the
+        thread that submits them.
+        """
+        return lambda: None
 
     def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
         """Page-lock memory that this process has mapped read-only, for the current device, which
         may only read it. Both arguments are multiples of a page. Returns a function that unlocks
         it, or raises ``RuntimeError``; either leaves no error behind."""
+        raise RuntimeError("PyTorch cannot page-lock existing memory of this device")
 
 
 _READ_ONLY_SUPPORTED, _USES_HOST_TABLES = 113, 100
@@ -112,30 +122,9 @@ class CudaRuntime:
             return 0
         return value.value
 
-    def register(self, address: int, nbytes: int, flags: int) -> Callable[[], None]:
-        """See ``DeviceDriver.pin_read_only``."""
-        self._check(
-            self._library.cudaHostRegister(
-                ctypes.c_void_p(address), ctypes.c_size_t(nbytes), ctypes.c_uint(flags)
-            ),
-            f"page-locking {nbytes} bytes",
-        )
-        return lambda: self._check(
-            self._library.cudaHostUnregister(ctypes.c_void_p(address)), "unlocking memory"
-        )
 
-    def _check(self, error: int, what: str) -> None:
-        if error:
-            self.clear()
-            raise RuntimeError(f"{what} failed: CUDA error {error}")
-
-
-class CudaDriver:
+class CudaDriver(DeviceDriver):
     """CUDA, and ROCm under the same names."""
-
-    def __init__(self, batch_copy: BatchCopy | None = None) -> None:
-        self.kernels = page_kernels()
-        self.batch_copy = batch_copy
 
     @cached_property
     def runtime(self) -> CudaRuntime | None:
@@ -149,13 +138,7 @@ class CudaDriver:
 
     def pin(self, memory: torch.Tensor) -> Callable[[], None]:
         """See ``DeviceDriver.pin``. PyTorch's own pinned memory is rounded up to a power of two."""
-        runtime = torch.cuda.cudart()
-        address = memory.data_ptr()
-        self._check(
-            runtime.cudaHostRegister(address, memory.nbytes, 0),
-            f"page-locking {memory.nbytes} bytes",
-        )
-        return lambda: self._check(runtime.cudaHostUnregister(address), "unlocking memory")
+        return self._register(memory.data_ptr(), memory.nbytes, 0)
 
     def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
         """See ``DeviceDriver.pin_read_only``. Many devices cannot, so their attribute is read
@@ -164,10 +147,16 @@ class CudaDriver:
         if runtime is None:
             raise RuntimeError("no CUDA runtime")
         if runtime.attribute(_READ_ONLY_SUPPORTED):
-            return runtime.register(address, nbytes, _READ_ONLY)
+            return self._register(address, nbytes, _READ_ONLY)
         if runtime.attribute(_USES_HOST_TABLES):
-            return runtime.register(address, nbytes, 0)
+            return self._register(address, nbytes, 0)
         raise RuntimeError("the device registers no read-only memory")
+
+    def _register(self, address: int, nbytes: int, flags: int) -> Callable[[], None]:
+        library = torch.cuda.cudart()
+        error = library.cudaHostRegister(address, nbytes, flags)
+        self._check(error, f"page-locking {nbytes} bytes")
+        return lambda: self._check(library.cudaHostUnregister(address), "unlocking memory")
 
     def _check(self, error: Any, what: str) -> None:
         """Raise ``RuntimeError`` for an error that PyTorch returns but leaves in the runtime."""
@@ -177,68 +166,40 @@ class CudaDriver:
             raise RuntimeError(f"{what} failed: {error}")
 
 
-class TorchDriver:
-    """Any other device, by PyTorch's means alone."""
-
-    batch_copy: BatchCopy | None = None
-
-    def __init__(self, device_type: str) -> None:
-        self.kernels = page_kernels()
-        self._device_type = device_type
-
-    def event(self) -> torch.Event:
-        """See ``DeviceDriver.event``."""
-        return torch.Event(self._device_type)
-
-    def pin(self, memory: torch.Tensor) -> Callable[[], None]:
-        """Leave the memory pageable: PyTorch cannot page-lock existing memory. Copies then block
-        the thread that submits them."""
-        return lambda: None
-
-    def pin_read_only(self, address: int, nbytes: int) -> Callable[[], None]:
-        """Raise ``RuntimeError``, see ``pin``."""
-        raise RuntimeError("PyTorch cannot page-lock existing memory of this device")
-
-
-_drivers: dict[str, DeviceDriver] = {}
+DRIVERS: Final[dict[str, DeviceDriver]] = {}
+"""Those in use, by type of device."""
 
 
 def driver_of(device: torch.device) -> DeviceDriver:
     """Return the driver of a device. Raises ``ConfigError`` for an unsupported kind."""
     kind = device.type
-    if kind not in _drivers:
+    if kind not in DRIVERS:
         if kind not in ("cuda", "xpu"):
             raise ConfigError(
                 f"objkv supports CUDA, ROCm, XPU and CPU but not {kind}: run the model without the "
                 "objkv connector"
             )
-        _drivers[kind] = CudaDriver() if kind == "cuda" else TorchDriver(kind)
-    return _drivers[kind]
+        DRIVERS[kind] = CudaDriver(kind) if kind == "cuda" else DeviceDriver(kind)
+    return DRIVERS[kind]
 
 
-def add_driver(device_type: str, driver: DeviceDriver) -> None:
-    """Use ``driver`` for devices of a type from now on."""
-    _drivers[device_type] = driver
-
-
-class DeviceMark:
+class DeviceMark(Mark):
     """An event on a stream."""
 
     def __init__(self, lane: "DeviceLane", event: Any, number: int) -> None:
-        self.event = event
-        self.number = number
-        self._lane = lane
+        super().__init__(number)
+        self.event, self._lane = event, lane
 
     def done(self) -> bool:
-        """Whether the event has passed."""
+        """See ``Mark.done``."""
         return bool(self.event.query())
 
     def wait(self) -> None:
-        """Block this thread until the event has passed."""
+        """See ``Mark.wait``."""
         self.event.synchronize()
 
     def hold_compute(self) -> None:
-        """Make the current stream of the lane's device wait for the event."""
+        """See ``Mark.hold_compute``."""
         self.event.wait(self._lane.compute)
 
 
@@ -289,11 +250,11 @@ class DeviceLane:
                 self._driver.kernels.prepare(layers)
             except Exception:
                 logger.warning("kernels do not compile, using slower ones", exc_info=True)
-                self._driver.kernels = TorchKernels()
+                self._driver.kernels = PageKernels()
         if self._copies_blocks(layers):
             page = torch.empty(sum(layers.nbytes), dtype=torch.uint8, pin_memory=True)
             try:
-                self.gather(layers, self.place([0]), [page])
+                self.gather(layers, BlockRuns([0]), [page])
             except Exception:
                 logger.warning("batched copies fail, using kernels", exc_info=True)
                 self._driver.batch_copy = None
@@ -310,10 +271,6 @@ class DeviceLane:
                 if mark is not self._followed:
                     mark.event.wait(self.stream)
                     self._followed = mark
-
-    def place(self, block_ids: Sequence[int]) -> BlockRuns:
-        """See ``Lane.place``."""
-        return BlockRuns(block_ids)
 
     def scatter(
         self,

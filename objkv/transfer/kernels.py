@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -21,14 +21,17 @@ if TYPE_CHECKING:
     import triton.language as tl
 
 
-class PageKernels(Protocol):
+class PageKernels:
     """Moves pages within device memory, on the current stream. Layers have one shape, strides and
-    dtype. Thread-safe. No call waits for the device, except ``prepare``."""
+    dtype. Thread-safe. No call waits for the device, except ``prepare``.
+
+    These are PyTorch's own kernels: one launch per layer or more, on any device.
+    """
 
     def prepare(self, layers: PagedLayers) -> None:
         """Compile and load all kernels for these layers, which may have several shapes, and upload
         their addresses. Takes about a second for each new shape. Raises any exception of the
-        compiler."""
+        compiler. PyTorch's are compiled already."""
 
     def scatter(
         self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
@@ -38,35 +41,19 @@ class PageKernels(Protocol):
         ``staged``: ``[layers, blocks', heads', size', content]`` words, contiguous. ``ids``:
         ``[recast.blocks]`` int64, all different.
         """
-
-    def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
-        """Write blocks into ``staged``: ``[chunks, layers, blocks, heads, size, content]`` words,
-        contiguous. ``ids``: ``[chunks * blocks]`` int64."""
-
-
-class TorchKernels:
-    """PyTorch's own kernels: one launch per layer or more, on any device."""
-
-    def prepare(self, layers: PagedLayers) -> None:
-        """Do nothing: PyTorch's kernels are compiled already."""
-
-    def scatter(
-        self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
-    ) -> None:
-        """See ``PageKernels.scatter``."""
         for pages, cache in zip(staged, layers.caches, strict=True):
             cells = distinct(cache)
             cells.index_copy_(0, ids, recast(pages)[:, : cells.shape[1]])
 
     def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
-        """See ``PageKernels.gather``. Several chunks are copied twice: ``index_select`` writes
-        only contiguous memory."""
+        """Write blocks into ``staged``: ``[chunks, layers, blocks, heads, size, content]`` words,
+        contiguous. ``ids``: ``[chunks * blocks]`` int64."""
         chunks, count, *shape = staged.shape
         assert (count, len(ids)) == (len(layers), chunks * shape[0])
         for layer, cache in enumerate(layers.caches):
             if chunks == 1:
                 torch.index_select(cache, 0, ids, out=staged[0, layer])
-            else:
+            else:  # a second copy, because ``index_select`` writes only contiguous memory
                 chosen = cache.index_select(0, ids)
                 staged[:, layer].copy_(chosen.view(chunks, *shape))
 
@@ -169,7 +156,7 @@ def _copy_pages(
         tl.store(cells, tl.load(words, mask=exists), mask=exists)
 
 
-class TritonKernels:
+class TritonKernels(PageKernels):
     """One launch, whatever the number of layers. Runs on devices that Triton supports."""
 
     def __init__(self) -> None:
@@ -199,8 +186,7 @@ class TritonKernels:
     ) -> None:
         """See ``PageKernels.scatter``."""
         if recast.tokens != (0, 1):  # rare, and not worth a kernel
-            for cache, pages in zip(layers.caches, staged, strict=True):
-                cache.index_copy_(0, ids, recast(pages))
+            super().scatter(staged, layers, ids, recast)
             return
         _, heads, size, content = layers.caches[0].shape
         count, *own, given = staged.shape
@@ -259,4 +245,4 @@ def _form_of(layers: PagedLayers, action: str) -> _Form:
 
 def page_kernels() -> PageKernels:
     """Return kernels with one launch for all layers, or PyTorch's without Triton."""
-    return TorchKernels() if find_spec("triton") is None else TritonKernels()
+    return PageKernels() if find_spec("triton") is None else TritonKernels()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from threading import Lock
 from time import monotonic
 from typing import Any, Protocol, TypeVar
@@ -92,6 +92,7 @@ _COPY_BYTES_PER_S = 2e9
 _WAITED_S = 1e-3
 """Copies that take this much longer than at the speed above have waited for the interpreter."""
 _LAYERS_AT_ONCE = 4
+_nbytes = attrgetter("nbytes")
 _PIECES_MAX = 1024
 """The most pieces that one call of ``preadv`` may read into."""
 
@@ -191,14 +192,17 @@ class PagedLayers:
         return self._pointers
 
 
-class Mark(Protocol):
-    """A point in the work of a lane, or of the compute stream."""
+class Mark:
+    """A point in the work of a lane, or of the compute stream. This one is of host memory, where
+    work is done when its call returns."""
 
-    number: int
-    """Grows within one lane. A later mark of a lane covers all its earlier ones."""
+    def __init__(self, number: int = 0) -> None:
+        self.number = number
+        """Grows within one lane. A later mark of a lane covers all its earlier ones."""
 
     def done(self) -> bool:
         """Whether all work before the mark has finished. Does not wait."""
+        return True
 
     def wait(self) -> None:
         """Block this thread until all work before the mark has finished. Releases the GIL. Only
@@ -206,6 +210,9 @@ class Mark(Protocol):
 
     def hold_compute(self) -> None:
         """Make the current compute stream wait for the mark. The calling thread does not wait."""
+
+
+_DONE = Mark()
 
 
 class Lane(Protocol):
@@ -227,10 +234,6 @@ class Lane(Protocol):
     def follow(self, mark: Mark) -> None:
         """Order the lane's next work after ``mark``."""
 
-    def place(self, block_ids: Sequence[int]) -> "BlockRuns":
-        """Convert ``n`` block ids for ``scatter`` and ``gather`` of this lane. The result does not
-        expire."""
-
     def scatter(
         self,
         pages: Sequence[Pages],
@@ -242,7 +245,7 @@ class Lane(Protocol):
 
         Args:
             pages: one array per layer of ``layers``, as words of its cache.
-            placed: ``n`` block ids, all different, from ``place``.
+            placed: ``n`` block ids, all different.
             recast: turns ``pages`` into the ``n`` pages to write. If that needs a copy, the copy is
                 on the device of the caches. None: ``pages`` are written unchanged.
         """
@@ -256,25 +259,6 @@ class Lane(Protocol):
 
     def mark(self) -> Mark:
         """Return a mark after all work submitted to the lane so far."""
-
-
-class HostMark:
-    """The mark of a host lane, whose work is done when the call returns."""
-
-    number = 0
-
-    def done(self) -> bool:
-        """Return True."""
-        return True
-
-    def wait(self) -> None:
-        """Return at once."""
-
-    def hold_compute(self) -> None:
-        """Do nothing."""
-
-
-_DONE = HostMark()
 
 
 class BlockRuns:
@@ -314,9 +298,26 @@ class BlockRuns:
 
 
 class HostLane:
-    """Copies within host memory, in the calling thread."""
+    """Copies within host memory, in the calling thread.
+
+    numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
+    another thread computes in Python. So where a copy from an arena waited, the remaining layers
+    are read from the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2.
+    Alone that takes 2.4 times as long as numpy (2 cores, 2026-11).
+    """
 
     per_span = False
+
+    def __init__(self) -> None:
+        self._fd, self._base, self._end = -1, 0, 0
+        self._at_once = 1
+        """Layers copied before the time is taken: one where the last copies waited."""
+
+    def attach(self, arena: Arena) -> None:
+        """Copy from ``arena`` from now on, besides other memory."""
+        self._fd = arena.fd
+        self._base = np.frombuffer(arena.view, np.uint8).ctypes.data
+        self._end = self._base + arena.nbytes
 
     def adopt_thread(self) -> None:
         """Do nothing: any thread can use the lane."""
@@ -332,10 +333,6 @@ class HostLane:
     def follow(self, mark: Mark) -> None:
         """Do nothing, see ``mark_compute``."""
 
-    def place(self, block_ids: Sequence[int]) -> BlockRuns:
-        """See ``Lane.place``."""
-        return BlockRuns(block_ids)
-
     def scatter(
         self,
         pages: Sequence[Pages],
@@ -350,11 +347,19 @@ class HostLane:
         2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
         threads.
         """
-        if recast is None:
-            scatter_layers(pages, layers.arrays, placed)
-            return
-        for given, array in zip(pages, layers.arrays, strict=True):  # one copy in memory at a time
-            scatter_layers([recast(given)], [array], placed)
+        assert len(pages) == len(layers)
+        count, done = len(pages), 0
+        begun = monotonic()
+        while done < count:
+            some = pages[done : done + self._at_once]
+            given = some if recast is None else [recast(one) for one in some]
+            scatter_layers(given, layers.arrays[done : done + len(some)], placed)
+            done += len(some)
+            ended = monotonic()
+            has_waited = ended - begun > _WAITED_S + sum(map(_nbytes, some)) / _COPY_BYTES_PER_S
+            self._at_once, begun = 1 if has_waited else _LAYERS_AT_ONCE, ended
+            if has_waited and recast is None and self._read(pages[done:], layers, done, placed):
+                return
 
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         """See ``Lane.gather``.
@@ -379,66 +384,21 @@ class HostLane:
         """Return a mark that is done."""
         return _DONE
 
-
-class ArenaLane(HostLane):
-    """Copies from an arena to a paged cache in host memory.
-
-    numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
-    another thread computes in Python. So where a copy waited, the remaining layers are read from
-    the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2. Alone that takes
-    2.4 times as long as numpy (2 cores, 2026-11).
-    """
-
-    def __init__(self) -> None:
-        self._fd, self._base, self._end = -1, 0, 0
-        self._at_once = 1
-        """Layers copied before the time is taken: one where the last copies waited."""
-
-    def attach(self, arena: Arena) -> None:
-        """Copy from ``arena`` from now on."""
-        self._fd = arena.fd
-        self._base = np.frombuffer(arena.view, np.uint8).ctypes.data
-        self._end = self._base + arena.nbytes
-
-    def scatter(
-        self,
-        pages: Sequence[Pages],
-        layers: PagedLayers,
-        placed: BlockRuns,
-        recast: Recast | None = None,
-    ) -> None:
-        """See ``Lane.scatter``."""
-        count, done = len(pages), 0
-        begun = monotonic()
-        while done < count:
-            some = pages[done : done + self._at_once]
-            given = some if recast is None else [recast(one) for one in some]
-            scatter_layers(given, layers.arrays[done : done + len(some)], placed)
-            done += len(some)
-            ended = monotonic()
-            nbytes = sum([one.nbytes for one in some])
-            if ended - begun > _WAITED_S + nbytes / _COPY_BYTES_PER_S:
-                self._at_once = 1
-                break
-            self._at_once, begun = _LAYERS_AT_ONCE, ended
-        rest = pages[done:]
-        if rest and not self._read(rest, layers, done, placed, recast):
-            super().scatter(rest, layers.cut(range(done, count)), placed, recast)
-
     def _read(
         self,
         pages: Sequence[Pages],
         layers: PagedLayers,
         first: int,
         placed: BlockRuns,
-        recast: Recast | None,
     ) -> bool:
         """Read pages of the layers from ``first`` on. Returns False if that is impossible."""
+        if not pages:
+            return True
         at = pages[0].ctypes.data
         nbytes = sum(given.nbytes for given in pages)
         follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
         inside = self._base <= at and at + nbytes <= self._end
-        if recast is not None or not (follows and inside and layers.has_whole_blocks):
+        if not (follows and inside and layers.has_whole_blocks):
             return False
         if len(pages) * len(placed.runs) > _PIECES_MAX:
             return False

@@ -101,8 +101,8 @@ class PagedGroup:
             for name, cache in zip(names, caches, strict=True)
         )
         """The layers that a payload of this group must contain, in forward order."""
-        self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
-        """Decoded bytes of each layer's pages in a payload."""
+        self.raw_bytes = sum(layer.nbytes for layer in self.layers)
+        """Uncompressed bytes of one chunk of this group."""
         self.pages = PagedLayers([as_words(cache) for cache in caches])
         """Each layer's ``[num_blocks, heads, block_size, content]`` as integer words."""
 
@@ -110,11 +110,6 @@ class PagedGroup:
     def device(self) -> torch.device:
         """The device of the tensors."""
         return self.caches[0].device
-
-    @property
-    def raw_bytes(self) -> int:
-        """Uncompressed bytes of one chunk of this group."""
-        return sum(self.layer_bytes)
 
     @property
     def caches(self) -> tuple[torch.Tensor, ...]:
@@ -147,7 +142,7 @@ class PagedGroup:
                 They are complete when a later mark is done.
         """
         assert len(block_ids) == len(pages)
-        placed = lane.place(self.blocks(list(chain.from_iterable(block_ids))))
+        placed = BlockRuns(self.blocks(list(chain.from_iterable(block_ids))))
         lane.gather(self.pages, placed, pages)
 
 
@@ -252,7 +247,7 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
 def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]) -> None:
     neighbours = [block for block in watched if block not in written]
     untouched = [cache[neighbours].cpu() for cache in group.caches]
-    placed = lane.place(written)
+    placed = BlockRuns(written)
     sizes = [len(written) * nbytes for nbytes in group.pages.nbytes]
     pinned = group.device.type != "cpu"
     given, back = (torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(2))

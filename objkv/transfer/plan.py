@@ -71,14 +71,16 @@ class RecordColumns:
 
     __slots__ = ("_checksums", "_codecs", "_numbers")
 
-    def __init__(self, numbers: npt.NDArray[Any], codecs: Sequence[str], checksums: str) -> None:
+    def __init__(
+        self, numbers: npt.NDArray[Any] | bytes, codecs: Sequence[str], checksums: str
+    ) -> None:
         """
         Args:
-            numbers: ``[records]`` of ``NUMBERS``.
+            numbers: ``[records]`` of ``NUMBERS``, contiguous.
             codecs: the names to which ``codec`` refers.
             checksums: all header checksums, divided by spaces.
         """
-        self._numbers, self._codecs = numbers, codecs
+        self._numbers, self._codecs = np.frombuffer(numbers, self.NUMBERS), codecs
         self._checksums: str | list[str] = checksums
 
     NUMBERS = np.dtype(
@@ -116,7 +118,7 @@ class RecordColumns:
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = self._checksums if isinstance(self._checksums, str) else " ".join(self._checksums)
-        return _unpack_records, (self._numbers.tobytes(), self._codecs, text)
+        return RecordColumns, (self._numbers.tobytes(), self._codecs, text)
 
     @property
     def nbytes(self) -> npt.NDArray[np.int64]:
@@ -172,22 +174,23 @@ class LoadMoves:
 
     def __init__(
         self,
-        table: npt.NDArray[np.int32],
+        table: npt.NDArray[np.int32] | bytes,
         hashes: bytes,
-        block_ids: npt.NDArray[np.int64],
-        *,
+        block_ids: npt.NDArray[np.int64] | bytes,
         kinds: tuple[Kind, ...],
         records: RecordColumns,
         parts: tuple[Part, ...] = (),
     ) -> None:
         """
         Args:
-            table: ``[len(Row), moves]`` int32.
+            table: ``[len(Row), moves]`` int32, contiguous.
             hashes: prefix hashes, one after another.
-            block_ids: ``[blocks]`` int64: physical block ids, none of them the null block.
+            block_ids: ``[blocks]`` int64, contiguous: physical block ids, none of them the null
+                block.
             parts: see ``LoadMove.part``.
         """
-        self._table, self._hashes, self._block_ids = table, hashes, block_ids
+        self._table = np.frombuffer(table, np.int32).reshape(len(Row), -1)
+        self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
         self._records, self._parts = records, parts
         self.kinds = kinds
         """All kinds of moves in this load, usually one per group."""
@@ -208,7 +211,7 @@ class LoadMoves:
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
-        return _unpack_moves, (columns, self.kinds, self._records, self._parts)
+        return LoadMoves, (*columns, self.kinds, self._records, self._parts)
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -322,27 +325,6 @@ class LoadMoves:
         of_kind = np.flatnonzero(self._table[Row.KIND] == kind)
         first = self._table[Row.RECORDS, of_kind]
         return of_kind, first[:, None] + np.array(places, np.int64)[None, :]
-
-
-def _unpack_records(numbers: bytes, codecs: tuple[str, ...], checksums: str) -> RecordColumns:
-    return RecordColumns(np.frombuffer(numbers, RecordColumns.NUMBERS), codecs, checksums)
-
-
-def _unpack_moves(
-    columns: tuple[bytes, bytes, bytes],
-    kinds: tuple[Kind, ...],
-    records: RecordColumns,
-    parts: tuple[Part, ...],
-) -> LoadMoves:
-    table, hashes, block_ids = columns
-    return LoadMoves(
-        np.frombuffer(table, np.int32).reshape(len(Row), -1),
-        hashes,
-        np.frombuffer(block_ids, np.int64),
-        kinds=kinds,
-        records=records,
-        parts=parts,
-    )
 
 
 class Blank(NamedTuple):

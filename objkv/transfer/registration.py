@@ -75,11 +75,6 @@ class Windows:
         self._thread: Thread | None = None
 
     @property
-    def registered_bytes(self) -> int:
-        """Bytes that the device can read in place."""
-        return sum(end - start for start, end in map(self._span, list(self._undo)))
-
-    @property
     def is_registering(self) -> bool:
         """Whether a window that was wanted is not registered yet, and may still be."""
         return not self._refused and len(self._undo) < len(self._known)

@@ -185,9 +185,6 @@ class Saver:
         """Whether saves pause because the agent's store has just refused one."""
         return self._clock() < self._shed_until
 
-    def __repr__(self) -> str:
-        return f"<Saver {self._waiting} chunks waiting>"
-
     def _copies_end(self, until: float) -> bool:
         """Poll until all copies are done. Returns False if the time ``until`` comes first, or if
         the device fails.

@@ -10,8 +10,6 @@ import os
 import weakref
 from collections.abc import Callable
 from threading import Lock
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import torch
@@ -32,8 +30,7 @@ class SlabsExhaustedError(TransferError):
 
 
 class Slab:
-    """One leased buffer. Return it once, with one of the three methods or at the end of
-    ``with``."""
+    """One leased buffer. Return it once, with one of the three methods."""
 
     def __init__(self, pool: "SlabPool", memory: torch.Tensor) -> None:
         self._pool = pool
@@ -59,17 +56,6 @@ class Slab:
         self._released = True
         _STRANDED.append(self.tensor)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.release()
-
 
 class SlabPool:
     """A pool of ``count`` buffers of ``slab_bytes`` each. Thread-safe."""
@@ -84,7 +70,7 @@ class SlabPool:
         assert slab_bytes > 0
         self._name = name
         self.total = count
-        """Number of slabs. ``free + leased == total`` at every moment."""
+        """Number of slabs."""
         self.slab_bytes = slab_bytes
         """Size of each slab."""
         self._lock = Lock()
@@ -98,25 +84,20 @@ class SlabPool:
         weakref.finalize(self, _keep_pending, name, self._pending).atexit = False
 
     @property
-    def free(self) -> int:
-        """Number of free slabs."""
-        self._reclaim()
-        return len(self._free)
-
-    @property
     def leased(self) -> int:
-        """Number of slabs that are leased or pending, 0 when no transfer is in flight. Pending
-        slabs were returned, but a device still copies them."""
-        return self.total - self.free
+        """Number of slabs that are leased, or were returned but are still being copied by a device.
+        0 when no transfer is in flight."""
+        self._reclaim()
+        return self.total - len(self._free)
 
     def lease(self) -> Slab:
         """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``."""
-        memory = self._take()
-        if memory is None and self._reclaim():
-            memory = self._take()
-        if memory is None:
-            raise SlabsExhaustedError(f"{self!r}: raise pinned_bytes_max")
-        return Slab(self, memory)
+        if not self._free:
+            self._reclaim()
+        with self._lock:
+            if not self._free:
+                raise SlabsExhaustedError(f"no slab for a {self._name} is free")
+            return Slab(self, self._free.pop())
 
     def take_back(self, memory: torch.Tensor, mark: Mark | None) -> None:
         """Called by ``Slab`` only. ``mark``: when the memory is free, None if it is."""
@@ -126,23 +107,13 @@ class SlabPool:
         with self._lock:
             self._pending.append((mark, memory))
 
-    def __repr__(self) -> str:
-        waiting = len(self._pending)
-        pending = f", {waiting} pending" if waiting else ""
-        leased = f"{self.total - len(self._free) - waiting}/{self.total} leased{pending}"
-        return f"<SlabPool {self._name} {leased}, {self.slab_bytes} B>"
-
-    def _take(self) -> torch.Tensor | None:
-        with self._lock:
-            return self._free.pop() if self._free else None
-
     def _put_back(self, memory: torch.Tensor) -> None:
         """Free the memory of a leased slab. Called once for each lease."""
         with self._lock:
             self._free.append(memory)
 
-    def _reclaim(self) -> bool:
-        """Free the pending slabs that no device copies any more. Returns whether there were any.
+    def _reclaim(self) -> None:
+        """Free the pending slabs that no device copies any more.
 
         Looks at all of them, because lanes do not end in the order in which they began. The driver
         is called without the lock: it may be busy with another thread's call.
@@ -155,7 +126,6 @@ class SlabPool:
             self._pending[:] = [one for one in self._pending if id(one[0]) not in done]
         for memory in freed:
             self._put_back(memory)
-        return bool(freed)
 
 
 _STRANDED: list[torch.Tensor] = []

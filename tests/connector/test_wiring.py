@@ -18,8 +18,8 @@ from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
+from objkv.transfer.layouts import frame_bytes_max
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.sources import frame_bytes_max
 from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096

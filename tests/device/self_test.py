@@ -10,6 +10,7 @@ import math
 import random
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,8 +20,8 @@ from objkv.connector.kv.wiring import use_batched_copies
 from objkv.errors import TransferError
 from objkv.keys.topology import rank_shard
 from objkv.transfer.devices import BatchCopy, DeviceDriver, DeviceLane, driver_of, open_lane
-from objkv.transfer.kernels import PageKernels, TorchKernels, TritonKernels
-from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast
+from objkv.transfer.kernels import PageKernels, TritonKernels
+from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.device import simulated
 from tests.device.devices import SIMULATED, open_device
@@ -99,15 +100,13 @@ class LaneCase:
     """Its fault, or the reason for skipping it."""
 
 
-class OneWay:
-    """A device's driver that copies in one way only."""
-
-    def __init__(
-        self, driver: DeviceDriver, kernels: PageKernels, batch_copy: BatchCopy | None
-    ) -> None:
-        self.kernels, self.batch_copy = kernels, batch_copy
-        self.event, self.pin = driver.event, driver.pin
-        self.pin_read_only = driver.pin_read_only
+def one_way(
+    driver: DeviceDriver, kernels: PageKernels, batch_copy: BatchCopy | None
+) -> DeviceDriver:
+    """Return a device's driver that copies in one way only."""
+    way = copy(driver)
+    way.kernels, way.batch_copy = kernels, batch_copy
+    return way
 
 
 def run_self_test(device: torch.device) -> Iterator[LaneCase]:
@@ -125,15 +124,15 @@ def run_self_test(device: torch.device) -> Iterator[LaneCase]:
         yield LaneCase("batches of copies", None, "this device's driver has none")
 
 
-def _ways(driver: DeviceDriver) -> Iterator[tuple[str, OneWay]]:
+def _ways(driver: DeviceDriver) -> Iterator[tuple[str, DeviceDriver]]:
     kernels = driver.kernels
-    if not isinstance(kernels, TorchKernels):
+    if type(kernels) is not PageKernels:
         name = "Triton kernels" if isinstance(kernels, TritonKernels) else "the driver's kernels"
-        yield name, OneWay(driver, kernels, None)
-    yield "PyTorch's kernels", OneWay(driver, TorchKernels(), None)
+        yield name, one_way(driver, kernels, None)
+    yield "PyTorch's kernels", one_way(driver, PageKernels(), None)
     if driver.batch_copy is not None:
         # Blocks that are not contiguous are copied by kernels here, too.
-        yield "batches of copies", OneWay(driver, kernels, driver.batch_copy)
+        yield "batches of copies", one_way(driver, kernels, driver.batch_copy)
 
 
 def _case(name: str, work: Callable[[], None]) -> LaneCase:
@@ -150,12 +149,12 @@ def _start(form: CacheForm, device: torch.device) -> None:
     check_pages(form.group(_random(form.nbytes, 0).to(device)), open_lane(device))
 
 
-def _move_all(form: CacheForm, device: torch.device, way: OneWay) -> None:
+def _move_all(form: CacheForm, device: torch.device, way: DeviceDriver) -> None:
     """Scatter and gather pages. Raises ``TransferError`` if any byte is wrong then."""
     lane, copies = DeviceLane(device, way, urgent=True), (way.kernels, way.batch_copy)
     memory = _random(form.nbytes, 0)
-    copy = memory.to(device)
-    host, group = form.group(memory), form.group(copy)
+    there = memory.to(device)
+    host, group = form.group(memory), form.group(there)
     lane.prepare(group.pages)
     _check((way.kernels, way.batch_copy) == copies, "fails, so that a slower way is used")
     lane.follow(lane.mark_compute())
@@ -164,11 +163,11 @@ def _move_all(form: CacheForm, device: torch.device, way: OneWay) -> None:
         _scattered(name, seed, host.pages, HostLane())
         lane.mark().wait()
         del kept
-        _check(torch.equal(copy.cpu(), memory), f"wrong bytes after a scatter of {name} pages")
+        _check(torch.equal(there.cpu(), memory), f"wrong bytes after a scatter of {name} pages")
     gathered = _gathered(group, lane)
     lane.mark().wait()
     _check(torch.equal(gathered, _gathered(host, HostLane())), "wrong bytes after a gather")
-    _check(torch.equal(copy.cpu(), memory), "a gather changed the cache")
+    _check(torch.equal(there.cpu(), memory), "a gather changed the cache")
 
 
 def _check(is_right: bool, fault: str) -> None:
@@ -194,7 +193,7 @@ def _scattered(name: str, seed: int, layers: PagedLayers, lane: Lane) -> torch.T
     memory = _random(len(layers) * nbytes, seed).pin_memory()
     pages = [given.view(words).view(shape).numpy() for given in memory.split(nbytes)]
     ids = _some_blocks(blocks, _MOVED if recast is None else recast.blocks, seed)
-    lane.scatter(pages, layers, lane.place(ids), recast)
+    lane.scatter(pages, layers, BlockRuns(ids), recast)
     return memory
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from objkv.transfer.devices import BatchCopy, add_driver
+from objkv.transfer.devices import DRIVERS, DeviceDriver
 from objkv.transfer.kernels import PageKernels
 from objkv.transfer.lanes import PagedLayers, Recast
 
@@ -80,7 +80,7 @@ def load() -> None:
     torch.ops.load_library(str(built_device()))
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _module())
-    add_driver("sim", DRIVER)
+    DRIVERS["sim"] = DRIVER
     _name_threads()
     atexit.register(_end)
 
@@ -173,12 +173,12 @@ class SimKernels(PageKernels):
         torch.ops.simdev.gather_pages(layers.caches, ids, staged)
 
 
-class SimDriver:
+class SimDriver(DeviceDriver):
     """See ``objkv.transfer.devices.DeviceDriver``."""
 
     def __init__(self) -> None:
-        self.kernels: PageKernels = SimKernels()
-        self.batch_copy: BatchCopy | None = None
+        super().__init__("sim")
+        self.kernels = SimKernels()
 
     def use_batch_copy(self, on: bool) -> None:
         """Whether the device can copy many pieces in one call. Not by default."""

@@ -16,9 +16,9 @@ import torch
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
+from objkv.transfer.layouts import PayloadLayouts
 from objkv.transfer.plan import LoadPlan
 from objkv.transfer.slabs import Slab, SlabPool
-from objkv.transfer.sources import PayloadLayouts
 from tests.fences.stage import Broken, the_stage
 from tests.support.arenas import CanBeLost, SpoilingArenaCache
 from tests.support.inside import InsideAgent, InsideConnection
@@ -142,14 +142,6 @@ class Mark:
         self._compute.follow(self.stream, self.number)
 
 
-class Placed(BlockRuns):
-    """Blocks with the ticket of those who have them."""
-
-    def __init__(self, block_ids: Sequence[int], ticket: tuple[int, ...]) -> None:
-        super().__init__(block_ids)
-        self.ticket = ticket
-
-
 class WatchedLane:
     """A lane whose copies are made late, and looked at."""
 
@@ -175,23 +167,20 @@ class WatchedLane:
     def follow(self, mark: Mark) -> None:
         self.stream.follow(mark.stream, mark.number)
 
-    def place(self, block_ids: Sequence[int]) -> Placed:
-        hands = self._hands
-        ticket = hands.ticket_planned if self._loads else hands.ticket
-        return Placed(block_ids, ticket(block_ids))
-
     def scatter(
         self,
         pages: Sequence[Pages],
         layers: PagedLayers,
-        placed: Placed,
+        placed: BlockRuns,
         recast: Recast | None = None,
     ) -> None:
         places = [(given.ctypes.data, given.nbytes) for given in pages]
         tickets = [self._ticket(*place) for place in places]
+        hands = self._hands
+        ticket = (hands.ticket_planned if self._loads else hands.ticket)(placed.ids)
 
         def copy() -> None:
-            self._hands.touch("written:", placed.ids, placed.ticket)
+            self._hands.touch("written:", placed.ids, ticket)
             if tickets != [self._ticket(*place) for place in places]:
                 self._hands.say("pages are written from memory that somebody else has")
             self._lane.scatter(pages, layers, placed, recast)
@@ -199,11 +188,12 @@ class WatchedLane:
         the_stage().pause("scatter")
         self.stream.do(copy)
 
-    def gather(self, layers: PagedLayers, placed: Placed, pages: Sequence[torch.Tensor]) -> None:
+    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         slabs = [WatchedPool.ticket(piece.data_ptr()) for piece in pages]
+        ticket = self._hands.ticket(placed.ids)
 
         def copy() -> None:
-            self._hands.touch("read:", placed.ids, placed.ticket)
+            self._hands.touch("read:", placed.ids, ticket)
             if slabs != [WatchedPool.ticket(piece.data_ptr()) for piece in pages]:
                 self._hands.say("pages are read into a slab that somebody else has")
             self._lane.gather(layers, placed, pages)

@@ -508,8 +508,7 @@ class Engine:
         agent = self.insides[-1] if self.insides else self._open_agent()
         with ExitStack() as stack:
             for module, name, value in (
-                (wiring, "open_lane", partial(self._open_lane, "save lane")),
-                (wiring, "ArenaLane", partial(self._open_lane, "load lane", loads=True)),
+                (wiring, "open_lane", self._open_lane),
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
                 (wiring, "AgentSaves", self._open_saves),
@@ -547,10 +546,10 @@ class Engine:
             register_s=knobs.register_s,
         )
 
-    def _open_lane(self, name: str, *_: torch.device, loads: bool = False) -> WatchedLane:
-        knobs = self.knobs
+    def _open_lane(self, _: torch.device, *, urgent: bool = False) -> WatchedLane:
+        knobs, name = self.knobs, "load lane" if urgent else "save lane"
         stream = Stream(name, late=knobs.late, seconds=knobs.copy_s)
-        lane = WatchedLane(stream, self.hands, self.compute, loads=loads)
+        lane = WatchedLane(stream, self.hands, self.compute, loads=urgent)
         self.lanes.append(lane)
         return lane
 

@@ -156,8 +156,7 @@ class InsideSaves:
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
         seal = self._cache.seal
         if self._codec != "none" or seal is not None:
-            payload = recode(memoryview(payload), codec=self._codec, seal=seal)
-            header = read_header(payload, seal=seal)
+            payload, header = recode(memoryview(payload), codec=self._codec, seal=seal)
         outcome = self._cache.save(claim, payload, header)
         if outcome is SaveOutcome.SAVED:
             self._recorder.count("saves")

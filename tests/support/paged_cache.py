@@ -24,7 +24,7 @@ from objkv.stores.base import Arrived, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import ArenaLane, BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.loading.loader import WINDOW, Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
@@ -136,7 +136,7 @@ class Worker:
             on_device = DeviceFrames(self.load_slabs, pin, begin=lane.adopt_thread)
         self.loader = Loader(
             {0: paged},
-            lane or ArenaLane(),
+            lane or HostLane(),
             self.inside.connect,
             limits=load,
             recorder=recorder,
@@ -303,6 +303,7 @@ class LazyLane(HostLane):
     """Reads the pages it is given after a mark behind them was asked for, not before."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._given: list[Callable[[], None]] = []
         self._passed = 0
         self._lock = Lock()

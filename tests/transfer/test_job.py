@@ -6,7 +6,7 @@ from time import monotonic
 import pytest
 
 from objkv.keys.prefix import root_hash
-from objkv.transfer.lanes import HostMark
+from objkv.transfer.lanes import Mark
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
@@ -33,7 +33,7 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
 
 
 def write_all_layers(job: LoadJob) -> None:
-    job.leave(0, range(LAYERS), HostMark())
+    job.leave(0, range(LAYERS), Mark())
     job.done(0, 0)
 
 
@@ -84,7 +84,7 @@ def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
     job = job_of(ManualClock(), sync=True)
     assert job.enter(0)
-    job.leave(0, range(1, 2), HostMark())
+    job.leave(0, range(1, 2), Mark())
     job.done(0, 0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
@@ -112,11 +112,11 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
     thread.start()
     for index in (2, 0, 3):
         assert job.enter(index)
-        job.leave(index, range(1), HostMark())
+        job.leave(index, range(1), Mark())
         thread.join(0.01)
         assert thread.is_alive()
     assert job.enter(1)
-    job.leave(1, range(1), HostMark())
+    job.leave(1, range(1), Mark())
     thread.join()
     assert came == [[0b10] * 4]
 
@@ -137,7 +137,7 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
     wait_until(lambda: not job.wanted(0))
     assert not job.enter(0)
     assert closing.is_alive()
-    job.leave(0, range(0), HostMark())
+    job.leave(0, range(0), Mark())
     closing.join()
 
 

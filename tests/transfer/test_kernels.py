@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from objkv.transfer import kernels as module
-from objkv.transfer.kernels import PageKernels, TorchKernels, TritonKernels, page_kernels
-from objkv.transfer.lanes import HostLane, PagedLayers, Recast
+from objkv.transfer.kernels import PageKernels, TritonKernels, page_kernels
+from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Recast
 from tests.support.device import ON_HOST
 
 pytestmark = ON_HOST
@@ -131,7 +131,7 @@ def interpreted() -> PageKernels:
 
 @pytest.fixture(scope="module", params=["torch", pytest.param("triton", marks=needs_triton)])
 def kernels(request: pytest.FixtureRequest) -> PageKernels:
-    return TorchKernels() if request.param == "torch" else interpreted()
+    return PageKernels() if request.param == "torch" else interpreted()
 
 
 few = settings(
@@ -193,7 +193,7 @@ def test_pages_of_any_shape_are_scattered_as_the_host_lane_does(
     ids = data.draw(st.permutations(range(paged.shape[1])))[: recast.blocks]
     expected = paged.twin()
     lane = HostLane()
-    lane.scatter([pages.numpy() for pages in staged], expected.layers, lane.place(ids), recast)
+    lane.scatter([pages.numpy() for pages in staged], expected.layers, BlockRuns(ids), recast)
     kernels.scatter(staged, paged.layers, torch.tensor(ids), recast)
     assert torch.equal(paged.memory, expected.memory)
 
@@ -294,7 +294,7 @@ def test_staging_memory_that_does_not_fit_is_refused_before_the_launch() -> None
 
 def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "find_spec", lambda _: None)
-    assert isinstance(page_kernels(), TorchKernels)
+    assert type(page_kernels()) is PageKernels
 
 
 @dataclass

@@ -46,7 +46,7 @@ def write(lane: Lane, pages: torch.Tensor, cache: torch.Tensor, ids: Sequence[in
     layers = one_layer(cache)
     memory = host_bytes(pages).view(layers.caches[0].dtype).view(*pages.shape[:3], -1)
     lane.follow(lane.mark_compute())
-    lane.scatter([memory.numpy()], layers, lane.place(ids))
+    lane.scatter([memory.numpy()], layers, BlockRuns(ids))
     lane.mark().wait()
 
 
@@ -55,7 +55,7 @@ def read(lane: Lane, cache: torch.Tensor, ids: Sequence[int], chunks: int = 1) -
     shape = (len(ids) // chunks, *cache.shape[1:])
     out = [host_bytes(torch.empty(shape, dtype=cache.dtype)) for _ in range(chunks)]
     lane.follow(lane.mark_compute())
-    lane.gather(one_layer(cache), lane.place(ids), out)
+    lane.gather(one_layer(cache), BlockRuns(ids), out)
     lane.mark().wait()
     return torch.cat([piece.view(cache.dtype).view(shape) for piece in out])
 

@@ -13,7 +13,7 @@ import torch
 
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
-from objkv.transfer.devices import CudaDriver, CudaRuntime, TorchDriver
+from objkv.transfer.devices import CudaDriver, CudaRuntime, DeviceDriver
 from objkv.transfer.registration import DeviceFrames, Windows
 from objkv.transfer.slabs import SlabPool
 from tests.support.device import ON_HOST
@@ -91,7 +91,6 @@ def test_the_windows_of_some_bytes_are_registered_when_those_are_first_wanted(
     assert windows.is_registering
     wait_until(lambda: windows.has(START + wanted[0], wanted[1]))
     assert pins.now == registered
-    assert windows.registered_bytes == sum(registered.values())
     assert not windows.is_registering
     assert ended(windows)
     assert not pins.now
@@ -112,8 +111,8 @@ def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> Non
     frames.attach(reader)
     windows = frames.windows
     assert windows is not None
-    windows.has(np.frombuffer(reader.view, np.uint8).ctypes.data + BOARD_BYTES, 1)
-    wait_until(lambda: windows.registered_bytes > 0)
+    first = np.frombuffer(reader.view, np.uint8).ctypes.data + BOARD_BYTES
+    wait_until(lambda: windows.has(first, 1))
     assert seen[0] - before >= 64 * PAGE // 512
     frames.detach(reader.close)
     assert frames.join(PATIENCE_S)
@@ -253,22 +252,24 @@ class Runtime:
         value._obj.value = self.attributes.get(number.value, 0)
         return self._end(0 if number.value in self.attributes else 1)
 
-    def cudaHostRegister(self, address: Any, nbytes: Any, flags: Any) -> int:
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> SimpleNamespace:
+        """As PyTorch calls it."""
         if not self.error:
-            self.registered[address.value] = (nbytes.value, flags.value)
-        return self._end(self.error)
+            self.registered[address] = (nbytes, flags)
+        return SimpleNamespace(value=self._end(self.error))
 
-    def cudaHostUnregister(self, address: Any) -> int:
+    def cudaHostUnregister(self, address: int) -> SimpleNamespace:
         if not self.error:
-            del self.registered[address.value]
-        return self._end(self.error)
+            del self.registered[address]
+        return SimpleNamespace(value=self._end(self.error))
 
 
 READ_ONLY, HOST_TABLES = 113, 100
 
 
-def cuda(library: Runtime) -> CudaDriver:
-    driver = CudaDriver()
+def cuda(library: Runtime, monkeypatch: pytest.MonkeyPatch) -> CudaDriver:
+    monkeypatch.setattr(devices.torch.cuda, "cudart", lambda: library)
+    driver = CudaDriver("cuda")
     driver.runtime = CudaRuntime(library)
     return driver
 
@@ -278,10 +279,10 @@ def cuda(library: Runtime) -> CudaDriver:
     [({READ_ONLY: 1}, 8), ({READ_ONLY: 0, HOST_TABLES: 1}, 0), ({READ_ONLY: 0}, None), ({}, None)],
 )
 def test_a_cuda_device_is_asked_whether_it_registers_for_reading(
-    attributes: dict[int, int], flags: int | None
+    attributes: dict[int, int], flags: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library = Runtime(attributes)
-    driver = cuda(library)
+    driver = cuda(library, monkeypatch)
     if flags is None:
         with pytest.raises(RuntimeError, match="no read-only memory"):
             driver.pin_read_only(START, WINDOW)
@@ -298,16 +299,7 @@ def test_errors_of_the_cuda_runtime_are_cleared(
     reads_only: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     library, memory = Runtime({READ_ONLY: 1}), torch.zeros(WINDOW, dtype=torch.uint8)
-
-    class Cudart:
-        def cudaHostRegister(self, *_: int) -> SimpleNamespace:
-            return SimpleNamespace(value=library._end(library.error))
-
-        def cudaHostUnregister(self, *_: int) -> SimpleNamespace:
-            return SimpleNamespace(value=library._end(library.error))
-
-    monkeypatch.setattr(devices.torch.cuda, "cudart", Cudart)
-    driver = cuda(library)
+    driver = cuda(library, monkeypatch)
 
     def pin() -> Callable[[], None]:
         return driver.pin_read_only(START, WINDOW) if reads_only else driver.pin(memory)
@@ -325,6 +317,6 @@ def test_errors_of_the_cuda_runtime_are_cleared(
 def test_devices_without_a_runtime_refuse(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(CudaRuntime, "loaded", lambda: None)
     with pytest.raises(RuntimeError, match="no CUDA runtime"):
-        CudaDriver().pin_read_only(START, WINDOW)
+        CudaDriver("cuda").pin_read_only(START, WINDOW)
     with pytest.raises(RuntimeError, match="cannot page-lock"):
-        TorchDriver("xpu").pin_read_only(START, WINDOW)
+        DeviceDriver("xpu").pin_read_only(START, WINDOW)

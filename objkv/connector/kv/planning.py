@@ -79,7 +79,7 @@ def load_moves(
         ids_before += len(runs.ids)
     table = np.concatenate(tables, axis=1)
     if len(tables) > 1:
-        table = table[:, np.argsort(table[Row.CHUNK], kind="stable")]
+        table = table.take(np.argsort(table[Row.CHUNK], kind="stable"), axis=1)
     table[Row.TOKEN_START] = table[Row.CHUNK] * size
     table[Row.TOKEN_END] = table[Row.TOKEN_START] + size
     table[Row.SOURCE] = np.arange(table.shape[1])

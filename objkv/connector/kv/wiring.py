@@ -36,13 +36,12 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import ArenaLane, Lane
+from objkv.transfer.layouts import frame_bytes_max
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool
-from objkv.transfer.sources import frame_bytes_max
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -194,10 +193,8 @@ def make_worker_side(
         limits=SaveLimits(pools.save_queue_max, config.save_deadline_ms / 1000, rank.writer),
         recorder=recorder,
     )
-    lane: Lane = ArenaLane()
-    on_device = None
+    lane, on_device = open_lane(device, urgent=True), None
     if "load" in slabs:
-        lane = open_lane(device, urgent=True)
         pin = driver_of(device).pin_read_only
         on_device = DeviceFrames(slabs["load"], pin, begin=lane.adopt_thread)
     loader = Loader(
@@ -214,7 +211,7 @@ def make_worker_side(
         tracing=tracing,
         on_device=on_device,
     )
-    logger.info("objkv worker ready loader=%r saver=%r", loader, saver)
+    logger.info("objkv worker ready slabs=%d slab_bytes=%d", pools.save_slabs, pools.slab_bytes)
     return WorkerSide(
         config, geometry, rank, groups, loader=loader, saver=saver, target=target, tracing=tracing
     )

@@ -7,7 +7,15 @@ import numpy as np
 # Imported early: numpy imports it on first use, and would lose an interrupt during that import.
 from numpy.random import default_rng
 
-from objkv.codec.payload import Claim, LayerSpec, Provenance, check_frames, encode, open_payload
+from objkv.codec.payload import (
+    Claim,
+    LayerSpec,
+    Provenance,
+    check_frames,
+    encode_in_place,
+    header_room,
+    open_payload,
+)
 from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
@@ -68,14 +76,18 @@ def make_samples(
     """Return ``count`` different payloads in codec ``none``, with keys below ``folder``."""
     specs, provenance = tuple(shape.specs()), Provenance(token_digest(()), "bench", 0)
     page = np.frombuffer(default_rng(0).bytes(shape.layer_bytes), np.uint8)
+    start = header_room(specs)
     samples = []
     for number in range(count):
         key = ChunkKey(namespace, default_rng(number).bytes(20), 0, Shard(0, shape.layers, 0, 1))
         claim = Claim(key, root_hash(namespace), 0, _BLOCK_TOKENS * specs[0].shape[0])
         # Different bytes in each layer of each payload, at the cost of one pass.
         first = number * shape.layers
-        pages = [(page ^ np.uint8((first + i) % 256)).data for i in range(shape.layers)]
-        payload = encode(claim, specs, pages, codec="none", provenance=provenance)
+        buffer = np.empty(start + shape.raw_bytes, np.uint8)
+        np.concatenate(
+            [page ^ np.uint8((first + i) % 256) for i in range(shape.layers)], out=buffer[start:]
+        )
+        payload, _ = encode_in_place(claim, specs, buffer.data, codec="none", provenance=provenance)
         samples.append(PayloadSample(f"{folder}/{key.path()}", claim, specs, payload))
     return samples
 

@@ -13,8 +13,8 @@ from time import monotonic, sleep
 
 from objkv.tracing import NO_SPAN, Span
 from objkv.transfer.lanes import Mark
+from objkv.transfer.layouts import bits_of
 from objkv.transfer.plan import LoadOutcome, LoadPlan
-from objkv.transfer.sources import bits_of
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 1e-3
@@ -34,7 +34,7 @@ class LoadJob:
     ) -> None:
         """``filled``: the rank's layers that each move fills, one bit a layer. ``after``: a mark of
         the compute stream that copies must follow, because earlier kernels may use these blocks."""
-        self.plan = plan
+        self.plan, self._moves = plan, plan.moves
         self.after = after
         self.deadline = deadline
         """Time on ``clock``. Everything not loaded by then is a miss."""
@@ -45,8 +45,7 @@ class LoadJob:
         self._clock = clock
         self._changed = Condition()
         self._awaited: list[Callable[[], bool]] = []
-        moves = len(plan.moves)
-        self._unfinished = set(range(moves))
+        self._unfinished = set(range(len(plan.moves)))
         self._missing = list(filled)
         """The layers of each move that are not in their blocks yet."""
         self._marks: dict[tuple[int, int], Mark] = {}
@@ -59,33 +58,23 @@ class LoadJob:
         self._nbytes, self._last = 0, self.started
         self._first: float | None = None
 
-    # The columns of a load that succeeds are never read: its forward thread has no time for them.
-
-    @property
-    def _chunks(self) -> list[int]:
-        return self.plan.moves.chunks
-
-    @property
-    def _groups(self) -> list[int]:
-        return self.plan.moves.groups
-
     def wanted(self, index: int) -> bool:
         """Whether move ``index`` is still needed: no earlier chunk failed, and the job is open."""
         with self._changed:
-            return self._wanted(index)
+            if self._closed or self._clock() >= self.deadline:
+                return False
+            return self._failed_chunk is None or self._moves.chunks[index] < self._failed_chunk
 
     def began(self) -> None:
-        """Record that the first bytes of a payload have arrived."""
+        """Record that the first bytes of a payload have arrived. For the thread that reads all."""
         if self._first is None:
-            with self._changed:
-                if self._first is None:
-                    self._first = self._clock()
+            self._first = self._clock()
 
     def enter(self, index: int) -> bool:
         """Request permission to write move ``index`` into its blocks. After True the caller must
         call ``leave``."""
         with self._changed:
-            if not self._wanted(index):
+            if not self.wanted(index):
                 return False
             self._writing += 1
             return True
@@ -99,7 +88,7 @@ class LoadJob:
                 self._last_mark = mark
                 self._missing[index] &= ~bits_of(layers)
                 if self.plan.sync:
-                    group = self._groups[index]
+                    group = self._moves.groups[index]
                     self._marks |= {(group, layer): mark for layer in layers}
             if self._awaited:
                 self._wake()
@@ -111,14 +100,14 @@ class LoadJob:
             self._nbytes += nbytes
             self._last = self._clock()
             if self._missing[index]:
-                self._fail_from(self._chunks[index])
+                self._fail_from(self._moves.chunks[index])
             return self._end(index)
 
     def fail(self, index: int, *, rejected: bool) -> bool:
         """Record that move ``index`` failed. All later chunks fail with it. Returns whether the
         load is over."""
         with self._changed:
-            self._fail_from(self._chunks[index])
+            self._fail_from(self._moves.chunks[index])
             if rejected:
                 prefix_hash = self.plan.moves[index].move.prefix_hash
                 self._rejected.add((self.plan.namespace, prefix_hash))
@@ -134,7 +123,13 @@ class LoadJob:
         """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
-            return not self._is_needed()
+            if not self._unfinished or self._closed or self._clock() >= self.deadline:
+                return True
+            first = self._failed_chunk
+            # The columns of a load that succeeds are never read: there is no time for them.
+            return first is not None and all(
+                self._moves.chunks[i] >= first for i in self._unfinished
+            )
 
     def wait_over(self) -> None:
         """Block until every move that is still needed has succeeded or failed, or the deadline
@@ -151,16 +146,16 @@ class LoadJob:
         """
         with self._changed:
             self._wait_while(lambda i: self._lacks(i, group, layer))
-            for i in range(len(self._groups)):
+            for i in range(len(self._moves.groups)):
                 if self._lacks(i, group, layer):
-                    self._fail_from(self._chunks[i])
+                    self._fail_from(self._moves.chunks[i])
             return self._marks.get((group, layer))
 
     def poll(self) -> LoadOutcome | None:
         """Return the outcome if the load is over and none of its copies is left. Never waits. After
         the first call on a load that is over, nothing more is written."""
         with self._changed:
-            if self._is_needed():
+            if not self.is_over():
                 return None
             self._closed = True
             if self._writing:
@@ -206,14 +201,14 @@ class LoadJob:
         span.end(
             error,
             namespace=self.plan.namespace,
-            chunks=len(set(self._chunks)),
+            chunks=len(set(self._moves.chunks)),
             bytes=outcome.nbytes,
             failed_blocks=failed,
             within_step=self.plan.sync,
         )
 
     def _outcome(self) -> LoadOutcome:
-        chunks = [self._chunks[i] for i in self._unfinished]
+        chunks = [self._moves.chunks[i] for i in self._unfinished]
         if self._failed_chunk is not None:
             chunks.append(self._failed_chunk)
         return LoadOutcome(
@@ -235,7 +230,7 @@ class LoadJob:
         for i in sorted(self._unfinished, reverse=True):
 
             def is_settled(i: int = i) -> bool:
-                return i not in self._unfinished or not self._wanted(i) or not lacking(i)
+                return i not in self._unfinished or not self.wanted(i) or not lacking(i)
 
             if not self._wait_for(is_settled, until=lambda: self.deadline):
                 return
@@ -264,7 +259,7 @@ class LoadJob:
             self._wake()
         if self._unfinished and self._failed_chunk is None:
             return False
-        return not self._is_needed()
+        return self.is_over()
 
     def _wake(self) -> None:
         """Wake the waiting threads if the condition of one of them holds."""
@@ -272,20 +267,8 @@ class LoadJob:
             self._changed.notify_all()
 
     def _lacks(self, index: int, group: int, layer: int) -> bool:
-        return self._groups[index] == group and bool(self._missing[index] >> layer & 1)
+        return self._moves.groups[index] == group and bool(self._missing[index] >> layer & 1)
 
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
             self._failed_chunk = chunk
-
-    def _is_needed(self) -> bool:
-        """Whether any move that has not ended is still wanted."""
-        if not self._unfinished or self._closed or self._clock() >= self.deadline:
-            return False
-        first = self._failed_chunk
-        return first is None or any(self._chunks[i] < first for i in self._unfinished)
-
-    def _wanted(self, index: int) -> bool:
-        if self._closed or self._clock() >= self.deadline:
-            return False
-        return self._failed_chunk is None or self._chunks[index] < self._failed_chunk

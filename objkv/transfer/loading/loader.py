@@ -25,13 +25,13 @@ from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
-from objkv.transfer.lanes import ArenaLane, BlockRuns, Lane, Mark
+from objkv.transfer.lanes import BlockRuns, HostLane, Lane, Mark
+from objkv.transfer.layouts import PayloadLayouts
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab, SlabsExhaustedError
-from objkv.transfer.sources import PayloadLayouts
 
 logger = logging.getLogger(__name__)
 _LOOK_S = 3e-4
@@ -89,12 +89,12 @@ class _Reading:
     def __init__(self, job: LoadJob, index: int, layouts: PayloadLayouts, lane: Lane) -> None:
         """Raises ``KeyError`` if the plan has no record of it."""
         load = job.plan.moves[index]
-        move, source = load.move, layouts.of(load)
-        key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, source.shard)
+        move, layout = load.move, layouts.of(load)
+        key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, layout.shard)
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
         self.wanted = PayloadRequest(claim, dict(load.records)[key.field])
         """What to ask the agent for."""
-        self.job, self.index, self.source = job, index, source
+        self.job, self.index, self.layout = job, index, layout
         self._move, self._lane = move, lane
         self._placed: BlockRuns | None = None
         self.lease: ArenaLease | None = None
@@ -135,16 +135,16 @@ class _Reading:
         ``SlabsExhaustedError`` if the device cannot read more for now."""
         payload = arena[progress.offset : progress.offset + progress.nbytes]
         if self.header is None:
-            header = read_claimed(payload, self.wanted.claim, self.source.layers)
+            header = read_claimed(payload, self.wanted.claim, self.layout.layers)
             found = header.frames
             if found.ends[-1] != progress.nbytes or set(found.codecs) != {"none"}:
                 raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
-            if found.layers is not self.source.layers:
-                self.source = self.source.reading(found.layers)
+            if found.layers is not self.layout.layers:
+                self.layout = self.layout.reading(found.layers)
             self.header = header
             self._came_ns = now_ns() if self._span.is_on else 0
             self.job.began()
-        frames, ours = self.header.frames, self.source.frames
+        frames, ours = self.header.frames, self.layout.frames
         until = min(progress.frames, len(frames.layers))
         own = range(max(self.layers, ours.start), min(until, ours.stop))
         if verify:
@@ -166,12 +166,12 @@ class _Reading:
         memory of the frames may never be reused.
 
         Args:
-            memory: the raw bytes of those that are in ``source.frames``, one after another.
+            memory: the raw bytes of those that are in ``layout.frames``, one after another.
             slab: has that memory, if any slab does, and goes back when it is copied.
         """
-        job, source, lane = self.job, self.source, self._lane
+        job, layout, lane = self.job, self.layout, self._lane
         span, self.layers = range(self.layers, until), until
-        own = range(max(span.start, source.frames.start), min(until, source.frames.stop))
+        own = range(max(span.start, layout.frames.start), min(until, layout.frames.stop))
         if not job.enter(self.index):
             if slab is not None:
                 slab.release()
@@ -182,9 +182,9 @@ class _Reading:
                 if self._placed is None:
                     if job.after is not None:
                         lane.follow(job.after)
-                    self._placed = source.place(lane, self._move)
-                source.scatter(lane, own, memory, self._move, self._placed)
-            layers = source.fills(span)
+                    self._placed = layout.place(self._move)
+                layout.scatter(lane, own, memory, self._move, self._placed)
+            layers = layout.fills(span)
         finally:
             try:
                 if own:
@@ -369,9 +369,6 @@ class Loader:
         if self.on_device is not None and not self.on_device.join(self._limits.join_s):
             logger.warning("memory of the agent is still being unlocked, going on")
 
-    def __repr__(self) -> str:
-        return f"<Loader {len(self._jobs)} plans, {self.leased} payloads open>"
-
     def _count(self, job: LoadJob, outcome: LoadOutcome) -> None:
         self._recorder.observe("load_seconds", self._clock() - job.started)
         self._recorder.count("loads")
@@ -442,7 +439,7 @@ class Loader:
             return None
         if before is not None:
             self._leave(before)
-        if isinstance(self._lane, ArenaLane):
+        if isinstance(self._lane, HostLane):
             self._lane.attach(self.agent.arena)
         if self.on_device is not None:
             self.on_device.attach(self.agent.arena)
@@ -558,8 +555,7 @@ class Loader:
                 nbytes = one.wanted.record.nbytes
                 one.end()
                 self._recorder.count("load_bytes", nbytes)
-                if job.done(one.index, nbytes):
-                    self._over.set()
+                self._settle(job.done(one.index, nbytes))
             elif progress.state is CellState.FAILED:
                 reason = MissReason(progress.reason)
                 if name := _COUNTED.get(reason, "load_errors"):

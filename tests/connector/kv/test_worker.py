@@ -274,6 +274,7 @@ class LateMark:
 
 class LateLane(HostLane):
     def __init__(self) -> None:
+        super().__init__()
         self.is_done = False
         self.held = 0
         """How often computing was made to wait."""

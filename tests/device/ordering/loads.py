@@ -252,7 +252,7 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
 
     def linger(call: str) -> None:
         # One thread only: lanes share a GPU, so that what several add would exceed a bound.
-        if call == "place" and lingers.acquire(blocking=False):
+        if call == "scatter" and lingers.acquire(blocking=False):
             rig.delay_loads(3 * _SLOW_S)
             has_entered.set()
             sleep(_SLOW_S / 2)

@@ -28,7 +28,6 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import (
     Claim,
     Provenance,
-    encode,
     frame_pages,
     open_payload,
     payload_bytes_max,
@@ -66,6 +65,7 @@ from tests.device.ordering.setup import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
+from tests.support.payloads import encode
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20

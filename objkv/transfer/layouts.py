@@ -1,4 +1,4 @@
-"""The payloads that a rank can load: those of its own shard and those of other shapes.
+"""Layouts of the payloads that a rank can load: those of its own shard and of other shapes.
 
 Payloads of another TP or PP size contain other heads and layers. Payloads of another block size
 divide the same tokens into other blocks. A ``PayloadLayout`` describes the frames that a payload
@@ -10,7 +10,6 @@ from dataclasses import replace
 from functools import lru_cache
 from itertools import accumulate
 from math import gcd
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -36,8 +35,6 @@ class PayloadLayout:
         self.shard = part.source
         self.layers = group.layers if is_own else _specs(group, part.source, block_size)
         """The frames that a payload must have, in order."""
-        self.layer_bytes = tuple(layer.nbytes for layer in self.layers)
-        """Decoded bytes of each frame."""
         each = len(shape.parts) or 1
         taken = part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
         self.filled = range(each * taken[0], each * taken[1])
@@ -67,9 +64,9 @@ class PayloadLayout:
         first, end = frames.start - skipped, frames.stop - skipped
         return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
 
-    def place(self, lane: Lane, move: ChunkMove) -> BlockRuns:
-        """Convert the move's block ids for ``scatter``."""
-        return lane.place(self._group.blocks(move.block_ids))
+    def place(self, move: ChunkMove) -> BlockRuns:
+        """Return the move's blocks for ``scatter``."""
+        return BlockRuns(self._group.blocks(move.block_ids))
 
     def scatter(
         self, lane: Lane, frames: range, memory: memoryview, move: ChunkMove, placed: BlockRuns
@@ -136,27 +133,20 @@ class PayloadLayouts:
             for g, group in groups.items()
             for own in [group.shape.rank_shard.shard]
         }
-        self._own_fields = {g: f"{g}.{source.shard}" for g, source in self._own.items()}
-        self._making = Lock()
-        self._others: dict[tuple[int, Part], PayloadLayout] = {}
+        self._own_fields = {g: f"{g}.{layout.shard}" for g, layout in self._own.items()}
+        # Two threads may make one each. Both are right, and who copies by one keeps it.
+        self._other = lru_cache(_KEPT_MAX)(self._make)
         self._cover = lru_cache(_KEPT_MAX)(self._find_cover)
 
     def of(self, load: LoadMove) -> PayloadLayout:
         """Return the layout of the payload that a move reads."""
         group = load.move.group
-        if load.part is None:
-            return self._own[group]
-        key = (group, load.part)
-        source = self._others.get(key)
-        if source is None:
-            paged = self._groups[group]
-            tokens = _payload_tokens(paged, load.part.source)
-            source = PayloadLayout(paged, load.part, gcd(tokens, paged.shape.block_size))
-            with self._making:
-                while len(self._others) >= _KEPT_MAX:
-                    del self._others[next(iter(self._others))]
-                source = self._others.setdefault(key, source)
-        return source
+        return self._own[group] if load.part is None else self._other(group, load.part)
+
+    def _make(self, group: int, part: Part) -> PayloadLayout:
+        paged = self._groups[group]
+        tokens = _payload_tokens(paged, part.source)
+        return PayloadLayout(paged, part, gcd(tokens, paged.shape.block_size))
 
     def filled(self, plan: LoadPlan) -> list[int]:
         """Return the rank's layers that each move of a plan that was spread fills, as bits."""
@@ -204,8 +194,8 @@ class PayloadLayouts:
 
 def frame_bytes_max(group: PagedGroup) -> int:
     """Return the size of the largest frame of any payload of the group, of any shape."""
-    whole = Part(_whole(group), group.shape.rank_shard.shard)
-    return max(PayloadLayout(group, whole, group.shape.block_size).layer_bytes)
+    whole = _specs(group, _whole(group), group.shape.block_size)
+    return max(layer.nbytes for layer in (*group.layers, *whole))
 
 
 def bits_of(layers: range) -> int:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from objkv.codec.payload import LayerSpec
 from objkv.index.base import ChunkEntry
 from objkv.keys.topology import Part
-from objkv.transfer import lanes, sources
+from objkv.transfer import lanes, layouts
+from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.plan import LoadPlan
-from objkv.transfer.sources import PayloadLayout
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
@@ -87,13 +87,13 @@ def test_threads_that_find_another_block_size_at_once_share_one_layout(
         paged = replica.ranks[0].paged
     part = Part(paged.shape.rank_shard.shard, paged.shape.rank_shard.shard)
     layout, found = (PayloadLayout(paged, part, 4), PayloadLayout(paged, part, 8).layers)
-    both, check = Barrier(2), sources.check_layers
+    both, check = Barrier(2), layouts.check_layers
 
     def check_together(found: tuple[LayerSpec, ...], expected: tuple[LayerSpec, ...]) -> None:
         both.wait(PATIENCE_S)
         check(found, expected)
 
-    monkeypatch.setattr(sources, "check_layers", check_together)
+    monkeypatch.setattr(layouts, "check_layers", check_together)
     with ThreadPoolExecutor(2) as threads:
         one, other = threads.map(layout.reading, [found, found])
     assert one is other

@@ -1,0 +1,30 @@
+"""Payloads of given pages."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from objkv.codec.compress import Buffer
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode_in_place, header_room
+from objkv.codec.seal import Seal
+
+
+def encode(
+    claim: Claim,
+    layers: Sequence[LayerSpec],
+    pages: Sequence[Buffer],
+    *,
+    codec: str,
+    provenance: Provenance,
+    seal: Seal | None = None,
+) -> memoryview:
+    """The payload of ``pages``, the raw bytes of each layer, in memory of its own."""
+    own = tuple(layers)
+    start = header_room(own, tokens=len(provenance.tokens or ()))
+    raw = [np.frombuffer(page, np.uint8) for page in pages]
+    assert [page.nbytes for page in raw] == [layer.nbytes for layer in own]
+    buffer = np.concatenate([np.empty(start, np.uint8), *raw])
+    payload, _ = encode_in_place(
+        claim, own, buffer.data, codec=codec, provenance=provenance, seal=seal
+    )
+    return payload
