@@ -6,7 +6,6 @@ saves them. Source of the call order: vLLM 0.32-0.33,
 ``v1/worker/ec_connector_model_runner_mixin.py`` and ``v1/worker/gpu/ec_connector.py``.
 """
 
-import hashlib
 import logging
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
@@ -18,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from objkv.agent.payloads import PayloadWriter, WriteOutcome
-from objkv.codec.payload import Claim, LayerSpec
+from objkv.agent.payloads import PayloadTransfer, PayloadWriter, WriteOutcome
 from objkv.config import Config
-from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, Pages
+from objkv.connector.encoder.items import EncoderPlan, EncoderReport, Pages
 from objkv.errors import TransferError
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.devices import driver_of
@@ -29,17 +27,6 @@ from objkv.transfer.paging import DTYPE_NAMES
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS = {
-    WriteOutcome.ACCEPTED: "saves_accepted",
-    WriteOutcome.KEPT: "saves_accepted",
-    WriteOutcome.EXISTED: "save_existed",
-    WriteOutcome.REPEATED: "save_repeats",
-    WriteOutcome.OVER_QUOTA: "save_over_quota",
-    WriteOutcome.SHED: "saves_shed",
-    WriteOutcome.LATE: "save_drops",
-    WriteOutcome.DROPPED: "save_drops",
-    WriteOutcome.FAILED: "save_errors",
-}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 EncoderCache = MutableMapping[str, torch.Tensor]
 """vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
@@ -49,31 +36,8 @@ _POLL_S = 1e-3
 
 
 class OutputCopies:
-    """Copies outputs, which are in host memory here. The forward thread calls ``to_device`` and
-    ``mark``, the thread that saves calls the other methods."""
-
-    def adopt_thread(self) -> None:
-        """Prepare the calling thread, which calls it once, before ``to_host``."""
-
-    def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a new tensor of ``pages``, ``[rows, width]``, for work of the current compute
-        stream. Does not wait for the device. ``pages`` may change when this returns."""
-        tensor = torch.empty((rows, width), dtype=dtype)
-        np.copyto(_bytes_of(tensor).numpy(), pages)
-        return tensor
-
-    def mark(self) -> Any:
-        """Return a mark after all work submitted to the current compute stream so far."""
-
-    def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
-        """Copy the bytes of ``tensor``, C-contiguous, to ``pages``, which has as many. Waits for
-        the device, but only for work before ``computed``, a mark. Raises ``TransferError`` if that
-        takes too long."""
-        _copy(_bytes_of(tensor.contiguous()), pages)
-
-
-class DeviceCopies(OutputCopies):
-    """For outputs in the memory of an accelerator.
+    """Copies outputs between host memory and a device, which may be the host. The forward thread
+    calls ``to_device`` and ``mark``, the thread that saves calls the other methods.
 
     Nothing here blocks the forward thread: outputs are copied from page-locked memory, on the
     compute stream, so that the model reads them afterwards. The thread that saves copies on a
@@ -85,38 +49,49 @@ class DeviceCopies(OutputCopies):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._driver = driver_of(device)
-        self._api = torch.get_device_module(device)
-        # One for all saves: PyTorch deals out a few streams in turn, and one per save would soon
-        # be the stream that another part of objkv loads on.
-        self.stream = self._api.Stream(device)
-        self._warned = False
+        """Raises ``ConfigError`` for an unsupported device."""
+        self._device, self._on_host, self._warned = device, device.type == "cpu", False
+        if not self._on_host:
+            self._driver = driver_of(device)
+            self._api = torch.get_device_module(device)
+            # One for all saves: PyTorch deals out a few streams in turn, and one per save would
+            # soon be the stream that another part of objkv loads on.
+            self.stream = self._api.Stream(device)
 
     def adopt_thread(self) -> None:
-        """Select the device. A new thread is on device 0, and would open a context there for every
-        other rank."""
-        self._api.set_device(self._device)
+        """Select the device for the calling thread, which calls it once, before ``to_host``. A new
+        thread is on device 0, and would open a context there for every other rank."""
+        if not self._on_host:
+            self._api.set_device(self._device)
 
     def to_device(self, pages: Pages, rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
-        """See ``OutputCopies.to_device``."""
+        """Return a new tensor of ``pages``, ``[rows, width]``, for work of the current compute
+        stream. Does not wait for the device. ``pages`` may change when this returns."""
         memory = self._staged(pages.nbytes)
         np.copyto(memory.numpy(), pages)
         staged = memory.view(dtype).view(rows, width)
         return staged.to(self._device, non_blocking=memory.is_pinned())
 
     def mark(self) -> Any:
-        """See ``OutputCopies.mark``."""
+        """Return a mark after all work submitted to the current compute stream so far."""
+        if self._on_host:
+            return None
         event = self._driver.event()
         event.record(self._api.current_stream(self._device))
         return event
 
     def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
-        """See ``OutputCopies.to_host``."""
+        """Copy the bytes of ``tensor`` to ``pages``, which has as many. Waits for the device, but
+        only for work before ``computed``, a mark. Raises ``TransferError`` if that takes too
+        long."""
+        memory = _bytes_of(tensor) if self._on_host else self._copied(tensor, computed)
+        np.copyto(np.frombuffer(pages, np.uint8), memory.numpy())  # without the GIL
+
+    def _copied(self, tensor: torch.Tensor, computed: Any) -> torch.Tensor:
         memory = torch.empty(tensor.nbytes, dtype=torch.uint8, pin_memory=True)
         with self._api.stream(self.stream):
             computed.wait(self.stream)
-            memory.copy_(_bytes_of(tensor.contiguous()), non_blocking=True)
+            memory.copy_(_bytes_of(tensor), non_blocking=True)
             copied = self._driver.event()
             copied.record(self.stream)
         end = monotonic() + _COPY_S_MAX
@@ -124,12 +99,12 @@ class DeviceCopies(OutputCopies):
             if monotonic() >= end:  # the copy may go on: nothing else gets its memory before
                 raise TransferError(f"the device copied no output within {_COPY_S_MAX:g} s")
             sleep(_POLL_S)
-        _copy(memory, pages)
+        return memory
 
     def _staged(self, nbytes: int) -> torch.Tensor:
         """Return memory to copy from, page-locked if the system has enough."""
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=not self._on_host)
         except RuntimeError as exc:  # vLLM relies on the output, so it is copied in any case
             if not self._warned:
                 logger.warning("encoder outputs block the model, page-locking failed error=%s", exc)
@@ -137,46 +112,20 @@ class DeviceCopies(OutputCopies):
             return torch.empty(nbytes, dtype=torch.uint8)
 
 
-def open_copies(device: torch.device) -> OutputCopies:
-    """Return the copies for outputs on ``device``. Raises ``ConfigError`` for an unsupported
-    device."""
-    return OutputCopies() if device.type == "cpu" else DeviceCopies(device)
-
-
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor as ``[n]`` uint8, without a copy."""
-    return tensor.view(torch.uint8).view(-1)
+    """Return a tensor as ``[n]`` uint8, without a copy if it is C-contiguous."""
+    return tensor.contiguous().view(torch.uint8).view(-1)
 
 
-def _copy(memory: torch.Tensor, pages: memoryview) -> None:
-    np.copyto(np.frombuffer(pages, np.uint8), memory.numpy())  # without the GIL
+@dataclass(slots=True, eq=False)
+class SavedOutput(PayloadTransfer):
+    """An encoder output that is kept alive until it is saved."""
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedOutput:
-    """An encoder output that is kept alive until it is saved: a ``PayloadWrite``, which documents
-    its methods."""
-
-    output: EncoderOutput
     tensor: torch.Tensor
     """``[embeds, width]``. It is never written again, so it can be read at any time."""
     computed: Any
     """A mark of ``OutputCopies`` after which the tensor contains the output."""
-    deadline: float
     side: "EncoderWorkerSide"
-
-    @property
-    def claim(self) -> Claim:
-        return self.output.claim
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        return (self.output.layer,)
-
-    @property
-    def token_digest(self) -> str:
-        """A digest of its name: it has no tokens."""
-        return hashlib.sha256(self.output.item_hash).hexdigest()
 
     def write(self, pages: memoryview) -> None:
         self.side.copies.to_host(self.tensor, self.computed, pages)
@@ -237,7 +186,8 @@ class EncoderWorkerSide:
             return
         output = replace(save, width=encoded.shape[1])
         deadline = self._clock() + self._config.save_deadline_ms / 1000
-        saved = SavedOutput(output, encoded, self.copies.mark(), deadline, self)
+        mark, layers = self.copies.mark(), (output.layer,)
+        saved = SavedOutput(output.claim, layers, deadline, encoded, mark, self)
         with self._lock:
             self._held_bytes += encoded.nbytes
             fits = self._held_bytes <= self._held_bytes_max
@@ -250,9 +200,9 @@ class EncoderWorkerSide:
         """A save has ended. Called by any thread."""
         with self._lock:
             self._held_bytes -= save.tensor.nbytes
-        self._recorder.count(_COUNTERS[outcome])
-        if outcome is WriteOutcome.ACCEPTED:
-            self._recorder.count("save_accepted_bytes", nbytes)
+        has_copy = outcome in (WriteOutcome.ACCEPTED, WriteOutcome.KEPT)
+        self._recorder.count("saves_accepted" if has_copy else outcome.value)
+        self._recorder.count("save_accepted_bytes", nbytes)
 
     def take_report(self) -> EncoderReport | None:
         """Return the numbers since the last call."""

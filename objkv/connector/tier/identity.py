@@ -10,10 +10,10 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -30,13 +30,12 @@ from objkv.connector.model.identity import (
 )
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import (
-    local_folder,
-    model_digest,
+    identify_weights,
     read_draft_weights,
     read_weights,
 )
 from objkv.errors import ConfigError
-from objkv.keys.identity import FORMAT, NamespaceIdentity, name_model, sealed_extra
+from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -199,10 +198,10 @@ class TierGroup:
 
 @dataclass(frozen=True, slots=True)
 class TierIdentity(NamespaceIdentity):
-    """The identity of a tier's namespace. One row has all ranks' bytes of a chunk."""
+    """The identity of a tier's namespace. One row has all ranks' bytes of a chunk. Chunks are named
+    by vLLM's block hashes, hashed again to the length of a prefix hash."""
 
-    model: str
-    weights: str
+    scheme: ClassVar[str] = "vllm-block-hash-1"
     kv_dtype: str
     groups: tuple[TierGroup, ...]
     tokens_per_hash: int
@@ -217,23 +216,15 @@ class TierIdentity(NamespaceIdentity):
     """Version without the patch number, because vLLM defines the order in a row."""
     none_hash: str
     """First hash of vLLM's chain of block hashes. It depends on algorithm and seed."""
-    weights_epoch: int
-    tenant: str
     engine: tuple[tuple[str, str], ...]
-    """Sorted (name, value) pairs of other vLLM settings. Empty if they were not found."""
-    extra: tuple[tuple[str, str], ...] = ()
-    """Sorted (name, value) pairs: the operator's ``settings``, and the addition of a reset."""
+    """Sorted (name, value) pairs of other vLLM settings. Empty if they were not found. ``extra`` is
+    the operator's ``settings``."""
 
     def __post_init__(self) -> None:
+        NamespaceIdentity.__post_init__(self)
         assert self.groups
         assert self.row_bytes > 0
         assert tuple(sorted(self.engine)) == self.engine
-        assert tuple(sorted(self.extra)) == self.extra
-
-    def document(self) -> dict[str, Any]:
-        """See ``NamespaceIdentity``. Chunks are named by vLLM's block hashes, hashed again to the
-        length of a prefix hash."""
-        return {"format": FORMAT, "hash": "vllm-block-hash-1", **asdict(self)}
 
     def chunk_tokens(self) -> int:
         """Return the number of tokens of a chunk."""
@@ -307,17 +298,10 @@ def _weights(name: str, engine: TierEngine | None, config: Config, options: Tier
         )
     if options.weights is not None:
         return options.weights
-    if engine is not None and model is not None:
-        return read_weights(engine.config, config, local_folder(model.model, model.revision))
-    folder = local_folder(name, options.revision)
-    if folder is not None and (digest := model_digest(folder, config)) is not None:
-        return digest
-    if options.revision is not None:
-        return f"revision:{options.revision}"
-    raise ConfigError(
-        f"objkv cannot identify the weights of {name!r}, because it cannot read them here: serve "
-        "from a local folder, or set 'weights' or 'revision' in the tier's options"
-    )
+    if engine is not None:
+        return read_weights(engine.config, config)
+    fix = "set 'weights' or 'revision' in the tier's options"
+    return identify_weights(name, options.revision, config, fix)
 
 
 def _layout(spec: "OffloadingSpec") -> str:

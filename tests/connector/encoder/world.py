@@ -18,7 +18,7 @@ from objkv.config import Config
 from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderWorkerSide, open_copies
+from objkv.connector.encoder.worker import EncoderWorkerSide, OutputCopies
 from objkv.connector.pacing import EmptySteps
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
@@ -31,7 +31,7 @@ from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 EMBEDS, WIDTH = 4, 16
-IDENTITY = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
+IDENTITY = EncoderIdentity("m", "w", 0, "default", "p", None, "bfloat16")
 FORM = OutputForm(
     "BF16", lambda modality: WIDTH, item_bytes_max=1 << 20, media_named=True, tower_lora=False
 )
@@ -108,16 +108,17 @@ class Replica:
         seal: Seal | None = None,
         device: str = "cpu",
         loads: bool = True,
+        holds_back: bool = False,
     ) -> None:
-        """``loads``: whether it has a language model."""
+        """``loads``: whether it has a language model. ``holds_back``: whether its agent does."""
         limits = limits or Limits()
         config = limits.config()
-        self.copies = open_copies(torch.device(device))
+        self.copies = OutputCopies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
         self.place = place
-        self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec}
+        self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec, "holds_back": holds_back}
         self.node = self._start_node()
         connect = partial(self._connect, wants_arena=False)
         self.calls = AgentCalls(connect)
@@ -190,7 +191,7 @@ class Replica:
     def drain(self) -> None:
         """Wait until everything is stored."""
         assert self.worker.writer is not None
-        assert self.worker.writer.drain(ANSWERS_S)
+        assert self.worker.writer._pool.drain(ANSWERS_S)
         assert self.node.saves.drain(ANSWERS_S)
 
     def dropped(self, *identifiers: str) -> None:
