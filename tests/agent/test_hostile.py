@@ -207,7 +207,7 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
 def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: str) -> None:
     sock = greeted(node)
     for _ in range(2):
-        sock.send(m.pack_call(text))
+        sock.send(m.pack_text(m.MessageKind.CALL, text))
         answer = sock.recv(m.MESSAGE_BYTES_MAX)
         assert m.kind_of(answer) is m.MessageKind.FAILED
         assert m.unpack_text(answer).startswith("StoreDenied")
@@ -217,7 +217,7 @@ def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: st
 def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock = greeted(node)
     wanted = node.save()
-    sock.send(m.pack_opening(m.Opening(1, 60_000, wanted)))
+    sock.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, wanted)))
     m.unpack_opened(sock.recv(1000), 3)
     sock.send(b"")
     assert sock.recv(100) == b""

@@ -23,7 +23,6 @@ from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, PrefetchOrder, Urgency
-from objkv.agent.server import ServerLimits
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
@@ -92,7 +91,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
 ) -> None:
     wanted, honest, liar = node.save(), node.connect(), greeted(node)
     leases = opened(honest, wanted[:1])
-    liar.send(m.pack_opening(m.Opening(1, 60_000, wanted)))
+    liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, wanted)))
     m.unpack_opened(liar.recv(1000), 3)
     wait_until(lambda: node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
     liar.send(message)
@@ -149,8 +148,10 @@ def test_a_client_that_does_not_greet_is_dropped_in_time(
         sock.close()
 
 
-def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
-    node = Node().listen(ServerLimits(clients_max=2, leases_max=2))
+def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_CLIENTS_MAX", 2)
+    monkeypatch.setattr(server_module, "_LEASES_MAX", 2)
+    node = Node().listen()
     first = node.connect()
     node.connect()
     with pytest.raises(TransferError, match="has 2 clients already"):
@@ -190,7 +191,8 @@ def test_clients_are_accepted_again_whatever_went_wrong_with_one(
         raise error()
 
     monkeypatch.setattr(server_module, "_PAUSE_S", 0.01)
-    node = Node().listen(ServerLimits(clients_max=clients_max))
+    monkeypatch.setattr(server_module, "_CLIENTS_MAX", clients_max)
+    node = Node().listen()
     with monkeypatch.context() as patch:
         patch.setattr(place, name, none_left)
         with pytest.raises(TransferError):
@@ -210,7 +212,8 @@ def test_those_beyond_the_limit_get_one_thread_and_one_line_of_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "_REFUSAL_S", PATIENCE_S)
-    node = Node().listen(ServerLimits(clients_max=0))
+    monkeypatch.setattr(server_module, "_CLIENTS_MAX", 0)
+    node = Node().listen()
     before = threading.active_count()
     silent = [raw(node) for _ in range(30)]
     assert silent[-1].recv(100) == b"", "who cannot be told why is hung up on"

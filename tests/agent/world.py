@@ -28,7 +28,7 @@ from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
-from objkv.agent.server import AgentParts, AgentServer, ServerLimits
+from objkv.agent.server import AgentParts, AgentServer
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
@@ -130,7 +130,7 @@ class Node:
         self.server: AgentServer | None = None
         self.clients: list[AgentConnection] = []
 
-    def listen(self, limits: ServerLimits | None = None) -> "Node":
+    def listen(self) -> "Node":
         """Serve the socket."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(self.path))
@@ -139,7 +139,7 @@ class Node:
         changed, policy = self.lookups.board.discard, self.saves.policy
         calls = NodeCalls(self.index, self.store, prefetches, policy, ttl_s=3600, changed=changed)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
-        self.server = AgentServer(listener, parts, limits)
+        self.server = AgentServer(listener, parts)
         return self
 
     def connect(self, *, wants_arena: bool = True, outbox: int = -1) -> AgentConnection:

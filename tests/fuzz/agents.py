@@ -60,7 +60,7 @@ REQUESTS = [
     m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS),
     m.pack_commit(0, 4096, puts=True),
-    *(m.pack_call(text) for text in CALLS),
+    *(m.pack_text(m.MessageKind.CALL, text) for text in CALLS),
 ]
 HELLO = m.pack_hello(m.Hello(m.VERSION, wants_arena=False))
 _SHARDS: list[Any] = [{FIELDS[0]: shard()}, None, {FIELDS[0]: shard(), FIELDS[1]: shard()}]
@@ -76,7 +76,7 @@ ANSWERS = [
     _answer(_SHARDS[:2], FIELDS[:1]),
     _answer(_SHARDS[1:], FIELDS),
     m.pack_committed(m.CommitStatus.ACCEPTED),
-    m.pack_call("[]", m.MessageKind.RESULT),
+    m.pack_text(m.MessageKind.RESULT, "[]"),
     m.pack_text(m.MessageKind.REFUSED, "no"),
     HELLO,
 ]
@@ -300,7 +300,7 @@ def _check_client(answer: bytes) -> str | None:
         elif kind == b"\x0c":
             client.commit(0, 4096)
         else:
-            client.call(m.pack_call("{}"))
+            client.call(m.pack_text(m.MessageKind.CALL, "{}"))
     except TransferError:
         require(client.has_ended(), "a connection in an unknown state")
         raise
