@@ -18,7 +18,7 @@ from typing import Final
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
-from objkv.agent.memory.arena import ALL_FRAMES
+from objkv.agent.memory.arena import ALL_FRAMES, CellState
 from objkv.agent.messages import CommitStatus, MissReason
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.unsaved import unsaved_record
@@ -279,7 +279,7 @@ class NodeSaves:
     ) -> tuple[CommitStatus, CachedPayload | None]:
         """Save a payload that is resident already, and so verified."""
         status = CommitStatus.REPEATED  # it is being fetched, so it is stored
-        if self._residents.is_ready(resident):
+        if resident.state is CellState.READY:
             if read_header(self._residents.view(resident)).claim == claim:
                 return CommitStatus.ACCEPTED, resident
             logger.warning("payload of a client refused reason=it claims other tokens")

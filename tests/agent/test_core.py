@@ -28,6 +28,7 @@ from objkv.stores.base import Arrived
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
+from tests.support.consistency import is_consistent
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -43,7 +44,7 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.residents.check()
+        assert is_consistent(node.residents)
 
 
 def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:

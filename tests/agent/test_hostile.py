@@ -37,6 +37,7 @@ from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
+from tests.support.consistency import is_consistent
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
@@ -102,7 +103,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     assert node.residents.holds(paths([wanted])) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
-    assert node.residents.check()
+    assert is_consistent(node.residents)
 
 
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
@@ -373,7 +374,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     assert settled(node, found).state is CellState.READY
     node.residents.release(found)
     node.close()
-    assert node.residents.check()
+    assert is_consistent(node.residents)
 
 
 def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ from tests.agent.world import (
 )
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
+from tests.support.consistency import is_consistent
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
@@ -94,7 +95,7 @@ class Holder(Node):
     def close(self) -> None:
         self.desk.close()
         super().close()
-        assert self.residents.check()
+        assert is_consistent(self.residents)
         assert self.residents.leased() == 0
 
 
@@ -666,7 +667,7 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     for node in nodes:
         assert node.saves.drain(PATIENCE_S)
         wait_until(lambda node=node: not node.residents.leased())  # type: ignore[misc]
-        assert node.residents.check()
+        assert is_consistent(node.residents)
         assert not node.count("load_corrupt")
         assert not node.count("save_errors")
     stored = {entry.key for entry in store.scan("")}
@@ -780,7 +781,7 @@ def test_an_agent_that_may_only_read_takes_again_what_it_has(
 ) -> None:
     node, made = make(holds_back=False, may_save=False), payloads()
     (held,) = node.open(node.save()[0])
-    wait_until(lambda: node.residents.is_ready(held))
+    wait_until(lambda: held.state is CellState.READY)
     assert node.commit_one(made[0]) is CommitStatus.REPEATED
     other = payloads(range(500, 500 + len(TOKENS)))[0]
     for _ in range(2):

@@ -24,6 +24,7 @@ from tests.agent.world import RIGHT, Node, ended, pages_at
 from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import spoiled
 from tests.fuzz.target import Target, outcome, require
+from tests.support.consistency import is_consistent
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 
@@ -197,7 +198,7 @@ class _Agent:
         assert server is not None
         _await(lambda: server.clients == 1, "clients that have gone are served")
         _await(lambda: self.node.residents.leased() == 0, "a lease is lost")
-        require(self.node.residents.check(), "the arena is inconsistent")
+        require(is_consistent(self.node.residents), "the arena is inconsistent")
         _await(self._has_no_more, "threads or descriptors are left")
         require(self.node.core.threads == self.fetching, "a thread died")
 

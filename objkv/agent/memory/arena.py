@@ -11,11 +11,10 @@ import mmap
 import os
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 from threading import Lock
 from typing import Final
 
@@ -242,18 +241,16 @@ class Extents:
         assert nbytes > 0
         size = _pages(nbytes)
         with self._lock:
-            best = -1
+            best, least = -1, self._end
             for number, (start, end) in enumerate(self._free):
-                room = end - start
-                if room == size:
-                    best = number
-                    break
-                if room > size and (best < 0 or room < self._room(best)):
-                    best = number
+                if size <= end - start < least:
+                    best, least = number, end - start
+                    if least == size:
+                        break
             if best < 0:
                 return None
             start, end = self._free[best]
-            if end - start == size:
+            if least == size:
                 del self._free[best]
             else:
                 self._free[best] = (start + size, end)
@@ -277,20 +274,6 @@ class Extents:
                 start = self._free.pop(at - 1)[0]
             insort(self._free, (start, end))
 
-    @property
-    def taken(self) -> Set[int]:
-        """The starts of extents in use."""
-        return self._taken.keys()
-
-    def check(self) -> bool:
-        """Whether gaps and extents cover everything once."""
-        with self._lock:
-            pieces = sorted([*self._free, *self._taken.items()])
-            touching = all(a[1] == b[0] for a, b in pairwise(pieces))
-            covers = (pieces[0][0], pieces[-1][1]) == (self._start, self._end)
-            free = sum(end - start for start, end in self._free)
-            return touching and covers and free == self._free_bytes
-
     def windows(self, nbytes: int, movable: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
         """Yield each row of neighbouring gaps and ``movable`` extents that has room for ``nbytes``,
         with the bytes in use in it and the extents to free.
@@ -313,10 +296,6 @@ class Extents:
                 first += 1
             if end - pieces[first][0] >= size:
                 yield used, [piece[0] for piece in pieces[first : last + 1] if piece[2]]
-
-    def _room(self, number: int) -> int:
-        start, end = self._free[number]
-        return end - start
 
 
 def _pages(nbytes: int) -> int:

@@ -66,6 +66,7 @@ from tests.device.ordering.setup import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
+from tests.support.consistency import is_consistent
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
@@ -540,7 +541,7 @@ class OrderRig:
             self.worker.close()
             self.synchronize()
             self.settle()
-            if not self.node.core.residents.check():
+            if not is_consistent(self.node.core.residents):
                 raise TransferError("the agent's account of its memory is wrong")
         finally:
             self.node.close()
