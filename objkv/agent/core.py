@@ -59,10 +59,12 @@ class Core:
         *,
         disk: Disk | None = None,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
-        chunk after a lookup of it has another outcome. Must not wait."""
-        self.residents = ArenaCache(arena, recorder, changed, disk)
+        chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
+        were held back are to be saved. Neither may wait."""
+        self.residents = ArenaCache(arena, recorder, changed, came_due, disk)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:

@@ -109,7 +109,6 @@ class NodeSaves:
         """Paths of payloads whose sighting is not recorded yet."""
         self._sighting: Pool[None] = Pool("objkv-sight", 1, self._look)
         self._unsaved = core.residents.unsaved
-        self._unsaved.on_due = self._wake
 
     def commit(
         self, outbox: ClientOutbox, offset: int, nbytes: int, *, puts: bool = False
@@ -166,6 +165,11 @@ class NodeSaves:
         # Replicas find it from now on: lookups know it before the client does.
         self._note_unsaved(resident, header, is_due=True)
         return status if self._begin(resident, header.claim) else CommitStatus.NO_ROOM
+
+    def wake(self) -> None:
+        """Look soon for due payloads and new sightings. Never waits."""
+        if not self._sighting.waiting:  # a waiting job looks at everything
+            self._sighting.put((None,))
 
     def drain(self, seconds: float) -> bool:
         """Wait for all saves, for at most ``seconds``. Returns whether all have ended. Payloads
@@ -303,12 +307,7 @@ class NodeSaves:
             self._recorder.count("agent_sighting_drops")
             return
         self._made.append(resident.key)
-        self._wake()
-
-    def _wake(self) -> None:
-        """Let the thread look for due payloads and new sightings."""
-        if not self._sighting.waiting:  # a waiting job looks at everything
-            self._sighting.put((None,))
+        self.wake()
 
     def _look(self, _: None) -> None:
         """Save what is due while there is room, and record what was made, as many in a round trip
@@ -423,7 +422,7 @@ class NodeSaves:
         self._residents.release(save.resident)
         self._cache.in_flight.end(save.resident.key)
         if self._unsaved.has_due:
-            self._wake()
+            self.wake()
         self._has_ended.set()
 
     def _give_up(self, saves: Sequence[_Save]) -> None:

@@ -84,15 +84,16 @@ class UnsavedPayloads:
         self,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload was added or removed. Must not wait.
-        ``disk``: it may have payloads that left the arena."""
-        self.on_due: Callable[[], None] = lambda: None
-        """Called after payloads became due. Must not wait."""
-        self._recorder, self._changed, self._disk, self._clock = recorder, changed, disk, clock
+        """``changed``: called after a chunk's payload was added or removed. ``came_due``: called
+        after payloads became due. Neither may wait. ``disk``: it may have payloads that left the
+        arena."""
+        self._recorder, self._disk, self._clock = recorder, disk, clock
+        self._changed, self._came_due = changed, came_due
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
@@ -162,7 +163,7 @@ class UnsavedPayloads:
             is_due = seen is not None and seen.is_due
         if due:
             self._recorder.count("agent_unsaved_due", len(due))
-            self.on_due()
+            self._came_due()
         return is_due
 
     def put(self, path: str) -> bool:

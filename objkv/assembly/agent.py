@@ -183,8 +183,15 @@ class NodeAgent:
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
-        changed = self._board.discard
-        return Core(self._cache, self.arena, limits, recorder, disk=disk, changed=changed)
+        return Core(
+            self._cache,
+            self.arena,
+            limits,
+            recorder,
+            disk=disk,
+            changed=self._board.discard,
+            came_due=lambda: self.saves.wake(),
+        )
 
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)

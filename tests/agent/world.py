@@ -112,8 +112,15 @@ class Node:
         self.arena = Arena.create(memory)
         limits = CoreLimits(threads, queue_max, keeps_all)
         board = AnswerBoard.create()
-        changed = board.discard
-        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk, changed=changed)
+        self.core = Core(
+            self.cache,
+            self.arena,
+            limits,
+            self.recorder,
+            disk=disk,
+            changed=board.discard,
+            came_due=lambda: self.saves.wake(),
+        )
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,
