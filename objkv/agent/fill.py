@@ -209,7 +209,8 @@ class Fill:
         if self.is_whole:
             return True
         is_first = self.header is None
-        start, end = (0, self._opening_bytes) if is_first else self._parts.pop(0)
+        opening = min(self.nbytes, self.nbytes // self._count + _HEADER_BYTES)
+        start, end = (0, opening) if is_first else self._parts.pop(0)
         is_last = end == self.nbytes
         got = self._get(self._stored[start : end + is_last], start, start)
         if got is None:
@@ -225,10 +226,6 @@ class Fill:
             self._parts = list(self._cut(header, end))
         self.is_complete = not self._parts
         return True
-
-    @property
-    def _opening_bytes(self) -> int:
-        return min(self.nbytes, self.nbytes // self._count + _HEADER_BYTES)
 
     def _cut(self, header: Header, done: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the other parts, each with about as many frames, after the first

@@ -34,6 +34,16 @@ PREFETCH_S_MAX: Final = 600
 UNSAVED_MARK: Final = "unsaved:"
 """Begins the checksum in the record of a payload that only this node has. No index has such a one.
 """
+MALFORMED: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading JSON that another process wrote may raise."""
 _NAMESPACE_CHARS = 32
 _FIND_RECORDS = 512
 _RECORD_BYTES_MAX = 400

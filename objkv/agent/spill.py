@@ -65,8 +65,6 @@ class Spill:
         """When a read last brought bytes."""
         self._breakers = Breakers("disk", Patience(), recorder)
         self._ended = Event()
-        self.held_back: frozenset[str] = frozenset()
-        """After ``close``: paths of the held-back payloads that the next agent finds here."""
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
 
     def offer(self, one: CachedPayload) -> None:
@@ -142,15 +140,18 @@ class Spill:
         self._residents.lost(path)
 
     def _leave_held_back(self) -> None:
-        """Tell the next agent which payloads of the disk are nowhere else."""
+        """Tell the next agent which payloads of the disk are nowhere else. They are no longer this
+        one's."""
         kept = self._unsaved.written()
         if not kept or not self.disk.is_loaded:
             return
         try:
             self.disk.folder.write(HELD_BACK, memoryview(b"".join(kept.values())))
-            self.held_back = frozenset(kept)
         except StoreError as exc:
             logger.warning("held-back payloads not listed for the next agent reason=%s", exc)
+            return
+        for path in kept:
+            self._unsaved.saved(path)
 
     def _find_held_back(self) -> None:
         """Find what the last agent held back and left on the disk."""

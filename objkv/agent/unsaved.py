@@ -11,14 +11,14 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
 from typing import Final
 
 from objkv.agent.disk import Disk
-from objkv.agent.messages import UNSAVED_MARK, is_unsaved
+from objkv.agent.messages import MALFORMED, UNSAVED_MARK, is_unsaved
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.errors import PayloadError
@@ -30,7 +30,6 @@ from objkv.telemetry import Recorder
 
 _RETRY_S: Final = 5.0
 """After a save that failed, the payload is not due again for this time."""
-_INVALID = AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 Find = Callable[[Sequence[bytes]], list[Shards | None]]
 
 
@@ -47,7 +46,7 @@ def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:
         key = ChunkKey(name, bytes.fromhex(prefix_hash), int(group), Shard.parse(shard))
         record = decode_shard(text.encode("ascii"))
         claim = Claim(key, bytes.fromhex(parent_hash), int(start), int(end))
-    except _INVALID as exc:
+    except MALFORMED as exc:
         raise PayloadError(f"an invalid line: {exc!r}"[:200]) from exc
     if record is None or not is_unsaved(record):
         raise PayloadError("an invalid record")
@@ -137,13 +136,6 @@ class UnsavedPayloads:
             found = list(self._by_path.items())
         return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}
 
-    def lost(self, kept: Collection[str]) -> tuple[int, int]:
-        """Return how many payloads, and bytes, are lost with this process. ``kept``: paths of
-        those that are not."""
-        with self._lock:
-            left = [one.nbytes for path, one in self._by_path.items() if path not in kept]
-        return len(left), sum(left)
-
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
         due, since no other node finds the end of a prompt without its beginning. Returns whether
@@ -202,7 +194,7 @@ class UnsavedPayloads:
                 one.retry_at = self._clock() + pause_s
 
     def saved(self, path: str) -> None:
-        """A payload is stored and published."""
+        """A payload is stored and published, or the next agent's."""
         with self._lock:
             one = self._remove(path)
         if one is not None:

@@ -23,6 +23,7 @@ from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, PrefetchOrder, Urgency
+from objkv.agent.prefetch import Prefetches
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
@@ -124,7 +125,10 @@ def test_the_agents_time_to_live_is_that_of_its_clients(node: Node) -> None:
     """A replica that has only the socket has none of its own."""
     (wanted, *_), given = node.save(), list[int]()
     node.index.touch = lambda *_, ttl_s: given.append(ttl_s)  # type: ignore[method-assign]
-    calls = NodeCalls(node.index, node.store, ttl_s=7)
+    prefetches, changed = Prefetches(node.core, node.index, node.store), node.lookups.board.discard
+    calls = NodeCalls(
+        node.index, node.store, prefetches, node.saves.policy, ttl_s=7, changed=changed
+    )
     hashes = [wanted.claim.key.prefix_hash.hex()]
     calls.run(json.dumps({"verb": "touch", "namespace": NAMESPACE, "hashes": hashes, "ttl_s": 99}))
     assert given == [7]

@@ -804,7 +804,7 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     if is_in_time:
         store.gate.set()
     ending.join(PATIENCE_S)
-    lost, _ = node.residents.unsaved.lost(())
+    lost = len(node.residents.unsaved)
     store.gate.set()
     assert (node.stored == set(paths(made))) is is_in_time
     assert lost == (0 if is_in_time else len(made))

@@ -21,7 +21,7 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
-from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
@@ -239,12 +239,12 @@ REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
 @contextmanager
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
     """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
-    prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
+    prefetches = Prefetches(node.core, node.index, node.store)
     server = AgentHttp(
         HttpPlaces(node.http, **places),
         node.core,
         prefetches,
-        numbers,
+        node.recorder,
         REPLICAS,
         node.saves.policy,
     )

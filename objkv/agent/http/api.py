@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from objkv.agent.core import Core
@@ -39,26 +38,9 @@ from objkv.agent.server import AgentServer
 from objkv.cache.worth import PutPolicy
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.keys.tokenizer import Tokenizers
-from objkv.telemetry import MemoryRecorder, added, is_level
+from objkv.telemetry import MemoryRecorder
 
 _SCHEME = "bearer "
-
-
-class AgentNumbers:
-    """The totals of an agent's counters since its start. Thread-safe."""
-
-    def __init__(self, recorder: MemoryRecorder) -> None:
-        self._recorder = recorder
-        self._lock = Lock()
-        self._totals: dict[str, float] = {}
-
-    def read(self) -> dict[str, float]:
-        """Return all totals."""
-        with self._lock:
-            drained = self._recorder.drain()
-            newest = {name: value for name, value in drained.items() if is_level(name)}
-            self._totals = added(self._totals, drained) | newest
-            return dict(self._totals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +79,16 @@ class AgentHttp:
         places: HttpPlaces,
         core: Core,
         prefetches: Prefetches,
-        numbers: AgentNumbers,
+        recorder: MemoryRecorder,
         server: AgentServer,
         policy: PutPolicy,
     ) -> None:
-        """Raises ``ConfigError`` if a place cannot be served. ``server``: of replicas."""
+        """Raises ``ConfigError`` if a place cannot be served. ``recorder``: has all numbers since
+        the agent's start. ``server``: of replicas."""
         if places.address is not None and not places.token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._core, self._prefetches = core, prefetches
-        self._numbers, self._server, self._policy = numbers, server, policy
+        self._recorder, self._server, self._policy = recorder, server, policy
         self._tokenizers = Tokenizers(places.tokenizers)
         self._token = _digest(places.token.encode())
         self._path = places.path
@@ -203,7 +186,7 @@ class AgentHttp:
             levels["disk_bytes"] = spill.disk.nbytes
             levels["disk_max_bytes"] = spill.disk.nbytes_max
             levels["disk_payloads"] = len(spill.disk)
-        return metrics_page(levels, self._numbers.read(), self._policy.decisions())
+        return metrics_page(levels, self._recorder.read(), self._policy.decisions())
 
     def _namespaces(self) -> dict[str, Any]:
         return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}
