@@ -301,11 +301,6 @@ class ArenaCache:
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
 
-    def listed(self) -> list[str]:
-        """Return the keys of payloads that new readers find."""
-        with self._lock:
-            return list(self._by_key)
-
     def _tell(self, one: CachedPayload, progress: Progress) -> None:
         self._arena.board.write(one.cell, progress)
         with self._lock:

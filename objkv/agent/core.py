@@ -165,17 +165,6 @@ class Core:
         if is_kept and self.spill is not None and one.state is CellState.READY:
             self.spill.offer(one)
 
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return sum(thread.is_alive() for thread in self._threads)
-
-    @property
-    def in_flight(self) -> int:
-        """Payloads that wait for a thread or are being fetched."""
-        with self._changed:
-            return len(self._fetches) + len(self._busy)
-
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
         with self._changed:

@@ -172,7 +172,7 @@ class PayloadReader:
         if agent is None and self._waiting:
             agent = self._reach()
         if agent is None:
-            self._fail(self._waiting)
+            self._fail()
             wait_for([self._alarm], _IDLE_S)
             return
         try:
@@ -215,7 +215,8 @@ class PayloadReader:
     def _has_room(self, agent: AgentConnection, more: Sequence[PayloadRead] = ()) -> bool:
         """Whether one besides those that are open, and ``more``, may be opened: one of any size,
         further ones within the bounds."""
-        taken = [*map(_bytes_of, more), *(_bytes_of(read) for read, _ in self._open)]
+        reads = (*more, *(read for read, _ in self._open))
+        taken = [read.wanted.record.raw_bytes for read in reads]
         nbytes = min(_OPEN_BYTES_MAX, (agent.arena.nbytes - BOARD_BYTES) // _OPEN_SHARE)
         return not taken or (len(taken) < _OPEN_MAX and sum(taken) < nbytes)
 
@@ -244,9 +245,9 @@ class PayloadReader:
         except Exception:  # whatever it is, each of them gets its end
             self._waiting.extendleft(reversed(batch))
             raise
-        if leases[0].progress.reason == MissReason.CLOSED:
+        self._is_moving = leases[0].progress.reason == MissReason.CLOSED
+        if self._is_moving:
             self._waiting.extendleft(reversed(batch))
-            self._is_moving = True
         else:
             self._open += zip(batch, leases, strict=True)
 
@@ -317,22 +318,18 @@ class PayloadReader:
             self._came.clear()
         self._waiting.extendleft(read for read, _ in self._open)
         self._open.clear()
-        self._fail(self._waiting)
+        self._fail()
         self._leave()
 
-    def _fail(self, reads: deque[PayloadRead]) -> None:
-        while reads:
-            self._end(reads.popleft(), ReadOutcome.FAILED)
+    def _fail(self) -> None:
+        while self._waiting:
+            self._end(self._waiting.popleft(), ReadOutcome.FAILED)
 
     def _leave(self) -> None:
         """Close the connection, whose arena nothing reads. The next read opens another."""
         agent, self._agent, self._is_moving = self._agent, None, False
         if agent is not None:
             agent.close()
-
-
-def _bytes_of(read: PayloadRead) -> int:
-    return read.wanted.record.raw_bytes
 
 
 def _namespace(read: PayloadRead) -> str:

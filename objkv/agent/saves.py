@@ -202,11 +202,6 @@ class NodeSaves:
             logger.warning("threads still saving at shutdown names=%s", ",".join(stuck))
 
     @property
-    def waiting(self) -> int:
-        """Payloads that wait to be saved."""
-        return self._pool.waiting
-
-    @property
     def is_shedding(self) -> bool:
         """Whether saves pause because the store has just refused one."""
         return monotonic() < self._shed_until

@@ -11,7 +11,7 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
@@ -110,11 +110,6 @@ class UnsavedPayloads:
     def nbytes(self) -> int:
         """Bytes of all of them."""
         return self._nbytes
-
-    @property
-    def paths(self) -> Iterable[str]:
-        """The paths that they would have in the bulk store."""
-        return list(self._by_path)
 
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
         """Add a payload. ``record``: of ``unsaved_record``. ``is_due``: whether it is being saved

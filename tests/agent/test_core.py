@@ -28,7 +28,7 @@ from objkv.stores.base import Arrived
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
-from tests.support.consistency import is_consistent
+from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -376,8 +376,8 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
 
     node.store.on_get = broken
     (failed,) = node.open(second)
-    wait_until(lambda: failed.state is not CellState.FILLING or not node.core.threads)
-    assert node.core.threads
+    wait_until(lambda: failed.state is not CellState.FILLING or not threads_of(node.core))
+    assert threads_of(node.core)
     assert failed.reason is MissReason.STORE
     until = list[float]()
     node.store.on_get = lambda key: until.append(ends_s())

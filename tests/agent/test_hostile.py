@@ -37,7 +37,7 @@ from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
-from tests.support.consistency import is_consistent
+from tests.support.consistency import fetches_of, is_consistent, paths_of, threads_of
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
@@ -159,7 +159,7 @@ def test_threads_that_forget_layers_at_once_all_live(
     leases = opened(client, wanted)
     for lease in leases:
         ended(client, lease)
-    assert node.core.threads == 2
+    assert threads_of(node.core) == 2
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
@@ -358,7 +358,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     made = payloads(list(range(16 * 130)))
     for payload in made:
         node.commit_one(payload)
-    before = set(node.residents.unsaved.paths)
+    before = paths_of(node.residents.unsaved)
     assert len(before) > 100
     one = node.save(list(range(7000, 7016)), codec=codec)[0]
     key = one.claim.key
@@ -369,7 +369,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
         settled(node, found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.residents.release(found)
-    assert set(node.residents.unsaved.paths) == before
+    assert paths_of(node.residents.unsaved) == before
     (found,) = node.open(one)
     assert settled(node, found).state is CellState.READY
     node.residents.release(found)
@@ -381,7 +381,7 @@ def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> N
     wanted, woken = node.save(), list[object]()
     for one in node.open(*wanted):
         node.residents.release(settled(node, one))
-    wait_until(lambda: not node.core.in_flight)
+    wait_until(lambda: not fetches_of(node.core))
     monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
     for one in node.open(*wanted):
         assert one.state is CellState.READY

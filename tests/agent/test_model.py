@@ -31,7 +31,7 @@ from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
-from tests.support.consistency import is_consistent
+from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -261,7 +261,7 @@ class AgentMachine(RuleBasedStateMachine):
         residents = self.node.residents
         assert residents.leased() == 0
         assert is_consistent(residents)
-        assert self.node.core.threads == 2
+        assert threads_of(self.node.core) == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))
             if found not in (None, stored, self.spoiled(chunk)):  # a client's

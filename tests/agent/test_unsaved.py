@@ -40,7 +40,7 @@ from tests.agent.world import (
 )
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
-from tests.support.consistency import is_consistent
+from tests.support.consistency import is_consistent, paths_of
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
@@ -86,7 +86,7 @@ class Holder(Node):
     @property
     def unsaved(self) -> set[str]:
         """Paths of what is held back."""
-        return set(self.residents.unsaved.paths)
+        return paths_of(self.residents.unsaved)
 
     def count(self, name: str) -> float:
         """A counter."""
@@ -528,7 +528,7 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
     node, made = make(saves_max=4, store=store), payloads(list(range(16 * 40)))
     node.commit(made)
     node.read(node.find(made)[-1:])
-    wait_until(lambda: node.saves.waiting >= 2)
+    wait_until(lambda: node.saves._pool.waiting >= 2)
     wait_until(lambda: node.residents.leased() <= 6)
     assert node.residents.unsaved.has_due
     store.gate.set()

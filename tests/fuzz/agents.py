@@ -24,7 +24,7 @@ from tests.agent.world import RIGHT, Node, ended, pages_at
 from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import spoiled
 from tests.fuzz.target import Target, outcome, require
-from tests.support.consistency import is_consistent
+from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 
@@ -150,7 +150,7 @@ class _Agent:
         self.conversations = 0
         self._read()
         self.threads, self.descriptors = self._counted()
-        self.fetching = self.node.core.threads
+        self.fetching = threads_of(self.node.core)
         atexit.register(self.node.close)
 
     def _counted(self) -> tuple[int, int]:
@@ -200,7 +200,7 @@ class _Agent:
         _await(lambda: self.node.residents.leased() == 0, "a lease is lost")
         require(is_consistent(self.node.residents), "the arena is inconsistent")
         _await(self._has_no_more, "threads or descriptors are left")
-        require(self.node.core.threads == self.fetching, "a thread died")
+        require(threads_of(self.node.core) == self.fetching, "a thread died")
 
     def _has_no_more(self) -> bool:
         threads, descriptors = self._counted()

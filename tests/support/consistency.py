@@ -1,10 +1,34 @@
-"""Whether what an arena's cache keeps of its payloads agrees with itself."""
+"""What an agent keeps of its payloads, and whether it agrees with itself."""
 
 from itertools import pairwise
 
 from objkv.agent import arena_cache
 from objkv.agent.arena_cache import ArenaCache
+from objkv.agent.core import Core
 from objkv.agent.memory.arena import CellState, Extents
+from objkv.agent.unsaved import UnsavedPayloads
+
+
+def paths_of(unsaved: UnsavedPayloads) -> set[str]:
+    """The paths that they would have in the bulk store."""
+    return set(unsaved._by_path)
+
+
+def keys_of(cache: ArenaCache) -> list[str]:
+    """The keys of payloads that new readers find."""
+    with cache._lock:
+        return list(cache._by_key)
+
+
+def threads_of(core: Core) -> int:
+    """Threads that have not ended."""
+    return sum(thread.is_alive() for thread in core._threads)
+
+
+def fetches_of(core: Core) -> int:
+    """Payloads that wait for a thread or are being fetched."""
+    with core._changed:
+        return len(core._fetches) + len(core._busy)
 
 
 def covers_once(extents: Extents) -> bool:
@@ -29,7 +53,7 @@ def is_consistent(cache: ArenaCache) -> bool:
             and len(cache._cells) + sum(one.cell >= 0 for one in everything) == arena_cache.CELLS
             and cache._idle_bytes == sum(one.extent_bytes for one in everything if not one.leases)
             and len(ranked) == len(cache._ranking)
-            and all(path in cache._by_key or unsaved.keep(path) for path in unsaved.paths)
+            and all(path in cache._by_key or unsaved.keep(path) for path in paths_of(unsaved))
             and all(one.key in cache._ranking for one in ranked)
             and cache.unread_bytes == sum(one.nbytes for one in ranked if one.is_unused)
             and all(one.leases >= (one.state is CellState.FILLING) for one in everything)

@@ -358,7 +358,7 @@ class OrderRig:
 
     def let_saves_catch_up(self) -> None:
         """Wait while more saves would be dropped, as on a busy machine."""
-        self.wait_until(lambda: self.node.saves.waiting < _BEHIND_MAX)
+        self.wait_until(lambda: self.node.saves._pool.waiting < _BEHIND_MAX)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Poll for an event of another thread or of the device. Raises ``NotInTimeError``."""
