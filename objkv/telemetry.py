@@ -154,13 +154,22 @@ class MemoryRecorder:
         nothing happened.
         """
         with self._lock:
-            out = self._counters | self._levels
+            out = self._read()
             self._levels = {name: value for name, value in self._levels.items() if value}
-            for name, (n, total, largest) in self._observed.items():
-                out |= {f"{name}_count": float(n), f"{name}_sum": total, f"{name}_max": largest}
             self._counters.clear()
             self._observed.clear()
             return out
+
+    def read(self) -> dict[str, float]:
+        """Return what ``drain`` would, and clear nothing."""
+        with self._lock:
+            return self._read()
+
+    def _read(self) -> dict[str, float]:
+        out = self._counters | self._levels
+        for name, (n, total, largest) in self._observed.items():
+            out |= {f"{name}_count": float(n), f"{name}_sum": total, f"{name}_max": largest}
+        return out
 
     def samples(self) -> dict[str, list[float]]:
         """Return and clear the single observations since the last call, for ``sampled`` names."""

@@ -21,7 +21,7 @@ from objkv.agent.calls import (
     record_text,
 )
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
-from objkv.agent.messages import PrefetchOrder
+from objkv.agent.messages import MALFORMED, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.unsaved import UnsavedPayloads
 from objkv.cache.switch import SWITCH_PATH
@@ -34,15 +34,6 @@ from objkv.stores.base import WriteStore
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}/identity\.json")
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
-_INVALID = (
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    LookupError,
-    RecursionError,
-    TypeError,
-    ValueError,
-)
 _MISSING_S: Final = 0.5
 """For how long it is remembered that a chunk is missing. Saves of this node end that at once."""
 
@@ -113,75 +104,57 @@ class NodeCalls:
         self,
         index: WriteIndex,
         bulk: WriteStore,
-        prefetches: Prefetches | None = None,
-        policy: PutPolicy | None = None,
+        prefetches: Prefetches,
+        policy: PutPolicy,
         *,
         ttl_s: int,
-        changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        changed: Callable[[bytes], None],
     ) -> None:
         """``ttl_s``: life of records that clients write or touch. Theirs does not count: those that
         were given only the socket do not know that of the store. ``changed``: called after a
         client has changed a chunk's record."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
         self._policy, self._ttl_s, self._changed = policy, ttl_s, changed
-        self._verbs: dict[str, Callable[[Arguments], Any]] = {
-            "lookup": self._lookup,
-            "publish": self._publish,
-            "touch": self._touch,
-            "credit": self._credit,
-            "get": self._get,
-            "put": self._put,
-            "prefetch": self._prefetch,
-        }
 
     def run(self, text: str) -> str:
         """Run a call and return its result. Raises ``StoreError``, also for an invalid call."""
         try:
-            call = json.loads(text)
-            verb = self._verbs[call.pop("verb")]
-            return json.dumps(verb(call))
-        except _INVALID as exc:
+            return json.dumps(self._run(json.loads(text)))
+        except MALFORMED as exc:
             raise StoreDenied(f"an invalid call: {exc!r}"[:1000]) from exc
 
-    def _lookup(self, call: Arguments) -> list[Any]:
-        found = self._index.lookup(_namespace(call), read_hashes(call))
-        return [None if one is None else record_text(one) for one in found]
-
-    def _publish(self, call: Arguments) -> None:
-        chunk = _entry(call)
-        self._index.publish(chunk, read_shards(call["shards"]), ttl_s=self._ttl_s)
-        self._changed(chunk.prefix_hash)
-
-    def _touch(self, call: Arguments) -> None:
-        self._index.touch(_namespace(call), read_hashes(call), ttl_s=self._ttl_s)
-
-    def _credit(self, call: Arguments) -> None:
-        savings = Savings(**call["savings"])
-        _namespace(call["savings"])
-        if not all(type(one) is int for one in astuple(savings)[2:]):
-            raise ValueError("savings must be integers")
-        if self._policy is not None:
-            self._policy.credited(savings)
-        self._index.credit(savings)
-
-    def _prefetch(self, call: Arguments) -> dict[str, int]:
-        if self._prefetches is None:
-            raise StoreDenied("this agent does not prefetch")
-        order = PrefetchOrder(**call["order"])
-        return asdict(self._prefetches.start(_namespace(call), read_hashes(call), order))
-
-    def _get(self, call: Arguments) -> str | None:
-        path: str = call["path"]
-        if path != SWITCH_PATH:
-            _check_identity(path)
-        start = int(call.get("start", 0))
-        document = self._bulk.get_range(path, max(0, start), max(0, start) + DOCUMENT_BYTES_MAX)
-        return None if document is None else base64.b64encode(document).decode()
-
-    def _put(self, call: Arguments) -> bool:
-        path: str = call["path"]
-        _check_identity(path)
-        return self._bulk.put_if_absent(path, base64.b64decode(call["document"]))
+    def _run(self, call: Arguments) -> Any:
+        match call["verb"]:
+            case "lookup":
+                found = self._index.lookup(_namespace(call), read_hashes(call))
+                return [None if one is None else record_text(one) for one in found]
+            case "publish":
+                chunk = _entry(call)
+                self._index.publish(chunk, read_shards(call["shards"]), ttl_s=self._ttl_s)
+                return self._changed(chunk.prefix_hash)
+            case "touch":
+                return self._index.touch(_namespace(call), read_hashes(call), ttl_s=self._ttl_s)
+            case "credit":
+                savings = Savings(**call["savings"])
+                _namespace(call["savings"])
+                if not all(type(one) is int for one in astuple(savings)[2:]):
+                    raise ValueError("savings must be integers")
+                self._policy.credited(savings)
+                return self._index.credit(savings)
+            case "prefetch":
+                order = PrefetchOrder(**call["order"])
+                return asdict(self._prefetches.start(_namespace(call), read_hashes(call), order))
+            case "get":
+                path, start = call["path"], max(0, int(call.get("start", 0)))
+                if path != SWITCH_PATH:
+                    _check_identity(path)
+                document = self._bulk.get_range(path, start, start + DOCUMENT_BYTES_MAX)
+                return None if document is None else base64.b64encode(document).decode()
+            case "put":
+                _check_identity(call["path"])
+                content = base64.b64decode(call["document"])
+                return self._bulk.put_if_absent(call["path"], content)
+        raise ValueError("an unknown verb")
 
 
 def _namespace(call: Arguments) -> str:

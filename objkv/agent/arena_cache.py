@@ -67,35 +67,6 @@ class CachedPayload:
     waiters: set[Waiter] = field(default_factory=set)
 
 
-class Unread:
-    """Payloads that were prefetched and not read yet, oldest first. Not thread-safe."""
-
-    def __init__(self, nbytes_max: int) -> None:
-        """``nbytes_max``: of all of them, except for those that are leased."""
-        self._nbytes_max = nbytes_max
-        self._all: dict[CachedPayload, None] = {}
-        self.nbytes = 0
-
-    def add(self, one: CachedPayload) -> list[CachedPayload]:
-        """Add a payload. Returns those that must be evicted for it."""
-        self._all[one] = None
-        self.nbytes += one.nbytes
-        excess, given_up = self.nbytes - self._nbytes_max, []
-        for older in self._all:
-            if excess <= 0:
-                break
-            if not older.leases and older is not one:
-                given_up.append(older)
-                excess -= older.nbytes
-        return given_up
-
-    def remove(self, one: CachedPayload) -> None:
-        """Forget a payload that was read, or is no longer resident."""
-        if one in self._all:
-            del self._all[one]
-            self.nbytes -= one.nbytes
-
-
 class ArenaCache:
     """All payloads of one arena. Thread-safe. Nothing waits."""
 
@@ -104,15 +75,19 @@ class ArenaCache:
         arena: Arena,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
-        """``changed``, ``disk``: see ``UnsavedPayloads``."""
+        """``changed``, ``came_due``, ``disk``: see ``UnsavedPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.unsaved = UnsavedPayloads(recorder, changed, disk)
+        self.unsaved = UnsavedPayloads(recorder, changed, came_due, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
-        self._unread = Unread(self.ahead_bytes_max)
+        self._unread: dict[CachedPayload, None] = {}
+        """Payloads that were prefetched and not read yet, oldest first."""
+        self.unread_bytes = 0
+        """Bytes of those."""
         self._lock = Lock()
         self._by_key: dict[str, CachedPayload] = {}
         self._at: dict[int, CachedPayload] = {}
@@ -144,11 +119,6 @@ class ArenaCache:
         """Most bytes of prefetched payloads that are under way or were not read yet."""
         return self.total_bytes // _AHEAD_SHARE
 
-    @property
-    def unread_bytes(self) -> int:
-        """Bytes of resident payloads that were prefetched and not read yet."""
-        return self._unread.nbytes
-
     def __len__(self) -> int:
         return len(self._by_key)
 
@@ -173,13 +143,11 @@ class ArenaCache:
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
-                if not one.leases:
-                    self._idle_bytes -= one.extent_bytes
-                one.leases += 1
+                self._lease(one)
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
-                    self._unread.remove(one)
+                    self._forget_unread(one)
                     self._recorder.count("agent_prefetch_used")
                 if one.state is CellState.READY and not ahead:
                     if not is_first:
@@ -206,10 +174,7 @@ class ArenaCache:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
-            if not one.leases:
-                self._idle_bytes -= one.extent_bytes
-            one.leases += 1
-            return one
+            return self._lease(one)
 
     def note_unsaved(
         self, one: CachedPayload, claim: Claim, record: ShardRecord, *, is_due: bool
@@ -236,10 +201,6 @@ class ArenaCache:
             one.state, one.reason = CellState.FAILED, MissReason.LATE
             self._release(one)
             return True
-
-    def is_ready(self, one: CachedPayload) -> bool:
-        """Whether a leased payload is complete."""
-        return one.state is CellState.READY
 
     def view(self, one: CachedPayload) -> memoryview:
         """Return the memory of a leased payload. Only a fill may write it."""
@@ -294,8 +255,8 @@ class ArenaCache:
             if one.is_listed:
                 self.unsaved.arrived(one.key)
                 self._ranking.add(one.key, one.nbytes, is_unread=one.is_unused)
-                for older in self._unread.add(one) if one.is_unused else ():
-                    self._evict(older)
+                if one.is_unused:
+                    self._add_unread(one)
         self._tell(one, Progress(CellState.READY, layers, one.offset, one.nbytes, 0))
         self._end_fill(one)
 
@@ -340,33 +301,6 @@ class ArenaCache:
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
 
-    def listed(self) -> list[str]:
-        """Return the keys of payloads that new readers find."""
-        with self._lock:
-            return list(self._by_key)
-
-    def check(self) -> bool:
-        """Whether memory, cells, states and ranking agree with each other."""
-        with self._lock:
-            everything, placed = self._all, self._at.values()
-            ranked = [one for one in self._by_key.values() if one.state is CellState.READY]
-            return (
-                self._extents.check()
-                and self._extents.taken == self._at.keys()
-                and all(self._extents.size(one.offset) == one.extent_bytes for one in placed)
-                and len(self._cells) + sum(one.cell >= 0 for one in everything) == CELLS
-                and self._idle_bytes
-                == sum(one.extent_bytes for one in everything if not one.leases)
-                and len(ranked) == len(self._ranking)
-                and all(
-                    path in self._by_key or self.unsaved.keep(path) for path in self.unsaved.paths
-                )
-                and all(one.key in self._ranking for one in ranked)
-                and self._unread.nbytes == sum(one.nbytes for one in ranked if one.is_unused)
-                and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
-                and all(one.leases > 0 for one in everything if not one.is_listed)
-            )
-
     def _tell(self, one: CachedPayload, progress: Progress) -> None:
         self._arena.board.write(one.cell, progress)
         with self._lock:
@@ -378,6 +312,12 @@ class ArenaCache:
         with self._lock:
             one.waiters.clear()
             self._release(one)
+
+    def _lease(self, one: CachedPayload) -> CachedPayload:
+        if not one.leases:
+            self._idle_bytes -= one.extent_bytes
+        one.leases += 1
+        return one
 
     def _release(self, one: CachedPayload) -> None:
         assert one.leases > 0
@@ -441,8 +381,23 @@ class ArenaCache:
                 self._idle_bytes -= one.extent_bytes
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
-            self._unread.remove(one)
+            self._forget_unread(one)
             self.unsaved.left_arena(one.key)
+
+    def _add_unread(self, one: CachedPayload) -> None:
+        """Remember a prefetched payload, and evict older ones of which there are too many."""
+        self._unread[one] = None
+        self.unread_bytes += one.nbytes
+        for older in list(self._unread):
+            if self.unread_bytes <= self.ahead_bytes_max:
+                break
+            if not older.leases and older is not one:
+                self._evict(older)
+
+    def _forget_unread(self, one: CachedPayload) -> None:
+        if one in self._unread:
+            del self._unread[one]
+            self.unread_bytes -= one.nbytes
 
     def _free(self, one: CachedPayload) -> None:
         if one.offset >= 0:

@@ -20,7 +20,7 @@ from objkv.agent.messages import (
     PrefetchOrder,
     ProtocolError,
     kind_of,
-    pack_call,
+    pack_text,
     unpack_text,
 )
 from objkv.background import ClosedError, Steps
@@ -59,7 +59,7 @@ class AgentCalls:
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
         try:
-            message = pack_call(json.dumps({"verb": verb} | arguments))
+            message = pack_text(MessageKind.CALL, json.dumps({"verb": verb} | arguments))
         except ProtocolError as exc:
             raise StoreError(f"{verb}: {exc}") from exc
         answer = yield from self._use(MessageKind.CALL, lambda agent: agent.call(message))

@@ -7,36 +7,15 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from threading import Condition, Lock, Thread
+from threading import Condition, Lock, Thread, get_ident
 from time import monotonic
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
 from objkv.agent.disk import Disk
-from objkv.agent.fill import (
-    UNKNOWN,
-    WHOLE,
-    Cuts,
-    Fill,
-    GivenUpError,
-    KnownShape,
-    NoRoomError,
-    Source,
-    Staging,
-)
+from objkv.agent.fill import UNKNOWN, WHOLE, Cuts, Fill, KnownShape, MissError, Source, Staging
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.messages import (
-    MissReason,
-    PayloadRequest,
-    Urgency,
-    is_unsaved,
-)
-from objkv.agent.queue import (
-    BusyThreads,
-    FetchJob,
-    FetchQueue,
-    Priority,
-)
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency, is_unsaved
+from objkv.agent.queue import FetchJob, FetchQueue, Priority
 from objkv.agent.spill import Spill
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
@@ -47,6 +26,8 @@ from objkv.telemetry import Recorder, Trouble
 logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
 """After this time without a payload, a fetching thread gives its staging buffer back."""
+_LATE_S = 0.2
+"""A thread hangs if it goes on for this time after its payload's deadline."""
 _OPEN_AT_ONCE = 8
 """Payloads under one hold of the lock, for which a step of another replica may wait: a prefetch may
 have thousands."""
@@ -66,14 +47,6 @@ class CoreLimits:
     cuts: Cuts = field(default_factory=Cuts)
 
 
-class _MissError(ObjkvError):
-    """A payload is a miss before it is fetched."""
-
-    def __init__(self, reason: MissReason) -> None:
-        super().__init__(reason.name)
-        self.reason = reason
-
-
 class Core:
     """Thread-safe. ``open`` and ``release`` never wait."""
 
@@ -86,10 +59,12 @@ class Core:
         *,
         disk: Disk | None = None,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
     ) -> None:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
-        chunk after a lookup of it has another outcome. Must not wait."""
-        self.residents = ArenaCache(arena, recorder, changed, disk)
+        chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
+        were held back are to be saved. Neither may wait."""
+        self.residents = ArenaCache(arena, recorder, changed, came_due, disk)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
@@ -99,7 +74,9 @@ class Core:
         self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
-        self._fetches, self._busy = FetchQueue(), BusyThreads()
+        self._fetches = FetchQueue()
+        self._busy: dict[int, float] = {}
+        """The deadline of the payload that each busy thread fetches, by thread id."""
         self._prefetching = 0
         self._closed = self._draining = False
         self._known: dict[tuple[str, str], KnownShape] = {}
@@ -188,17 +165,6 @@ class Core:
         if is_kept and self.spill is not None and one.state is CellState.READY:
             self.spill.offer(one)
 
-    @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return sum(thread.is_alive() for thread in self._threads)
-
-    @property
-    def in_flight(self) -> int:
-        """Payloads that wait for a thread or are being fetched."""
-        with self._changed:
-            return len(self._fetches) + len(self._busy)
-
     def forget_client(self, client: Waiter) -> None:
         """The client has gone; its leases were released."""
         with self._changed:
@@ -233,7 +199,11 @@ class Core:
         return True
 
     def _is_stuck(self) -> bool:
-        return self._busy.all_late(self._limits.threads)
+        """Whether all threads work well beyond their payloads' deadlines, because a file system
+        hangs whose calls cannot be cancelled. To queue more is pointless then."""
+        if len(self._busy) < self._limits.threads:
+            return False
+        return max(self._busy.values()) + _LATE_S < monotonic()
 
     def _serve(self) -> None:
         staging = Staging()
@@ -254,7 +224,7 @@ class Core:
     def _end(self, job: FetchJob, rest: FetchJob | None) -> None:
         """End a job, or queue the rest of it."""
         with self._changed:
-            self._busy.end()
+            del self._busy[get_ident()]
             if job.urgency is Urgency.PREFETCH:
                 self._prefetching -= 1
             if rest is not None and not self._closed:
@@ -277,7 +247,7 @@ class Core:
                 return None
             self._prefetching += 1
         job = self._fetches.take()
-        self._busy.begin(job.deadline)
+        self._busy[get_ident()] = job.deadline
         if self._fetches.next_urgency() is not None:
             self._changed.notify()
         return job
@@ -293,21 +263,13 @@ class Core:
             with EndsBy(job.deadline):
                 if fill is None:
                     fill = self._from_disk(job, staging) or self._new_fill(self._stored(job))
-                if not fill.is_complete:
-                    reason = self._fill(fill, job.deadline, staging)
-                else:
-                    reason = MissReason.NONE
+                is_over = fill.is_complete
+                reason = MissReason.NONE if is_over else self._fill(fill, job.deadline, staging)
             if fill.header is not None:
                 known = KnownShape(fill.header.frames.layers, fill.header_bytes)
                 self._remember((key.namespace, key.field), known)
-        except _MissError as exc:
+        except MissError as exc:
             reason = exc.reason
-        except NoRoomError:
-            reason = MissReason.NO_ROOM
-        except GivenUpError:
-            if self.residents.give_up(job.one):
-                return None
-            reason = MissReason.STORE  # for who came meanwhile
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             logger.exception("payload not loaded, unexpectedly key=%s", key.path())
@@ -319,6 +281,8 @@ class Core:
             self.keep(job.one, was_read=not job.one.is_unused)
             if not job.one.is_unused:
                 self.residents.unsaved.seen_again(job.one.key)
+        elif self.residents.give_up(job.one):
+            return None
         elif self._is_worth_another_try(job, reason, layers):
             self.residents.retract(job.one)
             return job._replace(deadline=job.one.deadline, fill=None)
@@ -349,11 +313,17 @@ class Core:
         if self.spill is None or monotonic() >= job.deadline:
             return None
         self.spill.disk.untie(job.one.key)
-        return self.spill.fill(job.wanted, partial(self._new_fill, job), job.one, staging)
+        if (source := self.spill.source(job.wanted)) is None:
+            return None
+        fill = self._new_fill(job, source)
+        if self.spill.read(fill, staging):
+            return fill
+        self.residents.retract(job.one)
+        return None
 
     def _stored(self, job: FetchJob) -> FetchJob:
         """Return the job with the payload's record in the index, if it has one that is only this
-        node's: that payload was in memory, and has been evicted. Raises ``_MissError``."""
+        node's: that payload was in memory, and has been evicted. Raises ``MissError``."""
         if not is_unsaved(job.wanted.record):
             return job
         claim = job.wanted.claim
@@ -366,10 +336,10 @@ class Core:
             else:
                 logger.exception("payload not found, unexpectedly key=%s", claim.key.path())
             late = monotonic() >= job.deadline
-            raise _MissError(MissReason.LATE if late else MissReason.STORE) from exc
+            raise MissError(MissReason.LATE if late else MissReason.STORE) from exc
         if record is None:
             self._recorder.count("agent_unsaved_misses")
-            raise _MissError(MissReason.MISSING)
+            raise MissError(MissReason.MISSING)
         return job._replace(wanted=PayloadRequest(claim, record))
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
@@ -385,7 +355,7 @@ class Core:
             self._recorder.count("load_corrupt")
             self._reject(wanted, corrupt=True)
             return MissReason.CORRUPT
-        except (NoRoomError, GivenUpError):
+        except MissError:
             raise
         except ObjkvError as exc:
             self._recorder.count("load_errors")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
-from objkv.agent.messages import PayloadRequest
+from objkv.agent.messages import MissReason, PayloadRequest
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import (
     Header,
@@ -71,12 +71,12 @@ class KnownShape(NamedTuple):
 UNKNOWN = KnownShape()
 
 
-class GivenUpError(TransferError):
-    """No client has a lease of the payload any more."""
+class MissError(TransferError):
+    """The payload cannot be had now, whatever its bytes."""
 
-
-class NoRoomError(TransferError):
-    """The arena has no memory for the payload."""
+    def __init__(self, reason: MissReason) -> None:
+        super().__init__(reason.name)
+        self.reason = reason
 
 
 class Staging:
@@ -136,9 +136,10 @@ class Fill:
         self._residents, self._cache, self._known = residents, cache, known
         is_plain = source is not None or wanted.record.codec == "none"
         self._is_direct = is_plain and cache.seal is None
-        self._nbytes = wanted.record.nbytes if source is None else source.nbytes
+        self.nbytes = wanted.record.nbytes if source is None else source.nbytes
+        """Length of the payload where it is read."""
         # A sealed payload is announced as a whole, since its header hides the frames' checksums.
-        count = cuts.count(self._nbytes) if source is None and cache.seal is None else 1
+        count = cuts.count(self.nbytes) if source is None and cache.seal is None else 1
         self._parts: list[tuple[int, int]] = []
         """The byte ranges that are left, once the header is known."""
         self._count, self.is_whole = count, count == 1
@@ -153,11 +154,11 @@ class Fill:
         stored.
 
         Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
-        promise, ``NoRoomError``, and ``StoreError``.
+        promise, ``MissError``, and ``StoreError``.
         """
-        if self._nbytes > self._residents.payload_bytes_max:
-            raise NoRoomError(f"a payload of {self._nbytes} bytes is too large for the arena")
-        if not self._nbytes:
+        if self.nbytes > self._residents.payload_bytes_max:
+            raise MissError(MissReason.NO_ROOM)
+        if not self.nbytes:
             raise PayloadError("an empty payload by the record")
         try:
             is_stored = self._take_memory(staging) and self._next_part()
@@ -178,18 +179,18 @@ class Fill:
             if self._place is None and (size := self._known.header_bytes):
                 size += self.wanted.record.raw_bytes
                 self._place = self._residents.allot(self._one, size, is_sure=False)
-            self._stored = staging.view(self._nbytes + spare)
+            self._stored = staging.view(self.nbytes + spare)
             return True
         is_sure = self._source is not None
         if self._place is None:
-            self._place = self._residents.allot(self._one, self._nbytes, spare, is_sure=is_sure)
+            self._place = self._residents.allot(self._one, self.nbytes, spare, is_sure=is_sure)
         if self._place is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
             return False
-        self._stored = self._place or self._allot(self._nbytes, spare)
+        self._stored = self._place or self._allot(self.nbytes, spare)
         return True
 
     def _whole(self) -> bool:
-        got = self._get(self._stored[: self._nbytes], 0, None)
+        got = self._get(self._stored[: self.nbytes], 0, None)
         if got is None:
             return False
         self._arrived(got)
@@ -208,14 +209,15 @@ class Fill:
         if self.is_whole:
             return True
         is_first = self.header is None
-        start, end = (0, self._opening_bytes) if is_first else self._parts.pop(0)
-        is_last = end == self._nbytes
+        opening = min(self.nbytes, self.nbytes // self._count + _HEADER_BYTES)
+        start, end = (0, opening) if is_first else self._parts.pop(0)
+        is_last = end == self.nbytes
         got = self._get(self._stored[start : end + is_last], start, start)
         if got is None:
             return False
         self._arrived(start + min(got, end - start))
         header = self.header
-        if header is None or (is_first and header.nbytes != self._nbytes):
+        if header is None or (is_first and header.nbytes != self.nbytes):
             self.is_whole = True
             return True
         if got != end - start:
@@ -224,10 +226,6 @@ class Fill:
             self._parts = list(self._cut(header, end))
         self.is_complete = not self._parts
         return True
-
-    @property
-    def _opening_bytes(self) -> int:
-        return min(self._nbytes, self._nbytes // self._count + _HEADER_BYTES)
 
     def _cut(self, header: Header, done: int) -> Iterator[tuple[int, int]]:
         """Yield the ranges of the other parts, each with about as many frames, after the first
@@ -238,13 +236,13 @@ class Fill:
         cuts = [starts[first + left * n // count] for n in range(count)] if left else []
         if cuts and self._is_direct:  # a frame that has begun to arrive stays in its place
             cuts[0] = done
-        yield from pairwise([*cuts, self._nbytes])
+        yield from pairwise([*cuts, self.nbytes])
 
     def _get(self, buffer: memoryview, first: int, start: int | None) -> int | None:
         """Read the payload from byte ``first`` on; ``start``: see ``ReadStore.get_into``."""
 
         def arrived(nbytes: int) -> None:
-            self._arrived(min(first + nbytes, self._nbytes))
+            self._arrived(min(first + nbytes, self.nbytes))
 
         if self._source is not None:
             return self._source.get_into(buffer, arrived)
@@ -259,7 +257,7 @@ class Fill:
     def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
         room = self._residents.allot(self._one, nbytes, spare)
         if room is None:
-            raise NoRoomError(f"no room for {nbytes} bytes in the arena")
+            raise MissError(MissReason.NO_ROOM)
         self._place = room
         return room
 
@@ -273,7 +271,7 @@ class Fill:
     def _arrived(self, nbytes: int) -> None:
         """Verify the frames that are complete after the first ``nbytes``."""
         if self._one.leases <= 1 and self._source is None:  # the lease is this fetch's own
-            raise GivenUpError("the load was given up")
+            raise MissError(MissReason.STORE)  # if another client comes meanwhile
         if self.header is None and nbytes >= _LENGTH_BYTES:
             self._open(nbytes)
         header = self.header
@@ -298,13 +296,13 @@ class Fill:
         record = self.wanted.record  # a folder that is its own index knows only a file's length
         if record.raw_bytes not in (header.raw_bytes, record.nbytes):
             raise PayloadError(f"{header.raw_bytes} bytes of pages, not those of the record")
-        if header.nbytes > self._nbytes:
-            raise PayloadError(f"{header.nbytes} bytes, expected at most {self._nbytes}")
+        if header.nbytes > self.nbytes:
+            raise PayloadError(f"{header.nbytes} bytes, expected at most {self.nbytes}")
         if self._is_direct:
             if header.codec != "none":
                 raise PayloadError(f"codec {header.codec}, expected none by the record")
-            if header.nbytes != self._nbytes:  # the rest of its memory would be served too
-                raise PayloadError(f"{header.nbytes} bytes, expected {self._nbytes}")
+            if header.nbytes != self.nbytes:  # the rest of its memory would be served too
+                raise PayloadError(f"{header.nbytes} bytes, expected {self.nbytes}")
             self.header_bytes = header.data_start
         else:
             self._is_encrypted = header.cipher is not None

@@ -34,6 +34,16 @@ PREFETCH_S_MAX: Final = 600
 UNSAVED_MARK: Final = "unsaved:"
 """Begins the checksum in the record of a payload that only this node has. No index has such a one.
 """
+MALFORMED: Final = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading JSON that another process wrote may raise."""
 _NAMESPACE_CHARS = 32
 _FIND_RECORDS = 512
 _RECORD_BYTES_MAX = 400
@@ -156,7 +166,7 @@ class Hello(NamedTuple):
 class Opening(NamedTuple):
     """A request to read payloads of one namespace."""
 
-    urgency: int
+    urgency: Urgency
     deadline_ms: int
     wanted: Sequence[PayloadRequest]
 
@@ -177,7 +187,7 @@ class OpenAnswer(NamedTuple):
     nbytes: int
 
 
-_HELLO = struct.Struct("<BHBB")
+_HELLO = struct.Struct("<BH??")
 _COMMIT = struct.Struct("<BQQB")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
@@ -203,22 +213,12 @@ def unpack_hello(message: bytes) -> Hello:
     """Read the message. The fields after the version may differ in other versions."""
     if len(message) < _HELLO.size:
         raise ProtocolError("a greeting that is too short")
-    _, version, wants_arena, has_outbox = _HELLO.unpack_from(message)
-    return Hello(version, bool(wants_arena), bool(has_outbox))
+    return Hello(*_HELLO.unpack_from(message)[1:])
 
 
 def pack_text(kind: MessageKind, text: str) -> bytes:
-    """Return a message that has only a text."""
-    return bytes((kind,)) + text.encode()[: MESSAGE_BYTES_MAX - 1]
-
-
-def pack_call(text: str, kind: MessageKind = MessageKind.CALL) -> bytes:
-    """Return the message of a call, or of its result. Raises ``ProtocolError`` if it is too
-    long."""
-    message = bytes((kind,)) + text.encode()
-    if len(message) > MESSAGE_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(message)} bytes")
-    return message
+    """Return a message that has only a text. Raises ``ProtocolError`` if it is too long."""
+    return _bounded(bytes((kind,)) + text.encode())
 
 
 def unpack_text(message: bytes) -> str:
@@ -228,7 +228,7 @@ def unpack_text(message: bytes) -> str:
 
 def pack_rejection(wanted: PayloadRequest) -> bytes:
     """Return the message that a payload is not what its key promises."""
-    return pack_opening(Opening(0, 0, (wanted,)), MessageKind.REJECT)
+    return pack_opening(Opening(Urgency.IN_STEP, 0, (wanted,)), MessageKind.REJECT)
 
 
 def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> bytes:
@@ -248,10 +248,7 @@ def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> byte
     names = "\n".join([f"{group}.{shard}" for group, shard in fields]).encode()
     counts = len(wanted), len(names)
     head = _OPENING.pack(kind, urgency, deadline_ms, namespace.encode(), *counts)
-    message = b"".join((head, names, *entries, b"\n".join(records)))
-    if len(message) > MESSAGE_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(message)} bytes")
-    return message
+    return _bounded(b"".join((head, names, *entries, b"\n".join(records))))
 
 
 def unpack_opening(message: bytes) -> Opening:
@@ -273,7 +270,7 @@ def unpack_opening(message: bytes) -> Opening:
                 raise ProtocolError("an invalid record or range of tokens")
             key = ChunkKey(namespace, prefix_hash, *keys[field])
             wanted.append(PayloadRequest(Claim(key, parent_hash, start, stop), record))
-        return Opening(urgency, deadline_ms, wanted)
+        return Opening(Urgency(urgency), deadline_ms, wanted)
     except (struct.error, ValueError, IndexError) as exc:
         raise ProtocolError(f"an invalid opening: {exc}") from exc
 
@@ -350,10 +347,7 @@ def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) ->
     """Return the message."""
     names = "\n".join(fields).encode()
     head = _FIND.pack(MessageKind.FIND, namespace.encode(), len(names))
-    message = b"".join((head, names, *hashes))
-    if len(message) > MESSAGE_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(message)} bytes")
-    return message
+    return _bounded(b"".join((head, names, *hashes)))
 
 
 def unpack_find(message: bytes) -> tuple[str, bytes, tuple[str, ...]]:
@@ -398,6 +392,12 @@ def read_block(text: bytes, count: int, fields: tuple[str, ...]) -> tuple[Shards
 def pack_failure(error: ObjkvError) -> bytes:
     """Return the message that a call failed in the agent, with the error's class and text."""
     return pack_text(MessageKind.FAILED, f"{type(error).__name__}\n{error}"[:4096])
+
+
+def _bounded(message: bytes) -> bytes:
+    if len(message) > MESSAGE_BYTES_MAX:
+        raise ProtocolError(f"a message of {len(message)} bytes")
+    return message
 
 
 def _expect(message: bytes, kind: MessageKind) -> None:

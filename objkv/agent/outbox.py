@@ -13,7 +13,7 @@ from time import monotonic
 import numpy as np
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.memory.arena import PAGE, check_seals, seal_size
+from objkv.agent.memory.arena import PAGE, check_size, make_memory
 from objkv.agent.messages import CommitStatus
 from objkv.cache.chunks import InFlightSaves, SaveOutcome
 from objkv.codec.payload import Claim, Header
@@ -34,14 +34,8 @@ class Outbox:
     def __init__(self, nbytes: int) -> None:
         """Raises ``OSError``."""
         self.nbytes = -(-nbytes // PAGE) * PAGE
-        self.fd = os.memfd_create("objkv-outbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        self.fd = make_memory("outbox", self.nbytes)
         """The memfd. This object closes it."""
-        try:
-            os.ftruncate(self.fd, self.nbytes)
-            seal_size(self.fd)
-        except OSError:
-            os.close(self.fd)
-            raise
 
     def close(self) -> None:
         """Close the descriptor. Mappings stay. Idempotent."""
@@ -58,12 +52,7 @@ class ClientOutbox:
         another file might take for ever."""
         self._fd = fd
         try:
-            self.nbytes = os.fstat(fd).st_size
-            if not check_seals(fd, writable=True):
-                raise TransferError("the outbox is not sealed")
-        except OSError as exc:
-            self.close()
-            raise TransferError(f"the outbox is no memfd: {exc}") from exc
+            self.nbytes = check_size(fd, "outbox", writable=True)
         except TransferError:
             self.close()
             raise

@@ -272,9 +272,9 @@ class PayloadReader:
         except Exception:  # whatever it is, each of them gets its end
             self._waiting.extendleft(reversed(batch))
             raise
-        if leases[0].progress.reason == MissReason.CLOSED:
+        self._is_moving = leases[0].progress.reason == MissReason.CLOSED
+        if self._is_moving:
             self._waiting.extendleft(reversed(batch))
-            self._is_moving = True
         else:
             self._open += zip(batch, leases, strict=True)
 

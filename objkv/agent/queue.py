@@ -1,10 +1,9 @@
-"""The order in which the agent fetches payloads, and which threads are busy."""
+"""The order in which the agent fetches payloads."""
 
 from collections import deque
 from collections.abc import Callable
 from heapq import heappop, heappush
 from itertools import count
-from threading import get_ident
 from time import monotonic
 from typing import NamedTuple
 
@@ -14,8 +13,6 @@ from objkv.agent.messages import PayloadRequest, Urgency
 
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
-_LATE_S = 0.2
-"""A thread hangs if it goes on for this time after its payload's deadline."""
 
 
 class Priority(NamedTuple):
@@ -132,30 +129,3 @@ class FetchQueue:
     def forget(self, client: object) -> None:
         """The client has gone."""
         self._due.pop(client, None)
-
-
-class BusyThreads:
-    """The threads that fetch. Not thread-safe: its owner's lock guards it."""
-
-    def __init__(self) -> None:
-        self._deadlines: dict[int, float] = {}
-        """The deadline of each busy thread's payload, by thread id."""
-
-    def __len__(self) -> int:
-        return len(self._deadlines)
-
-    def all_late(self, threads: int) -> bool:
-        """Whether all ``threads`` work well beyond their payloads' deadlines, because a file system
-        hangs whose calls cannot be cancelled. To queue more is pointless then."""
-        if len(self._deadlines) < threads:
-            return False
-        now = monotonic()
-        return all(deadline + _LATE_S < now for deadline in self._deadlines.values())
-
-    def begin(self, deadline: float) -> None:
-        """The calling thread begins to fetch a payload."""
-        self._deadlines[get_ident()] = deadline
-
-    def end(self) -> None:
-        """The calling thread has ended, with or without success."""
-        del self._deadlines[get_ident()]

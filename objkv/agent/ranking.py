@@ -14,6 +14,9 @@ from collections.abc import Callable
 from typing import Final
 
 _READS_MAX: Final = 3
+_PROBATION: Final = 1 / 2
+"""Share of the memory. A conversation's next turn comes after many other prompts: with a tenth,
+most conversations were gone by then."""
 
 
 class _Fifo:
@@ -37,10 +40,6 @@ class _Fifo:
 
 class Ranking:
     """Payloads by key. Thread safety is the caller's."""
-
-    probation: float = 1 / 2
-    """Share of the memory. A conversation's next turn comes after many other prompts: with a tenth,
-    most conversations were gone by then."""
 
     def __init__(self, nbytes_max: int) -> None:
         """``nbytes_max``: size of the arena."""
@@ -83,7 +82,7 @@ class Ranking:
     def victim(self, is_free: Callable[[str], bool]) -> str | None:
         """Return the payload to evict next among those for which ``is_free`` is true; None if there
         is none. It stays ranked. Others may change their places."""
-        on_probation_first = self._new.nbytes >= self.probation * self._nbytes_max
+        on_probation_first = self._new.nbytes >= _PROBATION * self._nbytes_max
         if on_probation_first or not self._main.keys:
             return self._from_new(is_free) or self._from_main(is_free)
         return self._from_main(is_free) or self._from_new(is_free)

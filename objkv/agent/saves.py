@@ -18,7 +18,7 @@ from typing import Final
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
-from objkv.agent.memory.arena import ALL_FRAMES
+from objkv.agent.memory.arena import ALL_FRAMES, CellState
 from objkv.agent.messages import CommitStatus, MissReason
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.unsaved import unsaved_record
@@ -109,7 +109,6 @@ class NodeSaves:
         """Paths of payloads whose sighting is not recorded yet."""
         self._sighting: Pool[None] = Pool("objkv-sight", 1, self._look)
         self._unsaved = core.residents.unsaved
-        self._unsaved.on_due = self._wake
 
     def commit(
         self, outbox: ClientOutbox, offset: int, nbytes: int, *, puts: bool = False
@@ -167,6 +166,11 @@ class NodeSaves:
         self._note_unsaved(resident, header, is_due=True)
         return status if self._begin(resident, header.claim) else CommitStatus.NO_ROOM
 
+    def wake(self) -> None:
+        """Look soon for due payloads and new sightings. Never waits."""
+        if not self._sighting.waiting:  # a waiting job looks at everything
+            self._sighting.put((None,))
+
     def drain(self, seconds: float) -> bool:
         """Wait for all saves, for at most ``seconds``. Returns whether all have ended. Payloads
         that were not seen again do not count."""
@@ -196,11 +200,6 @@ class NodeSaves:
         stuck = self._pool.close(max(end - monotonic(), JOIN_S), give_up=self._give_up)
         if stuck:
             logger.warning("threads still saving at shutdown names=%s", ",".join(stuck))
-
-    @property
-    def waiting(self) -> int:
-        """Payloads that wait to be saved."""
-        return self._pool.waiting
 
     @property
     def is_shedding(self) -> bool:
@@ -279,7 +278,7 @@ class NodeSaves:
     ) -> tuple[CommitStatus, CachedPayload | None]:
         """Save a payload that is resident already, and so verified."""
         status = CommitStatus.REPEATED  # it is being fetched, so it is stored
-        if self._residents.is_ready(resident):
+        if resident.state is CellState.READY:
             if read_header(self._residents.view(resident)).claim == claim:
                 return CommitStatus.ACCEPTED, resident
             logger.warning("payload of a client refused reason=it claims other tokens")
@@ -303,12 +302,7 @@ class NodeSaves:
             self._recorder.count("agent_sighting_drops")
             return
         self._made.append(resident.key)
-        self._wake()
-
-    def _wake(self) -> None:
-        """Let the thread look for due payloads and new sightings."""
-        if not self._sighting.waiting:  # a waiting job looks at everything
-            self._sighting.put((None,))
+        self.wake()
 
     def _look(self, _: None) -> None:
         """Save what is due while there is room, and record what was made, as many in a round trip
@@ -422,7 +416,7 @@ class NodeSaves:
         self._residents.release(save.resident)
         self._cache.in_flight.end(save.resident.key)
         if self._unsaved.has_due:
-            self._wake()
+            self.wake()
         self._has_ended.set()
 
     def _give_up(self, saves: Sequence[_Save]) -> None:

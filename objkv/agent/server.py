@@ -31,7 +31,6 @@ from objkv.agent.messages import (
     Urgency,
     find_max,
     kind_of,
-    pack_call,
     pack_committed,
     pack_failure,
     pack_found,
@@ -53,6 +52,10 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
+_CLIENTS_MAX = 512
+_LEASES_MAX = 16_384
+"""Per client."""
+_DEADLINE_MS_MAX = 600_000
 _SEND_S = 5.0
 """How long a client may leave an answer unread. Answers fit into its socket's buffer."""
 _HELLO_S = 10.0
@@ -63,16 +66,6 @@ _PAUSE_S = 1.0
 _LOOK_S = 0.02
 _REFUSED_MAX = 8
 """Refused clients that may wait for the reason. Others are only hung up on."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLimits:
-    """Bounds of the server."""
-
-    clients_max: int = 512
-    leases_max: int = 16_384
-    """Per client."""
-    deadline_ms_max: int = 600_000
 
 
 class AgentSession:
@@ -103,7 +96,7 @@ class AgentSession:
         answers = []
         for one in self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency):
             if isinstance(one, MissReason):
-                answers.append(OpenAnswer(CellState.FAILED, one, 0, 0, 0, 0))
+                answers.append(_missed(one))
                 continue
             number = self._next
             self._next = number % 0xFFFF_FFFF + 1
@@ -127,13 +120,9 @@ class AgentSession:
         """Receive nothing more from a client that has no lease. Messages that it has sent are
         answered."""
         if self.busy.acquire(blocking=False):
-            try:
-                if not len(self):
-                    self.sock.shutdown(socket.SHUT_RD)
-            except OSError:
-                logger.debug("client gone", exc_info=True)
-            finally:
-                self.busy.release()
+            if not len(self):
+                _shut(self.sock, socket.SHUT_RD)
+            self.busy.release()
 
     def end_all(self) -> None:
         """End all leases, and close the connection. Idempotent."""
@@ -161,15 +150,9 @@ class AgentParts:
 class AgentServer:
     """Serves clients on a listening socket until it is closed."""
 
-    def __init__(
-        self,
-        listener: socket.socket,
-        parts: AgentParts,
-        limits: ServerLimits | None = None,
-    ) -> None:
+    def __init__(self, listener: socket.socket, parts: AgentParts) -> None:
         """Closes ``listener``, and none of the parts."""
         self._listener, self._parts, self._core = listener, parts, parts.core
-        self._limits = limits or ServerLimits()
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
@@ -201,7 +184,7 @@ class AgentServer:
         """Accept connections at another socket, which this object closes as it does the old one."""
         with self._lock:
             before, self._listener = self._listener, listener
-        _hang_up(before)  # wakes the thread that accepts
+        _shut(before)  # wakes the thread that accepts
         before.close()
 
     def stop_accepting(self) -> None:
@@ -227,10 +210,10 @@ class AgentServer:
             self._closed = True
             clients = dict(self._clients)
         if self._listener.fileno() >= 0:
-            _hang_up(self._listener)
+            _shut(self._listener)
             self._listener.close()
         for client in clients:
-            _hang_up(client.sock)
+            _shut(client.sock)
         self._refusals.close(give_up=_close_all)
         join_all([self._thread, *clients.values()], JOIN_S)
 
@@ -273,8 +256,8 @@ class AgentServer:
         _, uid = peer_of(sock)
         if not is_served(uid):
             return f"this agent serves user {os.geteuid()}, not user {uid}"
-        if len(self._clients) >= self._limits.clients_max:
-            return f"this agent has {self._limits.clients_max} clients already"
+        if len(self._clients) >= _CLIENTS_MAX:
+            return f"this agent has {_CLIENTS_MAX} clients already"
         return None
 
     def _refuse(self, refusal: tuple[socket.socket, str]) -> None:
@@ -342,15 +325,10 @@ class AgentServer:
             return pack_failure(exc)
 
     def _open(self, client: AgentSession, message: bytes) -> bytes:
-        opening = unpack_opening(message)
-        if opening.urgency not in set(Urgency):
-            raise ProtocolError(f"urgency {opening.urgency}")
-        wanted = opening.wanted
-        if len(client) + len(wanted) > self._limits.leases_max:
-            none = OpenAnswer(CellState.FAILED, MissReason.NO_ROOM, 0, 0, 0, 0)
-            return pack_opened([none] * len(wanted))
-        deadline_s = min(opening.deadline_ms, self._limits.deadline_ms_max) / 1000
-        urgency = Urgency(opening.urgency)
+        urgency, deadline_ms, wanted = unpack_opening(message)
+        if len(client) + len(wanted) > _LEASES_MAX:
+            return pack_opened([_missed(MissReason.NO_ROOM)] * len(wanted))
+        deadline_s = min(deadline_ms, _DEADLINE_MS_MAX) / 1000
         return pack_opened(client.lease(wanted, deadline_s=deadline_s, urgency=urgency))
 
     def _release(self, client: AgentSession, message: bytes) -> None:
@@ -369,7 +347,7 @@ class AgentServer:
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
-            return pack_call(self._parts.calls.run(unpack_text(message)), MessageKind.RESULT)
+            return pack_text(MessageKind.RESULT, self._parts.calls.run(unpack_text(message)))
         except ProtocolError as exc:
             raise StoreError(f"the result is too long: {exc}") from exc
 
@@ -387,6 +365,10 @@ class AgentServer:
             self._clients.pop(client, None)
 
 
+def _missed(reason: MissReason) -> OpenAnswer:
+    return OpenAnswer(CellState.FAILED, reason, 0, 0, 0, 0)
+
+
 def _close_all(refusals: Sequence[tuple[socket.socket, str]]) -> None:
     for sock, _ in refusals:
         sock.close()
@@ -395,19 +377,14 @@ def _close_all(refusals: Sequence[tuple[socket.socket, str]]) -> None:
 def _await_end(sock: socket.socket, seconds: float | None) -> None:
     """End the conversation, and wait until the client has closed its side: a device of the client
     may read leased memory until then. ``seconds``: at most; None: for ever."""
-    try:
-        sock.shutdown(socket.SHUT_WR)
-    except OSError:
-        logger.debug("client gone", exc_info=True)
+    _shut(sock, socket.SHUT_WR)
     # Not by recv: an empty message looks like an end.
     poll = select.poll()
     poll.register(sock, select.POLLRDHUP)
     poll.poll(None if seconds is None else 1000 * seconds)
 
 
-def _hang_up(sock: socket.socket) -> None:
-    """Wake the threads that wait on a socket."""
-    try:
-        sock.shutdown(socket.SHUT_RDWR)
-    except OSError:
-        logger.debug("socket not shut down", exc_info=True)
+def _shut(sock: socket.socket, how: int = socket.SHUT_RDWR) -> None:
+    """End what comes, goes or both. Wakes the threads that wait for that."""
+    with suppress(OSError):  # the other side has gone
+        sock.shutdown(how)

@@ -7,7 +7,7 @@ After any fault the payload comes from the stores, as if there were no disk.
 
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from threading import BoundedSemaphore, Event
@@ -40,7 +40,7 @@ _PURGE = ""
 
 
 class Spill:
-    """Thread-safe. Only ``fill`` and ``close`` wait, ``fill`` for the disk."""
+    """Thread-safe. Only ``read`` and ``close`` wait, ``read`` for the disk."""
 
     def __init__(
         self,
@@ -65,8 +65,6 @@ class Spill:
         """When a read last brought bytes."""
         self._breakers = Breakers("disk", Patience(), recorder)
         self._ended = Event()
-        self.held_back: frozenset[str] = frozenset()
-        """After ``close``: paths of the held-back payloads that the next agent finds here."""
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
 
     def offer(self, one: CachedPayload) -> None:
@@ -80,18 +78,8 @@ class Spill:
             self._pool.put((one.key,))
         one.is_spilled = True  # if two threads come here, the second job finds it on disk
 
-    def fill(
-        self,
-        wanted: PayloadRequest,
-        make: Callable[[Source], Fill],
-        one: CachedPayload,
-        staging: Staging,
-    ) -> Fill | None:
-        """Fill a payload from the disk. Return the complete fill; None if it has to come from the
-        stores: ``one`` then has no memory, and readers know of no frame.
-
-        ``make``: makes a fill of ``one``. Raises ``NoRoomError``.
-        """
+    def source(self, wanted: PayloadRequest) -> Source | None:
+        """Return a payload's copy on the disk; None if it has to come from the stores."""
         key, raw_bytes = wanted.claim.key.path(), wanted.record.raw_bytes
         nbytes = self.disk.size_of(key)
         if nbytes is None or self._ended.is_set():
@@ -99,14 +87,32 @@ class Spill:
         if not 0 <= nbytes - raw_bytes <= HEADER_BYTES_MAX:
             self._refuse(key, f"{nbytes} bytes for {raw_bytes} of pages")
             return None
-        fill = make(Source(nbytes, partial(self._get_into, key)))
-        if self._reads(key, fill, staging):
-            self._recorder.count("agent_disk_hits")
-            self._recorder.count("agent_disk_read_bytes", nbytes)
-            self.disk.use(key)
-            return fill
-        self._residents.retract(one)
-        return None
+        return Source(nbytes, partial(self._get_into, key))
+
+    def read(self, fill: Fill, staging: Staging) -> bool:
+        """Complete a fill of a ``source``. Return False if the payload has to come from the stores:
+        readers know of no frame then. A file that is not right goes. Raises ``MissError``."""
+        key, is_stored = fill.wanted.claim.key.path(), False
+        try:
+            with self._breakers.attempt("read", "read"), self._slot():
+                is_stored = fill.run(staging)
+                if not is_stored:
+                    self.forget(key)
+        except LeftAlone:
+            self._recorder.count("agent_disk_busy")
+        except (PayloadError, ValueTooLong) as exc:
+            self._refuse(key, str(exc))
+        except StoreError as exc:
+            self._recorder.count("agent_disk_errors")
+            logger.debug("payload not read from disk reason=%s", exc)
+            self.forget(key)
+        else:
+            if is_stored:
+                self._recorder.count("agent_disk_hits")
+                self._recorder.count("agent_disk_read_bytes", fill.nbytes)
+                self.disk.use(key)
+                return True
+        return False
 
     def forget(self, key: str) -> None:
         """Remove a payload, also if it is being written. The arena must have forgotten it."""
@@ -134,15 +140,18 @@ class Spill:
         self._residents.lost(path)
 
     def _leave_held_back(self) -> None:
-        """Tell the next agent which payloads of the disk are nowhere else."""
+        """Tell the next agent which payloads of the disk are nowhere else. They are no longer this
+        one's."""
         kept = self._unsaved.written()
         if not kept or not self.disk.is_loaded:
             return
         try:
             self.disk.folder.write(HELD_BACK, memoryview(b"".join(kept.values())))
-            self.held_back = frozenset(kept)
         except StoreError as exc:
             logger.warning("held-back payloads not listed for the next agent reason=%s", exc)
+            return
+        for path in kept:
+            self._unsaved.saved(path)
 
     def _find_held_back(self) -> None:
         """Find what the last agent held back and left on the disk."""
@@ -213,23 +222,6 @@ class Spill:
             arrived(nbytes)
 
         return self.disk.get_into(key, buffer, seen)
-
-    def _reads(self, key: str, fill: Fill, staging: Staging) -> bool:
-        """Whether the payload was read and is right. If not, its file goes."""
-        try:
-            with self._breakers.attempt("read", "read"), self._slot():
-                if fill.run(staging):
-                    return True
-                self.forget(key)
-        except LeftAlone:
-            self._recorder.count("agent_disk_busy")
-        except (PayloadError, ValueTooLong) as exc:
-            self._refuse(key, str(exc))
-        except StoreError as exc:
-            self._recorder.count("agent_disk_errors")
-            logger.debug("payload not read from disk reason=%s", exc)
-            self.forget(key)
-        return False
 
     @contextmanager
     def _slot(self) -> Iterator[None]:

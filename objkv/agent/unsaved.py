@@ -11,14 +11,14 @@ import json
 import math
 import sys
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
 from typing import Final
 
 from objkv.agent.disk import Disk
-from objkv.agent.messages import UNSAVED_MARK, is_unsaved
+from objkv.agent.messages import MALFORMED, UNSAVED_MARK, is_unsaved
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.errors import PayloadError
@@ -30,7 +30,6 @@ from objkv.telemetry import Recorder
 
 _RETRY_S: Final = 5.0
 """After a save that failed, the payload is not due again for this time."""
-_INVALID = AssertionError, AttributeError, LookupError, RecursionError, TypeError, ValueError
 Find = Callable[[Sequence[bytes]], list[Shards | None]]
 
 
@@ -47,7 +46,7 @@ def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:
         key = ChunkKey(name, bytes.fromhex(prefix_hash), int(group), Shard.parse(shard))
         record = decode_shard(text.encode("ascii"))
         claim = Claim(key, bytes.fromhex(parent_hash), int(start), int(end))
-    except _INVALID as exc:
+    except MALFORMED as exc:
         raise PayloadError(f"an invalid line: {exc!r}"[:200]) from exc
     if record is None or not is_unsaved(record):
         raise PayloadError("an invalid record")
@@ -84,15 +83,16 @@ class UnsavedPayloads:
         self,
         recorder: Recorder,
         changed: Callable[[bytes], object] = lambda prefix_hash: None,
+        came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload was added or removed. Must not wait.
-        ``disk``: it may have payloads that left the arena."""
-        self.on_due: Callable[[], None] = lambda: None
-        """Called after payloads became due. Must not wait."""
-        self._recorder, self._changed, self._disk, self._clock = recorder, changed, disk, clock
+        """``changed``: called after a chunk's payload was added or removed. ``came_due``: called
+        after payloads became due. Neither may wait. ``disk``: it may have payloads that left the
+        arena."""
+        self._recorder, self._disk, self._clock = recorder, disk, clock
+        self._changed, self._came_due = changed, came_due
         self._lock = Lock()
         self._by_path: dict[str, _Unsaved] = {}
         self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
@@ -110,11 +110,6 @@ class UnsavedPayloads:
     def nbytes(self) -> int:
         """Bytes of all of them."""
         return self._nbytes
-
-    @property
-    def paths(self) -> Iterable[str]:
-        """The paths that they would have in the bulk store."""
-        return list(self._by_path)
 
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
         """Add a payload. ``record``: of ``unsaved_record``. ``is_due``: whether it is being saved
@@ -136,13 +131,6 @@ class UnsavedPayloads:
             found = list(self._by_path.items())
         return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}
 
-    def lost(self, kept: Collection[str]) -> tuple[int, int]:
-        """Return how many payloads, and bytes, are lost with this process. ``kept``: paths of
-        those that are not."""
-        with self._lock:
-            left = [one.nbytes for path, one in self._by_path.items() if path not in kept]
-        return len(left), sum(left)
-
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
         due, since no other node finds the end of a prompt without its beginning. Returns whether
@@ -162,7 +150,7 @@ class UnsavedPayloads:
             is_due = seen is not None and seen.is_due
         if due:
             self._recorder.count("agent_unsaved_due", len(due))
-            self.on_due()
+            self._came_due()
         return is_due
 
     def put(self, path: str) -> bool:
@@ -201,7 +189,7 @@ class UnsavedPayloads:
                 one.retry_at = self._clock() + pause_s
 
     def saved(self, path: str) -> None:
-        """A payload is stored and published."""
+        """A payload is stored and published, or the next agent's."""
         with self._lock:
             one = self._remove(path)
         if one is not None:

@@ -13,7 +13,7 @@ from typing import Protocol, Self
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk, DiskFolder
-from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.http.listener import check_address
 from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
 from objkv.agent.memory.arena import PAGE, Arena
@@ -99,7 +99,7 @@ class NodeAgent:
         )
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
-        self.numbers = AgentNumbers(recorder)
+        self._recorder = recorder
         self._http: AgentHttp | None = None
         self._http = self._open_http(path, prefetches)
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
@@ -114,7 +114,7 @@ class NodeAgent:
         )
         try:
             return AgentHttp(
-                places, self.core, prefetches, self.numbers, self.server, self.saves.policy
+                places, self.core, prefetches, self._recorder, self.server, self.saves.policy
             )
         except ConfigError as exc:
             self._socket.report(exc)
@@ -183,8 +183,15 @@ class NodeAgent:
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
             disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
-        changed = self._board.discard
-        return Core(self._cache, self.arena, limits, recorder, disk=disk, changed=changed)
+        return Core(
+            self._cache,
+            self.arena,
+            limits,
+            recorder,
+            disk=disk,
+            changed=self._board.discard,
+            came_due=lambda: self.saves.wake(),
+        )
 
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)
@@ -255,11 +262,10 @@ class NodeAgent:
         self._log_end()
 
     def _log_end(self) -> None:
-        numbers, spill = self.numbers.read(), self.core.spill
-        kept = frozenset[str]() if spill is None else spill.held_back
-        lost, lost_bytes = self.core.residents.unsaved.lost(kept)
+        numbers, unsaved = self._recorder.read(), self.core.residents.unsaved
+        lost, lost_bytes = len(unsaved), unsaved.nbytes
         if lost:
-            keeps = "agent_disk_url" if spill is None else "agent_disk_keeps to all"
+            keeps = "agent_disk_url" if self.core.spill is None else "agent_disk_keeps to all"
             logger.warning(
                 "payloads lost that nothing has read again count=%d bytes=%d: set %s to keep them, "
                 "or save_to_bucket to all",

@@ -3,6 +3,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agent.world import Node
+from tests.support.consistency import is_consistent
 from tests.support.servers.fixtures import client, valkey
 
 __all__ = ["client", "valkey"]
@@ -13,5 +14,5 @@ def node() -> Iterator[Node]:
     node = Node().listen()
     yield node
     node.close()
-    assert node.residents.check()
+    assert is_consistent(node.residents)
     assert node.residents.leased() == 0

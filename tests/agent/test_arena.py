@@ -19,6 +19,7 @@ from objkv.agent.memory.arena import (
 )
 from objkv.errors import ConfigError, TransferError
 from objkv.telemetry import NullRecorder
+from tests.support.consistency import covers_once, is_consistent
 
 PAGES = 24
 
@@ -159,7 +160,7 @@ class ExtentsMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        assert self.extents.check()
+        assert covers_once(self.extents)
         assert self.extents.free_bytes == PAGE * self.pages.count(None)
 
 
@@ -181,6 +182,6 @@ def test_little_is_lost_between_payloads_of_three_models() -> None:
         residents.release(one)
         if number > 1000:
             lost.append(residents.free_bytes / residents.total_bytes)
-    assert residents.check()
+    assert is_consistent(residents)
     assert sum(lost) / len(lost) < 0.1
     arena.close()

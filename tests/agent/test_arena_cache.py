@@ -19,6 +19,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Sleeper
+from tests.support.consistency import is_consistent
 
 PAGES = 20
 CLAIMS = {
@@ -182,7 +183,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        assert self.residents.check()
+        assert is_consistent(self.residents)
         assert self.residents.leased() == sum(f.is_filling or bool(f.holders) for f in self.all)
 
     @invariant()
@@ -242,7 +243,7 @@ def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
     assert small is not None
     assert residents.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
     assert residents.allot(small[0], 2 * PAGE) is not None
-    assert residents.check()
+    assert is_consistent(residents)
 
 
 def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
@@ -264,7 +265,7 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     residents.release(leased)
     assert residents.open("g", None) is not None
     assert residents.leased()
-    assert residents.check()
+    assert is_consistent(residents)
 
 
 def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,4 +285,4 @@ def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPa
     assert residents.allot(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
     assert residents.holds("23") == [True, True]
     assert residents.allot(fill[0], 3 * PAGE) is not None
-    assert residents.check()
+    assert is_consistent(residents)

@@ -29,6 +29,7 @@ from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at,
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
 from tests.support.payloads import encode
+from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 
@@ -44,7 +45,7 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.residents.check()
+        assert is_consistent(node.residents)
 
 
 def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:
@@ -376,8 +377,8 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
 
     node.store.on_get = broken
     (failed,) = node.open(second)
-    wait_until(lambda: failed.state is not CellState.FILLING or not node.core.threads)
-    assert node.core.threads
+    wait_until(lambda: failed.state is not CellState.FILLING or not threads_of(node.core))
+    assert threads_of(node.core)
     assert failed.reason is MissReason.STORE
     until = list[float]()
     node.store.on_get = lambda key: until.append(ends_s())

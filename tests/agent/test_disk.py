@@ -43,6 +43,7 @@ from tests.agent.world import (
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import AgentProcess
+from tests.support.consistency import is_consistent
 from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
 
@@ -110,7 +111,7 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.residents.check()
+        assert is_consistent(node.residents)
         assert node.residents.leased() == 0
         assert adds_up(node.disk)
 
@@ -236,7 +237,7 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
             assert node.count("hits") == 5, "it was written again"
         finally:
             node.close()
-        assert node.residents.check()
+        assert is_consistent(node.residents)
         assert node.residents.leased() == 0
 
 

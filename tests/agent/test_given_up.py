@@ -13,6 +13,7 @@ from objkv.errors import TransferError
 from objkv.stores.base import Arrived
 from tests.agent.world import PATIENCE_S, Node
 from tests.contracts.memory_store import MemoryStore
+from tests.support.consistency import is_consistent
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -43,7 +44,7 @@ def node() -> Iterator[Node]:
     yield node
     store_of(node).go.set()
     node.close()
-    assert node.residents.check()
+    assert is_consistent(node.residents)
     assert node.residents.leased() == 0
 
 

@@ -37,6 +37,7 @@ from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
+from tests.support.consistency import fetches_of, is_consistent, paths_of, threads_of
 from tests.support.mappings import is_private
 from tests.support.payloads import encode
 from tests.support.samples import NAMESPACE
@@ -103,7 +104,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     assert node.residents.holds(paths([wanted])) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
-    assert node.residents.check()
+    assert is_consistent(node.residents)
 
 
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
@@ -159,7 +160,7 @@ def test_threads_that_forget_layers_at_once_all_live(
     leases = opened(client, wanted)
     for lease in leases:
         ended(client, lease)
-    assert node.core.threads == 2
+    assert threads_of(node.core) == 2
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
@@ -208,7 +209,7 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
 def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: str) -> None:
     sock = greeted(node)
     for _ in range(2):
-        sock.send(m.pack_call(text))
+        sock.send(m.pack_text(m.MessageKind.CALL, text))
         answer = sock.recv(m.MESSAGE_BYTES_MAX)
         assert m.kind_of(answer) is m.MessageKind.FAILED
         assert m.unpack_text(answer).startswith("StoreDenied")
@@ -218,7 +219,7 @@ def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: st
 def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock = greeted(node)
     wanted = node.save()
-    sock.send(m.pack_opening(m.Opening(1, 60_000, wanted)))
+    sock.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, wanted)))
     m.unpack_opened(sock.recv(1000), 3)
     sock.send(b"")
     assert sock.recv(100) == b""
@@ -358,7 +359,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     made = payloads(list(range(16 * 130)))
     for payload in made:
         node.commit_one(payload)
-    before = set(node.residents.unsaved.paths)
+    before = paths_of(node.residents.unsaved)
     assert len(before) > 100
     one = node.save(list(range(7000, 7016)), codec=codec)[0]
     key = one.claim.key
@@ -369,19 +370,19 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
         settled(node, found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.residents.release(found)
-    assert set(node.residents.unsaved.paths) == before
+    assert paths_of(node.residents.unsaved) == before
     (found,) = node.open(one)
     assert settled(node, found).state is CellState.READY
     node.residents.release(found)
     node.close()
-    assert node.residents.check()
+    assert is_consistent(node.residents)
 
 
 def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, woken = node.save(), list[object]()
     for one in node.open(*wanted):
         node.residents.release(settled(node, one))
-    wait_until(lambda: not node.core.in_flight)
+    wait_until(lambda: not fetches_of(node.core))
     monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
     for one in node.open(*wanted):
         assert one.state is CellState.READY

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from objkv.agent import messages as m
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import MissReason, PayloadRequest
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
@@ -41,8 +41,10 @@ WANTED = st.builds(
 )
 
 
-@given(st.lists(WANTED, min_size=1, max_size=20), st.integers(0, 2), st.integers(1, 2**32 - 1))
-def test_an_opening(wanted: list[PayloadRequest], urgency: int, deadline_ms: int) -> None:
+@given(
+    st.lists(WANTED, min_size=1, max_size=20), st.sampled_from(Urgency), st.integers(1, 2**32 - 1)
+)
+def test_an_opening(wanted: list[PayloadRequest], urgency: Urgency, deadline_ms: int) -> None:
     opening = m.Opening(urgency, deadline_ms, wanted)
     assert m.unpack_opening(m.pack_opening(opening)) == opening
 
@@ -56,7 +58,7 @@ def test_the_most_payloads_of_the_longest_names_fit() -> None:
         )
         for n in range(m.OPEN_MAX)
     ]
-    assert m.unpack_opening(m.pack_opening(m.Opening(0, 1, wanted))).wanted == wanted
+    assert m.unpack_opening(m.pack_opening(m.Opening(Urgency.IN_STEP, 1, wanted))).wanted == wanted
 
 
 @given(
@@ -88,4 +90,4 @@ def test_a_greeting_a_status_and_a_failure() -> None:
     text = m.unpack_text(m.pack_failure(StoreUnavailable("down " * 10_000)))
     assert text.startswith("StoreUnavailable\ndown")
     with pytest.raises(m.ProtocolError):
-        m.pack_call("x" * m.MESSAGE_BYTES_MAX)
+        m.pack_text(m.MessageKind.CALL, "x" * m.MESSAGE_BYTES_MAX)

@@ -31,6 +31,7 @@ from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
+from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -246,7 +247,7 @@ class AgentMachine(RuleBasedStateMachine):
             for lease in peer.leases if peer is not None else ():
                 assert peer is not None
                 self.look(peer, lease)
-        assert self.node.residents.check()
+        assert is_consistent(self.node.residents)
 
     def teardown(self) -> None:
         self.gate.set()
@@ -259,8 +260,8 @@ class AgentMachine(RuleBasedStateMachine):
         wait_until(lambda: self.node.server is not None and not self.node.server.clients)
         residents = self.node.residents
         assert residents.leased() == 0
-        assert residents.check()
-        assert self.node.core.threads == 2
+        assert is_consistent(residents)
+        assert threads_of(self.node.core) == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))
             if found not in (None, stored, self.spoiled(chunk)):  # a client's

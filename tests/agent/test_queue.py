@@ -11,6 +11,7 @@ from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
 from tests.agent.world import PATIENCE_S, Node, Sleeper
+from tests.support.consistency import fetches_of
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -67,7 +68,7 @@ def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
     node.open(within, urgency=Urgency.IN_STEP)
     node.open(between)
     gate.open.set()
-    wait_until(lambda: len(order) == 3 and node.core.in_flight == 0)
+    wait_until(lambda: len(order) == 3 and fetches_of(node.core) == 0)
     assert order == [one.claim.key.path() for one in (first, between, within)]
     node.close()
 
@@ -88,7 +89,7 @@ def test_first_parts_of_all_come_before_the_second_of_any(codec: str) -> None:
     node.cache.get_into = watched  # type: ignore[method-assign,assignment]
     node.open(*wanted, urgency=Urgency.IN_STEP)
     gate.open.set()
-    wait_until(lambda: node.core.in_flight == 0)
+    wait_until(lambda: fetches_of(node.core) == 0)
     firsts = [n for n, (_, at) in enumerate(starts) if at == 0]
     assert firsts == list(range(len(wanted)))
     node.close()

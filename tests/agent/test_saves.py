@@ -11,6 +11,7 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable
 from tests.agent.world import PATIENCE_S, Node, down, payloads
 from tests.contracts.clock import ManualClock
+from tests.support.consistency import is_consistent
 
 PAYLOAD = payloads()[0]
 PATH = read_header(PAYLOAD).claim.key.path()
@@ -27,7 +28,7 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert node.residents.check()
+        assert is_consistent(node.residents)
 
 
 def save(node: Node) -> None:

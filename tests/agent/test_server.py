@@ -23,7 +23,7 @@ from objkv.agent.calls import AgentCalls
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, PrefetchOrder, Urgency
-from objkv.agent.server import ServerLimits
+from objkv.agent.prefetch import Prefetches
 from objkv.cache.chunks import SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
@@ -92,7 +92,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
 ) -> None:
     wanted, honest, liar = node.save(), node.connect(), greeted(node)
     leases = opened(honest, wanted[:1])
-    liar.send(m.pack_opening(m.Opening(1, 60_000, wanted)))
+    liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, wanted)))
     m.unpack_opened(liar.recv(1000), 3)
     wait_until(lambda: node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
     liar.send(message)
@@ -125,7 +125,10 @@ def test_the_agents_time_to_live_is_that_of_its_clients(node: Node) -> None:
     """A replica that has only the socket has none of its own."""
     (wanted, *_), given = node.save(), list[int]()
     node.index.touch = lambda *_, ttl_s: given.append(ttl_s)  # type: ignore[method-assign]
-    calls = NodeCalls(node.index, node.store, ttl_s=7)
+    prefetches, changed = Prefetches(node.core, node.index, node.store), node.lookups.board.discard
+    calls = NodeCalls(
+        node.index, node.store, prefetches, node.saves.policy, ttl_s=7, changed=changed
+    )
     hashes = [wanted.claim.key.prefix_hash.hex()]
     calls.run(json.dumps({"verb": "touch", "namespace": NAMESPACE, "hashes": hashes, "ttl_s": 99}))
     assert given == [7]
@@ -149,8 +152,10 @@ def test_a_client_that_does_not_greet_is_dropped_in_time(
         sock.close()
 
 
-def test_there_is_a_limit_of_clients_leases_and_deadlines() -> None:
-    node = Node().listen(ServerLimits(clients_max=2, leases_max=2))
+def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_CLIENTS_MAX", 2)
+    monkeypatch.setattr(server_module, "_LEASES_MAX", 2)
+    node = Node().listen()
     first = node.connect()
     node.connect()
     with pytest.raises(TransferError, match="has 2 clients already"):
@@ -190,7 +195,8 @@ def test_clients_are_accepted_again_whatever_went_wrong_with_one(
         raise error()
 
     monkeypatch.setattr(server_module, "_PAUSE_S", 0.01)
-    node = Node().listen(ServerLimits(clients_max=clients_max))
+    monkeypatch.setattr(server_module, "_CLIENTS_MAX", clients_max)
+    node = Node().listen()
     with monkeypatch.context() as patch:
         patch.setattr(place, name, none_left)
         with pytest.raises(TransferError):
@@ -210,7 +216,8 @@ def test_those_beyond_the_limit_get_one_thread_and_one_line_of_log(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(server_module, "_REFUSAL_S", PATIENCE_S)
-    node = Node().listen(ServerLimits(clients_max=0))
+    monkeypatch.setattr(server_module, "_CLIENTS_MAX", 0)
+    node = Node().listen()
     before = threading.active_count()
     silent = [raw(node) for _ in range(30)]
     assert silent[-1].recv(100) == b"", "who cannot be told why is hung up on"

@@ -40,6 +40,7 @@ from tests.agent.world import (
 )
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
+from tests.support.consistency import is_consistent, paths_of
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
@@ -85,7 +86,7 @@ class Holder(Node):
     @property
     def unsaved(self) -> set[str]:
         """Paths of what is held back."""
-        return set(self.residents.unsaved.paths)
+        return paths_of(self.residents.unsaved)
 
     def count(self, name: str) -> float:
         """A counter."""
@@ -94,7 +95,7 @@ class Holder(Node):
     def close(self) -> None:
         self.desk.close()
         super().close()
-        assert self.residents.check()
+        assert is_consistent(self.residents)
         assert self.residents.leased() == 0
 
 
@@ -527,7 +528,7 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
     node, made = make(saves_max=4, store=store), payloads(list(range(16 * 40)))
     node.commit(made)
     node.read(node.find(made)[-1:])
-    wait_until(lambda: node.saves.waiting >= 2)
+    wait_until(lambda: node.saves._pool.waiting >= 2)
     wait_until(lambda: node.residents.leased() <= 6)
     assert node.residents.unsaved.has_due
     store.gate.set()
@@ -666,7 +667,7 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     for node in nodes:
         assert node.saves.drain(PATIENCE_S)
         wait_until(lambda node=node: not node.residents.leased())  # type: ignore[misc]
-        assert node.residents.check()
+        assert is_consistent(node.residents)
         assert not node.count("load_corrupt")
         assert not node.count("save_errors")
     stored = {entry.key for entry in store.scan("")}
@@ -780,7 +781,7 @@ def test_an_agent_that_may_only_read_takes_again_what_it_has(
 ) -> None:
     node, made = make(holds_back=False, may_save=False), payloads()
     (held,) = node.open(node.save()[0])
-    wait_until(lambda: node.residents.is_ready(held))
+    wait_until(lambda: held.state is CellState.READY)
     assert node.commit_one(made[0]) is CommitStatus.REPEATED
     other = payloads(range(500, 500 + len(TOKENS)))[0]
     for _ in range(2):
@@ -803,7 +804,7 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     if is_in_time:
         store.gate.set()
     ending.join(PATIENCE_S)
-    lost, _ = node.residents.unsaved.lost(())
+    lost = len(node.residents.unsaved)
     store.gate.set()
     assert (node.stored == set(paths(made))) is is_in_time
     assert lost == (0 if is_in_time else len(made))

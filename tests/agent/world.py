@@ -21,14 +21,14 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
-from objkv.agent.http.api import AgentHttp, AgentNumbers, HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
-from objkv.agent.server import AgentParts, AgentServer, ServerLimits
+from objkv.agent.server import AgentParts, AgentServer
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
@@ -112,8 +112,15 @@ class Node:
         self.arena = Arena.create(memory)
         limits = CoreLimits(threads, queue_max, keeps_all)
         board = AnswerBoard.create()
-        changed = board.discard
-        self.core = Core(self.cache, self.arena, limits, self.recorder, disk=disk, changed=changed)
+        self.core = Core(
+            self.cache,
+            self.arena,
+            limits,
+            self.recorder,
+            disk=disk,
+            changed=board.discard,
+            came_due=lambda: self.saves.wake(),
+        )
         self.residents = self.core.residents
         self.saves = NodeSaves(
             self.cache,
@@ -130,7 +137,7 @@ class Node:
         self.server: AgentServer | None = None
         self.clients: list[AgentConnection] = []
 
-    def listen(self, limits: ServerLimits | None = None) -> "Node":
+    def listen(self) -> "Node":
         """Serve the socket."""
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(str(self.path))
@@ -139,7 +146,7 @@ class Node:
         changed, policy = self.lookups.board.discard, self.saves.policy
         calls = NodeCalls(self.index, self.store, prefetches, policy, ttl_s=3600, changed=changed)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
-        self.server = AgentServer(listener, parts, limits)
+        self.server = AgentServer(listener, parts)
         return self
 
     def connect(self, *, wants_arena: bool = True, outbox: int = -1) -> AgentConnection:
@@ -232,12 +239,12 @@ REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
 @contextmanager
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
     """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
-    prefetches, numbers = Prefetches(node.core, node.index, node.store), AgentNumbers(node.recorder)
+    prefetches = Prefetches(node.core, node.index, node.store)
     server = AgentHttp(
         HttpPlaces(node.http, **places),
         node.core,
         prefetches,
-        numbers,
+        node.recorder,
         REPLICAS,
         node.saves.policy,
     )

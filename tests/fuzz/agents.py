@@ -24,6 +24,7 @@ from tests.agent.world import RIGHT, Node, ended, pages_at
 from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import spoiled
 from tests.fuzz.target import Target, outcome, require
+from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 
@@ -60,7 +61,7 @@ REQUESTS = [
     m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS),
     m.pack_commit(0, 4096, puts=True),
-    *(m.pack_call(text) for text in CALLS),
+    *(m.pack_text(m.MessageKind.CALL, text) for text in CALLS),
 ]
 HELLO = m.pack_hello(m.Hello(m.VERSION, wants_arena=False))
 _SHARDS: list[Any] = [{FIELDS[0]: shard()}, None, {FIELDS[0]: shard(), FIELDS[1]: shard()}]
@@ -76,7 +77,7 @@ ANSWERS = [
     _answer(_SHARDS[:2], FIELDS[:1]),
     _answer(_SHARDS[1:], FIELDS),
     m.pack_committed(m.CommitStatus.ACCEPTED),
-    m.pack_call("[]", m.MessageKind.RESULT),
+    m.pack_text(m.MessageKind.RESULT, "[]"),
     m.pack_text(m.MessageKind.REFUSED, "no"),
     HELLO,
 ]
@@ -149,7 +150,7 @@ class _Agent:
         self.conversations = 0
         self._read()
         self.threads, self.descriptors = self._counted()
-        self.fetching = self.node.core.threads
+        self.fetching = threads_of(self.node.core)
         atexit.register(self.node.close)
 
     def _counted(self) -> tuple[int, int]:
@@ -197,9 +198,9 @@ class _Agent:
         assert server is not None
         _await(lambda: server.clients == 1, "clients that have gone are served")
         _await(lambda: self.node.residents.leased() == 0, "a lease is lost")
-        require(self.node.residents.check(), "the arena is inconsistent")
+        require(is_consistent(self.node.residents), "the arena is inconsistent")
         _await(self._has_no_more, "threads or descriptors are left")
-        require(self.node.core.threads == self.fetching, "a thread died")
+        require(threads_of(self.node.core) == self.fetching, "a thread died")
 
     def _has_no_more(self) -> bool:
         threads, descriptors = self._counted()
@@ -300,7 +301,7 @@ def _check_client(answer: bytes) -> str | None:
         elif kind == b"\x0c":
             client.commit(0, 4096)
         else:
-            client.call(m.pack_call("{}"))
+            client.call(m.pack_text(m.MessageKind.CALL, "{}"))
     except TransferError:
         require(client.has_ended(), "a connection in an unknown state")
         raise

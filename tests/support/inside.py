@@ -19,6 +19,7 @@ from objkv.errors import StoreBusy, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
+from tests.support.consistency import threads_of
 
 _OF_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts", "load_errors"))
 """An agent counts them too, in numbers of its own."""
@@ -61,7 +62,7 @@ class InsideAgent:
     def count(self, more: int) -> None:
         """Note a connection that began or ended."""
         self._open += more
-        if self._closed and not self._open and not self.core.threads:
+        if self._closed and not self._open and not threads_of(self.core):
             self.arena.close()
 
 

@@ -33,6 +33,7 @@ from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
+from tests.support.consistency import keys_of
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent
 from tests.support.plans import packed
@@ -291,7 +292,7 @@ class Replica(Worker):
 
 def forget_all(residents: ArenaCache) -> None:
     """Empty an arena, except for what is being read."""
-    for key in residents.listed():
+    for key in keys_of(residents):
         residents.forget(key)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from objkv.assembly.agent import NodeAgent
 from objkv.config import load_config
 from objkv.telemetry import MemoryRecorder
+from tests.support.consistency import keys_of
 from tests.support.waiting import PATIENCE_S
 
 _ARENA_BYTES = 64 << 20
@@ -33,7 +34,7 @@ class ServedAgent:
 
     def forget(self) -> None:
         """Empty the arena, except for what is being read, so that the next load fetches."""
-        for key in self.core.residents.listed():
+        for key in keys_of(self.core.residents):
             self.core.residents.forget(key)
 
     def settle(self) -> None:

@@ -21,6 +21,7 @@ from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
+from tests.support.consistency import is_consistent
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
 from tests.support.plans import packed
@@ -78,7 +79,7 @@ def world() -> Iterator[World]:
     yield world
     world.reader.close()
     wait_until(lambda: not world.node.residents.leased())
-    assert world.node.residents.check()
+    assert is_consistent(world.node.residents)
     for node in (world.node, *world.former):
         node.close()
 

@@ -6,12 +6,11 @@ for ``/healthz``; those of the Unix socket are of the agent's own user.
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 from objkv.agent.core import Core
@@ -39,27 +38,9 @@ from objkv.agent.server import AgentServer
 from objkv.cache.worth import PutPolicy
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.keys.tokenizer import Tokenizers
-from objkv.telemetry import MemoryRecorder, added, is_level
+from objkv.telemetry import MemoryRecorder
 
 _SCHEME = "bearer "
-_TEXT, _JSON = "text/plain; charset=utf-8", "application/json"
-
-
-class AgentNumbers:
-    """The totals of an agent's counters since its start. Thread-safe."""
-
-    def __init__(self, recorder: MemoryRecorder) -> None:
-        self._recorder = recorder
-        self._lock = Lock()
-        self._totals: dict[str, float] = {}
-
-    def read(self) -> dict[str, float]:
-        """Return all totals."""
-        with self._lock:
-            drained = self._recorder.drain()
-            newest = {name: value for name, value in drained.items() if is_level(name)}
-            self._totals = added(self._totals, drained) | newest
-            return dict(self._totals)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,40 +54,6 @@ class HttpPlaces:
     token: str = field(default="", repr=False)
     """The bearer token of ``address``."""
     tokenizers: Path | None = None
-
-
-class PromptReader:
-    """Reads prompts from requests. Thread-safe. Raises ``ConfigError`` with the fix."""
-
-    def __init__(self, prefetches: Prefetches, tokenizers: Tokenizers) -> None:
-        self._prefetches, self._tokenizers = prefetches, tokenizers
-
-    def read(self, body: Body, *, is_local: bool) -> tuple[str, list[bytes]]:
-        """Return namespace and prefix hashes. ``is_local``: the client is of the same user, so that
-        it may name files."""
-        namespace = body.get("namespace")
-        if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
-            raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
-        if body.get("text") is not None:
-            refuse(body, ("tokens", "hashes"), "with text")
-            tokens = self._tokenized(namespace, body, is_local=is_local)
-            more = {name: value for name, value in body.items() if name in WITH_TOKENS}
-            body = {"tokens": tokens, **more}
-        return namespace, read_hashes(
-            body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
-        )
-
-    def _tokenized(self, namespace: str, body: Body, *, is_local: bool) -> list[int]:
-        text, model = read_text(body, "text"), read_text(body, "model")
-        place = read_text(body, "tokenizer")
-        if place is None:
-            model = model or self._prefetches.facts(namespace).model
-            return self._tokenizers.tokens(text or "", self._tokenizers.place_of(model))
-        if not is_local:
-            raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
-        if not Path(place).is_absolute() or "\0" in place:
-            raise ConfigError("tokenizer: give the absolute path of a tokenizer.json")
-        return self._tokenizers.tokens(text or "", Path(place))
 
 
 def read_json(content: bytes) -> Body:
@@ -132,16 +79,17 @@ class AgentHttp:
         places: HttpPlaces,
         core: Core,
         prefetches: Prefetches,
-        numbers: AgentNumbers,
+        recorder: MemoryRecorder,
         server: AgentServer,
         policy: PutPolicy,
     ) -> None:
-        """Raises ``ConfigError`` if a place cannot be served. ``server``: of replicas."""
+        """Raises ``ConfigError`` if a place cannot be served. ``recorder``: has all numbers since
+        the agent's start. ``server``: of replicas."""
         if places.address is not None and not places.token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._core, self._prefetches = core, prefetches
-        self._numbers, self._server, self._policy = numbers, server, policy
-        self._prompts = PromptReader(prefetches, Tokenizers(places.tokenizers))
+        self._recorder, self._server, self._policy = recorder, server, policy
+        self._tokenizers = Tokenizers(places.tokenizers)
         self._token = _digest(places.token.encode())
         self._path = places.path
         self._bodies = Bodies()
@@ -178,7 +126,7 @@ class AgentHttp:
             skip_body(environ)
             text = "send the agent's token in a header: Authorization: Bearer TOKEN"
             more = ("WWW-Authenticate", 'Bearer realm="objkv"')
-            return _say_json(start, "401 Unauthorized", {"error": text}, more)
+            return _say(start, "401 Unauthorized", {"error": text}, more)
         return self._answer(environ, start, is_local=False)
 
     def _is_allowed(self, environ: Mapping[str, Any]) -> bool:
@@ -191,29 +139,29 @@ class AgentHttp:
         self, environ: dict[str, Any], start: StartResponse, *, is_local: bool
     ) -> Iterable[bytes]:
         path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD")
-        pages = {"/healthz": self._health, "/metrics": self._metrics}
-        reads = {"/v1/namespaces": self._namespaces}
+        reads: dict[str, Callable[[], str | dict[str, Any]]] = {
+            "/healthz": self._health,
+            "/metrics": self._metrics,
+            "/v1/namespaces": self._namespaces,
+        }
         posts = {"/v1/match": self._match, "/v1/prefetch": self._prefetch}
+        allowed = "POST" if path in posts else "GET" if path in reads else None
         try:
-            if path in posts and method == "POST":
+            if method == allowed == "POST":
                 with self._bodies.read(environ) as content:
-                    answer = posts[path](read_json(content), is_local)
-                return _say_json(start, "200 OK", answer)
+                    return _say(start, "200 OK", posts[path](read_json(content), is_local))
             skip_body(environ)
-            if path in pages and method == "GET":
-                return _say(start, "200 OK", pages[path](), _TEXT)
-            if path in reads and method == "GET":
-                return _say_json(start, "200 OK", reads[path]())
+            if method == allowed:
+                return _say(start, "200 OK", reads[path]())
         except ConfigError as exc:
-            return _say_json(start, "400 Bad Request", {"error": str(exc)})
+            return _say(start, "400 Bad Request", {"error": str(exc)})
         except ObjkvError as exc:
-            return _say_json(start, "503 Service Unavailable", {"error": str(exc)})
-        if path in pages or path in reads or path in posts:
-            allowed = "POST" if path in posts else "GET"
+            return _say(start, "503 Service Unavailable", {"error": str(exc)})
+        if allowed is not None:
             text = f"{method} {path}: use {allowed}"
-            return _say_json(start, "405 Method Not Allowed", {"error": text}, ("Allow", allowed))
-        known = ", ".join((*pages, *reads, *posts))
-        return _say_json(start, "404 Not Found", {"error": f"no {path}: there are {known}"})
+            return _say(start, "405 Method Not Allowed", {"error": text}, ("Allow", allowed))
+        known = ", ".join((*reads, *posts))
+        return _say(start, "404 Not Found", {"error": f"no {path}: there are {known}"})
 
     def _health(self) -> str:
         """Replicas are served by another thread than this one: what counts is that one."""
@@ -234,37 +182,61 @@ class AgentHttp:
             "prefetch_unread_bytes": residents.unread_bytes,
             "clients": self._server.clients,
         }
-        spill = self._core.spill
-        levels["disk_bytes"] = 0 if spill is None else spill.disk.nbytes
-        levels["disk_max_bytes"] = 0 if spill is None else spill.disk.nbytes_max
-        levels["disk_payloads"] = 0 if spill is None else len(spill.disk)
-        return metrics_page(levels, self._numbers.read(), self._policy.decisions())
+        if (spill := self._core.spill) is not None:
+            levels["disk_bytes"] = spill.disk.nbytes
+            levels["disk_max_bytes"] = spill.disk.nbytes_max
+            levels["disk_payloads"] = len(spill.disk)
+        return metrics_page(levels, self._recorder.read(), self._policy.decisions())
 
     def _namespaces(self) -> dict[str, Any]:
         return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}
 
     def _match(self, body: Body, is_local: bool) -> dict[str, Any]:
-        return asdict(self._prefetches.match(*self._prompts.read(body, is_local=is_local)))
+        return asdict(self._prefetches.match(*self._prompt(body, is_local)))
 
     def _prefetch(self, body: Body, is_local: bool) -> dict[str, Any]:
         order = read_order(body)
-        return asdict(self._prefetches.start(*self._prompts.read(body, is_local=is_local), order))
+        return asdict(self._prefetches.start(*self._prompt(body, is_local), order))
+
+    def _prompt(self, body: Body, is_local: bool) -> tuple[str, list[bytes]]:
+        """Return namespace and prefix hashes of a prompt. ``is_local``: the client is of the same
+        user, so that it may name files. Raises ``ConfigError`` with the fix."""
+        namespace = body.get("namespace")
+        if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
+            raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
+        if body.get("text") is not None:
+            refuse(body, ("tokens", "hashes"), "with text")
+            more = {name: value for name, value in body.items() if name in WITH_TOKENS}
+            body = {"tokens": self._tokenized(namespace, body, is_local), **more}
+        return namespace, read_hashes(
+            body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
+        )
+
+    def _tokenized(self, namespace: str, body: Body, is_local: bool) -> list[int]:
+        text, model = read_text(body, "text") or "", read_text(body, "model")
+        place = read_text(body, "tokenizer")
+        if place is None:
+            model = model or self._prefetches.facts(namespace).model
+            return self._tokenizers.tokens(text, self._tokenizers.place_of(model))
+        if not is_local:
+            raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
+        if not Path(place).is_absolute() or "\0" in place:
+            raise ConfigError("tokenizer: give the absolute path of a tokenizer.json")
+        return self._tokenizers.tokens(text, Path(place))
 
 
 def _digest(token: bytes) -> bytes:
     return sha256(token).digest()
 
 
-def _say_json(
-    start: StartResponse, status: str, document: Mapping[str, Any], *more: tuple[str, str]
-) -> Iterable[bytes]:
-    return _say(start, status, json.dumps(document) + "\n", _JSON, *more)
-
-
 def _say(
-    start: StartResponse, status: str, text: str, kind: str, *more: tuple[str, str]
+    start: StartResponse, status: str, answer: str | dict[str, Any], *more: tuple[str, str]
 ) -> Iterable[bytes]:
-    body = text.encode()
+    """Answer with a text, or with JSON."""
+    kind = "text/plain; charset=utf-8"
+    if not isinstance(answer, str):
+        kind, answer = "application/json", json.dumps(answer) + "\n"
+    body = answer.encode()
     head = [("Content-Type", kind), ("Content-Length", str(len(body))), ("Server", "objkv")]
     start(status, [*head, *more])
     return [body]

@@ -128,35 +128,28 @@ def metrics_page(
     """Return a page for Prometheus of these levels, of a recorder's numbers since the start, and of
     what is put of each namespace."""
     values = {name.removeprefix("agent_"): value for name, value in numbers.items()} | {**levels}
+    decided = {f'{{namespace="{name}"}}': one for name, one in (decisions or {}).items()}
+    puts_all = {label: float(one.puts == "all") for label, one in decided.items()}
+    break_even = {
+        label: one.break_even
+        for label, one in decided.items()
+        if one.break_even is not None and math.isfinite(one.break_even)
+    }
     lines = []
     for name, text in LEVELS.items():
-        lines += _metric(PREFIX + name, "gauge", values.pop(name, 0.0), text)
-    lines += _decided(decisions or {})
+        lines += _metric(name, "gauge", {"": values.pop(name, 0.0)}, text)
+    for name, found in (("puts_all", puts_all), ("break_even", break_even)):
+        lines += _metric(name, "gauge", found, DECISIONS[name])
     for name in (*TOTALS, *sorted(values.keys() - TOTALS.keys())):
         if not name.endswith("_max"):
-            value = values.get(name, 0.0)
-            lines += _metric(f"{PREFIX}{name}_total", "counter", value, TOTALS.get(name))
+            found = {"": values.get(name, 0.0)}
+            lines += _metric(f"{name}_total", "counter", found, TOTALS.get(name))
     return "\n".join(lines) + "\n"
 
 
-def _decided(decisions: Mapping[str, Decision]) -> list[str]:
-    found = {
-        "puts_all": {name: float(one.puts == "all") for name, one in decisions.items()},
-        "break_even": {
-            name: one.break_even
-            for name, one in decisions.items()
-            if one.break_even is not None and math.isfinite(one.break_even)
-        },
-    }
-    lines = []
-    for metric, text in DECISIONS.items():
-        name = PREFIX + metric
-        lines += [f"# HELP {name} {text}", f"# TYPE {name} gauge"]
-        for namespace, value in found[metric].items():
-            lines.append(f'{name}{{namespace="{namespace}"}} {value:.15g}')
-    return lines
-
-
-def _metric(name: str, kind: str, value: float, text: str | None) -> list[str]:
+def _metric(name: str, kind: str, found: Mapping[str, float], text: str | None) -> list[str]:
+    """Return the lines of a metric. ``found``: its values, by their labels."""
+    name = PREFIX + name
     help_lines = [f"# HELP {name} {text}"] if text else []
-    return [*help_lines, f"# TYPE {name} {kind}", f"{name} {value:.15g}"]
+    values = [f"{name}{labels} {value:.15g}" for labels, value in found.items()]
+    return [*help_lines, f"# TYPE {name} {kind}", *values]

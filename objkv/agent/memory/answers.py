@@ -16,10 +16,9 @@ from typing import Final
 
 from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
-from objkv.agent.memory.arena import PAGE, check_seals, map_sealed
-from objkv.errors import ConfigError, TransferError
+from objkv.agent.memory.arena import PAGE, make_mapped, map_sent
+from objkv.errors import ConfigError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.stores.base import map_memory
 
 BLOCK_MAX: Final = 32
 """Chunks per block, or as many as fit. The last one of a prompt may have fewer."""
@@ -81,7 +80,7 @@ class AnswerBoard:
 
     def __init__(self, fd: int, mapping: mmap.mmap) -> None:
         self.fd = fd
-        """The memfd, which this object closes. -1 for a reader."""
+        """The memfd, which this object closes."""
         self._view = memoryview(mapping)
         self._vouched = self._view[:8].cast("Q")
         self._lock = Lock()
@@ -94,27 +93,14 @@ class AnswerBoard:
         """Make an empty one. No memory is taken until it is written. Raises ``ConfigError`` if the
         system refuses."""
         try:
-            fd = os.memfd_create("objkv-answers", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            return cls(*make_mapped("answers", _TOTAL))
         except OSError as exc:
-            raise ConfigError(f"the system makes no memfd: {exc}") from exc
-        try:
-            return cls(fd, map_sealed(fd, _TOTAL))
-        except OSError as exc:
-            os.close(fd)
             raise ConfigError(f"no memory for answers: {exc}") from exc
 
     @classmethod
     def join(cls, fd: int) -> "AnswerBoard":
-        """Map the answers that an agent sent. Takes over ``fd``. Raises ``TransferError`` unless
-        they have the right size and cannot shrink, which would kill their readers."""
-        try:
-            if not check_seals(fd, writable=False) or os.fstat(fd).st_size != _TOTAL:
-                raise TransferError("the agent's answers are not sealed, or have an invalid size")
-            return cls(-1, map_memory(fd, _TOTAL, writable=False))
-        except OSError as exc:
-            raise TransferError(f"the agent's answers cannot be mapped: {exc}") from exc
-        finally:
-            os.close(fd)
+        """Map the answers that an agent sent. Takes over ``fd``. Raises ``TransferError``."""
+        return cls(fd, map_sent(fd, "answers", lambda size: size == _TOTAL))
 
     def vouch(self, until_s: float) -> None:
         """State that all answers which are not void are right, until then at most. In seconds since

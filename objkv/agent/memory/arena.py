@@ -6,17 +6,15 @@ first part of the arena is the board, with the progress of payloads that are bei
 holds payloads, each contiguous and beginning at a page.
 """
 
-import errno
 import fcntl
 import mmap
 import os
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import pairwise
 from threading import Lock
 from typing import Final
 
@@ -39,25 +37,56 @@ _FIXED_SIZE = 0x2 | 0x4  # F_SEAL_SHRINK, F_SEAL_GROW
 _READ_ONLY = _FIXED_SIZE | 0x10  # F_SEAL_FUTURE_WRITE
 
 
-def seal_size(fd: int) -> None:
-    """Fix the size of a memfd. Raises ``OSError``."""
-    fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
+def make_memory(name: str, nbytes: int) -> int:
+    """Return a memfd of a fixed size, which takes no memory until it is written. Raises ``OSError``
+    and ``OverflowError``."""
+    fd = os.memfd_create(f"objkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, _ADD_SEALS, _FIXED_SIZE)
+    except (OSError, OverflowError):
+        os.close(fd)
+        raise
+    return fd
 
 
-def check_seals(fd: int, *, writable: bool) -> bool:
-    """Whether a memfd has a fixed size and, unless ``writable``, gets no new writers. Raises
-    ``OSError`` unless it is a memfd."""
+def make_mapped(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
+    """Return a memfd of a fixed size and its mapping, which gets no other writers. Raises
+    ``OSError`` and ``OverflowError``."""
+    fd = make_memory(name, nbytes)
+    try:
+        mapping = map_memory(fd, nbytes)
+        fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd, mapping
+
+
+def check_size(fd: int, what: str, *, writable: bool = False) -> int:
+    """Return the size of memory that another process sent. Raises ``TransferError`` unless that is
+    fixed, since memory that shrinks kills its readers, and, unless ``writable``, it gets no new
+    writers."""
     seals = _FIXED_SIZE if writable else _READ_ONLY
-    return fcntl.fcntl(fd, _GET_SEALS) & seals == seals
+    try:
+        if fcntl.fcntl(fd, _GET_SEALS) & seals == seals:
+            return os.fstat(fd).st_size
+    except OSError as exc:
+        raise TransferError(f"{what}: no memfd: {exc}") from exc
+    raise TransferError(f"{what}: not sealed")
 
 
-def map_sealed(fd: int, nbytes: int) -> mmap.mmap:
-    """Size and map a new memfd, which gets no other writers. Raises ``OSError`` and
-    ``OverflowError``."""
-    os.ftruncate(fd, nbytes)
-    mapping = map_memory(fd, nbytes)
-    fcntl.fcntl(fd, _ADD_SEALS, _READ_ONLY)
-    return mapping
+def map_sent(fd: int, what: str, is_right: Callable[[int], bool]) -> mmap.mmap:
+    """Map memory that the agent sent. ``is_right``: whether it has a valid size. Raises
+    ``TransferError``, and has closed ``fd`` then."""
+    try:
+        nbytes = check_size(fd, what)
+        if not is_right(nbytes):
+            raise TransferError(f"{what}: an invalid size")
+        return map_memory(fd, nbytes, writable=False)
+    except (OSError, TransferError) as exc:
+        os.close(fd)
+        raise TransferError(f"the agent's memory cannot be mapped: {exc}") from exc
 
 
 class CellState(IntEnum):
@@ -142,36 +171,20 @@ class Arena:
         if total <= BOARD_BYTES:
             raise ConfigError(f"agent_memory_bytes={nbytes} is less than a page: raise it")
         try:
-            fd = os.memfd_create("objkv-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        except OSError as exc:
-            raise ConfigError(f"the system makes no memfd: {exc}") from exc
-        try:
-            mapping = map_sealed(fd, total)
-            _use_huge_pages(mapping)
+            fd, mapping = make_mapped("arena", total)
         except (OSError, OverflowError) as exc:
-            os.close(fd)
             why = getattr(exc, "strerror", None) or "too large"
             raise ConfigError(
                 f"no arena of {total >> 20:,} MiB ({why}): lower agent_memory_bytes"
             ) from exc
+        with suppress(OSError):  # they map and register faster, but most systems grant none
+            mapping.madvise(mmap.MADV_HUGEPAGE)
         return cls(fd, mapping)
 
     @classmethod
     def join(cls, fd: int) -> "Arena":
-        """Map the arena that an agent sent. Takes over ``fd``. Raises ``TransferError`` unless it
-        is one that can neither shrink, which would kill its readers, nor be written here."""
-        try:
-            total = os.fstat(fd).st_size
-            sealed = check_seals(fd, writable=False)
-            if not sealed or total <= BOARD_BYTES or total % PAGE:
-                raise TransferError("the agent's arena is not sealed, or has an invalid size")
-            return cls(fd, map_memory(fd, total, writable=False))
-        except OSError as exc:
-            os.close(fd)
-            raise TransferError(f"the agent's arena cannot be mapped: {exc}") from exc
-        except TransferError:
-            os.close(fd)
-            raise
+        """Map the arena that an agent sent. Takes over ``fd``. Raises ``TransferError``."""
+        return cls(fd, map_sent(fd, "arena", lambda size: size > BOARD_BYTES and not size % PAGE))
 
     @property
     def nbytes(self) -> int:
@@ -192,15 +205,6 @@ class Arena:
             view.release()
             if mapping is not None:
                 mapping.close()
-
-
-def _use_huge_pages(mapping: mmap.mmap) -> None:
-    """Ask for huge pages, which map and register faster. Most systems grant none to a memfd."""
-    try:
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    except OSError as exc:
-        if exc.errno not in (errno.EINVAL, errno.ENOSYS):
-            raise
 
 
 class Extents:
@@ -237,18 +241,16 @@ class Extents:
         assert nbytes > 0
         size = _pages(nbytes)
         with self._lock:
-            best = -1
+            best, least = -1, self._end
             for number, (start, end) in enumerate(self._free):
-                room = end - start
-                if room == size:
-                    best = number
-                    break
-                if room > size and (best < 0 or room < self._room(best)):
-                    best = number
+                if size <= end - start < least:
+                    best, least = number, end - start
+                    if least == size:
+                        break
             if best < 0:
                 return None
             start, end = self._free[best]
-            if end - start == size:
+            if least == size:
                 del self._free[best]
             else:
                 self._free[best] = (start + size, end)
@@ -272,20 +274,6 @@ class Extents:
                 start = self._free.pop(at - 1)[0]
             insort(self._free, (start, end))
 
-    @property
-    def taken(self) -> Set[int]:
-        """The starts of extents in use."""
-        return self._taken.keys()
-
-    def check(self) -> bool:
-        """Whether gaps and extents cover everything once."""
-        with self._lock:
-            pieces = sorted([*self._free, *self._taken.items()])
-            touching = all(a[1] == b[0] for a, b in pairwise(pieces))
-            covers = (pieces[0][0], pieces[-1][1]) == (self._start, self._end)
-            free = sum(end - start for start, end in self._free)
-            return touching and covers and free == self._free_bytes
-
     def windows(self, nbytes: int, movable: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
         """Yield each row of neighbouring gaps and ``movable`` extents that has room for ``nbytes``,
         with the bytes in use in it and the extents to free.
@@ -308,10 +296,6 @@ class Extents:
                 first += 1
             if end - pieces[first][0] >= size:
                 yield used, [piece[0] for piece in pieces[first : last + 1] if piece[2]]
-
-    def _room(self, number: int) -> int:
-        start, end = self._free[number]
-        return end - start
 
 
 def _pages(nbytes: int) -> int:

@@ -66,6 +66,7 @@ from tests.device.ordering.setup import (
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.payloads import encode
+from tests.support.consistency import is_consistent
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
@@ -357,7 +358,7 @@ class OrderRig:
 
     def let_saves_catch_up(self) -> None:
         """Wait while more saves would be dropped, as on a busy machine."""
-        self.wait_until(lambda: self.node.saves.waiting < _BEHIND_MAX)
+        self.wait_until(lambda: self.node.saves._pool.waiting < _BEHIND_MAX)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Poll for an event of another thread or of the device. Raises ``NotInTimeError``."""
@@ -540,7 +541,7 @@ class OrderRig:
             self.worker.close()
             self.synchronize()
             self.settle()
-            if not self.node.core.residents.check():
+            if not is_consistent(self.node.core.residents):
                 raise TransferError("the agent's account of its memory is wrong")
         finally:
             self.node.close()

@@ -1,0 +1,61 @@
+"""What an agent keeps of its payloads, and whether it agrees with itself."""
+
+from itertools import pairwise
+
+from objkv.agent import arena_cache
+from objkv.agent.arena_cache import ArenaCache
+from objkv.agent.core import Core
+from objkv.agent.memory.arena import CellState, Extents
+from objkv.agent.unsaved import UnsavedPayloads
+
+
+def paths_of(unsaved: UnsavedPayloads) -> set[str]:
+    """The paths that they would have in the bulk store."""
+    return set(unsaved._by_path)
+
+
+def keys_of(cache: ArenaCache) -> list[str]:
+    """The keys of payloads that new readers find."""
+    with cache._lock:
+        return list(cache._by_key)
+
+
+def threads_of(core: Core) -> int:
+    """Threads that have not ended."""
+    return sum(thread.is_alive() for thread in core._threads)
+
+
+def fetches_of(core: Core) -> int:
+    """Payloads that wait for a thread or are being fetched."""
+    with core._changed:
+        return len(core._fetches) + len(core._busy)
+
+
+def covers_once(extents: Extents) -> bool:
+    """Whether gaps and extents cover everything once."""
+    with extents._lock:
+        pieces = sorted([*extents._free, *extents._taken.items()])
+        touching = all(a[1] == b[0] for a, b in pairwise(pieces))
+        covers = (pieces[0][0], pieces[-1][1]) == (extents._start, extents._end)
+        free = sum(end - start for start, end in extents._free)
+        return touching and covers and free == extents.free_bytes
+
+
+def is_consistent(cache: ArenaCache) -> bool:
+    """Whether memory, cells, states and ranking agree with each other."""
+    with cache._lock:
+        everything, placed, unsaved = cache._all, cache._at.values(), cache.unsaved
+        ranked = [one for one in cache._by_key.values() if one.state is CellState.READY]
+        return (
+            covers_once(cache._extents)
+            and cache._extents._taken.keys() == cache._at.keys()
+            and all(cache._extents.size(one.offset) == one.extent_bytes for one in placed)
+            and len(cache._cells) + sum(one.cell >= 0 for one in everything) == arena_cache.CELLS
+            and cache._idle_bytes == sum(one.extent_bytes for one in everything if not one.leases)
+            and len(ranked) == len(cache._ranking)
+            and all(path in cache._by_key or unsaved.keep(path) for path in paths_of(unsaved))
+            and all(one.key in cache._ranking for one in ranked)
+            and cache.unread_bytes == sum(one.nbytes for one in ranked if one.is_unused)
+            and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
+            and all(one.leases > 0 for one in everything if not one.is_listed)
+        )
