@@ -7,10 +7,11 @@ them waits for it.
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from time import gmtime, strftime, time
 from typing import Annotated, Final, Literal, Protocol, get_args
 
-from pydantic import AfterValidator, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 
 from objkv.background import Steps, in_steps
@@ -33,22 +34,23 @@ _INTERVAL_S: Final = 20.0
 _STRICT: Final = ConfigDict(strict=True, extra="forbid")
 
 
-def _printable(text: str) -> str:
-    return "".join(filter(str.isprintable, text))
-
-
 @dataclass(frozen=True, slots=True, config=_STRICT)
 class Switch:
     """One order of an operator. Raises ``ValueError`` if a value is out of bounds."""
 
     mode: Mode
-    namespace: Annotated[str, Field(min_length=1, max_length=200)] | None
+    namespace: str | None
     """The only namespace that it is for; None for the whole fleet."""
-    until_s: Annotated[int, Field(gt=0, lt=1 << 40)]
+    until_s: int
     """Seconds since the epoch, by the operator's clock. Replicas ignore it from then on."""
     created_s: int
-    by: Annotated[str, Field(max_length=AUTHOR_CHARS_MAX), AfterValidator(_printable)]
-    """Who gave it, by their own statement. Without control characters, since it is logged."""
+    by: str
+    """Who gave it, by their own statement; at most ``AUTHOR_CHARS_MAX`` characters."""
+
+    def __post_init__(self) -> None:
+        is_scoped = self.namespace is None or 0 < len(self.namespace) <= 200
+        if not (is_scoped and 0 < self.until_s < 1 << 40 and len(self.by) <= AUTHOR_CHARS_MAX):
+            raise ValueError("an order's values are out of bounds")
 
     def scope(self) -> str:
         """Return whom it is for, in words."""
@@ -198,6 +200,7 @@ def _write(bulk: WriteStore, switches: list[Switch]) -> None:
 
 def _parse(document: bytes | None) -> tuple[Switch, ...]:
     try:
-        return () if document is None else _DOCUMENT.validate_json(document).switches
+        found = () if document is None else _DOCUMENT.validate_json(document).switches
     except ValidationError as exc:
         raise PayloadError(f"{SWITCH_PATH} is not a document of objkv") from exc
+    return tuple(replace(one, by="".join(filter(str.isprintable, one.by))) for one in found)
