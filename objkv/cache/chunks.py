@@ -7,7 +7,7 @@ correctness.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -134,6 +134,16 @@ def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | 
     if header.nbytes != entry.nbytes:
         raise PayloadError(f"{entry.nbytes} bytes, but the header states {header.nbytes}")
     return header
+
+
+def stored_payloads(bulk: ReadStore, prefix: str) -> Iterator[tuple[ChunkKey, Entry]]:
+    """Yield the payloads whose paths begin with ``prefix``, those of one chunk in a row."""
+    for entry in bulk.scan(prefix):
+        try:
+            key = ChunkKey.parse(entry.key)
+        except ValueError:
+            continue
+        yield key, entry
 
 
 KEEP_S = 30.0
