@@ -246,13 +246,13 @@ class Fill:
 
         if self._source is not None:
             return self._source.get_into(buffer, arrived)
-        key, hot = self.wanted.claim.key, self.wanted.record.hot
-        return self._cache.get_into(
-            key, buffer, hot=hot, arrived=arrived, on_hot=self._came_hot, start=start
-        )
-
-    def _came_hot(self) -> None:
-        self.is_hot = True
+        key = self.wanted.claim.key
+        if self.wanted.record.hot:
+            got = self._cache.hot.get_into(key.path(), buffer, arrived, start)
+            if got is not None:
+                self.is_hot = True
+                return got
+        return self._cache.get_into(key, buffer, arrived, start)
 
     def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
         room = self._residents.allot(self._one, nbytes, spare)

@@ -24,9 +24,8 @@ from objkv.config import (
 from objkv.config.aws import s3_endpoint
 from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import PruneIndex, WriteIndex
+from objkv.index.base import PruneIndex, ServerFacts, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
-from objkv.index.server import ServerFacts
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, OnChange, Patience, log_change
 from objkv.net.guard import Guard, Slots

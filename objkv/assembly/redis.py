@@ -26,7 +26,7 @@ from objkv.assembly import backends
 from objkv.assembly.credentials import load_credentials
 from objkv.config import Config, Url, is_this_machine, parse_url
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.index.server import ServerFacts
+from objkv.index.base import ServerFacts
 from objkv.net.deadline import ends_s
 from objkv.net.redis_errors import CLIENT_ERRORS, ClearRefused
 from objkv.net.resp import DeadlinePool, keep_deadlines

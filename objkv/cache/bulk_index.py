@@ -14,7 +14,7 @@ from itertools import groupby
 
 import xxhash
 
-from objkv.cache.chunks import shard_record, stored_header
+from objkv.cache.chunks import shard_record, stored_header, stored_payloads
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.errors import PayloadError
@@ -88,12 +88,12 @@ class BulkIndex:
 
     def namespaces(self) -> list[str]:
         """See ``ReadIndex``. Walks the whole store."""
-        return sorted({key.namespace for key, _ in self._chunks("")})
+        return sorted({key.namespace for key, _ in stored_payloads(self._store, "")})
 
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Walks the whole store, and counts exactly."""
         nbytes, payloads = Counter[str](), Counter[str]()
-        for key, entry in self._chunks(""):
+        for key, entry in stored_payloads(self._store, ""):
             nbytes[key.namespace] += entry.nbytes
             payloads[key.namespace] += 1
         now_s = int(time.time())
@@ -152,12 +152,12 @@ class BulkIndex:
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """Return whether the chunk exists. The caller writes the pin's document, which is the only
         record of a pin."""
-        return any(self._chunks(_folder(namespace, prefix_hash)))
+        return any(stored_payloads(self._store, _folder(namespace, prefix_hash)))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``. Deletes the payloads."""
-        entries = [entry for _, entry in self._chunks(_folder(namespace, prefix_hash))]
-        deleted = [self._store.delete(entry.key) for entry in entries]
+        payloads = list(stored_payloads(self._store, _folder(namespace, prefix_hash)))
+        deleted = [self._store.delete(entry.key) for _, entry in payloads]
         return any(deleted)
 
     def set_usage(self, usage: Usage) -> None:
@@ -187,17 +187,9 @@ class BulkIndex:
         shards = dict.fromkeys(names, young)
         return Record(SHAPES_HASH, SHAPES_HASH, 0, 1, shards) if shards else None
 
-    def _chunks(self, prefix: str) -> Iterator[tuple[ChunkKey, Entry]]:
-        for entry in self._store.scan(prefix):
-            try:
-                key = ChunkKey.parse(entry.key)
-            except ValueError:
-                continue
-            yield key, entry
-
     def _records(self, prefix: str) -> Iterator[Record]:
-        # Key order keeps the payloads of one chunk together.
-        for prefix_hash, chunk in groupby(self._chunks(prefix), lambda found: found[0].prefix_hash):
+        payloads = stored_payloads(self._store, prefix)
+        for prefix_hash, chunk in groupby(payloads, lambda found: found[0].prefix_hash):
             shards, claim = {}, None
             for key, entry in chunk:
                 header = _header(self._store, entry)

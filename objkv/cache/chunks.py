@@ -7,9 +7,10 @@ correctness.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import inf
 from threading import Lock
 from time import monotonic
 
@@ -28,24 +29,27 @@ _PATHS_MAX = 65_536
 
 
 class _Paths:
-    """The paths that were added last. Thread-safe."""
+    """The paths that were added last, each for ``seconds``. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = inf, clock: Callable[[], float] = monotonic) -> None:
+        self._seconds, self._clock = seconds, clock
         self._lock = Lock()
-        self._all: OrderedDict[str, None] = OrderedDict()
+        self._until: OrderedDict[str, float] = OrderedDict()
 
     def __contains__(self, path: str) -> bool:
-        return path in self._all
+        until = self._until.get(path)
+        return until is not None and self._clock() < until
 
     def add(self, path: str) -> None:
         with self._lock:
-            self._all[path] = None
-            while len(self._all) > _PATHS_MAX:
-                self._all.popitem(last=False)
+            self._until[path] = self._clock() + self._seconds
+            self._until.move_to_end(path)
+            while len(self._until) > _PATHS_MAX:
+                self._until.popitem(last=False)
 
     def remove(self, path: str) -> None:
         with self._lock:
-            self._all.pop(path, None)
+            self._until.pop(path, None)
 
 
 class HotCopies:
@@ -63,15 +67,23 @@ class HotCopies:
     def get_into(
         self, path: str, buffer: memoryview, arrived: Arrived | None, start: int | None
     ) -> int | None:
-        """Read a promised copy into ``buffer``. Return None if the caller must read bulk."""
+        """Read a promised copy into ``buffer``, see ``ReadStore``. Return None if the caller must
+        read bulk.
+
+        Progress is reported as 0, and as complete at the end: if the hot store fails halfway, bulk
+        overwrites the buffer, and no lane may be copying reported bytes then.
+        """
         if self._store is None or path in self._distrusted:
             return None
+        waits = None if arrived is None else lambda _: arrived(0)
         try:
-            nbytes = self._store.get_into(path, buffer, arrived, start)
+            nbytes = self._store.get_into(path, buffer, waits, start)
         except StoreError:
             self._recorder.count("hot_errors")
             return None
         self._recorder.count("hot_misses" if nbytes is None else "hot_hits")
+        if arrived is not None and nbytes is not None:
+            arrived(nbytes)
         return nbytes
 
     def distrust(self, path: str) -> None:
@@ -124,6 +136,16 @@ def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | 
     return header
 
 
+def stored_payloads(bulk: ReadStore, prefix: str) -> Iterator[tuple[ChunkKey, Entry]]:
+    """Yield the payloads whose paths begin with ``prefix``, those of one chunk in a row."""
+    for entry in bulk.scan(prefix):
+        try:
+            key = ChunkKey.parse(entry.key)
+        except ValueError:
+            continue
+        yield key, entry
+
+
 KEEP_S = 30.0
 """After a save the same chunk is not saved again for this time, because requests that were looked
 up before it may still be queued. The cost: if the payload vanishes, its next save is delayed too.
@@ -139,10 +161,9 @@ class InFlightSaves:
     """
 
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
-        self._clock = clock
         self._lock = Lock()
         self._under_way: set[str] = set()
-        self._saved: OrderedDict[str, float] = OrderedDict()
+        self._saved = _Paths(KEEP_S, clock)
 
     def __len__(self) -> int:
         """How many are being saved now."""
@@ -151,24 +172,18 @@ class InFlightSaves:
     def begin(self, path: str) -> bool:
         """Return whether to save ``path`` now. If True, the caller must call ``end``."""
         with self._lock:
-            until = self._saved.get(path, 0.0)
-            if path in self._under_way or self._clock() < until:
+            if path in self._under_way or path in self._saved:
                 return False
             self._under_way.add(path)
             return True
 
     def keep(self, path: str) -> None:
         """Record that the payload is stored and published."""
-        with self._lock:
-            self._saved.pop(path, None)
-            self._saved[path] = self._clock() + KEEP_S
-            while len(self._saved) > _PATHS_MAX:
-                self._saved.popitem(last=False)
+        self._saved.add(path)
 
     def is_kept(self, path: str) -> bool:
         """Whether ``path`` was stored and published lately."""
-        with self._lock:
-            return self._clock() < self._saved.get(path, 0.0)
+        return path in self._saved
 
     def end(self, path: str) -> None:
         """End the save that ``begin`` allowed, whatever its outcome."""
@@ -177,8 +192,7 @@ class InFlightSaves:
 
     def forget(self, path: str) -> None:
         """Allow another save, because the payload was found missing or corrupt."""
-        with self._lock:
-            self._saved.pop(path, None)
+        self._saved.remove(path)
 
 
 class SaveOutcome(Enum):
@@ -223,7 +237,8 @@ class ChunkCache:
         """Seals payloads, and is required to use them; None if they are not sealed."""
         self._bulk = bulk
         self._room = room
-        self._hot = HotCopies(hot, settings.hot_save_bytes_max, recorder)
+        self.hot = HotCopies(hot, settings.hot_save_bytes_max, recorder)
+        """Where to look first for payloads whose records promise a copy."""
         self._index = index
         self._settings = settings
         self._recorder = recorder
@@ -238,29 +253,12 @@ class ChunkCache:
         self,
         key: ChunkKey,
         buffer: memoryview,
-        *,
-        hot: bool,
         arrived: Arrived | None = None,
-        on_hot: Callable[[], None] = lambda: None,
         start: int | None = None,
     ) -> int | None:
         """Read the payload, or the part from ``start`` that fits, into ``buffer``: see
-        ``ReadStore``. The result is unverified; the caller opens the payload.
-
-        ``hot``: whether the record promised a copy in the hot store, which is then read first. A
-        hot copy's progress is reported as 0, and as complete at the end: if the hot store fails
-        halfway, bulk overwrites the buffer, and no lane may be copying reported bytes then.
-        ``on_hot`` is called if the hot copy was read.
-        """
-        path = key.path()
-        if hot:
-            nbytes = self._hot.get_into(path, buffer, report_at_end(arrived), start)
-            if nbytes is not None:
-                on_hot()
-                if arrived is not None:
-                    arrived(nbytes)
-                return nbytes
-        return self._bulk.get_into(path, buffer, arrived, start)
+        ``ReadStore``. The result is unverified; the caller opens the payload."""
+        return self._bulk.get_into(key.path(), buffer, arrived, start)
 
     def has_room(self) -> bool:
         """Whether to save anything at all: False above the quota."""
@@ -315,11 +313,11 @@ class ChunkCache:
             if existing is None:
                 self._bulk.put(path, payload)
             else:
-                self._publish(claim, existing, hot=self._hot.has(path, existing.nbytes))
+                self._publish(claim, existing, hot=self.hot.has(path, existing.nbytes))
                 return SaveOutcome.EXISTED
         if self._room is not None:
             self._room.add(header.nbytes)
-        self._publish(claim, header, hot=self._hot.put(path, payload))
+        self._publish(claim, header, hot=self.hot.put(path, payload))
         return SaveOutcome.SAVED
 
     def close(self) -> None:
@@ -341,7 +339,7 @@ class ChunkCache:
         if expected is None:
             return
         if corrupt and expected.hot:
-            self._hot.distrust(path)
+            self.hot.distrust(path)
         try:
             self._index.forget(key.namespace, key.prefix_hash, key.field, expected)
         except StoreError:
@@ -378,12 +376,6 @@ class ChunkCache:
             # If it was found corrupt meanwhile, the next save repairs it.
             if key.path() not in self._suspects:
                 self.in_flight.keep(key.path())
-
-
-def report_at_end(arrived: Arrived | None) -> Arrived | None:
-    """Return a callback that reports arriving bytes as 0; the caller reports the total at the
-    end."""
-    return None if arrived is None else lambda _: arrived(0)
 
 
 def shard_record(header: Header) -> ShardRecord:

@@ -8,13 +8,13 @@ reader's rights. Such a command does not see records whose payloads are gone, an
 import logging
 import re
 from collections.abc import Iterator
-from itertools import islice
+from itertools import groupby, islice
 from typing import Final
 
+from objkv.cache.chunks import stored_payloads
 from objkv.errors import SCAN_DENIED, StoreDenied
 from objkv.index.base import Record, WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.net.guard import CallPolicy
 from objkv.stores.base import ReadStore
@@ -52,7 +52,8 @@ class ListedIndex(GuardedIndex):
                 return
             except StoreDenied as exc:  # at the first record: rights rarely end within a scan
                 self._note(exc)
-        hashes = self._listed(namespace)
+        payloads = stored_payloads(self._bulk, f"{namespace}/")
+        hashes = (found for found, _ in groupby(payloads, lambda found: found[0].prefix_hash))
         while batch := list(islice(hashes, _CHUNKS_AT_ONCE)):
             yield from filter(None, self.lookup(namespace, batch))
 
@@ -65,23 +66,9 @@ class ListedIndex(GuardedIndex):
                 self._note(exc)
         return sorted(name for name in self._bulk.folders("") if _NAMESPACE.fullmatch(name))
 
-    def _listed(self, namespace: str) -> Iterator[bytes]:
-        last = b""
-        for entry in self._bulk.scan(f"{namespace}/"):
-            try:
-                key = ChunkKey.parse(entry.key)
-            except ValueError:
-                continue
-            if key.prefix_hash != last:  # a chunk's payloads are listed in a row
-                last = key.prefix_hash
-                yield last
-
     def _note(self, denied: StoreDenied) -> None:
         """Remember a refused scan. Raises ``denied`` if something else was refused."""
         if SCAN_DENIED not in str(denied):
             raise denied
         self.is_denied = True
-        logger.warning(
-            "index keys not scanned, bulk store listed instead: index records whose payloads are "
-            "gone are not seen; to see them, use the role sweeper"
-        )
+        logger.warning("index keys not scanned, bulk store listed instead: %s", GHOSTS_UNSEEN)

@@ -5,10 +5,11 @@ groups. A payload holds only the blocks that some possible end needs.
 """
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 
 from objkv.index.base import Shards
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Shard, TokenPart
+from objkv.keys.topology import Shard, TokenPart, cover
 
 Stored = Callable[[Shards, int, GroupIdentity], bool]
 """Returns whether the found shards of a chunk hold everything that a reader needs of one group."""
@@ -104,25 +105,17 @@ def ends_within(group: GroupIdentity, chunk_tokens: int, end: int) -> bool:
 def covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:
     """Whether the shards together hold all layers, heads and tokens of the group."""
     held = list(shards_of(shards, group_id))
-    if Shard(0, len(group.layers), 0, group.heads) in held:
+    whole = Shard(0, len(group.layers), 0, group.heads)
+    if whole in held:  # nearly always, and a prompt has thousands of chunks
         return True
-    divisions = {(shard.tokens.size, shard.tokens.interleave) for shard in held}
+
+    def is_held(tokens: TokenPart) -> bool:
+        same = [shard for shard in held if shard.tokens == tokens]
+        return cover(replace(whole, tokens=tokens), same) is not None
+
     return any(
-        all(
-            _covers([s for s in held if s.tokens == TokenPart(rank, *division)], group)
-            for rank in range(division[0])
-        )
-        for division in divisions
-    )
-
-
-def _covers(held: Sequence[Shard], group: GroupIdentity) -> bool:
-    return all(
-        any(
-            s.layer_start <= layer < s.layer_end and s.head_start <= head < s.head_end for s in held
-        )
-        for layer in range(len(group.layers))
-        for head in range(group.heads)
+        all(is_held(TokenPart(rank, *division)) for rank in range(division[0]))
+        for division in {(shard.tokens.size, shard.tokens.interleave) for shard in held}
     )
 
 

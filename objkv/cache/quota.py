@@ -147,15 +147,13 @@ class TenantUsage:
     def __call__(self) -> int:
         """Return the number of bytes. Reads one document per new namespace. Raises
         ``StoreError``."""
-        return sum(u.nbytes for u in self._usage() if self._tenant_of(u.namespace) == self._tenant)
-
-    def _tenant_of(self, namespace: str) -> str | None:
-        if namespace not in self._tenants:
-            tenant = read_tenant(self._bulk, namespace)
-            if tenant is None:  # its writer may be about to put it
-                return None
-            self._tenants[namespace] = tenant
-        return self._tenants[namespace]
+        nbytes = 0
+        for one in self._usage():
+            tenant = self._tenants.get(one.namespace) or read_tenant(self._bulk, one.namespace)
+            if tenant is not None:  # otherwise its writer may be about to put it
+                self._tenants[one.namespace] = tenant
+            nbytes += one.nbytes if tenant == self._tenant else 0
+        return nbytes
 
 
 def read_tenant(bulk: ReadStore, namespace: str) -> str | None:

@@ -1,4 +1,4 @@
-"""Meters of recent speed, in bytes and seconds, of bounded size, for decisions.
+"""Meters of recent speed, of bounded size, for decisions.
 
 Nothing here reads a clock: callers pass the duration of their work.
 """
@@ -6,8 +6,6 @@ Nothing here reads a clock: callers pass the duration of their work.
 from collections import deque
 from threading import Lock
 
-_HALF_LIFE = 16
-"""Number of later pieces of work after which one has half of its weight in a ``Meter``."""
 _RECENT_MAX = 9
 """Number of pieces of work of which a ``Typical`` is the median."""
 _GETS_MIN = 8
@@ -16,43 +14,16 @@ _WEIGHT_MAX = 4
 """Maximum weight of a large piece of work, in pieces of the usual size."""
 
 
-class Meter:
-    """Throughput of recent pieces of work. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._bytes = self._seconds = 0.0
-        self.count = 0
-        """Number of pieces of work."""
-
-    def observe(self, nbytes: int, seconds: float) -> None:
-        """Record that ``nbytes`` took ``seconds``. Ignores zero durations and zero bytes."""
-        if nbytes <= 0 or not seconds > 0:
-            return
-        keep = 0.5 ** (1 / _HALF_LIFE)
-        with self._lock:
-            # Both sums decay, so that a large piece weighs more than a small one. Their quotient is
-            # the time per byte, not the average of two speeds.
-            self._bytes = self._bytes * keep + nbytes
-            self._seconds = self._seconds * keep + seconds
-            self.count += 1
-
-    @property
-    def bytes_per_s(self) -> float | None:
-        """Recent throughput; None before the first observation."""
-        with self._lock:
-            return self._bytes / self._seconds if self._seconds else None
-
-
 class Typical:
     """The typical recent time for one unit of work (a byte, a token): the median, weighted by
-    units, of the last few pieces of work. Not thread-safe.
+    units, of the last few pieces of work. Thread-safe.
 
     For decisions that leave little to measure. With an average, one piece that took a hundred times
     too long would dominate until a hundred others follow.
     """
 
     def __init__(self) -> None:
+        self._lock = Lock()
         self._recent: deque[tuple[float, int]] = deque(maxlen=_RECENT_MAX)
         self.count = 0
         """Number of pieces of work."""
@@ -63,9 +34,10 @@ class Typical:
         """Record that ``units`` took ``seconds``. Ignores zero durations and zero units."""
         if units <= 0 or not seconds > 0:
             return
-        self.count += 1
-        self._recent.append((seconds / units, units))
-        self.seconds_per_unit = self._median()
+        with self._lock:
+            self.count += 1
+            self._recent.append((seconds / units, units))
+            self.seconds_per_unit = self._median()
 
     def _median(self) -> float:
         usual = sorted(units for _, units in self._recent)[len(self._recent) // 2]
@@ -83,12 +55,12 @@ class LinkSpeed:
     concurrent ones. Callers that put and get report to it."""
 
     def __init__(self) -> None:
-        self.puts = Meter()
-        self.gets = Meter()
+        self.puts, self.gets = Typical(), Typical()
 
     @property
     def bytes_per_s(self) -> float | None:
         """Speed of a get after a few gets, because loads must be fast; before that, of a put. None
         if neither was measured."""
-        gets = self.gets.bytes_per_s if self.gets.count >= _GETS_MIN else None
-        return self.puts.bytes_per_s if gets is None else gets
+        gets = self.gets.seconds_per_unit if self.gets.count >= _GETS_MIN else None
+        pace = self.puts.seconds_per_unit if gets is None else gets
+        return None if pace is None else 1 / pace

@@ -5,12 +5,14 @@ that replicas do not have. Each replica reads it in the background while it has 
 them waits for it.
 """
 
-import json
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from time import gmtime, strftime, time
-from typing import Final, Protocol, get_args
+from typing import Annotated, Final, Literal, Protocol, get_args
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from objkv.background import Steps, in_steps
 from objkv.cache.admission import Mode
@@ -24,19 +26,17 @@ OPERATOR_FOLDER: Final = "operator"
 """Folder of the bulk store for documents by which operators direct all replicas."""
 SWITCH_PATH: Final = f"{OPERATOR_FOLDER}/admission.json"
 MODES: Final[tuple[Mode, ...]] = get_args(Mode)
-_FORMAT: Final = 1
 _DOCUMENT_BYTES_MAX: Final = 512 << 10
 """Fits ``_SWITCHES_MAX`` orders of the longest texts."""
 _SWITCHES_MAX: Final = 200
-_UNTIL_S_MAX: Final = 1 << 40
 AUTHOR_CHARS_MAX: Final = 200
-_NAMESPACE_CHARS_MAX: Final = 200
 _INTERVAL_S: Final = 20.0
+_STRICT: Final = ConfigDict(strict=True, extra="forbid")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, config=_STRICT)
 class Switch:
-    """One order of an operator."""
+    """One order of an operator. Raises ``ValueError`` if a value is out of bounds."""
 
     mode: Mode
     namespace: str | None
@@ -48,13 +48,8 @@ class Switch:
     """Who gave it, by their own statement; at most ``AUTHOR_CHARS_MAX`` characters."""
 
     def __post_init__(self) -> None:
-        # No assertions: python -O leaves them out, and the document is untrusted.
-        if not (
-            self.mode in MODES
-            and (self.namespace is None or 0 < len(self.namespace) <= _NAMESPACE_CHARS_MAX)
-            and 0 < self.until_s < _UNTIL_S_MAX
-            and len(self.by) <= AUTHOR_CHARS_MAX
-        ):
+        is_scoped = self.namespace is None or 0 < len(self.namespace) <= 200
+        if not (is_scoped and 0 < self.until_s < 1 << 40 and len(self.by) <= AUTHOR_CHARS_MAX):
             raise ValueError("an order's values are out of bounds")
 
     def scope(self) -> str:
@@ -65,6 +60,15 @@ class Switch:
         """Return the order in words, without its namespace."""
         until = strftime("%Y-%m-%d %H:%M UTC", gmtime(self.until_s))
         return f"admission is {self.mode} until {until}, by {self.by}"
+
+
+@dataclass(frozen=True, slots=True, config=_STRICT)
+class _Document:
+    format: Literal[1]
+    switches: Annotated[tuple[Switch, ...], Field(max_length=_SWITCHES_MAX)]
+
+
+_DOCUMENT: Final = TypeAdapter(_Document)
 
 
 def read_switches(bulk: ReadStore) -> tuple[Switch, ...]:
@@ -191,26 +195,12 @@ def _write(bulk: WriteStore, switches: list[Switch]) -> None:
         raise ConfigError(
             f"more than {_SWITCHES_MAX} orders are in force: end some with objkv admission clear -n"
         )
-    values = {"format": _FORMAT, "switches": [asdict(one) for one in switches]}
-    bulk.put(SWITCH_PATH, json.dumps(values).encode("ascii"))
+    bulk.put(SWITCH_PATH, _DOCUMENT.dump_json(_Document(1, tuple(switches))))
 
 
 def _parse(document: bytes | None) -> tuple[Switch, ...]:
-    if document is None:
-        return ()
     try:
-        values = json.loads(document)
-        if values["format"] != _FORMAT or len(values["switches"]) > _SWITCHES_MAX:
-            raise ValueError
-        found = tuple(Switch(**one) for one in values["switches"])
-        if not all(
-            type(one.until_s) is type(one.created_s) is int
-            and type(one.by) is str
-            and (one.namespace is None or type(one.namespace) is str)
-            for one in found
-        ):
-            raise ValueError
-        return tuple(replace(one, by="".join(filter(str.isprintable, one.by))) for one in found)
-    # The document is untrusted, so any failed check of its values is its fault.
-    except (KeyError, RecursionError, TypeError, ValueError) as exc:
+        found = () if document is None else _DOCUMENT.validate_json(document).switches
+    except ValidationError as exc:
         raise PayloadError(f"{SWITCH_PATH} is not a document of objkv") from exc
+    return tuple(replace(one, by="".join(filter(str.isprintable, one.by))) for one in found)

@@ -97,9 +97,10 @@ def _covers(order: Switch, scope: str | None) -> bool:
 
 def _author() -> str:
     try:
-        return f"{getuser()}@{gethostname()}"[:AUTHOR_CHARS_MAX]
+        name = f"{getuser()}@{gethostname()}"
     except (KeyError, OSError):  # a user without a name, as in containers
-        return gethostname()[:AUTHOR_CHARS_MAX]
+        name = gethostname()
+    return "".join(filter(str.isprintable, name))[:AUTHOR_CHARS_MAX]
 
 
 def _mode(text: str) -> Mode:

@@ -8,7 +8,7 @@ import typer
 
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
-from objkv.keys.tokenizer import tokenize
+from objkv.keys.tokenizer import Tokenizers
 from objkv.ops.match import parse_tokens
 
 Tokens = Annotated[
@@ -57,7 +57,8 @@ def read_prompt(
     if (text is None and text_file is None) != (tokenizer is None):
         raise ConfigError("--text and --text-file need --tokenizer, and --tokenizer one of them")
     if tokenizer is not None:
-        prompt = tokenize(_read(text_file) if text is None else text, tokenizer)
+        given = _read(text_file) if text is None else text
+        prompt = Tokenizers(None).tokens(given, tokenizer)
     else:
         prompt = parse_tokens(_read(tokens))
     if not prompt:

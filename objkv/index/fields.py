@@ -139,11 +139,6 @@ def are_hot(shards: Shards) -> bool:
     return all(shard.hot for shard in shards.values())
 
 
-def is_shard_field(field: str) -> bool:
-    """Whether a record's field names a shard, ``<group>.<shard>``. Other fields have no dot."""
-    return "." in field
-
-
 def sighting_name(name: str) -> str:
     """Return a short name for a sighting: 32 hex digits. If two names ever shared it, a payload
     would be saved earlier than it need be."""

@@ -119,13 +119,12 @@ def encode_tokens(tokens: Sequence[int]) -> bytes:
 def encode_extras(extras: Iterable[Extra]) -> bytes:
     """Return, per extra, field(kind), the number of fields as 8 bytes, and each field
     length-prefixed."""
-    out = bytearray()
-    for extra in extras:
-        out += _field(extra.kind.encode("ascii"))
-        out += len(extra.fields).to_bytes(8, "little")
-        for value in extra.fields:
-            out += _field(value)
-    return bytes(out)
+    return b"".join(
+        _field(extra.kind.encode("ascii"))
+        + len(extra.fields).to_bytes(8, "little")
+        + b"".join(map(_field, extra.fields))
+        for extra in extras
+    )
 
 
 def prefix_hashes(
@@ -224,7 +223,4 @@ def _field(value: bytes) -> bytes:
 
 def field_digest(*fields: bytes) -> bytes:
     """Return the SHA-256 of the length-prefixed fields, shortened to ``PREFIX_HASH_BYTES``."""
-    digest = hashlib.sha256()
-    for value in fields:
-        digest.update(_field(value))
-    return digest.digest()[:PREFIX_HASH_BYTES]
+    return hashlib.sha256(b"".join(map(_field, fields))).digest()[:PREFIX_HASH_BYTES]

@@ -34,15 +34,6 @@ def load_tokenizer(tokenizer: Path) -> "Tokenizer":
     return loaded
 
 
-def tokenize(text: str, tokenizer: Path) -> list[int]:
-    """Return the token ids of ``text``, with the special tokens that the tokenizer adds.
-
-    See ``load_tokenizer``.
-    """
-    refuse_broken(text)
-    return list(load_tokenizer(tokenizer).encode(text).ids)
-
-
 def refuse_broken(text: str) -> None:
     """Raise ``ConfigError`` for text that no tokenizer takes."""
     if not _is_plain(text):

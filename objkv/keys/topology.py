@@ -231,44 +231,6 @@ class RankShard:
         return prefix_hash[0] % self.replicas == self.replica
 
 
-def rank_shard(
-    *,
-    layers: int,
-    heads: int,
-    tp_rank: int,
-    tp_size: int,
-    layer_range: tuple[int, int] | None = None,
-) -> RankShard:
-    """Return the shard of TP rank ``tp_rank``. KV heads are split evenly, or replicated if there
-    are more ranks than heads. Raises ValueError if vLLM itself could not split them this way.
-
-    Args:
-        heads: KV heads over all TP ranks; 1 for MLA, whose latent every rank holds whole.
-        layer_range: ``[start, end)`` of the ``layers`` that its PP rank has, at least one. Default:
-            all.
-    """
-    assert 0 <= tp_rank < tp_size
-    start, end = layer_range or (0, layers)
-    assert end <= layers
-    if heads >= tp_size:
-        if heads % tp_size:
-            raise ValueError(
-                f"{heads} KV heads cannot be split over {tp_size} ranks: set tensor_parallel_size "
-                f"to a divisor of {heads}"
-            )
-        per_rank = heads // tp_size
-        shard = Shard(start, end, tp_rank * per_rank, (tp_rank + 1) * per_rank)
-        return RankShard(shard, 0, 1)
-    if tp_size % heads:
-        raise ValueError(
-            f"{tp_size} ranks cannot share {heads} KV heads evenly: set tensor_parallel_size to a "
-            f"divisor or a multiple of {heads}"
-        )
-    replicas = tp_size // heads
-    head = tp_rank // replicas
-    return RankShard(Shard(start, end, head, head + 1), tp_rank % replicas, replicas)
-
-
 @dataclass(frozen=True, slots=True)
 class Topology:
     """How one replica's KV of one group is distributed over its ranks: which rank holds, saves and
@@ -299,40 +261,40 @@ class Topology:
                 f"pipeline ranks have {self.layers} layers: pass one number per rank, with at "
                 "least one layer in total"
             )
-        self._share(0, (0, 1))
+        if self.heads % self.tp_size and self.tp_size % self.heads:
+            raise ValueError(
+                f"{self.tp_size} ranks cannot share {self.heads} KV heads evenly: set "
+                f"tensor_parallel_size to a divisor or a multiple of {self.heads}"
+            )
+        if self._copies % self.dcp_size:
+            raise ValueError(
+                f"{self.tp_size} ranks with {self.heads} KV heads cannot divide the tokens by "
+                f"{self.dcp_size}: set decode_context_parallel_size to a divisor of {self._copies}"
+            )
 
     @property
     def size(self) -> int:
         """Total number of ranks."""
         return self.tp_size * len(self.layers)
 
+    @property
+    def _copies(self) -> int:
+        """How many ranks of a stage have the same heads."""
+        return max(1, self.tp_size // self.heads)
+
     def held(self, rank: int) -> RankShard | None:
         """Return the shard that a rank holds of the group, or None if its stage has no layer of
-        it."""
+        it. KV heads are split evenly, or replicated if there are more ranks than heads."""
         pp_rank, tp_rank = divmod(rank, self.tp_size)
         start = sum(self.layers[:pp_rank])
         end = start + self.layers[pp_rank]
-        return self._share(tp_rank, (start, end)) if start < end else None
-
-    def _share(self, tp_rank: int, layer_range: tuple[int, int]) -> RankShard:
-        share = rank_shard(
-            layers=sum(self.layers),
-            heads=self.heads,
-            tp_rank=tp_rank,
-            tp_size=self.tp_size,
-            layer_range=layer_range,
-        )
-        if self.dcp_size == 1:
-            return share
-        if share.replicas % self.dcp_size:
-            raise ValueError(
-                f"{self.tp_size} ranks with {self.heads} KV heads cannot divide the tokens by "
-                f"{self.dcp_size}: set decode_context_parallel_size to a divisor of "
-                f"{share.replicas}"
-            )
+        if start == end:
+            return None
+        heads = max(1, self.heads // self.tp_size)
+        head = tp_rank // self._copies * heads
         tokens = TokenPart(tp_rank % self.dcp_size, self.dcp_size, self.interleave)
         return RankShard(
-            replace(share.shard, tokens=tokens),
-            share.replica // self.dcp_size,
-            share.replicas // self.dcp_size,
+            Shard(start, end, head, head + heads, tokens),
+            tp_rank % self._copies // self.dcp_size,
+            self._copies // self.dcp_size,
         )

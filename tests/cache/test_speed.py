@@ -4,40 +4,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from objkv.cache.speed import LinkSpeed, Meter, Typical
+from objkv.cache.speed import LinkSpeed, Typical
 
 
 def test_what_moved_nothing_or_took_no_time_says_nothing() -> None:
-    meter, typical = Meter(), Typical()
+    typical = Typical()
     for nbytes, seconds in ((0, 1.0), (-1, 1.0), (1, 0.0), (1, -1.0), (1, float("nan"))):
-        meter.observe(nbytes, seconds)
         typical.observe(nbytes, seconds)
-    assert (meter.count, meter.bytes_per_s) == (0, None)
     assert (typical.count, typical.seconds_per_unit) == (0, None)
 
 
-def test_throughput_is_bytes_by_time_not_the_mean_of_speeds() -> None:
-    meter = Meter()
-    meter.observe(1_000_000, 1.0)
-    meter.observe(1_000, 1.0)
-    assert meter.bytes_per_s == pytest.approx(500_500, rel=0.03)
-
-
-def test_what_is_a_half_life_old_counts_half() -> None:
-    meter = Meter()
-    meter.observe(800, 1.0)
-    for _ in range(16):
-        meter.observe(1, 1e-9)
-    weights = [0.5 ** (age / 16) for age in range(17)]
-    expected = (800 * weights[16] + sum(weights[:16])) / weights[16]
-    assert meter.bytes_per_s == pytest.approx(expected, rel=1e-6)
-
-
 def test_many_threads_may_observe_at_once() -> None:
-    meter = Meter()
+    typical = Typical()
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda _: meter.observe(100, 0.1), range(500)))
-    assert meter.bytes_per_s == pytest.approx(1_000)
+        list(pool.map(lambda _: typical.observe(100, 0.1), range(500)))
+    assert (typical.count, typical.seconds_per_unit) == (500, pytest.approx(0.001))
 
 
 def test_a_link_is_as_fast_as_its_gets_once_a_few_were_seen() -> None:

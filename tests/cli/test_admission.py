@@ -5,6 +5,8 @@ import re
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from objkv.cache.switch import SWITCH_PATH, AdmissionSwitch
 from objkv.ops.audit.findings import foreign_folders
 from objkv.telemetry import NullRecorder
@@ -47,11 +49,14 @@ def test_an_order_for_one_namespace_leaves_the_others_alone(machine: Machine, ru
     assert followed(machine) == "always"
 
 
-def test_the_document_says_who_and_until_when(machine: Machine, run: Run) -> None:
+def test_the_document_says_who_and_until_when(
+    machine: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOGNAME", "\udcffme")  # not UTF-8
     machine.fill()
     [order] = run("admission", "never", "--for", "90s", "--json").document["orders"]
     assert order["until_s"] - order["created_s"] == 90
-    assert order["by"]
+    assert order["by"].startswith("me@")
     stored = json.loads(machine.bulk.get(SWITCH_PATH) or b"")
     assert stored["switches"] == [order]
 

@@ -18,7 +18,7 @@ import torch
 
 from objkv.connector.kv.wiring import use_batched_copies
 from objkv.errors import TransferError
-from objkv.keys.topology import rank_shard
+from objkv.keys.topology import Topology
 from objkv.transfer.devices import BatchCopy, DeviceDriver, DeviceLane, driver_of, open_lane
 from objkv.transfer.kernels import PageKernels, TritonKernels
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Recast
@@ -67,11 +67,13 @@ class CacheForm:
     def group(self, memory: torch.Tensor) -> PagedGroup:
         """Return the group that a worker would make of these ``[nbytes]`` uint8."""
         heads, size, _ = self.shape
+        rank = Topology(1, heads, (_LAYERS,)).held(0)
+        assert rank is not None
         shape = GroupShape(
             tuple(f"layers.{number}" for number in range(_LAYERS)),
             blocks=_MOVED // _CHUNKS,
             block_size=size * self.kernel_blocks,
-            rank_shard=rank_shard(layers=_LAYERS, heads=heads, tp_rank=0, tp_size=1),
+            rank_shard=rank,
         )
         return PagedGroup(shape, self.layers(memory.view(self.dtype), self.shape))
 

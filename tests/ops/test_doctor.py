@@ -9,7 +9,7 @@ import pytest
 from objkv.assembly.backends import open_backends
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
-from objkv.index.server import ServerFacts
+from objkv.index.base import ServerFacts
 from objkv.ops.doctor import doctor as privacy
 from objkv.ops.doctor.doctor import (
     DoctorReport,

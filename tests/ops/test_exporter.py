@@ -9,8 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import Usage
-from objkv.index.server import ServerFacts
+from objkv.index.base import ServerFacts, Usage
 from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
-from objkv.keys.tokenizer import Tokenizers, tokenize
+from objkv.keys.tokenizer import Tokenizers
 from objkv.ops.match import match_prompt, parse_tokens
 from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import WarmPrompt
@@ -93,8 +93,8 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored_as_by_vllm(
     tokenizer.enable_truncation(2)
     tokenizer.enable_padding(length=9)
     tokenizer.save(str(tmp_path / "tokenizer.json"))
-    assert tokenize("a b a", tmp_path) == [5, 6, 5]
-    assert tokenize("b", tmp_path / "tokenizer.json") == [6]
+    assert Tokenizers(None).tokens("a b a", tmp_path) == [5, 6, 5]
+    assert Tokenizers(None).tokens("b", tmp_path / "tokenizer.json") == [6]
     tokenizers = Tokenizers(tmp_path)
     assert tokenizers.tokens("a b a", tokenizers.place_of("m")) == [5, 6, 5]
     assert LocalTokenizer(tmp_path).tokenize(WarmPrompt("p", text="a b a")) == [5, 6, 5]
@@ -103,15 +103,15 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_ignored_as_by_vllm(
 def test_text_with_half_of_a_character_is_refused(tmp_path: Path) -> None:
     Tokenizer(models.WordLevel({"?": 0}, unk_token="?")).save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ConfigError, match="half of a character"):
-        tokenize("a\udcff", tmp_path)
+        Tokenizers(None).tokens("a\udcff", tmp_path)
     with pytest.raises(ConfigError, match="half of a character"):
         LocalTokenizer(tmp_path).tokenize(WarmPrompt("p", text="a\ud800"))
 
 
 def test_a_missing_or_broken_tokenizer_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"is not a file: name a tokenizer\.json"):
-        tokenize("a", tmp_path)
+        Tokenizers(None).tokens("a", tmp_path)
     broken = tmp_path / "tokenizer.json"
     broken.write_text("{}")
     with pytest.raises(ConfigError, match=r"is not a valid tokenizer\.json"):
-        tokenize("a", broken)
+        Tokenizers(None).tokens("a", broken)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import PruneIndex
+from objkv.index.base import PruneIndex, ServerFacts
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
-from objkv.index.server import ServerFacts
 from objkv.ops.doctor.probes import (
     Check,
     failure,

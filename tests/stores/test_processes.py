@@ -171,6 +171,7 @@ def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) 
     fleet.store.get_into("warm", into)
     assert fleet.own.starts == []
     assert fleet.recorder.value("child_gets") == before + 1, "what it counts is counted here"
+    assert not any("child_seconds" in name for name in fleet.recorder.drain()), "sums of maxima"
     fleet.store.put("small", b"x")
     assert fleet.store.get_into("small", memoryview(bytearray(10))) == 1
     assert fleet.own.starts == [None]

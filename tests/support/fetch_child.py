@@ -27,6 +27,7 @@ class HeldStore(LocalStore):
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         self._recorder.count("child_gets")
+        self._recorder.observe("child_seconds", 1.0)
         if key.startswith("lying/"):
             assert arrived is not None
             arrived(len(buffer) + 1)

@@ -19,7 +19,7 @@ from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.keys.topology import rank_shard
+from objkv.keys.topology import Topology
 from objkv.stores.base import Arrived, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
@@ -53,9 +53,8 @@ def paged_group(
 
     ``tp`` is (rank, size). Block 0 is the null block, as in vLLM.
     """
-    rank = rank_shard(
-        layers=len(identity.layers), heads=identity.heads, tp_rank=tp[0], tp_size=tp[1]
-    )
+    rank = Topology(tp[1], identity.heads, (len(identity.layers),)).held(tp[0])
+    assert rank is not None
     heads = rank.shard.head_end - rank.shard.head_start
     generator = torch.Generator().manual_seed(seed)
     shape = (num_blocks, heads, identity.block_size, identity.content)

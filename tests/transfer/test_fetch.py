@@ -20,7 +20,7 @@ from objkv.codec.values import digest
 from objkv.errors import StoreUnavailable
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import rank_shard
+from objkv.keys.topology import Topology
 from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
@@ -257,7 +257,8 @@ def quantised_group(
     says: dict[str, Quantised],
 ) -> tuple[PagedGroup, list[torch.Tensor]]:
     """As vLLM registers an fp8 cache: plain bytes."""
-    rank = rank_shard(layers=len(identity.layers), heads=identity.heads, tp_rank=0, tp_size=1)
+    rank = Topology(1, identity.heads, (len(identity.layers),)).held(0)
+    assert rank is not None
     shape = (num_blocks, identity.heads, identity.block_size, identity.content)
     generator = torch.Generator().manual_seed(seed)
     caches = [

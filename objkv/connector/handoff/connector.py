@@ -34,7 +34,7 @@ from objkv.connector.handoff.step import HandoffPrompt, HandoffStage, Pages, Ski
 from objkv.connector.wiring import writer_name
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.keys.identity import identity_path
-from objkv.keys.topology import rank_shard
+from objkv.keys.topology import Topology
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -130,9 +130,11 @@ class HandoffConnector:
         layers, heads, self._group = len(group.layers), group.heads, group
         size = config.parallel_config.tensor_parallel_size
         try:
-            self._rank = rank_shard(layers=layers, heads=heads, tp_rank=rank % size, tp_size=size)
+            held = Topology(size, heads, (layers,)).held(rank % size)
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
+        assert held is not None
+        self._rank = held
         self._load_s = settings.step_load_deadline_ms / 1000
         self._save_s = settings.save_deadline_ms / 1000
         # Ranks wait for each other twice as long as one of them may wait for its agent.

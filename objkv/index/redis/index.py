@@ -29,7 +29,6 @@ from objkv.index.base import (
 from objkv.index.fields import (
     decode_shard,
     encode_shard,
-    is_shard_field,
     read_savings,
     savings_fields,
     shards_of,
@@ -54,7 +53,7 @@ from objkv.net.redis_errors import translated, translation
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
 """Maximum delay before changes of the totals are sent, while anything is being saved."""
-_TOTAL = re.compile(rb"([^:]+):(nbytes|payloads|counted)")
+_TOTALS = ("nbytes", "payloads", "counted")
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
 
@@ -81,12 +80,18 @@ class PendingTotals:
         if prefix_hash != SHAPES_HASH:
             self.keep({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
 
+    def is_due(self) -> bool:
+        """Whether it is time to send changes."""
+        return self._clock() >= self._due_s
+
     def take(self, *, early: bool = False) -> dict[str, int]:
         """Return and clear the changes by field if they are due, or always if ``early``."""
         now = self._clock()
         with self._lock:
-            self._leave_to_parent()
-            if not early and now < self._due_s:
+            if self._process != os.getpid():  # in a fork: the parent sends these
+                self._process = os.getpid()
+                self._pending.clear()
+            if not (early or self.is_due()):
                 return {}
             taken = {field: change for field, change in self._pending.items() if change}
             self._pending.clear()
@@ -99,35 +104,6 @@ class PendingTotals:
         with self._lock:
             for field, change in taken.items():
                 self._pending[field] += change
-
-    def _leave_to_parent(self) -> None:
-        if self._process != os.getpid():  # in a fork: the parent sends these
-            self._process = os.getpid()
-            self._pending.clear()
-
-
-def read_totals(reply: Mapping[bytes, bytes]) -> list[Usage]:
-    """Parse the reply to ``HGETALL`` of the totals, ignoring fields that objkv did not write."""
-    numbers: dict[str, dict[bytes, int]] = defaultdict(dict)
-    for field, value in reply.items():
-        match = _TOTAL.fullmatch(field)
-        if match and _NUMBER.fullmatch(value):
-            numbers[match[1].decode("utf-8", "replace")][match[2]] = int(value)
-    found = []
-    for namespace, of in sorted(numbers.items()):
-        nbytes, payloads = max(0, of.get(b"nbytes", 0)), max(0, of.get(b"payloads", 0))
-        if nbytes or payloads:
-            found.append(Usage(namespace, nbytes, payloads, of.get(b"counted", 0)))
-    return found
-
-
-def replaced(key: str, usage: Usage) -> tuple[str | int, ...]:
-    """Return the command that replaces a namespace's totals, or deletes them if it is empty."""
-    name = usage.namespace
-    if not usage.payloads:
-        return ("HDEL", key, f"{name}:nbytes", f"{name}:payloads", f"{name}:counted")
-    numbers = (f"{name}:nbytes", usage.nbytes, f"{name}:payloads", usage.payloads)
-    return ("HSET", key, *numbers, f"{name}:counted", usage.counted_s)
 
 
 Client = redis.Redis | redis.RedisCluster
@@ -169,7 +145,7 @@ class RedisIndex:
             found = dict(zip(others, self.lookup(namespace, others), strict=True))
             return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
         replies = self._pipelined(
-            [("HGETALL", self._chunk(namespace, prefix_hash)) for prefix_hash in prefix_hashes]
+            "lookup", [("HGETALL", self._chunk(namespace, one)) for one in prefix_hashes]
         )
         now = self._clock()
         return [
@@ -178,7 +154,7 @@ class RedisIndex:
         ]
 
     def _has_few_fields(self, namespace: str, prefix_hash: bytes) -> bool:
-        (reply,) = self._pipelined([("HLEN", self._chunk(namespace, prefix_hash))])
+        (reply,) = self._pipelined("lookup", [("HLEN", self._chunk(namespace, prefix_hash))])
         if _is_foreign(reply):
             return False
         return int(_checked("lookup", reply)) <= _FIELDS_READ_MAX
@@ -213,21 +189,30 @@ class RedisIndex:
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Returns running totals, without recent changes that other processes
         have not sent yet."""
-        return read_totals(self._flush("usage", self._totals, "HGETALL", self._totals.key))
+        numbers, found = self._numbers("usage", self._totals), []
+        for name in sorted({field.partition(":")[0] for field in numbers}):
+            nbytes, payloads, counted_s = (numbers.get(f"{name}:{kind}", 0) for kind in _TOTALS)
+            if nbytes > 0 or payloads > 0:
+                found.append(Usage(name, max(0, nbytes), max(0, payloads), counted_s))
+        return found
 
     def savings(self) -> list[Savings]:
         """See ``ReadIndex``. Like ``usage``, lacks numbers of killed processes."""
-        reply = self._flush("savings", self._savings, "HGETALL", self._savings.key)
-        numbers = {
+        return read_savings(self._numbers("savings", self._savings))
+
+    def _numbers(self, verb: str, totals: PendingTotals) -> dict[str, int]:
+        """Send this process's changes of ``totals``. Return the fleet's, without what is no
+        number."""
+        reply = self._flush(verb, totals, "HGETALL", totals.key)
+        return {
             field.decode("utf-8", "replace"): int(value)
             for field, value in reply.items()
             if _NUMBER.fullmatch(value)
         }
-        return read_savings(numbers)
 
     def _flush(self, verb: str, totals: PendingTotals, *command: str | int) -> Any:
         """Send this process's changes of ``totals``, then ``command``. Return its reply."""
-        [reply] = self._flushed(totals, totals.take(early=True), command)
+        [reply] = self._flushed(verb, totals, totals.take(early=True), command)
         return _checked(verb, reply)
 
     def check(self) -> None:
@@ -240,14 +225,14 @@ class RedisIndex:
             for totals in (self._totals, self._savings):
                 if changes := totals.take(early=True):
                     with suppress(StoreError):
-                        self._flushed(totals, changes)
+                        self._flushed("close", totals, changes)
             self._finder.close()
             self.client.close()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""
         assert shards
-        assert all(is_shard_field(field) for field in shards)
+        assert all("." in field for field in shards)  # the record's own fields have none
         args: list[str | bytes | int] = [ttl_s * 1000]
         args += ["parent", chunk.parent_hash.hex()]
         args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
@@ -266,7 +251,7 @@ class RedisIndex:
         """See ``WriteIndex``. Sends the sums every few seconds."""
         self._savings.keep(savings_fields(savings))
         if changes := self._savings.take():
-            self._flushed(self._savings, changes)
+            self._flushed("credit", self._savings, changes)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""
@@ -303,45 +288,46 @@ class RedisIndex:
 
     def set_usage(self, usage: Usage) -> None:
         """See ``PruneIndex``."""
-        self._flush("set usage", self._totals, *replaced(self._totals.key, usage))
+        fields = [f"{usage.namespace}:{kind}" for kind in _TOTALS]
+        command: list[str | int] = ["HDEL", self._totals.key, *fields]
+        if usage.payloads:
+            command = ["HSET", self._totals.key]
+            for pair in zip(fields, (usage.nbytes, usage.payloads, usage.counted_s), strict=True):
+                command += pair
+        self._flush("set usage", self._totals, *command)
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
 
     def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> Any:
-        """Return the script's reply. Due changes of the totals share its round trip."""
-        known, changes = script.known(key, *args), self._totals.take()
-        with translated(f"redis index, {verb}"):
+        """Return the script's reply for one key, see ``_run_all``."""
+        with translated(f"redis index, {verb}"), suppress(exceptions.NoScriptError):
             run: Callable[..., object] = self.client.execute_command
-            try:
-                if not changes:
-                    return run(*known)
-                [reply] = self._flushed(self._totals, changes, known)
-                if isinstance(reply, Exception):
-                    raise reply
-                return reply
-            except exceptions.NoScriptError:
-                return run(*script.full(key, *args))
+            if not self._totals.is_due():  # a pipeline costs half as much again
+                return run(*script.known(key, *args))
+        return self._run_all(verb, script, [key], *args)[0]
 
     def _run_all(
         self, verb: str, script: Script, keys: Sequence[str], *args: str | bytes | int
     ) -> list[Any]:
-        """Return the script's replies for all keys, in order, after one pipelined round trip."""
-        replies = self._pipelined([script.known(key, *args) for key in keys])
+        """Return the script's replies for all keys, in order, after one pipelined round trip. Due
+        changes of the totals share it."""
+        known = [script.known(key, *args) for key in keys]
+        replies = self._flushed(verb, self._totals, self._totals.take(), *known)
         unknown = [n for n, one in enumerate(replies) if isinstance(one, exceptions.NoScriptError)]
-        again = self._pipelined([script.full(keys[place], *args) for place in unknown])
+        again = self._pipelined(verb, [script.full(keys[place], *args) for place in unknown])
         for place, reply in zip(unknown, again, strict=True):
             replies[place] = reply
         return [_checked(verb, reply) for reply in replies]
 
     def _flushed(
-        self, totals: PendingTotals, changes: Mapping[str, int], *commands: Command
+        self, verb: str, totals: PendingTotals, changes: Mapping[str, int], *commands: Command
     ) -> list[Any]:
         """Return the replies to ``commands``. Sends changes of ``totals`` first, and puts back the
         failed ones."""
         try:
             adding = [("HINCRBY", totals.key, field, change) for field, change in changes.items()]
-            replies = self._pipelined([*adding, *commands])
+            replies = self._pipelined(verb, [*adding, *commands])
         except StoreError:
             totals.keep(changes)
             raise
@@ -349,12 +335,15 @@ class RedisIndex:
         totals.keep(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
         return replies[len(changes) :]
 
-    def _pipelined(self, commands: Sequence[Command]) -> list[Any]:
+    def _pipelined(self, verb: str, commands: Sequence[Command]) -> list[Any]:
         """Return all replies, with errors as values. Takes one round trip, or one per cluster
         node."""
         if not commands:
             return []
-        with translated("redis index"), self.client.pipeline(transaction=False) as pipeline:
+        with (
+            translated(f"redis index, {verb}"),
+            self.client.pipeline(transaction=False) as pipeline,
+        ):
             queue: Callable[..., object] = pipeline.execute_command
             for command in commands:
                 # By name, because the cluster's pipeline refuses the method ``evalsha``, although

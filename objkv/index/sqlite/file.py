@@ -116,9 +116,7 @@ def prepare(path: Path) -> None:
         _check(path, folder)
         for suffix in _COMPANIONS:
             companion = path.with_name(path.name + suffix)
-            with suppress(
-                FileNotFoundError
-            ):  # it is usually missing, or its last user just removed it
+            with suppress(FileNotFoundError):  # usual, or its last user just removed it
                 _check(companion, folder)
     except OSError as exc:
         raise StoreDenied(f"index {path}: {exc.strerror}: {exc.filename}") from exc
@@ -231,14 +229,9 @@ class SqliteFile:
     @contextmanager
     def write(self) -> Iterator[sqlite3.Connection]:
         """Borrow a connection inside one transaction, committed unless the block raises."""
-        with self._borrow() as connection:
+        with self._borrow() as connection, connection:
             connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.rollback()
-                raise
-            connection.commit()
+            yield connection
 
     def close(self) -> None:
         """Close the idle connections. Idempotent."""
@@ -320,16 +313,11 @@ class SqliteFile:
     def _create(self, connection: sqlite3.Connection) -> int:
         """Create the tables in an empty file. Return its version, also if another process just did
         so."""
-        connection.execute("BEGIN IMMEDIATE")
-        try:
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
             if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
                 create(connection)
-            version = _pragma(connection, "user_version")
-        except BaseException:
-            connection.rollback()
-            raise
-        connection.commit()
-        return version
+            return _pragma(connection, "user_version")
 
 
 @contextmanager

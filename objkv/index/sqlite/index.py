@@ -104,9 +104,8 @@ class SqliteIndex:
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``. Uses one statement for up to 30,000 hashes."""
         found: dict[bytes, Record] = {}
-        wanted = list(dict.fromkeys(prefix_hashes))
         with self._file.read() as connection:
-            for part in _parts(wanted):
+            for part in _parts(prefix_hashes):
                 rows = connection.execute(
                     f"{_JOINED} WHERE namespace = ? AND {_LIVE} AND hash IN {_marks(part)}",
                     (namespace, self._clock(), *part),
@@ -122,7 +121,7 @@ class SqliteIndex:
         wanted = list(dict.fromkeys(fields))
         found: dict[bytes, dict[str, ShardRecord]] = {}
         with self._file.read() as connection:
-            for part in _parts(list(dict.fromkeys(prefix_hashes))):
+            for part in _parts(prefix_hashes):
                 rows = connection.execute(
                     f"{_FOUND} WHERE namespace = ? AND {_LIVE} AND field IN {_marks(wanted)}"
                     f" AND hash IN {_marks(part)}",
@@ -205,7 +204,7 @@ class SqliteIndex:
             return
         now = self._clock()
         with self._file.write() as connection:
-            for part in _parts(list(dict.fromkeys(prefix_hashes))):
+            for part in _parts(prefix_hashes):
                 connection.execute(
                     _TOUCH + _marks(part), (int(now), now + ttl_s, namespace, now, *part)
                 )
@@ -294,7 +293,9 @@ def _purge(connection: sqlite3.Connection, now: float, rows: int = _PURGE_ROWS) 
     )
 
 
-def _parts(hashes: list[bytes]) -> Iterator[list[bytes]]:
+def _parts(prefix_hashes: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Yield the hashes, each once, in parts for one statement."""
+    hashes = list(dict.fromkeys(prefix_hashes))
     for start in range(0, len(hashes), _HASHES_MAX):
         yield hashes[start : start + _HASHES_MAX]
 

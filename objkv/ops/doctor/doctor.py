@@ -16,8 +16,7 @@ from objkv.codec.seal import Seal
 from objkv.config import Config, Resolved, Role, Url, local_path, parse_url
 from objkv.config.aws import s3_endpoint
 from objkv.errors import ConfigError, ObjkvError, PayloadError, pip_install
-from objkv.index.base import WriteIndex
-from objkv.index.server import ServerFacts
+from objkv.index.base import ServerFacts, WriteIndex
 from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import judge_server

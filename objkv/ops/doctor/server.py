@@ -1,6 +1,6 @@
 """The checks of an index that follow from the facts about its server."""
 
-from objkv.index.server import ServerFacts
+from objkv.index.base import ServerFacts
 from objkv.ops.doctor.probes import Check
 
 CLOCK_SKEW_MAX_S = 5.0

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from objkv.errors import ObjkvError
-from objkv.index.base import Usage
-from objkv.index.server import ServerFacts
+from objkv.index.base import ServerFacts, Usage
 from objkv.ops.backends_view import read_namespace
 from objkv.stores.base import ReadStore
 
