@@ -38,7 +38,6 @@ from objkv.transfer.plan import ChunkMove
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -144,13 +143,9 @@ class _Reported:
     """Reported hashes by group."""
 
 
-@dataclass(slots=True)
-class _Load:
-    """A load in progress."""
-
-    sync: bool
-    events: list[tuple[Name, int, BlockStored | None]]
-    """Chunk, group and event. The event is None if the chunk is already reported."""
+_LoadEvents = list[tuple[Name, int, BlockStored | None]]
+"""Chunk, group and event of a load in progress. The event is None if the chunk is already
+reported."""
 
 
 class EventLog:
@@ -183,7 +178,7 @@ class EventLog:
         self._pending_max = pending_max
         self._clock = clock
         self._pending: OrderedDict[Name, _Pending] = OrderedDict()
-        self._loads: OrderedDict[str, _Load] = OrderedDict()
+        self._loads: OrderedDict[str, _LoadEvents] = OrderedDict()
         self._reported: OrderedDict[Name, _Reported] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
@@ -203,23 +198,20 @@ class EventLog:
             chunks = {(one.move.chunk, one.move.group): one.move for one in load.moves}.values()
             request = tracked.request
             events = [self._load_planned(request, load.namespace, chunk) for chunk in chunks]
-            self._loads[load.request_id] = _Load(load.sync, events)
+            self._loads[load.request_id] = events
             _shrink(self._loads, self._pending_max)
 
     @guarded(None)
-    def update(self, output: "KVConnectorOutput") -> None:
-        """Record all workers' reports of one step."""
-        if isinstance(report := output.kv_connector_worker_meta, StepReport):
-            for request_id in report.failed:
-                self._loads.pop(request_id, None)
-            for namespace, prefix_hash, shard in report.stored:
-                self._shard_stored((namespace, prefix_hash), shard)
-            for request_id in report.loaded:
-                if (load := self._loads.get(request_id)) is not None and load.sync:
-                    self._loaded(request_id)
-            self._reject(report.rejected)
-        for request_id in output.finished_recving or ():
-            self._loaded(request_id)
+    def update(self, report: StepReport, ended: Iterable[str]) -> None:
+        """Record the workers' report of a step, and the requests whose loads succeeded."""
+        for request_id in report.failed:
+            self._loads.pop(request_id, None)
+        for namespace, prefix_hash, shard in report.stored:
+            self._shard_stored((namespace, prefix_hash), shard)
+        for request_id in ended:
+            for name, group, event in self._loads.pop(request_id, ()):
+                self._report(name, group, event)
+        self._reject(report.rejected)
 
     @guarded(None)
     def reset(self) -> None:
@@ -303,11 +295,6 @@ class EventLog:
                 self._report(name, group, event)
         if not pending.events:
             del self._pending[name]
-
-    def _loaded(self, request_id: str) -> None:
-        load = self._loads.pop(request_id, None)
-        for name, group, event in load.events if load is not None else ():
-            self._report(name, group, event)
 
     def _report(self, name: Name, group: int, event: BlockStored | None) -> None:
         if event is None and not self._is_reported(name, group):

@@ -277,8 +277,7 @@ class SchedulerSide:
         if plan.blanks:
             self._saves.drafts.lost(tracked, draft_end)
         count_load(self._recorder, plan, span, draft_end)
-        self._timing.load_planned(plan, tokens)
-        self._loads.plan(plan)
+        self._loads.plan(plan, tokens)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Return the plan of everything that the workers do in this step.
@@ -310,10 +309,8 @@ class SchedulerSide:
         self._trust.next_step(output)
         self._waiting, self._wait_left_s = -1, _MATCH_WAIT_S  # once per scheduling pass
         is_delayed, self._is_delayed = self._is_delayed, False
-        within = [load for load in plan.loads if load.sync]
-        self._timing.step_planned(output.num_scheduled_tokens.values(), waits=bool(within))
-        for load in within:
-            self._touch(load)
+        waits = any(load.sync for load in plan.loads)
+        self._timing.step_planned(output.num_scheduled_tokens.values(), waits=waits)
         if self._roles.saves:
             plan.saves = self._planned_saves(output)
         plan.may_reuse = self._may_reuse()
@@ -341,19 +338,16 @@ class SchedulerSide:
         for request_id in report.failed:  # first: otherwise vLLM would ask for the same load again
             if tracked := self._requests.get(request_id):
                 tracked.may_load = False
-        received = output.finished_recving or set()
-        self._loads.reported(report)
-        succeeded = self._loads.received(received)
+        ended = self._loads.ended(report, output.finished_recving or ())
         try:
-            self._read_report(report)
+            for tracked in self._requests.save_again(report):
+                self._saves.add(tracked)
             if self._events is not None:
-                self._events.update(output)
-            for request_id in received:
-                self._timing.received(request_id)
-            for plan in succeeded:
-                self._touch(plan)
-            for savings in self._timing.take_savings():
-                self._lookups.submit(partial(self._index.credit, savings))
+                self._events.update(report, [load.plan.request_id for load in ended])
+            for load in ended:
+                self._touch(load.plan)
+                if (savings := self._timing.loaded(load)) is not None:
+                    self._lookups.submit(partial(self._index.credit, savings))
         except Exception:
             logger.exception("report of the workers not read")
         whole = map(self._requests.get, output.failed_recving or ())
@@ -380,7 +374,6 @@ class SchedulerSide:
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
         self._loads.forget(request.request_id)
-        self._timing.request_ended(request.request_id)
         tracked = self._requests.end(request.request_id)
         return tracked is not None and tracked.saved
 
@@ -473,11 +466,6 @@ class SchedulerSide:
     @guarded(tuple[SavePlan, ...]())
     def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
         return tuple(self._saves.plan(output))
-
-    def _read_report(self, report: StepReport) -> None:
-        self._timing.reported(report)
-        for tracked in self._requests.save_again(report):
-            self._saves.add(tracked)
 
     def _touch(self, plan: LoadPlan) -> None:
         index, ttl_s = self._index, self._config.ttl_s

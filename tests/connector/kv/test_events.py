@@ -13,7 +13,6 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from objkv.cache.admission import LoadTime
@@ -23,6 +22,7 @@ from objkv.connector.kv.events import (
     events_enabled,
     open_event_log,
 )
+from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
@@ -73,6 +73,7 @@ class World:
         self.geometry, self.clock = geometry, ManualClock()
         self.log = EventLog(geometry, unit, clock=self.clock, **({"ttl_s": 60} | limits))
         self.request = request(unit=unit)
+        self.loads = ReliedLoads(16, 1.0)
         self.believed: set[tuple[int, Any]] = set()
 
     def _find(self, request_id: str) -> Any:
@@ -91,14 +92,14 @@ class World:
         groups = range(len(self.geometry.groups))
         moves = tuple(LoadMove(move(chunk, group), ()) for chunk in chunks for group in groups)
         plan = LoadPlan(self.request.request_id, NAMESPACE, packed(moves), sync)
-        self.log.planned(StepPlan(loads=(plan,)), self._find)
+        self.loads.plan(plan, CHUNK)
+        self.log.planned(StepPlan(*self.loads.send()), self._find)
 
     def report(self, received: set[str] | None = None, **told: Any) -> None:
         """The workers told something; all of it is in one step."""
-        output = KVConnectorOutput(
-            finished_recving=received, kv_connector_worker_meta=StepReport(**told)
-        )
-        self.log.update(output)
+        report = StepReport(**told)
+        ended = self.loads.ended(report, received or ())
+        self.log.update(report, [load.plan.request_id for load in ended])
 
     def stored(self, chunk: int, *fields: str) -> None:
         """Workers announced these shards."""
