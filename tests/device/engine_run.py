@@ -186,7 +186,7 @@ class Engine:
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         connector: Any = get_kv_transfer_group()
         self._worker = connector.worker
-        self.witness.watch(self._worker.loads)
+        self.witness.watch(self._worker.loader)
         self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
         self._requests = 0
         simulated.slow(_DEVICE, *SLOW_US)
@@ -237,7 +237,7 @@ class Engine:
             assert time.monotonic() < end, "blocks that are still in use"
             self._engine.step()
         self.cache.spoil()
-        assert self._worker.drain_saves(PATIENCE_S)
+        assert self._worker.saver.drain(PATIENCE_S)
         wait_until(lambda: not self._agent.metrics()["unsaved_payloads"])
         return answers
 

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import gcd
-from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -27,12 +26,11 @@ from vllm.v1.core import kv_cache_utils
 from objkv.cache.match import stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
-from objkv.connector.kv.metadata import StepPlan, StepReport, StoredShard
+from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.request_limits import Locality
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.connector.wiring import locality
-from objkv.keys.chunk import ChunkKey
 from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
@@ -73,38 +71,6 @@ def _made(kind: type[Any], **values: Any) -> Any:
     """Return an event with those fields that this version of vLLM has."""
     known = kind.__struct_fields__
     return kind(**{name: value for name, value in values.items() if name in known})
-
-
-_SHARDS_MAX = 65_536
-"""Shards kept until the next report. Further ones are not reported."""
-
-
-class AcceptedShards:
-    """The shards that the agent has taken over from this process, until they are reported.
-    Thread-safe.
-
-    The agent publishes them when they are stored. Payloads that it holds back are not among them:
-    no other replica finds those.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._shards: set[StoredShard] = set()
-
-    def note(self, key: ChunkKey) -> None:
-        """Record a shard."""
-        with self._lock:
-            if len(self._shards) < _SHARDS_MAX:
-                self._shards.add((key.namespace, key.prefix_hash, key.field))
-
-    def add_to(self, report: StepReport | None) -> StepReport | None:
-        """Add the shards that were accepted since the last call to a worker's report."""
-        with self._lock:
-            stored, self._shards = self._shards, set()
-        if stored:
-            report = report or StepReport()
-            report.stored |= stored
-        return report
 
 
 def events_enabled(vllm_config: "VllmConfig") -> bool:

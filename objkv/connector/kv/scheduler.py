@@ -17,7 +17,6 @@ from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.lookup import LookupLimits, LookupService, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
-from objkv.connector.guard import guarded
 from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
 from objkv.connector.kv.events import EventLog
@@ -38,7 +37,7 @@ from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.plan import LoadPlan, SavePlan
+from objkv.transfer.plan import LoadPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -289,19 +288,15 @@ class SchedulerSide:
         loads, lost = self._loads.send()
         plan = StepPlan(loads, held=frozenset(self._held), lost=lost)
         try:
-            plan.reused = self._preempted(output)
+            preempted = getattr(output, "preempted_req_ids", None)
+            # Where it is unknown, any request may have been preempted.
+            plan.reused = frozenset(self._requests.ids() if preempted is None else preempted)
             self._complete(plan, output)
         except Exception:
             logger.exception("step not planned in full, saving nothing of the requests in progress")
             self._requests.save_nothing()
-            self._trust.distrust()
+            self._trust.next_step(None)
         return plan
-
-    def _preempted(self, output: "SchedulerOutput") -> frozenset[str]:
-        preempted = getattr(output, "preempted_req_ids", None)
-        if preempted is None:  # unknown in this version of vLLM: any request may have been
-            preempted = self._requests.ids()
-        return frozenset(preempted)
 
     def _complete(self, plan: StepPlan, output: "SchedulerOutput") -> None:
         """Add everything to a plan that vLLM does not rely on, and record the step."""
@@ -312,7 +307,7 @@ class SchedulerSide:
         waits = any(load.sync for load in plan.loads)
         self._timing.step_planned(output.num_scheduled_tokens.values(), waits=waits)
         if self._roles.saves:
-            plan.saves = self._planned_saves(output)
+            plan.saves = self._saves.plan(output)
         plan.may_reuse = self._may_reuse()
         computes = bool(output.total_num_scheduled_tokens)
         if is_delayed and not computes:  # loads that end meanwhile are reported with this step
@@ -462,10 +457,6 @@ class SchedulerSide:
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False
         return self._loads.may_sync and mode != "async"
-
-    @guarded(tuple[SavePlan, ...]())
-    def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
-        return tuple(self._saves.plan(output))
 
     def _touch(self, plan: LoadPlan) -> None:
         index, ttl_s = self._index, self._config.ttl_s

@@ -1,6 +1,7 @@
 """Makes the scheduler's and the worker's side from vLLM's configuration, settings and backends."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -122,12 +123,12 @@ def open_worker_side(
     writer: str,
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
-    accepted: Callable[[ChunkKey], object] | None = None,
+    accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
 
-    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: called
-    for each payload that the agent saves.
+    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: receives
+    the payloads that the agent saves, until they are reported.
     """
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
@@ -175,7 +176,7 @@ def make_worker_side(
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
     tracing: Tracing = NO_TRACING,
-    accepted: Callable[[ChunkKey], object] | None = None,
+    accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Make the worker's side without vLLM's configuration."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
@@ -184,7 +185,10 @@ def make_worker_side(
     outbox = Outbox(pools.save_slabs * pools.slab_bytes)
     slabs = open_slabs(pools, None if device.type == "cpu" else driver_of(device).pin, outbox.fd)
     target = AgentSaves(
-        lambda fd: connect(outbox=fd), outbox, slabs["save"].memory.numpy(), accepted=accepted
+        lambda fd: connect(outbox=fd),
+        outbox,
+        slabs["save"].memory.numpy(),
+        accepted=None if accepted is None else accepted.append,
     )
     saver = Saver(
         target,
@@ -216,7 +220,15 @@ def make_worker_side(
     )
     logger.info("objkv worker ready loader=%r saver=%r", loader, saver)
     return WorkerSide(
-        config, geometry, rank, groups, loader=loader, saver=saver, target=target, tracing=tracing
+        config,
+        geometry,
+        rank,
+        groups,
+        loader=loader,
+        saver=saver,
+        target=target,
+        tracing=tracing,
+        accepted=accepted,
     )
 
 

@@ -17,7 +17,6 @@ from vllm.v1.request import Request
 
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv.events import (
-    AcceptedShards,
     EventLog,
     events_enabled,
     open_event_log,
@@ -26,7 +25,6 @@ from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
-from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
@@ -284,14 +282,3 @@ def test_where_vllm_wants_no_events_nothing_is_kept(*, enabled: bool | None) -> 
     assert not events_enabled(config(enabled=enabled))
     nothing = cast(Any, None)
     assert open_event_log(config(enabled=enabled), nothing, ONE, nothing) is None
-
-
-def test_what_the_agent_accepted_is_in_the_next_report() -> None:
-    accepted = AcceptedShards()
-    for group in (0, 1):
-        accepted.note(ChunkKey(NAMESPACE, prefix_hash(1), group, "a"))
-    report = accepted.add_to(StepReport(failed={"x"}))
-    assert report is not None
-    assert report.failed == {"x"}
-    assert report.stored == {(NAMESPACE, prefix_hash(1), name) for name in ("0.a", "1.a")}
-    assert accepted.add_to(None) is None

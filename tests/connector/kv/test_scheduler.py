@@ -486,7 +486,7 @@ def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "broken",
-    ["_trust.next_step", "_preempted", "_planned_saves", "_may_reuse", "_events"],
+    ["_timing.step_planned", "_saves.plan", "_may_reuse", "_events"],
 )
 def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
