@@ -57,7 +57,7 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
     folder = local_folder(model.model, model.revision)
     return EncoderIdentity(
         model=name_model(model.model, config.model_id),
-        weights=read_weights(vllm_config, config, folder),
+        weights=read_weights(vllm_config, config),
         processor=_processor(folder, model.revision),
         quantization=model.quantization,
         dtype=str(model.dtype).removeprefix("torch."),

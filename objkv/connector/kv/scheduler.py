@@ -28,7 +28,6 @@ from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
-from objkv.connector.model.weights import open_digests
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
 from objkv.connector.wiring import locality
@@ -139,7 +138,6 @@ class SchedulerSide:
             geometry,
             self._lookups,
             recorder,
-            open_digests(),
             coverage,
             locality=locality(config),
             prefetch=prefetch,

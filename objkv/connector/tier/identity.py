@@ -31,9 +31,8 @@ from objkv.connector.model.identity import (
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import (
     local_folder,
-    model_digest,
-    read_draft_weights,
     read_weights,
+    weights_digest,
 )
 from objkv.errors import ConfigError
 from objkv.keys.identity import FORMAT, NamespaceIdentity, name_model, sealed_extra
@@ -122,7 +121,7 @@ def engine_settings(
     if draft is not None and draft.method not in WITHOUT_KV and "speculative" not in named:
         found["draft_method"] = draft.method
         found["draft_tokens"] = str(draft.num_speculative_tokens)
-        found["draft_weights"] = read_draft_weights(engine.config, config)
+        found["draft_weights"] = read_weights(engine.config, config, draft=True)
     return tuple(sorted(found.items()))
 
 
@@ -308,10 +307,12 @@ def _weights(name: str, engine: TierEngine | None, config: Config, options: Tier
     if options.weights is not None:
         return options.weights
     if engine is not None and model is not None:
-        return read_weights(engine.config, config, local_folder(model.model, model.revision))
+        return read_weights(engine.config, config)
     folder = local_folder(name, options.revision)
-    if folder is not None and (digest := model_digest(folder, config)) is not None:
-        return digest
+    if folder is not None:
+        digest = weights_digest(folder, full=config.weights_digest == "full")
+        if digest is not None:
+            return digest
     if options.revision is not None:
         return f"revision:{options.revision}"
     raise ConfigError(
