@@ -34,9 +34,8 @@ from objkv.connector.hooks import (
     holds_nothing,
     release_worker,
 )
-from objkv.connector.kv.events import events_enabled, open_event_log
+from objkv.connector.kv.events import events_enabled
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.saves import BlockHeadroom
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
@@ -108,17 +107,14 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._accepted = deque[ChunkKey](maxlen=_ACCEPTED_MAX) if has_events else None
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            headroom = BlockHeadroom(
-                vllm_config, kv_cache_config, self._geometry, lambda: self._kv_cache_manager
-            )
             self.scheduler = open_scheduler_side(
                 vllm_config,
+                kv_cache_config,
                 self._config,
                 self._geometry,
                 self._link,
                 self.recorder,
-                events=open_event_log(vllm_config, kv_cache_config, self._geometry, self._config),
-                may_reuse=headroom.is_short,
+                manager=lambda: self._kv_cache_manager,
             )
             self._hooks = EngineHooks(
                 self.scheduler,

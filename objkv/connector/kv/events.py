@@ -125,8 +125,6 @@ class EventLog:
         locality: Locality = "REMOTE",
         *,
         ttl_s: float,
-        chunks_max: int = _CHUNKS_MAX,
-        pending_max: int = _PENDING_MAX,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """
@@ -139,10 +137,7 @@ class EventLog:
         """
         self._fields = [_table_fields(geometry, group) for group in range(geometry.target_count)]
         self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
-        self._ttl_s = ttl_s
-        self._chunks_max = chunks_max
-        self._pending_max = pending_max
-        self._clock = clock
+        self._ttl_s, self._clock = ttl_s, clock
         self._pending: OrderedDict[Name, _Pending] = OrderedDict()
         self._loads: OrderedDict[str, _LoadEvents] = OrderedDict()
         self._reported: OrderedDict[Name, _Reported] = OrderedDict()
@@ -165,7 +160,7 @@ class EventLog:
             request = tracked.request
             events = [self._load_planned(request, load.namespace, chunk) for chunk in chunks]
             self._loads[load.request_id] = events
-            _shrink(self._loads, self._pending_max)
+            _shrink(self._loads)
 
     @guarded(None)
     def update(self, report: StepReport, ended: Iterable[str]) -> None:
@@ -239,7 +234,7 @@ class EventLog:
             return
         self._pending.setdefault(name, _Pending()).events[move.group] = event
         self._pending.move_to_end(name)
-        _shrink(self._pending, self._pending_max)
+        _shrink(self._pending)
 
     def _load_planned(
         self, request: "Request", namespace: str, move: ChunkMove
@@ -271,7 +266,7 @@ class EventLog:
         if event is not None and group not in known.hashes:
             known.hashes[group] = event.block_hashes
             self._events.append(event)
-        if (over := len(self._reported) - self._chunks_max) > 0:
+        if (over := len(self._reported) - _CHUNKS_MAX) > 0:
             self._take_back(list(self._reported)[:over])
 
     def _reject(self, names: Iterable[Name]) -> None:
@@ -319,6 +314,6 @@ def _table_fields(geometry: Geometry, group: int) -> frozenset[str]:
     return frozenset[str]().union(*own)
 
 
-def _shrink(book: OrderedDict[Any, Any], size_max: int) -> None:
-    while len(book) > size_max:
+def _shrink(book: OrderedDict[Any, Any]) -> None:
+    while len(book) > _PENDING_MAX:
         book.popitem(last=False)

@@ -62,6 +62,7 @@ class Roles:
     loads: bool
     saves: bool
     copies_are_synchronous: bool
+    """Whether saves have read their blocks before their step ends."""
     steps_in_flight: int
     """How many steps may be scheduled before the first one ends."""
     has_peers: bool = False

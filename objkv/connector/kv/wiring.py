@@ -9,6 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, cast
 
 import torch
+from vllm.platforms import current_platform
 
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
@@ -16,12 +17,12 @@ from objkv.assembly.link import AgentLink
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
-from objkv.connector.kv.events import EventLog
+from objkv.connector.kv.events import open_event_log
+from objkv.connector.kv.saves import BlockHeadroom
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
-    copies_are_synchronous,
     names_media,
     pipeline_rank,
     read_identity,
@@ -47,6 +48,8 @@ from objkv.transfer.sources import frame_bytes_max
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 _PAGE = 4096
@@ -59,16 +62,20 @@ filled."""
 
 def open_scheduler_side(
     vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
     config: Config,
     geometry: Geometry,
     link: AgentLink,
     recorder: Recorder,
     *,
-    events: EventLog | None,
-    may_reuse: Callable[[], bool],
+    manager: Callable[[], "KVCacheManager | None"],
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models. ``link``: the way to its agent."""
+    models.
+
+    ``link``: the way to its agent. ``manager``: returns vLLM's manager, or None until the connector
+    is bound to it.
+    """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if config.load_failure == "recompute":
@@ -80,7 +87,7 @@ def open_scheduler_side(
     roles = Roles(
         loads=transfer.is_kv_consumer,
         saves=saves,
-        copies_are_synchronous=copies_are_synchronous(),
+        copies_are_synchronous=bool(current_platform.is_cpu()),  # as with host lanes
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
@@ -97,8 +104,8 @@ def open_scheduler_side(
         recorder=recorder,
         tracing=open_tracing(),
         prefetch=link.calls.prefetch,
-        events=events,
-        may_reuse=may_reuse,
+        events=open_event_log(vllm_config, kv_cache_config, geometry, config),
+        may_reuse=BlockHeadroom(vllm_config, kv_cache_config, geometry, manager).is_short,
     )
     public = config.public()
     logger.info(

@@ -249,11 +249,6 @@ def names_media(vllm_config: "VllmConfig") -> bool:
     return False
 
 
-def copies_are_synchronous() -> bool:
-    """Whether saves have read their blocks before their step ends, as with host lanes."""
-    return bool(current_platform.is_cpu())
-
-
 def _refuse_unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
     refuse_external_launcher(vllm_config)
     parallel = vllm_config.parallel_config

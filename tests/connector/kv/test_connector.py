@@ -183,8 +183,7 @@ def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     group: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
     cache: Any = SimpleNamespace(kv_cache_groups=[group])
-    for name in ("AgentLink", "BlockHeadroom"):
-        monkeypatch.setattr(kv, name, MagicMock())
+    monkeypatch.setattr(kv, "AgentLink", MagicMock())
     for name in ("read_geometry", "warn_of_outer_policy", "replica_of", "events_enabled"):
         monkeypatch.setattr(kv, name, lambda *_: None)
     for name in ("open_scheduler_side", "open_worker_side"):

@@ -2,6 +2,7 @@
 
 import random
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -16,6 +17,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from objkv.cache.admission import LoadTime
+from objkv.connector.kv import events
 from objkv.connector.kv.events import (
     EventLog,
     events_enabled,
@@ -67,9 +69,9 @@ def shown(request: Request) -> list[Any]:
 class World:
     """A log, and a router that believes it."""
 
-    def __init__(self, geometry: Geometry, unit: int = 16, **limits: Any) -> None:
+    def __init__(self, geometry: Geometry, unit: int = 16) -> None:
         self.geometry, self.clock = geometry, ManualClock()
-        self.log = EventLog(geometry, unit, clock=self.clock, **({"ttl_s": 60} | limits))
+        self.log = EventLog(geometry, unit, clock=self.clock, ttl_s=60)
         self.request = request(unit=unit)
         self.loads = ReliedLoads(16, 1.0)
         self.believed: set[tuple[int, Any]] = set()
@@ -200,12 +202,13 @@ ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")
 steps = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.booleans())
 
 
+@patch.multiple(events, _CHUNKS_MAX=3, _PENDING_MAX=2)
 @given(st.lists(steps, max_size=40))
 @settings(deadline=None, max_examples=150)
 def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int, bool]]) -> None:
     geometry = Geometry((FULL,), CHUNK, 16, tp_size=2)
     fields = sorted(geometry.all_fields())
-    world = World(geometry, chunks_max=3, pending_max=2)
+    world = World(geometry)
     there: dict[int, set[str]] = {chunk: set() for chunk in range(4)}
     for action, chunk, sync in steps:
         if action == "save":
