@@ -185,7 +185,7 @@ def main() -> None:
         )
         side = Side(stack, {"agent": agent.url}, GEOMETRY, caches)
         (plan,) = step_of(NAMESPACE, saved(side)).loads
-        document = measure(side.worker.loads, plan, options.rounds, CHUNKS * paged.raw_bytes / 1e9)
+        document = measure(side.worker.loader, plan, options.rounds, CHUNKS * paged.raw_bytes / 1e9)
     show({"agent": document}, as_json=options.json)
 
 

@@ -86,7 +86,7 @@ def measure(folder: Path) -> dict[str, Counter[CodeType]]:
         side.save(NAMESPACE, saves)
         step = step_of(NAMESPACE, stored(side.index, NAMESPACE, saves))
         side.load(step)  # later ones know the shape of the payloads
-        loads = side.worker.loads
+        loads = side.worker.loader
         link = AgentLink(load_config({"agent": f"unix://{path}"}, environ={}), Replica("calls"))
         index, limits = link.calls, LookupLimits(BOUND_S, 4)
         fields = sorted(GEOMETRY.all_fields())

@@ -142,7 +142,7 @@ def caches_of(device: torch.device, form: str) -> list[torch.Tensor]:
 
 def is_registering(side: Side) -> bool:
     """Whether the device cannot read all of the agent's memory yet that was loaded so far."""
-    frames = side.worker.loads.on_device
+    frames = side.worker.loader.on_device
     return frames is not None and frames.windows is not None and frames.windows.is_registering
 
 

@@ -80,7 +80,7 @@ class Side:
     def save(self, namespace: str, moves: Sequence[SaveMove]) -> None:
         """Hand payloads over to the agent."""
         self.worker.end_forward(StepPlan(saves=(SavePlan("r", namespace, tuple(moves)),)))
-        assert self.worker.drain_saves(BOUND_S)
+        assert self.worker.saver.drain(BOUND_S)
         report = self.worker.take_report()
         assert report is None or not report.dropped, "saves were dropped"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from objkv.assembly.backends import open_backends
+from objkv.background import at_once
 from objkv.config import (
     Config,
     load_config,
@@ -70,7 +71,7 @@ def test_without_a_home_only_what_lies_there_by_default_is_refused(
     config = load_config(environ=given | {"OBJKV_INDEX_URL": "bulk:"})
     with open_backends(config, NullRecorder()) as backends:
         assert backends.bulk.get("none") is None
-    assert open_digests() is None
+    assert at_once(open_digests().remembered("test", [], lambda: "digest")) == "digest"
     assert local_folder("~somebody/model", None) is None
 
 
@@ -256,9 +257,8 @@ def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first
             pass
         (tmp_path / "weights").touch()
         monkeypatch.setattr("objkv.connector.model.weights._are_settled", lambda _: True)
-        DigestCache(tmp_path / "digests" / "objkv").remembered(
-            "test", [tmp_path / "weights"], lambda: "0" * 40
-        )
+        cache = DigestCache(tmp_path / "digests" / "objkv")
+        at_once(cache.remembered("test", [tmp_path / "weights"], lambda: "0" * 40))
     finally:
         os.umask(before)
     assert there.stat().st_mode & 0o777 == 0o755  # what is there keeps its mode

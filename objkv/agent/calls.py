@@ -10,8 +10,9 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from threading import Event
 from time import monotonic
-from typing import Any, Final, TypeVar
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 from objkv import errors
 from objkv.agent.client import AgentConnection
@@ -39,6 +40,7 @@ _CHUNKS_MAX = 1024
 RETRY_S = 1.0
 _FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
 Arguments = Mapping[str, Any]
+P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -51,9 +53,9 @@ class AgentCalls:
     ) -> None:
         """``connect``: returns a new connection, or raises ``ObjkvError``."""
         self._connect, self._clock = connect, clock
-        self._agents: dict[MessageKind, AgentConnection] = {}
+        self._agents: dict[Callable[..., object], AgentConnection] = {}
         self._retry_at = -1.0
-        self._closed = False
+        self._closed = Event()
         self._trouble = Trouble(logger, "lookups and records by the agent")
 
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
@@ -62,7 +64,7 @@ class AgentCalls:
             message = pack_text(MessageKind.CALL, json.dumps({"verb": verb} | arguments))
         except ProtocolError as exc:
             raise StoreError(f"{verb}: {exc}") from exc
-        answer = yield from self._use(MessageKind.CALL, lambda agent: agent.call(message))
+        answer = yield from self._use(AgentConnection.call, message)
         if kind_of(answer) is MessageKind.FAILED:
             name, _, text = unpack_text(answer).partition("\n")
             kind = getattr(errors, name) if name in _FAILURES else StoreError
@@ -97,8 +99,8 @@ class AgentCalls:
         """See ``ReadIndex``."""
         if not prefix_hashes or not fields:
             return [None] * len(prefix_hashes)
-        asked = namespace, prefix_hashes, tuple(fields)
-        return (yield from self._use(MessageKind.FIND, lambda agent: agent.find(*asked)))
+        find = AgentConnection.find
+        return (yield from self._use(find, namespace, prefix_hashes, tuple(fields)))
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> Steps[list[Record | None]]:
         """See ``ReadIndex``."""
@@ -150,42 +152,43 @@ class AgentCalls:
 
     def close(self) -> None:
         """Close all connections. Idempotent. The thread must have ended."""
-        self._closed = True
+        self._closed.set()
         while self._agents:
             self._agents.popitem()[1].close()
 
-    def _use(self, kind: MessageKind, work: Callable[[AgentConnection], Steps[T]]) -> Steps[T]:
+    def _use(
+        self,
+        work: Callable[Concatenate[AgentConnection, P], Steps[T]],
+        *args: P.args,
+        **named: P.kwargs,
+    ) -> Steps[T]:
         try:
-            found = yield from work(self._reach(kind))
+            found = yield from work(self._reach(work), *args, **named)
         except (TransferError, TimeoutError) as exc:
-            if not self._closed and not isinstance(exc, ClosedError):
+            if not self._closed.is_set() and not isinstance(exc, ClosedError):
                 self._trouble.failed(exc)
             raise StoreUnavailable(str(exc)) from exc
         self._trouble.worked()
         return found
 
-    def _reach(self, kind: MessageKind) -> AgentConnection:
+    def _reach(self, work: Callable[..., object]) -> AgentConnection:
         """Return the connection for questions of a kind."""
-        agent = self._agents.get(kind)
+        agent = self._agents.get(work)
         if agent is not None and not agent.has_ended():
             return agent
-        if self._closed or self._clock() < self._retry_at:
+        if self._closed.is_set() or self._clock() < self._retry_at:
             raise TransferError("no agent")
         if agent is not None:
-            del self._agents[kind]
+            del self._agents[work]
             agent.leave()
         try:
-            agent = self._agents[kind] = self._connect()
+            agent = self._agents[work] = self._connect()
         except ObjkvError:
             self._retry_at = self._clock() + RETRY_S
             raise
-        self._close_late(agent)
-        return agent
-
-    def _close_late(self, agent: AgentConnection) -> None:
-        """Close a new connection if ``close`` was called while it was made."""
-        if self._closed:
+        if self._closed.is_set():  # while it was made
             agent.close()
+        return agent
 
 
 def _hex(hashes: Sequence[bytes]) -> list[str]:

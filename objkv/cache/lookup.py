@@ -203,27 +203,24 @@ class LookupService:
         return memo
 
     def _poll(self, memo: _Memo) -> None:
-        assert memo.future is not None
-        if memo.future.done() and not memo.future.cancelled():
-            self._take(memo, memo.future)
-        elif memo.future.cancelled() or self.is_late(memo.deadline):
-            memo.future.cancel()
+        future, answer, error = memo.future, memo.no_match, None
+        assert future is not None
+        if future.done() and not future.cancelled():
+            if (error := future.exception()) is not None:
+                self._recorder.count("lookup_errors")
+            else:
+                answer = memo.known + tuple(future.result())
+                if self._clock() - self._late_at >= _IN_TIME_S:
+                    self._trouble.worked()
+        elif future.cancelled() or self.is_late(memo.deadline):
+            future.cancel()
             self._recorder.count("lookup_deadlines")
             self._late_at = self._clock()
-            late = TimeoutError(f"no answer within {self._limits.deadline_s:g} s")
-            self._trouble.failed(late)
-            self._answer(memo, memo.no_match)
-
-    def _take(self, memo: _Memo, future: Future[list[Shards | None]]) -> None:
-        error = future.exception()
-        if error is None:
-            if self._clock() - self._late_at >= _IN_TIME_S:
-                self._trouble.worked()
-            self._answer(memo, memo.known + tuple(future.result()))
+            self._trouble.failed(TimeoutError(f"no answer within {self._limits.deadline_s:g} s"))
+        else:
             return
-        self._recorder.count("lookup_errors")
-        self._answer(memo, memo.no_match)
-        if not isinstance(error, StoreError):
+        self._answer(memo, answer)
+        if error is not None and not isinstance(error, StoreError):
             raise error
 
     def _answer(self, memo: _Memo, answer: Records) -> None:

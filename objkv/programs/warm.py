@@ -181,7 +181,8 @@ class LlmAsker:
 
 def adapter_content(folder: Path) -> bytes | None:
     """Return the digest that replicas compute for the adapter in ``folder``; None without one."""
-    return at_once(adapter_digest(adapter_files(folder)))
+    digest = at_once(adapter_digest(adapter_files(folder)))
+    return None if digest is None else bytes.fromhex(digest)
 
 
 def _of_chat(tokenizer: Any, chat: Chat) -> list[int]:

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, field
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -178,7 +179,8 @@ class Engine:
             patch.object(runner, "allocate_kv_cache", allocate),
             patch.object(ObjKVConnector, "register_kv_caches", register_on_device),
             patch.object(wiring, "Saver", self.witness.open_saver),
-            patch.object(wiring, "copies_are_synchronous", lambda: False),  # as if not on a CPU
+            # As if not on a CPU.
+            patch.object(wiring, "current_platform", SimpleNamespace(is_cpu=lambda: False)),
         ):
             self._llm = vllm.LLM(**_arguments(agent))
         self._agent = agent
@@ -186,7 +188,7 @@ class Engine:
         self._scheduler: Any = self._engine.engine_core.engine_core.scheduler
         connector: Any = get_kv_transfer_group()
         self._worker = connector.worker
-        self.witness.watch(self._worker.loads)
+        self.witness.watch(self._worker.loader)
         self._params = vllm.SamplingParams(temperature=0, ignore_eos=True, detokenize=False)
         self._requests = 0
         simulated.slow(_DEVICE, *SLOW_US)
@@ -237,7 +239,7 @@ class Engine:
             assert time.monotonic() < end, "blocks that are still in use"
             self._engine.step()
         self.cache.spoil()
-        assert self._worker.drain_saves(PATIENCE_S)
+        assert self._worker.saver.drain(PATIENCE_S)
         wait_until(lambda: not self._agent.metrics()["unsaved_payloads"])
         return answers
 

@@ -121,7 +121,7 @@ def _drain(_worker: Any) -> bool:
 
     connector = get_kv_transfer_group() if has_kv_transfer_group() else None
     worker = getattr(connector, "worker", None)  # None: an engine that only encodes
-    return worker is None or worker.drain_saves(300)
+    return worker is None or worker.saver.drain(300)
 
 
 _drain.objkv_keeps_weights = True  # type: ignore[attr-defined]
@@ -138,7 +138,7 @@ def end_loads(_llm: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     if has_kv_transfer_group():
-        loads = get_kv_transfer_group().worker.loads
+        loads = get_kv_transfer_group().worker.loader
         wait_until(lambda: not loads.leased, "all loads to end")
 
 

@@ -42,7 +42,7 @@ def attach(_llm: Any) -> None:
     """Wait until loads have a node agent to go to."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    loads = get_kv_transfer_group().worker.loads
+    loads = get_kv_transfer_group().worker.loader
     wait_until(lambda: is_attached(loads), "loads to find the agent")
 
 

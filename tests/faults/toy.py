@@ -62,7 +62,7 @@ class ShakenEngine(Engine):
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        is_reading = self.worker.worker.loads.leased > 0
+        is_reading = self.worker.worker.loader.leased > 0
         is_fetching = self.agent is not None and self.agent.core.residents.leased() > 0
         is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
@@ -87,7 +87,7 @@ class ShakenEngine(Engine):
 
     def is_attached(self) -> bool:
         """Whether loads have a node agent to go to."""
-        return is_attached(self.worker.worker.loads)
+        return is_attached(self.worker.worker.loader)
 
     def _execute(self, output: Any) -> Any:
         loads = output.kv_connector_metadata.loads

@@ -32,7 +32,7 @@ def _stored(engine: Engine) -> None:
     engine.step()
     engine.end(request.name)
     settle(engine)
-    assert engine.sides[-1].drain_saves(60.0)
+    assert engine.sides[-1].saver.drain(60.0)
     stage.calm = False
 
 

@@ -242,7 +242,7 @@ class Engine:
     def lose_connection(self) -> None:
         """The loader's connection fails. Whoever waits for it is told."""
         self.insides[-1].connections[-1].is_lost = True
-        self.sides[-1].loads.cancel("unknown")
+        self.sides[-1].loader.cancel("unknown")
 
     def update_weights(self) -> None:
         """In place, between steps; requests under way neither load nor save any more."""

@@ -1,5 +1,6 @@
 """Both sides of the KV connector over stores in memory, and what they read of vLLM's requests."""
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.base import PruneStore
@@ -139,6 +141,7 @@ def worker_side(
     rank: Rank | None = None,
     caches: Mapping[str, torch.Tensor] | None = None,
     recorder: MemoryRecorder | None = None,
+    accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """A worker's side over a paged cache of its own, and an agent in this process."""
     recorder = recorder or MemoryRecorder()
@@ -155,6 +158,7 @@ def worker_side(
         agent.connect,
         recorder=recorder,
         kv_caches=caches,
+        accepted=accepted,
     )
     OPENED.append(side)
     return side

@@ -7,6 +7,7 @@ is unregistered or the engine shuts down. All these waits have deadlines.
 
 import logging
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,9 +34,8 @@ from objkv.connector.hooks import (
     holds_nothing,
     release_worker,
 )
-from objkv.connector.kv.events import AcceptedShards, events_enabled, open_event_log
+from objkv.connector.kv.events import events_enabled
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.saves import BlockHeadroom
 from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
@@ -44,6 +44,7 @@ from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
 from objkv.connector.model.parts import shares_any
 from objkv.connector.wiring import replica_of, writer_name
 from objkv.errors import ConfigError
+from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
@@ -61,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 _NO_MATCH: tuple[int | None, bool] = (0, False)
 _NO_STATS: ObjKVStats | None = None
+_ACCEPTED_MAX = 65_536
+"""Payloads to keep until the next report. Older ones are not reported."""
 
 
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
@@ -77,8 +80,10 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         speak_as_vllm()
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self.recorder = MemoryRecorder(sampled=HISTOGRAMS)
-        self._scheduler: SchedulerSide | None = None
-        self._worker: WorkerSide | None = None
+        self.scheduler: SchedulerSide | None = None
+        """In the scheduler's process, if there is a KV cache to share."""
+        self.worker: WorkerSide | None = None
+        """In a worker that has its paged cache."""
         self._asleep = False
         self._engine = engine_of(get_current_vllm_config_or_none())
         self._shares = shares_any(kv_cache_config)
@@ -92,39 +97,27 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             release_worker(vllm_config)  # or the next engine would get it
             raise
 
-    @property
-    def worker(self) -> WorkerSide | None:
-        """The worker's side, in a worker that has its paged cache."""
-        return self._worker
-
-    @property
-    def scheduler(self) -> SchedulerSide | None:
-        """The scheduler's side, in a scheduler of an engine with a KV cache to share."""
-        return self._scheduler
-
     def _open(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._link = AgentLink(self._config, replica_of(vllm_config))
         self._link.await_agent()
-        self._accepted = AcceptedShards() if events_enabled(vllm_config) else None
+        has_events = events_enabled(vllm_config)
+        self._accepted = deque[ChunkKey](maxlen=_ACCEPTED_MAX) if has_events else None
         warn_of_outer_policy(vllm_config, self._config)
         if role == KVConnectorRole.SCHEDULER:
-            headroom = BlockHeadroom(
-                vllm_config, kv_cache_config, self._geometry, lambda: self._kv_cache_manager
-            )
-            self._scheduler = open_scheduler_side(
+            self.scheduler = open_scheduler_side(
                 vllm_config,
+                kv_cache_config,
                 self._config,
                 self._geometry,
                 self._link,
                 self.recorder,
-                events=open_event_log(vllm_config, kv_cache_config, self._geometry, self._config),
-                may_reuse=headroom.is_short,
+                manager=lambda: self._kv_cache_manager,
             )
             self._hooks = EngineHooks(
-                self._scheduler,
+                self.scheduler,
                 lambda: self._kv_cache_manager,
                 patches=self._config.vllm_patches,
             )
@@ -141,7 +134,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         try:
             self._open_worker()
         except Exception:
-            if self._worker is None:
+            if self.worker is None:
                 release_worker(self._vllm_config)  # or the next engine would get this one
             raise
         follow_sleep(self, patches=self._config.vllm_patches)
@@ -159,7 +152,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             )
 
     def _open_worker(self) -> None:
-        self._worker = open_worker_side(
+        self.worker = open_worker_side(
             self._vllm_config,
             self._config,
             self._geometry,
@@ -167,10 +160,10 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             writer=writer_name(self),
             recorder=self.recorder,
             kv_caches=self._kv_caches,
-            accepted=None if self._accepted is None else self._accepted.note,
+            accepted=self._accepted,
         )
         # This drains saves even if the engine is garbage-collected or the process just exits.
-        self._finalizer = weakref.finalize(self, self._worker.close)
+        self._finalizer = weakref.finalize(self, self.worker.close)
 
     @guarded(None)
     def unregister_kv_caches(self) -> None:
@@ -180,16 +173,16 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         see ``follow_sleep``. No request waits for a load then, because vLLM sleeps only when no
         request has a block.
         """
-        if self._worker is not None:
+        if self.worker is not None:
             self._asleep = True  # the closed worker saves nothing and fails all its loads
             self._finalizer.detach()
-            self._worker.close()
+            self.worker.close()
 
     @guarded(None)
     def restore_kv_caches(self) -> None:
         """Reopen the worker: the paged cache is mapped again at the same addresses. See
         ``unregister_kv_caches``."""
-        if self._worker is not None and self._asleep:
+        if self.worker is not None and self._asleep:
             self._open_worker()
             self._asleep = False
 
@@ -206,20 +199,20 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def _mark_step(self) -> None:
-        if self._worker is not None:
-            self._worker.before_forward(self._plan())
+        if self.worker is not None:
+            self.worker.before_forward(self._plan())
 
     @guarded(None)
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         """Start this step's loads. See the base class."""
-        if self._worker is not None:
-            self._worker.start_loads(self._plan())
+        if self.worker is not None:
+            self.worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Block until the layer's blocks are loaded or have failed. See the base class. If objkv
         fails, the step's loads have failed, see ``WorkerSide.wait_layer``."""
-        if self._worker is not None:
-            self._worker.wait_layer(layer_name)
+        if self.worker is not None:
+            self.worker.wait_layer(layer_name)
 
     def save_kv_layer(
         self,
@@ -233,22 +226,22 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(None)
     def wait_for_save(self) -> None:
         """Settle loads within the step and gather finished chunks. See the base class."""
-        if self._worker is not None:
-            self._worker.end_forward(self._plan())
+        if self.worker is not None:
+            self.worker.end_forward(self._plan())
 
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         """Let in-flight saves read their blocks before anything overwrites them."""
-        if self._worker is not None:
+        if self.worker is not None:
             assert isinstance(kv_connector_metadata, StepPlan)
-            self._worker.before_reuse(kv_connector_metadata)
+            self.worker.before_reuse(kv_connector_metadata)
 
     @guarded(KVConnectorTransferResults())
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the saves and loads that ended. See the base class."""
-        if self._worker is None:
+        if self.worker is None:
             return KVConnectorTransferResults()
-        return self._worker.results(self._plan(), finished_req_ids)
+        return self.worker.results(self._plan(), finished_req_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         """The older form of ``get_transfer_results``."""
@@ -261,14 +254,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         Not guarded: it only hands over a set. An empty set in its place would let the model use
         blocks that were not loaded.
         """
-        return self._worker.take_failed_blocks() if self._worker is not None else set()
+        return self.worker.take_failed_blocks() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
         """Return this worker's report: failures, durations and new records."""
-        if self._worker is None:
-            return None
-        report = self._worker.take_report()
-        return report if self._accepted is None else self._accepted.add_to(report)
+        return None if self.worker is None else self.worker.take_report()
 
     @guarded(_NO_STATS)
     def get_kv_connector_stats(self) -> ObjKVStats | None:
@@ -279,11 +269,11 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     @guarded(None)
     def shutdown(self) -> None:
         """Drain saves within ``drain_deadline_ms``, stop threads, close connections. Idempotent."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
-        if self._scheduler is not None:
-            self._scheduler.close()
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+        if self.scheduler is not None:
+            self.scheduler.close()
         if self._shares:
             self._link.calls.close()
 
@@ -297,14 +287,14 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Whether blocks of ended requests will be free soon, so that vLLM waits for them for a
         step instead of preempting a request, which would have to be computed again."""
-        return self._scheduler is not None and self._scheduler.holds_blocks
+        return self.scheduler is not None and self.scheduler.holds_blocks
 
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup of the request's prompt."""
-        if self._scheduler is not None:
+        if self.scheduler is not None:
             self._hooks.reopen()
-            self._scheduler.track(request)
+            self.scheduler.track(request)
 
     @guarded(_NO_MATCH)
     def get_num_new_matched_tokens(
@@ -312,9 +302,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> tuple[int | None, bool]:
         """Return the number of stored tokens beyond the computed ones, or None while it is unknown.
         See the base class."""
-        if self._scheduler is None:
+        if self.scheduler is None:
             return _NO_MATCH
-        return self._scheduler.match(request, num_computed_tokens)
+        return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
@@ -323,23 +313,23 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
         If objkv fails, the load has failed, see ``SchedulerSide.plan_load``.
         """
-        if self._scheduler is not None:
+        if self.scheduler is not None:
             ids = blocks.get_block_ids() if num_external_tokens else ()
-            self._scheduler.plan_load(request, ids, num_external_tokens)
+            self.scheduler.plan_load(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
         """Return the step's plan. See the base class.
 
         Whatever fails, the plan contains the loads on which vLLM relies.
         """
-        if self._scheduler is None:
+        if self.scheduler is None:
             return StepPlan()
-        return self._scheduler.plan_step(scheduler_output)
+        return self.scheduler.plan_step(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         """Process the workers' reports."""
-        side, manager = self._scheduler, self._kv_cache_manager
+        side, manager = self.scheduler, self._kv_cache_manager
         if side is None:
             return
         failed_requests = side.update(connector_output)
@@ -353,7 +343,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
         """Return the KV events if vLLM has them enabled. vLLM calls this once per step, with the
         step's result."""
-        return () if self._scheduler is None else self._scheduler.end_step()
+        return () if self.scheduler is None else self.scheduler.end_step()
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -365,14 +355,14 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """The form of ``request_finished`` for models with several groups."""
-        return self._scheduler is not None and self._scheduler.finish(request, block_ids), None
+        return self.scheduler is not None and self.scheduler.finish(request, block_ids), None
 
     @guarded(False)
     def reset_cache(self) -> bool:
         """Stop using everything stored so far. Returns False while such blocks are still in use."""
-        if self._scheduler is None:
+        if self.scheduler is None:
             return True
-        return self._scheduler.reset(clean=holds_nothing(self._kv_cache_manager))
+        return self.scheduler.reset(clean=holds_nothing(self._kv_cache_manager))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -12,7 +12,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import gcd
-from threading import Lock
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -27,18 +26,16 @@ from vllm.v1.core import kv_cache_utils
 from objkv.cache.match import stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
-from objkv.connector.kv.metadata import StepPlan, StepReport, StoredShard
+from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.request_limits import Locality
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
 from objkv.connector.wiring import locality
-from objkv.keys.chunk import ChunkKey
 from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
-    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 
@@ -74,38 +71,6 @@ def _made(kind: type[Any], **values: Any) -> Any:
     """Return an event with those fields that this version of vLLM has."""
     known = kind.__struct_fields__
     return kind(**{name: value for name, value in values.items() if name in known})
-
-
-_SHARDS_MAX = 65_536
-"""Shards kept until the next report. Further ones are not reported."""
-
-
-class AcceptedShards:
-    """The shards that the agent has taken over from this process, until they are reported.
-    Thread-safe.
-
-    The agent publishes them when they are stored. Payloads that it holds back are not among them:
-    no other replica finds those.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._shards: set[StoredShard] = set()
-
-    def note(self, key: ChunkKey) -> None:
-        """Record a shard."""
-        with self._lock:
-            if len(self._shards) < _SHARDS_MAX:
-                self._shards.add((key.namespace, key.prefix_hash, key.field))
-
-    def add_to(self, report: StepReport | None) -> StepReport | None:
-        """Add the shards that were accepted since the last call to a worker's report."""
-        with self._lock:
-            stored, self._shards = self._shards, set()
-        if stored:
-            report = report or StepReport()
-            report.stored |= stored
-        return report
 
 
 def events_enabled(vllm_config: "VllmConfig") -> bool:
@@ -144,13 +109,9 @@ class _Reported:
     """Reported hashes by group."""
 
 
-@dataclass(slots=True)
-class _Load:
-    """A load in progress."""
-
-    sync: bool
-    events: list[tuple[Name, int, BlockStored | None]]
-    """Chunk, group and event. The event is None if the chunk is already reported."""
+_LoadEvents = list[tuple[Name, int, BlockStored | None]]
+"""Chunk, group and event of a load in progress. The event is None if the chunk is already
+reported."""
 
 
 class EventLog:
@@ -164,8 +125,6 @@ class EventLog:
         locality: Locality = "REMOTE",
         *,
         ttl_s: float,
-        chunks_max: int = _CHUNKS_MAX,
-        pending_max: int = _PENDING_MAX,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """
@@ -178,12 +137,9 @@ class EventLog:
         """
         self._fields = [_table_fields(geometry, group) for group in range(geometry.target_count)]
         self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
-        self._ttl_s = ttl_s
-        self._chunks_max = chunks_max
-        self._pending_max = pending_max
-        self._clock = clock
+        self._ttl_s, self._clock = ttl_s, clock
         self._pending: OrderedDict[Name, _Pending] = OrderedDict()
-        self._loads: OrderedDict[str, _Load] = OrderedDict()
+        self._loads: OrderedDict[str, _LoadEvents] = OrderedDict()
         self._reported: OrderedDict[Name, _Reported] = OrderedDict()
         self._events: list[KVCacheEvent] = []
 
@@ -203,23 +159,20 @@ class EventLog:
             chunks = {(one.move.chunk, one.move.group): one.move for one in load.moves}.values()
             request = tracked.request
             events = [self._load_planned(request, load.namespace, chunk) for chunk in chunks]
-            self._loads[load.request_id] = _Load(load.sync, events)
-            _shrink(self._loads, self._pending_max)
+            self._loads[load.request_id] = events
+            _shrink(self._loads)
 
     @guarded(None)
-    def update(self, output: "KVConnectorOutput") -> None:
-        """Record all workers' reports of one step."""
-        if isinstance(report := output.kv_connector_worker_meta, StepReport):
-            for request_id in report.failed:
-                self._loads.pop(request_id, None)
-            for namespace, prefix_hash, shard in report.stored:
-                self._shard_stored((namespace, prefix_hash), shard)
-            for request_id in report.loaded:
-                if (load := self._loads.get(request_id)) is not None and load.sync:
-                    self._loaded(request_id)
-            self._reject(report.rejected)
-        for request_id in output.finished_recving or ():
-            self._loaded(request_id)
+    def update(self, report: StepReport, ended: Iterable[str]) -> None:
+        """Record the workers' report of a step, and the requests whose loads succeeded."""
+        for request_id in report.failed:
+            self._loads.pop(request_id, None)
+        for namespace, prefix_hash, shard in report.stored:
+            self._shard_stored((namespace, prefix_hash), shard)
+        for request_id in ended:
+            for name, group, event in self._loads.pop(request_id, ()):
+                self._report(name, group, event)
+        self._reject(report.rejected)
 
     @guarded(None)
     def reset(self) -> None:
@@ -281,7 +234,7 @@ class EventLog:
             return
         self._pending.setdefault(name, _Pending()).events[move.group] = event
         self._pending.move_to_end(name)
-        _shrink(self._pending, self._pending_max)
+        _shrink(self._pending)
 
     def _load_planned(
         self, request: "Request", namespace: str, move: ChunkMove
@@ -304,11 +257,6 @@ class EventLog:
         if not pending.events:
             del self._pending[name]
 
-    def _loaded(self, request_id: str) -> None:
-        load = self._loads.pop(request_id, None)
-        for name, group, event in load.events if load is not None else ():
-            self._report(name, group, event)
-
     def _report(self, name: Name, group: int, event: BlockStored | None) -> None:
         if event is None and not self._is_reported(name, group):
             return
@@ -318,7 +266,7 @@ class EventLog:
         if event is not None and group not in known.hashes:
             known.hashes[group] = event.block_hashes
             self._events.append(event)
-        if (over := len(self._reported) - self._chunks_max) > 0:
+        if (over := len(self._reported) - _CHUNKS_MAX) > 0:
             self._take_back(list(self._reported)[:over])
 
     def _reject(self, names: Iterable[Name]) -> None:
@@ -366,6 +314,6 @@ def _table_fields(geometry: Geometry, group: int) -> frozenset[str]:
     return frozenset[str]().union(*own)
 
 
-def _shrink(book: OrderedDict[Any, Any], size_max: int) -> None:
-    while len(book) > size_max:
+def _shrink(book: OrderedDict[Any, Any]) -> None:
+    while len(book) > _PENDING_MAX:
         book.popitem(last=False)

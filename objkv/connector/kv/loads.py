@@ -6,14 +6,27 @@ cannot be planned, the workers report that it failed. Source: vLLM 0.31-0.33, ``
 ``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from time import monotonic
 
+from objkv.cache.admission import LoadTime
 from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.planning import BlockTable
 from objkv.transfer.plan import LoadPlan
 
 _NULL_BLOCK = 0
+
+
+@dataclass(slots=True)
+class StartedLoad:
+    """A load that the workers execute, and its slowest report so far."""
+
+    plan: LoadPlan
+    tokens: int
+    """How many tokens it loads. 0 if its request has ended."""
+    sent_at: float = 0.0
+    slowest: LoadTime | None = None
 
 
 class ReliedLoads:
@@ -35,12 +48,13 @@ class ReliedLoads:
         self._promises: dict[str, tuple[int, bool]] = {}
         """Matches that vLLM may act on: tokens that need no load, and whether it is within the
         step."""
-        self._planned: dict[str, LoadPlan] = {}
+        self._planned: dict[str, StartedLoad] = {}
         self._lost: dict[str, LostLoad] = {}
         self._awaited: set[str] = set()
-        self._started: dict[str, tuple[LoadPlan, float]] = {}
-        """Loads between steps, and when they were sent."""
-        self._within: frozenset[str] = frozenset()
+        self._started: dict[str, StartedLoad] = {}
+        """Loads between steps."""
+        self._within: dict[str, StartedLoad] = {}
+        """Loads within the last step."""
         self.may_sync = True
         """Whether loads within the step may be planned."""
 
@@ -57,10 +71,10 @@ class ReliedLoads:
         """Record a match beyond ``computed`` tokens. The last one before ``plan`` counts."""
         self._promises[request_id] = computed, sync
 
-    def plan(self, plan: LoadPlan) -> None:
-        """Record the load for which vLLM has allocated blocks."""
+    def plan(self, plan: LoadPlan, tokens: int) -> None:
+        """Record the load of ``tokens`` for which vLLM has allocated blocks."""
         self._promises.pop(plan.request_id, None)
-        self._planned[plan.request_id] = plan
+        self._planned[plan.request_id] = StartedLoad(plan, tokens)
 
     def lose(self, request_id: str, blocks: BlockTable) -> None:
         """Record that such a load cannot be planned. ``blocks``: all blocks of the request."""
@@ -76,31 +90,37 @@ class ReliedLoads:
     def forget(self, request_id: str) -> None:
         """Forget the match of a request that ended or needs no load."""
         self._promises.pop(request_id, None)
+        for loads in (self._started, self._within):
+            if (load := loads.get(request_id)) is not None:
+                load.tokens = 0
 
     def send(self) -> tuple[tuple[LoadPlan, ...], tuple[LostLoad, ...]]:
         """Return the loads since the last call, for the plan of a step: planned and lost ones."""
-        loads, lost = tuple(self._planned.values()), tuple(self._lost.values())
+        planned, lost, now = self._planned, tuple(self._lost.values()), self._clock()
         self._planned, self._lost = {}, {}
-        now = self._clock()
-        self._within = frozenset(load.request_id for load in loads if load.sync)
-        self._started |= {load.request_id: (load, now) for load in loads if not load.sync}
-        self._awaited.update(load.request_id for load in loads if not load.sync)
+        for load in planned.values():
+            load.sent_at = now
+        self._within = {name: load for name, load in planned.items() if load.plan.sync}
+        self._started |= {name: load for name, load in planned.items() if not load.plan.sync}
+        self._awaited |= planned.keys() - self._within.keys()
         self._awaited.update(load.request_id for load in lost if not load.sync)
-        return loads, lost
+        return tuple(load.plan for load in planned.values()), lost
 
-    def reported(self, report: StepReport) -> None:
-        """Record the loads that failed on some worker. Others may still be loading. A refused or
+    def ended(self, report: StepReport, received: Collection[str]) -> list[StartedLoad]:
+        """Record the workers' report and the loads between steps that ended on all of them. Returns
+        the loads that succeeded. Others may still be loading when one has failed. A refused or
         missing payload means that the store answered."""
-        for request_id in report.failed:
-            self._started.pop(request_id, None)
-        if not report.rejected and self._within & report.failed:
+        if not report.rejected and self._within.keys() & report.failed:
             self.may_sync = False
-
-    def received(self, request_ids: Iterable[str]) -> list[LoadPlan]:
-        """Record that loads between steps ended on all workers. Returns those that succeeded."""
-        ended = list(request_ids)
-        self._awaited.difference_update(ended)
-        succeeded = [self._started.pop(name) for name in ended if name in self._started]
-        if any(self._clock() - sent_at < self._bound_s for _, sent_at in succeeded):
+        for loads in (self._started, self._within):
+            for request_id in report.failed & loads.keys():
+                del loads[request_id]
+            for request_id in report.loaded.keys() & loads.keys():
+                load, took = loads[request_id], report.loaded[request_id]
+                load.slowest = max(load.slowest or took, took, key=lambda one: one.seconds)
+        self._awaited.difference_update(received)
+        between = [self._started.pop(name) for name in received if name in self._started]
+        if any(self._clock() - load.sent_at < self._bound_s for load in between):
             self.may_sync = True
-        return [plan for plan, _ in succeeded]
+        within = [self._within.pop(name) for name in report.loaded if name in self._within]
+        return within + between

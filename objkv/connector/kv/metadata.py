@@ -10,9 +10,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from objkv.cache.admission import LoadTime
 from objkv.transfer.plan import LoadPlan, SavePlan
 
-StoredShard = tuple[str, bytes, str]
-"""Namespace and prefix hash of a chunk, and the field of one of its shards in the index."""
-
 
 @dataclass(frozen=True, slots=True)
 class LostLoad:
@@ -54,8 +51,9 @@ class StepReport(KVConnectorWorkerMetadata):
     """Ids of requests whose load failed in whole or in part."""
     loaded: dict[str, LoadTime] = field(default_factory=dict)
     """Durations of successful loads, by request id."""
-    stored: set[StoredShard] = field(default_factory=set)
-    """Published shards. Reported only if vLLM has KV events enabled."""
+    stored: set[tuple[str, bytes, str]] = field(default_factory=set)
+    """(namespace, prefix hash, field in the index) of payloads that the agent saves. Reported only
+    if vLLM has KV events enabled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
         """Merge two reports. Failures add up, and a load took as long as on the slowest worker."""

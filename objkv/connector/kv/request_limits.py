@@ -72,25 +72,24 @@ class LimitReader:
         if not isinstance(params, Mapping) or not {_LOADS, _SAVES, _TIERS, PUTS} & params.keys():
             return NO_LIMITS
         return RequestLimits(
-            self._valid(params, _LOADS, _is_number, "not a non-negative integer"),
-            self._valid(params, _SAVES, _is_number, "not a non-negative integer"),
+            self._valid(params, _LOADS, int, "not a non-negative integer"),
+            self._valid(params, _SAVES, int, "not a non-negative integer"),
             self._allows(params),
-            self._valid(params, PUTS, _is_bool, "neither true nor false") is True,
+            self._valid(params, PUTS, bool, "neither true nor false") is True,
         )
 
-    def _valid(
-        self, params: Mapping[str, Any], name: str, is_valid: Callable[[Any], bool], reason: str
-    ) -> Any:
+    def _valid(self, params: Mapping[str, Any], name: str, kind: type, reason: str) -> Any:
         """Return the value of a parameter, None if it has none that is valid."""
         value = params.get(name)
-        if value is None or is_valid(value):
+        of_kind = type(value) is kind  # not by isinstance: a bool is an int
+        if value is None or (of_kind and (kind is not int or value >= 0)):
             return value
         self._ignore(name, reason)
         return None
 
     def _allows(self, params: Mapping[str, Any]) -> bool:
         """Whether any listed tier is the shared store. No valid entry of some means any tier."""
-        listed = self._valid(params, _TIERS, lambda value: isinstance(value, list), "not a list")
+        listed = self._valid(params, _TIERS, list, "not a list")
         if listed is None:
             return True
         known = [entry for entry in listed if self._is_tier(entry)]
@@ -116,14 +115,6 @@ class LimitReader:
         if name not in self._logged:
             self._logged.add(name)
             logger.warning("transfer parameter ignored name=%s reason=%s", name, reason)
-
-
-def _is_number(value: Any) -> bool:
-    return type(value) is int and value >= 0
-
-
-def _is_bool(value: Any) -> bool:
-    return type(value) is bool
 
 
 class HintReader:

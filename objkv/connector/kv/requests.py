@@ -30,7 +30,6 @@ from objkv.connector.kv.request_limits import (
 )
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
-from objkv.connector.model.weights import DigestCache
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
 
@@ -254,18 +253,16 @@ class RequestTracker:
         geometry: Geometry,
         lookups: LookupService,
         recorder: Recorder,
-        digests: DigestCache | None,
         coverage: Coverage,
         *,
         locality: Locality,
         prefetch: Prefetch,
     ) -> None:
-        """``digests``: cache of adapters' digests. Without it each engine reads every adapter once.
-        ``locality``: of the bulk store. ``prefetch``: of the node's agent."""
+        """``locality``: of the bulk store. ``prefetch``: of the node's agent."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
-        self.adapters = Adapters(lookups.submit, digests)
+        self.adapters = Adapters(lookups.submit)
         self._limits, self._prefetch = LimitReader(locality, recorder), prefetch
         self._hints = HintReader(prefetch, lookups.submit, geometry.chunk_tokens, recorder)
         self._tracked: dict[str, TrackedRequest] = {}

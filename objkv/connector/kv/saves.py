@@ -1,7 +1,7 @@
 """Plans the saves of each step: which chunks it completes, and whose blocks may be saved."""
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from heapq import heappop, heappush
 from typing import TYPE_CHECKING
@@ -48,33 +48,27 @@ class BlockTrust:
         tracked.saved = False
         self._admitted.append(tracked)
 
-    def next_step(self, output: "SchedulerOutput") -> None:
-        """Record that a step was scheduled with the requests added since the previous one."""
+    def next_step(self, output: "SchedulerOutput | None") -> None:
+        """Record that a step was scheduled with the requests added since the previous one. None: it
+        was not planned in full, so no blocks are trusted that were allocated in it, or in steps
+        that are scheduled before its result is known."""
         admitted, self._admitted = self._admitted, []
         self._step += 1
-        doubtful = self._ranks > 1 or any(_filled_by_another(one) for one in admitted)
-        if output.has_sync_kv_loads and doubtful:
+        if output is None:
+            self._doubtful_until = self._step + self._steps_in_flight + 1
+        elif output.has_sync_kv_loads and (
+            self._ranks > 1
+            # Another connector has filled some of its blocks.
+            or any(one.request.num_computed_tokens > one.accounted for one in admitted)
+        ):
             self._doubtful_until = self._step + self._steps_in_flight
         if self._step < self._doubtful_until:
             for tracked in admitted:
                 tracked.doubtful_until = self._doubtful_until
 
-    def distrust(self) -> None:
-        """Trust no blocks allocated in this step, and in those scheduled before its result is
-        known. Replaces ``next_step``, or follows one that failed."""
-        admitted, self._admitted = self._admitted, []
-        self._step += 1
-        self._doubtful_until = self._step + self._steps_in_flight + 1
-        for tracked in admitted:
-            tracked.doubtful_until = self._doubtful_until
-
     def trusts(self, tracked: TrackedRequest) -> bool:
         """Whether the contents of the request's blocks after this step may be saved."""
         return self._step >= tracked.doubtful_until
-
-
-def _filled_by_another(tracked: TrackedRequest) -> bool:
-    return bool(tracked.request.num_computed_tokens > tracked.accounted)
 
 
 _FEW_TOKENS = 16
@@ -168,8 +162,10 @@ class SavePlanner:
         saved again."""
         self._due.add(tracked)
 
-    def plan(self, output: "SchedulerOutput") -> Iterator[SavePlan]:
-        """Yield the save plans of the chunks that this step completes, one per request."""
+    @guarded(tuple[SavePlan, ...]())
+    def plan(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
+        """Return the save plans of the chunks that this step completes, one per request."""
+        plans = []
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
         for tracked in self._due.take(scheduled, total):
             try:
@@ -180,7 +176,8 @@ class SavePlanner:
                 continue
             if plan is not None:
                 tracked.saved = True
-                yield plan
+                plans.append(plan)
+        return tuple(plans)
 
     def _plan_due(self, output: "SchedulerOutput", tracked: TrackedRequest) -> SavePlan | None:
         """Return the save plan of one request, if any, and queue it for its next chunk."""
@@ -210,15 +207,8 @@ class SavePlanner:
         elif with_decode or following <= known:
             # If the chunk is computed already, it lacks a hash, an id or trust: examine it again.
             self._due.add(tracked, max(0, following - computed))
-        return self._plan(output, tracked, chunks, again) if chunks else None
-
-    def _plan(
-        self,
-        output: "SchedulerOutput",
-        tracked: TrackedRequest,
-        chunks: list[int],
-        again: frozenset[int],
-    ) -> SavePlan | None:
+        if not chunks:
+            return None
         assert tracked.hashes is not None
         moves = save_moves(
             self._geometry,
@@ -228,10 +218,8 @@ class SavePlanner:
             keep_tokens=self._config.store_tokens,
             is_stored=partial(self._is_stored, tracked, again),
         )
-        if not moves:
-            return None
-        name, puts = tracked.request.request_id, tracked.limits.puts
-        return SavePlan(name, tracked.namespace, tuple(moves), puts)
+        name, puts = request.request_id, tracked.limits.puts
+        return SavePlan(name, tracked.namespace, tuple(moves), puts) if moves else None
 
     def _computed(self, output: "SchedulerOutput", tracked: TrackedRequest) -> Computed:
         request, state = tracked.request, output.kv_connector_block_state

@@ -17,7 +17,6 @@ from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.lookup import LookupLimits, LookupService, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
-from objkv.connector.guard import guarded
 from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
 from objkv.connector.kv.events import EventLog
@@ -29,7 +28,6 @@ from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
-from objkv.connector.model.weights import open_digests
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
 from objkv.connector.wiring import locality
@@ -38,7 +36,7 @@ from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.plan import LoadPlan, SavePlan
+from objkv.transfer.plan import LoadPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -64,6 +62,7 @@ class Roles:
     loads: bool
     saves: bool
     copies_are_synchronous: bool
+    """Whether saves have read their blocks before their step ends."""
     steps_in_flight: int
     """How many steps may be scheduled before the first one ends."""
     has_peers: bool = False
@@ -140,7 +139,6 @@ class SchedulerSide:
             geometry,
             self._lookups,
             recorder,
-            open_digests(),
             coverage,
             locality=locality(config),
             prefetch=prefetch,
@@ -277,8 +275,7 @@ class SchedulerSide:
         if plan.blanks:
             self._saves.drafts.lost(tracked, draft_end)
         count_load(self._recorder, plan, span, draft_end)
-        self._timing.load_planned(plan, tokens)
-        self._loads.plan(plan)
+        self._loads.plan(plan, tokens)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Return the plan of everything that the workers do in this step.
@@ -290,19 +287,15 @@ class SchedulerSide:
         loads, lost = self._loads.send()
         plan = StepPlan(loads, held=frozenset(self._held), lost=lost)
         try:
-            plan.reused = self._preempted(output)
+            preempted = getattr(output, "preempted_req_ids", None)
+            # Where it is unknown, any request may have been preempted.
+            plan.reused = frozenset(self._requests.ids() if preempted is None else preempted)
             self._complete(plan, output)
         except Exception:
             logger.exception("step not planned in full, saving nothing of the requests in progress")
             self._requests.save_nothing()
-            self._trust.distrust()
+            self._trust.next_step(None)
         return plan
-
-    def _preempted(self, output: "SchedulerOutput") -> frozenset[str]:
-        preempted = getattr(output, "preempted_req_ids", None)
-        if preempted is None:  # unknown in this version of vLLM: any request may have been
-            preempted = self._requests.ids()
-        return frozenset(preempted)
 
     def _complete(self, plan: StepPlan, output: "SchedulerOutput") -> None:
         """Add everything to a plan that vLLM does not rely on, and record the step."""
@@ -310,12 +303,10 @@ class SchedulerSide:
         self._trust.next_step(output)
         self._waiting, self._wait_left_s = -1, _MATCH_WAIT_S  # once per scheduling pass
         is_delayed, self._is_delayed = self._is_delayed, False
-        within = [load for load in plan.loads if load.sync]
-        self._timing.step_planned(output.num_scheduled_tokens.values(), waits=bool(within))
-        for load in within:
-            self._touch(load)
+        waits = any(load.sync for load in plan.loads)
+        self._timing.step_planned(output.num_scheduled_tokens.values(), waits=waits)
         if self._roles.saves:
-            plan.saves = self._planned_saves(output)
+            plan.saves = self._saves.plan(output)
         plan.may_reuse = self._may_reuse()
         computes = bool(output.total_num_scheduled_tokens)
         if is_delayed and not computes:  # loads that end meanwhile are reported with this step
@@ -341,19 +332,16 @@ class SchedulerSide:
         for request_id in report.failed:  # first: otherwise vLLM would ask for the same load again
             if tracked := self._requests.get(request_id):
                 tracked.may_load = False
-        received = output.finished_recving or set()
-        self._loads.reported(report)
-        succeeded = self._loads.received(received)
+        ended = self._loads.ended(report, output.finished_recving or ())
         try:
-            self._read_report(report)
+            for tracked in self._requests.save_again(report):
+                self._saves.add(tracked)
             if self._events is not None:
-                self._events.update(output)
-            for request_id in received:
-                self._timing.received(request_id)
-            for plan in succeeded:
-                self._touch(plan)
-            for savings in self._timing.take_savings():
-                self._lookups.submit(partial(self._index.credit, savings))
+                self._events.update(report, [load.plan.request_id for load in ended])
+            for load in ended:
+                self._touch(load.plan)
+                if (savings := self._timing.loaded(load)) is not None:
+                    self._lookups.submit(partial(self._index.credit, savings))
         except Exception:
             logger.exception("report of the workers not read")
         whole = map(self._requests.get, output.failed_recving or ())
@@ -380,7 +368,6 @@ class SchedulerSide:
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
         self._loads.forget(request.request_id)
-        self._timing.request_ended(request.request_id)
         tracked = self._requests.end(request.request_id)
         return tracked is not None and tracked.saved
 
@@ -469,15 +456,6 @@ class SchedulerSide:
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False
         return self._loads.may_sync and mode != "async"
-
-    @guarded(tuple[SavePlan, ...]())
-    def _planned_saves(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
-        return tuple(self._saves.plan(output))
-
-    def _read_report(self, report: StepReport) -> None:
-        self._timing.reported(report)
-        for tracked in self._requests.save_again(report):
-            self._saves.add(tracked)
 
     def _touch(self, plan: LoadPlan) -> None:
         index, ttl_s = self._index, self._config.ttl_s

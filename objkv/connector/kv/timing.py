@@ -10,28 +10,18 @@ in ``v1/core/sched/scheduler.py``, which takes every step's events, and ``step_w
 
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from time import gmtime, monotonic, strftime, time
 
-from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
+from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, Tier
 from objkv.connector.kv.coverage import Coverage
-from objkv.connector.kv.metadata import StepReport
+from objkv.connector.kv.loads import StartedLoad
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, Shards
 from objkv.transfer.plan import LoadPlan
 
-_LOADS_MAX = 4096
 _HOT: Tier = "hot"
 _BULK: Tier = "bulk"
-
-
-@dataclass(slots=True)
-class _Load:
-    """A load in progress, and its slowest report so far."""
-
-    plan: LoadPlan
-    tokens: int
-    slowest: LoadTime | None = None
 
 
 class Timing:
@@ -55,19 +45,12 @@ class Timing:
         # One more than possible: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
-        self._loads: dict[str, _Load] = {}
-        self._savings: list[Savings] = []
         self._coverage = coverage
 
     @property
     def steps(self) -> int:
         """Number of steps in progress."""
         return len(self._steps)
-
-    def load_planned(self, plan: LoadPlan, tokens: int) -> None:
-        """Record that a load of ``tokens`` is in the next step's plan."""
-        if len(self._loads) < _LOADS_MAX:
-            self._loads[plan.request_id] = _Load(plan, tokens)
 
     def step_planned(self, scheduled: Collection[int], *, waits: bool) -> None:
         """Record a planned step: ``scheduled`` tokens per request, and whether it waits for
@@ -83,33 +66,13 @@ class Timing:
         self._admission.computed(tokens, now - max(planned, self._ended))
         self._ended = now
 
-    def reported(self, report: StepReport) -> None:
-        """Record the workers' report of their loads."""
-        for request_id in report.failed:
-            self._loads.pop(request_id, None)
-        for request_id, took in report.loaded.items():
-            if (load := self._loads.get(request_id)) is not None:
-                load.slowest = max(load.slowest or took, took, key=lambda one: one.seconds)
-                if load.plan.sync:
-                    self.received(request_id)
-
-    def received(self, request_id: str) -> None:
-        """Record that a load has ended on all workers. For a load between steps, workers may end in
-        different steps."""
-        load = self._loads.pop(request_id, None)
-        if load is not None and (took := load.slowest) is not None:
-            tier, share = self._tier_of(load.plan)
-            nbytes = int(took.nbytes * share)
-            self._admission.loaded(tier, LoadTime(nbytes, took.seconds, took.first_s))
-            if load.tokens and len(self._savings) < _LOADS_MAX:
-                self._savings.append(self._saved(load, took.seconds))
-
-    def take_savings(self) -> list[Savings]:
-        """Return what the loads that ended since the last call saved."""
-        taken, self._savings = self._savings, []
-        return taken
-
-    def _saved(self, load: _Load, seconds: float) -> Savings:
+    def loaded(self, load: StartedLoad) -> Savings | None:
+        """Record a load that succeeded. Returns what it saved. A load whose request has ended, or
+        of which no worker reports anything, counts for nothing."""
+        if (took := load.slowest) is None or not load.tokens:
+            return None
+        tier, share = self._tier_of(load.plan)
+        self._admission.loaded(tier, replace(took, nbytes=int(took.nbytes * share)))
         month = strftime("%Y-%m", gmtime(self._wall()))
         token_s, gpus = self._admission.seconds_per_token, self._geometry.ranks
         savings = Savings(load.plan.namespace, month, loads=1, tokens=load.tokens)
@@ -119,12 +82,8 @@ class Timing:
             savings,
             timed_tokens=load.tokens,
             compute_gpu_us=int(1e6 * gpus * load.tokens * token_s),
-            load_gpu_us=int(1e6 * gpus * seconds),
+            load_gpu_us=int(1e6 * gpus * took.seconds),
         )
-
-    def request_ended(self, request_id: str) -> None:
-        """Forget the load of a request that ended."""
-        self._loads.pop(request_id, None)
 
     def admit(
         self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0

@@ -1,6 +1,7 @@
 """Makes the scheduler's and the worker's side from vLLM's configuration, settings and backends."""
 
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -8,6 +9,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, cast
 
 import torch
+from vllm.platforms import current_platform
 
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
@@ -15,12 +17,12 @@ from objkv.assembly.link import AgentLink
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
-from objkv.connector.kv.events import EventLog
+from objkv.connector.kv.events import open_event_log
+from objkv.connector.kv.saves import BlockHeadroom
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
-    copies_are_synchronous,
     names_media,
     pipeline_rank,
     read_identity,
@@ -45,6 +47,8 @@ from objkv.transfer.slabs import Pin, SlabPool
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = logging.getLogger(__name__)
 _PAGE = 4096
@@ -57,16 +61,20 @@ filled."""
 
 def open_scheduler_side(
     vllm_config: "VllmConfig",
+    kv_cache_config: "KVCacheConfig",
     config: Config,
     geometry: Geometry,
     link: AgentLink,
     recorder: Recorder,
     *,
-    events: EventLog | None,
-    may_reuse: Callable[[], bool],
+    manager: Callable[[], "KVCacheManager | None"],
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models. ``link``: the way to its agent."""
+    models.
+
+    ``link``: the way to its agent. ``manager``: returns vLLM's manager, or None until the connector
+    is bound to it.
+    """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     if config.load_failure == "recompute":
@@ -78,7 +86,7 @@ def open_scheduler_side(
     roles = Roles(
         loads=transfer.is_kv_consumer,
         saves=saves,
-        copies_are_synchronous=copies_are_synchronous(),
+        copies_are_synchronous=bool(current_platform.is_cpu()),  # as with host lanes
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),
@@ -95,8 +103,8 @@ def open_scheduler_side(
         recorder=recorder,
         tracing=open_tracing(),
         prefetch=link.calls.prefetch,
-        events=events,
-        may_reuse=may_reuse,
+        events=open_event_log(vllm_config, kv_cache_config, geometry, config),
+        may_reuse=BlockHeadroom(vllm_config, kv_cache_config, geometry, manager).is_short,
     )
     public = config.public()
     logger.info(
@@ -121,12 +129,12 @@ def open_worker_side(
     writer: str,
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
-    accepted: Callable[[ChunkKey], object] | None = None,
+    accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
 
-    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: called
-    for each payload that the agent saves.
+    ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: receives
+    the payloads that the agent saves, until they are reported.
     """
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
@@ -174,7 +182,7 @@ def make_worker_side(
     recorder: Recorder,
     kv_caches: Mapping[str, torch.Tensor],
     tracing: Tracing = NO_TRACING,
-    accepted: Callable[[ChunkKey], object] | None = None,
+    accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Make the worker's side without vLLM's configuration."""
     groups = read_pages(geometry, (rank.tp_rank, rank.pp_rank), kv_caches, rank.quantised)
@@ -183,7 +191,10 @@ def make_worker_side(
     outbox = Outbox(pools.save_slabs * pools.slab_bytes)
     slabs = open_slabs(pools, None if device.type == "cpu" else driver_of(device).pin, outbox.fd)
     target = AgentSaves(
-        lambda fd: connect(outbox=fd), outbox, slabs["save"].memory.numpy(), accepted=accepted
+        lambda fd: connect(outbox=fd),
+        outbox,
+        slabs["save"].memory.numpy(),
+        accepted=None if accepted is None else accepted.append,
     )
     saver = Saver(
         target,
@@ -213,7 +224,15 @@ def make_worker_side(
     )
     logger.info("objkv worker ready slabs=%d slab_bytes=%d", pools.save_slabs, pools.slab_bytes)
     return WorkerSide(
-        config, geometry, rank, groups, loader=loader, saver=saver, target=target, tracing=tracing
+        config,
+        geometry,
+        rank,
+        groups,
+        loader=loader,
+        saver=saver,
+        target=target,
+        tracing=tracing,
+        accepted=accepted,
     )
 
 

@@ -5,6 +5,7 @@ order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
 """
 
 import logging
+from collections import deque
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from os import getpid
@@ -19,6 +20,7 @@ from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.connector.pacing import EMPTY_STEP_S
+from objkv.keys.chunk import ChunkKey
 from objkv.tracing import Tracing
 from objkv.transfer.lanes import Mark
 from objkv.transfer.loading.loader import Loader
@@ -64,15 +66,17 @@ class WorkerSide:
         saver: Saver,
         target: AgentSaves,
         tracing: Tracing,
+        accepted: deque[ChunkKey] | None = None,
     ) -> None:
-        """``target``: where ``saver`` saves."""
+        """``target``: where ``saver`` saves. ``accepted``: payloads that the agent saves, to be
+        reported. It holds back others, which no other replica finds."""
         self._config, self._rank = config, rank
         self._tracing, self._groups = tracing, groups
-        self._loader, self._saver, self._target = loader, saver, target
+        self.loader, self.saver, self._target = loader, saver, target
         self._layers = {
             name: (g, i) for g, group in groups.items() for i, name in enumerate(group.shape.layers)
         }
-        self._report = StepReport()
+        self._report, self._accepted = StepReport(), accepted
         self._failed_blocks, self._sent = set[int](), set[str]()
         self._lost: list[LostLoad] = []
         """Loads between steps that were not started. They are reported with those that ended."""
@@ -84,15 +88,6 @@ class WorkerSide:
         self._drops_tokens = geometry.windowed
         self._fails_whole = geometry.windowed or geometry.several_tables
         self._pid = getpid()
-
-    @property
-    def loads(self) -> Loader:
-        """Its loads, for who watches them."""
-        return self._loader
-
-    def drain_saves(self, deadline_s: float) -> bool:
-        """Wait until nothing is being saved. Returns whether that was so within the bound."""
-        return self._saver.drain(deadline_s)
 
     def before_forward(self, plan: StepPlan) -> None:
         """Mark the point that this step's loads follow. vLLM starts most loads when it has launched
@@ -106,7 +101,7 @@ class WorkerSide:
         self._before_forward, self._is_unmarked = None, False
         if plan.loads:
             try:
-                self._before_forward = self._loader.mark_compute()
+                self._before_forward = self.loader.mark_compute()
             except Exception:  # loads that follow nothing could write to blocks in use
                 logger.exception("forward pass not marked, recomputing the step's loads")
                 self._is_unmarked = True
@@ -121,7 +116,7 @@ class WorkerSide:
             self._in_layers |= load.sync
             try:
                 self._clear(load)
-                self._loader.submit(load, mark)
+                self.loader.submit(load, mark)
             except Exception:  # vLLM relies on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
                 self._lose(_all_of(load))
@@ -145,7 +140,7 @@ class WorkerSide:
             return
         try:
             if place := self._layers.get(layer_name):
-                self._loader.wait_layer(*place)
+                self.loader.wait_layer(*place)
         except Exception:
             logger.exception("layer not awaited, recomputing layer=%s", layer_name)
             self._layers_failed = True
@@ -160,7 +155,7 @@ class WorkerSide:
             self._tainted_steps -= 1
             dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
         else:
-            dropped = guarded(set[tuple[str, int]]())(self._saver.gather)(plan.saves)
+            dropped = guarded(set[tuple[str, int]]())(self.saver.gather)(plan.saves)
         if self._rank.writes_early and plan.may_reuse:
             self._fence()  # this model runner writes to blocks before ``before_reuse``
         self._report.dropped |= dropped
@@ -175,7 +170,7 @@ class WorkerSide:
 
     def _fence(self, request_ids: Collection[str] | None = None) -> None:
         try:
-            self._saver.fence(request_ids)
+            self.saver.fence(request_ids)
         except Exception:  # otherwise saves could read blocks that are overwritten
             logger.exception("saves not fenced, waiting for the device")
             if self._device is not None:
@@ -191,7 +186,7 @@ class WorkerSide:
         self._end_requests(plan, finished)
         self._take_loads(plan)
         self._sent &= plan.held
-        left_device = guarded(False)(self._saver.left_device)  # else requests keep their blocks
+        left_device = guarded(False)(self.saver.left_device)  # else requests keep their blocks
         sent = {r for r in plan.held - self._sent if left_device(r)}
         self._sent |= sent
         received, failed = self._received, self._failed
@@ -203,19 +198,19 @@ class WorkerSide:
     @guarded(None)
     def _end_requests(self, plan: StepPlan, finished: set[str]) -> None:
         for request_id in finished:
-            self._loader.cancel(request_id, request_ended=True)
+            self.loader.cancel(request_id, request_ended=True)
             if request_id not in plan.held:
-                self._saver.forget(request_id)
+                self.saver.forget(request_id)
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
         if plan.idle and not self._lost:
-            self._loader.wait_over(EMPTY_STEP_S)
+            self.loader.wait_over(EMPTY_STEP_S)
         lost, self._lost = self._lost, []
         for load in lost:
             outcome = LoadOutcome(load.request_id, load.blocks, frozenset())
             self._end_load(outcome, whole=not load.blocks)
-        for outcome in self._loader.take_finished(sync=False):
+        for outcome in self.loader.take_finished(sync=False):
             self._end_load(outcome)
 
     def _end_load(self, outcome: LoadOutcome, *, whole: bool = False) -> None:
@@ -239,6 +234,9 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """Return the report for the scheduler's side since the last call."""
         report, self._report = self._report, StepReport()
+        while self._accepted:  # another thread appends
+            key = self._accepted.popleft()
+            report.stored.add((key.namespace, key.prefix_hash, key.field))
         return None if report == StepReport() else report
 
     def close(self) -> None:
@@ -246,8 +244,8 @@ class WorkerSide:
         if self._closed or getpid() != self._pid:
             return  # a forked process has none of its parent's threads
         self._closed = True
-        self._saver.close(self._config.drain_deadline_ms / 1000)
-        self._loader.close()
+        self.saver.close(self._config.drain_deadline_ms / 1000)
+        self.loader.close()
         self._target.close()
         self._tracing.close()
 
@@ -256,7 +254,7 @@ class WorkerSide:
             return
         failed, self._in_layers, self._layers_failed = self._layers_failed, False, False
         try:
-            for outcome in self._loader.take_finished(sync=True):
+            for outcome in self.loader.take_finished(sync=True):
                 self._note(outcome)
                 self._failed_blocks |= outcome.failed_blocks
                 if outcome.failed:
@@ -266,7 +264,7 @@ class WorkerSide:
             failed = True
         for load in plan.loads:
             if failed and load.sync:  # vLLM relies on these blocks: report that they failed
-                self._loader.cancel(load.request_id)
+                self.loader.cancel(load.request_id)
                 self._lose(_all_of(load))
 
     def _lose(self, load: LostLoad) -> None:

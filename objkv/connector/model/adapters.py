@@ -15,12 +15,12 @@ from typing import Any
 
 from objkv.background import Steps
 from objkv.connector.model.weights import (
-    DigestCache,
     FileIdentity,
     adapter_digest,
     adapter_files,
     identify,
     local_folder,
+    open_digests,
 )
 
 logger = logging.getLogger(__name__)
@@ -52,11 +52,8 @@ class Adapters:
     methods, and never touches the files itself.
     """
 
-    def __init__(
-        self, submit: Callable[[Callable[[], Steps[None]]], bool], cache: DigestCache | None = None
-    ) -> None:
+    def __init__(self, submit: Callable[[Callable[[], Steps[None]]], bool]) -> None:
         self._submit = submit
-        self._cache = cache
         self._adapters: dict[_Key, _Adapter] = {}
         self._answers: dict[str, _Answer] = {}
         self._paths: dict[int, str] = {}
@@ -112,16 +109,15 @@ class Adapters:
         three_d = bool(getattr(lora_request, "is_3d_lora_weight", False))
         key = (lora_request.lora_path, lora_request.lora_int_id, three_d)
         if key not in self._adapters:
-            self._adapters[key] = _Adapter(key, self._cache)
+            self._adapters[key] = _Adapter(key)
         return self._adapters[key]
 
 
 class _Adapter:
     """One adapter of this engine. For one background thread, which may have begun several looks."""
 
-    def __init__(self, key: _Key, cache: DigestCache | None) -> None:
+    def __init__(self, key: _Key) -> None:
         self._key = key
-        self._cache = cache
         self._known: tuple[bytes, tuple[FileIdentity, ...]] | None = None
         """The digest, and the files it was computed from."""
         self._failed = False
@@ -146,38 +142,22 @@ class _Adapter:
             answer.digest = digest
 
     def _look(self) -> Steps[bytes | None]:
-        files = _folder(self._key[0])
-        now = identify(files)
+        path, _, three_d = self._key
+        folder = local_folder(path, None, "adapter_config.json") or Path(path)
+        files = adapter_files(folder)
         if self._known is None:
-            read = yield from self._read(files, now)
-            if read is None:
+            before = identify(files)
+            text = yield from open_digests().remembered(_KIND, files, lambda: adapter_digest(files))
+            if text is None:
                 return None
-            self._known = read, now
+            digest = bytes.fromhex(text)
+            if three_d:  # the request determines the layout of the experts' weights
+                digest = hashlib.sha256(digest + b"3d").digest()
+            self._known = digest, before
         digest, before = self._known
-        if before != now:
+        if before != identify(files):
             logger.warning(
-                "adapter changed in place, loading and saving nothing with it path=%s",
-                self._key[0],
+                "adapter changed in place, loading and saving nothing with it path=%s", path
             )
             return None
         return digest
-
-    def _read(self, files: list[Path], before: tuple[FileIdentity, ...]) -> Steps[bytes | None]:
-        cache = self._cache
-        text = None if cache is None else cache.known(_KIND, before)
-        if text is None:
-            computed = yield from adapter_digest(files)
-            if computed is None or identify(files) != before:
-                return None
-            text = computed.hex()
-            if cache is not None:
-                cache.remember(_KIND, before, text)
-        digest = bytes.fromhex(text)
-        if self._key[2]:  # the request determines the layout of the experts' weights
-            digest = hashlib.sha256(digest + b"3d").digest()
-        return digest
-
-
-def _folder(path: str) -> list[Path]:
-    folder = local_folder(path, None, "adapter_config.json") or Path(path)
-    return adapter_files(folder)

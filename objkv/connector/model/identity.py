@@ -21,7 +21,7 @@ from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
 from objkv.connector.model.parts import LayerPart, PipelineStages, read_parts, whole_groups
-from objkv.connector.model.weights import read_draft_weights, read_weights
+from objkv.connector.model.weights import read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
@@ -69,7 +69,7 @@ def read_geometry(
     _refuse_unsupported(vllm_config, kv_cache_config)
     draft = None
     if has_draft_kv(vllm_config):
-        draft = read_draft(vllm_config, read_draft_weights(vllm_config, config))
+        draft = read_draft(vllm_config, read_weights(vllm_config, config, draft=True))
     parts = read_parts(kv_cache_config, draft.has if draft else lambda _: False)
     stages: PipelineStages = ()
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -247,11 +247,6 @@ def names_media(vllm_config: "VllmConfig") -> bool:
         "prefix caching or --mm-processor-cache-gb above 0"
     )
     return False
-
-
-def copies_are_synchronous() -> bool:
-    """Whether saves have read their blocks before their step ends, as with host lanes."""
-    return bool(current_platform.is_cpu())
 
 
 def _refuse_unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:

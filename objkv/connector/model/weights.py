@@ -19,7 +19,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from objkv.background import Steps
+from objkv.background import Steps, at_once, in_steps
 from objkv.config import Config, cache_folder, make_private
 from objkv.errors import ConfigError
 
@@ -64,75 +64,72 @@ class DigestCache:
     raises nothing.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path | None) -> None:
+        """``folder``: None to cache nothing."""
         self._folder = folder
 
-    def remembered(self, kind: str, paths: Sequence[Path], compute: Callable[[], str]) -> str:
-        """Return the cached digest of the files, or ``compute()`` and cache it.
+    def remembered(
+        self,
+        kind: str,
+        paths: Sequence[Path],
+        compute: Callable[[], Steps[str | None] | str | None],
+    ) -> Steps[str | None]:
+        """Return the cached digest of the files, or ``compute()`` and cache it unless it is None.
 
         ``kind``: the kind of digest and its recipe. Raises the exceptions of ``compute`` and
         ``stat``. Files that change during the call or just before it are not cached.
         """
         files = identify(paths)
-        if (known := self.known(kind, files)) is not None:
+        if self._folder is None:
+            return (yield from in_steps(compute()))
+        values = json.dumps([kind, [astuple(file) for file in files]])
+        entry = self._folder / f"{hashlib.sha256(values.encode()).hexdigest()}.txt"
+        if (known := _read(entry)) is not None:
             return known
-        digest = compute()
-        if identify(paths) == files:
-            self.remember(kind, files, digest)
+        digest = yield from in_steps(compute())
+        if digest is not None and _are_settled(files) and identify(paths) == files:
+            try:
+                self._write(entry, _content(entry, digest))
+            except OSError as exc:  # a full or read-only disk: it is computed again next time
+                logger.info("digest not remembered path=%s reason=%s", entry, exc)
         return digest
 
-    def known(self, kind: str, files: Sequence[FileIdentity]) -> str | None:
-        """Return the cached digest of the files."""
-        entry = self._entry(kind, files)
+    def _write(self, entry: Path, content: str) -> None:
+        make_private(entry.parent)
+        descriptor, partial = tempfile.mkstemp(dir=entry.parent, suffix=".partial")
         try:
-            if entry.stat().st_uid != os.geteuid():
-                return None
-            content = entry.read_text("utf-8")
-        except (OSError, ValueError):
-            return None
-        digest = content.partition(" ")[2]
-        return digest if content == _content(entry, digest) else None
-
-    def remember(self, kind: str, files: Sequence[FileIdentity], digest: str) -> None:
-        """Cache the digest of files that have not changed, unless they changed just before."""
-        if not _are_settled(files):
-            return
-        entry = self._entry(kind, files)
-        try:
-            make_private(self._folder)
-            descriptor, partial = tempfile.mkstemp(dir=self._folder, suffix=".partial")
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(_content(entry, digest))
-                os.replace(partial, entry)
-            except BaseException:
-                Path(partial).unlink(missing_ok=True)
-                raise
-            self._prune()
-        except OSError as exc:  # a full or read-only disk: the digest is computed again next time
-            logger.info("digest not remembered path=%s reason=%s", entry, exc)
-
-    def _entry(self, kind: str, files: Sequence[FileIdentity]) -> Path:
-        """Return the entry of the files, whose name identifies them."""
-        values = json.dumps([kind, [astuple(file) for file in files]])
-        return self._folder / f"{hashlib.sha256(values.encode()).hexdigest()}.txt"
-
-    def _prune(self) -> None:
-        entries = list(self._folder.glob("*.txt"))
-        if len(entries) <= _ENTRIES_MAX:
-            return
-        entries.sort(key=lambda path: path.stat().st_mtime_ns)
-        for path in entries[: len(entries) - _ENTRIES_MAX]:
-            path.unlink(missing_ok=True)
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(content)
+            os.replace(partial, entry)
+        except BaseException:
+            Path(partial).unlink(missing_ok=True)
+            raise
+        entries = list(entry.parent.glob("*.txt"))
+        if len(entries) > _ENTRIES_MAX:
+            entries.sort(key=lambda path: path.stat().st_mtime_ns)
+            for path in entries[:-_ENTRIES_MAX]:
+                path.unlink(missing_ok=True)
 
 
-def open_digests() -> DigestCache | None:
-    """Return the digest cache that this user's replicas on this machine share. None for a user
-    without a home."""
+def open_digests() -> DigestCache:
+    """Return the digest cache that this user's replicas on this machine share. It caches nothing
+    for a user without a home."""
     try:
         return DigestCache(cache_folder() / "digests")
     except ConfigError:
+        return DigestCache(None)
+
+
+def _read(entry: Path) -> str | None:
+    """Return the digest of an undamaged entry of this user."""
+    try:
+        if entry.stat().st_uid != os.geteuid():
+            return None
+        content = entry.read_text("utf-8")
+    except (OSError, ValueError):
         return None
+    digest = content.partition(" ")[2]
+    return digest if content == _content(entry, digest) else None
 
 
 def _content(entry: Path, digest: str) -> str:
@@ -163,11 +160,9 @@ _THREADS_MAX = 4
 """SHA-256 runs at 1 to 2 GB/s per core. More threads only slow the engine's start."""
 
 
-def weights_digest(
-    folder: Path, *, full: bool = False, cache: DigestCache | None = None
-) -> str | None:
-    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``.
-    None if ``folder`` has no weights. Raises ``OSError``."""
+def weights_digest(folder: Path, *, full: bool = False) -> str | None:
+    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``,
+    cached on this machine. None if ``folder`` has no weights. Raises ``OSError``."""
     weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
     if not weights:
         return None
@@ -183,27 +178,16 @@ def weights_digest(
             _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
         return f"{kind}:{digest.hexdigest()[:40]}"
 
-    if cache is None:
-        return compute()
-    return cache.remembered(_SCHEMES[full], [*configs, *weights], compute)
+    return at_once(open_digests().remembered(_SCHEMES[full], [*configs, *weights], compute))
 
 
-def read_weights(vllm_config: Any, config: Config) -> str:
-    """Return the identity of the weights. Raises ``ConfigError`` if they cannot be identified.
-
-    ``vllm_config``: of any version.
-    """
-    return _read_weights(vllm_config.model_config, vllm_config, config, "set --revision")
-
-
-def read_draft_weights(vllm_config: Any, config: Config) -> str:
-    """Return the identity of a draft's weights. Raises ``ConfigError`` if they cannot be
-    identified."""
-    model = vllm_config.speculative_config.draft_model_config
-    return _read_weights(model, vllm_config, config, "set the draft's 'revision'")
-
-
-def _read_weights(model: Any, vllm_config: Any, config: Config, fix: str) -> str:
+def read_weights(vllm_config: Any, config: Config, *, draft: bool = False) -> str:
+    """Return the identity of an engine's weights, or of its draft's. Raises ``ConfigError`` if they
+    cannot be identified. ``vllm_config``: of any version."""
+    model, fix = vllm_config.model_config, "set --revision"
+    if draft:
+        model = vllm_config.speculative_config.draft_model_config
+        fix = "set the draft's 'revision'"
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:seed={model.seed}"
     return identify_weights(model.model, model.revision, config, fix)
@@ -213,7 +197,7 @@ def identify_weights(model: str, revision: str | None, config: Config, fix: str)
     """Return the digest of a model's weights, cached on this machine, or its revision if they
     cannot be read here. Raises ``ConfigError``, which names ``fix``, without either."""
     folder, full = local_folder(model, revision), config.weights_digest == "full"
-    digest = None if folder is None else weights_digest(folder, full=full, cache=open_digests())
+    digest = None if folder is None else weights_digest(folder, full=full)
     if digest is not None:
         return digest
     if revision is not None:
@@ -230,9 +214,9 @@ def adapter_files(folder: Path) -> list[Path]:
     return [path for path in files if path.is_file()]
 
 
-def adapter_digest(files: Sequence[Path]) -> Steps[bytes | None]:
-    """Return the SHA-256 of a LoRA adapter's configuration and weights, or None without weights.
-    In steps of a few milliseconds, so that others need not wait for all of it."""
+def adapter_digest(files: Sequence[Path]) -> Steps[str | None]:
+    """Return the SHA-256 of a LoRA adapter's configuration and weights in hex, or None without
+    weights. In steps of a few milliseconds, so that others need not wait for all of it."""
     if not any(p.suffix in _WEIGHT_SUFFIXES for p in files):
         return None
     digest = hashlib.sha256(b"objkv-adapter-1")
@@ -245,7 +229,7 @@ def adapter_digest(files: Sequence[Path]) -> Steps[bytes | None]:
                 digest.update(piece)
                 left -= len(piece)
                 yield None
-    return digest.digest()
+    return digest.hexdigest()
 
 
 def local_folder(model: str, revision: str | None, file_name: str = "config.json") -> Path | None:

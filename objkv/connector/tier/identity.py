@@ -29,11 +29,7 @@ from objkv.connector.model.identity import (
     refuse_external_launcher,
 )
 from objkv.connector.model.media import kv_dtype_name
-from objkv.connector.model.weights import (
-    identify_weights,
-    read_draft_weights,
-    read_weights,
-)
+from objkv.connector.model.weights import identify_weights, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
 
@@ -121,7 +117,7 @@ def engine_settings(
     if draft is not None and draft.method not in WITHOUT_KV and "speculative" not in named:
         found["draft_method"] = draft.method
         found["draft_tokens"] = str(draft.num_speculative_tokens)
-        found["draft_weights"] = read_draft_weights(engine.config, config)
+        found["draft_weights"] = read_weights(engine.config, config, draft=True)
     return tuple(sorted(found.items()))
 
 

@@ -162,7 +162,7 @@ class Engine:
     def save_all(self) -> None:
         """Wait until everything that was taken out is stored, or with an agent of another process
         handed over."""
-        assert all(worker.worker.drain_saves(_PATIENCE_S) for worker in self.workers)
+        assert all(worker.worker.saver.drain(_PATIENCE_S) for worker in self.workers)
         if self.agent is not None:
             self.agent.settle()
 

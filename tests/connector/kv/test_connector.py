@@ -17,9 +17,8 @@ from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.worker import WorkerSide
 from objkv.errors import ConfigError
-from objkv.transfer.loading.loader import Loader
 from tests.support.paged_cache import BLOCKS, CHUNK, GROUP, Replica, paged_group, stores, wait_until
-from tests.support.sides import request, scheduler_side, step, worker_side
+from tests.support.sides import breaks, request, scheduler_side, step, worker_side
 
 
 class World:
@@ -34,7 +33,7 @@ class World:
         self.opened: list[WorkerSide] = []
         monkeypatch.setattr(kv, "open_worker_side", self._open)
         connector: Any = object.__new__(ObjKVConnector)
-        connector._worker, connector._link, connector._asleep = None, None, False
+        connector.worker, connector._link, connector._asleep = None, None, False
         connector._engine = None
         connector._shares, connector._vllm_config, connector._geometry = True, None, None
         connector._config = Config()
@@ -77,8 +76,7 @@ def test_asleep_a_load_fails_and_touches_nothing_and_awake_again_it_loads(world:
     before = bytes_of(world)
     world.connector.unregister_kv_caches()
     [side] = world.opened
-    assert isinstance(side.loads, Loader)
-    assert not side.loads._thread.is_alive()
+    assert not side.loader._thread.is_alive()
     received, failed = world.load()
     assert len(received) == 1
     assert failed == set(range(9, 9 + BLOCKS))
@@ -185,8 +183,7 @@ def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
     group: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
     cache: Any = SimpleNamespace(kv_cache_groups=[group])
-    for name in ("AgentLink", "BlockHeadroom"):
-        monkeypatch.setattr(kv, name, MagicMock())
+    monkeypatch.setattr(kv, "AgentLink", MagicMock())
     for name in ("read_geometry", "warn_of_outer_policy", "replica_of", "events_enabled"):
         monkeypatch.setattr(kv, name, lambda *_: None)
     for name in ("open_scheduler_side", "open_worker_side"):
@@ -218,10 +215,10 @@ def test_blocks_that_failed_are_evicted_whatever_else_fails(
 ) -> None:
     """Otherwise another request could find them in vLLM's prefix cache."""
     connector: Any = object.__new__(ObjKVConnector)
-    connector._scheduler = side = scheduler_side()
+    connector.scheduler = side = scheduler_side()
     evicted: list[set[int]] = []
     connector._kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
-    monkeypatch.setattr(side, "_read_report", lambda _: 1 / 0)
+    breaks(monkeypatch, side, "_requests.save_again")
     monkeypatch.setattr(kv, "free_failed", lambda *_: 1 / 0)
     report = StepReport(failed={"r"})
     output = KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids={4})

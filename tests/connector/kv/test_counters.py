@@ -88,7 +88,7 @@ def test_a_load_of_a_request_that_ends_has_failed_only_if_it_had_before(*, fails
     else:
         store.hold(gate)
     worker.start_loads(StepPlan(loads=(writer.load_plan(range(CHUNKS), 9),)))
-    wait_until(lambda: worker.loads.in_flight == 0 if fails else store.arrived.is_set())
+    wait_until(lambda: worker.loader.in_flight == 0 if fails else store.arrived.is_set())
     assert worker.results(StepPlan(), {"r"}).finished_recving == {"r"}
     assert worker.take_failed_blocks() == set(range(9, 9 + CHUNKS * BLOCKS))
     gate.set()

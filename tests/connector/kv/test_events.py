@@ -2,6 +2,7 @@
 
 import random
 from typing import Any, cast
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -13,20 +14,19 @@ from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
 from objkv.cache.admission import LoadTime
+from objkv.connector.kv import events
 from objkv.connector.kv.events import (
-    AcceptedShards,
     EventLog,
     events_enabled,
     open_event_log,
 )
+from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
-from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
@@ -69,10 +69,11 @@ def shown(request: Request) -> list[Any]:
 class World:
     """A log, and a router that believes it."""
 
-    def __init__(self, geometry: Geometry, unit: int = 16, **limits: Any) -> None:
+    def __init__(self, geometry: Geometry, unit: int = 16) -> None:
         self.geometry, self.clock = geometry, ManualClock()
-        self.log = EventLog(geometry, unit, clock=self.clock, **({"ttl_s": 60} | limits))
+        self.log = EventLog(geometry, unit, clock=self.clock, ttl_s=60)
         self.request = request(unit=unit)
+        self.loads = ReliedLoads(16, 1.0)
         self.believed: set[tuple[int, Any]] = set()
 
     def _find(self, request_id: str) -> Any:
@@ -91,14 +92,14 @@ class World:
         groups = range(len(self.geometry.groups))
         moves = tuple(LoadMove(move(chunk, group), ()) for chunk in chunks for group in groups)
         plan = LoadPlan(self.request.request_id, NAMESPACE, packed(moves), sync)
-        self.log.planned(StepPlan(loads=(plan,)), self._find)
+        self.loads.plan(plan, CHUNK)
+        self.log.planned(StepPlan(*self.loads.send()), self._find)
 
     def report(self, received: set[str] | None = None, **told: Any) -> None:
         """The workers told something; all of it is in one step."""
-        output = KVConnectorOutput(
-            finished_recving=received, kv_connector_worker_meta=StepReport(**told)
-        )
-        self.log.update(output)
+        report = StepReport(**told)
+        ended = self.loads.ended(report, received or ())
+        self.log.update(report, [load.plan.request_id for load in ended])
 
     def stored(self, chunk: int, *fields: str) -> None:
         """Workers announced these shards."""
@@ -201,12 +202,13 @@ ACTIONS = ("save", "store", "reject", "load", "fail", "reset", "wait")
 steps = st.tuples(st.sampled_from(ACTIONS), st.integers(0, 3), st.booleans())
 
 
+@patch.multiple(events, _CHUNKS_MAX=3, _PENDING_MAX=2)
 @given(st.lists(steps, max_size=40))
 @settings(deadline=None, max_examples=150)
 def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int, bool]]) -> None:
     geometry = Geometry((FULL,), CHUNK, 16, tp_size=2)
     fields = sorted(geometry.all_fields())
-    world = World(geometry, chunks_max=3, pending_max=2)
+    world = World(geometry)
     there: dict[int, set[str]] = {chunk: set() for chunk in range(4)}
     for action, chunk, sync in steps:
         if action == "save":
@@ -283,14 +285,3 @@ def test_where_vllm_wants_no_events_nothing_is_kept(*, enabled: bool | None) -> 
     assert not events_enabled(config(enabled=enabled))
     nothing = cast(Any, None)
     assert open_event_log(config(enabled=enabled), nothing, ONE, nothing) is None
-
-
-def test_what_the_agent_accepted_is_in_the_next_report() -> None:
-    accepted = AcceptedShards()
-    for group in (0, 1):
-        accepted.note(ChunkKey(NAMESPACE, prefix_hash(1), group, "a"))
-    report = accepted.add_to(StepReport(failed={"x"}))
-    assert report is not None
-    assert report.failed == {"x"}
-    assert report.stored == {(NAMESPACE, prefix_hash(1), name) for name in ("0.a", "1.a")}
-    assert accepted.add_to(None) is None

@@ -190,7 +190,7 @@ def test_requests_whose_loads_all_failed_do_not_wait_for_each_others_blocks() ->
         with Engine(layout, folder) as two:
             for payload in folder.glob("chunks/*/*/*/*.safetensors"):
                 payload.unlink()
-            loader = two.worker.worker.loads
+            loader = two.worker.worker.loader
             ended: list[LoadOutcome] = []
             take = loader.take_finished
 

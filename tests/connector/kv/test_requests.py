@@ -123,7 +123,6 @@ def tracker_of(lookups: LookupService) -> RequestTracker:
         GEOMETRY,
         lookups,
         MemoryRecorder(),
-        None,
         Coverage(GEOMETRY),
         locality="REMOTE",
         prefetch=lambda *_: 0,

@@ -59,7 +59,7 @@ def test_after_a_step_that_was_not_understood_nothing_is_trusted_until_its_resul
     schedule(trust, running, sync=False)
     fresh, next_one, later = (admitted(computed=64, accounted=64) for _ in range(3))
     trust.add(fresh)
-    trust.distrust()
+    trust.next_step(None)
     schedule(trust, next_one, sync=False)
     assert [trust.trusts(one) for one in (running, fresh, next_one)] == [True, False, False]
     schedule(trust, later, sync=False)
@@ -221,12 +221,12 @@ def test_a_request_whose_save_cannot_be_planned_stops_no_other_save(
     for name in names:
         ask(side, one := request([ord(name)] * SIZE, name))
         side.plan_load(one, (), 0)
-    plan = side._saves._plan
+    plan = side._saves._plan_due
 
     def failing(output: Any, tracked: TrackedRequest, *more: Any) -> Any:
         return 1 / 0 if tracked.request.request_id == "b" else plan(output, tracked, *more)
 
-    monkeypatch.setattr(side._saves, "_plan", failing)
+    monkeypatch.setattr(side._saves, "_plan_due", failing)
     saves = side.plan_step(step(dict.fromkeys(names, SIZE), [1])).saves
     assert {save.request_id for save in saves} == {"a", "c"}
 

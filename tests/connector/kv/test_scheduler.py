@@ -46,7 +46,7 @@ BETWEEN = LoadPlan("b", "0" * 32, packed([]), sync=False)
 def planned(loads: ReliedLoads, *plans: LoadPlan) -> None:
     """A step is planned with these loads."""
     for plan in plans:
-        loads.plan(plan)
+        loads.plan(plan, 64)
     loads.send()
 
 
@@ -54,8 +54,7 @@ def in_vain(clock: ManualClock) -> ReliedLoads:
     """Of a replica whose forward pass waited in vain."""
     loads = ReliedLoads(SIZE, BOUND_S, clock=clock)
     planned(loads, WITHIN, BETWEEN)
-    loads.reported(StepReport(failed={"w", "b"}))
-    loads.received(["b"])
+    loads.ended(StepReport(failed={"w", "b"}), ["b"])
     assert not loads.may_sync
     return loads
 
@@ -69,10 +68,8 @@ def test_after_a_load_for_which_a_step_would_have_waited_steps_wait_again(
 ) -> None:
     loads = in_vain(clock := ManualClock())
     planned(loads, BETWEEN)
-    if failed:
-        loads.reported(StepReport(failed={"b"}))
     clock.advance(seconds)
-    loads.received(["b"])
+    loads.ended(StepReport(failed={"b"} if failed else set()), ["b"])
     assert loads.may_sync is opens
 
 
@@ -87,7 +84,7 @@ def test_only_after_a_step_that_waited_in_vain_no_step_waits(reports: list[StepR
     loads = ReliedLoads(SIZE, BOUND_S)
     planned(loads, WITHIN, BETWEEN)
     for report in reports:
-        loads.reported(report)
+        loads.ended(report, ())
         planned(loads)
     assert loads.may_sync
 
@@ -459,9 +456,7 @@ def stored(request: pytest.FixtureRequest) -> SchedulerSide:
     return scheduler_side(index, roles=roles, load_mode=request.param, admission="always")
 
 
-@pytest.mark.parametrize(
-    "broken", ["_plan_load", "_timing.load_planned", "_trust.add", "_saves.add"]
-)
+@pytest.mark.parametrize("broken", ["_plan_load", "_loads.plan", "_trust.add", "_saves.add"])
 def test_a_load_that_cannot_be_planned_is_reported_as_lost(
     stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -491,7 +486,7 @@ def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(
     "broken",
-    ["_trust.next_step", "_preempted", "_planned_saves", "_may_reuse", "_events"],
+    ["_timing.step_planned", "_saves.plan", "_may_reuse", "_events"],
 )
 def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
@@ -507,7 +502,7 @@ def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     assert stored.plan_step(step({}, ())).loads == ()
 
 
-@pytest.mark.parametrize("broken", ["_timing.request_ended", "_requests.end"])
+@pytest.mark.parametrize("broken", ["_loads.forget", "_requests.end"])
 def test_if_it_fails_the_blocks_of_an_ended_request_are_kept_for_its_saves(
     side: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -524,7 +519,7 @@ def test_a_load_that_failed_is_not_tried_again_even_if_its_report_cannot_be_read
     """vLLM asks again after a failure, and so for ever."""
     stored.plan_load(one := loaded(stored), [[5, 6]], 64)
     stored.plan_step(step({}, (), sync_loads=True))
-    monkeypatch.setattr(stored, "_read_report", lambda _: 1 / 0)
+    breaks(monkeypatch, stored, "_requests.save_again")
     report = StepReport(failed={"r"})
     output = KVConnectorOutput(
         kv_connector_worker_meta=report, failed_recving={"r"}, finished_recving={"r"}

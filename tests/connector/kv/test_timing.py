@@ -1,12 +1,12 @@
 """How steps and loads are timed, and where an admitted load ends."""
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.coverage import Coverage
+from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
@@ -44,10 +44,25 @@ class Notes:
         return min(self.limit, len(chunks))
 
 
-def timing_of(notes: Notes, *, tp_size: int = 1, **clocks: Any) -> Timing:
-    geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-    admission, coverage = cast("AdmissionPolicy", notes), Coverage(geometry)
-    return Timing(admission, geometry, steps_in_flight=2, coverage=coverage, **clocks)
+class TimedLoads:
+    """Loads of a replica, and their times."""
+
+    def __init__(self, notes: Notes, *, tp_size: int = 1, **clocks: Any) -> None:
+        geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
+        admission, coverage = cast("AdmissionPolicy", notes), Coverage(geometry)
+        self.timing = Timing(admission, geometry, steps_in_flight=2, coverage=coverage, **clocks)
+        self.loads = ReliedLoads(16, 1.0)
+
+    def planned(self, *plans: LoadPlan, tokens: int = 64) -> None:
+        """A step has these loads."""
+        for one in plans:
+            self.loads.plan(one, tokens)
+        self.loads.send()
+
+    def told(self, *received: str, **report: Any) -> list[Savings]:
+        """The workers report something, and some loads have ended on all of them."""
+        ended = self.loads.ended(StepReport(**report), received)
+        return [saved for load in ended if (saved := self.timing.loaded(load)) is not None]
 
 
 @pytest.fixture
@@ -62,7 +77,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def timing(notes: Notes, clock: ManualClock) -> Timing:
-    return timing_of(notes, clock=clock)
+    return TimedLoads(notes, clock=clock).timing
 
 
 def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
@@ -70,21 +85,6 @@ def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan
     move = ChunkMove(0, 0, name, name, 0, 64, 0, (1,))
     moves = [LoadMove(move, (("0.L0-1_H0-2", one),)) for one in records]
     return LoadPlan(request_id, "n" * 32, packed(moves), sync)
-
-
-def planned(
-    timing: Timing, *plans: LoadPlan, scheduled: Sequence[int] = (0,), tokens: int = 0
-) -> None:
-    """A step with these loads."""
-    for one in plans:
-        timing.load_planned(one, tokens)
-    timing.step_planned(scheduled, waits=any(one.sync for one in plans))
-
-
-def told(timing: Timing, loaded: dict[str, LoadTime]) -> None:
-    timing.reported(StepReport(loaded=loaded))
-    for request_id in loaded:
-        timing.received(request_id)
 
 
 def run(timing: Timing, clock: ManualClock, scheduled: list[int], seconds: float) -> None:
@@ -99,9 +99,9 @@ def test_a_step_takes_from_its_plan_or_the_end_of_the_one_before_to_its_result(
 ) -> None:
     run(timing, clock, [512], 0.5)
     clock.advance(60)  # idle: nobody's
-    planned(timing, scheduled=[512])
+    timing.step_planned([512], waits=False)
     clock.advance(0.1)
-    planned(timing, scheduled=[256])
+    timing.step_planned([256], waits=False)
     clock.advance(0.4)
     timing.step_ended()
     clock.advance(0.2)
@@ -109,40 +109,37 @@ def test_a_step_takes_from_its_plan_or_the_end_of_the_one_before_to_its_result(
     assert notes.steps == [(n, pytest.approx(t)) for n, t in ((512, 0.5), (512, 0.5), (256, 0.2))]
 
 
-def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(notes: Notes, timing: Timing) -> None:
+def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(notes: Notes) -> None:
     """One from both tells of bulk with the bytes from there: where every prompt begins with the
     same hot chunks, nothing else ever would."""
-    plans = [plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD, HOT, HOT)]
-    planned(timing, *plans)
-    load = LoadTime(100, 1.0, 0.5)
-    told(timing, dict.fromkeys(("hot", "cold", "nobody"), load))
-    told(timing, {"hot": load, "both": LoadTime(400, 1.0, 0.5)})
+    world, load = TimedLoads(notes), LoadTime(100, 1.0, 0.5)
+    world.planned(plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD, HOT, HOT))
+    names = ("hot", "cold", "nobody")
+    world.told(*names, loaded=dict.fromkeys(names, load))
+    world.told("hot", "both", loaded={"hot": load, "both": LoadTime(400, 1.0, 0.5)})
     assert notes.loads == [("hot", load), ("bulk", load), ("bulk", load)]
 
 
 def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) -> None:
-    timing = timing_of(notes, tp_size=2, wall=lambda: 1_795_300_000.0)
+    world = TimedLoads(notes, tp_size=2, wall=lambda: 1_795_300_000.0)
 
-    def load(request_id: str, tokens: int, *, sync: bool = False) -> None:
-        planned(timing, plan(request_id, COLD, sync=sync), tokens=tokens)
-        timing.reported(StepReport(loaded={request_id: LoadTime(100, 0.25, 0.1)}))
-        if not sync:  # else it was over when it was reported
-            timing.received(request_id)
+    def saved(request_id: str, tokens: int, *, sync: bool = False) -> list[Savings]:
+        world.planned(plan(request_id, COLD, sync=sync), tokens=tokens)
+        found = world.told(loaded={request_id: LoadTime(100, 0.25, 0.1)})
+        assert bool(found) is sync  # it is over when it is reported
+        return found + world.told(request_id)
 
-    load("unmeasured", 48)
-    notes.seconds_per_token = 0.01
-    load("between", 64)
-    load("within", 32, sync=True)
-    planned(timing, plan("failed", COLD), tokens=64)
-    timing.reported(StepReport(failed={"failed"}))
-    timing.received("failed")
     name, month = "n" * 32, "2026-11"
-    assert timing.take_savings() == [
-        Savings(name, month, loads=1, tokens=48),
-        Savings(name, month, 1, 64, 64, compute_gpu_us=1_280_000, load_gpu_us=500_000),
-        Savings(name, month, 1, 32, 32, compute_gpu_us=640_000, load_gpu_us=500_000),
+    assert saved("unmeasured", 48) == [Savings(name, month, loads=1, tokens=48)]
+    notes.seconds_per_token = 0.01
+    assert saved("between", 64) == [
+        Savings(name, month, 1, 64, 64, compute_gpu_us=1_280_000, load_gpu_us=500_000)
     ]
-    assert timing.take_savings() == []
+    assert saved("within", 32, sync=True) == [
+        Savings(name, month, 1, 32, 32, compute_gpu_us=640_000, load_gpu_us=500_000)
+    ]
+    world.planned(plan("failed", COLD))
+    assert world.told(failed={"failed"}) + world.told("failed") == []
 
 
 def test_a_step_that_mostly_generates_says_nothing_of_prompts(
@@ -159,34 +156,32 @@ def test_a_step_that_waited_for_loads_says_nothing_of_computing(
 ) -> None:
     """A slow store would make computing look slow, and so keep itself in use."""
     for seconds, sync in ((5, True), (0.1, False)):
-        planned(timing, plan(f"{sync}", COLD, sync=sync), scheduled=[512])
+        timing.step_planned([512], waits=sync)
         clock.advance(seconds)
         timing.step_ended()
     assert notes.steps == [(0, pytest.approx(5)), (512, pytest.approx(0.1))]
 
 
-def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(
-    notes: Notes, timing: Timing
-) -> None:
-    planned(timing, plan("failed", COLD), plan("ended", COLD))
-    timing.request_ended("ended")
-    load = LoadTime(100, 1.0, 0.5)
-    timing.reported(StepReport(failed={"failed"}))
-    told(timing, {"failed": load, "ended": load})
+def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(notes: Notes) -> None:
+    world, load = TimedLoads(notes), LoadTime(100, 1.0, 0.5)
+    world.planned(plan("failed", COLD), plan("ended", COLD))
+    world.loads.forget("ended")
+    world.told(failed={"failed"})
+    world.told("failed", "ended", loaded={"failed": load, "ended": load})
     assert notes.loads == []
 
 
 def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_slower_ones(
     notes: Notes,
 ) -> None:
-    timing = timing_of(notes, tp_size=2)
-    planned(timing, plan("r", COLD))
+    world = TimedLoads(notes, tp_size=2)
+    world.planned(plan("r", COLD))
     quick, slow = LoadTime(100, 1.0, 0.5), LoadTime(90, 2.0, 0.1)
     for time in (quick, slow, quick):
-        timing.reported(StepReport(loaded={"r": time}))
+        world.told(loaded={"r": time})
     assert notes.loads == []
-    timing.received("r")
-    timing.received("r")
+    world.told("r")
+    world.told("r")
     assert notes.loads == [("bulk", slow)]
 
 
@@ -205,7 +200,7 @@ def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_s
 def test_a_load_ends_at_the_end_of_a_chunk_or_of_the_match(
     limit: int, computed: int, end: int, expected: int
 ) -> None:
-    timing = timing_of(notes := Notes(limit))
+    timing = TimedLoads(notes := Notes(limit)).timing
     found = [{"0.L0-1_H0-2": COLD}] * 4 + [None]
     assert timing.admit(found, computed, end, waiting=3) == expected
     assert sum(chunk.tokens for chunk in notes.asked) == end - computed
@@ -213,7 +208,7 @@ def test_a_load_ends_at_the_end_of_a_chunk_or_of_the_match(
 
 
 def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk(notes: Notes) -> None:
-    timing = timing_of(notes, tp_size=2)
+    timing = TimedLoads(notes, tp_size=2).timing
     for other, tier in ((HOT, "hot"), (COLD, "bulk")):
         timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": other}], 0, 64)
         assert notes.asked == [ChunkSize(100, 64, cast("Tier", tier))]

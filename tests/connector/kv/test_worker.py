@@ -1,6 +1,7 @@
 """The worker's side over a real paged cache in memory, one step at a time."""
 
 import threading
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from objkv.connector.kv import worker as worker_module
 from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.pacing import EMPTY_STEP_S
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.transfer.lanes import HostLane
@@ -90,7 +92,7 @@ def test_a_step_with_nothing_to_compute_waits_for_loads_and_no_other_step_does(
 ) -> None:
     worker, _ = spoilt
     waited: list[float] = []
-    monkeypatch.setattr(worker.loads, "wait_over", waited.append)
+    monkeypatch.setattr(worker.loader, "wait_over", waited.append)
     worker.results(StepPlan(), set())
     assert waited == []
     worker.results(StepPlan(idle=True), set())
@@ -196,7 +198,7 @@ def test_if_waiting_for_a_layer_fails_the_loads_of_the_step_have_failed(
     worker, load = without_its_payload(sync=True, lacks=False)
     plan = StepPlan(loads=(load,))
     with monkeypatch.context() as fault:
-        breaks(fault, worker.loads, broken)
+        breaks(fault, worker.loader, broken)
         worker.start_loads(plan)
         for layer in GROUP.layers:
             worker.wait_layer(layer)
@@ -217,7 +219,7 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     """They could write to blocks that it still uses."""
     worker, load = without_its_payload(sync=True, lacks=False)
     plan = StepPlan(loads=(replace(load, sync=sync),))
-    breaks(monkeypatch, worker.loads, "mark_compute", "submit")
+    breaks(monkeypatch, worker.loader, "mark_compute", "submit")
     worker.before_forward(plan)
     worker.start_loads(plan)
     worker.end_forward(plan)
@@ -225,7 +227,7 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
 
 
-@pytest.mark.parametrize("broken", ["loads.cancel", "_saver.forget", "_saver.left_device"])
+@pytest.mark.parametrize("broken", ["loader.cancel", "saver.forget", "saver.left_device"])
 def test_the_end_of_a_load_is_reported_whatever_else_fails(
     spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -233,10 +235,10 @@ def test_the_end_of_a_load_is_reported_whatever_else_fails(
     worker, load = spoilt
     breaks(monkeypatch, worker, broken)
     worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
-    worker.loads.wait_over(300)
+    worker.loader.wait_over(300)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.finished_recving == {load.request_id}
-    assert results.finished_sending == (set() if broken == "_saver.left_device" else {"h"})
+    assert results.finished_sending == (set() if broken == "saver.left_device" else {"h"})
 
 
 def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
@@ -246,7 +248,7 @@ def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
     worker = worker_side(*stores())
     awaited: list[str] = []
     monkeypatch.setattr(torch.cpu, "synchronize", lambda _: awaited.append("device"))
-    breaks(monkeypatch, worker._saver, "fence", "gather")
+    breaks(monkeypatch, worker.saver, "fence", "gather")
     worker.before_reuse(StepPlan())
     assert awaited == []
     worker.before_reuse(StepPlan(reused=frozenset({"r"})))
@@ -290,6 +292,19 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     monkeypatch.setattr(wiring, "open_lane", lambda _device, *, urgent=False: lane)
     yield lane
     lane.is_done = True
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_what_the_agent_accepted_is_in_the_next_report(*, has_events: bool) -> None:
+    accepted = deque[ChunkKey]() if has_events else None
+    worker, load = without_its_payload(accepted=accepted)
+    save = save_of(load)
+    worker.end_forward(StepPlan(saves=(save,)))
+    assert worker.saver.drain(300)
+    field = f"0.L0-{len(GROUP.layers)}_H0-{GROUP.heads}"
+    if has_events:
+        assert told(worker).stored == {(NAMESPACE, save.moves[0].move.prefix_hash, field)}
+    assert worker.take_report() is None
 
 
 def saving(

@@ -59,10 +59,10 @@ def is_unknown(known: Adapters, jobs: Jobs, request_id: str, request: Any) -> bo
     return True
 
 
-def read_as(digest: bytes) -> Callable[[list[Path]], Steps[bytes]]:
-    def read(files: list[Path]) -> Steps[bytes]:
+def read_as(digest: bytes) -> Callable[[list[Path]], Steps[str]]:
+    def read(files: list[Path]) -> Steps[str]:
         yield None
-        return digest
+        return digest.hex()
 
     return read
 
@@ -163,7 +163,7 @@ def test_what_is_not_there_is_unknown_and_asked_for_once(
 def test_one_that_cannot_be_read_for_any_reason_keeps_nobody_waiting(
     known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(files: list[Path]) -> Steps[bytes]:
+    def broken(files: list[Path]) -> Steps[str]:
         yield None
         raise ValueError(files)
 
@@ -191,10 +191,10 @@ def test_a_digest_that_was_being_read_when_adapters_changed_is_not_believed(
 def test_a_file_that_changes_while_it_is_read_makes_it_unknown(
     known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def slow(files: list[Path]) -> Steps[bytes]:
+    def slow(files: list[Path]) -> Steps[str]:
         yield None
         exchange(ada, b"ben")
-        return b"mixed"
+        return b"mixed".hex()
 
     monkeypatch.setattr(module, "adapter_digest", slow)
     assert is_unknown(known, jobs, "a", lora(ada))
@@ -214,4 +214,4 @@ def test_others_need_not_wait_until_an_adapter_is_read(
     for path in files:
         for value in (path.name.encode(), path.read_bytes()):
             due.update(len(value).to_bytes(8, "little") + value)
-    assert whole == due.digest()
+    assert whole == due.hexdigest()

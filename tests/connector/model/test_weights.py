@@ -5,12 +5,14 @@ import os
 import shutil
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objkv.background import at_once
 from objkv.connector.model import weights as module
 from objkv.connector.model.weights import (
     DigestCache,
@@ -110,12 +112,6 @@ class Computed:
         return "d"
 
 
-@pytest.fixture(autouse=True)
-def settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of a test are new; to these tests they are as old as those of a model."""
-    monkeypatch.setattr(module, "_SETTLED_NS", -1)
-
-
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     path = tmp_path / "model.safetensors"
@@ -125,8 +121,16 @@ def weights(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> DigestCache:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DigestCache:
+    """Files of a test are new; to this cache they are as old as those of a model."""
+    monkeypatch.setattr(module, "_SETTLED_NS", -1)
     return DigestCache(tmp_path / "made" / "digests")
+
+
+def remembered(
+    cache: DigestCache, kind: str, paths: list[Path], compute: Callable[[], str]
+) -> str | None:
+    return at_once(cache.remembered(kind, paths, compute))
 
 
 def test_what_was_computed_once_is_remembered_by_every_process(
@@ -135,11 +139,11 @@ def test_what_was_computed_once_is_remembered_by_every_process(
     """Unless by another recipe or of other files."""
     compute, beside = Computed(), tmp_path / "config.json"
     for one in (cache, cache, DigestCache(tmp_path / "made" / "digests")):
-        assert one.remembered("k", [weights], compute) == "d"
+        assert remembered(one, "k", [weights], compute) == "d"
     assert compute.times == 1
     beside.write_text("{}")
-    cache.remembered("l", [weights], compute)
-    cache.remembered("k", [weights, beside], compute)
+    remembered(cache, "l", [weights], compute)
+    remembered(cache, "k", [weights, beside], compute)
     assert compute.times == 3
 
 
@@ -148,18 +152,18 @@ def test_a_file_that_changed_is_read_again_though_size_and_time_are_kept(
 ) -> None:
     """It was exchanged, and then written in place."""
     compute = Computed()
-    cache.remembered("k", [weights], compute)
+    remembered(cache, "k", [weights], compute)
     other = weights.with_suffix(".new")
     other.write_bytes(b"WEIGHTS")
     os.utime(other, LONG_AGO)
     other.rename(weights)
-    cache.remembered("k", [weights], compute)
+    remembered(cache, "k", [weights], compute)
     assert compute.times == 2
     time.sleep(0.02)  # a tick of the file system's clock: within one, ``_SETTLED_NS`` protects
     with weights.open("r+b") as file:
         file.write(b"w")
     os.utime(weights, LONG_AGO)
-    cache.remembered("k", [weights], compute)
+    remembered(cache, "k", [weights], compute)
     assert compute.times == 3
 
 
@@ -170,8 +174,8 @@ def test_a_file_that_changes_while_it_is_read_is_not_remembered(
         weights.write_bytes(b"longer than it was")
         return "mixed"
 
-    assert cache.remembered("k", [weights], compute) == "mixed"
-    assert cache.remembered("k", [weights], Computed()) == "d"
+    assert remembered(cache, "k", [weights], compute) == "mixed"
+    assert remembered(cache, "k", [weights], Computed()) == "d"
 
 
 @pytest.mark.parametrize(
@@ -181,11 +185,11 @@ def test_a_damaged_entry_is_none_and_is_replaced(
     cache: DigestCache, weights: Path, tmp_path: Path, content: bytes
 ) -> None:
     compute = Computed()
-    cache.remembered("k", [weights], compute)
+    remembered(cache, "k", [weights], compute)
     [entry] = (tmp_path / "made" / "digests").iterdir()
     entry.write_bytes(content)
-    assert cache.remembered("k", [weights], compute) == "d"
-    assert cache.remembered("k", [weights], compute) == "d"
+    assert remembered(cache, "k", [weights], compute) == "d"
+    assert remembered(cache, "k", [weights], compute) == "d"
     assert compute.times == 2
 
 
@@ -193,17 +197,17 @@ def test_what_is_somebody_elses_just_written_or_cannot_be_kept_is_computed_again
     cache: DigestCache, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute = Computed()
-    cache.remembered("k", [weights], compute)
+    remembered(cache, "k", [weights], compute)
     with monkeypatch.context() as other:
         other.setattr(os, "geteuid", lambda: 424_242)
-        cache.remembered("k", [weights], compute)
+        remembered(cache, "k", [weights], compute)
     assert compute.times == 2
     (tmp_path / "file").write_text("no folder")
     for _ in range(2):
-        assert DigestCache(tmp_path / "file").remembered("k", [weights], compute) == "d"
+        assert remembered(DigestCache(tmp_path / "file"), "k", [weights], compute) == "d"
     assert compute.times == 4
     monkeypatch.setattr(module, "_SETTLED_NS", 3600 * 10**9)
     weights.write_bytes(b"new")
     for _ in range(2):
-        cache.remembered("k", [weights], compute)
+        remembered(cache, "k", [weights], compute)
     assert compute.times == 6
