@@ -115,11 +115,6 @@ class Pool(Generic[Job]):
         return self._begun
 
     @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return sum(thread.is_alive() for thread in self._threads)
-
-    @property
     def is_closed(self) -> bool:
         """Whether the pool refuses new jobs."""
         return self._closed
@@ -158,9 +153,6 @@ class Pool(Generic[Job]):
         give_up(left)
         return join_all(self._threads, join_s)
 
-    def __str__(self) -> str:
-        return f"{self.waiting} waiting, {self.busy} under way"
-
     def _work(self) -> None:
         if self._begin is not None:
             self._begin()
@@ -189,16 +181,6 @@ class Pool(Generic[Job]):
             self._failed(job, error)
         except Exception:
             logger.exception("job failed unexpectedly pool=%s", self._name)
-
-
-def at_once(steps: Steps[T]) -> T:
-    """Return the outcome of work that asks no other process."""
-    try:
-        while True:
-            question = next(steps)
-            assert question is None
-    except StopIteration as end:
-        return cast("T", end.value)
 
 
 @dataclass(slots=True, eq=False)

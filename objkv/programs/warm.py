@@ -14,9 +14,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from threading import Condition, Thread
-from typing import IO, Any
+from typing import IO, Any, cast
 
-from objkv.background import at_once
 from objkv.connector.model.weights import adapter_digest, adapter_files
 from objkv.ops.warm.prefill import TRANSFER_PARAMS, PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt
@@ -181,7 +180,12 @@ class LlmAsker:
 
 def adapter_content(folder: Path) -> bytes | None:
     """Return the digest that replicas compute for the adapter in ``folder``; None without one."""
-    return at_once(adapter_digest(adapter_files(folder)))
+    steps = adapter_digest(adapter_files(folder))
+    try:
+        while True:
+            next(steps)  # a pause for other work
+    except StopIteration as end:
+        return cast("bytes | None", end.value)
 
 
 def _of_chat(tokenizer: Any, chat: Chat) -> list[int]:
