@@ -7,21 +7,22 @@ Importing this package imports neither torch nor vllm; only ``objkv.transfer`` a
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from objkv.errors import (
+    ConfigError,
+    NotStored,
+    ObjkvError,
+    PayloadError,
+    StoreDenied,
+    StoreError,
+    StoreUnavailable,
+    UnclearName,
+)
+
 if TYPE_CHECKING:
     from objkv.client.chunks import Chunks
     from objkv.client.client import Client, open
     from objkv.client.results import Chunk, Match, Namespace, PinnedPrefix
     from objkv.client.warming import warm
-    from objkv.errors import (
-        ConfigError,
-        NotStored,
-        ObjkvError,
-        PayloadError,
-        StoreDenied,
-        StoreError,
-        StoreUnavailable,
-        UnclearName,
-    )
     from objkv.ops.audit.report import AuditReport
     from objkv.ops.explain.causes import Explanation
     from objkv.ops.warm.report import WarmReport
@@ -56,21 +57,11 @@ _PLACES = {
     "objkv.client.chunks": ("Chunks",),
     "objkv.client.client": ("Client", "open"),
     "objkv.client.results": ("Chunk", "Match", "Namespace", "PinnedPrefix"),
-    "objkv.errors": (
-        "ConfigError",
-        "NotStored",
-        "ObjkvError",
-        "PayloadError",
-        "StoreDenied",
-        "StoreError",
-        "StoreUnavailable",
-        "UnclearName",
-    ),
     "objkv.ops.audit.report": ("AuditReport",),
     "objkv.ops.explain.causes": ("Explanation",),
     "objkv.ops.warm.report": ("WarmReport",),
 }
-"""The module of each public name. It is imported at the name's first use, which takes a second."""
+"""The module of each other name. It is imported at the name's first use, which takes a second."""
 
 
 if not TYPE_CHECKING:  # a name that does not exist is an error for type checkers

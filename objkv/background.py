@@ -115,11 +115,6 @@ class Pool(Generic[Job]):
         return self._begun
 
     @property
-    def threads(self) -> int:
-        """Threads that have not ended."""
-        return sum(thread.is_alive() for thread in self._threads)
-
-    @property
     def is_closed(self) -> bool:
         """Whether the pool refuses new jobs."""
         return self._closed
@@ -157,9 +152,6 @@ class Pool(Generic[Job]):
             self._ended.notify_all()
         give_up(left)
         return join_all(self._threads, join_s)
-
-    def __str__(self) -> str:
-        return f"{self.waiting} waiting, {self.busy} under way"
 
     def _work(self) -> None:
         if self._begin is not None:

@@ -38,11 +38,10 @@ class Span:
 
     def child(self, name: str, **attributes: Attribute) -> "Span":
         """Begin a child span."""
-        span = NO_SPAN
         if self._tracer is not None:
             with _logged():
-                span = _begun(self._tracer, name, self._context(), attributes)
-        return span
+                return _begun(self._tracer, name, self._context(), attributes)
+        return NO_SPAN
 
     def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
         """Add a finished child span. The times come from ``now_ns``."""
@@ -85,21 +84,17 @@ class Tracing:
     def begin(self, name: str, parent: str | None, **attributes: Attribute) -> Span:
         """Begin a span below ``parent``, the request's ``traceparent`` (W3C Trace Context). If it
         is None, begin a new trace."""
-        if self._tracer is None:
-            return NO_SPAN
-        from opentelemetry.context import Context
-        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+        if self._tracer is not None:
+            from opentelemetry.context import Context
+            from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        # Start from an empty context: the thread's may belong to another request.
-        context = Context()
-        try:
-            if parent is not None:
-                headers = {"traceparent": parent}
-                context = TraceContextTextMapPropagator().extract(headers, context)
-            return _begun(self._tracer, name, context, attributes)
-        except Exception as exc:
-            logger.debug("span lost reason=%s", exc)
-            return NO_SPAN
+            with _logged():
+                context = Context()  # empty: the thread's may belong to another request
+                if parent is not None:
+                    headers = {"traceparent": parent}
+                    context = TraceContextTextMapPropagator().extract(headers, context)
+                return _begun(self._tracer, name, context, attributes)
+        return NO_SPAN
 
     def close(self) -> None:
         """Send pending spans within 2 s. Idempotent."""
@@ -107,7 +102,8 @@ class Tracing:
         if own is None:
             return
         # The SDK waits until the collector answers, even if it is given a timeout.
-        thread = Thread(target=_shut_down, args=(own,), name="objkv-traces-end", daemon=True)
+        end = _logged()(own.shutdown)
+        thread = Thread(target=end, name="objkv-traces-end", daemon=True)
         with suppress(RuntimeError):  # the process may have no more threads, or is about to end
             thread.start()
             thread.join(_END_S)
@@ -128,12 +124,6 @@ def _logged() -> Iterator[None]:
         yield
     except Exception as exc:
         logger.debug("span lost reason=%s", exc)
-
-
-def _shut_down(provider: "TracerProvider") -> None:
-    """Send pending spans and stop the provider's thread."""
-    with _logged():
-        provider.shutdown()
 
 
 def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
@@ -189,8 +179,7 @@ def _provider(environ: Mapping[str, str]) -> "TracerProvider":
     resource = Resource.create()  # reads OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES
     if str(resource.attributes.get(SERVICE_NAME, "")).startswith("unknown_service"):
         resource = resource.merge(Resource({SERVICE_NAME: "objkv"}))
-    # ``Tracing.close`` shuts it down within a bound, so the process's exit must not wait for
-    # it.
+    # ``Tracing.close`` shuts it down within a bound, so the process's exit must not wait for it.
     provider = TracerProvider(resource=resource, shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(_exporter(environ)))
     return provider

@@ -4,7 +4,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import unquote
@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from objkv import redact
 from objkv.assembly.backends import open_backends
 from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
@@ -21,7 +22,7 @@ from objkv.config.urls import FORMS, check_proxies, parse_url
 from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
-from objkv.redact import forget_secrets, without_secrets
+from objkv.redact import without_secrets
 from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
 
@@ -171,17 +172,11 @@ def told(error: BaseException) -> str:
 
 
 def outcome(work: Callable[[], object]) -> str:
-    forget_secrets()  # nothing may depend on the masking of an earlier password
+    redact._known.clear()  # nothing may depend on the masking of an earlier password
     try:
         return repr(work())
     except (ObjkvError, ValueError) as exc:
         return told(exc)
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    yield
-    forget_secrets()
 
 
 @given(place=st.sampled_from(_SETTINGS), password=_PASSWORDS)

@@ -5,10 +5,11 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic, time
-from typing import Protocol, Self
+from typing import Self
 
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
@@ -58,13 +59,6 @@ def _lease_owner(path: Path) -> str:
         boot = ""
     place = hashlib.sha256(f"{boot}\n{path.absolute()}".encode()).hexdigest()[:16]
     return f"{socket.gethostname()}:{place}:agent"
-
-
-class Ended(Protocol):
-    """An event that ends a program."""
-
-    def wait(self, timeout: float | None = None, /) -> bool:
-        """Wait for it, for at most ``timeout`` seconds. Returns whether it has come."""
 
 
 class NodeAgent:
@@ -204,12 +198,13 @@ class NodeAgent:
             may_save=config.role != "reader",
         )
 
-    def run(self, ended: Ended, *, idle_s: float | None = None) -> None:
-        """Serve until ``ended`` is set, or no client has been connected for ``idle_s``."""
+    def run(self, ended: Callable[[float], bool], *, idle_s: float | None = None) -> None:
+        """Serve until ``ended``, which waits at most the seconds that it is given, returns True, or
+        no client has been connected for ``idle_s``."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
         self._board.vouch(time() + VOUCH_S)
-        while not ended.wait(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):
+        while not ended(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):
             self._board.vouch(time() + VOUCH_S)
             if self.server.clients:
                 used = monotonic()

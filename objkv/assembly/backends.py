@@ -7,6 +7,7 @@ the two take a second.
 
 import logging
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from threading import Thread
@@ -14,13 +15,7 @@ from threading import Thread
 from objkv.cache.auto_sweep import AutoSweep
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.quota import Quota, TenantUsage
-from objkv.config import (
-    Config,
-    cache_folder,
-    is_directory_bucket,
-    local_path,
-    parse_url,
-)
+from objkv.config import Config, cache_folder, is_directory_bucket, local_path, parse_url
 from objkv.config.aws import s3_endpoint
 from objkv.config.sources import ENV_PREFIX
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
@@ -29,7 +24,7 @@ from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, OnChange, Patience, log_change
 from objkv.net.guard import Guard, Slots
-from objkv.stores.base import LifecycleRules, PruneStore, ReadStore
+from objkv.stores.base import LifecycleRules, PruneStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore
 from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder, Recorder
@@ -69,18 +64,22 @@ def open_backends(
     config: Config,
     recorder: Recorder,
     *,
-    on_change: OnChange | None = None,
+    on_change: OnChange = log_change,
     of_agent: bool = False,
 ) -> Backends:
     """Open bulk store, index and hot store.
 
-    ``on_change`` is called when a circuit opens or closes; by default that is logged.
-    ``of_agent``: for a node agent, which may fetch with processes of its own. Raises
-    ``ConfigError``.
+    ``on_change`` is called when a circuit opens or closes. ``of_agent``: for a node agent, which
+    may fetch with processes of its own. Raises ``ConfigError``.
     """
     bulk = open_bulk(config, recorder, on_change=on_change, of_agent=of_agent)
     place = _index_place(config)
-    index = _guarded_index(place, config, recorder, on_change, bulk=bulk)
+    guard = _guard("index", config, recorder, on_change)
+    index: WriteIndex = GuardedIndex(place, guard)
+    if config.index_url.startswith("redis"):
+        from objkv.cache.listed_index import ListedIndex
+
+        index = ListedIndex(place, guard, bulk)
     hot = open_hot(config, recorder, on_change=on_change)
     return Backends(bulk, hot, index, None if config.role == "reader" else place)
 
@@ -89,17 +88,21 @@ def open_bulk(
     config: Config,
     recorder: Recorder,
     *,
-    on_change: OnChange | None = None,
+    on_change: OnChange = log_change,
     of_agent: bool = False,
 ) -> PruneStore:
     """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
-    slots = Slots(config.bulk_calls_max, config.load_deadline_ms / 1000)
-    guard = _guard("bulk", config, recorder, on_change, slots=slots)
-    return GuardedStore(_bulk_place(config, recorder, of_agent=of_agent), guard)
+    guard = _guard("bulk", config, recorder, on_change)
+    if config.bulk_url.startswith("file:"):
+        return GuardedStore(_folder(config.bulk_url), guard)
+    from objkv.assembly.fetchers import open_s3, open_s3_of_agent
+
+    place = open_s3_of_agent(config, recorder) if of_agent else open_s3(config, recorder)
+    return GuardedStore(place, guard)
 
 
 def open_hot(
-    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
+    config: Config, recorder: Recorder, *, on_change: OnChange = log_change
 ) -> PruneStore | None:
     """Open the hot store, or return None without Redis or with ``hot_save_bytes_max`` 0. It is
     guarded like the bulk store, but limited by its connections."""
@@ -108,7 +111,7 @@ def open_hot(
     from objkv.assembly.redis import connect_redis
     from objkv.stores.redis import RedisStore
 
-    client = connect_redis(config.index_url, config)
+    client = connect_redis(config)
     # Next to the index's own keys, so that one ACL pattern covers all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
     return GuardedStore(place, _guard("hot", config, recorder, on_change))
@@ -126,26 +129,10 @@ def call_s(config: Config) -> float:
 
 
 def open_index(
-    config: Config, recorder: Recorder, *, on_change: OnChange | None = None
+    config: Config, recorder: Recorder, *, on_change: OnChange = log_change
 ) -> WriteIndex:
     """Open the index alone, guarded."""
-    return _guarded_index(_index_place(config), config, recorder, on_change)
-
-
-def _guarded_index(
-    place: PruneIndex,
-    config: Config,
-    recorder: Recorder,
-    on_change: OnChange | None,
-    *,
-    bulk: ReadStore | None = None,
-) -> WriteIndex:
-    guard = _guard("index", config, recorder, on_change)
-    if bulk is not None and config.index_url.startswith("redis"):
-        from objkv.cache.listed_index import ListedIndex
-
-        return ListedIndex(place, guard, bulk)
-    return GuardedIndex(place, guard)
+    return GuardedIndex(_index_place(config), _guard("index", config, recorder, on_change))
 
 
 def read_lifecycle(config: Config) -> LifecycleRules | None:
@@ -202,33 +189,25 @@ def check_backends(backends: Backends, config: Config) -> None:
 def _within(seconds: float, check: Callable[[], None]) -> None:
     """Run ``check`` on a thread, and raise ``StoreUnavailable`` if it hangs, e.g. on a file system
     whose server is gone. The thread is then abandoned."""
-    outcome: list[BaseException | None] = []
+    outcome: Future[None] = Future()
 
     def run() -> None:
         try:
             check()
-            outcome.append(None)
+            outcome.set_result(None)
         except BaseException as exc:
-            outcome.append(exc)
+            outcome.set_exception(exc)
 
-    thread = Thread(target=run, name="objkv-check", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
+    Thread(target=run, name="objkv-check", daemon=True).start()
+    if not wait([outcome], seconds).done:
         raise StoreUnavailable(f"no response within {seconds:g} s")
-    if outcome[0] is not None:
-        raise outcome[0]
+    outcome.result()
 
 
-def _guard(
-    end: str,
-    config: Config,
-    recorder: Recorder,
-    on_change: OnChange | None,
-    *,
-    slots: Slots | None = None,
-) -> Guard:
-    """Return the guard of ``end``. With ``slots``, its store has deadlines of its own."""
+def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) -> Guard:
+    slots = None
+    if end == "bulk":  # which has deadlines of its own
+        slots = Slots(config.bulk_calls_max, config.load_deadline_ms / 1000)
     patience = Patience(
         config.breaker_failures,
         config.breaker_reset_ms / 1000,
@@ -240,19 +219,11 @@ def _guard(
         end,
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
-        Breakers(end, patience, recorder, on_change=on_change or log_change),
+        Breakers(end, patience, recorder, on_change=on_change),
         slots=slots,
         seconds=None if slots else call_s(config),
         may_write=config.role != "reader",
     )
-
-
-def _bulk_place(config: Config, recorder: Recorder, *, of_agent: bool) -> PruneStore:
-    if config.bulk_url.startswith("file:"):
-        return _folder(config.bulk_url)
-    from objkv.assembly.fetchers import open_s3, open_s3_of_agent
-
-    return open_s3_of_agent(config, recorder) if of_agent else open_s3(config, recorder)
 
 
 def _folder(url: str) -> LocalStore:
@@ -273,7 +244,7 @@ def _index_place(config: Config) -> PruneIndex:
     from objkv.assembly.redis import connect_redis
     from objkv.index.redis.index import RedisIndex
 
-    return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
+    return RedisIndex(connect_redis(config), prefix=config.redis_prefix)
 
 
 def is_far(config: Config) -> bool:

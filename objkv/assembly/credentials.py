@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from threading import Lock, Thread
 from typing import Any
@@ -26,25 +26,27 @@ WAIT_S = 2.0
 _ABANDON_S, _ABANDON_S_MAX = 60.0, 3600.0
 """After this, a call that never returned is abandoned together with its thread. The time doubles
 until a call returns, so that a provider that always blocks costs few threads."""
-Factory = Callable[[], Any]
 
 
 class RenewedCredentials(CredentialProvider):
-    """Calls the provider of ``factory`` for each login. Thread-safe.
+    """Calls the provider that ``factory`` makes for each login, on a thread that nothing waits for.
+    Thread-safe. Concurrent logins share one call."""
 
-    Concurrent logins share one call. ``login_s``: how long a connection may keep its login.
-    """
-
-    def __init__(self, factory: Factory, login_s: float, *, name: str) -> None:
+    def __init__(self, factory: Callable[[], Any], login_s: float, *, name: str) -> None:
+        """``login_s``: how long a connection may keep its login."""
         self.login_s = login_s
-        self._shared = _shared(factory)
-        self._name = name
+        self._factory, self._name = factory, name
+        self._lock = Lock()
+        self._provider: Any = None
+        self._call: Future[Any] | None = None
+        self._begun_s, self._abandon_s = 0.0, _ABANDON_S
+        self._process = os.getpid()
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
         """Return user and password, or the password alone. Raises ``NoCredentials`` if the
         provider fails or takes too long."""
         left_s = min(WAIT_S, ends_s() - time.monotonic())
-        call = self._shared.call()
+        call = self._current_call()
         try:
             # The operator's code may raise anything, SystemExit too: it is read, not raised here.
             error = call.exception(max(0.0, left_s))
@@ -69,19 +71,7 @@ class RenewedCredentials(CredentialProvider):
             )
         return words
 
-
-class _SharedProvider:
-    """The provider of one factory, made and called on threads that nothing waits for."""
-
-    def __init__(self, factory: Factory) -> None:
-        self._factory = factory
-        self._lock = Lock()
-        self._provider: Any = None
-        self._call: Future[Any] | None = None
-        self._begun_s, self._abandon_s = 0.0, _ABANDON_S
-        self._process = os.getpid()
-
-    def call(self) -> "Future[Any]":
+    def _current_call(self) -> Future[Any]:
         """Return the call in progress, or a new one."""
         with self._lock:
             call, now_s = self._call, time.monotonic()
@@ -92,14 +82,14 @@ class _SharedProvider:
             self._abandon_s = _ABANDON_S if is_ended else longer_s
             begun: Future[Any] = Future()
             self._call, self._begun_s, self._process = begun, now_s, os.getpid()
-            run = partial(self._run, begun)
+            name = "objkv-credentials"
             try:
-                Thread(target=run, name="objkv-credentials", daemon=True).start()
+                Thread(target=self._run, args=(begun,), name=name, daemon=True).start()
             except RuntimeError as exc:  # the process can start no more threads
                 begun.set_exception(exc)
             return begun
 
-    def _run(self, call: "Future[Any]") -> None:
+    def _run(self, call: Future[Any]) -> None:
         try:
             if self._provider is None:
                 self._provider = self._factory()
@@ -109,14 +99,9 @@ class _SharedProvider:
 
 
 @lru_cache(maxsize=8)
-def _shared(factory: Factory) -> _SharedProvider:
-    """Return one provider for all clients of a process, because it may cache its tokens."""
-    return _SharedProvider(factory)
-
-
 def load_credentials(name: str, login_s: float) -> RenewedCredentials:
-    """Return the credentials of ``name``, ``module:factory``. Calls nothing yet. Raises
-    ``ConfigError``."""
+    """Return the credentials of ``name``, ``module:factory``. All clients of a process share them,
+    because a provider may cache its tokens. Calls nothing yet. Raises ``ConfigError``."""
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(import_module(module), attribute)

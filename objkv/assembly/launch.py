@@ -88,17 +88,12 @@ class AgentSocket:
         before = self.replaced
         if self._replaces and before <= 0:  # one that this process cannot end has to end first
             self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
-        try:
-            self._listen()
-            if before > 0:
-                with suppress(ProcessLookupError):
-                    os.kill(before, signal.SIGTERM)
-        except OSError as exc:
-            why = exc.strerror or exc
-            raise ConfigError(f"the agent cannot listen on {self._path}: {why}") from exc
+        self._listen(self.listener)
+        if before > 0:
+            with suppress(OSError):  # it has ended
+                os.kill(before, signal.SIGTERM)
+            self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
         if self._replaces:
-            if before > 0:
-                self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
             os.close(self._locks.pop(0))
             self._replaces = False  # from now on it may be replaced itself
 
@@ -106,8 +101,8 @@ class AgentSocket:
         """Listen at the path again if something has removed it, such as a job that cleans folders,
         and take its lock again; keep the lock from looking old to such a job. Returns the new
         listener, or None if the path is as it was. The old one still has to be closed. Raises
-        ``AgentRuns`` if the path is another agent's now, and ``ConfigError`` if nothing can listen
-        there."""
+        ``AgentRuns`` if the path is another agent's now, and ``ConfigError`` or ``OSError`` if
+        nothing can listen there, which may be tried again."""
         try:
             if self._path.lstat().st_ino != self._inode:
                 raise AgentRuns(self._why_taken())
@@ -116,21 +111,12 @@ class AgentSocket:
             return None
         except FileNotFoundError:
             pass
-        except OSError as exc:
-            raise ConfigError(f"the agent cannot see {self._path}: {exc.strerror or exc}") from exc
-        before = self.listener
-        try:
-            self._relock()
-            self.listener = new_socket()
-            self._listen()
-        except OSError as exc:  # such as no descriptor: it is tried again
-            if self.listener is not before:
-                self.listener.close()
-                self.listener = before
-            why = exc.strerror or exc
-            raise ConfigError(f"the agent cannot listen on {self._path}: {why}") from exc
+        self._relock()
+        listener = new_socket()
+        self._listen(listener)
+        self.listener = listener
         logger.warning("the agent's socket was removed, listening again path=%s", self._path)
-        return self.listener
+        return listener
 
     def report(self, error: BaseException | None) -> None:
         """Leave a note for replicas if the agent cannot start; without an error, remove it."""
@@ -152,14 +138,20 @@ class AgentSocket:
         while self._locks:
             os.close(self._locks.pop())
 
-    def _listen(self) -> None:
-        """Listen, and have the path, also if it is the name of a socket already."""
+    def _listen(self, listener: socket.socket) -> None:
+        """Listen, and have the path, also if it is the name of a socket already. Raises
+        ``ConfigError``, and closes ``listener`` then."""
         made = Path(f"{self._path}.{'next' if self._replaces else 'new'}")
-        made.unlink(missing_ok=True)
-        bind_private(self.listener, str(made))
-        self.listener.listen(_BACKLOG)
-        self._inode = made.stat().st_ino
-        made.rename(self._path)
+        try:
+            made.unlink(missing_ok=True)
+            bind_private(listener, str(made))
+            listener.listen(_BACKLOG)
+            self._inode = made.stat().st_ino
+            made.rename(self._path)
+        except OSError as exc:
+            listener.close()
+            why = exc.strerror or exc
+            raise ConfigError(f"the agent cannot listen on {self._path}: {why}") from exc
 
     def _relock(self) -> None:
         """Keep the lock, or take it again. Raises like ``_take``."""

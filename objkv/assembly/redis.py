@@ -7,7 +7,6 @@ appear in no error and no repr.
 import threading
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import redis
@@ -63,12 +62,10 @@ CLUSTER_RETRIES = 3
 _PORTS = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
 
 
-def connect_redis(url: str, config: Config) -> Client:
-    """Return a client that returns bytes and fits ``config``; the caller closes it.
-
-    ``url`` is valid. Raises ``ConfigError`` for an unusable TLS file.
-    """
-    place = parse_url("index_url", url)
+def connect_redis(config: Config) -> Client:
+    """Return a client of ``index_url`` that returns bytes; the caller closes it. Raises
+    ``ConfigError`` for an unusable TLS file."""
+    place = parse_url("index_url", config.index_url)
     kind = place.scheme.partition("+")[2] or "redis"
     hosts = [(host, port or _PORTS[kind]) for host, port in place.hosts]
     options = _options(place, config)
@@ -101,7 +98,6 @@ def _options(place: Url, config: Config) -> dict[str, Any]:
         **_login(place, config),
         "db": int(place.path or 0),
         "client_name": CLIENT_NAME,
-        "decode_responses": False,
         # Every server and proxy supports RESP2, and nothing from RESP3 is needed.
         "protocol": 2,
         "socket_connect_timeout": max(backends.CONNECT_FLOOR_S, deadline_s),
@@ -142,16 +138,12 @@ def _tls_options(place: Url, config: Config) -> dict[str, Any]:
     if (config.redis_cert_file is None) != (config.redis_key_file is None):
         raise ConfigError("redis_cert_file and redis_key_file: set both or neither")
     for name, (_, path) in given.items():
-        _check_readable(name, path)
+        try:
+            path.open("rb").close()
+        except OSError as exc:
+            raise ConfigError(f"{name} {path}: {exc.strerror}") from exc
     options = {option: str(path) for option, path in given.values()}
     return {"ssl_cert_reqs": "required", "ssl_check_hostname": True, **options}
-
-
-def _check_readable(name: str, path: Path) -> None:
-    try:
-        path.open("rb").close()
-    except OSError as exc:
-        raise ConfigError(f"{name} {path}: {exc.strerror}") from exc
 
 
 def _sentinel(
@@ -260,7 +252,7 @@ def describe_server(config: Config) -> ServerFacts:
     Opens a separate connection. Describes one node of a cluster. Raises ``StoreUnavailable``; the
     facts list commands that the ACL denies.
     """
-    client = connect_redis(config.index_url, config)
+    client = connect_redis(config)
     try:
         node = client
         if isinstance(client, redis.RedisCluster):

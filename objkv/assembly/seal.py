@@ -91,21 +91,17 @@ def _keys(kind: str, config: Config, tenant: str) -> list[SealKey]:
 
 def _read(name: str, file: Path) -> str:
     """Raise ``ConfigError`` also for a file that others than its owner may read."""
+
+    def opener(path: str, flags: int) -> int:
+        return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe would wait for a writer
+
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for a writer.
-        number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(file, "rb", opener=opener) as opened:
+            # Check the opened file, not the one that is at the path by now.
+            _refuse_shared(name, os.fstat(opened.fileno()))
+            content = opened.read(KEYS_BYTES_MAX + 1)
     except OSError as exc:
         raise ConfigError(f"{name}: {exc.strerror}") from None
-    try:
-        # Check the opened file, not the one that is at the path by now.
-        _refuse_shared(name, os.fstat(number))
-        content = b""
-        while part := os.read(number, KEYS_BYTES_MAX + 1 - len(content)):
-            content += part
-    except OSError as exc:
-        raise ConfigError(f"{name}: {exc.strerror}") from None
-    finally:
-        os.close(number)
     return _text(name, content)
 
 

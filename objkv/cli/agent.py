@@ -58,5 +58,5 @@ def agent(
         else:
             session.out.line(f"serving {where}")
         sys.stdout.flush()
-        running.run(ended, idle_s=idle_exit)
+        running.run(ended.wait, idle_s=idle_exit)
     return FINE

@@ -4,43 +4,17 @@ Later sources win: defaults, the TOML file (``OBJKV_CONFIG_FILE``), the environm
 then ``kv_connector_extra_config`` in the engine or options on the command line.
 """
 
-from objkv.config.schema import CodecName, Config, LoadMode, Role
-from objkv.config.sources import (
-    CONFIG_FILE_VARIABLE,
-    ENV_PREFIX,
-    Resolved,
-    Source,
-    load_config,
-    resolve_config,
-)
-from objkv.config.urls import (
-    Url,
-    cache_folder,
-    is_directory_bucket,
-    is_this_machine,
-    local_path,
-    make_private,
-    parse_url,
-    refuse_clear,
-)
-
-__all__ = [
-    "CONFIG_FILE_VARIABLE",
-    "ENV_PREFIX",
-    "CodecName",
-    "Config",
-    "LoadMode",
-    "Resolved",
-    "Role",
-    "Source",
-    "Url",
-    "cache_folder",
-    "is_directory_bucket",
-    "is_this_machine",
-    "load_config",
-    "local_path",
-    "make_private",
-    "parse_url",
-    "refuse_clear",
-    "resolve_config",
-]
+from objkv.config.schema import Config as Config
+from objkv.config.schema import LoadMode as LoadMode
+from objkv.config.schema import Role as Role
+from objkv.config.sources import ENV_PREFIX as ENV_PREFIX
+from objkv.config.sources import Resolved as Resolved
+from objkv.config.sources import load_config as load_config
+from objkv.config.sources import resolve_config as resolve_config
+from objkv.config.urls import Url as Url
+from objkv.config.urls import cache_folder as cache_folder
+from objkv.config.urls import is_directory_bucket as is_directory_bucket
+from objkv.config.urls import is_this_machine as is_this_machine
+from objkv.config.urls import local_path as local_path
+from objkv.config.urls import make_private as make_private
+from objkv.config.urls import parse_url as parse_url

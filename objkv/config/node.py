@@ -29,7 +29,6 @@ _BINDS_THREADS: Final = ("GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP
 """Variables by which OpenMP, which vLLM preloads, binds a process to the cores of one worker."""
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
-_CONTAINER_CORES = _CGROUPS / "cpu.max"
 _SHARED_FOLDER = Path("/tmp")  # noqa: S108 # the owner of what is in it is checked
 _KEY = "names"
 _PATH_BYTES_MAX = 70
@@ -56,10 +55,7 @@ def agent_socket(config: Config) -> Path | None:
 
 def replica_socket(config: Config, engine_id: str) -> Path:
     """Return where the agent of a replica listens. Raises ``ConfigError`` like ``agent_socket``."""
-    path = agent_socket(config)
-    if path is not None:
-        return path
-    return _own_socket(_PRIVATE, engine_id)
+    return agent_socket(config) or _own_socket(_PRIVATE, engine_id)
 
 
 def is_private(path: Path) -> bool:
@@ -178,9 +174,8 @@ def arena_bytes(config: Config) -> int:
 
 def host_cores() -> int:
     """Return how many cores this process may use at once: those of the machine or container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    try:
-        quota, period = map(int, _CONTAINER_CORES.read_text().split())
-    except (OSError, ValueError):  # no such file, or "max"
-        return cores or 1
-    return max(1, min(cores or 1, quota // period))
+    cores = len(os.sched_getaffinity(0))
+    with suppress(OSError, ValueError):  # no such file, or "max"
+        quota, period = map(int, (_CGROUPS / "cpu.max").read_text().split())
+        cores = max(1, min(cores, quota // period))
+    return cores

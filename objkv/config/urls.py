@@ -60,11 +60,6 @@ _BUCKET = re.compile(
 _DATABASE = re.compile(r"/?([0-9]{0,5})/?")
 _SERVICE = re.compile(r"\?service=([A-Za-z0-9._-]+)")
 
-_DIRECTORY_BUCKET = ("--x-s3", "--xa-s3")
-_ADDRESS = re.compile(
-    r"(?:\[(?P<v6>[0-9A-Fa-f:.]+)\]|(?P<host>[^\s:\[\]/@]+)):(?P<port>[0-9]{1,5})"
-)
-
 
 def cache_folder() -> Path:
     """Return ``$XDG_CACHE_HOME/objkv`` or ``~/.cache/objkv``, which the user's replicas share.
@@ -122,7 +117,7 @@ def is_directory_bucket(bucket: str) -> bool:
 
     Signing, listing and permissions differ for such buckets.
     """
-    return bucket.endswith(_DIRECTORY_BUCKET)
+    return bucket.endswith(("--x-s3", "--xa-s3"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,12 +279,10 @@ def is_this_machine(host: str) -> bool:
     Names are not resolved, because a DNS server could then allow traffic without TLS.
     """
     name = host.strip("[]").rstrip(".").lower()
-    if name == "localhost" or name.endswith(".localhost"):
-        return True
     try:
         return ipaddress.ip_address(name).is_loopback
     except ValueError:
-        return False
+        return f".{name}".endswith(".localhost")
 
 
 def parse_endpoint(text: str) -> tuple[str, Url]:
@@ -332,7 +325,7 @@ def parse_address(address: str) -> tuple[str, int]:
     >>> parse_address("127.0.0.1:9410"), parse_address("[::1]:9410")
     (('127.0.0.1', 9410), ('::1', 9410))
     """
-    found = _ADDRESS.fullmatch(address)
-    if found is None or int(found["port"]) >= _PORTS.stop:
+    found = _HOST_PORT.fullmatch(address)
+    if found is None or not (_is_host(found[1]) and int(found[2] or _PORTS.stop) < _PORTS.stop):
         raise ValueError("write HOST:PORT, an IPv6 address in brackets: [::1]:9410")
-    return found["v6"] or found["host"], int(found["port"])
+    return found[1].strip("[]"), int(found[2])

@@ -139,7 +139,7 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
     monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
     ended = threading.Event()
     with NodeAgent(config, path, MemoryRecorder()) as agent:
-        running = threading.Thread(target=agent.run, args=(ended,))
+        running = threading.Thread(target=agent.run, args=(ended.wait,))
         running.start()
         before = AgentConnection(path, wants_arena=True)
         for _ in range(2):
@@ -186,7 +186,7 @@ def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
         return usual(*given, **named)
 
     with NodeAgent(config, path, MemoryRecorder()) as agent:
-        running = threading.Thread(target=agent.run, args=(ended,))
+        running = threading.Thread(target=agent.run, args=(ended.wait,))
         running.start()
         monkeypatch.setattr(place, name, once)
         socket_of(path).unlink()
@@ -209,7 +209,7 @@ def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
         for file in path.parent.iterdir():
             file.unlink()
         with NodeAgent(config, path, MemoryRecorder()) as second:
-            first.run(threading.Event())
+            first.run(threading.Event().wait)
             first.close()
             assert is_listening(path)
             wait_until(lambda: second.server.clients == 0)  # that was a connection too
@@ -334,7 +334,7 @@ def test_an_agent_without_a_thread_that_accepts_ends(
 ) -> None:
     with NodeAgent(config, path, MemoryRecorder()) as agent:
         monkeypatch.setattr(AgentServer, "is_accepting", False)
-        agent.run(threading.Event())
+        agent.run(threading.Event().wait)
 
 
 @pytest.mark.parametrize("kind", ["lock", "error", "log", "start"])
@@ -505,7 +505,7 @@ def test_closing_takes_no_time_to_wait_for(config: Config, path: Path) -> None:
     agent = NodeAgent(config, path, MemoryRecorder())
     client = AgentConnection(path, wants_arena=True)
     ended = threading.Event()
-    running = threading.Thread(target=agent.run, args=(ended,), kwargs={"idle_s": None})
+    running = threading.Thread(target=agent.run, args=(ended.wait,), kwargs={"idle_s": None})
     running.start()
     ended.set()
     running.join(PATIENCE_S)

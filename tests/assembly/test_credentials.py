@@ -13,7 +13,7 @@ from objkv.assembly import credentials
 from objkv.assembly.credentials import RenewedCredentials, load_credentials
 from objkv.errors import ConfigError
 from objkv.net.deadline import EndsBy
-from objkv.redact import forget_secrets, keep_secret, without_secrets
+from objkv.redact import keep_secret, without_secrets
 
 
 def provider_that(act: Any) -> RenewedCredentials:
@@ -95,12 +95,9 @@ def test_the_reason_of_a_failed_import_shows_no_secret(
     keep_secret("hunter2-hunter2")
     (tmp_path / "providers_of_mine.py").write_text("raise RuntimeError('hunter2-hunter2')")
     monkeypatch.syspath_prepend(tmp_path)
-    try:
-        with pytest.raises(ConfigError, match="RuntimeError") as caught:
-            load_credentials("providers_of_mine:f", 9.0)
-        assert "hunter2" not in str(caught.value)
-    finally:
-        forget_secrets()
+    with pytest.raises(ConfigError, match="RuntimeError") as caught:
+        load_credentials("providers_of_mine:f", 9.0)
+    assert "hunter2" not in str(caught.value)
 
 
 def test_what_a_provider_returns_is_a_secret_from_then_on() -> None:

@@ -9,7 +9,7 @@ from objkv.errors import ConfigError
 
 
 def options(url: str, **settings: object) -> dict[str, object]:
-    client = connect_redis(url, Config.model_validate({"index_url": url, **settings}))
+    client = connect_redis(Config.model_validate({"index_url": url, **settings}))
     assert isinstance(client, redis.Redis)
     return client.connection_pool.connection_kwargs
 
@@ -24,7 +24,7 @@ def test_user_and_password_come_from_the_url_unless_they_are_set() -> None:
 
 def test_a_sentinel_never_gets_the_password_of_redis() -> None:
     url = "redis+sentinel://localhost?service=s"
-    client = connect_redis(url, Config(index_url=url, redis_username="u", redis_password="hush"))
+    client = connect_redis(Config(index_url=url, redis_username="u", redis_password="hush"))
     for sentinel in client.connection_pool.sentinel_manager.sentinels:
         given = sentinel.connection_pool.connection_kwargs
         assert (given["username"], given["password"]) == (None, None)
@@ -32,7 +32,7 @@ def test_a_sentinel_never_gets_the_password_of_redis() -> None:
 
 def test_pools_are_bounded_and_wait() -> None:
     for url in ("redis://localhost", "redis+sentinel://localhost?service=s"):
-        client = connect_redis(url, Config(index_url=url, redis_calls_max=3))
+        client = connect_redis(Config(index_url=url, redis_calls_max=3))
         assert isinstance(client, redis.Redis)
         pool = client.connection_pool
         assert isinstance(pool, redis.BlockingConnectionPool)

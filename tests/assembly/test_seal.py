@@ -76,7 +76,7 @@ def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> N
 
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert "No such file" in refusal(encryption_keys_file=tmp_path / "none")
-    assert "not a regular file" in refusal(encryption_keys_file=tmp_path)
+    assert "Is a directory" in refusal(encryption_keys_file=tmp_path)
     os.mkfifo(tmp_path / "pipe", stat.S_IRUSR | stat.S_IWUSR)
     assert "not a regular file" in refusal(encryption_keys_file=tmp_path / "pipe")
     assert "not UTF-8 text" in refusal(signing_keys_command=f"{sys.executable} -c '{_BYTES}'")

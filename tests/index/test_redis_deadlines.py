@@ -119,10 +119,10 @@ def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
             "breakers": Breakers("none", Patience(failures=1_000), NullRecorder()),
         }
         index = GuardedIndex(
-            RedisIndex(connect_redis(config.index_url, config)),
+            RedisIndex(connect_redis(config)),
             guard_of("index", verbs=INDEX_VERBS, **guard),
         )
-        client = connect_redis(config.index_url, config)
+        client = connect_redis(config)
         place = RedisStore(client, prefix="p:", ttl_s=9)
         store = GuardedStore(place, guard_of("hot", **guard))
         calls = {f"index {name}": (call, index) for name, call in INDEX_CALLS.items()}

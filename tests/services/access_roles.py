@@ -186,7 +186,7 @@ def _sweep_index(ends: Backends) -> None:
 def _finds_in_one_trip(config: Config) -> None:
     """Also without the rights for that chunks are found, but by slower commands."""
     if config.index_url.startswith("redis"):
-        client = connect_redis(config.index_url, config)
+        client = connect_redis(config)
         finder = Finder(client)
         place = f"{config.redis_prefix}:i:{NAMESPACE}:"
         try:

@@ -133,7 +133,7 @@ def test_commands_for_payloads_are_left_out_where_none_is_kept(server: Place) ->
 
 def raw(config: Config) -> RedisIndex:
     """The index alone, so that the server's own reply is visible."""
-    return RedisIndex(connect_redis(config.index_url, config), prefix=config.redis_prefix)
+    return RedisIndex(connect_redis(config), prefix=config.redis_prefix)
 
 
 def refused(config: Config, *calls: Callable[[RedisIndex], object]) -> None:

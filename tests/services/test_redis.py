@@ -42,12 +42,12 @@ EXPECTED = {number: number for number in range(1, 3_001, 100)}
 
 def index_at(url: str, **settings: Any) -> RedisIndex:
     config = Config.model_validate({"index_url": url, **PATIENT, **settings})
-    return RedisIndex(connect_redis(url, config))
+    return RedisIndex(connect_redis(config))
 
 
 def store_at(url: str, **settings: Any) -> RedisStore:
     config = Config.model_validate({"index_url": url, **PATIENT, **settings})
-    return RedisStore(connect_redis(url, config), prefix="objkv:p:", ttl_s=3_600)
+    return RedisStore(connect_redis(config), prefix="objkv:p:", ttl_s=3_600)
 
 
 def fill(index: RedisIndex) -> None:
@@ -80,7 +80,7 @@ class TestRedisIndexOnCluster(IndexContract):
     @pytest.fixture
     def index(self, cluster: ServerGroup, clock: ManualClock) -> PruneIndex:
         config = Config(index_url=cluster.url, **PATIENT)
-        return RedisIndex(connect_redis(cluster.url, config), clock=clock)
+        return RedisIndex(connect_redis(config), clock=clock)
 
 
 @pytest.fixture

@@ -75,7 +75,7 @@ def config_of(valkey: RedisServer, **settings: Any) -> Config:
 
 def test_a_password_that_rotates_costs_no_call(valkey: RedisServer, tokens: Tokens) -> None:
     config = config_of(valkey)
-    store = RedisStore(connect_redis(config.index_url, config), prefix="p:", ttl_s=60)
+    store = RedisStore(connect_redis(config), prefix="p:", ttl_s=60)
     buffer = bytearray(3)
     with valkey.client() as admin:
         for number in range(3):
@@ -89,7 +89,7 @@ def test_a_password_that_rotates_costs_no_call(valkey: RedisServer, tokens: Toke
 
 def test_logins_are_renewed_while_connections_live(valkey: RedisServer, tokens: Tokens) -> None:
     config = config_of(valkey, redis_login_s=1)
-    client = connect_redis(config.index_url, config)
+    client = connect_redis(config)
     index = RedisIndex(client)
     store = RedisStore(client, prefix="p:", ttl_s=60)
     store.put("k", b"abc")
@@ -110,7 +110,7 @@ def test_a_provider_that_raises_is_a_server_that_is_unavailable(
     valkey: RedisServer, tokens: Tokens
 ) -> None:
     config = config_of(valkey)
-    index = RedisIndex(connect_redis(config.index_url, config))
+    index = RedisIndex(connect_redis(config))
     tokens.error = RuntimeError("no role; X-Amz-Signature=c0ffee11")
     with pytest.raises(StoreUnavailable, match="RuntimeError: no role") as caught:
         index.check()
@@ -121,7 +121,7 @@ def test_a_provider_that_raises_is_a_server_that_is_unavailable(
 
 def test_a_provider_that_blocks_ends_with_the_call(valkey: RedisServer, tokens: Tokens) -> None:
     config = config_of(valkey)
-    index = RedisIndex(connect_redis(config.index_url, config))
+    index = RedisIndex(connect_redis(config))
     tokens.gate.clear()
     with EndsBy(time.monotonic() + 0.2), pytest.raises(StoreUnavailable):
         index.check()
@@ -156,7 +156,7 @@ def test_wrong_settings_are_refused(settings: dict[str, str], words: str) -> Non
     given = {"redis_credentials": f"{HERE}:provider", "index_url": "redis://localhost"} | settings
     config = Config.model_validate(given)
     with pytest.raises(ConfigError, match=words):
-        connect_redis(config.index_url, config)
+        connect_redis(config)
 
 
 def test_a_login_has_one_source() -> None:
@@ -186,7 +186,7 @@ def test_a_sentinel_with_its_own_login(tmp_path: Path, demand: str, login: dict[
 
         def opened(**settings: str) -> RedisIndex:
             config = Config(index_url=url, redis_password="data-secret", **PATIENT, **settings)
-            return RedisIndex(connect_redis(url, config))
+            return RedisIndex(connect_redis(config))
 
         args = (str(conf), "--sentinel")
         with RedisServer(valkey_binary(), tmp_path, port=port, args=args).start():
@@ -206,7 +206,7 @@ def refused(url: str) -> None:
     with pytest.raises(
         StoreUnavailable, match=f"a server on this machine redirected to {ELSEWHERE}"
     ):
-        RedisIndex(connect_redis(url, Config(index_url=url))).check()
+        RedisIndex(connect_redis(Config(index_url=url))).check()
 
 
 def test_a_cluster_that_names_another_machine_is_refused(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ class ServedAgent:
         self.node = NodeAgent(config, path, self.recorder)
         self.core = self.node.core
         self._ended = Event()
-        self._thread = Thread(target=self.node.run, args=(self._ended,), daemon=True)
+        self._thread = Thread(target=self.node.run, args=(self._ended.wait,), daemon=True)
         self._thread.start()
 
     def forget(self) -> None:

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from objkv.background import Steps, at_once
+from objkv.background import Steps
 from objkv.connector.model import adapters as module
 from objkv.connector.model import weights
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.weights import adapter_digest, adapter_files
 from tests.support.sides import Jobs
+from tests.support.steps import complete
 
 
 @pytest.fixture
@@ -205,11 +206,11 @@ def test_others_need_not_wait_until_an_adapter_is_read(
 ) -> None:
     """Lookups share the thread. Its digest is that of all of it nevertheless."""
     files = adapter_files(ada)
-    whole = at_once(adapter_digest(files))
+    whole = complete(adapter_digest(files))
     monkeypatch.setattr(weights, "_PIECE", 2)
     steps = adapter_digest(files)
     assert len(list(steps)) >= 3
-    assert at_once(adapter_digest(files)) == whole
+    assert complete(adapter_digest(files)) == whole
     due = hashlib.sha256(b"objkv-adapter-1")
     for path in files:
         for value in (path.name.encode(), path.read_bytes()):
