@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from threading import Condition, Thread
-from typing import IO, Any, cast
+from typing import IO, Any
 
+from objkv.background import at_once
 from objkv.connector.model.weights import adapter_digest, adapter_files
 from objkv.ops.warm.prefill import TRANSFER_PARAMS, PrefillError, PrefillReply, PrefillRequest
 from objkv.ops.warm.prompts import Chat, WarmPrompt

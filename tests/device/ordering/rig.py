@@ -65,8 +65,8 @@ from tests.device.ordering.setup import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
-from tests.support.payloads import encode
 from tests.support.consistency import is_consistent
+from tests.support.payloads import encode
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
