@@ -11,11 +11,12 @@ import math
 import mmap
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum, auto
+from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from threading import Lock, Thread
 from time import monotonic, time
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 
@@ -35,6 +36,7 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, TransferError
+from objkv.index.base import ShardRecord
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
@@ -48,23 +50,21 @@ _SHED_S = 0.1
 
 
 class ReadOutcome(Enum):
-    """How a read ended."""
+    """How a read ended. The value is a connector's counter of such reads."""
 
-    READ = auto()
+    READ = "loads"
     """``take`` was called with the verified pages."""
-    MISSING = auto()
+    MISSING = "load_ghosts"
     """Not stored. Its record is forgotten."""
-    CORRUPT = auto()
+    CORRUPT = "load_corrupt"
     """Not what its key promises. It is not served again, and its record is forgotten."""
-    OTHER_FORM = auto()
-    """Intact, but of other layers than this reader expects."""
-    REFUSED = auto()
-    """The agent has no room."""
-    LATE = auto()
+    REFUSED = "load_refused"
+    """The agent has no room, or it is intact, but of other layers than this reader expects."""
+    LATE = "load_deadlines"
     """The deadline passed."""
-    FAILED = auto()
+    FAILED = "load_errors"
     """The store, the agent or ``take`` failed, or the reader is closed."""
-    UNWANTED = auto()
+    UNWANTED = "load_unwanted"
     """Not needed any more."""
 
 
@@ -76,31 +76,62 @@ _OUTCOMES = {
 }
 
 
-class PayloadRead(Protocol):
-    """One payload to read. A ``PayloadReader`` calls its methods."""
+class WriteOutcome(Enum):
+    """How a write ended. The value is a connector's counter of such writes."""
 
-    @property
-    def wanted(self) -> PayloadRequest:
-        """Its claim and record."""
+    ACCEPTED = "saves_accepted"
+    """The agent has a copy, and saves it."""
+    KEPT = "saves_kept"
+    """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
+    """
+    EXISTED = "save_existed"
+    """It is being saved, or was just saved, by this agent."""
+    REPEATED = "save_repeats"
+    """This process has just handed it over."""
+    OVER_QUOTA = "save_over_quota"
+    SHED = "saves_shed"
+    """The agent's store has just refused a save."""
+    FAILED = "save_errors"
+    """The agent, or ``write``, failed."""
+    DROPPED = "save_drops"
+    """The deadline passed, it is not needed any more, or the writer is closed."""
 
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """The layers that are expected."""
 
-    @property
-    def deadline(self) -> float:
-        """Time on the reader's clock until which it is of use."""
+@dataclass(slots=True, eq=False)
+class PayloadTransfer:
+    """One payload to read or to save. A reader or a writer calls its methods, on its thread."""
+
+    claim: Claim
+    layers: tuple[LayerSpec, ...]
+    deadline: float
+    """Time on the clock of reader or writer until which it is of use."""
+    record: ShardRecord | None = field(default=None, kw_only=True)
+    """Its index record. A read needs it."""
+    token_digest: str = field(default="0" * 64, kw_only=True)
+    """See ``Provenance``."""
 
     @property
     def is_needed(self) -> bool:
         """Whether anybody still needs it."""
+        return True
+
+    @property
+    def request(self) -> PayloadRequest:
+        """What the agent is asked for."""
+        assert self.record is not None
+        return PayloadRequest(self.claim, self.record)
 
     def take(self, pages: Sequence[memoryview]) -> None:
         """Copy or use the verified pages of each layer, which change when this returns. May raise
         anything."""
 
-    def end(self, outcome: ReadOutcome) -> None:
-        """Called once, last. Must not raise."""
+    def write(self, pages: memoryview) -> None:
+        """Write the raw pages of all layers, one after the other: as many bytes as ``pages`` has.
+        May wait for a device. If it raises, nothing is saved."""
+
+    def end(self, outcome: Any, nbytes: int) -> None:
+        """Called once, last. Must not raise. ``outcome``: a ``ReadOutcome``, or a ``WriteOutcome``.
+        ``nbytes``: of the stored payload that was read or that the agent has a copy of, else 0."""
 
 
 class PayloadReader:
@@ -115,11 +146,10 @@ class PayloadReader:
         self._clock = clock
         self._trouble = Trouble(logger, f"loads of {name}")
         self._lock = Lock()
-        self._came: deque[PayloadRead] = deque()
         self._closed = False
-        """Guarded by the lock, as ``_came`` is. The rest is the thread's."""
-        self._waiting: deque[PayloadRead] = deque()
-        self._open: list[tuple[PayloadRead, ArenaLease]] = []
+        self._waiting: deque[PayloadTransfer] = deque()
+        """Nothing comes after ``_closed`` is set, with the lock. The rest is the thread's."""
+        self._open: list[tuple[PayloadTransfer, ArenaLease]] = []
         self._agent: AgentConnection | None = None
         self._is_moving = False
         """Whether the agent opens no more, because it is replaced."""
@@ -128,16 +158,16 @@ class PayloadReader:
         self._thread = Thread(target=self._work, name=f"objkv-load-{name}", daemon=True)
         self._thread.start()
 
-    def read(self, payloads: Iterable[PayloadRead]) -> None:
+    def read(self, payloads: Iterable[PayloadTransfer]) -> None:
         """Read payloads, in order, behind those that wait. Their number is the caller's concern.
         Each gets an ``end``, after ``close`` at once."""
         with self._lock:
             if not self._closed:
-                self._came.extend(payloads)
+                self._waiting.extend(payloads)
                 self._alarm.ring()
                 return
         for one in payloads:
-            one.end(ReadOutcome.FAILED)
+            one.end(ReadOutcome.FAILED, 0)
 
     def look(self) -> None:
         """Look soon which payloads are needed still."""
@@ -165,14 +195,11 @@ class PayloadReader:
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
-        with self._lock:
-            self._waiting.extend(self._came)
-            self._came.clear()
         agent = self._agent
         if agent is None and self._waiting:
             agent = self._reach()
         if agent is None:
-            self._fail(self._waiting)
+            self._fail()
             wait_for([self._alarm], _IDLE_S)
             return
         try:
@@ -212,7 +239,7 @@ class PayloadReader:
         left = [read.deadline - self._clock() for read, _ in self._open]
         return max(0.0, min([*left, _IDLE_S]))
 
-    def _has_room(self, agent: AgentConnection, more: Sequence[PayloadRead] = ()) -> bool:
+    def _has_room(self, agent: AgentConnection, more: Sequence[PayloadTransfer] = ()) -> bool:
         """Whether one besides those that are open, and ``more``, may be opened: one of any size,
         further ones within the bounds."""
         taken = [*map(_bytes_of, more), *(_bytes_of(read) for read, _ in self._open)]
@@ -221,10 +248,10 @@ class PayloadReader:
 
     def _open_next(self, agent: AgentConnection) -> None:
         """Open the next payloads of one namespace, as many as there is room for."""
-        batch: list[PayloadRead] = []
+        batch: list[PayloadTransfer] = []
         while self._waiting and not self._is_moving and self._has_room(agent, batch):
             one = self._waiting[0]
-            if batch and _namespace(one) != _namespace(batch[0]):
+            if batch and one.claim.key.namespace != batch[0].claim.key.namespace:
                 break
             self._waiting.popleft()
             if not one.is_needed:
@@ -237,7 +264,7 @@ class PayloadReader:
             return
         try:
             leases = agent.open(
-                [one.wanted for one in batch],
+                [one.request for one in batch],
                 deadline_s=max(one.deadline for one in batch) - self._clock(),
                 urgency=Urgency.BETWEEN_STEPS,
             )
@@ -263,14 +290,14 @@ class PayloadReader:
             if lease.number:
                 ended.append(lease.number)
                 if outcome is ReadOutcome.CORRUPT:
-                    rejected.append(read.wanted)
+                    rejected.append(read.request)
             self._end(read, outcome)
         for wanted in rejected:
             agent.reject(wanted)
         agent.release(ended)
 
     def _look_at(
-        self, agent: AgentConnection, read: PayloadRead, lease: ArenaLease
+        self, agent: AgentConnection, read: PayloadTransfer, lease: ArenaLease
     ) -> ReadOutcome | None:
         """Return how a read has ended, None if it goes on."""
         progress = lease.progress
@@ -284,45 +311,43 @@ class PayloadReader:
             return _OUTCOMES.get(MissReason(progress.reason), ReadOutcome.FAILED)
         return ReadOutcome.LATE if self._clock() >= read.deadline else None
 
-    def _show(self, agent: AgentConnection, read: PayloadRead, at: Progress) -> ReadOutcome:
+    def _show(self, agent: AgentConnection, read: PayloadTransfer, at: Progress) -> ReadOutcome:
         """Verify a payload, and have its pages taken."""
         payload = agent.arena.view[at.offset : at.offset + at.nbytes]
         try:
-            header = read_claimed(payload, read.wanted.claim, read.layers)
+            header = read_claimed(payload, read.claim, read.layers)
             if header.nbytes != at.nbytes or header.codec != "none":
                 raise PayloadError(f"{at.nbytes} bytes in the arena, not {header.nbytes}")
             if header.frames.layers != read.layers:
-                return ReadOutcome.OTHER_FORM
+                return ReadOutcome.REFUSED
             pages = [frame_pages(header, n, payload, None) for n in range(len(header.frames))]
         except PayloadError as exc:
-            logger.warning("payload refused key=%s reason=%s", read.wanted.claim.key.path(), exc)
+            logger.warning("payload refused key=%s reason=%s", read.claim.key.path(), exc)
             return ReadOutcome.CORRUPT
         try:
             read.take(pages)
         except Exception:
-            logger.exception("load failed unexpectedly key=%s", read.wanted.claim.key.path())
+            logger.exception("load failed unexpectedly key=%s", read.claim.key.path())
             return ReadOutcome.FAILED
         return ReadOutcome.READ
 
-    def _end(self, read: PayloadRead, outcome: ReadOutcome) -> None:
+    def _end(self, read: PayloadTransfer, outcome: ReadOutcome) -> None:
         try:
-            read.end(outcome)
+            assert read.record is not None
+            read.end(outcome, read.record.nbytes if outcome is ReadOutcome.READ else 0)
         except Exception:  # the other reads go on
             logger.exception("load not ended, unexpectedly")
 
     def _lose(self) -> None:
         """Give up the connection and everything that waits."""
-        with self._lock:
-            self._waiting.extend(self._came)
-            self._came.clear()
         self._waiting.extendleft(read for read, _ in self._open)
         self._open.clear()
-        self._fail(self._waiting)
+        self._fail()
         self._leave()
 
-    def _fail(self, reads: deque[PayloadRead]) -> None:
-        while reads:
-            self._end(reads.popleft(), ReadOutcome.FAILED)
+    def _fail(self) -> None:
+        while self._waiting:
+            self._end(self._waiting.popleft(), ReadOutcome.FAILED)
 
     def _leave(self) -> None:
         """Close the connection, whose arena nothing reads. The next read opens another."""
@@ -331,68 +356,12 @@ class PayloadReader:
             agent.close()
 
 
-def _bytes_of(read: PayloadRead) -> int:
-    return read.wanted.record.raw_bytes
-
-
-def _namespace(read: PayloadRead) -> str:
-    return read.wanted.claim.key.namespace
-
-
-class WriteOutcome(Enum):
-    """How a write ended."""
-
-    ACCEPTED = auto()
-    """The agent has a copy, and saves it."""
-    KEPT = auto()
-    """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
-    """
-    EXISTED = auto()
-    """It is being saved, or was just saved, by this agent."""
-    REPEATED = auto()
-    """This process has just handed it over."""
-    OVER_QUOTA = auto()
-    SHED = auto()
-    """The agent's store has just refused a save."""
-    LATE = auto()
-    """The deadline passed."""
-    FAILED = auto()
-    """The agent, or ``PayloadWrite.write``, failed."""
-    DROPPED = auto()
-    """The writer was closed before."""
-
-
-class PayloadWrite(Protocol):
-    """One payload to save. A ``PayloadWriter`` calls its methods."""
-
-    @property
-    def claim(self) -> Claim:
-        """Its claim."""
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """Its layers."""
-
-    @property
-    def token_digest(self) -> str:
-        """See ``Provenance``."""
-
-    @property
-    def deadline(self) -> float:
-        """Time on the writer's clock after which it is dropped."""
-
-    def write(self, pages: memoryview) -> None:
-        """Write the raw pages of all layers, one after the other: as many bytes as ``pages`` has.
-        May wait for a device. If it raises, nothing is saved."""
-
-    def end(self, outcome: WriteOutcome, nbytes: int) -> None:
-        """Called once, last. ``nbytes``: the payload's length if the agent has a copy, else 0. Must
-        not raise."""
+def _bytes_of(read: PayloadTransfer) -> int:
+    return read.request.record.raw_bytes
 
 
 class PayloadWriter:
-    """Writes payloads, one after the other, on one thread. Thread-safe. Only ``drain`` and
-    ``close`` wait."""
+    """Writes payloads, one after the other, on one thread. Thread-safe. Only ``close`` waits."""
 
     def __init__(
         self,
@@ -428,22 +397,17 @@ class PayloadWriter:
             raise ConfigError(f"no outbox of {nbytes_max >> 20:,} MiB for saves: {exc}") from exc
         # The agent copies a payload before it answers, so one after the other is enough.
         self._saves = AgentSaves(lambda fd: connect(outbox=fd), outbox, self._memory, clock=clock)
-        self._pool: Pool[PayloadWrite] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
+        self._pool: Pool[PayloadTransfer] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
 
     @property
     def waiting(self) -> int:
         """Payloads that wait for the thread."""
         return self._pool.waiting
 
-    def write(self, payload: PayloadWrite) -> None:
+    def write(self, payload: PayloadTransfer) -> None:
         """Queue a payload. How many wait is the caller's concern."""
         if not self._pool.put((payload,)):
             payload.end(WriteOutcome.DROPPED, 0)
-
-    def drain(self, seconds: float) -> bool:
-        """Wait until nothing is being written, for at most ``seconds``. Returns whether that was
-        so."""
-        return self._pool.drain(seconds)
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. The rest is dropped. Idempotent."""
@@ -453,11 +417,11 @@ class PayloadWriter:
             logger.warning("threads still saving at shutdown names=%s", ",".join(names))
         self._saves.close()
 
-    def _drop(self, payloads: Sequence[PayloadWrite]) -> None:
+    def _drop(self, payloads: Sequence[PayloadTransfer]) -> None:
         for one in payloads:
             one.end(WriteOutcome.DROPPED, 0)
 
-    def _run(self, payload: PayloadWrite) -> None:
+    def _run(self, payload: PayloadTransfer) -> None:
         outcome, nbytes = WriteOutcome.FAILED, 0
         try:
             outcome, nbytes = self._write(payload)
@@ -471,11 +435,11 @@ class PayloadWriter:
         finally:
             payload.end(outcome, nbytes)
 
-    def _write(self, payload: PayloadWrite) -> tuple[WriteOutcome, int]:
+    def _write(self, payload: PayloadTransfer) -> tuple[WriteOutcome, int]:
         key = payload.claim.key
         now = self._clock()
-        if now >= payload.deadline:
-            return WriteOutcome.LATE, 0
+        if not payload.is_needed or now >= payload.deadline:
+            return WriteOutcome.DROPPED, 0
         if now < self._shed_until:
             return WriteOutcome.SHED, 0
         if not self._saves.has_room():
@@ -487,7 +451,7 @@ class PayloadWriter:
         finally:
             self._saves.end_save(key)
 
-    def _hand_over(self, payload: PayloadWrite) -> tuple[WriteOutcome, int]:
+    def _hand_over(self, payload: PayloadTransfer) -> tuple[WriteOutcome, int]:
         claim, layers = payload.claim, payload.layers
         start = header_room(layers)
         end = start + sum(layer.nbytes for layer in layers)
@@ -500,6 +464,5 @@ class PayloadWriter:
         )
         outcome = self._saves.save(claim, text, header)
         self._trouble.worked()
-        if outcome is SaveOutcome.EXISTED:
-            return WriteOutcome.EXISTED, 0
-        return WriteOutcome[outcome.name], header.nbytes
+        nbytes = 0 if outcome is SaveOutcome.EXISTED else header.nbytes
+        return WriteOutcome[outcome.name], nbytes

@@ -81,29 +81,27 @@ ENCODER_COUNTERS = {
     "admission_switch_errors": "Failed reads of an operator's switch for loads.",
     "adapters_unknown": "Requests not shared because their adapter could not be identified.",
 }
-TIER = "tier_"
-"""Prefix of a tier's metrics, because a KV connector in the same engine may use the plain names."""
 TIER_COUNTERS = {
-    "tier_loads": "Chunks loaded, verified and given to vLLM.",
-    "tier_load_bytes": "Payload bytes of the loaded chunks.",
-    "tier_load_ghosts": "Indexed chunks that were missing from the store.",
-    "tier_load_corrupt": "Payloads refused because of their length, claim or checksum.",
-    "tier_load_errors": "Chunks not loaded because the node agent or its store failed.",
-    "tier_load_refused": "Chunks not loaded because the queue or the agent's memory was full.",
-    "tier_load_deadlines": "Chunks not loaded because their job exceeded its deadline.",
-    "tier_saves": "Chunks that the node agent took. It saves them.",
-    "tier_save_bytes": "Payload bytes of those, uncompressed.",
-    "tier_save_existed": "Chunks not saved because they were already stored.",
-    "tier_save_repeats": "Chunks that this tier was saving, or had just saved.",
-    "tier_save_errors": "Chunks not saved because the agent did not take them.",
-    "tier_saves_shed": "Chunks not saved because the agent's store was overloaded.",
-    "tier_save_over_quota": "Chunks not saved because the quota was used up.",
-    "tier_admission_switch_errors": "Failed reads of an operator's switch for loads.",
-    "tier_save_refused": "Chunks not saved because the queue was full.",
-    "tier_save_deadlines": "Chunks not saved because their job exceeded its deadline.",
-    "tier_lookup_deadlines": "Keys whose lookup exceeded its deadline.",
-    "tier_lookup_errors": "Lookups that failed in the agent or its index.",
-    "tier_lookup_refused": "Keys not looked up because the queue was full.",
+    "loads": "Chunks loaded, verified and given to vLLM.",
+    "load_bytes": "Payload bytes of the loaded chunks.",
+    "load_ghosts": "Indexed chunks that were missing from the store.",
+    "load_corrupt": "Payloads refused because of their length, claim or checksum.",
+    "load_errors": "Chunks not loaded because the node agent or its store failed.",
+    "load_refused": "Chunks not loaded because the queue or the agent's memory was full.",
+    "load_deadlines": "Chunks not loaded because their job exceeded its deadline.",
+    "saves": "Chunks that the node agent took. It saves them.",
+    "save_bytes": "Payload bytes of those, uncompressed.",
+    "save_existed": "Chunks not saved because they were already stored.",
+    "save_repeats": "Chunks that this tier was saving, or had just saved.",
+    "save_errors": "Chunks not saved because the agent did not take them.",
+    "saves_shed": "Chunks not saved because the agent's store was overloaded.",
+    "save_over_quota": "Chunks not saved because the quota was used up.",
+    "admission_switch_errors": "Failed reads of an operator's switch for loads.",
+    "save_refused": "Chunks not saved because the queue was full.",
+    "save_deadlines": "Chunks not saved because their job exceeded its deadline.",
+    "lookup_deadlines": "Keys whose lookup exceeded its deadline.",
+    "lookup_errors": "Lookups that failed in the agent or its index.",
+    "lookup_refused": "Keys not looked up because the queue was full.",
 }
 
 
@@ -119,9 +117,5 @@ class MetricTable:
 
 KV_METRICS = MetricTable("vllm:objkv_", COUNTERS, _SWITCHED, HISTOGRAMS)
 ENCODER_METRICS = MetricTable("vllm:objkv_encoder_", ENCODER_COUNTERS, _SWITCHED, {})
-TIER_METRICS = MetricTable(
-    "vllm:objkv_",
-    TIER_COUNTERS,
-    {TIER + name: text for name, text in _SWITCHED.items()},
-    {},
-)
+# A KV connector in the same engine may use the plain names.
+TIER_METRICS = MetricTable("vllm:objkv_tier_", TIER_COUNTERS, _SWITCHED, {})

@@ -13,20 +13,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from objkv.connector.counters import BUCKETS_S, KV_METRICS, TIER, TIER_METRICS, MetricTable
+from objkv.connector.counters import BUCKETS_S, KV_METRICS, MetricTable
 from objkv.telemetry import added
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
-    from vllm.v1.kv_offload.base import OffloadingMetricMetadata
 
 _LATEST = "mostrecent"
 """How gauges of several processes are combined."""
-_TIER_UNPREFIXED = "admission_"
-"""Prefix of numbers that are counted by code shared with the connectors, without ``tier_``."""
 
 
 class TableStats:
@@ -137,33 +131,3 @@ class ObjKVPromMetrics(TableMetrics, KVConnectorPromMetrics):
     """Prometheus metrics of the KV connector."""
 
     table = KV_METRICS
-
-
-def tier_metric_definitions() -> dict[str, "OffloadingMetricMetadata"]:
-    """Return the metrics of a secondary tier, by full name."""
-    from vllm.v1.kv_offload.base import OffloadingCounterMetadata, OffloadingGaugeMetadata
-
-    table = TIER_METRICS
-    kinds = (OffloadingCounterMetadata, table.counters), (OffloadingGaugeMetadata, table.gauges)
-    return {
-        table.prefix + name: kind(text) for kind, texts in kinds for name, text in texts.items()
-    }
-
-
-def tier_stats(numbers: Mapping[str, float]) -> "OffloadingConnectorStats | None":
-    """Return the statistics of a tier's ``numbers`` that have a metric. None if there are none."""
-    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-        OffloadingConnectorStats,
-    )
-
-    table, stats = TIER_METRICS, OffloadingConnectorStats()
-    named = {
-        TIER + name if name.startswith(_TIER_UNPREFIXED) else name: value
-        for name, value in numbers.items()
-    }
-    for name, value in named.items():
-        if name in table.counters:
-            stats.increase_counter(table.prefix + name, value)
-        elif name in table.gauges:
-            stats.set_gauge(table.prefix + name, value)
-    return stats if named.keys() & (table.counters | table.gauges) else None

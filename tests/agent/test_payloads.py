@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,6 +12,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.messages import CommitStatus, PayloadRequest
 from objkv.agent.payloads import (
     PayloadReader,
+    PayloadTransfer,
     PayloadWriter,
     ReadOutcome,
     WriteOutcome,
@@ -26,28 +27,37 @@ from tests.support.waiting import wait_until
 LAYERS = tuple(LayerSpec(name, "BF16", (CHUNK // 8, 2, 8, 8)) for name in ("l.0", "l.1"))
 
 
-@dataclass(eq=False)
-class Read:
-    wanted: PayloadRequest
-    layers: tuple[LayerSpec, ...] = LAYERS
-    deadline: float = PATIENCE_S
-    is_needed: bool = True
-    pages: list[bytes] = field(default_factory=list)
-    outcomes: list[ReadOutcome] = field(default_factory=list)
-    fails: bool = False
+class Read(PayloadTransfer):
+    def __init__(
+        self,
+        wanted: PayloadRequest,
+        layers: tuple[LayerSpec, ...] = LAYERS,
+        *,
+        deadline: float = PATIENCE_S,
+        fails: bool = False,
+    ) -> None:
+        super().__init__(wanted.claim, layers, deadline, record=wanted.record)
+        self.dropped, self.fails = False, fails
+        self.pages: list[bytes] = []
+        self.outcomes: list[tuple[ReadOutcome, int]] = []
+
+    @property
+    def is_needed(self) -> bool:
+        return not self.dropped
 
     def take(self, pages: Sequence[memoryview]) -> None:
         if self.fails:
             raise RuntimeError("no memory")
         self.pages = [bytes(page) for page in pages]
 
-    def end(self, outcome: ReadOutcome) -> None:
-        self.outcomes.append(outcome)
+    def end(self, outcome: ReadOutcome, nbytes: int) -> None:
+        self.outcomes.append((outcome, nbytes))
 
     @property
     def outcome(self) -> ReadOutcome:
         wait_until(lambda: bool(self.outcomes))
-        (outcome,) = self.outcomes
+        ((outcome, nbytes),) = self.outcomes
+        assert nbytes == (self.request.record.nbytes if outcome is ReadOutcome.READ else 0)
         return outcome
 
 
@@ -87,7 +97,7 @@ def test_another_form_is_left_alone(node: Node) -> None:
     (one, *_) = node.save()
     other = (LAYERS[0], LayerSpec("l.1", "BF16", (CHUNK // 8, 2, 4, 16)))
     with reading(node.connect) as reader:
-        assert outcomes(reader, Read(one, other)) == [ReadOutcome.OTHER_FORM]
+        assert outcomes(reader, Read(one, other)) == [ReadOutcome.REFUSED]
         assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
 
 
@@ -128,7 +138,7 @@ def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:
     with reading(node.connect, clock) as reader:
         reader.read(reads)
         wait_until(lambda: node.residents.leased() == 2)
-        reads[1].is_needed = False
+        reads[1].dropped = True
         reader.look()
         assert reads[1].outcome is ReadOutcome.UNWANTED
         clock.advance(5.0)
@@ -206,14 +216,12 @@ def test_without_an_agent_reads_fail_at_once_and_it_is_tried_again(node: Node) -
     assert outcomes(reader, Read(one)) == [ReadOutcome.FAILED]
 
 
-class Write:
+class Write(PayloadTransfer):
     """One of the samples, to be saved."""
 
-    token_digest = "0" * 64
-
     def __init__(self, number: int = 0, *, fails: bool = False, deadline: float = 5.0) -> None:
-        self.claim = read_header(payloads()[number]).claim
-        self.layers, self.deadline, self._fails = LAYERS, deadline, fails
+        super().__init__(read_header(payloads()[number]).claim, LAYERS, deadline)
+        self._fails = fails
         self.ended: list[tuple[WriteOutcome, int]] = []
 
     def write(self, pages: memoryview) -> None:
@@ -249,7 +257,7 @@ def writing(
 def written(writer: PayloadWriter, *writes: Write) -> list[WriteOutcome]:
     for one in writes:
         writer.write(one)
-    assert writer.drain(PATIENCE_S)
+    assert writer._pool.drain(PATIENCE_S)
     return [one.outcome for one in writes]
 
 
@@ -273,7 +281,7 @@ def test_a_payload_that_is_written_is_saved_once(node: Node) -> None:
 def test_what_cannot_be_written_costs_one_payload(node: Node) -> None:
     with writing(partial(node.connect, wants_arena=False)) as writer:
         found = written(writer, Write(fails=True), Write(1, deadline=0.0), Write(2))
-        assert found == [WriteOutcome.FAILED, WriteOutcome.LATE, WriteOutcome.ACCEPTED]
+        assert found == [WriteOutcome.FAILED, WriteOutcome.DROPPED, WriteOutcome.ACCEPTED]
     with writing(partial(node.connect, wants_arena=False), nbytes_max=1) as writer:
         assert written(writer, Write()) == [WriteOutcome.FAILED]
 

@@ -19,8 +19,6 @@ from objkv.connector.counters import (
 from objkv.connector.metrics import (
     ObjKVPromMetrics,
     ObjKVStats,
-    tier_metric_definitions,
-    tier_stats,
 )
 from objkv.telemetry import MemoryRecorder
 
@@ -121,10 +119,3 @@ def test_of_several_ranks_one_whose_level_is_set_counts() -> None:
     stats.aggregate(ObjKVStats(data=cast("Any", {NAME: 1.0})))
     assert stats.data == {NAME: 1.0, "loads": 3.0}
     assert stats.reduce() == {NAME: 1.0, "loads": 3.0}
-
-
-def test_a_tier_has_names_of_its_own() -> None:
-    assert "vllm:objkv_tier_admission_switched" in tier_metric_definitions()
-    stats = tier_stats({"admission_switched": 1.0, "tier_loads": 3.0})
-    assert stats is not None
-    assert "vllm:objkv_tier_admission_switched" in str(stats.to_dict())

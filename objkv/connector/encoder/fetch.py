@@ -19,15 +19,13 @@ import numpy as np
 
 from objkv.agent.calls import AgentCalls
 from objkv.agent.client import CALL_S
-from objkv.agent.messages import PayloadRequest
-from objkv.agent.payloads import PayloadReader, ReadOutcome
+from objkv.agent.payloads import PayloadReader, PayloadTransfer, ReadOutcome
 from objkv.background import Steps, StepThread
-from objkv.codec.payload import LayerSpec
 from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, Pages
 from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
-from objkv.keys.encoder import ENCODER_FIELD
+from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
@@ -46,55 +44,40 @@ class State(Enum):
 
 
 _ENDS = {
-    ReadOutcome.READ: (State.HELD, "loads"),
-    ReadOutcome.MISSING: (State.ABSENT, "load_ghosts"),
-    ReadOutcome.CORRUPT: (State.ABSENT, "load_corrupt"),
-    # This replica's expectation of the form may be wrong, so the payload stays.
-    ReadOutcome.OTHER_FORM: (State.STORED, "load_refused"),
-    ReadOutcome.REFUSED: (State.STORED, "load_refused"),
-    ReadOutcome.LATE: (State.STORED, "load_deadlines"),
-    ReadOutcome.FAILED: (State.STORED, "load_errors"),
-    ReadOutcome.UNWANTED: (State.STORED, "load_refused"),
+    ReadOutcome.READ: State.HELD,
+    ReadOutcome.MISSING: State.ABSENT,
+    ReadOutcome.CORRUPT: State.ABSENT,
 }
-"""What an output is after its read, and what counts it."""
+"""What an output is after its read. After any other end it is still stored."""
 
 
 @dataclass(slots=True, eq=False)
-class WantedOutput:
-    """An output that requests need: a ``PayloadRead``, which documents its methods."""
+class WantedOutput(PayloadTransfer):
+    """An output that requests need."""
 
-    output: EncoderOutput
-    deadline: float
-    ended: Callable[["WantedOutput", ReadOutcome], None]
+    ended: Callable[["WantedOutput", ReadOutcome, int], None]
     """Called by the thread that reads."""
     owners: set[str] = field(default_factory=set)
     """Requests that need it. Without owners it is forgotten."""
     state: State = State.WAITING
     pages: Pages | None = None
-    record: ShardRecord | None = None
-    """Its index record, once the lookup has found it."""
     began: float = 0.0
     """When it had memory."""
-
-    @property
-    def wanted(self) -> PayloadRequest:
-        """See ``PayloadRead``."""
-        assert self.record is not None
-        return PayloadRequest(self.output.claim, self.record)
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        return (self.output.layer,)
 
     @property
     def is_needed(self) -> bool:
         return self.state is State.WAITING
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its pages."""
+        return self.layers[0].nbytes
+
     def take(self, pages: Sequence[memoryview]) -> None:
         self.pages = np.frombuffer(pages[0], np.uint8).copy()  # nothing can take a copy away
 
-    def end(self, outcome: ReadOutcome) -> None:
-        self.ended(self, outcome)
+    def end(self, outcome: ReadOutcome, nbytes: int) -> None:
+        self.ended(self, outcome, nbytes)
 
 
 class OutputMemory:
@@ -119,9 +102,9 @@ class OutputMemory:
         refused: list[WantedOutput] = []
         nbytes = 0
         for one in batch:
-            fits = nbytes + one.output.layer.nbytes <= self._nbytes_max
+            fits = nbytes + one.nbytes <= self._nbytes_max
             (kept if fits else refused).append(one)
-            nbytes += one.output.layer.nbytes * fits
+            nbytes += one.nbytes * fits
         self._batches.append(kept)
         return refused
 
@@ -130,7 +113,7 @@ class OutputMemory:
         frees memory or is not needed any more."""
         granted: list[WantedOutput] = []
         while self._batches:
-            batch = {one: one.output.layer.nbytes for one in self._batches[0] if one.is_needed}
+            batch = {one: one.nbytes for one in self._batches[0] if one.is_needed}
             nbytes = sum(batch.values())
             if self.held_bytes + nbytes > self._nbytes_max:
                 break
@@ -258,7 +241,8 @@ class EncoderFetcher:
             waiting = sum(entry.is_needed for entry in self._entries.values())
             for output in outputs:
                 if (entry := self._entries.get(output)) is None:
-                    entry = WantedOutput(output, self.deadline(), self._ended)
+                    layers, deadline = (output.layer,), self.deadline()
+                    entry = WantedOutput(output.claim, layers, deadline, self._ended)
                     self._entries[output] = entry
                     fresh.append(entry)
                 entry.owners.add(owner)
@@ -281,7 +265,7 @@ class EncoderFetcher:
         try:
             for entry in batch:
                 if entry.is_needed:
-                    entry.record = yield from self._find(entry.output)
+                    entry.record = yield from self._find(entry.claim.key)
         finally:  # also after an exception, because requests wait for the entries
             with self._changed:
                 for entry in batch:
@@ -289,22 +273,22 @@ class EncoderFetcher:
                         self._settle(entry, State.ABSENT)
                     elif self._reader is None:
                         self._settle(entry, State.STORED)
-                        self._touch(entry.output)
+                        self._touch(entry.claim.key)
                 for entry in self.memory.ask([one for one in batch if one.is_needed]):
                     self._settle(entry, State.STORED, "load_refused")
                 self._read()
 
-    def _find(self, output: EncoderOutput) -> Steps[ShardRecord | None]:
-        """Return the output's index record. None if there is none, or no answer."""
+    def _find(self, key: ChunkKey) -> Steps[ShardRecord | None]:
+        """Return an output's index record. None if there is none, or no answer."""
         try:
-            find = self._index.find(output.namespace, [output.item_hash], [ENCODER_FIELD])
+            find = self._index.find(key.namespace, [key.prefix_hash], [key.field])
             (found,) = yield from find
         except StoreError as exc:
             self._recorder.count("lookup_errors")
             self._trouble.failed(exc)
             return None
         self._trouble.worked()
-        return found[ENCODER_FIELD] if found else None
+        return found[key.field] if found else None
 
     def _read(self) -> None:
         """Read the outputs that now have memory. The lock is held."""
@@ -314,22 +298,20 @@ class EncoderFetcher:
                 entry.began = self._clock()
             self._reader.read(granted)
 
-    def _ended(self, entry: WantedOutput, outcome: ReadOutcome) -> None:
+    def _ended(self, entry: WantedOutput, outcome: ReadOutcome, nbytes: int) -> None:
         """A read has ended. Called by the thread that reads."""
-        state, counter = _ENDS[outcome]
         with self._changed:
-            if entry.is_needed and state is State.HELD:
-                assert entry.record is not None
-                self._recorder.count("load_bytes", entry.record.nbytes)
+            if entry.is_needed and outcome is ReadOutcome.READ:
+                self._recorder.count("load_bytes", nbytes)
                 self._recorder.observe("load_seconds", self._clock() - entry.began)
-            self._settle(entry, state, counter)
+            self._settle(entry, _ENDS.get(outcome, State.STORED), outcome.value)
         if entry.state is State.HELD:
-            self._touch(entry.output)
+            self._touch(entry.claim.key)
 
-    def _touch(self, output: EncoderOutput) -> None:
+    def _touch(self, key: ChunkKey) -> None:
         """Extend the record's life after a hit. No request waits for this."""
-        hashes, ttl_s = [output.item_hash], self._config.ttl_s
-        self.submit(partial(self._index.touch, output.namespace, hashes, ttl_s=ttl_s))
+        hashes, ttl_s = [key.prefix_hash], self._config.ttl_s
+        self.submit(partial(self._index.touch, key.namespace, hashes, ttl_s=ttl_s))
 
     def _settle(self, entry: WantedOutput, state: State, counter: str | None = None) -> None:
         """End the wait for ``entry``. Later calls have no effect on its state."""

@@ -6,7 +6,6 @@ saves them. Source of the call order: vLLM 0.32-0.33,
 ``v1/worker/ec_connector_model_runner_mixin.py`` and ``v1/worker/gpu/ec_connector.py``.
 """
 
-import hashlib
 import logging
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, replace
@@ -18,10 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from objkv.agent.payloads import PayloadWriter, WriteOutcome
-from objkv.codec.payload import Claim, LayerSpec
+from objkv.agent.payloads import PayloadTransfer, PayloadWriter, WriteOutcome
 from objkv.config import Config
-from objkv.connector.encoder.items import EncoderOutput, EncoderPlan, EncoderReport, Pages
+from objkv.connector.encoder.items import EncoderPlan, EncoderReport, Pages
 from objkv.errors import TransferError
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.devices import driver_of
@@ -29,17 +27,6 @@ from objkv.transfer.paging import DTYPE_NAMES
 
 logger = logging.getLogger(__name__)
 
-_COUNTERS = {
-    WriteOutcome.ACCEPTED: "saves_accepted",
-    WriteOutcome.KEPT: "saves_accepted",
-    WriteOutcome.EXISTED: "save_existed",
-    WriteOutcome.REPEATED: "save_repeats",
-    WriteOutcome.OVER_QUOTA: "save_over_quota",
-    WriteOutcome.SHED: "saves_shed",
-    WriteOutcome.LATE: "save_drops",
-    WriteOutcome.DROPPED: "save_drops",
-    WriteOutcome.FAILED: "save_errors",
-}
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 EncoderCache = MutableMapping[str, torch.Tensor]
 """vLLM's outputs by identifier: ``[embeds, width]`` on the worker's device, never written again."""
@@ -152,31 +139,15 @@ def _copy(memory: torch.Tensor, pages: memoryview) -> None:
     np.copyto(np.frombuffer(pages, np.uint8), memory.numpy())  # without the GIL
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class SavedOutput:
-    """An encoder output that is kept alive until it is saved: a ``PayloadWrite``, which documents
-    its methods."""
+@dataclass(slots=True, eq=False)
+class SavedOutput(PayloadTransfer):
+    """An encoder output that is kept alive until it is saved."""
 
-    output: EncoderOutput
     tensor: torch.Tensor
     """``[embeds, width]``. It is never written again, so it can be read at any time."""
     computed: Any
     """A mark of ``OutputCopies`` after which the tensor contains the output."""
-    deadline: float
     side: "EncoderWorkerSide"
-
-    @property
-    def claim(self) -> Claim:
-        return self.output.claim
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        return (self.output.layer,)
-
-    @property
-    def token_digest(self) -> str:
-        """A digest of its name: it has no tokens."""
-        return hashlib.sha256(self.output.item_hash).hexdigest()
 
     def write(self, pages: memoryview) -> None:
         self.side.copies.to_host(self.tensor, self.computed, pages)
@@ -237,7 +208,8 @@ class EncoderWorkerSide:
             return
         output = replace(save, width=encoded.shape[1])
         deadline = self._clock() + self._config.save_deadline_ms / 1000
-        saved = SavedOutput(output, encoded, self.copies.mark(), deadline, self)
+        mark, layers = self.copies.mark(), (output.layer,)
+        saved = SavedOutput(output.claim, layers, deadline, encoded, mark, self)
         with self._lock:
             self._held_bytes += encoded.nbytes
             fits = self._held_bytes <= self._held_bytes_max
@@ -250,9 +222,9 @@ class EncoderWorkerSide:
         """A save has ended. Called by any thread."""
         with self._lock:
             self._held_bytes -= save.tensor.nbytes
-        self._recorder.count(_COUNTERS[outcome])
-        if outcome is WriteOutcome.ACCEPTED:
-            self._recorder.count("save_accepted_bytes", nbytes)
+        has_copy = outcome in (WriteOutcome.ACCEPTED, WriteOutcome.KEPT)
+        self._recorder.count("saves_accepted" if has_copy else outcome.value)
+        self._recorder.count("save_accepted_bytes", nbytes)
 
     def take_report(self) -> EncoderReport | None:
         """Return the numbers since the last call."""

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from objkv.agent.client import CALL_S
-from objkv.agent.messages import PayloadRequest, is_unsaved
+from objkv.agent.messages import is_unsaved
 from objkv.agent.payloads import (
     PayloadReader,
+    PayloadTransfer,
     PayloadWriter,
     ReadOutcome,
     WriteOutcome,
@@ -87,17 +88,13 @@ def open_agreement(rank: int, tp_size: int, timeout_s: float) -> Agreement:
     return RankAgreement(groups[rank // tp_size])
 
 
-class _Payload:
-    """A payload that the agent reads or saves while the forward thread waits: a ``PayloadRead``, if
-    it has ``wanted``, or a ``PayloadWrite``. They document the methods."""
-
-    wanted: PayloadRequest
-    token_digest = "0" * 64
-    _outcome: ReadOutcome | WriteOutcome | None = None
+class _Handoff(PayloadTransfer):
+    """A payload that the agent reads or saves while the forward thread waits."""
 
     def __init__(self, claim: Claim, layers: tuple[LayerSpec, ...], deadline: float) -> None:
-        self.claim, self.layers, self.deadline, self.is_needed = claim, layers, deadline, True
+        super().__init__(claim, layers, deadline)
         self.pages: Pages = []
+        self._outcome: ReadOutcome | WriteOutcome | None = None
         self._ended = Event()
 
     def take(self, pages: Sequence[memoryview]) -> None:
@@ -106,13 +103,12 @@ class _Payload:
     def write(self, pages: memoryview) -> None:
         np.concatenate(self.pages, out=np.frombuffer(pages, np.uint8))
 
-    def end(self, outcome: ReadOutcome | WriteOutcome, _nbytes: int = 0) -> None:
+    def end(self, outcome: ReadOutcome | WriteOutcome, nbytes: int) -> None:
         self._outcome = outcome
         self._ended.set()
 
     def wait(self) -> ReadOutcome | WriteOutcome | None:
         self._ended.wait(max(0.0, self.deadline - monotonic()))
-        self.is_needed = False
         return self._outcome
 
 
@@ -218,7 +214,7 @@ class HandoffConnector:
     ) -> list[Claim]:
         """Save a prompt. Returns its claim, or nothing if it is dropped."""
         try:
-            one = _Payload(stage.claim(self._namespace, prompt), stage.layers(prompt), deadline)
+            one = _Handoff(stage.claim(self._namespace, prompt), stage.layers(prompt), deadline)
             if not stage.rank.writes(one.claim.key.prefix_hash):
                 return []  # another rank has the same shard and saves it
             one.pages = stage.gather(prompt, states)
@@ -229,13 +225,13 @@ class HandoffConnector:
 
     def _load(self, stage: HandoffStage, prompt: HandoffPrompt, deadline: float) -> Pages | None:
         """Load a prompt's KV into its slots. Returns the pages of its states, None for a miss."""
-        one = _Payload(stage.claim(self._namespace, prompt), stage.layers(prompt), deadline)
+        one = _Handoff(stage.claim(self._namespace, prompt), stage.layers(prompt), deadline)
         key = one.claim.key
         find = self._link.calls.find(self._namespace, [key.prefix_hash], (key.field,))
         (shards,) = self._ask(find)
         if shards is None:
             return None
-        one.wanted = PayloadRequest(one.claim, shards[key.field])
+        one.record = shards[key.field]
         self._reader.read([one])
         return stage.scatter(prompt, one.pages) if one.wait() is ReadOutcome.READ else None
 

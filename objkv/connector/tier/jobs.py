@@ -9,7 +9,6 @@ can therefore be ended at once, whatever its rows wait for. Their results are th
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,11 +17,11 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.messages import PayloadRequest
-from objkv.agent.payloads import ReadOutcome, WriteOutcome
+from objkv.agent.payloads import PayloadTransfer, ReadOutcome, WriteOutcome
 from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
 from objkv.codec.values import DTYPE_BYTES
 from objkv.errors import ConfigError, TransferError
+from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
@@ -34,25 +33,12 @@ WHOLE = Shard(0, 1, 0, 1)
 _GROUP_BYTES = 4
 _NO_PARENT = bytes(PREFIX_HASH_BYTES)
 _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
-_LOADS = {
-    ReadOutcome.READ: "tier_loads",
-    ReadOutcome.MISSING: "tier_load_ghosts",
-    ReadOutcome.CORRUPT: "tier_load_corrupt",
-    ReadOutcome.OTHER_FORM: "tier_load_corrupt",
-    ReadOutcome.REFUSED: "tier_load_refused",
-    ReadOutcome.LATE: "tier_load_deadlines",
-    ReadOutcome.FAILED: "tier_load_errors",
-}
 _SAVES = {
-    WriteOutcome.ACCEPTED: "tier_saves",
-    WriteOutcome.KEPT: "tier_saves",
-    WriteOutcome.EXISTED: "tier_save_existed",
-    WriteOutcome.REPEATED: "tier_save_repeats",
-    WriteOutcome.OVER_QUOTA: "tier_save_over_quota",
-    WriteOutcome.SHED: "tier_saves_shed",
-    WriteOutcome.LATE: "tier_save_deadlines",
-    WriteOutcome.FAILED: "tier_save_errors",
+    WriteOutcome.ACCEPTED: "saves",
+    WriteOutcome.KEPT: "saves",
+    WriteOutcome.DROPPED: "save_deadlines",
 }
+"""Counters of a tier that have other names than their outcomes."""
 _STORED = frozenset((WriteOutcome.ACCEPTED, WriteOutcome.EXISTED))
 _SETTLED = _STORED | {WriteOutcome.KEPT, WriteOutcome.REPEATED, WriteOutcome.OVER_QUOTA}
 """Outcomes with which a job does not fail."""
@@ -144,7 +130,7 @@ class TierJobs:
             deadline_s: the remaining rows of a job that takes longer fail.
         """
         self.rows, self.recorder = rows, recorder
-        self._name, self._clock = name, clock
+        self.name, self._clock = name, clock
         self._queue_max, self._deadline_s = queue_max, deadline_s
         self.copying = Lock()
         """Held while a row is copied."""
@@ -165,12 +151,19 @@ class TierJobs:
             room = 0 if self._closed or refuse else max(0, self._queue_max - self._waiting())
             taken = keys[:room]
             if refused := len(keys) - len(taken):
-                self.recorder.count(f"tier_{self._name}_refused", refused)
+                self.recorder.count(f"{self.name}_refused", refused)
             job = Job(job_id, tuple(keys), now, now + self._deadline_s, len(taken))
             self._jobs[job_id] = job
             if not taken:
                 self._end(job)
         return job, taken
+
+    def row(
+        self, job: Job, namespace: str, key: bytes, row: int, record: ShardRecord | None = None
+    ) -> "JobRow":
+        """Return one chunk of a job, to be loaded or saved. A load needs its record."""
+        claim, layers = self.rows.claim(namespace, key), (self.rows.layer,)
+        return JobRow(claim, layers, job.deadline, self, job, key, row, record=record)
 
     def settle(self, job: Job, key: bytes, *, done: bool, noted: bool = False) -> None:
         """A chunk has ended. Thread-safe. No effect after its job has."""
@@ -192,7 +185,7 @@ class TierJobs:
         with self._changed:
             late = [job for job in self._jobs.values() if job.deadline <= now]
             for job in late:
-                self.recorder.count(f"tier_{self._name}_deadlines", job.waiting)
+                self.recorder.count(f"{self.name}_deadlines", job.waiting)
             self._abort(late)
             ended, self._ended = self._ended, []
             return ended
@@ -210,7 +203,7 @@ class TierJobs:
             if waiting := self._waiting():
                 logger.warning(
                     "tier still busy at shutdown what=%ss chunks=%d seconds_max=%.1f",
-                    self._name,
+                    self.name,
                     waiting,
                     seconds,
                 )
@@ -232,7 +225,7 @@ class TierJobs:
     def _stop(self) -> None:
         with self._changed:
             if (waiting := self._waiting()) and not self._closed:
-                logger.warning("tier given up at shutdown what=%ss chunks=%d", self._name, waiting)
+                logger.warning("tier given up at shutdown what=%ss chunks=%d", self.name, waiting)
             self._closed = True
         self.give_up()
 
@@ -252,7 +245,7 @@ class TierJobs:
 
 
 @dataclass(slots=True, eq=False)
-class JobRow:
+class JobRow(PayloadTransfer):
     """One chunk of a job, and its row. Thread-safe."""
 
     jobs: TierJobs
@@ -265,16 +258,6 @@ class JobRow:
         """Whether its job is still open."""
         return self.job.open
 
-    @property
-    def deadline(self) -> float:
-        """Time until which it is of use; past, once its job has ended."""
-        return self.job.deadline if self.job.open else -math.inf
-
-    @property
-    def layers(self) -> tuple[LayerSpec, ...]:
-        """The row is the only layer of its payload."""
-        return (self.jobs.rows.layer,)
-
     @contextmanager
     def touch(self) -> Iterator[bool]:
         """Enter a context that yields whether vLLM's memory may be touched. It must be short,
@@ -282,48 +265,30 @@ class JobRow:
         with self.jobs.copying:
             yield self.job.open
 
-
-@dataclass(slots=True, eq=False)
-class RowLoad(JobRow):
-    """A row to load: a ``PayloadRead``."""
-
-    wanted: PayloadRequest
-    is_copied: bool = False
-
     def take(self, pages: Sequence[memoryview]) -> None:
-        """See ``PayloadRead``."""
+        """See ``PayloadTransfer``."""
         with self.touch() as allowed:
             if allowed:
                 np.copyto(self.jobs.rows.view(self.row), np.frombuffer(pages[0], np.uint8))
-                self.is_copied = True
-
-    def end(self, outcome: ReadOutcome) -> None:
-        """See ``PayloadRead``. Notes payloads that were missing or corrupt."""
-        if self.is_needed and outcome in _LOADS:
-            self.jobs.recorder.count(_LOADS[outcome])
-        if self.is_copied:
-            self.jobs.recorder.count("tier_load_bytes", self.wanted.record.nbytes)
-        is_gone = outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT)
-        self.jobs.settle(self.job, self.key, done=self.is_copied, noted=is_gone)
-
-
-@dataclass(slots=True, eq=False)
-class RowSave(JobRow):
-    """A row to save: a ``PayloadWrite``."""
-
-    claim: Claim
-    token_digest: str = "0" * 64
 
     def write(self, pages: memoryview) -> None:
-        """See ``PayloadWrite``."""
+        """See ``PayloadTransfer``."""
         with self.touch() as allowed:
             if not allowed:
                 raise TransferError("a job ended while it was saved")
             np.copyto(np.frombuffer(pages, np.uint8), self.jobs.rows.view(self.row))
 
-    def end(self, outcome: WriteOutcome, nbytes: int) -> None:
-        """See ``PayloadWrite``. Notes payloads that the agent saves."""
-        if self.is_needed and outcome in _SAVES:
-            self.jobs.recorder.count(_SAVES[outcome])
-        self.jobs.recorder.count("tier_save_bytes", nbytes)
-        self.jobs.settle(self.job, self.key, done=outcome in _SETTLED, noted=outcome in _STORED)
+    def end(self, outcome: ReadOutcome | WriteOutcome, nbytes: int) -> None:
+        """See ``PayloadTransfer``. Notes payloads that were missing or corrupt, and those that the
+        agent saves."""
+        counter: str = outcome.value
+        if isinstance(outcome, ReadOutcome):
+            is_done = outcome is ReadOutcome.READ
+            is_noted = outcome in (ReadOutcome.MISSING, ReadOutcome.CORRUPT)
+        else:
+            counter = _SAVES.get(outcome, counter)
+            is_done, is_noted = outcome in _SETTLED, outcome in _STORED
+        if self.is_needed:
+            self.jobs.recorder.count(counter)
+            self.jobs.recorder.count(f"{self.jobs.name}_bytes", nbytes)
+        self.jobs.settle(self.job, self.key, done=is_done, noted=is_noted)

@@ -69,7 +69,7 @@ class TierLookups:
         verdict = self._known.get(key)
         if verdict is None or self._is_stale(verdict, request_id):
             if verdict is None and len(self._known) >= _KEYS_MAX:
-                self._recorder.count("tier_lookup_refused")
+                self._recorder.count("lookup_refused")
                 return LookupResult.MISS
             askers = set() if verdict is None else verdict.askers
             deadline = self._clock() + self._limits.deadline_s
@@ -84,7 +84,7 @@ class TierLookups:
                     verdict.is_open = False
                     self._new[key] = [verdict]
                 return LookupResult.RETRY
-            self._recorder.count("tier_lookup_deadlines")
+            self._recorder.count("lookup_deadlines")
             self._answer(verdict, None)
         return LookupResult.MISS if verdict.record is None else LookupResult.HIT
 
@@ -93,7 +93,7 @@ class TierLookups:
         questions, self._new = list(self._new.values()), {}
         if questions and not self.submit(partial(self._find, questions)):
             for verdicts in questions:
-                self._recorder.count("tier_lookup_refused", len(verdicts))
+                self._recorder.count("lookup_refused", len(verdicts))
                 self._miss(verdicts)
 
     def record(self, key: bytes) -> ShardRecord | None:
@@ -152,7 +152,7 @@ class TierLookups:
             try:
                 found = yield from in_steps(self._index.find(key.namespace, hashes, (key.field,)))
             except StoreError:
-                self._recorder.count("tier_lookup_errors")
+                self._recorder.count("lookup_errors")
                 self._miss(left)
                 continue
             has_ended = False

@@ -8,27 +8,37 @@ raises. Read against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Describe
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from functools import partial
+from time import monotonic
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
+    OffloadingConnectorStats,
+)
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingCounterMetadata,
     OffloadingEvent,
+    OffloadingGaugeMetadata,
+    OffloadingMetricMetadata,
     RequestOffloadingContext,
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
-from objkv.assembly.link import Replica
+from objkv.agent.payloads import PayloadReader, PayloadWriter, WriteOutcome
+from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps
+from objkv.cache.lookup import LookupLimits
 from objkv.cache.switch import AdmissionSwitch
-from objkv.config import Config
-from objkv.config.tier import read_options
+from objkv.codec.payload import payload_bytes_max
+from objkv.config.tier import TierOptions, read_options
+from objkv.connector.counters import TIER_METRICS
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, holds_nothing
-from objkv.connector.metrics import tier_metric_definitions, tier_stats
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.tier.identity import (
     TierAdapters,
@@ -37,16 +47,15 @@ from objkv.connector.tier.identity import (
     none_hash,
     read_tier_identity,
 )
-from objkv.connector.tier.jobs import Job, Rows, row_layer
-from objkv.connector.tier.store import TierStore
-from objkv.connector.wiring import replica_of
-from objkv.errors import ConfigError
+from objkv.connector.tier.jobs import Job, JobRow, Rows, TierJobs, chunk_key, row_layer
+from objkv.connector.tier.lookup import TierLookups
+from objkv.connector.wiring import replica_of, writer_name
+from objkv.errors import ConfigError, StoreError
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import (
-        OffloadingMetricMetadata,
         OffloadingSpec,
         OffloadKey,
         ReqContext,
@@ -56,6 +65,8 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
+_MARGIN_S = 0.5
+"""How long before vLLM kills the process saves are dropped and logged."""
 
 
 class TierNamespace(ReplicaNamespace[TierIdentity]):
@@ -151,51 +162,64 @@ class ObjKVTier(SecondaryTierManager):
             backpressure_detector=backpressure_detector,
         )
         speak_as_vllm()
-        config = self._read_options(options, offloading_spec)
-        self._row_count, row_bytes = _rows(primary_kv_view)
+        own, resolved = read_options(options)
+        config = self._config = resolved.config
+        self._set_events(own, offloading_spec)
+        self._row_count, row_bytes = _shape(primary_kv_view)
         engine = self._engine = find_engine(offloading_spec)
-        identity = read_tier_identity(offloading_spec, engine, row_bytes, config, self._options)
+        identity = read_tier_identity(offloading_spec, engine, row_bytes, config, own)
+        layer = row_layer(row_bytes, identity.kv_dtype)
+        self._rows = Rows(layer, identity.chunk_tokens(), primary_kv_view.cast("B"))
         self._recorder = numbers = MemoryRecorder()
         replica = Replica(offloading_spec.config.engine_id)
-        if engine is not None:
-            replica = replica_of(engine.config)
-        layer = row_layer(row_bytes, identity.kv_dtype)
-        rows = Rows(layer, identity.chunk_tokens(), primary_kv_view.cast("B"))
-        self._store = TierStore(config, replica, rows, numbers, queue_max=self._options.queue_max)
-        submit, documents = self._store.lookups.submit, self._store.documents
+        self._open(replica if engine is None else replica_of(engine.config), own.queue_max)
+        # These have the verbs that replicas use; the rest is for operators.
+        submit, documents = self._lookups.submit, cast("WriteStore", self._link.calls)
         writes = config.role != "reader"
         self.namespace = TierNamespace(identity, documents, submit, writes=writes)
         self._switch = AdmissionSwitch(config.admission, documents, self.namespace, numbers, submit)
         self._switch.start()
-        self._closed = False
         self.adapters = TierAdapters(lambda: self.reset(clean=False))
         # vLLM's CPU memory may have KV of old weights even if the device has none, so only a reset
         # of both resumes the tier.
         self._hooks = EngineHooks(self, lambda: None, patches=config.vllm_patches)
-        self._log_ready(identity)
+        logger.info(
+            "objkv tier ready rows=%d row_bytes=%d weights=%s",
+            self._row_count,
+            row_bytes,
+            identity.weights,
+        )
+        if engine is None:
+            logger.warning(
+                "vLLM's configuration was not found: only 'settings' distinguish replicas"
+            )
 
-    def _read_options(self, options: Mapping[str, Any], spec: "OffloadingSpec") -> Config:
-        self._options, resolved = read_options(options)
-        if self._options.locality is not None:
-            self.locality = Locality(self._options.locality)
-        self._events_enabled = self._options.enable_kv_events
+    def _set_events(self, options: TierOptions, spec: "OffloadingSpec") -> None:
+        if options.locality is not None:
+            self.locality = Locality(options.locality)
+        self._events_enabled = options.enable_kv_events
         if self._events_enabled and not spec.kv_events_config.enable_kv_cache_events:
             logger.warning("enable_kv_events is set, but vLLM has KV events turned off")
             self._events_enabled = False
         self._events: list[OffloadingEvent] = []
-        return resolved.config
 
-    def _log_ready(self, identity: TierIdentity) -> None:
-        logger.info(
-            "objkv tier ready rows=%d row_bytes=%d weights=%s",
-            self._row_count,
-            identity.row_bytes,
-            identity.weights,
-        )
-        if self._engine is None:
-            logger.warning(
-                "vLLM's configuration was not found: only 'settings' distinguish replicas"
-            )
+    def _open(self, replica: Replica, queue_max: int) -> None:
+        """Begin the lookups and the jobs. Waits for an agent."""
+        config, rows, recorder = self._config, self._rows, self._recorder
+        link = self._link = AgentLink(config, replica)
+        nbytes_max = payload_bytes_max((rows.layer,))
+        self._writer = PayloadWriter(link.connect, nbytes_max, "chunks", writer=writer_name(self))
+        self._reader = PayloadReader(link.connect, "chunks")
+        link.await_agent()
+        lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
+        limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
+        # A folder that is its own index ends its answers early.
+        is_folder = config.index_url == "bulk:"
+        self._lookups = TierLookups(link.calls, recorder, limits, ends_early=is_folder)
+        load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000
+        self._loads = TierJobs("load", rows, recorder, queue_max=queue_max, deadline_s=load_s)
+        self._saves = TierJobs("save", rows, recorder, queue_max=queue_max, deadline_s=save_s)
+        self._kill_at: float | None = None
 
     # Requests.
 
@@ -209,7 +233,7 @@ class ObjKVTier(SecondaryTierManager):
     def on_request_finished(self, req_context: "ReqContext") -> None:
         """Forget the request and its lookups."""
         self.namespace.end(req_context.req_id)
-        self._store.lookups.forget(req_context.req_id)
+        self._lookups.forget(req_context.req_id)
 
     @guarded(LookupResult.MISS)
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
@@ -218,34 +242,61 @@ class ObjKVTier(SecondaryTierManager):
         namespace = self.namespace.of(req_context.req_id)
         if namespace is None or self._switch.mode == "never":
             return LookupResult.MISS
-        return self._store.lookups.ask(req_context.req_id, namespace, key)
+        return self._lookups.ask(req_context.req_id, namespace, key)
 
     @guarded(None)
     def on_schedule_end(self, context: "ScheduleEndContext") -> None:
-        """Send the lookups of this step. While the engine ends, limit the time for saves, because
-        vLLM goes on stepping until all are done or it is killed."""
-        self._store.lookups.flush()
-        if self._engine is not None and self._engine.ends:
-            self._store.finish(self._engine.grace_s, idle=self.namespace.idle)
+        """Send the lookups of this step. While the engine ends, save queued chunks within
+        ``drain_deadline_ms`` and drop the rest, because vLLM goes on stepping until all are done or
+        it is killed."""
+        self._lookups.flush()
+        if self._engine is None or not self._engine.ends:
+            return
+        now, drain_s = monotonic(), self._config.drain_deadline_ms / 1000
+        if self._kill_at is None:
+            self._kill_at = now + self._engine.grace_s
+        left_s = max(0.0, self._kill_at - _MARGIN_S - now)
+        if self.namespace.idle or left_s <= drain_s:
+            self._saves.finish(min(drain_s, left_s))
 
     # Jobs.
 
     def submit_store(self, job_metadata: "TransferJob") -> None:
-        """Save rows in the background. Rows without room in the queue are dropped."""
-        self._submit(self._store.save, job_metadata)
+        """Save rows in the background, unless they are stored. Rows without room in the queue are
+        dropped. A reader saves nothing."""
+        namespace, keys, rows = self._read(job_metadata)
+        jobs = self._saves
+        job, taken = jobs.begin(job_metadata.job_id, keys, refuse=namespace is None)
+        if namespace is None or self._config.role == "reader":
+            for key in taken:
+                jobs.settle(job, key, done=True)
+            return
+        saves = [jobs.row(job, namespace, *one) for one in zip(taken, rows, strict=False)]
+        if not self._lookups.submit(partial(self._save_new, namespace, saves)):
+            self._save(saves)
 
     def submit_load(self, job_metadata: "TransferJob") -> None:
-        """Load into rows in the background. Each key succeeds or fails separately."""
-        self._submit(self._store.load, job_metadata)
+        """Load chunks that were found into rows, in the background. Each key succeeds or fails
+        separately."""
+        namespace, keys, rows = self._read(job_metadata)
+        jobs, loads = self._loads, list[JobRow]()
+        job, taken = jobs.begin(job_metadata.job_id, keys, refuse=namespace is None)
+        for key, row in zip(taken, rows, strict=False):
+            record = self._lookups.record(key)
+            if namespace is None or record is None:  # not found, or not looked up
+                jobs.settle(job, key, done=False)
+            else:
+                loads.append(jobs.row(job, namespace, key, row, record))
+        self._reader.read(loads)
 
     @guarded(tuple[JobResult, ...]())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
         """Return the jobs that ended since the last call, including those past their deadline."""
-        loads = self._store.loads.take_finished()
+        loads, saves = self._loads.take_finished(), self._saves.take_finished()
         for job in loads:
-            self._store.loaded(self.namespace.current, job)
+            self._lookups.deny(job.failed)  # later lookups must not wait for the same load again
+            self._touch(job.done)
             self._report(job.noted, removed=True)
-        saves = self._store.saves.take_finished()
         for job in saves:
             self._report(job.noted, removed=False)
         return tuple(map(self._result, (*loads, *saves)))
@@ -268,18 +319,24 @@ class ObjKVTier(SecondaryTierManager):
     def reset(self, *, clean: bool) -> bool:
         """Stop using everything stored so far; see ``TierNamespace``. Does not wait for a store."""
         try:
-            self._store.give_up()
+            self._loads.give_up()
+            self._saves.give_up()
+            self._reader.look()
         finally:
-            self._store.lookups.clear()
+            self._lookups.clear()
             renewed = self.namespace.renew(clean=clean)
         return renewed
 
     @guarded(None)
     def shutdown(self) -> None:
         """Save queued chunks within ``drain_deadline_ms``, then stop. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._store.close()
+        self._loads.close(0.0)
+        self._saves.close(self._config.drain_deadline_ms / 1000)
+        self._rows.memory.release()
+        self._lookups.close()
+        self._reader.close()
+        self._writer.close(0.0)
+        self._link.calls.close()
 
     # Events and metrics.
 
@@ -292,28 +349,67 @@ class ObjKVTier(SecondaryTierManager):
     @classmethod
     def build_metric_definitions(
         cls, extra_config: dict[str, Any]
-    ) -> "dict[str, OffloadingMetricMetadata]":
+    ) -> dict[str, OffloadingMetricMetadata]:
         """Return the metrics of tiers by their full names."""
-        return tier_metric_definitions()
+        table = TIER_METRICS
+        kinds = (OffloadingCounterMetadata, table.counters), (OffloadingGaugeMetadata, table.gauges)
+        return {
+            table.prefix + name: kind(text) for kind, texts in kinds for name, text in texts.items()
+        }
 
     @guarded(None)
-    def get_stats(self) -> Any:
+    def get_stats(self) -> OffloadingConnectorStats | None:
         """Return the numbers since the last call."""
-        return tier_stats(self._recorder.drain())
+        stats, numbers = OffloadingConnectorStats(), self._recorder.drain()
+        for name in numbers.keys() & TIER_METRICS.counters:
+            stats.increase_counter(TIER_METRICS.prefix + name, numbers[name])
+        for name in numbers.keys() & TIER_METRICS.gauges:
+            stats.set_gauge(TIER_METRICS.prefix + name, numbers[name])
+        return stats if numbers else None
 
     # Internal methods.
 
-    def _submit(self, begin: Callable[..., None], job: "TransferJob") -> None:
+    def _read(self, job: "TransferJob") -> tuple[str | None, tuple[bytes, ...], list[int]]:
+        """Return a job's namespace, keys and rows. Without a namespace nothing of it is done."""
         keys = tuple(job.keys)
-        namespace, rows = None, [0] * len(keys)
         try:
             rows = [int(row) for row in job.chunk_ids]
             assert len(rows) == len(keys)
             assert all(0 <= row < self._row_count for row in rows)
-            namespace = self.namespace.of(job.req_context.req_id)
+            return self.namespace.of(job.req_context.req_id), keys, rows
         except Exception:  # vLLM expects an outcome for every job
             logger.exception("invalid tier job job=%s", job.job_id)
-        begin(job.job_id, namespace, keys, rows)
+            return None, keys, []
+
+    def _save_new(self, namespace: str, saves: Sequence[JobRow]) -> Steps[None]:
+        """Save the chunks that are not stored already. On the lookup thread."""
+        names = [one.claim.key for one in saves]
+        fields = sorted({name.field for name in names})
+        try:
+            find = self._link.calls.find(namespace, [name.prefix_hash for name in names], fields)
+            found = yield from find
+        except StoreError:
+            self._recorder.count("lookup_errors")
+            found = [None] * len(names)
+        new = []
+        for one, shards in zip(saves, found, strict=True):
+            if shards is None or one.claim.key.field not in shards:
+                new.append(one)
+            else:
+                one.end(WriteOutcome.EXISTED, 0)
+        self._save(new)
+
+    def _save(self, saves: Sequence[JobRow]) -> None:
+        for one in saves:
+            self._writer.write(one)
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        """Extend the life of the records of loaded chunks."""
+        namespace = self.namespace.current
+        if namespace is not None and keys:
+            hashes = [chunk_key(namespace, key).prefix_hash for key in keys]
+            touch = partial(self._link.calls.touch, namespace, hashes, ttl_s=self._config.ttl_s)
+            self._lookups.submit(touch)
 
     def _result(self, job: Job) -> JobResult:
         return JobResult(
@@ -330,7 +426,7 @@ class ObjKVTier(SecondaryTierManager):
             self._events.append(event)
 
 
-def _rows(view: memoryview) -> tuple[int, int]:
+def _shape(view: memoryview) -> tuple[int, int]:
     """Return the number of rows in vLLM's memory, and their length."""
     shape = view.shape or ()
     if len(shape) != 2 or 0 in shape or view.itemsize != 1 or not view.c_contiguous:

@@ -201,13 +201,13 @@ class Crowd:
         self.share()
 
     def share(self) -> None:
-        self.reading += [one.output.item_hash[0] for one in self.room.grant()]
+        self.reading += [one.claim.key.prefix_hash[0] for one in self.room.grant()]
         assert self.room.held_bytes <= self.nbytes_max
 
 
 def entry(image: int, rows: int) -> WantedOutput:
-    output = EncoderOutput("ns", bytes([image]) * 32, rows, 1, "U8")
-    return WantedOutput(output, 0.0, lambda one, outcome: None)
+    output = EncoderOutput(IDENTITY.namespace(), bytes([image]) * 20, rows, 1, "U8")
+    return WantedOutput(output.claim, (output.layer,), 0.0, lambda *_: None)
 
 
 @given(st.data())

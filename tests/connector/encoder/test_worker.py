@@ -142,6 +142,13 @@ def test_the_same_output_is_saved_once(place: Place) -> None:
         assert (first.saved, first.count("save_repeats")) == (1, 2)
 
 
+def test_outputs_that_the_agent_holds_back_count_with_their_bytes(place: Place) -> None:
+    with replica(place, holds_back=True) as first:
+        first.see(request("a", "x"))
+        assert first.count("saves_accepted") == 1
+        assert first.count("save_accepted_bytes") > 2 * EMBEDS * WIDTH
+
+
 def test_at_its_end_a_worker_waits_for_its_saves(place: Place) -> None:
     first = Replica(place)
     for number in range(8):

@@ -108,8 +108,9 @@ class Replica:
         seal: Seal | None = None,
         device: str = "cpu",
         loads: bool = True,
+        holds_back: bool = False,
     ) -> None:
-        """``loads``: whether it has a language model."""
+        """``loads``: whether it has a language model. ``holds_back``: whether its agent does."""
         limits = limits or Limits()
         config = limits.config()
         self.copies = open_copies(torch.device(device))
@@ -117,7 +118,7 @@ class Replica:
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()
         self.place = place
-        self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec}
+        self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec, "holds_back": holds_back}
         self.node = self._start_node()
         connect = partial(self._connect, wants_arena=False)
         self.calls = AgentCalls(connect)
@@ -190,7 +191,7 @@ class Replica:
     def drain(self) -> None:
         """Wait until everything is stored."""
         assert self.worker.writer is not None
-        assert self.worker.writer.drain(ANSWERS_S)
+        assert self.worker.writer._pool.drain(ANSWERS_S)
         assert self.node.saves.drain(ANSWERS_S)
 
     def dropped(self, *identifiers: str) -> None:

@@ -34,7 +34,7 @@ def make(name: str = "load", **bounds: Any) -> TierJobs:
 
 def begin(jobs: TierJobs, job_id: int, *numbers: int) -> list[JobRow]:
     job, taken = jobs.begin(job_id, [key(n) for n in numbers])
-    return [JobRow(jobs, job, *one) for one in zip(taken, numbers, strict=False)]
+    return [jobs.row(job, NAMESPACE, *one) for one in zip(taken, numbers, strict=False)]
 
 
 def settle(one: JobRow, *, done: bool = True, noted: bool = False) -> None:
@@ -115,13 +115,13 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
     assert not jobs.take_finished()
     clock.advance(11)
     assert [outcome.job_id for outcome in jobs.take_finished()] == [1, 2]
-    assert recorder.value("tier_save_deadlines") == 3
+    assert recorder.value("save_deadlines") == 3
     assert first.deadline < clock()
     for chunk in begin(jobs, 3, 4, 5, 6):
         settle(chunk)
     (third,) = jobs.take_finished()
     assert not third.failed
-    assert recorder.value("tier_save_refused") == 0
+    assert recorder.value("save_refused") == 0
 
 
 class World:
@@ -157,7 +157,7 @@ def test_nothing_is_asked_before_the_step_is_planned() -> None:
     assert world.lookups.ask("b", NAMESPACE, key(1)) is LookupResult.RETRY
     world.clock.advance(2)
     assert world.lookups.ask("a", NAMESPACE, key(1)) is LookupResult.MISS
-    assert world.recorder.value("tier_lookup_deadlines") == 1
+    assert world.recorder.value("lookup_deadlines") == 1
     world.lookups.close()
 
 
@@ -194,6 +194,6 @@ def test_a_full_queue_is_a_no(monkeypatch: pytest.MonkeyPatch) -> None:
         world.lookups.flush()
         assert begun.wait(60)
     assert world.lookups.ask("a", NAMESPACE, key(3)) is LookupResult.MISS
-    assert world.recorder.value("tier_lookup_refused") == 1
+    assert world.recorder.value("lookup_refused") == 1
     gate.set()
     world.lookups.close()

@@ -65,7 +65,11 @@ def test_numbers_reach_vllms_statistics(engines: Any) -> None:
     assert (again.counted("save_existed"), again.counted("saves")) == (1, 0)
     told = engine.manager.get_stats().reduce()
     assert told["vllm:objkv_tier_saves"] == 1
+    switched = "vllm:objkv_tier_admission_switched"
     assert set(told) & set(definitions) >= {"vllm:objkv_tier_saves", "vllm:objkv_tier_save_bytes"}
+    engine.tier._recorder.level("admission_switched", 1.0)
+    assert engine.manager.get_stats().reduce()[switched] == 1
+    assert switched in definitions
 
 
 def test_events_are_told_where_they_are_asked_for(engines: Any) -> None:

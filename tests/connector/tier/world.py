@@ -199,7 +199,7 @@ class Engine:
 
     def counted(self, name: str) -> float:
         """What the tier counted so far."""
-        return float(self.tier._recorder.value(f"tier_{name}"))
+        return float(self.tier._recorder.value(name))
 
     def store(self) -> None:
         """Steps until no job is under way, and its agent saves nothing."""
