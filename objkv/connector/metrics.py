@@ -4,9 +4,7 @@ vLLM requires its own classes from each connector. They share the implementation
 their ``MetricTable``.
 """
 
-from collections.abc import Mapping
-from itertools import chain
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
@@ -15,9 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 
 from objkv.connector.counters import BUCKETS_S, KV_METRICS, MetricTable
 from objkv.telemetry import added
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 _LATEST = "mostrecent"
 """How gauges of several processes are combined."""
@@ -40,17 +35,13 @@ class TableStats:
         # Use a new dict: vLLM passes the same report to all of its loggers, and each of them adds
         # later reports to it. Source: vLLM 0.32, ``KVConnectorLogging`` in
         # ``distributed/kv_transfer/kv_connector/v1/metrics.py``.
-        sampled = self.table.histograms
+        both = self.data, other.data
         samples = {
-            name: [*self.data.get(name, ()), *other.data.get(name, ())]
-            for name in sampled
-            if name in self.data or name in other.data
+            name: [one for data in both for one in data.get(name, ())]
+            for name in self.table.histograms
         }
-        numbers = (
-            {name: value for name, value in data.items() if name not in sampled}
-            for data in (self.data, other.data)
-        )
-        self.data = added(*numbers) | samples
+        numbers = ({n: value for n, value in data.items() if n not in samples} for data in both)
+        self.data = added(*numbers) | {name: found for name, found in samples.items() if found}
         return self
 
     def reduce(self) -> dict[str, int | float]:
@@ -77,48 +68,40 @@ class TableMetrics:
 
     table: ClassVar[MetricTable]
     per_engine_labelvalues: dict[int, list[object]]
+    _labelnames: list[str]
     _counter_cls: Any
     _gauge_cls: Any
     _histogram_cls: Any
 
-    def __init__(
-        self,
-        vllm_config: "VllmConfig",
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)  # type: ignore[call-arg]
-
+    def __init__(self, *args: Any) -> None:
+        """See vLLM's class."""
+        super().__init__(*args)
         table = self.table
-
-        def metrics(kind: Any, texts: Mapping[str, str], **more: Any) -> dict[str, Any]:
-            more["labelnames"] = labelnames
-            return {
-                name: kind(name=table.prefix + name, documentation=text, **more)
-                for name, text in texts.items()
-            }
-
-        self._counters = metrics(self._counter_cls, table.counters)
-        self._gauges = metrics(self._gauge_cls, table.gauges, multiprocess_mode=_LATEST)
-        self._histograms = metrics(self._histogram_cls, table.histograms, buckets=list(BUCKETS_S))
-        for labels in per_engine_labelvalues.values():
-            for metric in chain(
-                *map(dict.values, (self._counters, self._gauges, self._histograms))
-            ):
-                metric.labels(*labels)  # start at 0, otherwise Prometheus misses the first increase
+        kinds: tuple[tuple[Any, dict[str, str], dict[str, Any]], ...] = (
+            (self._counter_cls, table.counters, {}),
+            (self._gauge_cls, table.gauges, {"multiprocess_mode": _LATEST}),
+            (self._histogram_cls, table.histograms, {"buckets": list(BUCKETS_S)}),
+        )
+        self._metrics: dict[str, Any] = {}
+        for kind, texts, more in kinds:
+            for name, text in texts.items():
+                more |= {"documentation": text, "labelnames": self._labelnames}
+                metric = self._metrics[name] = kind(name=table.prefix + name, **more)
+                for labels in self.per_engine_labelvalues.values():
+                    metric.labels(*labels)  # 0, otherwise Prometheus misses the first increase
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one report."""
         labels = self.per_engine_labelvalues[engine_idx]
-        for name, value in transfer_stats_data.items():
-            if counter := self._counters.get(name):
-                counter.labels(*labels).inc(value)
-            elif gauge := self._gauges.get(name):
-                gauge.labels(*labels).set(value)
-            elif histogram := self._histograms.get(name):
+        for name in transfer_stats_data.keys() & self._metrics.keys():
+            metric, value = self._metrics[name].labels(*labels), transfer_stats_data[name]
+            if name in self.table.counters:
+                metric.inc(value)
+            elif name in self.table.gauges:
+                metric.set(value)
+            else:
                 for one in value:
-                    histogram.labels(*labels).observe(one)
+                    metric.observe(one)
 
 
 class ObjKVStats(TableStats, KVConnectorStats):

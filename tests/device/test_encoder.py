@@ -13,7 +13,7 @@ import torch
 
 from objkv.connector.encoder import worker as encoder_worker
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
-from objkv.connector.encoder.worker import DeviceCopies, EncoderWorkerSide
+from objkv.connector.encoder.worker import EncoderWorkerSide, OutputCopies
 from objkv.telemetry import MemoryRecorder
 from tests.connector.encoder import world
 from tests.connector.encoder.world import (
@@ -75,7 +75,7 @@ def loading(names: list[str]) -> EncoderPlan:
     return EncoderPlan({name: (output, one) for name, one in zip(names, pages, strict=True)})
 
 
-def worker(copies: DeviceCopies) -> EncoderWorkerSide:
+def worker(copies: OutputCopies) -> EncoderWorkerSide:
     """One that saves nothing."""
     return EncoderWorkerSide(copies, None, world.Limits().config(), MemoryRecorder(), 0, 0)
 
@@ -100,11 +100,6 @@ def stored(place: Place, name: str) -> torch.Tensor:
         return other.cache[name]
 
 
-def copies_of(one: Replica) -> DeviceCopies:
-    assert isinstance(one.copies, DeviceCopies)
-    return one.copies
-
-
 def calls(counts: Counter[tuple[str, str]], thread: str) -> dict[str, int]:
     """Calls of the driver by threads of that name."""
     found: Counter[str] = Counter()
@@ -123,7 +118,7 @@ WAITS = {"synchronize", "h2d pageable", "h2d blocking", "d2h pageable", "d2h blo
 def test_loaded_outputs_are_right_and_the_forward_thread_waits_for_nothing(
     compute: tuple[int, int], saves: tuple[int, int], api: Any
 ) -> None:
-    copies, cache = DeviceCopies(torch.device(DEVICE)), dict[str, torch.Tensor]()
+    copies, cache = OutputCopies(torch.device(DEVICE)), dict[str, torch.Tensor]()
     side, plan = worker(copies), loading(NAMES)
     simulated.slow(api.current_stream(), *compute)
     simulated.slow(copies.stream, *saves)
@@ -140,7 +135,7 @@ def test_loaded_outputs_are_right_and_the_forward_thread_waits_for_nothing(
 
 
 def test_a_step_without_loads_and_saves_calls_no_driver() -> None:
-    side, nothing = worker(DeviceCopies(torch.device(DEVICE))), EncoderPlan()
+    side, nothing = worker(OutputCopies(torch.device(DEVICE))), EncoderPlan()
     encoded = torch.zeros(ROWS, WIDTH, dtype=torch.bfloat16, device=DEVICE)
     simulated.counts()
     side.load(nothing, {"x": encoded})
@@ -159,7 +154,7 @@ def test_without_page_locked_memory_loads_block_but_are_right(
             raise RuntimeError("out of memory")
         return empty(*args, **more)
 
-    side, cache = worker(DeviceCopies(torch.device(DEVICE))), dict[str, torch.Tensor]()
+    side, cache = worker(OutputCopies(torch.device(DEVICE))), dict[str, torch.Tensor]()
     monkeypatch.setattr(torch, "empty", refuse)
     side.load(loading(NAMES), cache)
     monkeypatch.undo()
@@ -177,18 +172,18 @@ def test_saved_outputs_are_right_and_the_forward_thread_waits_for_nothing(
     api: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    selected, to_host = set[int](), DeviceCopies.to_host
+    selected, to_host = set[int](), OutputCopies.to_host
 
     def spied(*args: Any) -> None:
         to_host(*args)
         selected.add(api.current_device())
 
-    monkeypatch.setattr(DeviceCopies, "to_host", spied)
+    monkeypatch.setattr(OutputCopies, "to_host", spied)
     with started(place) as one, monkeypatch.context() as later:
         # PyTorch hands out a few in turn, so a new one may be the one that loads are copied on.
         later.setattr(api, "Stream", None)
         simulated.slow(api.current_stream(), *compute)
-        simulated.slow(copies_of(one).stream, *saves)
+        simulated.slow(one.copies.stream, *saves)
         simulated.counts()
         encode(one, *NAMES)
         one.drain()
@@ -207,7 +202,7 @@ def test_rows_that_do_not_follow_each_other_are_saved_in_order(place: Place) -> 
     rows = output_of("x")
     apart = torch.stack([rows, torch.zeros_like(rows)], dim=1).to(DEVICE)[:, 0]
     with started(place) as one:
-        simulated.slow(copies_of(one).stream, *LATE)
+        simulated.slow(one.copies.stream, *LATE)
         seen = request("a", "x", embeds=ROWS)
         one.wait(seen)
         one.side.allocate(seen, 0)
@@ -220,7 +215,7 @@ def test_rows_that_do_not_follow_each_other_are_saved_in_order(place: Place) -> 
 
 def test_the_model_does_not_wait_for_saves(place: Place, api: Any) -> None:
     with started(place) as one:
-        with held(copies_of(one).stream):
+        with held(one.copies.stream):
             encode(one, "x")
             computed = api.Event()
             computed.record(api.current_stream())
@@ -237,7 +232,7 @@ def test_a_device_that_hangs_costs_the_save(place: Place, monkeypatch: pytest.Mo
     """Its copy may end later, and its memory is not reused before."""
     monkeypatch.setattr(encoder_worker, "_COPY_S_MAX", 0.01)
     with started(place) as one:
-        with held(copies_of(one).stream):
+        with held(one.copies.stream):
             encode(one, "x")
             one.drain()
             assert (one.saved, one.count("save_errors")) == (0, 1)

@@ -29,9 +29,9 @@ from objkv.config import Config, load_config
 from objkv.connector.counters import ENCODER_METRICS
 from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.identity import read_encoder_identity, read_form
-from objkv.connector.encoder.items import EncoderPlan
+from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide, open_copies
+from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide, OutputCopies
 from objkv.connector.guard import guarded, speak_as_vllm
 from objkv.connector.hooks import EngineHooks, follow_encoder_resets
 from objkv.connector.metrics import TableMetrics, TableStats
@@ -55,58 +55,6 @@ ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
 """Limit for one output, which crosses to the workers in one message (docs/decisions/0013)."""
 NAME = "outputs"
 """What an encoder cache reads and writes, in names of threads."""
-
-
-def open_encoder_scheduler(
-    vllm_config: "VllmConfig", config: Config, link: AgentLink, recorder: MemoryRecorder
-) -> EncoderSchedulerSide:
-    """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models."""
-    loads, saves = _roles(vllm_config, config)
-    form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
-    identity = read_encoder_identity(vllm_config, config)
-    reader = PayloadReader(link.connect, NAME) if loads else None
-    index = link.calls
-    has_peers = vllm_config.parallel_config.data_parallel_size > 1
-    return EncoderSchedulerSide(
-        form,
-        identity,
-        EncoderFetcher(index, reader, config, recorder, held_bytes_max=HELD_BYTES_MAX),
-        loads=loads,
-        saves=saves,
-        steps=EmptySteps(max(1, vllm_config.max_concurrent_batches), has_peers=has_peers),
-        bulk=cast("WriteStore", link.calls),
-        admission=config.admission,
-        recorder=recorder,
-    )
-
-
-def open_encoder_worker(
-    vllm_config: "VllmConfig",
-    config: Config,
-    link: AgentLink,
-    writer: str,
-    recorder: MemoryRecorder,
-) -> EncoderWorkerSide:
-    """Open the worker's side, on the thread that runs the model. Raises ``ConfigError`` for
-    unsupported models. ``writer``: the name of this process in payloads."""
-    _, saves = _roles(vllm_config, config)
-    form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
-    copies, outputs = open_copies(_device()), None
-    if saves and tensor_rank(vllm_config) == 0:
-        nbytes_max = form.item_bytes_max + HEADER_BYTES_MAX
-        outputs = PayloadWriter(
-            link.connect, nbytes_max, NAME, writer=writer, begin=copies.adopt_thread
-        )
-    return EncoderWorkerSide(copies, outputs, config, recorder, form.item_bytes_max, HELD_BYTES_MAX)
-
-
-def _roles(vllm_config: "VllmConfig", config: Config) -> tuple[bool, bool]:
-    """Return whether this replica loads, and whether it saves."""
-    transfer = vllm_config.ec_transfer_config
-    assert transfer is not None
-    loads, encodes = transfer.is_ec_consumer, transfer.is_ec_producer
-    return loads, may_save(config, producer=encodes, consumer=loads)
 
 
 def _device() -> torch.device:
@@ -141,22 +89,57 @@ class ObjKVECConnector(ECConnectorBase):
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
         speak_as_vllm()
-        config = load_config(vllm_config.ec_transfer_config.ec_connector_extra_config)
-        recorder = MemoryRecorder()
-        self._link = AgentLink(config, replica_of(vllm_config))
-        self._link.await_agent()
+        transfer = self._vllm_config.ec_transfer_config
+        config = load_config(transfer.ec_connector_extra_config)
+        loads, encodes = transfer.is_ec_consumer, transfer.is_ec_producer
+        saves = may_save(config, producer=encodes, consumer=loads)
+        link = self._link = AgentLink(config, replica_of(vllm_config))
+        link.await_agent()
+        form = read_form(vllm_config, item_bytes_max=ITEM_BYTES_MAX)
         self.worker: EncoderWorkerSide | None = None
         if role == ECConnectorRole.SCHEDULER:
-            side = open_encoder_scheduler(vllm_config, config, self._link, recorder)
+            side = self._open_scheduler(config, form, loads=loads, saves=saves)
             self._scheduler, self._close = side, side.close
             self._hooks = EngineHooks(side, lambda: None, patches=config.vllm_patches)
             follow_encoder_resets(side, patches=config.vllm_patches)
         else:
-            self.worker = open_encoder_worker(
-                vllm_config, config, self._link, writer_name(self), recorder
-            )
+            self.worker = self._open_worker(config, saves=saves)
             # This drains saves even if the engine is garbage-collected or the process just exits.
             self._close = weakref.finalize(self, self.worker.close)
+
+    def _open_scheduler(
+        self, config: Config, form: OutputForm, *, loads: bool, saves: bool
+    ) -> EncoderSchedulerSide:
+        recorder, vllm_config, link = MemoryRecorder(), self._vllm_config, self._link
+        identity = read_encoder_identity(vllm_config, config)
+        reader = PayloadReader(link.connect, NAME) if loads else None
+        has_peers = vllm_config.parallel_config.data_parallel_size > 1
+        return EncoderSchedulerSide(
+            form,
+            identity,
+            EncoderFetcher(link.calls, reader, config, recorder, held_bytes_max=HELD_BYTES_MAX),
+            loads=loads,
+            saves=saves,
+            steps=EmptySteps(max(1, vllm_config.max_concurrent_batches), has_peers=has_peers),
+            bulk=cast("WriteStore", link.calls),
+            admission=config.admission,
+            recorder=recorder,
+        )
+
+    def _open_worker(self, config: Config, *, saves: bool) -> EncoderWorkerSide:
+        """Open the worker's side, on the thread that runs the model."""
+        copies, writer = OutputCopies(_device()), None
+        if saves and tensor_rank(self._vllm_config) == 0:
+            writer = PayloadWriter(
+                self._link.connect,
+                ITEM_BYTES_MAX + HEADER_BYTES_MAX,
+                NAME,
+                writer=writer_name(self),
+                begin=copies.adopt_thread,
+            )
+        return EncoderWorkerSide(
+            copies, writer, config, MemoryRecorder(), ITEM_BYTES_MAX, HELD_BYTES_MAX
+        )
 
     # Worker's side.
 
@@ -239,12 +222,6 @@ class ObjKVECConnector(ECConnectorBase):
         return ObjKVECStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: "VllmConfig",
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ObjKVECPromMetrics:
+    def build_prom_metrics(cls, *args: Any, **more: Any) -> ObjKVECPromMetrics:
         """Return the Prometheus metrics of this connector."""
-        return ObjKVECPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ObjKVECPromMetrics(*args, **more)

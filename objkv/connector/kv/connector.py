@@ -385,15 +385,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return ObjKVStats(data=data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: "VllmConfig",
-        metric_types: dict[Any, Any],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> ObjKVPromMetrics:
+    def build_prom_metrics(cls, *args: Any, **more: Any) -> ObjKVPromMetrics:
         """Return the Prometheus metrics of this connector."""
-        return ObjKVPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return ObjKVPromMetrics(*args, **more)
 
     def _plan(self) -> StepPlan:
         plan = self._get_connector_metadata()

@@ -18,7 +18,7 @@ from objkv.config import Config
 from objkv.connector.encoder.fetch import EncoderFetcher
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderSchedulerSide
-from objkv.connector.encoder.worker import EncoderWorkerSide, open_copies
+from objkv.connector.encoder.worker import EncoderWorkerSide, OutputCopies
 from objkv.connector.pacing import EmptySteps
 from objkv.keys.encoder import EncoderIdentity
 from objkv.stores.base import WriteStore
@@ -113,7 +113,7 @@ class Replica:
         """``loads``: whether it has a language model. ``holds_back``: whether its agent does."""
         limits = limits or Limits()
         config = limits.config()
-        self.copies = open_copies(torch.device(device))
+        self.copies = OutputCopies(torch.device(device))
         self.clock = ManualClock()
         self.recorder = MemoryRecorder()
         self.worker_recorder = MemoryRecorder()

@@ -14,7 +14,7 @@ from objkv.agent.payloads import PayloadWriter
 from objkv.codec.payload import frame_pages, open_payload
 from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
-from objkv.connector.encoder.worker import EncoderWorkerSide, open_copies
+from objkv.connector.encoder.worker import EncoderWorkerSide, OutputCopies
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.keys.encoder import encoder_hash
@@ -276,7 +276,7 @@ class _Storm:
 @contextmanager
 def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
     """One that has saved everything when the block has ended."""
-    copies, patience_s = open_copies(rig.device), rig.setup.patience_s
+    copies, patience_s = OutputCopies(rig.device), rig.setup.patience_s
     agent = InsideAgent(
         rig.open_cache("encoder"), _OUTPUT_BYTES_MAX, CoreLimits(1, 64), rig.recorder
     )
