@@ -34,7 +34,7 @@ _ANSWER_S = 600.0
 _LAYERS = tuple(f"layers.{number}" for number in range(32))
 _GROUP = GroupIdentity("full", None, _LAYERS, heads=8, content=256, block_size=_BLOCK_TOKENS)
 _IDENTITY = Identity(
-    "bench", "weights", None, "bfloat16", (_GROUP,), "canonical", CHUNK_TOKENS, 0, "default"
+    "bench", "weights", 0, "default", None, "bfloat16", (_GROUP,), "canonical", CHUNK_TOKENS
 )
 
 

@@ -4,16 +4,15 @@ import logging
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from objkv.background import Steps, in_steps
-from objkv.keys.identity import identity_path
+from objkv.keys.identity import NamespaceIdentity, identity_path
 from objkv.stores.base import WriteStore
 
 logger = logging.getLogger(__name__)
 
-IdentityT = TypeVar("IdentityT", bound=Any)
-"""A frozen dataclass with ``weights_epoch``, ``extra``, ``namespace()`` and ``canonical()``."""
+IdentityT = TypeVar("IdentityT", bound=NamespaceIdentity)
 
 
 class ReplicaNamespace(Generic[IdentityT]):

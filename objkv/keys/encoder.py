@@ -7,11 +7,11 @@
 chunk of group 0 with a single shard. ``docs/keyspace.md`` specifies these names.
 """
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import ClassVar
 
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import FORMAT, NamespaceIdentity
+from objkv.keys.identity import NamespaceIdentity
 from objkv.keys.prefix import Extra, encode_extras, field_digest
 from objkv.keys.topology import Shard
 
@@ -32,28 +32,12 @@ class EncoderIdentity(NamespaceIdentity):
     chunks.
     """
 
-    model: str
-    """A hub id, or the last component of a local path."""
-    weights: str
-    """Digest of the weights, or the revision if no weights can be read."""
+    scheme: ClassVar[str] = ENCODER_SCHEME
     processor: str
     """Digest of the processor's files, or the revision if they cannot be read."""
     quantization: str | None
     dtype: str
     """The output's dtype, e.g. ``bfloat16``."""
-    weights_epoch: int
-    tenant: str
-    extra: tuple[tuple[str, str], ...] = ()
-    """Sorted (name, value) pairs of further settings that change outputs."""
-
-    def __post_init__(self) -> None:
-        assert self.weights_epoch >= 0
-        assert tuple(sorted(self.extra)) == self.extra
-
-    def document(self) -> dict[str, Any]:
-        """Return the document as plain JSON values. ``hash`` distinguishes it from a KV
-        identity."""
-        return {"format": FORMAT, "hash": ENCODER_SCHEME, **asdict(self)}
 
 
 def encoder_root(namespace: str) -> bytes:

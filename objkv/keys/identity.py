@@ -7,9 +7,9 @@ specifies it.
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from objkv.errors import ConfigError
 
@@ -67,14 +67,29 @@ class GroupIdentity:
         assert self.page in (None, self.content)
 
 
+@dataclass(frozen=True, slots=True)
 class NamespaceIdentity:
     """Everything that replicas must have in common to share what is in a namespace."""
 
-    __slots__ = ()
+    scheme: ClassVar[str]
+    """Names the hashes, and distinguishes identities of one kind from those of others."""
+    model: str
+    """A hub id, or the last component of a local path."""
+    weights: str
+    """Digest of the weights, or the revision if no weights can be read."""
+    weights_epoch: int
+    tenant: str
+    extra: tuple[tuple[str, str], ...] = field(default=(), kw_only=True)
+    """Sorted (name, value) pairs of further settings that change the stored bytes, e.g. rope
+    overrides."""
+
+    def __post_init__(self) -> None:
+        assert self.weights_epoch >= 0
+        assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
         """Return the document as plain JSON values, including format and hash scheme."""
-        raise NotImplementedError
+        return {"format": FORMAT, "hash": self.scheme, **asdict(self)}
 
     def canonical(self) -> bytes:
         """Return the document's canonical encoding: JSON, keys sorted, no spaces, ASCII, no
@@ -88,12 +103,9 @@ class NamespaceIdentity:
 
 @dataclass(frozen=True, slots=True)
 class Identity(NamespaceIdentity):
-    """The identity behind a namespace."""
+    """The identity behind a namespace of KV."""
 
-    model: str
-    """A hub id, or the last component of a local path."""
-    weights: str
-    """Digest of the weights, or the revision if no weights can be read."""
+    scheme: ClassVar[str] = HASH_SCHEME
     quantization: str | None
     kv_dtype: str
     """As configured (``fp8_e5m2``), not as stored (``uint8``)."""
@@ -102,20 +114,15 @@ class Identity(NamespaceIdentity):
     """``canonical``, or ``opaque:<isa>`` if only the kernel can interpret the bytes of a block."""
     chunk_tokens: int
     """Effective chunk size: a multiple of every group's block size."""
-    weights_epoch: int
-    tenant: str
-    extra: tuple[tuple[str, str], ...] = ()
-    """Sorted (name, value) pairs of further settings that change KV, e.g. rope overrides."""
 
     def __post_init__(self) -> None:
+        NamespaceIdentity.__post_init__(self)
         assert self.groups
         assert all(self.chunk_tokens % group.block_size == 0 for group in self.groups)
-        assert self.weights_epoch >= 0
-        assert tuple(sorted(self.extra)) == self.extra
 
     def document(self) -> dict[str, Any]:
-        """Return the document as plain JSON values, including format and hash scheme."""
-        document = {"format": FORMAT, "hash": HASH_SCHEME, **asdict(self)}
+        """See ``NamespaceIdentity``."""
+        document = NamespaceIdentity.document(self)
         for group in document["groups"]:
             for name in ("state", "page"):
                 if group[name] is None:

@@ -72,7 +72,7 @@ def test_everything_in_the_document_changes_the_namespace(change: dict[str, Any]
 
 def test_the_document_is_not_one_of_kv() -> None:
     group = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=16)
-    kv = Identity("m", "w", None, "bfloat16", (group,), "canonical", 16, 0, "default")
+    kv = Identity("m", "w", 0, "default", None, "bfloat16", (group,), "canonical", 16)
     assert PLAIN.document()["hash"] != kv.document()["hash"]
     assert PLAIN.document()["format"] == kv.document()["format"]
 

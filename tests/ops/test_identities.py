@@ -49,7 +49,7 @@ def test_what_is_no_document_is_refused_though_its_digest_is_right() -> None:
             parse_identity(document, hashlib.sha256(document).hexdigest()[:32])
     with pytest.raises(PayloadError, match="belongs to another namespace"):
         parse_identity(replace(IDENTITY, tenant="other").canonical(), NAMESPACE)
-    outputs = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
+    outputs = EncoderIdentity("m", "w", 0, "default", "p", None, "bfloat16")
     with pytest.raises(PayloadError, match="encoder outputs"):
         parse_identity(outputs.canonical(), outputs.namespace())
 
@@ -64,7 +64,7 @@ def test_a_document_of_any_length_is_not_read_whole() -> None:
 def test_hand_offs_and_encoder_outputs_are_no_kv_that_is_known() -> None:
     bulk = MemoryStore()
     handoffs = replace(IDENTITY, page_layout=HANDOFF_LAYOUT)
-    outputs = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
+    outputs = EncoderIdentity("m", "w", 0, "default", "p", None, "bfloat16")
     for identity in (IDENTITY, handoffs, outputs):
         bulk.put(identity_path(identity.namespace()), identity.canonical())
     assert known_identities(bulk) == {NAMESPACE: IDENTITY}

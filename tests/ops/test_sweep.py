@@ -163,7 +163,7 @@ def test_old_epochs_that_are_in_use_stay() -> None:
 
 def test_only_the_epoch_tells_old_from_new() -> None:
     bulk = MemoryStore()
-    encoder = EncoderIdentity("m", "w", "p", None, "bfloat16", 1, "default")
+    encoder = EncoderIdentity("m", "w", 1, "default", "p", None, "bfloat16")
     identities = {
         "old": IDENTITY,
         "new": replace(IDENTITY, weights_epoch=9),

@@ -10,10 +10,10 @@ import platform
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import islice
 from traceback import walk_stack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig
@@ -36,7 +36,7 @@ from objkv.connector.model.weights import (
     read_weights,
 )
 from objkv.errors import ConfigError
-from objkv.keys.identity import FORMAT, NamespaceIdentity, name_model, sealed_extra
+from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -199,10 +199,10 @@ class TierGroup:
 
 @dataclass(frozen=True, slots=True)
 class TierIdentity(NamespaceIdentity):
-    """The identity of a tier's namespace. One row has all ranks' bytes of a chunk."""
+    """The identity of a tier's namespace. One row has all ranks' bytes of a chunk. Chunks are named
+    by vLLM's block hashes, hashed again to the length of a prefix hash."""
 
-    model: str
-    weights: str
+    scheme: ClassVar[str] = "vllm-block-hash-1"
     kv_dtype: str
     groups: tuple[TierGroup, ...]
     tokens_per_hash: int
@@ -217,23 +217,15 @@ class TierIdentity(NamespaceIdentity):
     """Version without the patch number, because vLLM defines the order in a row."""
     none_hash: str
     """First hash of vLLM's chain of block hashes. It depends on algorithm and seed."""
-    weights_epoch: int
-    tenant: str
     engine: tuple[tuple[str, str], ...]
-    """Sorted (name, value) pairs of other vLLM settings. Empty if they were not found."""
-    extra: tuple[tuple[str, str], ...] = ()
-    """Sorted (name, value) pairs: the operator's ``settings``, and the addition of a reset."""
+    """Sorted (name, value) pairs of other vLLM settings. Empty if they were not found. ``extra`` is
+    the operator's ``settings``."""
 
     def __post_init__(self) -> None:
+        NamespaceIdentity.__post_init__(self)
         assert self.groups
         assert self.row_bytes > 0
         assert tuple(sorted(self.engine)) == self.engine
-        assert tuple(sorted(self.extra)) == self.extra
-
-    def document(self) -> dict[str, Any]:
-        """See ``NamespaceIdentity``. Chunks are named by vLLM's block hashes, hashed again to the
-        length of a prefix hash."""
-        return {"format": FORMAT, "hash": "vllm-block-hash-1", **asdict(self)}
 
     def chunk_tokens(self) -> int:
         """Return the number of tokens of a chunk."""

@@ -31,7 +31,7 @@ from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
 
 EMBEDS, WIDTH = 4, 16
-IDENTITY = EncoderIdentity("m", "w", "p", None, "bfloat16", 0, "default")
+IDENTITY = EncoderIdentity("m", "w", 0, "default", "p", None, "bfloat16")
 FORM = OutputForm(
     "BF16", lambda modality: WIDTH, item_bytes_max=1 << 20, media_named=True, tower_lora=False
 )

@@ -291,6 +291,6 @@ def test_dcp_divides_tokens_and_leaves_the_identity_as_it_is(dcp_size: int) -> N
 @pytest.mark.parametrize("page", [None, 8])
 def test_a_page_is_named_in_the_identity(page: int | None) -> None:
     group = GroupIdentity("mla", None, ("a",), heads=1, content=8, block_size=4, page=page)
-    identity = Identity("m", "w", None, "auto", (group,), "canonical", 4, 0, "t")
+    identity = Identity("m", "w", 0, "t", None, "auto", (group,), "canonical", 4)
     [told] = identity.document()["groups"]
     assert told.get("page", "none") == (page or "none")
