@@ -9,8 +9,7 @@ def register() -> None:
     from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-    if CONNECTOR_NAME not in KVConnectorFactory._registry:
-        KVConnectorFactory.register_connector(CONNECTOR_NAME, "objkv.connector", CONNECTOR_NAME)
-    name = ENCODER_CONNECTOR_NAME
-    if name not in ECConnectorFactory._registry:
-        ECConnectorFactory.register_connector(name, "objkv.connector", name)
+    kv, encoder = (KVConnectorFactory, CONNECTOR_NAME), (ECConnectorFactory, ENCODER_CONNECTOR_NAME)
+    for factory, name in (kv, encoder):
+        if name not in factory._registry:
+            factory.register_connector(name, "objkv.connector", name)

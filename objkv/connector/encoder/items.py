@@ -1,4 +1,4 @@
-"""The images, sounds and videos of requests, their names, and the plans with their outputs.
+"""The images, sounds and videos of requests, and the plans with their outputs.
 
 A plan contains the verified outputs themselves. Once vLLM relies on a promise not to encode an
 item, no fetch on a worker may fail. vLLM sends arrays of 1 MiB and more separately from its pickle,
@@ -8,7 +8,7 @@ in ``distributed/device_communicators/shm_broadcast.py``.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.distributed.ec_transfer.ec_connector.base import (
@@ -17,12 +17,8 @@ from vllm.distributed.ec_transfer.ec_connector.base import (
 )
 
 from objkv.codec.payload import Claim, LayerSpec
-from objkv.connector.model.adapters import Adapters, UnknownAdapterError
-from objkv.keys.encoder import encoder_hash, encoder_key, encoder_root
-from objkv.telemetry import Recorder, added
-
-if TYPE_CHECKING:
-    from vllm.v1.request import Request
+from objkv.keys.encoder import encoder_key, encoder_root
+from objkv.telemetry import added
 
 LAYER = "encoder"
 """Name of the single layer in an output's payload."""
@@ -103,46 +99,3 @@ class Item(NamedTuple):
     output: EncoderOutput
     end: int
     """Tokens up to the end of its last occurrence in the prompt."""
-
-
-class ItemNames:
-    """Names the items of requests. For the scheduler's thread only. Never waits."""
-
-    def __init__(self, form: OutputForm, adapters: Adapters, recorder: Recorder) -> None:
-        self._form, self._adapters, self._recorder = form, adapters, recorder
-
-    def name(self, request: "Request", namespace: str) -> dict[str, Item] | None:
-        """Return a request's items by identifier, none if they must not be shared. None while its
-        adapter is unknown."""
-        lora = None
-        if not self._form.media_named or request.resumable:
-            return {}  # a resumable session may get more images later
-        if self._form.tower_lora and request.lora_request is not None:
-            try:
-                lora = self._adapters.digest(request.request_id, request.lora_request)
-            except UnknownAdapterError:
-                self._recorder.count("adapters_unknown")
-                return {}
-            if lora is None:
-                return None
-        items: dict[str, Item] = {}
-        for index, feature in enumerate(request.mm_features):
-            place, identifier = feature.mm_position, feature.identifier
-            end = place.offset + place.length
-            if (known := items.get(identifier)) is None:
-                name = encoder_hash(
-                    namespace, identifier, lora_digest=lora, salt=request.cache_salt
-                )
-                embeds = request.get_num_encoder_embeds(index)
-                known = Item(self._output(namespace, name, embeds, feature.modality), end)
-            items[identifier] = Item(known.output, max(known.end, end))
-        return items
-
-    def _output(self, namespace: str, name: bytes, embeds: int, modality: str) -> EncoderOutput:
-        dtype, width = self._form.dtype, self._form.width(modality)
-        if width is not None and embeds > 0:
-            output = EncoderOutput(namespace, name, embeds, width, dtype)
-            if output.layer.nbytes <= self._form.item_bytes_max:
-                return output
-            self._recorder.count("load_oversized")
-        return EncoderOutput(namespace, name, embeds, 0, dtype)

@@ -18,15 +18,14 @@ from objkv.connector.encoder.items import (
     EncoderPlan,
     EncoderReport,
     Item,
-    ItemNames,
     OutputForm,
     Pages,
 )
 from objkv.connector.guard import guarded
-from objkv.connector.model.adapters import Adapters
+from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
-from objkv.keys.encoder import EncoderIdentity
+from objkv.keys.encoder import EncoderIdentity, encoder_hash
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder, added
 
@@ -78,7 +77,7 @@ class EncoderSchedulerSide:
         self._reported: dict[str, float] = {}
         # No adapter is read if adapters do not change encoder outputs.
         self.adapters = Adapters(fetcher.submit if form.tower_lora else lambda _job: False)
-        self._names = ItemNames(form, self.adapters, recorder)
+        self._form = form
         self._tracked: dict[str, _Tracked] = {}
         self._asking: _Tracked | None = None
         """The request of vLLM's last query. Later queries name only an item, not its request."""
@@ -230,8 +229,44 @@ class EncoderSchedulerSide:
 
     def _items(self, tracked: _Tracked) -> dict[str, Item] | None:
         if tracked.items is None:
-            tracked.items = self._names.name(tracked.request, tracked.namespace)
+            tracked.items = self._name(tracked.request, tracked.namespace)
         return tracked.items
+
+    def _name(self, request: "Request", namespace: str) -> dict[str, Item] | None:
+        """Return a request's items by identifier, none if they must not be shared. None while its
+        adapter is unknown."""
+        lora = None
+        if not self._form.media_named or request.resumable:
+            return {}  # a resumable session may get more images later
+        if self._form.tower_lora and request.lora_request is not None:
+            try:
+                lora = self.adapters.digest(request.request_id, request.lora_request)
+            except UnknownAdapterError:
+                self._recorder.count("adapters_unknown")
+                return {}
+            if lora is None:
+                return None
+        items: dict[str, Item] = {}
+        for index, feature in enumerate(request.mm_features):
+            place, identifier = feature.mm_position, feature.identifier
+            end = place.offset + place.length
+            if (known := items.get(identifier)) is None:
+                name = encoder_hash(
+                    namespace, identifier, lora_digest=lora, salt=request.cache_salt
+                )
+                embeds = request.get_num_encoder_embeds(index)
+                known = Item(self._output(namespace, name, embeds, feature.modality), end)
+            items[identifier] = Item(known.output, max(known.end, end))
+        return items
+
+    def _output(self, namespace: str, name: bytes, embeds: int, modality: str) -> EncoderOutput:
+        dtype, width = self._form.dtype, self._form.width(modality)
+        if width is not None and embeds > 0:
+            output = EncoderOutput(namespace, name, embeds, width, dtype)
+            if output.layer.nbytes <= self._form.item_bytes_max:
+                return output
+            self._recorder.count("load_oversized")
+        return EncoderOutput(namespace, name, embeds, 0, dtype)
 
     def _drop(self, tracked: _Tracked) -> None:
         """Forget a request's items. It loads and saves nothing from now on."""

@@ -1,14 +1,5 @@
-"""vLLM's tiered offloading with objkv as its secondary tier."""
+"""vLLM's tiered offloading with objkv as its secondary tier. vLLM finds the class here."""
 
-from typing import Any
+from objkv.connector.tier.manager import ObjKVTier
 
 __all__ = ["ObjKVTier"]
-
-
-def __getattr__(name: str) -> Any:
-    # vLLM finds the class here by its public path. Imported on first use: it needs vLLM.
-    if name == "ObjKVTier":
-        from objkv.connector.tier.manager import ObjKVTier
-
-        return ObjKVTier
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
