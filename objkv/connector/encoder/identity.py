@@ -54,11 +54,10 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
             "objkv does not support the encoder cache of encoder-decoder models, because vLLM does "
             f"not use it: run {model.model!r} without ec_transfer_config"
         )
-    folder = local_folder(model.model, model.revision)
     return EncoderIdentity(
         model=name_model(model.model, config.model_id),
-        weights=read_weights(vllm_config, config, folder),
-        processor=_processor(folder, model.revision),
+        weights=read_weights(vllm_config, config),
+        processor=_processor(local_folder(model.model, model.revision), model.revision),
         quantization=model.quantization,
         dtype=str(model.dtype).removeprefix("torch."),
         weights_epoch=config.weights_epoch,

@@ -18,7 +18,7 @@ import torch
 
 from objkv.codec.payload import Claim, LayerSpec
 from objkv.config import Config
-from objkv.connector.model.weights import local_folder, read_weights
+from objkv.connector.model.weights import read_weights
 from objkv.errors import ConfigError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
@@ -114,7 +114,7 @@ def read_handoff_identity(config: Any, settings: Config) -> Identity:
     )
     return Identity(
         model=name_model(model.model, settings.model_id),
-        weights=read_weights(config, settings, local_folder(model.model, model.revision)),
+        weights=read_weights(config, settings),
         quantization=model.quantization,
         kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         groups=(group,),

@@ -21,7 +21,7 @@ from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
 from objkv.connector.model.parts import LayerPart, PipelineStages, read_parts, whole_groups
-from objkv.connector.model.weights import local_folder, read_draft_weights, read_weights
+from objkv.connector.model.weights import read_draft_weights, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
@@ -147,10 +147,9 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     """Return the identity document of this replica. Reads the model's files, which may take
     seconds."""
     model = vllm_config.model_config
-    folder = local_folder(model.model, model.revision)
     return Identity(
         model=name_model(model.model, config.model_id),
-        weights=read_weights(vllm_config, config, folder),
+        weights=read_weights(vllm_config, config),
         quantization=model.quantization,
         kv_dtype=_kv_dtype(vllm_config),
         groups=geometry.stored_groups,

@@ -188,43 +188,39 @@ def weights_digest(
     return cache.remembered(_SCHEMES[full], [*configs, *weights], compute)
 
 
-def model_digest(folder: Path, config: Config) -> str | None:
-    """Return ``weights_digest`` of the kind in the settings, cached on this machine."""
-    return weights_digest(folder, full=config.weights_digest == "full", cache=open_digests())
-
-
-def read_weights(vllm_config: Any, config: Config, folder: Path | None) -> str:
+def read_weights(vllm_config: Any, config: Config) -> str:
     """Return the identity of the weights. Raises ``ConfigError`` if they cannot be identified.
 
-    ``vllm_config``: of any version. ``folder``: the folder of the weights, None if they are not on
-    this machine.
+    ``vllm_config``: of any version.
     """
-    return _identify_weights(
-        vllm_config.model_config, vllm_config, config, folder, "set --revision"
-    )
+    return _read_weights(vllm_config.model_config, vllm_config, config, "set --revision")
 
 
 def read_draft_weights(vllm_config: Any, config: Config) -> str:
     """Return the identity of a draft's weights. Raises ``ConfigError`` if they cannot be
     identified."""
     model = vllm_config.speculative_config.draft_model_config
-    folder = local_folder(model.model, model.revision)
-    return _identify_weights(model, vllm_config, config, folder, "set the draft's 'revision'")
+    return _read_weights(model, vllm_config, config, "set the draft's 'revision'")
 
 
-def _identify_weights(
-    model: Any, vllm_config: Any, config: Config, folder: Path | None, fix: str
-) -> str:
+def _read_weights(model: Any, vllm_config: Any, config: Config, fix: str) -> str:
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:seed={model.seed}"
-    digest = None if folder is None else model_digest(folder, config)
+    return identify_weights(model.model, model.revision, config, fix)
+
+
+def identify_weights(model: str, revision: str | None, config: Config, fix: str) -> str:
+    """Return the digest of a model's weights, cached on this machine, or its revision if they
+    cannot be read here. Raises ``ConfigError``, which names ``fix``, without either."""
+    folder, full = local_folder(model, revision), config.weights_digest == "full"
+    digest = None if folder is None else weights_digest(folder, full=full, cache=open_digests())
     if digest is not None:
         return digest
-    if model.revision is not None:
-        return f"revision:{model.revision}"
+    if revision is not None:
+        return f"revision:{revision}"
     raise ConfigError(
-        f"objkv cannot identify the weights of {model.model!r}, because it cannot read them here: "
-        f"serve from a local folder or {fix}"
+        f"objkv cannot identify the weights of {model!r}, because it cannot read them here: serve "
+        f"from a local folder or {fix}"
     )
 
 

@@ -30,8 +30,7 @@ from objkv.connector.model.identity import (
 )
 from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import (
-    local_folder,
-    model_digest,
+    identify_weights,
     read_draft_weights,
     read_weights,
 )
@@ -299,17 +298,10 @@ def _weights(name: str, engine: TierEngine | None, config: Config, options: Tier
         )
     if options.weights is not None:
         return options.weights
-    if engine is not None and model is not None:
-        return read_weights(engine.config, config, local_folder(model.model, model.revision))
-    folder = local_folder(name, options.revision)
-    if folder is not None and (digest := model_digest(folder, config)) is not None:
-        return digest
-    if options.revision is not None:
-        return f"revision:{options.revision}"
-    raise ConfigError(
-        f"objkv cannot identify the weights of {name!r}, because it cannot read them here: serve "
-        "from a local folder, or set 'weights' or 'revision' in the tier's options"
-    )
+    if engine is not None:
+        return read_weights(engine.config, config)
+    fix = "set 'weights' or 'revision' in the tier's options"
+    return identify_weights(name, options.revision, config, fix)
 
 
 def _layout(spec: "OffloadingSpec") -> str:

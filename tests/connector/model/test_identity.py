@@ -144,10 +144,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def name_of(folder: Path | None, *, load_format: str = "auto", **more: Any) -> str:
-    model = SimpleNamespace(model="org/model", seed=3, revision=more.pop("revision", None))
+    name, revision = str(folder or "org/model"), more.pop("revision", None)
+    model = SimpleNamespace(model=name, seed=3, revision=revision)
     load = SimpleNamespace(load_format=load_format)
     vllm_config = SimpleNamespace(model_config=model, load_config=load)
-    return read_weights(cast("Any", vllm_config), Config(**more), folder)
+    return read_weights(cast("Any", vllm_config), Config(**more))
 
 
 def test_weights_are_named_by_their_bytes_their_revision_or_their_seed(tmp_path: Path) -> None:
