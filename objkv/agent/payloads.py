@@ -242,7 +242,8 @@ class PayloadReader:
     def _has_room(self, agent: AgentConnection, more: Sequence[PayloadTransfer] = ()) -> bool:
         """Whether one besides those that are open, and ``more``, may be opened: one of any size,
         further ones within the bounds."""
-        taken = [*map(_bytes_of, more), *(_bytes_of(read) for read, _ in self._open)]
+        reads = *more, *(read for read, _ in self._open)
+        taken = [read.request.record.raw_bytes for read in reads]
         nbytes = min(_OPEN_BYTES_MAX, (agent.arena.nbytes - BOARD_BYTES) // _OPEN_SHARE)
         return not taken or (len(taken) < _OPEN_MAX and sum(taken) < nbytes)
 
@@ -333,8 +334,8 @@ class PayloadReader:
 
     def _end(self, read: PayloadTransfer, outcome: ReadOutcome) -> None:
         try:
-            assert read.record is not None
-            read.end(outcome, read.record.nbytes if outcome is ReadOutcome.READ else 0)
+            is_read = outcome is ReadOutcome.READ
+            read.end(outcome, read.request.record.nbytes if is_read else 0)
         except Exception:  # the other reads go on
             logger.exception("load not ended, unexpectedly")
 
@@ -354,10 +355,6 @@ class PayloadReader:
         agent, self._agent, self._is_moving = self._agent, None, False
         if agent is not None:
             agent.close()
-
-
-def _bytes_of(read: PayloadTransfer) -> int:
-    return read.request.record.raw_bytes
 
 
 class PayloadWriter:

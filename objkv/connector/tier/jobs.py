@@ -62,11 +62,6 @@ class Rows:
     memory: memoryview
     """``[rows * layer.nbytes]`` uint8."""
 
-    def claim(self, namespace: str, key: bytes) -> Claim:
-        """Return the claim of a row's payload."""
-        # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
-        return Claim(chunk_key(namespace, key), _NO_PARENT, 0, self.tokens)
-
     def view(self, row: int) -> np.ndarray:
         """Return a view of a row, uint8."""
         size = self.layer.nbytes
@@ -162,8 +157,10 @@ class TierJobs:
         self, job: Job, namespace: str, key: bytes, row: int, record: ShardRecord | None = None
     ) -> "JobRow":
         """Return one chunk of a job, to be loaded or saved. A load needs its record."""
-        claim, layers = self.rows.claim(namespace, key), (self.rows.layer,)
-        return JobRow(claim, layers, job.deadline, self, job, key, row, record=record)
+        # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
+        claim = Claim(chunk_key(namespace, key), _NO_PARENT, 0, self.rows.tokens)
+        layers, deadline = (self.rows.layer,), job.deadline
+        return JobRow(claim, layers, deadline, self, job, key, row, record=record)
 
     def settle(self, job: Job, key: bytes, *, done: bool, noted: bool = False) -> None:
         """A chunk has ended. Thread-safe. No effect after its job has."""

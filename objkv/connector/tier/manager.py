@@ -82,14 +82,13 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         writes: bool,
     ) -> None:
         super().__init__(identity, bulk, submit, writes=writes)
-        self._begun = False
         self._live: dict[str, bool] = {}
         """Whether a request began after the last renewal."""
 
     @property
     def current(self) -> str | None:
         """The current namespace, None while nothing may be loaded or saved."""
-        return self.name if self._begun and self.open else None
+        return self.name if self.identity.none_hash and self.open else None
 
     @property
     def idle(self) -> bool:
@@ -100,10 +99,9 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
         """Record a new request. The first one sets the namespace, because vLLM chooses its hash
         after it has made its tiers."""
         self._live.setdefault(request_id, True)
-        if not self._begun and (first := none_hash()) is not None:
+        if not self.identity.none_hash and (first := none_hash()):
             self.identity = replace(self.identity, none_hash=first)
             self.name = self.identity.namespace()
-            self._begun = True
             logger.info("objkv tier namespace=%s", self.name)
         self.announce()
 
