@@ -358,7 +358,8 @@ class PayloadReader:
 
 
 class PayloadWriter:
-    """Writes payloads, one after the other, on one thread. Thread-safe. Only ``close`` waits."""
+    """Writes payloads, one after the other, on one thread. Thread-safe. Only ``drain`` and
+    ``close`` wait."""
 
     def __init__(
         self,
@@ -406,9 +407,14 @@ class PayloadWriter:
         if not self._pool.put((payload,)):
             payload.end(WriteOutcome.DROPPED, 0)
 
+    def drain(self, seconds: float) -> bool:
+        """Wait until nothing is being written, for at most ``seconds``. Returns whether that was
+        so."""
+        return self._pool.drain(seconds)
+
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. The rest is dropped. Idempotent."""
-        if not self._pool.drain(drain_s):
+        if not self.drain(drain_s):
             logger.warning("%s dropped at shutdown count=%d", self._name, self._pool.waiting)
         if names := self._pool.close(JOIN_S, give_up=self._drop):
             logger.warning("threads still saving at shutdown names=%s", ",".join(names))

@@ -257,7 +257,7 @@ def writing(
 def written(writer: PayloadWriter, *writes: Write) -> list[WriteOutcome]:
     for one in writes:
         writer.write(one)
-    assert writer._pool.drain(PATIENCE_S)
+    assert writer.drain(PATIENCE_S)
     return [one.outcome for one in writes]
 
 

@@ -187,7 +187,7 @@ def drain_saves(llm: Any) -> None:
 
     if has_ec_transfer():
         writer = getattr(getattr(get_ec_transfer(), "worker", None), "writer", None)
-        assert writer is None or writer._pool.drain(300)
+        assert writer is None or writer.drain(300)
     if hasattr(llm.llm_engine.engine_core, "engine_core"):
         fleet.drain_saves(llm)
 

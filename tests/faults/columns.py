@@ -113,7 +113,7 @@ class Encoder:
         output = torch.full((ROWS, WIDTH), number % 128, dtype=torch.bfloat16)
         encoded = self._engine.see(f"image-{number}", output)
         assert torch.equal(self._engine.cache[f"image-{number}"], output)
-        assert self._engine.worker.worker.writer._pool.drain(SAVED_S)
+        assert self._engine.worker.worker.writer.drain(SAVED_S)
         self._engine.agent.node.saves.drain(SAVED_S)
         return encoded
 
