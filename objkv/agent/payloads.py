@@ -408,7 +408,7 @@ class PayloadWriter:
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. The rest is dropped. Idempotent."""
-        if not self._pool.drain(drain_s):
+        if not self.drain(drain_s):
             logger.warning("%s dropped at shutdown count=%d", self._name, self._pool.waiting)
         if names := self._pool.close(JOIN_S, give_up=self._drop):
             logger.warning("threads still saving at shutdown names=%s", ",".join(names))
