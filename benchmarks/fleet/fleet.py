@@ -5,6 +5,7 @@ from typing import Literal
 
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.trace import BLOCK_TOKENS
+from objkv.assembly.fetchers import RANGES_MAX
 
 Routing = Literal["random", "affine"]
 Policy = Literal["all", "reused"]
@@ -15,16 +16,15 @@ Admission = Literal["auto", "always", "never", "alone"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """objkv's settings with objkv's defaults, then two limits that are set elsewhere."""
+    """objkv's settings with objkv's defaults, its constants, then two limits that are set
+    elsewhere."""
 
     chunk_tokens: int = 256
     ttl_s: float = 14_400
     hot_save_bytes_max: int = 256 << 10
     load_threads: int = 8
     save_threads: int = 16
-    s3_range_bytes: int = 8 << 20
-    s3_ranges_max: int = 56
-    s3_multipart_bytes: int = 64 << 20
+    ranges_max: int = RANGES_MAX
     save_queue_max: int = 64
     lookup_deadline_ms: int = 500
     load_deadline_ms: int = 30_000

@@ -6,6 +6,7 @@ is put into the bucket.
 
 from benchmarks.fleet.tiers import Held
 from benchmarks.fleet.world import Job, Replica, Unit, World
+from objkv.config.prices import MULTIPART_BYTES
 
 _WAITING_SHARE = 0.25
 """Of an arena: payloads that may wait to be put."""
@@ -35,8 +36,8 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     counts, client, width = world.counts, world.costs.client, world.width()
     agents = world.fleet.agents
     lane = replica.host.saves if agents else replica.saves
-    parts = -(-world.payload_bytes // world.settings.s3_multipart_bytes)
-    part_bytes = min(world.payload_bytes, world.settings.s3_multipart_bytes)
+    parts = -(-world.payload_bytes // MULTIPART_BYTES)
+    part_bytes = min(world.payload_bytes, MULTIPART_BYTES)
     each_s = world.bulk.first_byte_s + part_bytes / world.bulk.connection_bytes_s
     payloads = world.model.shards / width
     """Of one chunk, for each process."""

@@ -13,6 +13,7 @@ from benchmarks.fleet.costs import Costs, Model
 from benchmarks.fleet.fleet import Agents, Fleet
 from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NodeCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
+from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES
 
 REDIS_FULL = 0.95
 """A server that is asked for more than this of its time answers the rest too late."""
@@ -210,9 +211,9 @@ class World:
     def connections(self, *, save: bool) -> int:
         """Requests to the bulk store that one worker has under way at most."""
         settings = self.settings
-        split = settings.s3_multipart_bytes if save else settings.s3_range_bytes
+        split = MULTIPART_BYTES if save else RANGE_BYTES
         threads = settings.save_threads if save else settings.load_threads
-        return threads + (settings.s3_ranges_max if self.payload_bytes > split else 0)
+        return threads + (settings.ranges_max if self.payload_bytes > split else 0)
 
     def _units(self, arrival: Arrival) -> list[Unit]:
         chunk, blocks = self.settings.chunk_tokens, arrival.blocks

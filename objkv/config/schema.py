@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -116,16 +116,6 @@ class Config(BaseModel):
     s3_signed_payloads: bool = False
     """Sign the bodies of requests, for a bucket whose policy denies ``UNSIGNED-PAYLOAD``. Costs
     about 1 ms of CPU per MiB."""
-    s3_multipart_bytes: int = Field(default=64 << 20, ge=5 << 20)
-    """Payloads larger than this are uploaded in parts of this size."""
-    s3_range_bytes: int = Field(default=8 << 20, ge=1 << 20)
-    """Payloads larger than this are read by several concurrent range requests."""
-    s3_ranges_max: int = Field(default=56, ge=0, le=256)
-    """Concurrent range requests per process, not counting the first of each payload. 0: a single
-    request reads a whole payload."""
-    s3_hedge_percent_max: int = Field(default=5, ge=0, le=100)
-    """A request slower than the 95th percentile is hedged, for at most this percentage of requests.
-    0: never."""
     bulk_calls_max: int = Field(default=64, ge=1)
     """Concurrent calls to the bulk store, per process."""
 
@@ -215,10 +205,6 @@ class Config(BaseModel):
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it."""
-    agent_fetch_processes: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
-    """Processes with which an agent fetches from a bucket. Each decrypts TLS on another core.
-    0: only the agent fetches. ``auto``: one for each 8 cores of the machine or container, at most
-    4, and 0 without TLS."""
     agent_verify: Literal["agent", "reader"] = "agent"
     """Who verifies checksums. ``agent``: the agent, once for all replicas. ``reader``: this replica
     too, in the arena, before each copy."""

@@ -9,15 +9,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
+from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
+from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ceph import ceph_radosgw
 from tests.support.servers.ports import free_port
@@ -109,7 +113,6 @@ class ServerPlace(Place):
             index_url=f"{valkey.url}/0",
             s3_addressing="path",
             s3_region="us-east-1",
-            s3_multipart_bytes=PART_BYTES,
             lease_ms=LEASE_MS,
             lookup_deadline_ms=5_000,
             **{**s3, **gateway},
@@ -117,7 +120,8 @@ class ServerPlace(Place):
         access = open_s3_access(config)
         access.client.create_bucket(Bucket=BUCKET)
         access.close()
-        super().__init__(config)
+        with patch.object(fetchers, "S3Store", partial(S3Store, multipart_bytes=PART_BYTES)):
+            super().__init__(config)
 
     def wipe(self) -> None:
         for entry in self.used.bulk.scan(""):

@@ -53,7 +53,6 @@ class AgentPlace(Place):
         self._stores = self.settings | {"index_url": f"sqlite://{self.index_file}"}
         own = {
             "agent_memory_bytes": arena_bytes,
-            "agent_fetch_processes": processes,
             "codec": "none",
             "save_to_bucket": "all",
             "lookup_ttl_ms": 0,
@@ -75,7 +74,9 @@ class AgentPlace(Place):
         self.settings = {"agent": self.agent.url} | nowhere
 
     def _start(self) -> AgentProcess:
-        return AgentProcess(self._agent_settings, path=self._sockets / "agent.sock")
+        constants = {"objkv.assembly.fetchers.process_count": self._processes}
+        path = self._sockets / "agent.sock"
+        return AgentProcess(self._agent_settings, path=path, constants=constants)
 
     @property
     def is_serving(self) -> bool:

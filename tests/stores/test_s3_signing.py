@@ -6,6 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objkv.assembly import fetchers
 from objkv.assembly.backends import open_backends
 from objkv.assembly.fetchers import open_s3
 from objkv.config import Config, load_config
@@ -175,8 +177,12 @@ def meets(wanted: str, request: Request) -> bool:
 
 @pytest.mark.parametrize(("wanted", "demanded"), DEMANDS, ids=[name for name, _ in DEMANDS])
 def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_is_named(
-    wanted: str, demanded: dict[str, Any], tmp_path: Path
+    wanted: str,
+    demanded: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(fetchers, "S3Store", partial(S3Store, multipart_bytes=PART))
     refused: list[Request] = []
 
     def check(request: Request) -> Answer | None:
@@ -193,7 +199,6 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
             "s3_addressing": "path",
             "s3_access_key_id": "test",
             "s3_secret_access_key": "testsecret",
-            "s3_multipart_bytes": PART,
             "load_deadline_ms": 60_000,
         }
         large, buffer = pattern(PART + 9), bytearray(8)

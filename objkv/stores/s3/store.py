@@ -12,6 +12,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from objkv.config import is_directory_bucket
+from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -66,8 +67,8 @@ class S3Store:
         *,
         bucket: str,
         prefix: str,
-        multipart_bytes: int,
-        range_bytes: int = 8 << 20,
+        multipart_bytes: int = MULTIPART_BYTES,
+        range_bytes: int = RANGE_BYTES,
         ranges_max: int = 0,
         hedge_percent_max: int = 0,
         deadline_s: float = 30.0,
