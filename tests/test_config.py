@@ -29,7 +29,7 @@ from objkv.telemetry import NullRecorder
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "objkv.toml"
-    path.write_text('bulk_calls_max = 1\nload_threads = 1\nsave_threads = 1\ncodec = "lz4"\n')
+    path.write_text('chunk_tokens = 1\nload_threads = 1\nsave_threads = 1\ncodec = "lz4"\n')
     return path
 
 
@@ -37,8 +37,8 @@ def test_later_sources_win_and_each_setting_knows_its_source(file: Path) -> None
     environ = {"OBJKV_LOAD_THREADS": "2", "OBJKV_SAVE_THREADS": "2"}
     resolved = resolve_config({"save_threads": 3}, environ=environ, file=file)
     config, sources = resolved.config, resolved.sources
-    assert (config.bulk_calls_max, config.load_threads, config.save_threads) == (1, 2, 3)
-    assert sources["bulk_calls_max"] == "file"
+    assert (config.chunk_tokens, config.load_threads, config.save_threads) == (1, 2, 3)
+    assert sources["chunk_tokens"] == "file"
     assert sources["load_threads"] == "environment"
     assert sources["save_threads"] == "option"
     assert sources["tenant"] == "default"

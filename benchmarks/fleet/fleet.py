@@ -28,9 +28,6 @@ class Settings:
     save_queue_max: int = 64
     lookup_deadline_ms: int = 500
     load_deadline_ms: int = 30_000
-    breaker_failures: int = 5
-    breaker_reset_ms: int = 1_000
-    breaker_reset_max_ms: int = 15_000
     admission: Admission = "auto"
     quota_bytes: float = float("inf")
     """Of the bulk store; not a setting of the replica: what somebody keeps the bucket to."""

@@ -14,7 +14,9 @@ from benchmarks.fleet.fleet import Agents, Fleet
 from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NodeCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
 from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES
+from objkv.net.breaker import Patience
 
+_PATIENCE = Patience()
 REDIS_FULL = 0.95
 """A server that is asked for more than this of its time answers the rest too late."""
 _TAG = 1 << 40
@@ -185,12 +187,11 @@ class World:
         busy = self.redis.add(now, work_s * self.scale / self.fleet.redis_primaries)
         if busy > REDIS_FULL and self.rng.random() > REDIS_FULL / busy:
             replica.failures += 1
-            if replica.failures >= self.settings.breaker_failures:
-                longest_ms = self.settings.breaker_reset_ms * 2**replica.pauses
-                pause_ms = min(longest_ms, self.settings.breaker_reset_max_ms)
-                replica.closed_until_s = now + pause_ms / 1000
+            if replica.failures >= _PATIENCE.failures:
+                longest_s = _PATIENCE.reset_s * 2**replica.pauses
+                replica.closed_until_s = now + min(longest_s, _PATIENCE.reset_max_s)
                 replica.pauses = min(replica.pauses + 1, 30)
-                replica.failures = self.settings.breaker_failures - 1  # one call tries again
+                replica.failures = _PATIENCE.failures - 1  # one call tries again
             return None
         replica.failures = replica.pauses = 0
         return work_s / (1 - min(busy, REDIS_FULL))

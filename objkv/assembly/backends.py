@@ -38,6 +38,10 @@ from objkv.telemetry import NullRecorder, Recorder
 logger = logging.getLogger(__name__)
 CONNECT_FLOOR_S, READ_FLOOR_S = 1.0, 2.0
 """Shortest time limits for connecting to Redis, and for one of its replies."""
+_CALLS_MIN = 64
+"""Concurrent calls to the bulk store that are allowed at least. Half of them may be writes, twice
+as many as an agent's saving threads. The rest are those of ``load_threads``, and of lookups in
+folders."""
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -94,7 +98,8 @@ def open_bulk(
     of_agent: bool = False,
 ) -> PruneStore:
     """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
-    slots = Slots(config.bulk_calls_max, config.load_deadline_ms / 1000)
+    calls_max = max(_CALLS_MIN, 2 * config.load_threads)
+    slots = Slots(calls_max, config.load_deadline_ms / 1000)
     guard = _guard("bulk", config, recorder, on_change, slots=slots)
     return GuardedStore(_bulk_place(config, recorder, of_agent=of_agent), guard)
 
@@ -230,18 +235,13 @@ def _guard(
     slots: Slots | None = None,
 ) -> Guard:
     """Return the guard of ``end``. With ``slots``, its store has deadlines of its own."""
-    patience = Patience(
-        config.breaker_failures,
-        config.breaker_reset_ms / 1000,
-        config.breaker_reset_max_ms / 1000,
-        # Loads near their deadline have less time; all others detect a stalled store.
-        min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000),
-    )
+    # Loads near their deadline have less time; all others detect a stalled store.
+    enough_s = min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000)
     return Guard(
         end,
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
-        Breakers(end, patience, recorder, on_change=on_change or log_change),
+        Breakers(end, Patience(enough_s=enough_s), recorder, on_change=on_change or log_change),
         slots=slots,
         seconds=None if slots else call_s(config),
         may_write=config.role != "reader",

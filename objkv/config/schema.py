@@ -60,7 +60,6 @@ TOPICS: Final = {
     "lookup_deadline_ms": "Deadlines",
     "load_threads": "Threads and queues",
     "lookup_ttl_ms": "Lookups and leases",
-    "breaker_failures": "Circuit breakers",
     "at_start": "Failures",
     "store_tokens": "Audits, signatures and encryption",
 }
@@ -116,8 +115,6 @@ class Config(BaseModel):
     s3_signed_payloads: bool = False
     """Sign the bodies of requests, for a bucket whose policy denies ``UNSIGNED-PAYLOAD``. Costs
     about 1 ms of CPU per MiB."""
-    bulk_calls_max: int = Field(default=64, ge=1)
-    """Concurrent calls to the bulk store, per process."""
 
     redis_ca_file: Path | None = None
     """PEM file with the CA of the server's certificate. Unset: the system's CAs."""
@@ -142,8 +139,6 @@ class Config(BaseModel):
     redis_prefix: str = Field(default="objkv", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Prefix of every key in Redis, followed by a colon. To isolate tenants from each other, give
     each its own prefix and Redis rights to that prefix only."""
-    redis_calls_max: int = Field(default=16, ge=1)
-    """Redis connections per process: this many for the index and as many for payloads."""
 
     chunk_tokens: int = Field(default=256, ge=1)
     """Requested tokens per chunk, rounded up to a common multiple of all block sizes."""
@@ -271,15 +266,6 @@ class Config(BaseModel):
     lookup queries the index."""
     lease_ms: int = Field(default=30_000, ge=1)
     """How long a replica holds the lease to save a chunk."""
-    breaker_failures: int = Field(default=5, ge=1)
-    """Consecutive failures that open a circuit breaker. Each store has one for reads and one for
-    writes."""
-    breaker_reset_ms: int = Field(default=1_000, ge=1)
-    """Upper limit of the first pause before an open circuit breaker lets one call through as a
-    probe. Each failed probe doubles the limit. Each pause lasts at least half of it."""
-    breaker_reset_max_ms: int = Field(default=15_000, ge=1)
-    """Upper limit of all pauses of an open circuit breaker. A recovered store is probed within this
-    time."""
 
     admission: AdmissionMode = "auto"
     """Which matches are loaded. ``auto``: only those that load faster than they can be recomputed,

@@ -15,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from objkv.agent.client import is_listening
 from objkv.agent.http.metrics import PREFIX
@@ -35,12 +35,12 @@ class AgentProcess:
         *,
         path: Path | None = None,
         options: Sequence[str] = (),
-        constants: Mapping[str, float] | None = None,
+        constants: Mapping[str, Any] | None = None,
         fresh: bool = False,
     ) -> None:
         """``settings``: names and values. ``path``: by default in a new folder with a short name,
-        since a socket's path may have 107 bytes. ``options``: of the command. ``constants``: by
-        ``module.name``, with other values. ``fresh``: as a service starts it, not as a fork."""
+        since a socket's path may have 107 bytes. ``options``: of the command. ``constants``: see
+        ``tests.support.tuned``. ``fresh``: as a service starts it, not as a fork."""
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "agent.sock"
         self.log_file = self.folder / "log"
