@@ -29,18 +29,18 @@ from objkv.telemetry import NullRecorder
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "objkv.toml"
-    path.write_text('chunk_tokens = 1\nload_threads = 1\nsave_threads = 1\ncodec = "lz4"\n')
+    path.write_text('chunk_tokens = 1\nload_threads = 1\nttl_s = 1\ncodec = "lz4"\n')
     return path
 
 
 def test_later_sources_win_and_each_setting_knows_its_source(file: Path) -> None:
-    environ = {"OBJKV_LOAD_THREADS": "2", "OBJKV_SAVE_THREADS": "2"}
-    resolved = resolve_config({"save_threads": 3}, environ=environ, file=file)
+    environ = {"OBJKV_LOAD_THREADS": "2", "OBJKV_TTL_S": "2"}
+    resolved = resolve_config({"ttl_s": 3}, environ=environ, file=file)
     config, sources = resolved.config, resolved.sources
-    assert (config.chunk_tokens, config.load_threads, config.save_threads) == (1, 2, 3)
+    assert (config.chunk_tokens, config.load_threads, config.ttl_s) == (1, 2, 3)
     assert sources["chunk_tokens"] == "file"
     assert sources["load_threads"] == "environment"
-    assert sources["save_threads"] == "option"
+    assert sources["ttl_s"] == "option"
     assert sources["tenant"] == "default"
     assert set(sources) == set(Config.model_fields)
 

@@ -25,7 +25,8 @@ class Settings:
     load_threads: int = 8
     save_threads: int = 16
     ranges_max: int = RANGES_MAX
-    save_queue_max: int = 64
+    queue_max: int = 64
+    """Chunks of a worker that may wait to be saved."""
     lookup_deadline_ms: int = 500
     load_deadline_ms: int = 30_000
     admission: Admission = "auto"

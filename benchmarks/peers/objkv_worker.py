@@ -64,7 +64,6 @@ class ObjkvWorker(Worker):
             "s3_secret_access_key": "bench",
             "hot_save_bytes_max": str(1 << 30 if self._in_redis else 0),
             "load_threads": str(threads),
-            "save_threads": str(threads),
             "save_to_bucket": "all",
             "codec": "none",
         }

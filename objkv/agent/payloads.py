@@ -430,11 +430,6 @@ class PayloadWriter:
         self._saves = AgentSaves(lambda fd: connect(outbox=fd), outbox, self._memory, clock=clock)
         self._pool: Pool[PayloadWrite] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
 
-    @property
-    def waiting(self) -> int:
-        """Payloads that wait for the thread."""
-        return self._pool.waiting
-
     def write(self, payload: PayloadWrite) -> None:
         """Queue a payload. How many wait is the caller's concern."""
         if not self._pool.put((payload,)):

@@ -33,8 +33,11 @@ from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder, Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_WORKERS = 16
-"""As many workers of a node may have payloads waiting to be saved as their settings allow."""
+_SAVE_QUEUE_MAX = 1024
+"""Saves that may wait: 64 each of 16 workers. Those of 32 MiB fill an arena's quarter earlier."""
+_SAVERS_EACH = 2
+"""Threads that save for each that loads: a put is slower than a get, and nothing waits for it. With
+fewer, a third of the new chunks are dropped (``docs/scaling.md``)."""
 _LOOK_S = 1.0
 _TOTALS = (
     *("agent_hits", "agent_fills", "agent_disk_hits"),
@@ -178,7 +181,7 @@ class NodeAgent:
         config = self._config
         keeps = config.agent_disk_keeps
         keeps_all = self._rule.may_hold_back if keeps == "auto" else keeps == "all"
-        limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
+        limits = CoreLimits(config.load_threads, disk_keeps_all=keeps_all)
         disk = None
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
@@ -189,8 +192,8 @@ class NodeAgent:
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)
         return NodeSaveLimits(
-            config.save_threads,
-            _WORKERS * config.save_queue_max,
+            _SAVERS_EACH * config.load_threads,
+            _SAVE_QUEUE_MAX,
             config.save_deadline_ms / 1000,
             config.codec,
             far,

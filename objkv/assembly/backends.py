@@ -39,9 +39,8 @@ logger = logging.getLogger(__name__)
 CONNECT_FLOOR_S, READ_FLOOR_S = 1.0, 2.0
 """Shortest time limits for connecting to Redis, and for one of its replies."""
 _CALLS_MIN = 64
-"""Concurrent calls to the bulk store that are allowed at least. Half of them may be writes, twice
-as many as an agent's saving threads. The rest are those of ``load_threads``, and of lookups in
-folders."""
+"""Concurrent calls to the bulk store that are allowed at least. Half of them may be writes, so the
+threads that save have one each, and others are left for lookups in folders."""
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -98,7 +97,7 @@ def open_bulk(
     of_agent: bool = False,
 ) -> PruneStore:
     """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
-    calls_max = max(_CALLS_MIN, 2 * config.load_threads)
+    calls_max = max(_CALLS_MIN, 4 * config.load_threads)
     slots = Slots(calls_max, config.load_deadline_ms / 1000)
     guard = _guard("bulk", config, recorder, on_change, slots=slots)
     return GuardedStore(_bulk_place(config, recorder, of_agent=of_agent), guard)

@@ -58,7 +58,7 @@ TOPICS: Final = {
     "quota_high_percent": "Eviction",
     "agent": "Node agent",
     "lookup_deadline_ms": "Deadlines",
-    "load_threads": "Threads and queues",
+    "load_threads": "Threads",
     "lookup_ttl_ms": "Lookups and leases",
     "at_start": "Failures",
     "store_tokens": "Audits, signatures and encryption",
@@ -188,8 +188,9 @@ class Config(BaseModel):
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last. A value above ``ttl_s`` keeps expired payloads longer."""
     pinned_bytes_max: int = Field(default=0, ge=0)
-    """Pinned (page-locked) memory per worker, in which it hands saves over to its agent. 0: enough
-    for two full steps, and at most an eighth of the host's memory for all workers."""
+    """Pinned (page-locked) memory per worker, in which it hands saves over to its agent. Further
+    saves are dropped. 0: enough for two full steps and 64 chunks, and at most an eighth of the
+    host's memory for all workers."""
 
     agent: str = Field(default="auto", pattern=r"^(auto|private|unix:///[^\x00]{1,100})$")
     """The agent that loads and saves for a replica. ``auto``: one for all replicas of this user on
@@ -251,16 +252,7 @@ class Config(BaseModel):
     drain_deadline_ms: int = Field(default=10_000, ge=0)
     """How long a shutdown waits for in-flight saves."""
     load_threads: int = Field(default=8, ge=1, le=256)
-    """Threads of an agent that fetch and decode payloads."""
-    save_threads: int = Field(default=16, ge=1, le=256)
-    """Threads of an agent that encode and upload payloads."""
-    load_queue_max: int = Field(default=4096, ge=1)
-    """Chunks per worker that may wait to be loaded. Further ones are misses."""
-    save_queue_max: int = Field(default=64, ge=1)
-    """Chunks per worker that may wait to be saved, or those of two full steps if these are more.
-    Further ones are dropped."""
-    lookup_queue_max: int = Field(default=1024, ge=1)
-    """Requests that may wait for a lookup. Further ones are misses."""
+    """Threads of an agent that fetch and decode payloads. Twice as many encode and upload them."""
     lookup_ttl_ms: int = Field(default=30_000, ge=0)
     """How long a node's agent, and a request that waits, remember which chunks are stored. 0: every
     lookup queries the index."""

@@ -76,7 +76,7 @@ def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_pat
     config = config_of(tmp_path, index_url=NOBODY, load_threads=40)
     with open_backends(config, NullRecorder()) as backends:
         assert order(repr(backends.bulk), ["GuardedStore", "LocalStore"])
-        assert "closed, 80 calls, of" in repr(backends.bulk)
+        assert "closed, 160 calls, of" in repr(backends.bulk)
         for backend, names in (
             (backends.hot, ["GuardedStore", "RedisStore"]),
             (backends.index, ["ListedIndex", "RedisIndex"]),

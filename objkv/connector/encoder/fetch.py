@@ -22,6 +22,7 @@ from objkv.agent.client import CALL_S
 from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import PayloadReader, ReadOutcome
 from objkv.background import Steps, StepThread
+from objkv.cache.lookup import LOOKUP_QUEUE_MAX
 from objkv.codec.payload import LayerSpec
 from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, Pages
@@ -162,7 +163,7 @@ class EncoderFetcher:
         Args:
             reader: on the same clock; ``close`` closes it. None: outputs are looked up only.
             config: its ``encoder_deadline_ms`` is for an output. Requests are refused while
-                ``lookup_queue_max`` outputs wait, and other jobs while as many are in progress.
+                ``LOOKUP_QUEUE_MAX`` outputs wait, and other jobs while as many are in progress.
             held_bytes_max: memory for outputs that are held or read, without one copy of an output
                 that is not needed any more.
         """
@@ -225,7 +226,7 @@ class EncoderFetcher:
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         """See ``StepThread.run``. Exceptions of the job are counted."""
-        is_full = self._thread.unfinished >= self._config.lookup_queue_max
+        is_full = self._thread.unfinished >= LOOKUP_QUEUE_MAX
         return not is_full and self._thread.run(job)
 
     def deadline(self) -> float:
@@ -262,7 +263,7 @@ class EncoderFetcher:
                     self._entries[output] = entry
                     fresh.append(entry)
                 entry.owners.add(owner)
-            is_full = waiting >= self._config.lookup_queue_max
+            is_full = waiting >= LOOKUP_QUEUE_MAX
             if fresh and (is_full or not self._thread.run(partial(self._look_up, fresh))):
                 for entry in fresh:
                     self._settle(entry, State.ABSENT, "load_refused")

@@ -127,7 +127,6 @@ class SchedulerSide:
         shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
         limits = LookupLimits(
             config.lookup_deadline_ms / 1000,
-            config.lookup_queue_max,
             age_max_s=max(config.lookup_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
         )
         fields = sorted(geometry.all_fields())

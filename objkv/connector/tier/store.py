@@ -52,7 +52,7 @@ class TierStore:
         self.documents = cast("WriteStore", link.calls)
         self._index = link.calls
         lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
-        limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
+        limits = LookupLimits(lookup_s, age_max_s=age_max_s)
         # A folder that is its own index ends its answers early.
         is_folder = config.index_url == "bulk:"
         self.lookups = TierLookups(self._index, recorder, limits, ends_early=is_folder)
