@@ -179,9 +179,9 @@ class NodeAgent:
 
     def _open_core(self, recorder: Recorder) -> Core:
         config = self._config
-        keeps = config.agent_disk_keeps
-        keeps_all = self._rule.may_hold_back if keeps == "auto" else keeps == "all"
-        limits = CoreLimits(config.load_threads, disk_keeps_all=keeps_all)
+        # What was not read is written only if the bucket may not have it: of everything else the
+        # disk needs only what recurs, a fourth or fifth of the bytes.
+        limits = CoreLimits(config.load_threads, disk_keeps_all=self._rule.may_hold_back)
         disk = None
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
@@ -262,7 +262,7 @@ class NodeAgent:
         kept = frozenset[str]() if spill is None else spill.held_back
         lost, lost_bytes = self.core.residents.unsaved.lost(kept)
         if lost:
-            keeps = "agent_disk_url" if spill is None else "agent_disk_keeps to all"
+            keeps = "agent_disk_url" if spill is None else "more agent_disk_bytes"
             logger.warning(
                 "payloads lost that nothing has read again count=%d bytes=%d: set %s to keep them, "
                 "or save_to_bucket to all",

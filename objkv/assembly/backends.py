@@ -13,7 +13,7 @@ from threading import Thread
 
 from objkv.cache.auto_sweep import AutoSweep
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.quota import Quota, TenantUsage
+from objkv.cache.quota import FULL_PERCENT, Quota, TenantUsage
 from objkv.config import (
     Config,
     cache_folder,
@@ -286,8 +286,7 @@ def is_far(config: Config) -> bool:
 
 
 _OF_SWEEPS = (
-    *("bulk_url", "index_url", "tenant", "ttl_s", "quota_bytes", "quota_low_percent"),
-    "sweep_grace_s",
+    *("bulk_url", "index_url", "tenant", "ttl_s", "quota_bytes", "sweep_grace_s"),
     # Paths and commands, not keys: without them sealed payloads could not get a record.
     *("signing_keys_file", "signing_keys_command"),
     *("encryption_keys_file", "encryption_keys_command"),
@@ -308,18 +307,13 @@ def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota |
     usage = BulkIndex(backends.bulk).usage if is_ours else backends.index.usage
     return Quota(
         TenantUsage(usage, backends.bulk, config.tenant),
-        max(1, config.quota_bytes * config.quota_high_percent // 100),
+        max(1, config.quota_bytes * FULL_PERCENT // 100),
         recorder,
         relief=AutoSweep(backends.index, sweep_settings(config), recorder) if is_ours else None,
     )
 
 
 def sweep_settings(config: Config) -> dict[str, str]:
-    """Return the environment variables for a sweep that makes room here.
-
-    Its high watermark is the configured low one: a folder may hold more than its records show, and
-    then records below the high watermark must be evicted too.
-    """
-    values = {name: getattr(config, name) for name in _OF_SWEEPS}
-    values |= {"quota_high_percent": max(1, config.quota_low_percent), "role": "sweeper"}
+    """Return the environment variables for a sweep that makes room here."""
+    values = {name: getattr(config, name) for name in _OF_SWEEPS} | {"role": "sweeper"}
     return {ENV_PREFIX + n.upper(): str(value) for n, value in values.items() if value is not None}

@@ -55,7 +55,7 @@ TOPICS: Final = {
     "redis_ca_file": "Redis",
     "hot_save_bytes_max": "Hot store",
     "model_id": "Model and weights",
-    "quota_high_percent": "Eviction",
+    "sweep_grace_s": "Eviction",
     "agent": "Node agent",
     "lookup_deadline_ms": "Deadlines",
     "load_threads": "Threads",
@@ -177,13 +177,9 @@ class Config(BaseModel):
     """How long an index record lives after its last save or hit. At the default, S3 Standard
     costs less than the GPU time that it saves. Without a price for storage, use a day or a week."""
     quota_bytes: int = Field(default=0, ge=0)
-    """Payload bytes per tenant, over all its namespaces. 0: no quota. If ``bulk_url`` is also
+    """Payload bytes per tenant, over all its namespaces. Saves stop at 95 %, and ``objkv sweep``
+    evicts the least used chunks down to 85 %. 0: no quota. If ``bulk_url`` is also
     unset, the default is 50 GiB or a fifth of the disk, whichever is smaller."""
-    quota_high_percent: int = Field(default=95, ge=1, le=100)
-    """At this percentage of the quota, saves stop and ``objkv sweep`` evicts the least used
-    chunks."""
-    quota_low_percent: int = Field(default=85, ge=0, le=100)
-    """Sweep evicts until usage falls to this percentage of the quota."""
     sweep_grace_s: int = Field(default=14_400, ge=0)
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last. A value above ``ttl_s`` keeps expired payloads longer."""
@@ -217,15 +213,11 @@ class Config(BaseModel):
     agent_disk_url: str | None = None
     """Folder on a local disk, ``file:///path``, in which an agent also keeps payloads, to load them
     from there after their eviction from memory or after a restart. Each agent needs a folder of its
-    own. Sealed payloads are sealed there too. Unset: none."""
+    own. Sealed payloads are sealed there too. All are kept there if ``save_to_bucket`` may hold
+    payloads back, otherwise those that a replica loaded. Unset: none."""
     agent_disk_bytes: int = Field(default=0, ge=0)
     """Maximum size of these files. 0: half of the space that is free when the agent starts, its own
     files included."""
-    agent_disk_keeps: Literal["auto", "read", "all"] = "auto"
-    """Which payloads are written to the disk. ``read``: those that a replica loaded. ``all``: those
-    that replicas save or prefetch as well, which writes four to five times as much. ``auto``:
-    ``all`` if ``save_to_bucket`` holds payloads back, which otherwise are only in memory, and
-    ``read`` if not."""
     save_to_bucket: SavePolicy = "auto"
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read or computed again, here or on another node, or a
@@ -266,9 +258,6 @@ class Config(BaseModel):
     at_start: Literal["degraded", "strict"] = "degraded"
     """If a store is unreachable at start: ``degraded`` serves without it until it recovers,
     ``strict`` refuses to start."""
-    load_failure: Literal["recompute", "vllm"] = "recompute"
-    """``recompute`` sets vLLM's ``kv_load_failure_policy`` to ``recompute``. ``vllm`` leaves that
-    policy unchanged."""
     store_tokens: bool = False
     """Whether payloads contain their token ids, for audits. Token ids are the prompt in
     plaintext."""
@@ -286,8 +275,6 @@ class Config(BaseModel):
     encryption_keys_command: str | None = Field(default=None, repr=False)
     """Command that prints the content of an ``encryption_keys_file``. Run once at start, without a
     shell."""
-    keys_command_deadline_ms: int = Field(default=10_000, ge=1)
-    """How long a command that prints keys may take."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -327,11 +314,6 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if self.quota_low_percent > self.quota_high_percent:
-            raise ValueError(
-                f"quota_low_percent {self.quota_low_percent} is above quota_high_percent "
-                f"{self.quota_high_percent}: lower it"
-            )
         if self.s3_sse_kms_key_id and self.s3_sse != "aws:kms":
             raise ValueError("s3_sse_kms_key_id is set: set s3_sse to aws:kms too")
         if self.redis_credentials and (self.redis_username or self.redis_password):

@@ -109,7 +109,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._link = AgentLink(self._config, replica_of(vllm_config))
         self._link.await_agent()
         self._accepted = AcceptedShards() if events_enabled(vllm_config) else None
-        warn_of_outer_policy(vllm_config, self._config)
+        warn_of_outer_policy(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             headroom = BlockHeadroom(
                 vllm_config, kv_cache_config, self._geometry, lambda: self._kv_cache_manager

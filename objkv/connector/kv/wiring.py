@@ -75,10 +75,9 @@ def open_scheduler_side(
     models. ``link``: the way to its agent."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    if config.load_failure == "recompute":
-        # vLLM reads this after it has made the connector. Its default fails the request. In
-        # objkv a payload that cannot be loaded is an ordinary miss.
-        transfer.kv_load_failure_policy = "recompute"
+    # vLLM reads this after it has made the connector. Its default fails the request. In objkv a
+    # payload that cannot be loaded is an ordinary miss.
+    transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
     roles = Roles(
