@@ -24,7 +24,8 @@ from objkv.assembly.backends import check_backends, is_far, open_backends, open_
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.chunks import LEASE_MS, CacheSettings, ChunkCache
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
@@ -88,7 +89,7 @@ class NodeAgent:
             self._backends.index,
             self.core.residents.unsaved,
             self._board,
-            ttl_s=config.lookup_ttl_ms / 1000,
+            ttl_s=LOOKUP_TTL_S,
         )
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
@@ -165,7 +166,7 @@ class NodeAgent:
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends
         settings = CacheSettings(
-            _lease_owner(self._path), config.ttl_s, config.lease_ms, config.hot_save_bytes_max
+            _lease_owner(self._path), config.ttl_s, LEASE_MS, config.hot_save_bytes_max
         )
         return ChunkCache(
             backends.bulk,

@@ -59,7 +59,6 @@ TOPICS: Final = {
     "agent": "Node agent",
     "lookup_deadline_ms": "Deadlines",
     "load_threads": "Threads",
-    "lookup_ttl_ms": "Lookups and leases",
     "at_start": "Failures",
     "store_tokens": "Audits, signatures and encryption",
 }
@@ -245,11 +244,6 @@ class Config(BaseModel):
     """How long a shutdown waits for in-flight saves."""
     load_threads: int = Field(default=8, ge=1, le=256)
     """Threads of an agent that fetch and decode payloads. Twice as many encode and upload them."""
-    lookup_ttl_ms: int = Field(default=30_000, ge=0)
-    """How long a node's agent, and a request that waits, remember which chunks are stored. 0: every
-    lookup queries the index."""
-    lease_ms: int = Field(default=30_000, ge=1)
-    """How long a replica holds the lease to save a chunk."""
 
     admission: AdmissionMode = "auto"
     """Which matches are loaded. ``auto``: only those that load faster than they can be recomputed,

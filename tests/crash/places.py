@@ -60,7 +60,7 @@ class Place:
             command="crash",
         )
         # One owner in the process and its children: what a killed one leased is not waited for.
-        return replace(view, owner=f"crash-{os.getpid()}")
+        return replace(view, owner=f"crash-{os.getpid()}", lease_ms=LEASE_MS)
 
     def wipe(self) -> None:
         """Begin a round with nothing."""
@@ -81,9 +81,7 @@ class FolderPlace(Place):
         self.name = "folder, its own index" if own_index else "folder + SQLite"
         self._folder = folder
         index = "bulk:" if own_index else f"sqlite://{folder}/index.sqlite"
-        super().__init__(
-            Config(bulk_url=f"file://{folder}/chunks", index_url=index, lease_ms=LEASE_MS)
-        )
+        super().__init__(Config(bulk_url=f"file://{folder}/chunks", index_url=index))
 
     def wipe(self) -> None:
         shutil.rmtree(self._folder / "chunks", ignore_errors=True)
@@ -113,7 +111,6 @@ class ServerPlace(Place):
             index_url=f"{valkey.url}/0",
             s3_addressing="path",
             s3_region="us-east-1",
-            lease_ms=LEASE_MS,
             lookup_deadline_ms=5_000,
             **{**s3, **gateway},
         )

@@ -32,7 +32,6 @@ PATIENT = {
     "save_deadline_ms": 600_000,
     "pinned_bytes_max": 256 << 20,
     "drain_deadline_ms": 1_000 * DRAIN_S,
-    "lease_ms": 600_000,
 }
 """A busy machine must not change what is cached: nothing is late, and nothing is dropped."""
 

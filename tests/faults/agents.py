@@ -57,10 +57,8 @@ class AgentPlace(Place):
             "agent_memory_bytes": arena_bytes,
             "codec": "none",
             "save_to_bucket": "all",
-            "lookup_ttl_ms": 0,
             "load_deadline_ms": 1000 * STORE_S,
             "save_deadline_ms": 600_000,
-            "lease_ms": LEASE_MS,
             "drain_deadline_ms": 10_000,
         }
         self._agent_settings = {name: str(value) for name, value in (self._stores | own).items()}
@@ -76,6 +74,8 @@ class AgentPlace(Place):
         constants = {
             "objkv.assembly.fetchers.process_count": self._processes,
             "objkv.assembly.backends.Patience": HASTY,
+            "objkv.assembly.agent.LEASE_MS": LEASE_MS,
+            "objkv.assembly.agent.LOOKUP_TTL_S": 0.0,
         }
         path = self._sockets / "agent.sock"
         return AgentProcess(self._agent_settings, path=path, constants=constants)

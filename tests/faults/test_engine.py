@@ -50,7 +50,6 @@ IMPATIENT: dict[str, Any] = {
     "chunk_tokens": CHUNK,
     "load_deadline_ms": 60_000,
     "step_load_deadline_ms": 60_000,
-    "lookup_ttl_ms": 0,
 }
 NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
 
@@ -72,6 +71,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         patch.setattr(chunks, "KEEP_S", 0.0)
         hasty = partial(Patience, failures=1, reset_s=0.05, reset_max_s=0.05)
         patch.setattr("objkv.assembly.backends.Patience", hasty)
+        patch.setattr("objkv.assembly.agent.LOOKUP_TTL_S", 0.0)
         with running_servers(tmp_path_factory.mktemp("fleet"), Clock()) as servers:
             yield servers
 

@@ -9,7 +9,7 @@ from objkv.agent.messages import PayloadRequest
 from objkv.agent.payloads import PayloadReader, PayloadWriter, WriteOutcome
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps
-from objkv.cache.lookup import LookupLimits
+from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
 from objkv.connector.tier.jobs import Job, RowLoad, Rows, RowSave, TierJobs, chunk_key
@@ -51,8 +51,7 @@ class TierStore:
         # These have the verbs that replicas use; the rest is for operators.
         self.documents = cast("WriteStore", link.calls)
         self._index = link.calls
-        lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
-        limits = LookupLimits(lookup_s, age_max_s=age_max_s)
+        limits = LookupLimits(config.lookup_deadline_ms / 1000, age_max_s=LOOKUP_TTL_S)
         # A folder that is its own index ends its answers early.
         is_folder = config.index_url == "bulk:"
         self.lookups = TierLookups(self._index, recorder, limits, ends_early=is_folder)
