@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Self
+from unittest.mock import patch
 
 from benchmarks.alone import run_alone
 from benchmarks.harness import (
@@ -24,6 +25,7 @@ from benchmarks.harness import (
 )
 from benchmarks.plain_limit import PlainClient, plain_server
 from benchmarks.sample import PAYLOAD_1_MIB, PAYLOAD_32_MIB
+from objkv.assembly import fetchers
 from objkv.config import Config
 from objkv.ops.bench.sample import PAYLOAD_8_MIB, PayloadSample, Shape, get_verified, make_samples
 from objkv.stores.base import PruneStore
@@ -64,8 +66,8 @@ def s3_config(endpoint_url: str, **changes: str) -> Config:
 
 def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[BenchRow]:
     # One request per payload: the limit has as many connections as there are threads, and no more.
-    config = s3_config(url, s3_ranges_max="0", s3_hedge_percent_max="0")
-    store = open_store(config)
+    with patch.multiple(fetchers, RANGES_MAX=0, HEDGE_PERCENT_MAX=0):
+        store = open_store(s3_config(url))
     try:
         for shape in large_payloads(setting):
             for threads in CONNECTIONS:

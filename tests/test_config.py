@@ -30,18 +30,18 @@ from objkv.telemetry import NullRecorder
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     path = tmp_path / "objkv.toml"
-    path.write_text('bulk_calls_max = 1\nload_threads = 1\nsave_threads = 1\ncodec = "lz4"\n')
+    path.write_text('chunk_tokens = 1\nload_threads = 1\nttl_s = 1\ncodec = "lz4"\n')
     return path
 
 
 def test_later_sources_win_and_each_setting_knows_its_source(file: Path) -> None:
-    environ = {"OBJKV_LOAD_THREADS": "2", "OBJKV_SAVE_THREADS": "2"}
-    resolved = resolve_config({"save_threads": 3}, environ=environ, file=file)
+    environ = {"OBJKV_LOAD_THREADS": "2", "OBJKV_TTL_S": "2"}
+    resolved = resolve_config({"ttl_s": 3}, environ=environ, file=file)
     config, sources = resolved.config, resolved.sources
-    assert (config.bulk_calls_max, config.load_threads, config.save_threads) == (1, 2, 3)
-    assert sources["bulk_calls_max"] == "file"
+    assert (config.chunk_tokens, config.load_threads, config.ttl_s) == (1, 2, 3)
+    assert sources["chunk_tokens"] == "file"
     assert sources["load_threads"] == "environment"
-    assert sources["save_threads"] == "option"
+    assert sources["ttl_s"] == "option"
     assert sources["tenant"] == "default"
     assert set(sources) == set(Config.model_fields)
 
@@ -232,11 +232,6 @@ def test_the_default_folder_has_a_quota_and_no_other_place(
     assert load_config({"quota_bytes": 0}, environ={}).quota_bytes == 0
     assert load_config({"quota_bytes": 7}, environ={}).quota_bytes == 7
     assert load_config({"bulk_url": "s3://b/x"}, environ={}).quota_bytes == 0
-
-
-def test_watermarks_out_of_order_are_refused() -> None:
-    with pytest.raises(ConfigError, match="quota_low_percent 60 is above quota_high_percent 50"):
-        load_config({"quota_low_percent": 60, "quota_high_percent": 50}, environ={})
 
 
 def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first(

@@ -20,6 +20,7 @@ from objkv.cli.app import COMMANDS as ALL
 from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
 from objkv.errors import ConfigError, ObjkvError
+from objkv.net.breaker import Patience
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from tests.support.servers.listener import Listener
@@ -249,9 +250,12 @@ def told(error: BaseException) -> str:
 
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
 def test_no_error_of_an_end_shows_a_secret(
-    world: dict[str, str], logged: Callable[[], str]
+    world: dict[str, str], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = load_config({"breaker_failures": 1000}, environ=world)
+    monkeypatch.setattr(
+        "objkv.assembly.backends.Patience", functools.partial(Patience, failures=1000)
+    )
+    config = load_config(environ=world)
     with open_backends(config, MemoryRecorder()) as backends:
         errors = list(errors_of(backends))
         assert len(errors) > 15

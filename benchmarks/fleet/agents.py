@@ -126,9 +126,7 @@ def decided(fleet: Fleet, costs: Costs) -> Policy:
         put_gb=bulk.put_gb_usd,
         source=fleet.bulk,
     )
-    rule = PutRule(
-        "auto", prices, settings.ttl_s + SWEEP_WAIT_S, multipart_bytes=settings.s3_multipart_bytes
-    )
+    rule = PutRule("auto", prices, settings.ttl_s + SWEEP_WAIT_S)
     tokens = settings.chunk_tokens
     payload = model.token_bytes * tokens // model.shards
     gpu_s = model.gpus * model.prefill_s(0, _STEP_TOKENS) * tokens / _STEP_TOKENS

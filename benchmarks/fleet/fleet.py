@@ -5,6 +5,7 @@ from typing import Literal
 
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.trace import BLOCK_TOKENS
+from objkv.assembly.fetchers import RANGES_MAX
 
 Routing = Literal["random", "affine"]
 Policy = Literal["all", "reused"]
@@ -15,22 +16,19 @@ Admission = Literal["auto", "always", "never", "alone"]
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """objkv's settings with objkv's defaults, then two limits that are set elsewhere."""
+    """objkv's settings with objkv's defaults, its constants, then two limits that are set
+    elsewhere."""
 
     chunk_tokens: int = 256
     ttl_s: float = 14_400
     hot_save_bytes_max: int = 256 << 10
     load_threads: int = 8
     save_threads: int = 16
-    s3_range_bytes: int = 8 << 20
-    s3_ranges_max: int = 56
-    s3_multipart_bytes: int = 64 << 20
-    save_queue_max: int = 64
+    ranges_max: int = RANGES_MAX
+    queue_max: int = 64
+    """Chunks of a worker that may wait to be saved."""
     lookup_deadline_ms: int = 500
     load_deadline_ms: int = 30_000
-    breaker_failures: int = 5
-    breaker_reset_ms: int = 1_000
-    breaker_reset_max_ms: int = 15_000
     admission: Admission = "auto"
     quota_bytes: float = float("inf")
     """Of the bulk store; not a setting of the replica: what somebody keeps the bucket to."""

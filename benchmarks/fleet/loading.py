@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from benchmarks.fleet.saving import put
 from benchmarks.fleet.tiers import Held, Lane
 from benchmarks.fleet.world import Job, Unit, World
+from objkv.config.prices import RANGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def _plan(world: World, job: Job, now: float, tokens: tuple[int, int]) -> Load:
     disk = min(disk, last - first - arena)
     hot = min(hot, last - first - arena - disk)
     bulk = last - first - hot - arena - disk
-    parts = -(-world.payload_bytes // world.settings.s3_range_bytes)
+    parts = -(-world.payload_bytes // RANGE_BYTES)
     size, gets = world.chunk_bytes, bulk * shards * parts
     return Load(start, end, hot, bulk, arena, disk, hot * size, bulk * size, gets, ready_s)
 
@@ -168,7 +169,7 @@ def _readers(world: World) -> int:
 
 def _each_s(world: World) -> float:
     """One ranged read on one connection."""
-    size = min(world.payload_bytes, world.settings.s3_range_bytes)
+    size = min(world.payload_bytes, RANGE_BYTES)
     return world.bulk.first_byte_s + size / world.bulk.connection_bytes_s
 
 

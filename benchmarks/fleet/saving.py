@@ -6,6 +6,7 @@ is put into the bucket.
 
 from benchmarks.fleet.tiers import Held
 from benchmarks.fleet.world import Job, Replica, Unit, World
+from objkv.config.prices import MULTIPART_BYTES
 
 _WAITING_SHARE = 0.25
 """Of an arena: payloads that may wait to be put."""
@@ -15,7 +16,7 @@ def save(world: World, job: Job, start_s: float, end_s: float) -> None:
     """Save the chunks of a prompt that was computed from ``start_s`` to ``end_s``.
 
     Chunks become ready evenly over that time. One that others are saving is left to them (lease);
-    one that finds ``save_queue_max`` others waiting is dropped.
+    one that finds ``queue_max`` others waiting is dropped.
     """
     spread_s = (end_s - start_s) / len(job.private)
     for unit in job.units:
@@ -35,8 +36,8 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     counts, client, width = world.counts, world.costs.client, world.width()
     agents = world.fleet.agents
     lane = replica.host.saves if agents else replica.saves
-    parts = -(-world.payload_bytes // world.settings.s3_multipart_bytes)
-    part_bytes = min(world.payload_bytes, world.settings.s3_multipart_bytes)
+    parts = -(-world.payload_bytes // MULTIPART_BYTES)
+    part_bytes = min(world.payload_bytes, MULTIPART_BYTES)
     each_s = world.bulk.first_byte_s + part_bytes / world.bulk.connection_bytes_s
     payloads = world.model.shards / width
     """Of one chunk, for each process."""
@@ -45,7 +46,7 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
         world.payload_bytes / client.save_bytes_s,
     )
     waiting = (lane.start_s(now) - now) / chunk_s
-    room: float = world.settings.save_queue_max + world.settings.save_threads
+    room: float = world.settings.queue_max + world.settings.save_threads
     if agents:  # what waits is in the arena anyway
         room = agents.memory_bytes * _WAITING_SHARE / world.chunk_bytes
     if waiting + unit.chunks > room or now < replica.closed_until_s:

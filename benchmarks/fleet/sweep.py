@@ -30,7 +30,7 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     yield Case("objkv", "none", replace(fleet, shared=False))
     yield Case("objkv", "default settings", fleet)
     for ranges, savers in ((16, 4), (0, 16), (16, 16), (120, 16), (56, 4), (56, 8)):
-        case = changed(fleet, s3_ranges_max=ranges, save_threads=savers)
+        case = changed(fleet, ranges_max=ranges, save_threads=savers)
         yield Case("connections", f"ranges {ranges}, save {savers}", case)
     for store in costs.bulk:
         if store != fleet.bulk:

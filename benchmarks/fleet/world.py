@@ -13,7 +13,10 @@ from benchmarks.fleet.costs import Costs, Model
 from benchmarks.fleet.fleet import Agents, Fleet
 from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NodeCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
+from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES
+from objkv.net.breaker import Patience
 
+_PATIENCE = Patience()
 REDIS_FULL = 0.95
 """A server that is asked for more than this of its time answers the rest too late."""
 _TAG = 1 << 40
@@ -184,12 +187,11 @@ class World:
         busy = self.redis.add(now, work_s * self.scale / self.fleet.redis_primaries)
         if busy > REDIS_FULL and self.rng.random() > REDIS_FULL / busy:
             replica.failures += 1
-            if replica.failures >= self.settings.breaker_failures:
-                longest_ms = self.settings.breaker_reset_ms * 2**replica.pauses
-                pause_ms = min(longest_ms, self.settings.breaker_reset_max_ms)
-                replica.closed_until_s = now + pause_ms / 1000
+            if replica.failures >= _PATIENCE.failures:
+                longest_s = _PATIENCE.reset_s * 2**replica.pauses
+                replica.closed_until_s = now + min(longest_s, _PATIENCE.reset_max_s)
                 replica.pauses = min(replica.pauses + 1, 30)
-                replica.failures = self.settings.breaker_failures - 1  # one call tries again
+                replica.failures = _PATIENCE.failures - 1  # one call tries again
             return None
         replica.failures = replica.pauses = 0
         return work_s / (1 - min(busy, REDIS_FULL))
@@ -210,9 +212,9 @@ class World:
     def connections(self, *, save: bool) -> int:
         """Requests to the bulk store that one worker has under way at most."""
         settings = self.settings
-        split = settings.s3_multipart_bytes if save else settings.s3_range_bytes
+        split = MULTIPART_BYTES if save else RANGE_BYTES
         threads = settings.save_threads if save else settings.load_threads
-        return threads + (settings.s3_ranges_max if self.payload_bytes > split else 0)
+        return threads + (settings.ranges_max if self.payload_bytes > split else 0)
 
     def _units(self, arrival: Arrival) -> list[Unit]:
         chunk, blocks = self.settings.chunk_tokens, arrival.blocks

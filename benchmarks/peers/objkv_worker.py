@@ -63,9 +63,7 @@ class ObjkvWorker(Worker):
             "s3_access_key_id": "bench",
             "s3_secret_access_key": "bench",
             "hot_save_bytes_max": str(1 << 30 if self._in_redis else 0),
-            "redis_calls_max": str(max(16, threads)),
             "load_threads": str(threads),
-            "save_threads": str(threads),
             "save_to_bucket": "all",
             "codec": "none",
         }

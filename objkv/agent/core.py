@@ -40,8 +40,9 @@ class CoreLimits:
     """Bounds of the core."""
 
     threads: int
-    queue_max: int
-    """Payloads that may wait for a thread. Further ones are misses."""
+    queue_max: int = 4096
+    """Payloads that may wait for a thread, those of some long prompts. Further ones are misses:
+    they would wait until their deadline."""
     disk_keeps_all: bool = False
     """Whether payloads are written to the disk that were not read."""
     cuts: Cuts = field(default_factory=Cuts)

@@ -396,15 +396,15 @@ class PayloadWriter:
         self._saves = AgentSaves(lambda fd: connect(outbox=fd), outbox, self._memory, clock=clock)
         self._pool: Pool[PayloadTransfer] = Pool(f"objkv-save-{name}", 1, self._run, begin=begin)
 
-    @property
-    def waiting(self) -> int:
-        """Payloads that wait for the thread."""
-        return self._pool.waiting
-
     def write(self, payload: PayloadTransfer) -> None:
         """Queue a payload. How many wait is the caller's concern."""
         if not self._pool.put((payload,)):
             payload.end(WriteOutcome.DROPPED, 0)
+
+    def drain(self, seconds: float) -> bool:
+        """Wait until nothing is being written, for at most ``seconds``. Returns whether that was
+        so."""
+        return self._pool.drain(seconds)
 
     def close(self, drain_s: float) -> None:
         """Drain within the bound, then stop. The rest is dropped. Idempotent."""

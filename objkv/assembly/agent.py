@@ -25,7 +25,8 @@ from objkv.assembly.backends import check_backends, is_far, open_backends, open_
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.chunks import LEASE_MS, CacheSettings, ChunkCache
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
@@ -34,8 +35,11 @@ from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder, Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_WORKERS = 16
-"""As many workers of a node may have payloads waiting to be saved as their settings allow."""
+_SAVE_QUEUE_MAX = 1024
+"""Saves that may wait: 64 each of 16 workers. Those of 32 MiB fill an arena's quarter earlier."""
+_SAVERS_EACH = 2
+"""Threads that save for each that loads: a put is slower than a get, and nothing waits for it. With
+fewer, a third of the new chunks are dropped (``docs/scaling.md``)."""
 _LOOK_S = 1.0
 _TOTALS = (
     *("agent_hits", "agent_fills", "agent_disk_hits"),
@@ -79,7 +83,7 @@ class NodeAgent:
             self._backends.index,
             self.core.residents.unsaved,
             self._board,
-            ttl_s=config.lookup_ttl_ms / 1000,
+            ttl_s=LOOKUP_TTL_S,
         )
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
@@ -156,7 +160,7 @@ class NodeAgent:
     def _open_cache(self, recorder: Recorder) -> ChunkCache:
         config, backends = self._config, self._backends
         settings = CacheSettings(
-            _lease_owner(self._path), config.ttl_s, config.lease_ms, config.hot_save_bytes_max
+            _lease_owner(self._path), config.ttl_s, LEASE_MS, config.hot_save_bytes_max
         )
         return ChunkCache(
             backends.bulk,
@@ -170,9 +174,9 @@ class NodeAgent:
 
     def _open_core(self, recorder: Recorder) -> Core:
         config = self._config
-        keeps = config.agent_disk_keeps
-        keeps_all = self._rule.may_hold_back if keeps == "auto" else keeps == "all"
-        limits = CoreLimits(config.load_threads, config.load_queue_max, keeps_all)
+        # What was not read is written only if the bucket may not have it: of everything else the
+        # disk needs only what recurs, a fourth or fifth of the bytes.
+        limits = CoreLimits(config.load_threads, disk_keeps_all=self._rule.may_hold_back)
         disk = None
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
@@ -190,8 +194,8 @@ class NodeAgent:
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)
         return NodeSaveLimits(
-            config.save_threads,
-            _WORKERS * config.save_queue_max,
+            _SAVERS_EACH * config.load_threads,
+            _SAVE_QUEUE_MAX,
             config.save_deadline_ms / 1000,
             config.codec,
             far,
@@ -260,7 +264,7 @@ class NodeAgent:
         numbers, unsaved = self._recorder.read(), self.core.residents.unsaved
         lost, lost_bytes = len(unsaved), unsaved.nbytes
         if lost:
-            keeps = "agent_disk_url" if self.core.spill is None else "agent_disk_keeps to all"
+            keeps = "agent_disk_url" if self.core.spill is None else "more agent_disk_bytes"
             logger.warning(
                 "payloads lost that nothing has read again count=%d bytes=%d: set %s to keep them, "
                 "or save_to_bucket to all",

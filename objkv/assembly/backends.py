@@ -14,7 +14,7 @@ from threading import Thread
 
 from objkv.cache.auto_sweep import AutoSweep
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.quota import Quota, TenantUsage
+from objkv.cache.quota import FULL_PERCENT, Quota, TenantUsage
 from objkv.config import Config, cache_folder, is_directory_bucket, local_path, parse_url
 from objkv.config.aws import s3_endpoint
 from objkv.config.sources import ENV_PREFIX
@@ -32,6 +32,9 @@ from objkv.telemetry import NullRecorder, Recorder
 logger = logging.getLogger(__name__)
 CONNECT_FLOOR_S, READ_FLOOR_S = 1.0, 2.0
 """Shortest time limits for connecting to Redis, and for one of its replies."""
+_CALLS_MIN = 64
+"""Concurrent calls to the bulk store that are allowed at least. Half of them may be writes, so the
+threads that save have one each, and others are left for lookups in folders."""
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -207,19 +210,15 @@ def _within(seconds: float, check: Callable[[], None]) -> None:
 def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) -> Guard:
     slots = None
     if end == "bulk":  # which has deadlines of its own
-        slots = Slots(config.bulk_calls_max, config.load_deadline_ms / 1000)
-    patience = Patience(
-        config.breaker_failures,
-        config.breaker_reset_ms / 1000,
-        config.breaker_reset_max_ms / 1000,
-        # Loads near their deadline have less time; all others detect a stalled store.
-        min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000),
-    )
+        calls_max = max(_CALLS_MIN, 4 * config.load_threads)
+        slots = Slots(calls_max, config.load_deadline_ms / 1000)
+    # Loads near their deadline have less time; all others detect a stalled store.
+    enough_s = min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000)
     return Guard(
         end,
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
-        Breakers(end, patience, recorder, on_change=on_change),
+        Breakers(end, Patience(enough_s=enough_s), recorder, on_change=on_change),
         slots=slots,
         seconds=None if slots else call_s(config),
         may_write=config.role != "reader",
@@ -257,8 +256,7 @@ def is_far(config: Config) -> bool:
 
 
 _OF_SWEEPS = (
-    *("bulk_url", "index_url", "tenant", "ttl_s", "quota_bytes", "quota_low_percent"),
-    "sweep_grace_s",
+    *("bulk_url", "index_url", "tenant", "ttl_s", "quota_bytes", "sweep_grace_s"),
     # Paths and commands, not keys: without them sealed payloads could not get a record.
     *("signing_keys_file", "signing_keys_command"),
     *("encryption_keys_file", "encryption_keys_command"),
@@ -279,18 +277,13 @@ def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota |
     usage = BulkIndex(backends.bulk).usage if is_ours else backends.index.usage
     return Quota(
         TenantUsage(usage, backends.bulk, config.tenant),
-        max(1, config.quota_bytes * config.quota_high_percent // 100),
+        max(1, config.quota_bytes * FULL_PERCENT // 100),
         recorder,
         relief=AutoSweep(backends.index, sweep_settings(config), recorder) if is_ours else None,
     )
 
 
 def sweep_settings(config: Config) -> dict[str, str]:
-    """Return the environment variables for a sweep that makes room here.
-
-    Its high watermark is the configured low one: a folder may hold more than its records show, and
-    then records below the high watermark must be evicted too.
-    """
-    values = {name: getattr(config, name) for name in _OF_SWEEPS}
-    values |= {"quota_high_percent": max(1, config.quota_low_percent), "role": "sweeper"}
+    """Return the environment variables for a sweep that makes room here."""
+    values = {name: getattr(config, name) for name in _OF_SWEEPS} | {"role": "sweeper"}
     return {ENV_PREFIX + n.upper(): str(value) for n, value in values.items() if value is not None}

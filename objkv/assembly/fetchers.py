@@ -3,6 +3,7 @@ with this module, and with its settings in the environment; see ``objkv.stores.p
 
 import os
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -11,39 +12,39 @@ from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
 from objkv.stores.processes import FetchPool, FetchProcess, ProcessGets, run
 from objkv.stores.s3.client import open_s3_access
-from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.store import S3Limits, S3Store
 from objkv.telemetry import Recorder
 
 _CORES_EACH = 8
-_AUTO_MAX = 4
+"""Cores for each fetching process: it decrypts on one, and replicas need the others."""
+_PROCESSES_MAX = 4
 
 
-def open_s3(config: Config, recorder: Recorder) -> S3Store:
-    """Open the store of ``bulk_url``, a bucket. Sends nothing yet. Raises ``ConfigError``."""
+def open_s3(config: Config, recorder: Recorder, *, processes: int = 1) -> S3Store:
+    """Open the store of ``bulk_url``, a bucket, in one of so many processes of an agent. Sends
+    nothing yet. Raises ``ConfigError``."""
     place = parse_url("bulk_url", config.bulk_url)
     access = open_s3_access(config)
-    return S3Store(access, config, recorder, bucket=place.host, prefix=place.path)
+    limits = S3Limits()
+    limits = replace(limits, ranges_max=-(-limits.ranges_max // processes))
+    return S3Store(access, config, recorder, bucket=place.host, prefix=place.path, limits=limits)
 
 
-def process_count(config: Config, store: S3Store) -> int:
-    """Return how many processes an agent of these settings fetches with. Without TLS none are
-    needed: one process moves plain bytes about as fast as memory."""
-    if config.agent_fetch_processes != "auto":
-        return config.agent_fetch_processes
-    return min(_AUTO_MAX, host_cores() // _CORES_EACH) if store.uses_tls else 0
+def process_count(store: S3Store) -> int:
+    """Return how many processes an agent fetches with. Without TLS none are needed: one process
+    moves plain bytes about as fast as memory."""
+    return min(_PROCESSES_MAX, host_cores() // _CORES_EACH) if store.uses_tls else 0
 
 
 def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
     """Open the store for an agent, whose large gets processes make. None is started yet."""
     store = open_s3(config, recorder)
-    processes = process_count(config, store)
+    processes = process_count(store)
     if not processes:
         return store
     lanes = -(-config.load_threads // processes)
-    ranges = -(-config.s3_ranges_max // processes)
-    command = [sys.executable, "-P", "-m", "objkv.assembly.fetchers"]
-    environ = _environment(config.model_copy(update={"s3_ranges_max": ranges}))
-    start = partial(FetchProcess, command, environ, lanes)
+    command = [sys.executable, "-P", "-m", "objkv.assembly.fetchers", str(processes)]
+    start = partial(FetchProcess, command, _environment(config), lanes)
     pool = FetchPool(start, processes, recorder)
     return ProcessGets(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
 
@@ -57,5 +58,6 @@ def _environment(config: Config) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1:], lambda recorder: open_s3(load_config(), recorder))
+    count = int(sys.argv[1])
+    run(sys.argv[2:], lambda recorder: open_s3(load_config(), recorder, processes=count))
     os._exit(0)  # threads may hang in a get

@@ -59,6 +59,9 @@ RETRIES = 1
 unreachable."""
 CLUSTER_RETRIES = 3
 """Each retry rereads the topology; enough to follow a completed fail-over."""
+_CONNECTIONS_MIN = 16
+"""Connections of each of the two clients at most, unless there are more threads that load: a
+lookup holds one for a millisecond."""
 _PORTS = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
 
 
@@ -105,7 +108,7 @@ def _options(place: Url, config: Config) -> dict[str, Any]:
         "socket_keepalive": True,
         "health_check_interval": HEALTH_CHECK_S,
         "retry": Retry(ExponentialWithJitterBackoff(base=0.01, cap=0.1), RETRIES),
-        "max_connections": config.redis_calls_max,
+        "max_connections": max(_CONNECTIONS_MIN, config.load_threads),
         # If all connections are in use, a caller waits as long as one call may last, then fails.
         "timeout": read_s,
     }

@@ -13,6 +13,7 @@ from enum import Enum
 from math import inf
 from threading import Lock
 from time import monotonic
+from typing import Final
 
 from objkv.cache.quota import Quota
 from objkv.cache.speed import LinkSpeed
@@ -205,6 +206,11 @@ class SaveOutcome(Enum):
     """It has a copy, which the node's replicas find, and holds it back until it is seen again."""
     EXISTED = "existed"
     """Another writer's payload already existed; its record was published."""
+
+
+LEASE_MS: Final = 30_000
+"""How long a process may take to save a chunk before others do it too: several times what a put
+takes. Nobody saves it meanwhile if the process was killed."""
 
 
 @dataclass(frozen=True, slots=True)

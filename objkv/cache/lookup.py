@@ -11,7 +11,7 @@ from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from math import inf
 from time import monotonic
-from typing import Protocol
+from typing import Final, Protocol
 
 from objkv.background import Steps, StepThread, in_steps
 from objkv.errors import StoreError
@@ -41,6 +41,14 @@ class Hashes(Protocol):
         """Return some of them. May take long; called only on the lookup thread."""
 
 
+LOOKUP_TTL_S: Final = 30.0
+"""How long an answer of the index is believed. What an agent learns of ends it earlier, and a chunk
+that somebody else removed costs a failed load."""
+LOOKUP_QUEUE_MAX: Final = 1024
+"""Four times the requests that vLLM runs at once. An index that is so far behind answers none of
+them within its deadline."""
+
+
 @dataclass(frozen=True, slots=True)
 class LookupLimits:
     """Limits of time, number and age."""
@@ -48,7 +56,7 @@ class LookupLimits:
     deadline_s: float
     """After this time a lookup counts as a miss. ``close`` waits this long for lookups in flight,
     at most 5 s."""
-    queue_max: int
+    queue_max: int = LOOKUP_QUEUE_MAX
     """Maximum number of jobs that wait or run."""
     age_max_s: float = inf
     """If a request still waits this long after its answer, the lookup is repeated."""

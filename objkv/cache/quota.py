@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Iterable
 from threading import Condition, Thread
 from time import monotonic
+from typing import Final
 
 from objkv.cache.auto_sweep import AutoSweep
 from objkv.errors import StoreError
@@ -21,6 +22,8 @@ from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
 
+FULL_PERCENT: Final = 95
+"""At this share of a quota saves stop. What is left is for saves that no reading shows yet."""
 _INTERVAL_S = 30.0
 _SHARE_MAX = 1 / 50
 """Maximum share of time spent reading, if that walks a folder."""

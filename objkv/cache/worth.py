@@ -16,7 +16,7 @@ from typing import Final, Literal, Self
 from objkv.cache.speed import Typical
 from objkv.codec.payload import Claim
 from objkv.config import Config
-from objkv.config.prices import Prices, prices_of
+from objkv.config.prices import MULTIPART_BYTES, Prices, prices_of
 from objkv.index.base import Savings
 
 logger = logging.getLogger(__name__)
@@ -45,9 +45,9 @@ class ChunkCost:
     """Seconds to compute it, times the GPUs of a replica; None while it is not known."""
 
 
-def puts_of(nbytes: int, multipart_bytes: int) -> int:
+def puts_of(nbytes: int) -> int:
     """Return the requests of one put; a multipart upload also needs a start and a completion."""
-    return 1 if nbytes <= multipart_bytes else 2 + -(-nbytes // multipart_bytes)
+    return 1 if nbytes <= MULTIPART_BYTES else 2 + -(-nbytes // MULTIPART_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,6 @@ class PutRule:
     """How long a payload is stored."""
     has_disk: bool = False
     """Whether what is not put is kept on a disk of the agent's."""
-    multipart_bytes: int = 64 << 20
-    """Larger payloads take several requests."""
 
     @classmethod
     def of(cls, config: Config) -> Self:
@@ -85,7 +83,6 @@ class PutRule:
             prices_of(config),
             life_s,
             config.agent_disk_url is not None,
-            config.s3_multipart_bytes,
         )
 
     @property
@@ -100,7 +97,7 @@ class PutRule:
 
     def chunk(self, payloads: Collection[int], gpu_s: float | None = None) -> ChunkCost:
         """Return what a chunk takes that is stored in ``payloads`` of so many bytes."""
-        puts = sum(puts_of(nbytes, self.multipart_bytes) for nbytes in payloads)
+        puts = sum(puts_of(nbytes) for nbytes in payloads)
         return ChunkCost(puts, sum(payloads), gpu_s)
 
     def cost_usd(self, chunk: ChunkCost) -> float:

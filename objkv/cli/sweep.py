@@ -69,7 +69,6 @@ def sweep(
         force=force,
         removals_max=limit,
     )
-    high, low = config.quota_high_percent, config.quota_low_percent
     with upkeep(
         session,
         "sweep",
@@ -92,8 +91,7 @@ def sweep(
             run.run("sweeping payloads", work.parts())
             run.run("sweeping records", work.ghosts())
             if namespace is None:  # a tenant's quota covers all of its namespaces
-                quotas = work.quotas(config.quota_bytes, high_percent=high, low_percent=low)
-                run.run("sweeping tenants over quota", quotas)
+                run.run("sweeping tenants over quota", work.quotas(config.quota_bytes))
             run.run("sweeping documents", work.documents())
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
         is_empty = found is not None and not found.namespaces and not found.indexed

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, Self
+from typing import Any, Final, Literal, Self
 
 from pydantic import (
     BaseModel,
@@ -55,12 +55,10 @@ TOPICS: Final = {
     "redis_ca_file": "Redis",
     "hot_save_bytes_max": "Hot store",
     "model_id": "Model and weights",
-    "quota_high_percent": "Eviction",
+    "sweep_grace_s": "Eviction",
     "agent": "Node agent",
     "lookup_deadline_ms": "Deadlines",
-    "load_threads": "Threads and queues",
-    "lookup_ttl_ms": "Lookups and leases",
-    "breaker_failures": "Circuit breakers",
+    "load_threads": "Threads",
     "at_start": "Failures",
     "store_tokens": "Audits, signatures and encryption",
 }
@@ -116,18 +114,6 @@ class Config(BaseModel):
     s3_signed_payloads: bool = False
     """Sign the bodies of requests, for a bucket whose policy denies ``UNSIGNED-PAYLOAD``. Costs
     about 1 ms of CPU per MiB."""
-    s3_multipart_bytes: int = Field(default=64 << 20, ge=5 << 20)
-    """Payloads larger than this are uploaded in parts of this size."""
-    s3_range_bytes: int = Field(default=8 << 20, ge=1 << 20)
-    """Payloads larger than this are read by several concurrent range requests."""
-    s3_ranges_max: int = Field(default=56, ge=0, le=256)
-    """Concurrent range requests per process, not counting the first of each payload. 0: a single
-    request reads a whole payload."""
-    s3_hedge_percent_max: int = Field(default=5, ge=0, le=100)
-    """A request slower than the 95th percentile is hedged, for at most this percentage of requests.
-    0: never."""
-    bulk_calls_max: int = Field(default=64, ge=1)
-    """Concurrent calls to the bulk store, per process."""
 
     redis_ca_file: Path | None = None
     """PEM file with the CA of the server's certificate. Unset: the system's CAs."""
@@ -152,8 +138,6 @@ class Config(BaseModel):
     redis_prefix: str = Field(default="objkv", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Prefix of every key in Redis, followed by a colon. To isolate tenants from each other, give
     each its own prefix and Redis rights to that prefix only."""
-    redis_calls_max: int = Field(default=16, ge=1)
-    """Redis connections per process: this many for the index and as many for payloads."""
 
     chunk_tokens: int = Field(default=256, ge=1)
     """Requested tokens per chunk, rounded up to a common multiple of all block sizes."""
@@ -192,19 +176,16 @@ class Config(BaseModel):
     """How long an index record lives after its last save or hit. At the default, S3 Standard
     costs less than the GPU time that it saves. Without a price for storage, use a day or a week."""
     quota_bytes: int = Field(default=0, ge=0)
-    """Payload bytes per tenant, over all its namespaces. 0: no quota. If ``bulk_url`` is also
+    """Payload bytes per tenant, over all its namespaces. Saves stop at 95 %, and ``objkv sweep``
+    evicts the least used chunks down to 85 %. 0: no quota. If ``bulk_url`` is also
     unset, the default is 50 GiB or a fifth of the disk, whichever is smaller."""
-    quota_high_percent: int = Field(default=95, ge=1, le=100)
-    """At this percentage of the quota, saves stop and ``objkv sweep`` evicts the least used
-    chunks."""
-    quota_low_percent: int = Field(default=85, ge=0, le=100)
-    """Sweep evicts until usage falls to this percentage of the quota."""
     sweep_grace_s: int = Field(default=14_400, ge=0)
     """Objects younger than this are never swept. Must exceed the longest save, because writers
     publish last. A value above ``ttl_s`` keeps expired payloads longer."""
     pinned_bytes_max: int = Field(default=0, ge=0)
-    """Pinned (page-locked) memory per worker, in which it hands saves over to its agent. 0: enough
-    for two full steps, and at most an eighth of the host's memory for all workers."""
+    """Pinned (page-locked) memory per worker, in which it hands saves over to its agent. Further
+    saves are dropped. 0: enough for two full steps and 64 chunks, and at most an eighth of the
+    host's memory for all workers."""
 
     agent: str = Field(default="auto", pattern=r"^(auto|private|unix:///[^\x00]{1,100})$")
     """The agent that loads and saves for a replica. ``auto``: one for all replicas of this user on
@@ -215,10 +196,6 @@ class Config(BaseModel):
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it."""
-    agent_fetch_processes: Literal["auto"] | Annotated[int, Field(ge=0, le=64)] = "auto"
-    """Processes with which an agent fetches from a bucket. Each decrypts TLS on another core.
-    0: only the agent fetches. ``auto``: one for each 8 cores of the machine or container, at most
-    4, and 0 without TLS."""
     agent_verify: Literal["agent", "reader"] = "agent"
     """Who verifies checksums. ``agent``: the agent, once for all replicas. ``reader``: this replica
     too, in the arena, before each copy."""
@@ -235,15 +212,11 @@ class Config(BaseModel):
     agent_disk_url: str | None = None
     """Folder on a local disk, ``file:///path``, in which an agent also keeps payloads, to load them
     from there after their eviction from memory or after a restart. Each agent needs a folder of its
-    own. Sealed payloads are sealed there too. Unset: none."""
+    own. Sealed payloads are sealed there too. All are kept there if ``save_to_bucket`` may hold
+    payloads back, otherwise those that a replica loaded. Unset: none."""
     agent_disk_bytes: int = Field(default=0, ge=0)
     """Maximum size of these files. 0: half of the space that is free when the agent starts, its own
     files included."""
-    agent_disk_keeps: Literal["auto", "read", "all"] = "auto"
-    """Which payloads are written to the disk. ``read``: those that a replica loaded. ``all``: those
-    that replicas save or prefetch as well, which writes four to five times as much. ``auto``:
-    ``all`` if ``save_to_bucket`` holds payloads back, which otherwise are only in memory, and
-    ``read`` if not."""
     save_to_bucket: SavePolicy = "auto"
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read or computed again, here or on another node, or a
@@ -270,30 +243,7 @@ class Config(BaseModel):
     drain_deadline_ms: int = Field(default=10_000, ge=0)
     """How long a shutdown waits for in-flight saves."""
     load_threads: int = Field(default=8, ge=1, le=256)
-    """Threads of an agent that fetch and decode payloads."""
-    save_threads: int = Field(default=16, ge=1, le=256)
-    """Threads of an agent that encode and upload payloads."""
-    load_queue_max: int = Field(default=4096, ge=1)
-    """Chunks per worker that may wait to be loaded. Further ones are misses."""
-    save_queue_max: int = Field(default=64, ge=1)
-    """Chunks per worker that may wait to be saved, or those of two full steps if these are more.
-    Further ones are dropped."""
-    lookup_queue_max: int = Field(default=1024, ge=1)
-    """Requests that may wait for a lookup. Further ones are misses."""
-    lookup_ttl_ms: int = Field(default=30_000, ge=0)
-    """How long a node's agent, and a request that waits, remember which chunks are stored. 0: every
-    lookup queries the index."""
-    lease_ms: int = Field(default=30_000, ge=1)
-    """How long a replica holds the lease to save a chunk."""
-    breaker_failures: int = Field(default=5, ge=1)
-    """Consecutive failures that open a circuit breaker. Each store has one for reads and one for
-    writes."""
-    breaker_reset_ms: int = Field(default=1_000, ge=1)
-    """Upper limit of the first pause before an open circuit breaker lets one call through as a
-    probe. Each failed probe doubles the limit. Each pause lasts at least half of it."""
-    breaker_reset_max_ms: int = Field(default=15_000, ge=1)
-    """Upper limit of all pauses of an open circuit breaker. A recovered store is probed within this
-    time."""
+    """Threads of an agent that fetch and decode payloads. Twice as many encode and upload them."""
 
     admission: AdmissionMode = "auto"
     """Which matches are loaded. ``auto``: only those that load faster than they can be recomputed,
@@ -302,9 +252,6 @@ class Config(BaseModel):
     at_start: Literal["degraded", "strict"] = "degraded"
     """If a store is unreachable at start: ``degraded`` serves without it until it recovers,
     ``strict`` refuses to start."""
-    load_failure: Literal["recompute", "vllm"] = "recompute"
-    """``recompute`` sets vLLM's ``kv_load_failure_policy`` to ``recompute``. ``vllm`` leaves that
-    policy unchanged."""
     store_tokens: bool = False
     """Whether payloads contain their token ids, for audits. Token ids are the prompt in
     plaintext."""
@@ -322,8 +269,6 @@ class Config(BaseModel):
     encryption_keys_command: str | None = Field(default=None, repr=False)
     """Command that prints the content of an ``encryption_keys_file``. Run once at start, without a
     shell."""
-    keys_command_deadline_ms: int = Field(default=10_000, ge=1)
-    """How long a command that prints keys may take."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -363,11 +308,6 @@ class Config(BaseModel):
 
     @model_validator(mode="after")
     def _settings_agree(self) -> Self:
-        if self.quota_low_percent > self.quota_high_percent:
-            raise ValueError(
-                f"quota_low_percent {self.quota_low_percent} is above quota_high_percent "
-                f"{self.quota_high_percent}: lower it"
-            )
         if self.s3_sse_kms_key_id and self.s3_sse != "aws:kms":
             raise ValueError("s3_sse_kms_key_id is set: set s3_sse to aws:kms too")
         if self.redis_credentials and (self.redis_username or self.redis_password):

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, get_args
 
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import LEASE_MS, shard_record
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.config import Config
@@ -59,9 +59,9 @@ class BackendsView:
     is_own_index: bool
     """Whether the bulk store is its own index, so that no separate records exist."""
     ttl_s: int
-    lease_ms: int
     owner: str
     """Name of this process in leases."""
+    lease_ms: int = LEASE_MS
     seal_of: Callable[["StoredNamespace"], Seal | None] = lambda namespace: None
     """Returns the seal of a namespace's payloads. Raises ``ConfigError`` if its keys are not
     configured."""
@@ -88,7 +88,6 @@ class BackendsView:
             admin=None if admin is None else retrying(admin),
             is_own_index=config.index_url.startswith("bulk:"),
             ttl_s=config.ttl_s,
-            lease_ms=config.lease_ms,
             owner=f"{command}-{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}",
             seal_of=seal_of,
         )

@@ -31,8 +31,9 @@ from tests.support.waiting import PATIENCE_S, wait_until
 
 CHUNKS, TOGETHER = 6, 2
 TOKENS = tuple(range(CHUNKS * CHUNK))
-LAYERS = [LayerSpec(f"l.{number}", "BF16", (2, 2, 64, 1024)) for number in range(2)]
+LAYERS = [LayerSpec(f"l.{number}", "BF16", (2, 2, 72, 8192)) for number in range(2)]
 CODECS = ["none", "blosc"]
+PROCESSES = {"objkv.assembly.fetchers.process_count": 2}
 
 
 @pytest.fixture(scope="module")
@@ -50,10 +51,8 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
             "s3_access_key_id": "test",
             "s3_secret_access_key": "testsecret",
             "s3_ca_bundle": str(certificates / "ca.pem"),
-            "s3_range_bytes": "1MiB",
             "load_deadline_ms": "60000",
-            "agent_memory_bytes": "5MiB",
-            "agent_fetch_processes": "2",
+            "agent_memory_bytes": "48MiB",
         }
 
 
@@ -123,7 +122,7 @@ def served_by_processes(agent: AgentProcess, wanted: Sequence[PayloadRequest]) -
 def test_processes_fetch_what_an_agent_serves(
     settings: dict[str, str], wanted: dict[str, list[PayloadRequest]]
 ) -> None:
-    with AgentProcess(settings) as agent:
+    with AgentProcess(settings, constants=PROCESSES) as agent:
         assert agent.fetchers() == []
         for codec in CODECS:
             served_by_processes(agent, wanted[codec])
@@ -138,7 +137,7 @@ def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
     settings: dict[str, str], wanted: dict[str, list[PayloadRequest]]
 ) -> None:
     rng = random.Random(1)
-    with AgentProcess(settings) as agent:
+    with AgentProcess(settings, constants=PROCESSES) as agent:
         served_by_processes(agent, wanted["none"])
         killed = set[int]()
         while len(killed) < 3:
@@ -162,15 +161,13 @@ def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
         ({}, 16, 2),
         ({}, 7, 0),
         ({"s3_endpoint_url": "http://127.0.0.1:1"}, 64, 0),
-        ({"agent_fetch_processes": "0"}, 64, 0),
-        ({"agent_fetch_processes": "9"}, 2, 9),
     ],
 )
-def test_processes_are_as_many_as_set_or_as_tls_and_cores_ask_for(
+def test_processes_are_as_many_as_tls_and_cores_ask_for(
     given: dict[str, str], cores: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(fetchers, "host_cores", lambda: cores)
     keys = {"s3_access_key_id": "test", "s3_secret_access_key": "testsecret"}
     usual = {"bulk_url": "s3://bucket/kv", "s3_endpoint_url": "https://127.0.0.1:1"}
     config = load_config(usual | keys | given, environ={})
-    assert process_count(config, open_s3(config, NullRecorder())) == expected
+    assert process_count(open_s3(config, NullRecorder())) == expected

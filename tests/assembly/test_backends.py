@@ -5,6 +5,7 @@ import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,7 +28,7 @@ from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.guarded import GuardedIndex, for_operators
 from objkv.index.redis.index import RedisIndex
-from objkv.net.breaker import Attempt, Change
+from objkv.net.breaker import Attempt, Change, Patience
 from objkv.net.deadline import EndsBy, ends_s
 from objkv.net.guard import CallPolicy
 from objkv.ops.doctor.probes import probe_index, probe_store
@@ -81,13 +82,13 @@ def test_opening_creates_nothing_and_connects_to_nobody(tmp_path: Path) -> None:
 
 
 def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_path: Path) -> None:
-    config = config_of(tmp_path, index_url=NOBODY, bulk_calls_max=7)
+    config = config_of(tmp_path, index_url=NOBODY, load_threads=17)
     with open_backends(config, NullRecorder()) as backends:
         assert isinstance(backends.bulk, GuardedStore)
         assert isinstance(backends.bulk.inner, LocalStore)
-        nested_calls(backends.bulk.guard, 7)
-        with pytest.raises(StoreUnavailable, match="7 calls in progress"), EndsBy(monotonic()):
-            nested_calls(backends.bulk.guard, 8)
+        nested_calls(backends.bulk.guard, 68)
+        with pytest.raises(StoreUnavailable, match="68 calls in progress"), EndsBy(monotonic()):
+            nested_calls(backends.bulk.guard, 69)
         assert isinstance(backends.hot, GuardedStore)
         assert isinstance(backends.hot.inner, RedisStore)
         assert isinstance(backends.index, ListedIndex)
@@ -102,10 +103,13 @@ def nested_calls(guard: CallPolicy, count: int) -> None:
         guard.call("get", lambda _: nested_calls(guard, count - 1), "k")
 
 
-def test_index_and_payloads_are_on_connections_of_their_own(tmp_path: Path) -> None:
-    """A lookup must not wait behind payloads; each has as many connections as the settings say."""
+def test_index_and_payloads_are_on_connections_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lookup must not wait behind payloads; each has connections of its own."""
+    monkeypatch.setattr("objkv.assembly.redis._CONNECTIONS_MIN", 2)
     with valkey_server(tmp_path / "valkey") as server:
-        config = config_of(tmp_path, index_url=server.url, redis_calls_max=2)
+        config = config_of(tmp_path, index_url=server.url, load_threads=1)
         with open_backends(config, NullRecorder()) as backends:
             assert backends.hot is not None
             backends.hot.put("k", b"value")
@@ -158,7 +162,7 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
 ) -> None:
     clock = ManualClock(0.0)
     told: list[Change] = []
-    config = config_of(tmp_path, breaker_failures=5, **settings)
+    config = config_of(tmp_path, **settings)
     reads = _guard("bulk", config, NullRecorder(), told.append).breakers.read
     reads.clock = clock
 
@@ -181,8 +185,8 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
 def test_by_default_a_change_is_one_line_in_the_log(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    index = open_index(config_of(tmp_path, index_url=NOBODY, breaker_failures=1), NullRecorder())
-    for _ in range(3):
+    index = open_index(config_of(tmp_path, index_url=NOBODY), NullRecorder())
+    for _ in range(7):
         with pytest.raises(StoreUnavailable):
             index.lookup("ab", [b"x" * 20])
     [record] = caplog.records
@@ -192,7 +196,7 @@ def test_by_default_a_change_is_one_line_in_the_log(
 
 @pytest.mark.parametrize("code", ["AccessDenied", "NoSuchBucket"])
 def test_a_refusal_while_serving_is_one_error_that_says_what_to_fix_and_its_end_one_line(
-    code: str, caplog: pytest.LogCaptureFixture
+    code: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bucket that was removed, or rights that were taken away, for writes alone."""
     refuses = True
@@ -204,10 +208,9 @@ def test_a_refusal_while_serving_is_one_error_that_says_what_to_fix_and_its_end_
     with QuickS3(intercept=refuse) as server:
         url = {"bulk_url": "s3://kv-cache/p", "s3_endpoint_url": server.url}
         keys = {"s3_access_key_id": "a", "s3_secret_access_key": "b", "s3_addressing": "path"}
-        pauses = {"breaker_failures": 2, "breaker_reset_ms": 1, "breaker_reset_max_ms": 1}
-        config = load_config(
-            {**url, **keys, **pauses, "index_url": "sqlite:///dev/null/i"}, environ={}
-        )
+        hasty = partial(Patience, failures=2, reset_s=0.001, reset_max_s=0.001)
+        monkeypatch.setattr("objkv.assembly.backends.Patience", hasty)
+        config = load_config({**url, **keys, "index_url": "sqlite:///dev/null/i"}, environ={})
         recorder = MemoryRecorder()
         with open_backends(config, recorder) as backends:
             for _ in range(5):

@@ -32,11 +32,11 @@ def test_a_sentinel_never_gets_the_password_of_redis() -> None:
 
 def test_pools_are_bounded_and_wait() -> None:
     for url in ("redis://localhost", "redis+sentinel://localhost?service=s"):
-        client = connect_redis(Config(index_url=url, redis_calls_max=3))
+        client = connect_redis(Config(index_url=url, load_threads=20))
         assert isinstance(client, redis.Redis)
         pool = client.connection_pool
         assert isinstance(pool, redis.BlockingConnectionPool)
-        assert (pool.max_connections, pool.timeout) == (3, 2.0)
+        assert (pool.max_connections, pool.timeout) == (20, 2.0)
 
 
 def test_time_outs_grow_with_the_lookup_deadline_but_have_floors() -> None:

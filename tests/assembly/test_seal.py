@@ -131,26 +131,28 @@ def test_a_command_that_fails_is_told_without_what_it_said() -> None:
     assert "No closing quotation" in refusal(signing_keys_command="cat 'x")
 
 
-def test_a_command_that_does_not_end_is_ended() -> None:
+def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeping = shlex.join([sys.executable, "-c", "import time; time.sleep(600)"])
-    told = refusal(signing_keys_command=sleeping, keys_command_deadline_ms=50)
+    monkeypatch.setattr("objkv.assembly.seal._COMMAND_S", 0.05)
+    told = refusal(signing_keys_command=sleeping)
     assert "did not finish within 0.05 s" in told
 
 
-def test_a_command_whose_own_program_goes_on_is_not_waited_for() -> None:
+def test_a_command_whose_own_program_goes_on_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """It holds the pipe, and may do so for ever."""
-    told = refusal(
-        signing_keys_command="/bin/sh -c 'sleep 5 & echo $0'", keys_command_deadline_ms=300
-    )
+    monkeypatch.setattr("objkv.assembly.seal._COMMAND_S", 0.3)
+    told = refusal(signing_keys_command="/bin/sh -c 'sleep 5 & echo $0'")
     assert "did not finish within 0.3 s" in told
 
 
-def test_of_a_command_that_prints_without_end_no_more_is_read_than_keys_have() -> None:
+def test_of_a_command_that_prints_without_end_no_more_is_read_than_keys_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     endless = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
-    told = refusal(
-        signing_keys_command=shlex.join([sys.executable, "-c", endless]),
-        keys_command_deadline_ms=60_000,
-    )
+    monkeypatch.setattr("objkv.assembly.seal._COMMAND_S", 60.0)
+    told = refusal(signing_keys_command=shlex.join([sys.executable, "-c", endless]))
     assert "exceeds 1048576 bytes" in told
 
 

@@ -16,6 +16,7 @@ from objkv.cache.quota import Quota
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.shapes import is_shapes
+from objkv.ops.sweep.sweep import SWEPT_PERCENT
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.samples import NAMESPACE, save, save_identity
@@ -147,9 +148,7 @@ def test_a_full_folder_is_swept_until_there_is_room_though_its_index_is_empty(
     then = time.time() - age_s
     for file in (tmp_path / "chunks").rglob("*.safetensors"):
         os.utime(file, (then, then))
-    settings = config(
-        tmp_path, quota_bytes=used, quota_high_percent=90, quota_low_percent=50, sweep_grace_s=3_600
-    )
+    settings = config(tmp_path, quota_bytes=used, sweep_grace_s=3_600)
     recorder = MemoryRecorder()
     with open_backends(settings, NullRecorder()) as backends:
         room = open_room(settings, backends, recorder)
@@ -159,7 +158,7 @@ def test_a_full_folder_is_swept_until_there_is_room_though_its_index_is_empty(
         room.relieve()
         assert not room.is_full
         [left] = backends.index.usage()
-        assert 0 < left.nbytes <= used // 2
+        assert 0 < left.nbytes <= used * SWEPT_PERCENT // 100
         records = [one for one in backends.index.scan(NAMESPACE) if not is_shapes(one)]
         depths = sorted(record.token_start for record in records)
         assert depths == [16 * depth for depth in range(len(depths))], "ends go first"
@@ -173,7 +172,6 @@ def test_a_sweep_has_the_replicas_settings(tmp_path: Path) -> None:
         {name.removeprefix("OBJKV_").lower(): value for name, value in settings.items()}
     )
     assert (again.ttl_s, again.tenant, again.role) == (7, "a", "sweeper")
-    assert again.quota_high_percent == again.quota_low_percent == 85
 
 
 def test_a_sweep_finds_the_keys_where_the_replica_does(tmp_path: Path) -> None:

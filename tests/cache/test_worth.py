@@ -147,9 +147,9 @@ def test_longer_lives_and_cheaper_gpus_make_puts_pay_less() -> None:
 
 
 def test_payloads_above_a_part_take_more_requests() -> None:
-    assert [puts_of(nbytes, 64) for nbytes in (1, 64, 65, 129)] == [1, 1, 4, 5]
-    made = rule(s3_multipart_bytes="5MiB").chunk([1 << 20, 6 << 20], 0.5)
-    assert made == ChunkCost(1 + 4, 7 << 20, 0.5)
+    mib = 1 << 20
+    assert [puts_of(n * mib) for n in (1, 64, 65, 129)] == [1, 1, 4, 5]
+    assert rule().chunk([mib, 65 * mib], 0.5) == ChunkCost(1 + 4, 66 * mib, 0.5)
 
 
 def test_express_charges_for_the_bytes_too() -> None:

@@ -9,15 +9,19 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 from urllib.parse import urlsplit
 
+from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
+from objkv.stores.s3.store import S3Store
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ceph import ceph_radosgw
 from tests.support.servers.ports import free_port
@@ -56,7 +60,7 @@ class Place:
             command="crash",
         )
         # One owner in the process and its children: what a killed one leased is not waited for.
-        return replace(view, owner=f"crash-{os.getpid()}")
+        return replace(view, owner=f"crash-{os.getpid()}", lease_ms=LEASE_MS)
 
     def wipe(self) -> None:
         """Begin a round with nothing."""
@@ -77,9 +81,7 @@ class FolderPlace(Place):
         self.name = "folder, its own index" if own_index else "folder + SQLite"
         self._folder = folder
         index = "bulk:" if own_index else f"sqlite://{folder}/index.sqlite"
-        super().__init__(
-            Config(bulk_url=f"file://{folder}/chunks", index_url=index, lease_ms=LEASE_MS)
-        )
+        super().__init__(Config(bulk_url=f"file://{folder}/chunks", index_url=index))
 
     def wipe(self) -> None:
         shutil.rmtree(self._folder / "chunks", ignore_errors=True)
@@ -109,15 +111,14 @@ class ServerPlace(Place):
             index_url=f"{valkey.url}/0",
             s3_addressing="path",
             s3_region="us-east-1",
-            s3_multipart_bytes=PART_BYTES,
-            lease_ms=LEASE_MS,
             lookup_deadline_ms=5_000,
             **{**s3, **gateway},
         )
         access = open_s3_access(config)
         access.client.create_bucket(Bucket=BUCKET)
         access.close()
-        super().__init__(config)
+        with patch.object(fetchers, "S3Store", partial(S3Store, multipart_bytes=PART_BYTES)):
+            super().__init__(config)
 
     def wipe(self) -> None:
         for entry in self.used.bulk.scan(""):

@@ -30,9 +30,8 @@ PATIENT = {
     "load_deadline_ms": 300_000,
     "step_load_deadline_ms": 300_000,
     "save_deadline_ms": 600_000,
-    "save_queue_max": 1_024,
+    "pinned_bytes_max": 256 << 20,
     "drain_deadline_ms": 1_000 * DRAIN_S,
-    "lease_ms": 600_000,
 }
 """A busy machine must not change what is cached: nothing is late, and nothing is dropped."""
 

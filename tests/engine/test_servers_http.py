@@ -51,11 +51,10 @@ SETTINGS = {
     "OBJKV_LOAD_DEADLINE_MS": "120000",
     "OBJKV_SAVE_DEADLINE_MS": "240000",
     "OBJKV_DRAIN_DEADLINE_MS": str(1000 * DRAIN_S),
-    "OBJKV_BREAKER_FAILURES": "2",
-    "OBJKV_BREAKER_RESET_MS": "500",
 }
 
 
+HASTY = {"objkv.assembly.backends.Patience": {"failures": 2, "reset_s": 0.5}}
 AGENT = {"lookup_deadline_ms": "1500", "agent_memory_bytes": "256MiB"}
 
 
@@ -66,7 +65,7 @@ class Replica(Server):
         self, folder: Path, settings: dict[str, str], arguments: tuple[str, ...] = ()
     ) -> None:
         ours = {n.removeprefix("OBJKV_").lower(): v for n, v in settings.items() if "OBJKV_" in n}
-        self.agent = AgentProcess(ours | AGENT)
+        self.agent = AgentProcess(ours | AGENT, constants=HASTY)
         url = {"OBJKV_AGENT": self.agent.url}
         super().__init__(folder, settings=settings | url, arguments=arguments)
 

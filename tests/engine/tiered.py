@@ -11,7 +11,7 @@ def offloading(
     store: SharedStore, *, chunk_tokens: int = BLOCK, canonical: bool = False, **settings: Any
 ) -> dict[str, Any]:
     """vLLM's configuration of the connector. ``settings`` are the tier's."""
-    tier = {name: PATIENT[name] for name in (*_SETTINGS, "lease_ms", "drain_deadline_ms")} | {
+    tier = {name: PATIENT[name] for name in (*_SETTINGS, "drain_deadline_ms")} | {
         "type": "ObjKVTier",
         "module_path": "objkv.connector.tier",
         "bulk_url": f"file://{store.bulk}",

@@ -29,7 +29,6 @@ PATIENT = {
     "encoder_deadline_ms": 300_000,
     "save_deadline_ms": 600_000,
     "drain_deadline_ms": 120_000,
-    "lease_ms": 600_000,
 }
 """A busy machine must not change what is encoded."""
 ENGINE: dict[str, Any] = {

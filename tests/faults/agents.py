@@ -31,6 +31,8 @@ LARGE_ARENA_BYTES = 16 << 20
 """The same where payloads are large, so that many are saved at once."""
 STORE_S = 4
 """How long an agent's calls to its store may take."""
+HASTY = {"failures": 1, "reset_s": 0.01, "reset_max_s": 0.02}
+"""When its breakers open, and let one call through."""
 LEASE_MS = 1_000
 """How long nobody saves again what an agent was saving when it was killed."""
 FROZEN_S = 0.3
@@ -53,16 +55,10 @@ class AgentPlace(Place):
         self._stores = self.settings | {"index_url": f"sqlite://{self.index_file}"}
         own = {
             "agent_memory_bytes": arena_bytes,
-            "agent_fetch_processes": processes,
             "codec": "none",
             "save_to_bucket": "all",
-            "lookup_ttl_ms": 0,
-            "breaker_failures": 1,
-            "breaker_reset_ms": 10,
-            "breaker_reset_max_ms": 20,
             "load_deadline_ms": 1000 * STORE_S,
             "save_deadline_ms": 600_000,
-            "lease_ms": LEASE_MS,
             "drain_deadline_ms": 10_000,
         }
         self._agent_settings = {name: str(value) for name, value in (self._stores | own).items()}
@@ -75,7 +71,14 @@ class AgentPlace(Place):
         self.settings = {"agent": self.agent.url} | nowhere
 
     def _start(self) -> AgentProcess:
-        return AgentProcess(self._agent_settings, path=self._sockets / "agent.sock")
+        constants = {
+            "objkv.assembly.fetchers.process_count": self._processes,
+            "objkv.assembly.backends.Patience": HASTY,
+            "objkv.assembly.agent.LEASE_MS": LEASE_MS,
+            "objkv.assembly.agent.LOOKUP_TTL_S": 0.0,
+        }
+        path = self._sockets / "agent.sock"
+        return AgentProcess(self._agent_settings, path=path, constants=constants)
 
     @property
     def is_serving(self) -> bool:

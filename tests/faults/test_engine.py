@@ -8,12 +8,14 @@ import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from objkv.cache import chunks
+from objkv.net.breaker import Patience
 from tests.engine.fleet import CHUNK, CONNECTOR, NUMBERS_TOLD, PATIENT, SAVED
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Result, Settle, Step
@@ -46,12 +48,8 @@ ROUNDS = CHUNKS + 2
 """Each request finds out of one chunk at least that it is gone."""
 IMPATIENT: dict[str, Any] = {
     "chunk_tokens": CHUNK,
-    "breaker_failures": 1,
-    "breaker_reset_ms": 50,
-    "breaker_reset_max_ms": 50,
     "load_deadline_ms": 60_000,
     "step_load_deadline_ms": 60_000,
-    "lookup_ttl_ms": 0,
 }
 NOWHERE = {"bulk_url": "file:///nowhere/chunks", "index_url": "sqlite:///nowhere/index"}
 
@@ -71,6 +69,9 @@ def hands() -> Iterator[Executor]:
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "KEEP_S", 0.0)
+        hasty = partial(Patience, failures=1, reset_s=0.05, reset_max_s=0.05)
+        patch.setattr("objkv.assembly.backends.Patience", hasty)
+        patch.setattr("objkv.assembly.agent.LOOKUP_TTL_S", 0.0)
         with running_servers(tmp_path_factory.mktemp("fleet"), Clock()) as servers:
             yield servers
 

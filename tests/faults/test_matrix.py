@@ -8,10 +8,16 @@ fault of each kind is quick. ``test_engine`` has some of the rows in real engine
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from objkv.assembly import agent, backends
+from objkv.connector.tier import store
+from objkv.net.breaker import Patience
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.columns import COLUMNS, Column
 from tests.faults.places import Place, Servers
@@ -52,20 +58,13 @@ OWN_ENGINE = {
 PATIENT: dict[str, Any] = {
     "lookup_deadline_ms": 20_000,
     "step_load_deadline_ms": 20_000,
-    "lookup_ttl_ms": 0,
     "pinned_bytes_max": 1 << 20,
-    "breaker_failures": 1,
-    "breaker_reset_ms": 3_600_000,
-    "breaker_reset_max_ms": 3_600_000,
     "drain_deadline_ms": 1_000,
 }
-HOURS_S = 4 * 3600.0
+HOUR_S = 3600.0
+HOURS_S = 4 * HOUR_S
 OTHERS = {
     "codec": "none",
-    "lookup_ttl_ms": 0,
-    "breaker_failures": 1,
-    "breaker_reset_ms": 10,
-    "breaker_reset_max_ms": 20,
     "drain_deadline_ms": 1_000,
 }
 """Of the other connectors."""
@@ -124,14 +123,27 @@ def _open_place(servers: Servers, row: Row) -> Place:
     return AgentPlace(servers, **FULL if row.name == "agent-full" else {})
 
 
+@contextmanager
+def _hasty(*pauses_s: float) -> Iterator[None]:
+    """What is opened in it remembers no answers, and its breakers open at one failure, with these
+    first and longest pauses."""
+    with (
+        patch.object(backends, "Patience", partial(Patience, 1, *pauses_s)),
+        patch.object(agent, "LOOKUP_TTL_S", 0.0),
+        patch.object(store, "LOOKUP_TTL_S", 0.0),
+    ):
+        yield
+
+
 def _open(place: Place, row: Row, mode: str, revision: int = 1) -> ShakenEngine:
     settings = place.settings | PATIENT | {"load_mode": mode} | row.settings
-    if row.is_theirs:
-        return RevisedEngine(revision, place.folder, **settings)
-    if row.uses_process:
-        settings |= {"pinned_bytes_max": 8 << 20}
-        return ShakenEngine(place.folder, layout=LARGE, **settings)
-    return ShakenEngine(place.folder, **settings)
+    with _hasty(HOUR_S, HOUR_S):
+        if row.is_theirs:
+            return RevisedEngine(revision, place.folder, **settings)
+        if row.uses_process:
+            settings |= {"pinned_bytes_max": 8 << 20}
+            return ShakenEngine(place.folder, layout=LARGE, **settings)
+        return ShakenEngine(place.folder, **settings)
 
 
 class _Shake:
@@ -412,7 +424,8 @@ def test_a_fault_is_a_miss_for_the_other_connectors(
         return reader.ask(number(is_saved=True))
 
     try:
-        opened += (COLUMNS[column](place.folder, settings) for _ in range(2))
+        with _hasty(0.01, 0.02):
+            opened += [COLUMNS[column](place.folder, settings) for _ in range(2)]
         writer, reader = opened
         assert wait_for(works, bound_s=PATIENCE_S)
         place.prepare(name)

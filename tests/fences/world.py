@@ -11,7 +11,7 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from objkv.codec.payload import frame_pages, open_payload, read_header
 from objkv.config import Config
 from objkv.connector.kv import wiring
 from objkv.connector.kv.metadata import StepPlan
-from objkv.connector.kv.wiring import make_worker_side
+from objkv.connector.kv.wiring import Pools, make_worker_side, plan_pools
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
@@ -96,6 +96,11 @@ def content(epoch: int, chunk: int, layer: int, place: int) -> float:
 
 _CLOSES = 4
 """How often the agent of a life is closed, if it does not end."""
+
+
+def _few_slabs(*given: Any) -> Pools:
+    """As little memory as a worker can have, so that saves wait for it."""
+    return replace(plan_pools(*given), save_slabs=5, save_queue_max=4)
 
 
 @dataclass(frozen=True)
@@ -508,6 +513,7 @@ class Engine:
         agent = self.insides[-1] if self.insides else self._open_agent()
         with ExitStack() as stack:
             for module, name, value in (
+                (wiring, "plan_pools", _few_slabs),
                 (wiring, "open_lane", self._open_lane),
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
@@ -518,7 +524,6 @@ class Engine:
             side = make_worker_side(
                 Config(
                     pinned_bytes_max=1 << 20,
-                    save_queue_max=4,
                     drain_deadline_ms=knobs.drain_ms,
                     save_deadline_ms=knobs.save_ms,
                 ),

@@ -91,7 +91,7 @@ def config_of(address: tuple[str, int], scheme: str) -> Config:
     service = "?service=s" if "sentinel" in scheme else ""
     url = f"{scheme}://127.0.0.1:{address[1]}{service}"
     settings = {"index_url": url, "bulk_url": "file:///dev/null/kv", "lookup_deadline_ms": 100}
-    return load_config({**settings, "redis_calls_max": 32}, environ={})
+    return load_config({**settings, "load_threads": 32}, environ={})
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.survey import find_doubts, old_epochs, survey
-from objkv.ops.sweep.sweep import Sweep
+from objkv.ops.sweep.sweep import SWEPT_PERCENT, Sweep
 from objkv.stores.base import Unfinished
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
 from tests.contracts.memory_index import MemoryIndex
@@ -48,7 +48,7 @@ class World:
         found = survey(self.view)
         remover = Remover(self.view, limits, lambda: pool.halt("limit"))
         work = Sweep(self.view, found, limits, remover)
-        quotas = work.quotas(quota_bytes, high_percent=100, low_percent=50)
+        quotas = work.quotas(quota_bytes)
         for units in (work.leftovers(), work.parts(), work.ghosts(), quotas, work.documents()):
             pool.run(units)
         return pool.counters
@@ -185,16 +185,17 @@ def test_beyond_the_quota_ends_of_chains_go_first() -> None:
     world = World(Defects(good=24))  # three chains of eight
     before = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
     used = sum(one.nbytes for one in before.values())
-    counters = world.sweep(quota_bytes=used - 1)
+    quota = used // 2
+    counters = world.sweep(quota_bytes=quota)
     left = {one.prefix_hash: one for one in world.index.scan(NAMESPACE)}
     assert counters.counts["over_quota"] == counters.counts["removed"] >= 12
-    assert sum(one.nbytes for one in left.values()) <= (used - 1) // 2
+    assert sum(one.nbytes for one in left.values()) <= quota * SWEPT_PERCENT // 100
     assert sum(entry.nbytes for entry in world.bulk.scan(NAMESPACE) if "/0." in entry.key) == sum(
         one.nbytes for one in left.values()
     )
     for one in left.values():  # nothing is left that continues what is gone
         assert one.token_start == 0 or one.parent_hash in left
-    assert world.sweep(quota_bytes=used).counts["over_quota"] == 0
+    assert world.sweep(quota_bytes=quota).counts["over_quota"] == 0
 
 
 def test_an_end_that_looks_wiped_is_not_believed() -> None:

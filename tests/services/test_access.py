@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from objkv.config import Config, Role, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import Usage
 from objkv.index.redis.index import RedisIndex
+from objkv.net.breaker import Patience
 from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from scripts.write_rights import FILE
@@ -221,10 +223,14 @@ def test_no_role_of_a_tenant_reads_or_writes_anothers(server: Place, role: Role)
     index.close()
 
 
-def test_rights_that_are_taken_away_are_misses_until_they_are_back(server: Place) -> None:
+def test_rights_that_are_taken_away_are_misses_until_they_are_back(
+    server: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On connections that stay open: only the replies inform a replica."""
     server.prepare()
-    config = server.granted("reader", breaker_reset_ms=1, breaker_reset_max_ms=1)
+    hasty = partial(Patience, reset_s=0.001, reset_max_s=0.001)
+    monkeypatch.setattr("objkv.assembly.backends.Patience", hasty)
+    config = server.granted("reader")
     recorder = MemoryRecorder()
     with open_backends(config, recorder) as ends:
         lookups = LookupService(ends.index, (FIELD,), recorder, LookupLimits(120.0, 8))

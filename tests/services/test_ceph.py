@@ -66,7 +66,7 @@ class TestS3StoreOnCeph(StoreContract):
     @pytest.fixture
     def store(self, access: S3Access, s3_prefixes: Any) -> S3Store:
         prefix = next(s3_prefixes)
-        return store_of(access, bucket=BUCKET, prefix=prefix, s3_multipart_bytes=PART_BYTES)
+        return store_of(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES)
 
 
 def test_the_server_decides_among_writers_of_many_processes(open_s3_store: OpenS3Store) -> None:
@@ -90,8 +90,8 @@ def test_ranges_and_parts_go_past_the_client_and_none_is_left(
     access = open_s3_access(s3_config(s3_server))
     client: Any = access.client
     store = store_of(
-        access, bucket=BUCKET, prefix=prefix, s3_multipart_bytes=PART_BYTES,
-        s3_range_bytes=3 << 20, s3_ranges_max=4,
+        access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES,
+        range_bytes=3 << 20, ranges_max=4,
     )  # fmt: skip
     assert store.put_if_absent("first", b"1") is True
     assert store.put_if_absent("first", b"2") is False
@@ -166,7 +166,7 @@ def test_who_may_get_but_not_list_finds_misses_by_one_request(
     with SpoilS3((str(found.hostname), int(found.port or 0))) as proxy:
         keys = {"s3_access_key_id": "unlisted-key", "s3_secret_access_key": "unlisted-secret"}
         config = s3_config(s3_server, s3_endpoint_url=proxy.url, **keys)
-        place: dict[str, Any] = {"prefix": "unlisted", "s3_multipart_bytes": PART_BYTES}
+        place: dict[str, Any] = {"prefix": "unlisted", "multipart_bytes": PART_BYTES}
         store = store_of(open_s3_access(config), bucket=BUCKET, **place)
         assert store.get_into("there", buffer) == 4
         for call in CALLS:
@@ -245,7 +245,7 @@ class Fleet:
     def place(self, role: Role | None, tenant: str = "a") -> S3Store:
         """The store alone, so that the server's own reply is visible. ``tenant`` owns it."""
         access, prefix = self.access(role), f"commands/{tenant}"
-        return store_of(access, bucket=BUCKET, prefix=prefix, s3_multipart_bytes=PART_BYTES)
+        return store_of(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART_BYTES)
 
     def empty(self, tenant: str = "a") -> None:
         """Nothing of the tenant is left in the bucket, and nothing at all in Redis."""

@@ -75,13 +75,13 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def store(access: S3Access, prefix: str) -> S3Store:
-    return store_of(access, bucket=BUCKET, prefix=prefix, s3_multipart_bytes=PART)
+    return store_of(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
 
 
 class TestS3Store(StoreContract):
     @pytest.fixture
     def store(self, access: S3Access, prefix: str) -> S3Store:
-        return store_of(access, bucket=BUCKET, prefix=prefix, s3_multipart_bytes=PART)
+        return store_of(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
 
 
 def operation(request: Request) -> str:
@@ -376,7 +376,7 @@ def test_what_time_mends_is_unavailable(error: Exception, words: str) -> None:
 
 
 def test_a_missing_bucket_is_denied(access: S3Access) -> None:
-    store = store_of(access, bucket="nowhere", prefix="", s3_multipart_bytes=PART)
+    store = store_of(access, bucket="nowhere", prefix="", multipart_bytes=PART)
     calls = [store.check, lambda: store.get("k"), lambda: store.put_if_absent("k", b"")]
     calls.append(lambda: list(store.scan("")))
     for call in calls:

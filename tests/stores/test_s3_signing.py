@@ -6,6 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,6 +21,7 @@ from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objkv.assembly import fetchers
 from objkv.assembly.backends import open_backends
 from objkv.assembly.fetchers import open_s3
 from objkv.config import Config, load_config
@@ -68,7 +70,7 @@ def test_another_signature_than_version_4_is_refused_with_what_to_do(version: An
         aws_access_key_id="a", aws_secret_access_key="b",
     )  # fmt: skip
     store = store_of(
-        S3Access(client, access.connections), bucket=BUCKET, prefix="p", s3_multipart_bytes=PART
+        S3Access(client, access.connections), bucket=BUCKET, prefix="p", multipart_bytes=PART
     )
     with pytest.raises(StoreDenied, match="remove signature_version from the AWS profile"):
         store.check()
@@ -183,8 +185,12 @@ def meets(wanted: str, request: Request) -> bool:
 
 @pytest.mark.parametrize(("wanted", "demanded"), DEMANDS, ids=[name for name, _ in DEMANDS])
 def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_is_named(
-    wanted: str, demanded: dict[str, Any], tmp_path: Path
+    wanted: str,
+    demanded: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(fetchers, "S3Store", partial(S3Store, multipart_bytes=PART))
     refused: list[Request] = []
 
     def check(request: Request) -> Answer | None:
@@ -201,7 +207,6 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
             "s3_addressing": "path",
             "s3_access_key_id": "test",
             "s3_secret_access_key": "testsecret",
-            "s3_multipart_bytes": PART,
             "load_deadline_ms": 60_000,
         }
         large, buffer = pattern(PART + 9), bytearray(8)
@@ -462,9 +467,7 @@ def test_on_aws_the_zone_in_the_name_is_asked_by_tls_and_nothing_else() -> None:
 
     events: Any = access.client.meta.events
     events.register_first("before-send.s3", answer)
-    store = store_of(
-        access, bucket=ZONED, prefix="p", s3_multipart_bytes=PART, load_deadline_ms=1000
-    )
+    store = store_of(access, bucket=ZONED, prefix="p", multipart_bytes=PART, load_deadline_ms=1000)
     with pytest.raises(StoreUnavailable, match="no network here"):
         store.get_into("ns/a", memoryview(bytearray(1)))
     host = f"https://{ZONED}.s3express-use1-az4.us-east-1.amazonaws.com"

@@ -88,9 +88,9 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, ca
     options = {
         "load_deadline_ms": 800,
         "client": {"load_deadline_ms": 800},
-        "s3_multipart_bytes": MIB,
+        "multipart_bytes": MIB,
     }
-    with s3_store(mute.url, **options, s3_range_bytes=MIB, s3_ranges_max=2) as store:
+    with s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store:
         store._writer.conditional = True
         with pytest.raises(StoreUnavailable):
             call(store)
@@ -119,9 +119,9 @@ def opened(url: str) -> Iterator[S3Store]:
         url,
         load_deadline_ms=int(DEADLINE_S * 1000),
         client={"load_deadline_ms": 600_000},
-        s3_multipart_bytes=MIB,
-        s3_range_bytes=MIB,
-        s3_ranges_max=2,
+        multipart_bytes=MIB,
+        range_bytes=MIB,
+        ranges_max=2,
     ) as store:
         store._writer.conditional = True
         yield store
@@ -287,7 +287,7 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(s3_pieces.threading, "Thread", Thread)
     value, buffer = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
-    with QuickS3() as server, s3_store(server.url, s3_range_bytes=MIB, s3_ranges_max=3) as store:
+    with QuickS3() as server, s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
         store.put("k", value)
         assert store.get_into("k", buffer) == len(value)
         assert buffer == value
@@ -305,7 +305,7 @@ def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
 
     with (
         QuickS3(intercept=late) as server,
-        s3_store(server.url, s3_multipart_bytes=MIB) as store,
+        s3_store(server.url, multipart_bytes=MIB) as store,
     ):
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
@@ -367,8 +367,8 @@ def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
             far.url,
             client=IMPATIENT,
             load_deadline_ms=4_000,
-            s3_range_bytes=MIB,
-            s3_ranges_max=ranges_max,
+            range_bytes=MIB,
+            ranges_max=ranges_max,
         ) as store,
     ):
         store.put("k", value)
@@ -441,7 +441,7 @@ def test_an_answer_that_is_late_is_asked_for_once_more() -> None:
     slow, recorder = Slow(), MemoryRecorder()
     with (
         QuickS3(intercept=slow) as server,
-        s3_store(server.url, s3_hedge_percent_max=5, recorder=recorder) as store,
+        s3_store(server.url, hedge_percent_max=5, recorder=recorder) as store,
     ):
         warm_up(store)
         buffer = bytearray(10)

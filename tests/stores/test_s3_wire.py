@@ -41,7 +41,7 @@ from tests.support.servers.quick_s3 import (
 from tests.support.servers.s3_stores import MIB, pattern, s3_access, s3_store
 
 VALUE = pattern(4 * MIB)
-IN_RANGES = {"s3_range_bytes": MIB, "s3_ranges_max": 2}
+IN_RANGES = {"range_bytes": MIB, "ranges_max": 2}
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ class TestS3StoreInRanges(StoreContract):
 
     @pytest.fixture
     def store(self, server: QuickS3) -> Iterator[PruneStore]:
-        with s3_store(server.url, s3_range_bytes=MIB - 1, s3_ranges_max=4) as store:
+        with s3_store(server.url, range_bytes=MIB - 1, ranges_max=4) as store:
             yield store
 
     test_scan_passes_page_boundaries = None  # slow, and no other than without ranges
@@ -101,7 +101,7 @@ def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
     """The server is another process: tracemalloc sees what this one takes."""
     value = pattern(32 * MIB)
     buffer = memoryview(bytearray(32 * MIB))
-    options = {"s3_multipart_bytes": 16 * MIB, "s3_range_bytes": 4 * MIB, "s3_ranges_max": 2}
+    options = {"multipart_bytes": 16 * MIB, "range_bytes": 4 * MIB, "ranges_max": 2}
     with quick_s3_process() as server, s3_store(server.url, **options) as store:
         for key, part in (("one", value[: 16 * MIB]), ("parts", value)):
             store.put(key, part)
@@ -131,7 +131,7 @@ def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
     def enough(_: int) -> None:
         raise Enough
 
-    with s3_store(server.url, s3_range_bytes=MIB, s3_ranges_max=ranges_max) as store:
+    with s3_store(server.url, range_bytes=MIB, ranges_max=ranges_max) as store:
         store.put("k", value)
         buffers = [bytearray(12 * MIB) for _ in range(4)]
         for buffer in buffers:
@@ -465,9 +465,7 @@ def test_over_tls_as_well(tmp_path: Path, ranges_max: int, monkeypatch: pytest.M
     buffer = memoryview(bytearray(len(value)))
     trusting = {"s3_ca_bundle": certificates / "ca.pem"}
     with QuickS3(tls=certificates) as server:
-        with s3_store(
-            server.url, client=trusting, s3_range_bytes=MIB, s3_ranges_max=ranges_max
-        ) as store:
+        with s3_store(server.url, client=trusting, range_bytes=MIB, ranges_max=ranges_max) as store:
             assert store.put_if_absent("small", value[:MIB]) is True
             assert store.put_if_absent("small", value[:MIB]) is False
             assert store.get_into("small", buffer) == MIB
@@ -508,14 +506,14 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
     exists = refusal("412 Precondition Failed", "PreconditionFailed")
     with (
         Scripted(hasty(exists)) as server,
-        s3_store(server.url, s3_multipart_bytes=64 * MIB) as store,
+        s3_store(server.url, multipart_bytes=64 * MIB) as store,
     ):
         store._writer.conditional = True
         assert store.put_if_absent("k", value) is False
     denied = refusal("403 Forbidden", "AccessDenied")
     with (
         Scripted(hasty(denied)) as server,
-        s3_store(server.url, s3_multipart_bytes=64 * MIB) as store,
+        s3_store(server.url, multipart_bytes=64 * MIB) as store,
     ):
         for put in (store.put, store.put_if_absent):
             with pytest.raises(StoreDenied, match="objkv access"):
@@ -524,7 +522,7 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
 
 def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = hasty(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-    options = {"s3_multipart_bytes": 64 * MIB, "load_deadline_ms": 2_000}
+    options = {"multipart_bytes": 64 * MIB, "load_deadline_ms": 2_000}
     with (
         Scripted(taken) as server,
         s3_store(server.url, **options) as store,
@@ -603,7 +601,7 @@ def test_closing_ends_threads_and_connections() -> None:
     threads = set(threading.enumerate())
     with quick_s3_process() as server:
         sockets = open_sockets()
-        with s3_store(server.url, s3_range_bytes=MIB, s3_ranges_max=3) as store:
+        with s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
             store.put("k", pattern(12 * MIB))
             store.get_into("k", memoryview(bytearray(12 * MIB)))
             names = [thread.name for thread in set(threading.enumerate()) - threads]

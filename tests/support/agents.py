@@ -1,6 +1,7 @@
 """Node agents as processes of their own."""
 
 import functools
+import json
 import os
 import re
 import shutil
@@ -14,7 +15,7 @@ from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from objkv.agent.client import is_listening
 from objkv.agent.http.metrics import PREFIX
@@ -34,17 +35,19 @@ class AgentProcess:
         *,
         path: Path | None = None,
         options: Sequence[str] = (),
+        constants: Mapping[str, Any] | None = None,
         fresh: bool = False,
     ) -> None:
         """``settings``: names and values. ``path``: by default in a new folder with a short name,
-        since a socket's path may have 107 bytes. ``options``: of the command. ``fresh``: as a
-        service starts it, not as a fork."""
+        since a socket's path may have 107 bytes. ``options``: of the command. ``constants``: see
+        ``tests.support.tuned``. ``fresh``: as a service starts it, not as a fork."""
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "agent.sock"
         self.log_file = self.folder / "log"
         self.log_file.touch()
         ours = {f"OBJKV_{name.upper()}": value for name, value in settings.items()}
-        command = ("objkv", "agent", "--socket", str(self.path), *options)
+        program = ["tests.support.tuned", json.dumps(constants)] if constants else ["objkv"]
+        command = (*program, "agent", "--socket", str(self.path), *options)
         self.process = (self._start if fresh else self._fork)(command, _environment() | ours)
         self._await()
 

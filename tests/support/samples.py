@@ -94,7 +94,6 @@ def view_of(
     usual = {
         "is_own_index": False,
         "ttl_s": 3_600,
-        "lease_ms": 60_000,
         "owner": "test",
         "admin": index,
     }

@@ -21,6 +21,7 @@ from objkv.agent.calls import AgentCalls
 from objkv.agent.client import CALL_S
 from objkv.agent.payloads import PayloadReader, PayloadTransfer, ReadOutcome
 from objkv.background import Steps, StepThread
+from objkv.cache.lookup import LOOKUP_QUEUE_MAX
 from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, Pages
 from objkv.errors import StoreError
@@ -145,7 +146,7 @@ class EncoderFetcher:
         Args:
             reader: on the same clock; ``close`` closes it. None: outputs are looked up only.
             config: its ``encoder_deadline_ms`` is for an output. Requests are refused while
-                ``lookup_queue_max`` outputs wait, and other jobs while as many are in progress.
+                ``LOOKUP_QUEUE_MAX`` outputs wait, and other jobs while as many are in progress.
             held_bytes_max: memory for outputs that are held or read, without one copy of an output
                 that is not needed any more.
         """
@@ -208,7 +209,7 @@ class EncoderFetcher:
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         """See ``StepThread.run``. Exceptions of the job are counted."""
-        is_full = self._thread.unfinished >= self._config.lookup_queue_max
+        is_full = self._thread.unfinished >= LOOKUP_QUEUE_MAX
         return not is_full and self._thread.run(job)
 
     def deadline(self) -> float:
@@ -246,7 +247,7 @@ class EncoderFetcher:
                     self._entries[output] = entry
                     fresh.append(entry)
                 entry.owners.add(owner)
-            is_full = waiting >= self._config.lookup_queue_max
+            is_full = waiting >= LOOKUP_QUEUE_MAX
             if fresh and (is_full or not self._thread.run(partial(self._look_up, fresh))):
                 for entry in fresh:
                     self._settle(entry, State.ABSENT, "load_refused")

@@ -191,7 +191,7 @@ class EncoderWorkerSide:
         with self._lock:
             self._held_bytes += encoded.nbytes
             fits = self._held_bytes <= self._held_bytes_max
-        if fits and self.writer.waiting < self._config.save_queue_max:
+        if fits:
             self.writer.write(saved)
         else:
             saved.end(WriteOutcome.DROPPED, 0)

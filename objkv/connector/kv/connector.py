@@ -105,7 +105,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._link.await_agent()
         has_events = events_enabled(vllm_config)
         self._accepted = deque[ChunkKey](maxlen=_ACCEPTED_MAX) if has_events else None
-        warn_of_outer_policy(vllm_config, self._config)
+        warn_of_outer_policy(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self.scheduler = open_scheduler_side(
                 vllm_config,

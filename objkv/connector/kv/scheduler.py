@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from objkv.cache.admission import AdmissionPolicy
-from objkv.cache.lookup import LookupLimits, LookupService, Records
+from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.kv.coverage import open_coverage
@@ -51,8 +51,6 @@ _MATCH_WAIT_S = 1e-3
 whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
 the device computes the step before it, which takes many times longer. All requests share one limit,
 because a burst of them would otherwise use up that time. Their lookups run in parallel anyway."""
-_LOOKUP_AGE_MIN_S = 10.0
-"""Steps may take seconds, and a lookup's answer must stay valid for several of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +124,7 @@ class SchedulerSide:
         shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
         limits = LookupLimits(
             config.lookup_deadline_ms / 1000,
-            config.lookup_queue_max,
-            age_max_s=max(config.lookup_ttl_ms / 1000, _LOOKUP_AGE_MIN_S),
+            age_max_s=LOOKUP_TTL_S,
         )
         fields = sorted(geometry.all_fields())
         self._lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)

@@ -54,6 +54,11 @@ logger = logging.getLogger(__name__)
 _PAGE = 4096
 _PINNED_SHARE = 8
 """Divisor: by default all workers of a host take at most this fraction of its memory."""
+_LOAD_QUEUE_MAX = 4096
+"""Chunks of a worker that may wait to be loaded, those of some long prompts. Further ones are
+misses: they would wait until their deadline."""
+_SAVE_QUEUE_MIN = 64
+"""Chunks of a worker that may wait to be saved, if two steps have fewer."""
 _BOUNCE_SLABS = 4
 """Slabs for what a device cannot read in an agent's memory: while some are read, others are
 filled."""
@@ -77,10 +82,9 @@ def open_scheduler_side(
     """
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    if config.load_failure == "recompute":
-        # vLLM reads this after it has made the connector. Its default fails the request. In
-        # objkv a payload that cannot be loaded is an ordinary miss.
-        transfer.kv_load_failure_policy = "recompute"
+    # vLLM reads this after it has made the connector. Its default fails the request. In objkv a
+    # payload that cannot be loaded is an ordinary miss.
+    transfer.kv_load_failure_policy = "recompute"
     identity = read_identity(vllm_config, geometry, config)
     saves = may_save(config, producer=transfer.is_kv_producer, consumer=transfer.is_kv_consumer)
     roles = Roles(
@@ -214,7 +218,7 @@ def make_worker_side(
         partial(connect, wants_arena=True),
         verify=config.agent_verify == "reader",
         limits=LoadLimits(
-            config.load_queue_max,
+            _LOAD_QUEUE_MAX,
             config.load_deadline_ms / 1000,
             min(config.step_load_deadline_ms, config.load_deadline_ms) / 1000,
         ),
@@ -273,11 +277,15 @@ def plan_pools(
     slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
     # In each group a step may also complete a chunk that an earlier step began.
     two_steps = 2 * len(groups) * (rank.step_tokens // chunk_tokens + 1)
-    queue_max = max(config.save_queue_max, two_steps)
+    queue_max = max(_SAVE_QUEUE_MIN, two_steps)
     share = host_bytes() // _PINNED_SHARE // rank.workers
     budget = (config.pinned_bytes_max or max(share, 4 * slab_bytes)) // slab_bytes
     bounce = min(bounce, budget // 4)
-    save = min(queue_max + 1, budget - bounce)
+    save = budget - bounce
+    if config.pinned_bytes_max:
+        queue_max = max(queue_max, save)
+    else:
+        save = min(save, queue_max + 1)
     if save < 1:
         raise ConfigError(
             f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "

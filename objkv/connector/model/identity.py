@@ -179,7 +179,7 @@ def pipeline_rank(vllm_config: "VllmConfig") -> int:
     return int(get_pp_group().rank_in_group)
 
 
-def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
+def warn_of_outer_policy(vllm_config: "VllmConfig") -> None:
     """Log a warning if another connector wraps this one and a failed load would fail its request.
 
     The outermost ``kv_transfer_config`` decides, and only workers can read it.
@@ -190,7 +190,7 @@ def warn_of_outer_policy(vllm_config: "VllmConfig", config: Config) -> None:
     transfer = None if outer is None else outer.kv_transfer_config
     if transfer is None or transfer is vllm_config.kv_transfer_config:
         return
-    if config.load_failure == "recompute" and transfer.kv_load_failure_policy != "recompute":
+    if transfer.kv_load_failure_policy != "recompute":
         logger.warning(
             "a failed load will fail its request: set kv_load_failure_policy to recompute in the "
             "configuration that vLLM reads, next to kv_connector=%s",

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from objkv.agent.payloads import PayloadReader, PayloadWriter, WriteOutcome
 from objkv.assembly.link import AgentLink, Replica
 from objkv.background import Steps
-from objkv.cache.lookup import LookupLimits
+from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits
 from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config.tier import TierOptions, read_options
@@ -209,8 +209,7 @@ class ObjKVTier(SecondaryTierManager):
         self._writer = PayloadWriter(link.connect, nbytes_max, "chunks", writer=writer_name(self))
         self._reader = PayloadReader(link.connect, "chunks")
         link.await_agent()
-        lookup_s, age_max_s = config.lookup_deadline_ms / 1000, config.lookup_ttl_ms / 1000
-        limits = LookupLimits(lookup_s, config.lookup_queue_max, age_max_s=age_max_s)
+        limits = LookupLimits(config.lookup_deadline_ms / 1000, age_max_s=LOOKUP_TTL_S)
         # A folder that is its own index ends its answers early.
         is_folder = config.index_url == "bulk:"
         self._lookups = TierLookups(link.calls, recorder, limits, ends_early=is_folder)

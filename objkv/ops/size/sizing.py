@@ -11,7 +11,7 @@ from objkv.cache.match import needed_from, stored_blocks
 from objkv.cache.worth import puts_of
 from objkv.codec import header as header_codec
 from objkv.codec.values import Claim, Frame, LayerSpec, Provenance
-from objkv.config.prices import Prices
+from objkv.config.prices import RANGE_BYTES, Prices
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity
@@ -39,8 +39,6 @@ class Layout:
     tp_size: int
     codec_ratio: float = 1.0
     """Raw bytes divided by stored bytes."""
-    multipart_bytes: int = 64 << 20
-    range_bytes: int = 8 << 20
     hot_save_bytes_max: int = 0
     """Payloads up to this size are also stored in Redis; 0 without Redis."""
 
@@ -147,7 +145,7 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
     rate, life_s = load.prompts_per_s, load.ttl_s + load.used_s
     saved_per_s = rate * (per_prompt - loaded)
     puts = saved_per_s * chunk.puts
-    gets = rate * sum(count * _gets(payload.nbytes, layout) for payload, count in loads)
+    gets = rate * sum(count * -(-payload.nbytes // RANGE_BYTES) for payload, count in loads)
     bulk_bytes = saved_per_s * (life_s + load.sweep_every_s / 2) * chunk.nbytes
     hot = sum(p.nbytes for p in payloads if p.nbytes <= layout.hot_save_bytes_max)
     commands = rate * (per_prompt + loaded) + saved_per_s * chunk.payloads * _SAVE_COMMANDS
@@ -252,7 +250,7 @@ def _chunk(
         tokens=tokens,
         groups=len(groups),
         payloads=len(payloads),
-        puts=sum(puts_of(nbytes, layout.multipart_bytes) for nbytes in stored),
+        puts=sum(puts_of(nbytes) for nbytes in stored),
         raw_bytes=sum(payload.raw_bytes for payload in payloads),
         header_bytes=sum(payload.header_bytes for payload in payloads),
         nbytes=sum(stored),
@@ -260,8 +258,3 @@ def _chunk(
         token_bytes=sum(stored) / tokens,
         record_bytes=RECORD_BYTES + SHARD_BYTES * (len(payloads) - 1),
     )
-
-
-def _gets(nbytes: int, layout: Layout) -> int:
-    """Return the requests of one get; large payloads are read in ranges."""
-    return -(-nbytes // layout.range_bytes)

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
+from typing import Final
 
 from objkv.errors import StoreDenied
 from objkv.index.base import Record, Usage
@@ -28,6 +29,8 @@ from objkv.ops.sweep.survey import Doubt, Survey, doubted
 from objkv.stores.base import Entry
 
 _RECORDS_AT_ONCE = 250
+SWEPT_PERCENT: Final = 85
+"""What a sweep leaves of a quota: room for a tenth of it until saves stop (``FULL_PERCENT``)."""
 
 
 class Sweep:
@@ -180,15 +183,14 @@ class Sweep:
                 items = self._found.totals.get(name, 0)
                 yield Unit(self._ghost_work(name), items=items)
 
-    def quotas(self, quota_bytes: int, *, high_percent: int, low_percent: int) -> Iterator[Unit]:
-        """For tenants above ``high_percent`` of their quota, evict the ends of the least used
-        prefixes down to ``low_percent``. Holds all records of a tenant in memory, about 1 KiB
-        each."""
+    def quotas(self, quota_bytes: int) -> Iterator[Unit]:
+        """Evict the ends of the least used prefixes of tenants, down to ``SWEPT_PERCENT`` of their
+        quota. Holds all records of a tenant in memory, about 1 KiB each."""
         if not quota_bytes or "over_quota" not in self._limits.only:
             return
-        high, low = (quota_bytes * percent // 100 for percent in (high_percent, low_percent))
+        room = quota_bytes * SWEPT_PERCENT // 100
         for tenant in sorted({t for t in map(self._tenant, self._found.namespaces) if t}):
-            yield Unit(self._quota_work(tenant, high, low))
+            yield Unit(self._quota_work(tenant, room))
 
     def _ghost_work(self, name: str) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
@@ -214,7 +216,7 @@ class Sweep:
 
         return work
 
-    def _quota_work(self, tenant: str, high: int, low: int) -> Callable[[Counters, Check], None]:
+    def _quota_work(self, tenant: str, room: int) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
             records: dict[bytes, tuple[str, Record]] = {}
             for name in self._found.namespaces:
@@ -224,11 +226,11 @@ class Sweep:
                         if not is_shapes(record):
                             records[record.prefix_hash] = name, record
             used = sum(record.nbytes for _, record in records.values())
-            if used <= high:
+            if used <= room:
                 return
             for candidate in choose(
                 [self._candidate(*one) for one in records.values()],
-                free_bytes=used - low,
+                free_bytes=used - room,
                 now_s=self._clock(),
             ):
                 check()

@@ -83,7 +83,8 @@ _FIX = {
     "PermanentRedirect": "the bucket is in another region: set s3_region and s3_endpoint_url",
     "IllegalLocationConstraintException": "the bucket is in another region: set s3_region",
     "QuotaExceeded": "the quota is used up: raise it, or evict payloads",
-    "EntityTooLarge": "the server rejects values of this size: lower s3_multipart_bytes",
+    "EntityTooLarge": "the server rejects values of this size: lower chunk_tokens, or raise "
+    "the server's limit to 64 MiB",
     "InvalidObjectState": (
         "the object was moved to an archive: remove the lifecycle rule that does this"
     ),

@@ -2,16 +2,18 @@
 
 A get reads from the socket into the caller's buffer, and reads large values in several ranges at
 once. A put is one conditional request, so exactly one of many writers wins. Values above
-``s3_multipart_bytes`` are uploaded in parts. Requests that move no value are boto3's.
+``multipart_bytes`` are uploaded in parts. Requests that move no value are boto3's.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from botocore.exceptions import ClientError
 
 from objkv.config import Config, is_directory_bucket
+from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -33,17 +35,32 @@ from objkv.telemetry import Recorder
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 
 
+@dataclass(frozen=True)
+class S3Limits:
+    """How a store divides its work."""
+
+    multipart_bytes: int = MULTIPART_BYTES
+    range_bytes: int = RANGE_BYTES
+    ranges_max: int = 56
+    """Threads that help with large values. With ``load_threads`` 8 an agent has 64 connections, of
+    which S3 gives each about 85 MB/s; more gain nothing (``docs/scaling.md``). 0: a value is read
+    and uploaded by the caller alone."""
+    hedge_percent_max: int = 5
+    """Requests above the 95th percentile are hedged: that share of all, unless the store slows down
+    for all, which hedges would make worse."""
+
+
 class S3Store:
     """Values as objects ``<prefix>/<key>`` in ``bucket``. Closing the store closes ``access``.
 
     ``If-None-Match: *`` decides between writers. Some servers refuse it, and others accept and
     ignore it; the store finds out by repeating its first successful put. For these servers it uses
     HEAD and PUT instead, counted as ``s3_unconditional_puts``, and two simultaneous writers may
-    both get True. The same can happen to two writers of a value above ``s3_multipart_bytes`` if the
+    both get True. The same can happen to two writers of a value above ``multipart_bytes`` if the
     server ignores the condition when an upload is completed (Ceph 16). A put that was
     repeated because its response was lost returns True if the stored value has its bytes.
 
-    The caller and up to ``s3_ranges_max`` threads of the store read values above ``s3_range_bytes``
+    The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes``
     in ranges and upload parts.
 
     ``load_deadline_ms`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts
@@ -59,6 +76,7 @@ class S3Store:
         *,
         bucket: str,
         prefix: str,
+        limits: S3Limits = S3Limits(),
     ) -> None:
         self._access = access
         self._client: Any = access.client  # a verb is a variable below
@@ -66,12 +84,14 @@ class S3Store:
         self._prefix = f"{prefix.strip('/')}/".removeprefix("/")
         self._deadline_s = config.load_deadline_ms / 1000
         self._is_directory = is_directory_bucket(bucket)
-        hedge, place = Hedge(config.s3_hedge_percent_max), (bucket, self._prefix)
-        self._pool = HelperPool(config.s3_ranges_max)
+        hedge, place = Hedge(limits.hedge_percent_max), (bucket, self._prefix)
+        self._pool = HelperPool(limits.ranges_max)
         self._wire = Wire(access, place, hedge, recorder=recorder)
         absence = Absence(access.client)
-        self._reader = S3Reader(self._wire, self._pool, absence, range_bytes=config.s3_range_bytes)
-        self._writer = S3Writer(access.client, self._reader, config, recorder=recorder)
+        self._reader = S3Reader(self._wire, self._pool, absence, range_bytes=limits.range_bytes)
+        self._writer = S3Writer(
+            access.client, self._reader, config, recorder, multipart_bytes=limits.multipart_bytes
+        )
 
     @property
     def _endpoint(self) -> str:
@@ -102,7 +122,7 @@ class S3Store:
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Read from the socket into ``buffer``; more than ``s3_range_bytes`` in ranges on several
+        """Read from the socket into ``buffer``; more than ``range_bytes`` in ranges on several
         connections. The length is checked before and after."""
         if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)

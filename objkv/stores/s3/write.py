@@ -98,13 +98,14 @@ class S3Writer:
         client: "S3Client",
         reader: S3Reader,
         config: Config,
-        *,
         recorder: Recorder,
+        *,
+        multipart_bytes: int,
     ) -> None:
         self._client: Any = client
         self._reader = reader
         self._demands = PutDemands(config)
-        self._multipart_bytes = config.s3_multipart_bytes
+        self._multipart_bytes = multipart_bytes
         self._recorder = recorder
         self.conditional: bool | None = None
         """Whether the server honours ``If-None-Match``; None before the first put."""

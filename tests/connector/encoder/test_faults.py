@@ -7,6 +7,7 @@ import torch
 
 from objkv.agent.memory.arena import BOARD_BYTES
 from objkv.agent.outbox import RETRY_S
+from objkv.connector.encoder import fetch
 from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
     ARENA_BYTES,
@@ -168,9 +169,10 @@ def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None
         assert not second.plan(1).loads
 
 
-def test_a_full_queue_is_a_miss(place: Place) -> None:
+def test_a_full_queue_is_a_miss(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(place, *"stuvyz")
-    with replica(place, limits=Limits(queue_max=4)) as second:
+    monkeypatch.setattr(fetch, "LOOKUP_QUEUE_MAX", 4)
+    with replica(place) as second:
         gate = Event()
         place.store.arrived.clear()
         place.store.hold(gate)

@@ -1,7 +1,6 @@
 """Memory for outputs that come all at once: who waits for it, who gets it, who gives up."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -138,7 +137,7 @@ def test_any_number_may_wait_for_memory_at_the_end(place: Place, limits: Limits)
     for name in names:
         hashes = encoder_hash(namespace, name), encoder_root(namespace)
         place.index.publish(ChunkEntry(namespace, *hashes, 0, EMBEDS), found, ttl_s=3600)
-    with replica(place, limits=replace(limits, queue_max=1000)) as second:
+    with replica(place, limits=limits) as second:
         holder = full(place, second)
         for name in names:
             assert not second.side.is_ready(request(f"r-{name}", name), 0)

@@ -45,9 +45,7 @@ class Limits:
     """What differs from test to test."""
 
     deadline_s: float = 60.0
-    queue_max: int = 64
     held_bytes_max: int = 1 << 20
-    save_queue_max: int = 64
     save_held_bytes_max: int = 1 << 20
     save_deadline_s: float = 60.0
     codec: str = "none"
@@ -58,8 +56,6 @@ class Limits:
             bulk_url="file:///nowhere",
             index_url="sqlite:///nowhere",
             encoder_deadline_ms=round(1000 * self.deadline_s),
-            lookup_queue_max=self.queue_max,
-            save_queue_max=self.save_queue_max,
             save_deadline_ms=round(1000 * self.save_deadline_s),
             drain_deadline_ms=round(1000 * ANSWERS_S),
         )

@@ -232,7 +232,7 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
     config.scheduler_config.max_num_batched_tokens = layout.step_tokens
     config.scheduler_config.max_num_scheduled_tokens = layout.step_tokens
     patient = {"lookup_deadline_ms": 120_000, "load_deadline_ms": 120_000}
-    patient |= {"save_deadline_ms": 600_000, "save_queue_max": 4096}
+    patient |= {"save_deadline_ms": 600_000}
     extra = {
         "bulk_url": f"file://{folder}/chunks",
         "index_url": f"sqlite://{folder}/index.sqlite",
@@ -242,7 +242,6 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
         "model_id": "notes",
         "pinned_bytes_max": 64 << 20,
         "load_threads": 2,
-        "save_threads": 2,
     }
     config.kv_transfer_config = KVTransferConfig(
         kv_connector="ObjKVConnector",

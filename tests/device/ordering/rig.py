@@ -148,7 +148,6 @@ class OrderRig:
                 "agent_memory_bytes": ARENA_BYTES,
                 "drain_deadline_ms": 0,
                 "load_threads": self.setup.load_threads,
-                "save_threads": self.setup.save_threads,
             },
             environ={},
         )

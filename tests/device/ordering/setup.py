@@ -65,7 +65,6 @@ class Setup:
     """How the device reads the memory of the node agent, one of ``WAYS``."""
     load_slabs: int = 4
     save_slabs: int = 16
-    save_threads: int = 2
     deadline_s: float = 60.0
     """Of loads."""
     save_deadline_s: float = 600.0

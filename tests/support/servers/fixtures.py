@@ -164,7 +164,7 @@ def open_s3_store(s3_server: S3Server, s3_prefixes: Iterator[str]) -> Iterator[O
 
     def open_store(*, bucket: str = BUCKET, **changes: Any) -> S3Store:
         access = open_s3_access(s3_config(s3_server, **changes))
-        opened.append(store_of(access, bucket=bucket, prefix=prefix, s3_multipart_bytes=PART_BYTES))
+        opened.append(store_of(access, bucket=bucket, prefix=prefix, multipart_bytes=PART_BYTES))
         return opened[-1]
 
     yield open_store

@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 from objkv.config import Config
 from objkv.stores.s3.client import S3Access, open_s3_access
-from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.store import S3Limits, S3Store
 from objkv.telemetry import NullRecorder, Recorder
 
 MIB = 1 << 20
@@ -38,10 +39,18 @@ def store_of(
     recorder: Recorder | None = None,
     **settings: Any,
 ) -> S3Store:
-    """A store without ranges or hedging, and with small parts, unless the settings say so."""
-    plain = {"s3_multipart_bytes": PART, "s3_ranges_max": 0, "s3_hedge_percent_max": 0}
-    config = Config().model_copy(update={"load_deadline_ms": 30_000, **plain, **settings})
-    return S3Store(access, config, recorder or NullRecorder(), bucket=bucket, prefix=prefix)
+    """Without ranges or hedging and with small parts, unless the settings say so."""
+    plain: dict[str, Any] = {
+        "multipart_bytes": PART,
+        "ranges_max": 0,
+        "hedge_percent_max": 0,
+    } | settings
+    names = plain.keys() & {field.name for field in fields(S3Limits)}
+    limits = S3Limits(**{name: plain.pop(name) for name in names})
+    config = Config().model_copy(update={"load_deadline_ms": 30_000, **plain})
+    return S3Store(
+        access, config, recorder or NullRecorder(), bucket=bucket, prefix=prefix, limits=limits
+    )
 
 
 @contextmanager
