@@ -17,7 +17,7 @@ from objkv.background import Steps, StepThread, in_steps
 from objkv.errors import StoreError
 from objkv.index.base import Shards
 from objkv.telemetry import Recorder, Trouble
-from objkv.tracing import NO_TRACING, Span, Tracing
+from objkv.tracing import NO_TRACING, Tracing
 
 logger = logging.getLogger(__name__)
 Records = tuple[Shards | None, ...]
@@ -152,11 +152,6 @@ class LookupService:
         """See ``StepThread.run``. Exceptions of the job are counted."""
         return self._thread.run(job)
 
-    @property
-    def in_flight(self) -> int:
-        """Jobs that wait or run."""
-        return self._thread.unfinished
-
     def wait(self, seconds: float) -> None:
         """See ``StepThread``."""
         self._thread.wait(seconds)
@@ -201,7 +196,11 @@ class LookupService:
                 return found
             finally:
                 self._recorder.observe("lookup_seconds", self._clock() - started)
-                _end(span, namespace, memo.count - len(known), found)
+                if span.is_on:
+                    error = "the lookup failed" if found is None else None
+                    stored = sum(one is not None for one in found or ())
+                    chunks = memo.count - len(known)
+                    span.end(error, namespace=namespace, chunks=chunks, chunks_found=stored)
 
         memo.future = self._thread.start(find())
         if memo.future is None:
@@ -242,11 +241,3 @@ def _decode(found: Sequence[Shards | None]) -> None:
         if shards is None:
             return  # a match ends here
         shards.values()
-
-
-def _end(span: Span, namespace: str, chunks: int, found: list[Shards | None] | None) -> None:
-    if not span.is_on:
-        return
-    stored = 0 if found is None else sum(one is not None for one in found)
-    error = "the lookup failed" if found is None else None
-    span.end(error, namespace=namespace, chunks=chunks, chunks_found=stored)

@@ -337,7 +337,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             guarded(None)(free_failed)(manager, failed_requests)
         if connector_output.invalid_block_ids and manager is not None:
             failed = connector_output.invalid_block_ids
-            evict_failed(manager, side.requests_under_way, side.tables_ended, failed)
+            evict_failed(manager, side.requests.ids(), side.tables_ended, failed)
 
     @guarded(tuple["KVCacheEvent", ...]())
     def take_events(self) -> "tuple[KVCacheEvent, ...]":

@@ -154,8 +154,7 @@ _DCP_SIZE_MAX = 64
 def _divisions(geometry: Geometry, group: int) -> dict[str, tuple[str, ...]]:
     """Return the divisions of the tokens that all ranks can read: the names of their parts, by the
     name of the first one."""
-    interleave = geometry.dcp_interleave if geometry.dcp_size > 1 else 1
-    own = TokenPart(0, geometry.dcp_size, interleave)
+    own = TokenPart(0, geometry.dcp_size, geometry.dcp_interleave)
     sizes = range(1, _DCP_SIZE_MAX + 1) if geometry.is_divisible(group) else ()
     slots = geometry.groups[group].block_size // geometry.dcp_size
     found = [(own.size, own.interleave)]

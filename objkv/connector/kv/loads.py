@@ -1,4 +1,4 @@
-"""The loads on which vLLM relies, from the match that promised them to their end on all workers.
+"""The loads on which vLLM relies, from the allocation of their blocks to their end on all workers.
 
 vLLM holds a request back until its load between steps is reported as ended, and lets the model read
 the blocks of a load within the step. A load must therefore never be lost between two calls: if it
@@ -13,6 +13,7 @@ from time import monotonic
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.planning import BlockTable
+from objkv.connector.kv.requests import Usable
 from objkv.transfer.plan import LoadPlan
 
 _NULL_BLOCK = 0
@@ -45,9 +46,6 @@ class ReliedLoads:
         """``block_tokens``: tokens per block, if there is only one group. ``bound_s``: how long the
         forward pass waits for a load within the step."""
         self._block_tokens, self._bound_s, self._clock = block_tokens, bound_s, clock
-        self._promises: dict[str, tuple[int, bool]] = {}
-        """Matches that vLLM may act on: tokens that need no load, and whether it is within the
-        step."""
         self._planned: dict[str, StartedLoad] = {}
         self._lost: dict[str, LostLoad] = {}
         self._awaited: set[str] = set()
@@ -67,19 +65,15 @@ class ReliedLoads:
         """Whether loads between steps were sent and have neither failed nor ended."""
         return bool(self._started)
 
-    def promise(self, request_id: str, computed: int, *, sync: bool) -> None:
-        """Record a match beyond ``computed`` tokens. The last one before ``plan`` counts."""
-        self._promises[request_id] = computed, sync
-
     def plan(self, plan: LoadPlan, tokens: int) -> None:
         """Record the load of ``tokens`` for which vLLM has allocated blocks."""
-        self._promises.pop(plan.request_id, None)
         self._planned[plan.request_id] = StartedLoad(plan, tokens)
 
-    def lose(self, request_id: str, blocks: BlockTable) -> None:
-        """Record that such a load cannot be planned. ``blocks``: all blocks of the request."""
+    def lose(self, request_id: str, blocks: BlockTable, match: Usable | None) -> None:
+        """Record that such a load cannot be planned. ``blocks``: all blocks of the request.
+        ``match``: the one that vLLM acts on."""
         self._planned.pop(request_id, None)
-        computed, sync = self._promises.pop(request_id, (0, False))
+        computed, sync = (0, False) if match is None else (match.computed, match.sync)
         lost: frozenset[int] = frozenset()
         if len(blocks) == 1:  # block ids of several groups are not unique
             # The blocks before these were computed, and other requests may share them.
@@ -87,9 +81,8 @@ class ReliedLoads:
             lost = frozenset(blocks[0][first:]) - {_NULL_BLOCK}
         self._lost[request_id] = LostLoad(request_id, sync, lost)
 
-    def forget(self, request_id: str) -> None:
-        """Forget the match of a request that ended or needs no load."""
-        self._promises.pop(request_id, None)
+    def request_ended(self, request_id: str) -> None:
+        """Note that a request has ended. Its loads may not have."""
         for loads in (self._started, self._within):
             if (load := loads.get(request_id)) is not None:
                 load.tokens = 0

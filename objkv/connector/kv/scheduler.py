@@ -127,14 +127,14 @@ class SchedulerSide:
             age_max_s=LOOKUP_TTL_S,
         )
         fields = sorted(geometry.all_fields())
-        self._lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
-        submit = self._lookups.submit
+        self.lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
+        submit = self.lookups.submit
         self._namespace = ReplicaNamespace(identity, bulk, submit, writes=roles.saves)
         self._namespace.announce()
         self.switch = AdmissionSwitch(config.admission, bulk, self._namespace, recorder, submit)
-        self._requests = requests = RequestTracker(
+        self.requests = requests = RequestTracker(
             geometry,
-            self._lookups,
+            self.lookups,
             recorder,
             coverage,
             locality=locality(config),
@@ -164,7 +164,7 @@ class SchedulerSide:
     def track(self, request: "Request") -> None:
         """Track a new request and start the lookup of its prompt."""
         trusted = self._namespace.open and (self._roles.media_named or not request.mm_features)
-        self._requests.add(request, self._namespace.name, trusted=trusted)
+        self.requests.add(request, self._namespace.name, trusted=trusted)
         self._namespace.announce()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
@@ -178,8 +178,6 @@ class SchedulerSide:
         if found[0] is None and self._await_lookup(request.request_id):
             found = self._match(request, computed)
         self._is_delayed |= found[0] is None
-        if found[0]:
-            self._loads.promise(request.request_id, computed, sync=not found[1])
         return found
 
     def _await_lookup(self, request_id: str) -> bool:
@@ -188,33 +186,33 @@ class SchedulerSide:
         Only while no other request is delayed: while the device computes an earlier step, or if no
         request has begun.
         """
-        tracked = self._requests.get(request_id)
+        tracked = self.requests.get(request_id)
         if tracked is None or tracked.awaited:
             return False
         tracked.awaited = True
-        nothing_runs = self._count_waiting() == len(self._requests)
+        nothing_runs = self._count_waiting() == len(self.requests)
         if self._wait_left_s <= 0 or not (self._timing.steps or nothing_runs):
             return False
         began = monotonic()
-        ended = self._lookups.wait_for(request_id, self._wait_left_s)
+        ended = self.lookups.wait_for(request_id, self._wait_left_s)
         self._wait_left_s -= monotonic() - began
         return ended
 
     def _count_waiting(self) -> int:
         if self._waiting < 0:
-            self._waiting = self._requests.waiting()
+            self._waiting = self.requests.waiting()
         return self._waiting
 
     def _match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        tracked = self._requests.get(request.request_id)
+        tracked = self.requests.get(request.request_id)
         if tracked is None:
             return 0, False
         tracked.queried = True
         tracked.accounted = tracked.local = computed
         tracked.draft_complete = True
         if not self._may_load(tracked) or computed % self._geometry.block_tokens:
-            return None if self._roles.saves and self._requests.hashing(tracked) else 0, False
-        records = self._requests.records(tracked)
+            return None if self._roles.saves and self.requests.hashing(tracked) else 0, False
+        records = self.requests.records(tracked)
         if records is None:
             return None, False
         usable = self._usable(tracked, records, computed)
@@ -238,19 +236,18 @@ class SchedulerSide:
             self._plan_load(request, blocks, tokens)
         except Exception:
             logger.exception("load not planned, recomputing request=%s", name)
-            if tracked := self._requests.get(name):
+            if tracked := self.requests.get(name):
                 tracked.may_load = tracked.may_save = tracked.saved = False  # see BlockTrust.add
             if tokens:
-                self._loads.lose(name, blocks)
+                self._loads.lose(name, blocks, tracked.usable if tracked else None)
 
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
-        if tracked := self._requests.get(request.request_id):
+        if tracked := self.requests.get(request.request_id):
             if self._may_load(tracked):
                 count_query(self._recorder, tracked)
             self._trust.add(tracked)
             self._saves.add(tracked)
         if tokens == 0:
-            self._loads.forget(request.request_id)
             return
         assert tracked is not None
         usable = tracked.usable
@@ -258,7 +255,7 @@ class SchedulerSide:
         assert usable is not None
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
-        draft_end = stored_draft_end(self._geometry, self._requests.coverage, usable.records, span)
+        draft_end = stored_draft_end(self._geometry, self.requests.coverage, usable.records, span)
         chain, records = tracked.hashes.chain, usable.records
         moves = load_moves(self._geometry, chain, records, blocks, span, draft_end=draft_end)
         plan = LoadPlan(
@@ -286,11 +283,11 @@ class SchedulerSide:
         try:
             preempted = getattr(output, "preempted_req_ids", None)
             # Where it is unknown, any request may have been preempted.
-            plan.reused = frozenset(self._requests.ids() if preempted is None else preempted)
+            plan.reused = frozenset(self.requests.ids() if preempted is None else preempted)
             self._complete(plan, output)
         except Exception:
             logger.exception("step not planned in full, saving nothing of the requests in progress")
-            self._requests.save_nothing()
+            self.requests.save_nothing()
             self._trust.next_step(None)
         return plan
 
@@ -307,12 +304,12 @@ class SchedulerSide:
         plan.may_reuse = self._may_reuse()
         computes = bool(output.total_num_scheduled_tokens)
         if is_delayed and not computes:  # loads that end meanwhile are reported with this step
-            self._lookups.wait(self._steps.wait_s)
+            self.lookups.wait(self._steps.wait_s)
         elif not computes and not self._steps.others_run:
             plan.idle = self._loads.in_progress
         self._steps.planned(busy=computes or plan.idle)
         if self._events is not None:
-            self._events.planned(plan, self._requests.get)
+            self._events.planned(plan, self.requests.get)
 
     def end_step(self) -> "tuple[KVCacheEvent, ...]":
         """Record that the oldest step in progress has its result. Returns its KV events."""
@@ -327,21 +324,21 @@ class SchedulerSide:
         if not isinstance(report, StepReport):
             report = StepReport()
         for request_id in report.failed:  # first: otherwise vLLM would ask for the same load again
-            if tracked := self._requests.get(request_id):
+            if tracked := self.requests.get(request_id):
                 tracked.may_load = False
         ended = self._loads.ended(report, output.finished_recving or ())
         try:
-            for tracked in self._requests.save_again(report):
+            for tracked in self.requests.save_again(report):
                 self._saves.add(tracked)
             if self._events is not None:
                 self._events.update(report, [load.plan.request_id for load in ended])
             for load in ended:
                 self._touch(load.plan)
                 if (savings := self._timing.loaded(load)) is not None:
-                    self._lookups.submit(partial(self._index.credit, savings))
+                    self.lookups.submit(partial(self._index.credit, savings))
         except Exception:
             logger.exception("report of the workers not read")
-        whole = map(self._requests.get, output.failed_recving or ())
+        whole = map(self.requests.get, output.failed_recving or ())
         return [tracked.request for tracked in whole if tracked is not None]
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:
@@ -364,8 +361,8 @@ class SchedulerSide:
     def _finish(self, request: "Request", blocks: BlockTable) -> bool:
         if self._sync_loads and len(blocks) == 1:
             self.tables_ended.append(blocks[0])
-        self._loads.forget(request.request_id)
-        tracked = self._requests.end(request.request_id)
+        self._loads.request_ended(request.request_id)
+        tracked = self.requests.end(request.request_id)
         return tracked is not None and tracked.saved
 
     @property
@@ -379,7 +376,7 @@ class SchedulerSide:
 
         Requests in progress no longer load or save. See ``ReplicaNamespace.renew``.
         """
-        self._requests.distrust()
+        self.requests.distrust()
         if self._events is not None:
             self._events.reset()
         return self._namespace.renew(clean=clean)
@@ -389,19 +386,9 @@ class SchedulerSide:
         """Whether requests may load and save. False while vLLM has blocks of old weights."""
         return self._namespace.open
 
-    @property
-    def lookups(self) -> LookupService:
-        """Its lookups, for who watches them."""
-        return self._lookups
-
-    @property
-    def requests_under_way(self) -> tuple[str, ...]:
-        """Ids of the requests that have not ended."""
-        return self._requests.ids()
-
     def close(self) -> None:
         """Stop the background thread."""
-        self._lookups.close()
+        self.lookups.close()
         self._tracing.close()
 
     def _usable(self, tracked: TrackedRequest, records: Records, computed: int) -> Usable:
@@ -444,7 +431,7 @@ class SchedulerSide:
         return min(tokens, (num_tokens - 1) // step * step), True
 
     def _matched(self, records: Sequence[Shards | None]) -> int:
-        return matched_end(self._geometry, self._requests.coverage, records)
+        return matched_end(self._geometry, self.requests.coverage, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
         """Whether to load within the step. In mode ``auto`` that needs at least as many tokens to
@@ -456,6 +443,6 @@ class SchedulerSide:
 
     def _touch(self, plan: LoadPlan) -> None:
         index, ttl_s = self._index, self._config.ttl_s
-        self._lookups.submit(
+        self.lookups.submit(
             lambda: index.touch(plan.namespace, plan.moves.prefix_hashes(), ttl_s=ttl_s)
         )

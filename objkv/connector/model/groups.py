@@ -73,6 +73,7 @@ class Geometry:
     """Size of decode context parallelism. The block size of a group counts the tokens that a block
     covers on all of these ranks together."""
     dcp_interleave: int = 1
+    """1 without it."""
 
     @property
     def target_count(self) -> int:
@@ -151,13 +152,7 @@ class Geometry:
         """Return the distribution of a group over the ranks."""
         identity = self.groups[group]
         layers = self.stages[group] if self.stages else (len(identity.layers),)
-        return Topology(
-            self.tp_size,
-            identity.heads,
-            layers,
-            self.dcp_size,
-            self.dcp_interleave if self.dcp_size > 1 else 1,
-        )
+        return Topology(self.tp_size, identity.heads, layers, self.dcp_size, self.dcp_interleave)
 
     def fields(self, group: int) -> frozenset[str]:
         """Return the shard fields that the ranks of this replica read and write."""

@@ -218,7 +218,7 @@ def test_blocks_that_failed_are_evicted_whatever_else_fails(
     connector.scheduler = side = scheduler_side()
     evicted: list[set[int]] = []
     connector._kv_cache_manager = SimpleNamespace(evict_blocks=evicted.append)
-    breaks(monkeypatch, side, "_requests.save_again")
+    breaks(monkeypatch, side, "requests.save_again")
     monkeypatch.setattr(kv, "free_failed", lambda *_: 1 / 0)
     report = StepReport(failed={"r"})
     output = KVConnectorOutput(kv_connector_worker_meta=report, invalid_block_ids={4})

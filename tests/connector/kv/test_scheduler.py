@@ -355,7 +355,7 @@ class Waits:
         self._clock = ManualClock()
         self._side = side
         monkeypatch.setattr(module, "monotonic", self._clock)
-        monkeypatch.setattr(side._lookups, "wait_for", self._wait_for)
+        monkeypatch.setattr(side.lookups, "wait_for", self._wait_for)
 
     def _wait_for(self, _name: str, seconds: float) -> bool:
         self.allowed_s.append(seconds)
@@ -502,7 +502,7 @@ def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     assert stored.plan_step(step({}, ())).loads == ()
 
 
-@pytest.mark.parametrize("broken", ["_loads.forget", "_requests.end"])
+@pytest.mark.parametrize("broken", ["_loads.request_ended", "requests.end"])
 def test_if_it_fails_the_blocks_of_an_ended_request_are_kept_for_its_saves(
     side: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -519,7 +519,7 @@ def test_a_load_that_failed_is_not_tried_again_even_if_its_report_cannot_be_read
     """vLLM asks again after a failure, and so for ever."""
     stored.plan_load(one := loaded(stored), [[5, 6]], 64)
     stored.plan_step(step({}, (), sync_loads=True))
-    breaks(monkeypatch, stored, "_requests.save_again")
+    breaks(monkeypatch, stored, "requests.save_again")
     report = StepReport(failed={"r"})
     output = KVConnectorOutput(
         kv_connector_worker_meta=report, failed_recving={"r"}, finished_recving={"r"}
@@ -536,7 +536,7 @@ def test_only_an_empty_step_in_which_a_request_waits_for_its_lookup_waits_too(
     roles = {"steps_in_flight": 2, "has_peers": has_peers}
     side = scheduler_side(index := HangingIndex(), roles=roles)
     waited: list[float] = []
-    monkeypatch.setattr(side._lookups, "wait", waited.append)
+    monkeypatch.setattr(side.lookups, "wait", waited.append)
     side.track(one := request())
     side.plan_step(step({}, ()))
     assert waited == [], "no request was delayed"

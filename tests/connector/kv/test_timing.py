@@ -165,7 +165,7 @@ def test_a_step_that_waited_for_loads_says_nothing_of_computing(
 def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(notes: Notes) -> None:
     world, load = TimedLoads(notes), LoadTime(100, 1.0, 0.5)
     world.planned(plan("failed", COLD), plan("ended", COLD))
-    world.loads.forget("ended")
+    world.loads.request_ended("ended")
     world.told(failed={"failed"})
     world.told("failed", "ended", loaded={"failed": load, "ended": load})
     assert notes.loads == []
