@@ -1,8 +1,9 @@
 """Payload format 1: one chunk of one shard as one immutable, self-describing safetensors file.
 
-Pure functions between values and bytes. Everything returned was verified: ``open_payload`` checks
-length, header checksum, claim and layers, and ``frame_pages`` checks each frame. For any bytes,
-reading raises ``PayloadError`` and nothing else. ``docs/format.md`` specifies the format.
+Pure functions between values and bytes. Everything returned was verified: ``read_claimed`` checks
+header checksum and claim, and ``frame_pages`` each frame. Whoever reads compares length and layers.
+For any bytes, reading raises ``PayloadError`` and nothing else. ``docs/format.md`` specifies the
+format.
 """
 
 from bisect import bisect_right
@@ -160,7 +161,6 @@ __all__ = [
     "frame_pages",
     "header_bytes_needed",
     "header_room",
-    "open_payload",
     "payload_bytes_max",
     "plain_header",
     "read_claimed",
@@ -182,22 +182,6 @@ def read_claimed(
     header = parse_known(view, claim, layers) if seal is None else read_header(view, seal=seal)
     if header.claim is not claim and header.claim != claim:
         raise PayloadError(f"the payload claims to be {header.claim}, expected {claim}")
-    return header
-
-
-def open_payload(
-    payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
-) -> Header:
-    """Return the header of a complete payload. Compares layers and length, along with the claim.
-    Raises a ``PayloadError`` that names the first difference.
-
-    Does not read the frames: ``frame_pages`` verifies each.
-    """
-    header = read_claimed(payload, claim, layers, seal=seal)
-    check_layers(header.frames.layers, layers)
-    nbytes = memoryview(payload).nbytes
-    if header.nbytes != nbytes:
-        raise PayloadError(f"the payload has {nbytes} bytes, its header announces {header.nbytes}")
     return header
 
 

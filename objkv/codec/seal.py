@@ -152,9 +152,6 @@ class Seal:
         kinds = [f"{kind} {[key.id for key in keys]}" for kind, keys in self._kinds.items() if keys]
         return ", ".join(kinds)
 
-    def __repr__(self) -> str:
-        return f"<Seal {self.key_ids}>"
-
 
 class Sealing:
     """Seals one new payload of ``claim`` with ``frames`` frames in place, or leaves it unsealed
@@ -289,9 +286,6 @@ class AesFrames:
             f"{_FRAME_INFO}{path}\n{claim.parent_hash.hex()}\n"
             f"{claim.token_start} {claim.token_end}\n"
         )
-
-    def __repr__(self) -> str:
-        return f"<AesFrames {self._frames} frames>"
 
     def bind(self, token_digest: str) -> None:
         """Bind the cipher to the header's token digest, which belongs to the claim. Call it before

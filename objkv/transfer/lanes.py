@@ -50,30 +50,23 @@ class Recast:
     def __call__(self, pages: PagesT) -> PagesT:
         """Return ``[blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
 
-        A view of ``pages`` if the block size is the same, otherwise a copy.
+        A view of ``pages`` if the block size is the same, otherwise a copy. Any ratio works, if the
+        tokens fill whole blocks.
         """
         start, end = self.heads
         assert 0 <= start < end <= pages.shape[1]
-        size = self.block_size or pages.shape[2]
-        dealt = deal_tokens(pages[:, start:end], size, self.tokens)
+        pages = pages[:, start:end]
+        blocks, heads, size, content = pages.shape
+        block_size, (first, step) = self.block_size or size, self.tokens
+        if (block_size, first, step) != (size, 0, 1):
+            tokens = blocks * size // step
+            assert tokens % block_size == 0
+            assert blocks * size % step == 0
+            rows = pages.swapaxes(0, 1).reshape(heads, blocks * size, content)[:, first::step]
+            pages = rows.reshape(heads, tokens // block_size, block_size, content).swapaxes(0, 1)
         until = self.first_block + self.blocks
-        assert until <= dealt.shape[0]  # otherwise a single page would be broadcast
-        return dealt[self.first_block : until]
-
-
-def deal_tokens(pages: PagesT, block_size: int, every: tuple[int, int] = (0, 1)) -> PagesT:
-    """Return the tokens in blocks of ``block_size``: ``[tokens // block_size, heads, block_size,
-    content]``. Any ratio works, if the tokens fill whole blocks. ``every``: first token to take,
-    and the distance to the next ones."""
-    blocks, heads, size, content = pages.shape
-    if size == block_size and every == (0, 1):
-        return pages
-    first, step = every
-    tokens = blocks * size // step
-    assert tokens % block_size == 0
-    assert blocks * size % step == 0
-    rows = pages.swapaxes(0, 1).reshape(heads, blocks * size, content)[:, first::step]
-    return rows.reshape(heads, tokens // block_size, block_size, content).swapaxes(0, 1)
+        assert until <= pages.shape[0]  # otherwise a single page would be broadcast
+        return pages[self.first_block : until]
 
 
 Pages = np.ndarray[Any, np.dtype[Any]]

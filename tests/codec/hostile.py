@@ -17,10 +17,11 @@ import numpy as np
 
 from objkv.codec.compress import CODECS, compress
 from objkv.codec.header import PARTS_MAX
-from objkv.codec.payload import LayerSpec, frame_pages, open_payload
+from objkv.codec.payload import LayerSpec, frame_pages
 from objkv.codec.values import digest
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, PROVENANCE, join, reworked
+from tests.support.payloads import open_payload
 
 LAYER = LayerSpec("model.layers.0.attn", "BF16", (4, 8, 128, 256))
 """2 MiB, which the reader has room for."""

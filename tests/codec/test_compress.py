@@ -10,10 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.payload import open_payload, read_header
+from objkv.codec.payload import read_header
 from objkv.codec.values import is_scales, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, noise, reworked, sample, smooth, split
+from tests.support.payloads import open_payload
 
 COMPRESSED = [codec for codec in CODECS if codec != "none"]
 PAGES = smooth(1 << 16)

@@ -4,9 +4,8 @@ import struct
 
 import pytest
 
-from objkv.codec.payload import open_payload
 from tests.codec.payloads import pages_read
-from tests.support.payloads import encode
+from tests.support.payloads import encode, open_payload
 from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, SEALS, golden, pages_of
 
 COMPRESSED = ["lz4", "blosc", "blosclz4"]

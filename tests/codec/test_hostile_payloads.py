@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 
 from objkv.codec.compress import compress
 from objkv.codec.header import HEADER_BYTES_MAX, PARTS_MAX, TOKENS_MAX, render
-from objkv.codec.payload import (
-    CODECS,
-    Frame,
-    LayerSpec,
-    open_payload,
-    read_header,
-)
+from objkv.codec.payload import CODECS, Frame, LayerSpec, read_header
 from objkv.codec.values import LAYER_BYTES_MAX, RAW_BYTES_MAX
 from objkv.errors import PayloadError
 from tests.codec.hostile import PEAK_BYTES_MAX, Stored, payload_of
@@ -38,6 +32,7 @@ from tests.codec.payloads import (
     split,
 )
 from tests.fuzz.mutation import places
+from tests.support.payloads import open_payload
 
 SAMPLES = {codec: sample(codec) for codec in CODECS}
 PAGES = pages_of(LAYERS)

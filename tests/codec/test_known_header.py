@@ -13,19 +13,12 @@ from hypothesis import strategies as st
 
 from objkv.codec import header
 from objkv.codec.header import FORMS_MAX, form_of, parse_known, read_header, render
-from objkv.codec.payload import (
-    CODECS,
-    Claim,
-    Frame,
-    Header,
-    LayerSpec,
-    Provenance,
-    open_payload,
-)
+from objkv.codec.payload import CODECS, Claim, Frame, Header, LayerSpec, Provenance
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, join, layer_lists, sample
+from tests.support.payloads import open_payload
 
 hex_digits = st.binary(min_size=16, max_size=16).map(bytes.hex)
 ranges = st.lists(st.integers(0, 2**40), min_size=2, max_size=2, unique=True).map(sorted)

@@ -27,7 +27,6 @@ from objkv.codec.payload import (
     frame_pages,
     header_bytes_needed,
     header_room,
-    open_payload,
     payload_bytes_max,
     read_header,
 )
@@ -44,7 +43,7 @@ from tests.codec.payloads import (
     sample,
     smooth,
 )
-from tests.support.payloads import encode
+from tests.support.payloads import encode, open_payload
 
 
 @pytest.mark.parametrize("codec", CODECS)

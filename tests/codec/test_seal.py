@@ -27,7 +27,6 @@ from objkv.codec.payload import (
     encode_in_place,
     frame_pages,
     header_room,
-    open_payload,
     payload_bytes_max,
     read_header,
     recode,
@@ -47,7 +46,7 @@ from tests.codec.payloads import (
     smooth,
 )
 from tests.codec.seals import ENCRYPTER, SEALS, SIGNER
-from tests.support.payloads import encode
+from tests.support.payloads import encode, open_payload
 
 KINDS = sorted(SEALS)
 
@@ -170,7 +169,7 @@ def test_no_key_is_in_what_is_shown() -> None:
         assert key.id in shown
         assert key.secret.hex() not in shown
         assert repr(key.secret)[2:-1] not in shown
-    assert repr(seal) == "<Seal signing ['sign-1'], encryption ['encrypt-1']>"
+    assert seal.key_ids == "signing ['sign-1'], encryption ['encrypt-1']"
 
 
 def test_the_signature_is_the_documented_one() -> None:

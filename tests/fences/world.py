@@ -26,7 +26,7 @@ from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.cache.chunks import CacheSettings, ChunkCache
-from objkv.codec.payload import frame_pages, open_payload, read_header
+from objkv.codec.payload import frame_pages, read_header
 from objkv.config import Config
 from objkv.connector.kv import wiring
 from objkv.connector.kv.metadata import StepPlan
@@ -60,6 +60,7 @@ from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
+from tests.support.payloads import open_payload
 from tests.support.plans import packed
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2

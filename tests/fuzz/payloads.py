@@ -6,12 +6,13 @@ from typing import Any
 
 from objkv.codec.compress import CODECS, compress, decompress_into
 from objkv.codec.header import load_object, parse_known, read_header
-from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed, open_payload
+from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed
 from objkv.codec.values import digest, is_scales, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, rechecked, reworked, sample, split
 from tests.fuzz.mutation import change_document, spoiled, text
 from tests.fuzz.target import Target, outcome, require
+from tests.support.payloads import open_payload
 
 _PAYLOADS = {codec: bytes(sample(codec)) for codec in CODECS}
 _HEADERS = [payload[: header_bytes_needed(payload)] for payload in _PAYLOADS.values()]

@@ -5,8 +5,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from objkv.codec.compress import Buffer
-from objkv.codec.payload import Claim, LayerSpec, Provenance, encode_in_place, header_room
+from objkv.codec.payload import (
+    Claim,
+    Header,
+    LayerSpec,
+    Provenance,
+    check_layers,
+    encode_in_place,
+    header_room,
+    read_claimed,
+)
 from objkv.codec.seal import Seal
+from objkv.errors import PayloadError
 
 
 def encode(
@@ -28,3 +38,15 @@ def encode(
         claim, own, buffer.data, codec=codec, provenance=provenance, seal=seal
     )
     return payload
+
+
+def open_payload(
+    payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
+) -> Header:
+    """The header of a complete payload, compared as a reader does."""
+    header = read_claimed(payload, claim, layers, seal=seal)
+    check_layers(header.frames.layers, layers)
+    nbytes = memoryview(payload).nbytes
+    if header.nbytes != nbytes:
+        raise PayloadError(f"the payload has {nbytes} bytes, its header announces {header.nbytes}")
+    return header

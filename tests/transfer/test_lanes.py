@@ -20,7 +20,6 @@ from objkv.transfer.lanes import (
     PagedLayers,
     Recast,
     as_words,
-    deal_tokens,
     scatter_layers,
 )
 from tests.support.device import ON_HOST, host_bytes
@@ -160,7 +159,8 @@ def test_every_token_of_every_head_is_where_it_belongs(
 ) -> None:
     tokens = np.lcm(size, wanted) * pieces
     pages = numbered(tokens // size, heads, size)
-    dealt = np.asarray(deal_tokens(torch.from_numpy(pages) if as_tensor else pages, wanted))
+    recast = Recast((0, heads), wanted, 0, tokens // wanted)
+    dealt = np.asarray(recast(torch.from_numpy(pages) if as_tensor else pages))
     assert dealt.shape == (tokens // wanted, heads, wanted, CONTENT)
     assert np.array_equal(dealt, numbered(tokens // wanted, heads, wanted))
 

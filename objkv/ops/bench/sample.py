@@ -14,7 +14,7 @@ from objkv.codec.payload import (
     check_frames,
     encode_in_place,
     header_room,
-    open_payload,
+    read_claimed,
 )
 from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
@@ -97,7 +97,10 @@ def get_verified(store: ReadStore, sample: PayloadSample, slab: memoryview) -> N
     nbytes = store.get_into(sample.key, slab)
     if nbytes is None:
         raise PayloadError(f"{sample.key} is missing")
-    check_frames(open_payload(slab[:nbytes], sample.claim, sample.layers), slab[:nbytes])
+    header = read_claimed(slab[:nbytes], sample.claim, sample.layers)
+    if header.nbytes != nbytes:
+        raise PayloadError(f"{sample.key} has {nbytes} bytes, its header states {header.nbytes}")
+    check_frames(header, slab[:nbytes])
 
 
 def chunk_hashes(chunks: int) -> list[bytes]:

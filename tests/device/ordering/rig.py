@@ -25,14 +25,7 @@ from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.cache.chunks import CacheSettings, ChunkCache
-from objkv.codec.payload import (
-    Claim,
-    Provenance,
-    frame_pages,
-    open_payload,
-    payload_bytes_max,
-    read_header,
-)
+from objkv.codec.payload import Claim, Provenance, frame_pages, payload_bytes_max, read_header
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
@@ -66,7 +59,7 @@ from tests.device.ordering.setup import (
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.consistency import is_consistent
-from tests.support.payloads import encode
+from tests.support.payloads import encode, open_payload
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20

@@ -11,7 +11,7 @@ import torch
 
 from objkv.agent.core import CoreLimits
 from objkv.agent.payloads import PayloadWriter
-from objkv.codec.payload import frame_pages, open_payload
+from objkv.codec.payload import frame_pages
 from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, EncoderPlan
 from objkv.connector.encoder.worker import EncoderWorkerSide, OutputCopies
@@ -30,6 +30,7 @@ from tests.device.ordering.setup import (
     difference,
 )
 from tests.support.inside import InsideAgent
+from tests.support.payloads import open_payload
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
