@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Final
 
 from objkv.agent.calls import (
@@ -63,17 +63,16 @@ class NodeLookups:
 
         scope, now, step = Scope(namespace, fields), self._clock(), PREFIX_HASH_BYTES
         texts: list[bytes | Draft] = []
+        drafts, asked = list[Draft](), list[bytes]()
         for block in scope.blocks(hashes):
             key = scope.key(block)
             kept = self.board.find(key, now)
             text = None if kept is None else self.board.read(key, kept)
             if text is None:  # begun before it is looked up: what changes meanwhile is not kept
                 divided = [block[at : at + step] for at in range(0, len(block), step)]
-                texts.append(self.board.begin(key, divided))
-            else:
-                texts.append(text)
-        drafts = [one for one in texts if isinstance(one, Draft)]
-        asked = list(chain.from_iterable([draft.hashes for draft in drafts]))
+                drafts.append(self.board.begin(key, divided))
+                asked += divided
+            texts.append(drafts[-1] if text is None else text)
         try:
             found = iter(self._unsaved.find(namespace, asked, fields, look_up) if asked else ())
             return [

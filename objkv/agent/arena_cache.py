@@ -143,7 +143,9 @@ class ArenaCache:
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
-                self._lease(one)
+                if not one.leases:
+                    self._idle_bytes -= one.extent_bytes
+                one.leases += 1
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
@@ -174,7 +176,10 @@ class ArenaCache:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
-            return self._lease(one)
+            if not one.leases:
+                self._idle_bytes -= one.extent_bytes
+            one.leases += 1
+            return one
 
     def note_unsaved(
         self, one: CachedPayload, claim: Claim, record: ShardRecord, *, is_due: bool
@@ -312,12 +317,6 @@ class ArenaCache:
         with self._lock:
             one.waiters.clear()
             self._release(one)
-
-    def _lease(self, one: CachedPayload) -> CachedPayload:
-        if not one.leases:
-            self._idle_bytes -= one.extent_bytes
-        one.leases += 1
-        return one
 
     def _release(self, one: CachedPayload) -> None:
         assert one.leases > 0

@@ -10,6 +10,7 @@ import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from threading import Event
 from time import monotonic
 from typing import Any, Final, TypeVar
 
@@ -53,7 +54,7 @@ class AgentCalls:
         self._connect, self._clock = connect, clock
         self._agents: dict[MessageKind, AgentConnection] = {}
         self._retry_at = -1.0
-        self._closed = False
+        self._closed = Event()
         self._trouble = Trouble(logger, "lookups and records by the agent")
 
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
@@ -150,7 +151,7 @@ class AgentCalls:
 
     def close(self) -> None:
         """Close all connections. Idempotent. The thread must have ended."""
-        self._closed = True
+        self._closed.set()
         while self._agents:
             self._agents.popitem()[1].close()
 
@@ -158,7 +159,7 @@ class AgentCalls:
         try:
             found = yield from work(self._reach(kind))
         except (TransferError, TimeoutError) as exc:
-            if not self._closed and not isinstance(exc, ClosedError):
+            if not self._closed.is_set() and not isinstance(exc, ClosedError):
                 self._trouble.failed(exc)
             raise StoreUnavailable(str(exc)) from exc
         self._trouble.worked()
@@ -169,7 +170,7 @@ class AgentCalls:
         agent = self._agents.get(kind)
         if agent is not None and not agent.has_ended():
             return agent
-        if self._closed or self._clock() < self._retry_at:
+        if self._closed.is_set() or self._clock() < self._retry_at:
             raise TransferError("no agent")
         if agent is not None:
             del self._agents[kind]
@@ -179,13 +180,9 @@ class AgentCalls:
         except ObjkvError:
             self._retry_at = self._clock() + RETRY_S
             raise
-        self._close_late(agent)
-        return agent
-
-    def _close_late(self, agent: AgentConnection) -> None:
-        """Close a new connection if ``close`` was called while it was made."""
-        if self._closed:
+        if self._closed.is_set():  # while it was made
             agent.close()
+        return agent
 
 
 def _hex(hashes: Sequence[bytes]) -> list[str]:
