@@ -20,10 +20,10 @@ from objkv.agent.calls import (
     read_shards,
     record_text,
 )
+from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MALFORMED, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.unsaved import UnsavedPayloads
 from objkv.cache.switch import SWITCH_PATH
 from objkv.cache.worth import PutPolicy
 from objkv.errors import StoreDenied
@@ -45,14 +45,14 @@ class NodeLookups:
     def __init__(
         self,
         index: WriteIndex,
-        unsaved: UnsavedPayloads,
+        held: HeldPayloads,
         board: AnswerBoard,
         *,
         ttl_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``ttl_s``: how long an answer is valid."""
-        self._index, self._unsaved, self.board = index, unsaved, board
+        self._index, self._held, self.board = index, held, board
         self._ttl_s, self._clock = ttl_s, clock
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
@@ -74,7 +74,7 @@ class NodeLookups:
                 asked += divided
             texts.append(drafts[-1] if text is None else text)
         try:
-            found = iter(self._unsaved.find(namespace, asked, fields, look_up) if asked else ())
+            found = iter(self._held.find(namespace, asked, fields, look_up) if asked else ())
             return [
                 self._kept(one, list(islice(found, len(one.hashes))), fields, now)
                 if isinstance(one, Draft)

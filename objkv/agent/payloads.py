@@ -341,7 +341,7 @@ class WriteOutcome(Enum):
 
     ACCEPTED = auto()
     """The agent has a copy, and saves it."""
-    KEPT = auto()
+    HELD_BACK = auto()
     """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
     """
     EXISTED = auto()

@@ -111,7 +111,7 @@ class AgentSession:
             resident = self.leases.pop(number, None)
             if resident is None:
                 raise ProtocolError(f"lease {number} is not this client's")
-            self._core.residents.release(resident)
+            self._core.arena_cache.release(resident)
 
     def end_unused(self) -> None:
         """Receive nothing more from a client that has no lease. Messages that it has sent are
@@ -124,7 +124,7 @@ class AgentSession:
     def end_all(self) -> None:
         """End all leases, and close the connection. Idempotent."""
         for resident in self.leases.values():
-            self._core.residents.release(resident, self)
+            self._core.arena_cache.release(resident, self)
         self.leases.clear()
         self._core.forget_client(self)
         self.alarm.close()

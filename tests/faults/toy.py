@@ -63,13 +63,13 @@ class ShakenEngine(Engine):
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
         is_reading = self.worker.worker.loads.leased > 0
-        is_fetching = self.agent is not None and self.agent.core.residents.leased() > 0
+        is_fetching = self.agent is not None and self.agent.core.arena_cache.leased() > 0
         is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
 
     def kept(self) -> int:
         """Payloads that its own agent has, and no store."""
-        return 0 if self.agent is None else len(self.agent.core.residents.unsaved)
+        return 0 if self.agent is None else len(self.agent.core.arena_cache.held)
 
     def can_save(self) -> bool:
         """Whether its own agent does not pause saves because a store refused one."""

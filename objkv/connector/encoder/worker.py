@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _COUNTERS = {
     WriteOutcome.ACCEPTED: "saves_accepted",
-    WriteOutcome.KEPT: "saves_accepted",
+    WriteOutcome.HELD_BACK: "saves_accepted",
     WriteOutcome.EXISTED: "save_existed",
     WriteOutcome.REPEATED: "save_repeats",
     WriteOutcome.OVER_QUOTA: "save_over_quota",

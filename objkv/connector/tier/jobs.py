@@ -45,7 +45,7 @@ _LOADS = {
 }
 _SAVES = {
     WriteOutcome.ACCEPTED: "tier_saves",
-    WriteOutcome.KEPT: "tier_saves",
+    WriteOutcome.HELD_BACK: "tier_saves",
     WriteOutcome.EXISTED: "tier_save_existed",
     WriteOutcome.REPEATED: "tier_save_repeats",
     WriteOutcome.OVER_QUOTA: "tier_save_over_quota",
@@ -54,7 +54,7 @@ _SAVES = {
     WriteOutcome.FAILED: "tier_save_errors",
 }
 _STORED = frozenset((WriteOutcome.ACCEPTED, WriteOutcome.EXISTED))
-_SETTLED = _STORED | {WriteOutcome.KEPT, WriteOutcome.REPEATED, WriteOutcome.OVER_QUOTA}
+_SETTLED = _STORED | {WriteOutcome.HELD_BACK, WriteOutcome.REPEATED, WriteOutcome.OVER_QUOTA}
 """Outcomes with which a job does not fail."""
 
 
