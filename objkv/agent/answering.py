@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
-from itertools import chain, islice
+from itertools import islice
 from typing import Any, Final
 
 from objkv.agent.calls import (
@@ -20,10 +20,10 @@ from objkv.agent.calls import (
     read_shards,
     record_text,
 )
+from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MALFORMED, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.unsaved import UnsavedPayloads
 from objkv.cache.switch import SWITCH_PATH
 from objkv.cache.worth import PutPolicy
 from objkv.errors import StoreDenied
@@ -45,14 +45,14 @@ class NodeLookups:
     def __init__(
         self,
         index: WriteIndex,
-        unsaved: UnsavedPayloads,
+        held: HeldPayloads,
         board: AnswerBoard,
         *,
         ttl_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """``ttl_s``: how long an answer is valid."""
-        self._index, self._unsaved, self.board = index, unsaved, board
+        self._index, self._held, self.board = index, held, board
         self._ttl_s, self._clock = ttl_s, clock
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
@@ -63,19 +63,18 @@ class NodeLookups:
 
         scope, now, step = Scope(namespace, fields), self._clock(), PREFIX_HASH_BYTES
         texts: list[bytes | Draft] = []
+        drafts, asked = list[Draft](), list[bytes]()
         for block in scope.blocks(hashes):
             key = scope.key(block)
             kept = self.board.find(key, now)
             text = None if kept is None else self.board.read(key, kept)
             if text is None:  # begun before it is looked up: what changes meanwhile is not kept
                 divided = [block[at : at + step] for at in range(0, len(block), step)]
-                texts.append(self.board.begin(key, divided))
-            else:
-                texts.append(text)
-        drafts = [one for one in texts if isinstance(one, Draft)]
-        asked = list(chain.from_iterable([draft.hashes for draft in drafts]))
+                drafts.append(self.board.begin(key, divided))
+                asked += divided
+            texts.append(drafts[-1] if text is None else text)
         try:
-            found = iter(self._unsaved.find(namespace, asked, fields, look_up) if asked else ())
+            found = iter(self._held.find(namespace, asked, fields, look_up) if asked else ())
             return [
                 self._kept(one, list(islice(found, len(one.hashes))), fields, now)
                 if isinstance(one, Draft)

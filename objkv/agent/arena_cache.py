@@ -12,6 +12,7 @@ from threading import Lock
 from typing import Protocol
 
 from objkv.agent.disk import Disk
+from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import (
     BOARD_BYTES,
     CELLS,
@@ -22,7 +23,6 @@ from objkv.agent.memory.arena import (
 )
 from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
-from objkv.agent.unsaved import UnsavedPayloads
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.telemetry import Recorder
@@ -78,9 +78,9 @@ class ArenaCache:
         came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
-        """``changed``, ``came_due``, ``disk``: see ``UnsavedPayloads``."""
+        """``changed``, ``came_due``, ``disk``: see ``HeldPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.unsaved = UnsavedPayloads(recorder, changed, came_due, disk)
+        self.held = HeldPayloads(recorder, changed, came_due, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._ranking = Ranking(self._extents.total_bytes)
@@ -143,7 +143,9 @@ class ArenaCache:
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
-                self._lease(one)
+                if not one.leases:
+                    self._idle_bytes -= one.extent_bytes
+                one.leases += 1
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
@@ -153,7 +155,7 @@ class ArenaCache:
                     if not is_first:
                         self._ranking.use(key)
                     if waiter is not None:
-                        self.unsaved.seen_again(key)
+                        self.held.seen_again(key)
                 elif waiter is not None and one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
@@ -174,16 +176,19 @@ class ArenaCache:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
-            return self._lease(one)
+            if not one.leases:
+                self._idle_bytes -= one.extent_bytes
+            one.leases += 1
+            return one
 
-    def note_unsaved(
+    def note_held(
         self, one: CachedPayload, claim: Claim, record: ShardRecord, *, is_due: bool
     ) -> None:
         """Let lookups find a complete, leased payload that no store has. ``is_due``: False to leave
         it without a save until it is seen again."""
         with self._lock:
             if one.is_listed:
-                self.unsaved.add(claim, record, is_due=is_due)
+                self.held.add(claim, record, is_due=is_due)
 
     def release(self, one: CachedPayload, waiter: Waiter | None = None) -> None:
         """End a lease. ``waiter``: a client that holds no other lease of it."""
@@ -253,7 +258,7 @@ class ArenaCache:
         with self._lock:
             one.state = CellState.READY
             if one.is_listed:
-                self.unsaved.arrived(one.key)
+                self.held.arrived(one.key)
                 self._ranking.add(one.key, one.nbytes, is_unread=one.is_unused)
                 if one.is_unused:
                     self._add_unread(one)
@@ -283,7 +288,7 @@ class ArenaCache:
         """A payload that was held back is nowhere else any more, unless it is here."""
         with self._lock:
             if key not in self._by_key:
-                self.unsaved.dropped(key)
+                self.held.dropped(key)
 
     def close(self) -> None:
         """Allot no memory from now on. The agent ends connections after this: their clients may
@@ -313,12 +318,6 @@ class ArenaCache:
             one.waiters.clear()
             self._release(one)
 
-    def _lease(self, one: CachedPayload) -> CachedPayload:
-        if not one.leases:
-            self._idle_bytes -= one.extent_bytes
-        one.leases += 1
-        return one
-
     def _release(self, one: CachedPayload) -> None:
         assert one.leases > 0
         one.leases -= 1
@@ -341,14 +340,14 @@ class ArenaCache:
             key = self._ranking.victim(self._is_free)
             if key is None:
                 break
-            if not is_sure and key in self.unsaved and not self.unsaved.keep(key):
+            if not is_sure and key in self.held and not self.held.keep(key):
                 return None
             evicted += self._by_key[key].nbytes
             self._evict(self._by_key[key])
             offset = self._extents.take(nbytes)
             if offset is not None:
                 return offset
-        if not is_sure and len(self.unsaved):
+        if not is_sure and len(self.held):
             return None
         movable = {
             offset: one.nbytes
@@ -382,7 +381,7 @@ class ArenaCache:
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
             self._forget_unread(one)
-            self.unsaved.left_arena(one.key)
+            self.held.left_arena(one.key)
 
     def _add_unread(self, one: CachedPayload) -> None:
         """Remember a prefetched payload, and evict older ones of which there are too many."""

@@ -14,7 +14,7 @@ from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
 from objkv.agent.disk import Disk
 from objkv.agent.fill import UNKNOWN, WHOLE, Cuts, Fill, KnownShape, MissError, Source, Staging
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.messages import MissReason, PayloadRequest, Urgency, is_unsaved
+from objkv.agent.messages import MissReason, PayloadRequest, Urgency, is_held
 from objkv.agent.queue import FetchJob, FetchQueue, Priority
 from objkv.agent.spill import Spill
 from objkv.background import join_all
@@ -65,12 +65,12 @@ class Core:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
         chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
         were held back are to be saved. Neither may wait."""
-        self.residents = ArenaCache(arena, recorder, changed, came_due, disk)
+        self.arena_cache = ArenaCache(arena, recorder, changed, came_due, disk)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
-            self.spill = Spill(self.residents, disk, cache.seal, readers, recorder)
+            self.spill = Spill(self.arena_cache, disk, cache.seal, readers, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
         self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
@@ -118,7 +118,7 @@ class Core:
         lost: list[CachedPayload] = []
         with self._changed:  # a client that finds a payload must be able to hasten it
             for one in wanted:
-                lease = self.residents.open(one.claim.key.path(), client, ahead=ahead)
+                lease = self.arena_cache.open(one.claim.key.path(), client, ahead=ahead)
                 resident, is_new = lease or (None, False)
                 if resident is None or (
                     not is_new
@@ -133,7 +133,7 @@ class Core:
                 opened.append(resident)
                 (new if is_new else old).append(resident)
         for resident in lost:
-            self.residents.failed(resident, MissReason.NO_ROOM)
+            self.arena_cache.failed(resident, MissReason.NO_ROOM)
         if new:
             self._recorder.count("agent_prefetches" if ahead else "agent_fills", len(new))
         if old and not ahead:
@@ -146,7 +146,7 @@ class Core:
         """Whether one more client may wait for a payload that is being filled, which may come
         sooner now. If not, its lease is over."""
         if self._is_stuck():
-            self.residents.release(resident)
+            self.arena_cache.release(resident)
             return False
         if self._fetches.hasten(resident, due):
             self._changed.notify()
@@ -155,7 +155,7 @@ class Core:
     def reject(self, wanted: PayloadRequest) -> None:
         """Stop serving this copy of a payload, and forget its record."""
         key = wanted.claim.key
-        self.residents.forget(key.path())
+        self.arena_cache.forget(key.path())
         if self.spill is not None:
             self.spill.forget(key.path())
         self._reject(wanted, corrupt=True)
@@ -177,13 +177,13 @@ class Core:
 
     def close(self, seconds: float) -> bool:
         """End the threads within ``seconds``. Waiting payloads fail. Idempotent."""
-        self.residents.close()
+        self.arena_cache.close()
         with self._changed:
             self._closed = True
             left = [self._fetches.take() for _ in range(len(self._fetches))]
             self._changed.notify_all()
         for job in left:
-            self.residents.failed(job.one, MissReason.CLOSED)
+            self.arena_cache.failed(job.one, MissReason.CLOSED)
         if self.spill is not None:
             self.spill.close(seconds)
         return not join_all(self._threads, seconds)
@@ -192,7 +192,7 @@ class Core:
         self, client: Waiter, one: CachedPayload, wanted: PayloadRequest, due: Priority
     ) -> bool:
         if len(self._fetches) >= self._limits.queue_max:
-            self._fetches.discard(self.residents.give_up)
+            self._fetches.discard(self.arena_cache.give_up)
         if self._closed or len(self._fetches) >= self._limits.queue_max or self._is_stuck():
             return False
         self._fetches.add(client, one, wanted, due)
@@ -235,7 +235,7 @@ class Core:
             self._changed.notify()
         if rest is not None:
             layers = 0 if rest.fill is None else rest.fill.layers
-            self.residents.failed(job.one, MissReason.CLOSED, layers)
+            self.arena_cache.failed(job.one, MissReason.CLOSED, layers)
 
     def _take(self) -> FetchJob | None:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
@@ -256,7 +256,7 @@ class Core:
     def _run(self, job: FetchJob, staging: Staging) -> FetchJob | None:
         """Fill one payload, or a part of it: returns the job if it goes on. Every fault is a
         miss."""
-        if self.residents.give_up(job.one):
+        if self.arena_cache.give_up(job.one):
             return None
         key = job.wanted.claim.key
         fill, reason = job.fill, MissReason.STORE
@@ -278,17 +278,17 @@ class Core:
         if reason is MissReason.NONE:
             if fill is not None and not fill.is_complete:
                 return job._replace(fill=fill)
-            self.residents.ready(job.one, layers)
+            self.arena_cache.ready(job.one, layers)
             self.keep(job.one, was_read=not job.one.is_unused)
             if not job.one.is_unused:
-                self.residents.unsaved.seen_again(job.one.key)
-        elif self.residents.give_up(job.one):
+                self.arena_cache.held.seen_again(job.one.key)
+        elif self.arena_cache.give_up(job.one):
             return None
         elif self._is_worth_another_try(job, reason, layers):
-            self.residents.retract(job.one)
+            self.arena_cache.retract(job.one)
             return job._replace(deadline=job.one.deadline, fill=None)
         else:
-            self.residents.failed(job.one, reason, layers)
+            self.arena_cache.failed(job.one, reason, layers)
         return None
 
     def _is_worth_another_try(self, job: FetchJob, reason: MissReason, layers: int) -> bool:
@@ -302,7 +302,7 @@ class Core:
         return Fill(
             job.one,
             job.wanted,
-            self.residents,
+            self.arena_cache,
             self._cache,
             self._known.get((key.namespace, key.field), UNKNOWN),
             source=source,
@@ -319,13 +319,13 @@ class Core:
         fill = self._new_fill(job, source)
         if self.spill.read(fill, staging):
             return fill
-        self.residents.retract(job.one)
+        self.arena_cache.retract(job.one)
         return None
 
     def _stored(self, job: FetchJob) -> FetchJob:
         """Return the job with the payload's record in the index, if it has one that is only this
         node's: that payload was in memory, and has been evicted. Raises ``MissError``."""
-        if not is_unsaved(job.wanted.record):
+        if not is_held(job.wanted.record):
             return job
         claim = job.wanted.claim
         try:

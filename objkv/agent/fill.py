@@ -106,7 +106,7 @@ class Fill:
         self,
         one: CachedPayload,
         wanted: PayloadRequest,
-        residents: ArenaCache,
+        arena_cache: ArenaCache,
         cache: ChunkCache,
         known: KnownShape = UNKNOWN,
         *,
@@ -133,7 +133,7 @@ class Fill:
         self._stored = memoryview(b"")
         """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._source = one, wanted, source
-        self._residents, self._cache, self._known = residents, cache, known
+        self._arena_cache, self._cache, self._known = arena_cache, cache, known
         is_plain = source is not None or wanted.record.codec == "none"
         self._is_direct = is_plain and cache.seal is None
         self.nbytes = wanted.record.nbytes if source is None else source.nbytes
@@ -156,7 +156,7 @@ class Fill:
         Raises ``PayloadError`` or ``ValueTooLong`` if it is not what its key and its record
         promise, ``MissError``, and ``StoreError``.
         """
-        if self.nbytes > self._residents.payload_bytes_max:
+        if self.nbytes > self._arena_cache.payload_bytes_max:
             raise MissError(MissReason.NO_ROOM)
         if not self.nbytes:
             raise PayloadError("an empty payload by the record")
@@ -178,12 +178,12 @@ class Fill:
         if not self._is_direct:
             if self._place is None and (size := self._known.header_bytes):
                 size += self.wanted.record.raw_bytes
-                self._place = self._residents.allot(self._one, size, is_sure=False)
+                self._place = self._arena_cache.allot(self._one, size, is_sure=False)
             self._stored = staging.view(self.nbytes + spare)
             return True
         is_sure = self._source is not None
         if self._place is None:
-            self._place = self._residents.allot(self._one, self.nbytes, spare, is_sure=is_sure)
+            self._place = self._arena_cache.allot(self._one, self.nbytes, spare, is_sure=is_sure)
         if self._place is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
             return False
         self._stored = self._place or self._allot(self.nbytes, spare)
@@ -255,7 +255,7 @@ class Fill:
         return self._cache.get_into(key, buffer, arrived, start)
 
     def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
-        room = self._residents.allot(self._one, nbytes, spare)
+        room = self._arena_cache.allot(self._one, nbytes, spare)
         if room is None:
             raise MissError(MissReason.NO_ROOM)
         self._place = room
@@ -264,7 +264,7 @@ class Fill:
     def _resize(self, nbytes: int) -> memoryview:
         """Return the payload's place in the arena, of this size. No reader knows the place yet."""
         if self._place is None or len(self._place) != nbytes:
-            self._residents.retract(self._one)
+            self._arena_cache.retract(self._one)
             return self._allot(nbytes)
         return self._place
 
@@ -283,7 +283,7 @@ class Fill:
         if len(self._sums) > first and not self._is_encrypted:
             self.layers = len(self._sums)
             if self._source is None:
-                self._residents.advance(self._one, self.layers)
+                self._arena_cache.advance(self._one, self.layers)
 
     def _open(self, nbytes: int) -> None:
         """Read and verify the header if the first ``nbytes`` contain it."""

@@ -31,7 +31,7 @@ OPEN_MAX: Final = 256
 DEADLINE_MS_MAX: Final = 0xFFFF_FFFF
 PREFETCH_S_MAX: Final = 600
 """The longest deadline of a prefetch."""
-UNSAVED_MARK: Final = "unsaved:"
+HELD_MARK: Final = "unsaved:"
 """Begins the checksum in the record of a payload that only this node has. No index has such a one.
 """
 MALFORMED: Final = (
@@ -88,7 +88,7 @@ class CommitStatus(IntEnum):
     """The store has just refused a save."""
     REFUSED = 6
     """It is not a valid payload."""
-    KEPT = 7
+    HELD_BACK = 7
     """The agent has a copy in memory, and saves it if it is seen a second time."""
 
 
@@ -147,10 +147,10 @@ class PrefetchOrder:
         assert type(self.puts) is bool
 
 
-def is_unsaved(record: ShardRecord) -> bool:
+def is_held(record: ShardRecord) -> bool:
     """Whether the record is one that an agent made for a payload in its memory. A replica may keep
     it for a while, so the payload may have been saved, in another form, or evicted since."""
-    return record.header_checksum.startswith(UNSAVED_MARK)
+    return record.header_checksum.startswith(HELD_MARK)
 
 
 class Hello(NamedTuple):

@@ -142,9 +142,9 @@ class AgentSaves:
         assert self._base <= view.ctypes.data <= self._end - view.nbytes
         puts, offset = claim.key.path() in self._puts, view.ctypes.data - self._base
         status = self._reach().commit(offset, view.nbytes, puts=puts)
-        if status is CommitStatus.KEPT and not puts and claim.key.path() in self._puts:
+        if status is CommitStatus.HELD_BACK and not puts and claim.key.path() in self._puts:
             status = self._reach().commit(offset, view.nbytes, puts=True)
-        if status in (CommitStatus.ACCEPTED, CommitStatus.KEPT):
+        if status in (CommitStatus.ACCEPTED, CommitStatus.HELD_BACK):
             self.in_flight.keep(claim.key.path())
             if status is CommitStatus.ACCEPTED and self._accepted is not None:
                 self._accepted(claim.key)  # what is kept other nodes do not find yet

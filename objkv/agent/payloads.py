@@ -81,7 +81,7 @@ class WriteOutcome(Enum):
 
     ACCEPTED = "saves_accepted"
     """The agent has a copy, and saves it."""
-    KEPT = "saves_kept"
+    HELD_BACK = "saves_kept"
     """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
     """
     EXISTED = "save_existed"

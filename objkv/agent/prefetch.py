@@ -19,7 +19,7 @@ from objkv.agent.messages import (
     PayloadRequest,
     PrefetchOrder,
     Urgency,
-    is_unsaved,
+    is_held,
 )
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
@@ -149,9 +149,9 @@ class Prefetches:
         records = self._stored(namespace, hashes)
         wanted = [one for record in records for one in _wanted(namespace, record)]
         if order.puts:
-            wanted = [one for one in wanted if is_unsaved(one.record)]
+            wanted = [one for one in wanted if is_held(one.record)]
             for one in wanted:
-                self._core.residents.unsaved.put(one.claim.key.path())
+                self._core.arena_cache.held.put(one.claim.key.path())
         missing = [o for o, s in zip(wanted, self._seen(wanted), strict=True) if s is None]
         taken = self._reserve(wanted, missing, order)
         opened = self._core.open(
@@ -177,14 +177,14 @@ class Prefetches:
 
     def wake(self) -> None:
         """End the leases of payloads that have arrived or failed. See ``Waiter``."""
-        residents = self._core.residents
+        arena_cache = self._core.arena_cache
         with self._lock:
             ended = [one for one in self._open if one.state is not CellState.FILLING]
             sizes = [self._open.pop(one) for one in ended]
             self._open_bytes -= sum(map(sum, sizes))
         for one, leases in zip(ended, sizes, strict=True):
             for _ in leases:
-                residents.release(one)
+                arena_cache.release(one)
 
     def _reserve(
         self,
@@ -194,15 +194,15 @@ class Prefetches:
     ) -> list[PayloadRequest]:
         """Return the leading ones of ``missing`` that the limits allow. Unread payloads of
         this prompt count too: later ones would only displace the earlier ones."""
-        residents = self._core.residents
+        arena_cache = self._core.arena_cache
         unread = sum(
             one.nbytes
-            for one in residents.seen(one.claim.key.path() for one in wanted)
+            for one in arena_cache.seen(one.claim.key.path() for one in wanted)
             if one is not None and one.is_unused and one.state is CellState.READY
         )
         taken: list[PayloadRequest] = []
         with self._lock:
-            room = residents.ahead_bytes_max - self._open_bytes - unread
+            room = arena_cache.ahead_bytes_max - self._open_bytes - unread
             if order.bytes_max is not None:
                 room = min(room, order.bytes_max)
             for one in missing:
@@ -231,14 +231,14 @@ class Prefetches:
 
     def _seen(self, wanted: Sequence[PayloadRequest]) -> list[CellState | None]:
         """Return whether payloads are resident or on their way."""
-        seen = self._core.residents.seen(one.claim.key.path() for one in wanted)
+        seen = self._core.arena_cache.seen(one.claim.key.path() for one in wanted)
         return [None if one is None else one.state for one in seen]
 
     def _stored(self, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
         """Return the records of the leading chunks that are stored, or held back on this node."""
         found: list[Record] = []
         records = self._index.lookup(namespace, hashes)
-        for record in self._core.residents.unsaved.lookup(namespace, hashes, records):
+        for record in self._core.arena_cache.held.lookup(namespace, hashes, records):
             if record is None:
                 break
             found.append(record)

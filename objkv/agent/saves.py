@@ -1,7 +1,7 @@
 """Payloads that replicas handed over: the agent verifies them, keeps them resident, and saves them.
 
 From ``commit`` on, the bytes are in the agent's memory: the replica may end. Those that are held
-back (``objkv.agent.unsaved``) are counted across the fleet, and saved when they are seen a second
+back (``objkv.agent.held_back``) are counted across the fleet, and saved when they are seen a second
 time. No commit and no request waits for that. When a store is overloaded, saves are the first calls
 to stop.
 """
@@ -18,10 +18,10 @@ from typing import Final
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
+from objkv.agent.held_back import held_record
 from objkv.agent.memory.arena import ALL_FRAMES, CellState
 from objkv.agent.messages import CommitStatus, MissReason
 from objkv.agent.outbox import ClientOutbox
-from objkv.agent.unsaved import unsaved_record
 from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.cache.codec_choice import CodecChooser
@@ -91,7 +91,7 @@ class NodeSaves:
     ) -> None:
         """``policy``: which payloads are saved only when they are seen a second time."""
         self.policy = policy
-        self._cache, self._core, self._residents = cache, core, core.residents
+        self._cache, self._core, self._arena_cache = cache, core, core.arena_cache
         self._limits, self._recorder = limits, recorder
         self._codec = limits.codec if limits.codec != "auto" or limits.far else "none"
         self._lock = Lock()
@@ -108,7 +108,7 @@ class NodeSaves:
         self._made: deque[str] = deque()
         """Paths of payloads whose sighting is not recorded yet."""
         self._sighting: Pool[None] = Pool("objkv-sight", 1, self._look)
-        self._unsaved = core.residents.unsaved
+        self._held = core.arena_cache.held
 
     def commit(
         self, outbox: ClientOutbox, offset: int, nbytes: int, *, puts: bool = False
@@ -126,11 +126,11 @@ class NodeSaves:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
         path, may_save = header.claim.key.path(), self._limits.may_save
-        was_held_back = path in self._unsaved
+        was_held_back = path in self._held
         holds_back = self.policy.holds_back(header.claim, nbytes) or not may_save
-        if holds_back and was_held_back and self._residents.holds([path])[0]:
-            is_due = may_save and (self._unsaved.seen_again(path) or path not in self._unsaved)
-            return CommitStatus.ACCEPTED if is_due else CommitStatus.KEPT
+        if holds_back and was_held_back and self._arena_cache.holds([path])[0]:
+            is_due = may_save and (self._held.seen_again(path) or path not in self._held)
+            return CommitStatus.ACCEPTED if is_due else CommitStatus.HELD_BACK
         refusal = None
         if puts or not holds_back:
             refusal = self._refusal()
@@ -154,13 +154,13 @@ class NodeSaves:
         if holds_back:
             if is_new and not (was_held_back and may_save):
                 self._hold_back(resident, header)
-                if refusal is CommitStatus.NO_ROOM and self._unsaved.put(path):
+                if refusal is CommitStatus.NO_ROOM and self._held.put(path):
                     return CommitStatus.ACCEPTED  # it is saved when there is room
-                return CommitStatus.KEPT
+                return CommitStatus.HELD_BACK
             refusal = self._refusal() if may_save else CommitStatus.REPEATED
             if refusal is not CommitStatus.ACCEPTED:
                 self._cache.in_flight.end(path)
-                self._residents.release(resident)
+                self._arena_cache.release(resident)
                 return refusal
         # Replicas find it from now on: lookups know it before the client does.
         self._note_unsaved(resident, header, is_due=True)
@@ -177,11 +177,11 @@ class NodeSaves:
         end = monotonic() + seconds
         while True:
             self._has_ended.clear()
-            was_idle = not self._unsaved.has_due
+            was_idle = not self._held.has_due
             for pool in (self._sighting, self._pool):
                 if not pool.drain(max(0.0, end - monotonic())):
                     return False
-            is_idle = not self._unsaved.has_due  # one may have become due meanwhile
+            is_idle = not self._held.has_due  # one may have become due meanwhile
             left_s = end - monotonic()
             if (was_idle and is_idle) or self._pool.is_closed or left_s <= 0:
                 return is_idle
@@ -209,7 +209,7 @@ class NodeSaves:
     @property
     def _has_turns(self) -> bool:
         """Whether another save may wait for a thread."""
-        has_room = self._leased_bytes * _SHARE < self._residents.total_bytes
+        has_room = self._leased_bytes * _SHARE < self._arena_cache.total_bytes
         return has_room and self._pool.waiting < self._limits.queue_max
 
     def _refusal(self) -> CommitStatus:
@@ -230,7 +230,7 @@ class NodeSaves:
     ) -> tuple[CommitStatus, CachedPayload | None, bool]:
         """Have the payload in the arena, with a lease. ``text``: what the header was read from.
         ``read``: fills a buffer with the payload. The last result: whether it is new there."""
-        opened = self._residents.open(header.claim.key.path(), None)
+        opened = self._arena_cache.open(header.claim.key.path(), None)
         if opened is None:
             return CommitStatus.NO_ROOM, None, False
         resident, is_new = opened
@@ -241,11 +241,11 @@ class NodeSaves:
             reason = self._copy(header, text, read, resident)
         finally:
             if reason is MissReason.NONE:
-                self._residents.ready(resident, ALL_FRAMES)
+                self._arena_cache.ready(resident, ALL_FRAMES)
                 self._core.keep(resident, was_read=False)
             else:
-                self._residents.failed(resident, reason)
-                self._residents.release(resident)
+                self._arena_cache.failed(resident, reason)
+                self._arena_cache.release(resident)
         if reason is MissReason.NONE:
             return CommitStatus.ACCEPTED, resident, True
         status = CommitStatus.NO_ROOM if reason is MissReason.NO_ROOM else CommitStatus.REFUSED
@@ -259,7 +259,7 @@ class NodeSaves:
         resident: CachedPayload,
     ) -> MissReason:
         """Copy a payload to its place and verify it there."""
-        place = self._residents.allot(resident, header.nbytes)
+        place = self._arena_cache.allot(resident, header.nbytes)
         if place is None:
             return MissReason.NO_ROOM
         try:
@@ -279,22 +279,22 @@ class NodeSaves:
         """Save a payload that is resident already, and so verified."""
         status = CommitStatus.REPEATED  # it is being fetched, so it is stored
         if resident.state is CellState.READY:
-            if read_header(self._residents.view(resident)).claim == claim:
+            if read_header(self._arena_cache.view(resident)).claim == claim:
                 return CommitStatus.ACCEPTED, resident
             logger.warning("payload of a client refused reason=it claims other tokens")
             status = CommitStatus.REFUSED
-        self._residents.release(resident)
+        self._arena_cache.release(resident)
         return status, None
 
     def _note_unsaved(self, resident: CachedPayload, header: Header, *, is_due: bool) -> None:
-        record = unsaved_record(header)
-        self._residents.note_unsaved(resident, header.claim, record, is_due=is_due)
+        record = held_record(header)
+        self._arena_cache.note_held(resident, header.claim, record, is_due=is_due)
 
     def _hold_back(self, resident: CachedPayload, header: Header) -> None:
         """Leave a payload in the arena, and count it across the fleet."""
         self._note_unsaved(resident, header, is_due=False)
         self._cache.in_flight.end(resident.key)
-        self._residents.release(resident)
+        self._arena_cache.release(resident)
         self._recorder.count("agent_held_back")
         if not self._limits.may_save:
             return
@@ -308,7 +308,7 @@ class NodeSaves:
         """Save what is due while there is room, and record what was made, as many in a round trip
         as have come during the last one. If the index fails, payloads count as not seen."""
         while True:
-            while self._has_turns and (claim := self._unsaved.take_due()) is not None:
+            while self._has_turns and (claim := self._held.take_due()) is not None:
                 self._save_due(claim)
             paths = [self._made.popleft() for _ in range(min(len(self._made), _BATCH))]
             if not paths:
@@ -316,23 +316,23 @@ class NodeSaves:
             for path, was_seen in zip(paths, self._cache.sight(paths), strict=True):
                 if was_seen:
                     self._recorder.count("agent_sighted_before")
-                    self._unsaved.seen_again(path)
+                    self._held.seen_again(path)
 
     def _save_due(self, claim: Claim) -> None:
         """Save a payload that was held back and then seen again."""
         path = claim.key.path()
         if self._refusal() is CommitStatus.ACCEPTED:
-            resident = self._residents.hold(path)
+            resident = self._arena_cache.hold(path)
             if resident is None:  # evicted meanwhile, or being read from disk
-                self._unsaved.not_saved(path, is_absent=True)
-                if self._residents.holds([path])[0]:  # since then, when it was due already
-                    self._unsaved.seen_again(path)
+                self._held.not_saved(path, is_absent=True)
+                if self._arena_cache.holds([path])[0]:  # since then, when it was due already
+                    self._held.seen_again(path)
                 return
             if self._cache.in_flight.begin(path):
                 self._begin(resident, claim)
                 return
-            self._residents.release(resident)
-        self._unsaved.not_saved(path)
+            self._arena_cache.release(resident)
+        self._held.not_saved(path)
 
     def _begin(self, resident: CachedPayload, claim: Claim) -> bool:
         """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
@@ -379,14 +379,14 @@ class NodeSaves:
         else:
             self._recorder.count("save_existed")
         if self._cache.in_flight.is_kept(key.path()):  # its record is published, too
-            self._unsaved.saved(key.path())
+            self._held.saved(key.path())
         if self._codec == "auto":
             self._chooser.saved(seconds)
         return True
 
     def _encode(self, one: CachedPayload) -> tuple[memoryview, Header]:
         """Return the payload in its stored form."""
-        payload, codec, seal = self._residents.view(one), self._codec, self._cache.seal
+        payload, codec, seal = self._arena_cache.view(one), self._codec, self._cache.seal
         header = read_header(payload)
         if codec == "auto":
             key, frames = header.claim.key, header.frames
@@ -410,12 +410,12 @@ class NodeSaves:
 
     def _end(self, save: _Save, *, is_leased: bool = False) -> None:
         """A save has ended, whatever its outcome. ``is_leased``: another process makes it."""
-        self._unsaved.not_saved(save.resident.key, is_leased=is_leased)
+        self._held.not_saved(save.resident.key, is_leased=is_leased)
         with self._lock:
             self._leased_bytes -= save.resident.nbytes
-        self._residents.release(save.resident)
+        self._arena_cache.release(save.resident)
         self._cache.in_flight.end(save.resident.key)
-        if self._unsaved.has_due:
+        if self._held.has_due:
             self.wake()
         self._has_ended.set()
 

@@ -79,11 +79,8 @@ class AgentSession:
         self.busy = Lock()
         """Held while a message is processed."""
         self._core = core
-        self._leases: dict[int, CachedPayload] = {}
+        self.leases: dict[int, CachedPayload] = {}
         self._next = 1
-
-    def __len__(self) -> int:
-        return len(self._leases)
 
     def wake(self) -> None:
         """See ``Waiter``."""
@@ -100,8 +97,8 @@ class AgentSession:
                 continue
             number = self._next
             self._next = number % 0xFFFF_FFFF + 1
-            assert number not in self._leases
-            self._leases[number] = one
+            assert number not in self.leases
+            self.leases[number] = one
             # The state is read first: if it is READY, the rest is final.
             state = CellState.READY if one.state is CellState.READY else CellState.FILLING
             place = (0, one.offset, one.nbytes) if state is CellState.READY else (one.cell, 0, 0)
@@ -111,24 +108,24 @@ class AgentSession:
     def end(self, numbers: Sequence[int]) -> None:
         """End leases. Raises ``ProtocolError`` for one that this client does not hold."""
         for number in numbers:
-            resident = self._leases.pop(number, None)
+            resident = self.leases.pop(number, None)
             if resident is None:
                 raise ProtocolError(f"lease {number} is not this client's")
-            self._core.residents.release(resident)
+            self._core.arena_cache.release(resident)
 
     def end_unused(self) -> None:
         """Receive nothing more from a client that has no lease. Messages that it has sent are
         answered."""
         if self.busy.acquire(blocking=False):
-            if not len(self):
+            if not self.leases:
                 _shut(self.sock, socket.SHUT_RD)
             self.busy.release()
 
     def end_all(self) -> None:
         """End all leases, and close the connection. Idempotent."""
-        for resident in self._leases.values():
-            self._core.residents.release(resident, self)
-        self._leases.clear()
+        for resident in self.leases.values():
+            self._core.arena_cache.release(resident, self)
+        self.leases.clear()
         self._core.forget_client(self)
         self.alarm.close()
         self.sock.close()
@@ -326,7 +323,7 @@ class AgentServer:
 
     def _open(self, client: AgentSession, message: bytes) -> bytes:
         urgency, deadline_ms, wanted = unpack_opening(message)
-        if len(client) + len(wanted) > _LEASES_MAX:
+        if len(client.leases) + len(wanted) > _LEASES_MAX:
             return pack_opened([_missed(MissReason.NO_ROOM)] * len(wanted))
         deadline_s = min(deadline_ms, _DEADLINE_MS_MAX) / 1000
         return pack_opened(client.lease(wanted, deadline_s=deadline_s, urgency=urgency))

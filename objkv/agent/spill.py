@@ -16,8 +16,8 @@ from time import monotonic
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.disk import HELD_BACK, Disk
 from objkv.agent.fill import Fill, Source, Staging
+from objkv.agent.held_back import read_held
 from objkv.agent.messages import PayloadRequest
-from objkv.agent.unsaved import read_unsaved
 from objkv.background import Pool
 from objkv.codec.payload import HEADER_BYTES_MAX, recode
 from objkv.codec.seal import Seal
@@ -44,7 +44,7 @@ class Spill:
 
     def __init__(
         self,
-        residents: ArenaCache,
+        arena_cache: ArenaCache,
         disk: Disk,
         seal: Seal | None,
         readers: int,
@@ -58,7 +58,7 @@ class Spill:
                 all.
         """
         self.disk = disk
-        self._residents, self._unsaved = residents, residents.unsaved
+        self._arena_cache, self._held = arena_cache, arena_cache.held
         self._seal, self._recorder = seal, recorder
         self._slots = BoundedSemaphore(readers)
         self._arrived_s = -math.inf
@@ -137,12 +137,12 @@ class Spill:
 
     def _lost(self, path: str) -> None:
         """The disk has lost what was nowhere else, unless it has come to the arena meanwhile."""
-        self._residents.lost(path)
+        self._arena_cache.lost(path)
 
     def _leave_held_back(self) -> None:
         """Tell the next agent which payloads of the disk are nowhere else. They are no longer this
         one's."""
-        kept = self._unsaved.written()
+        kept = self._held.written()
         if not kept or not self.disk.is_loaded:
             return
         try:
@@ -151,15 +151,15 @@ class Spill:
             logger.warning("held-back payloads not listed for the next agent reason=%s", exc)
             return
         for path in kept:
-            self._unsaved.saved(path)
+            self._held.saved(path)
 
     def _find_held_back(self) -> None:
         """Find what the last agent held back and left on the disk."""
         for line in self.disk.folder.take_held_back().splitlines():
-            claim, record = read_unsaved(line)
+            claim, record = read_held(line)
             path = claim.key.path()
-            if path not in self._unsaved and self.disk.tie(path):
-                self._unsaved.add(claim, record, is_due=False)
+            if path not in self._held and self.disk.tie(path):
+                self._held.add(claim, record, is_due=False)
 
     def _load(self) -> None:
         try:
@@ -194,12 +194,12 @@ class Spill:
 
     def _write_resident(self, key: str) -> None:
         self.disk.begin(key)  # first, so that no ``forget`` is missed
-        one = self._residents.hold(key)
+        one = self._arena_cache.hold(key)
         if one is None:
             self._recorder.count("agent_disk_drops")
             return
         try:
-            payload = self._residents.view(one)
+            payload = self._arena_cache.view(one)
             if self._seal is not None:
                 payload, _ = recode(payload, codec="none", seal=self._seal)
             evicted = self.disk.make_room(len(payload))
@@ -207,7 +207,7 @@ class Spill:
                 self._lost(path)
             is_written = self.disk.write(key, payload)
         finally:
-            self._residents.release(one)
+            self._arena_cache.release(one)
         if not is_written:
             self._recorder.count("agent_disk_drops")
             self.disk.purge()

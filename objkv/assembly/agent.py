@@ -81,7 +81,7 @@ class NodeAgent:
         self.saves = NodeSaves(self._cache, self.core, self._save_limits(), policy, recorder)
         self.lookups = NodeLookups(
             self._backends.index,
-            self.core.residents.unsaved,
+            self.core.arena_cache.held,
             self._board,
             ttl_s=LOOKUP_TTL_S,
         )
@@ -261,8 +261,8 @@ class NodeAgent:
         self._log_end()
 
     def _log_end(self) -> None:
-        numbers, unsaved = self._recorder.read(), self.core.residents.unsaved
-        lost, lost_bytes = len(unsaved), unsaved.nbytes
+        numbers, held = self._recorder.read(), self.core.arena_cache.held
+        lost, lost_bytes = len(held), held.nbytes
         if lost:
             keeps = "agent_disk_url" if self.core.spill is None else "more agent_disk_bytes"
             logger.warning(

@@ -202,7 +202,7 @@ class SaveOutcome(Enum):
     SAVED = "saved"
     ACCEPTED = "accepted"
     """The node's agent has a copy, which the node's replicas find, and saves it."""
-    KEPT = "kept"
+    HELD_BACK = "held back"
     """It has a copy, which the node's replicas find, and holds it back until it is seen again."""
     EXISTED = "existed"
     """Another writer's payload already existed; its record was published."""

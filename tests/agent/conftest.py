@@ -14,5 +14,5 @@ def node() -> Iterator[Node]:
     node = Node().listen()
     yield node
     node.close()
-    assert is_consistent(node.residents)
-    assert node.residents.leased() == 0
+    assert is_consistent(node.arena_cache)
+    assert node.arena_cache.leased() == 0

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent.answering import NodeLookups
+from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import (
     BLOCK_MAX,
     FIELDS_MAX,
@@ -29,7 +30,6 @@ from objkv.agent.messages import (
     unpack_find,
     unpack_found,
 )
-from objkv.agent.unsaved import UnsavedPayloads
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
@@ -73,9 +73,9 @@ class World:
         self.index = WatchedIndex(clock=lambda: self.now)
         self.board = AnswerBoard.create()
         self.board.vouch(2e9)
-        self.unsaved = UnsavedPayloads(NullRecorder(), self.board.discard)
+        self.held = HeldPayloads(NullRecorder(), self.board.discard)
         self.lookups = NodeLookups(
-            self.index, self.unsaved, self.board, ttl_s=TTL_S, clock=lambda: self.now
+            self.index, self.held, self.board, ttl_s=TTL_S, clock=lambda: self.now
         )
         self.scope = Scope(NAMESPACE, FIELDS)
         self.reader = AnswerBoard.join(os.dup(self.board.fd))
@@ -97,7 +97,7 @@ class World:
         """Have a payload of the chunk on this node only; its path."""
         group, _, shard = field.partition(".")
         key = ChunkKey(NAMESPACE, hashed(number), int(group), Shard.parse(shard))
-        self.unsaved.add(Claim(key, bytes(20), 0, 16), record(number), is_due=False)
+        self.held.add(Claim(key, bytes(20), 0, 16), record(number), is_due=False)
         return key.path()
 
     def write(self, key: bytes, text: bytes, span: tuple[float, float]) -> None:
@@ -245,10 +245,10 @@ def test_what_the_node_saves_or_loses_is_known_at_once(world: World) -> None:
     assert third() == set()
     paths = [world.hold_back(3, field) for field in FIELDS]
     assert third() == set(FIELDS)
-    world.unsaved.dropped(paths[1])
+    world.held.dropped(paths[1])
     assert third() == {FIELDS[0]}
     world.publish(3, version=1)
-    world.unsaved.saved(paths[0])
+    world.held.saved(paths[0])
     assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
 
 

@@ -170,18 +170,18 @@ TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadlin
 
 def test_little_is_lost_between_payloads_of_three_models() -> None:
     arena, chance = Arena.create(512 << 20), random.Random(1)
-    residents = ArenaCache(arena, NullRecorder())
+    arena_cache = ArenaCache(arena, NullRecorder())
     sizes = [(4 << 20) + 8192, (17 << 19) + 12288, (1 << 20) + 4096]
     lost = []
     for number in range(6000):
-        opened = residents.open(str(number), None)
+        opened = arena_cache.open(str(number), None)
         assert opened is not None
         one, _ = opened
-        assert residents.allot(one, chance.choice(sizes)) is not None
-        residents.ready(one, 1)
-        residents.release(one)
+        assert arena_cache.allot(one, chance.choice(sizes)) is not None
+        arena_cache.ready(one, 1)
+        arena_cache.release(one)
         if number > 1000:
-            lost.append(residents.free_bytes / residents.total_bytes)
-    assert is_consistent(residents)
+            lost.append(arena_cache.free_bytes / arena_cache.total_bytes)
+    assert is_consistent(arena_cache)
     assert sum(lost) / len(lost) < 0.1
     arena.close()

@@ -48,7 +48,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.arena = Arena.create(PAGES * PAGE)
-        self.residents = ArenaCache(self.arena, MemoryRecorder())
+        self.arena_cache = ArenaCache(self.arena, MemoryRecorder())
         self.clients = [Sleeper(), Sleeper()]
         self.listed: dict[str, Fill] = {}
         self.all: list[Fill] = []
@@ -60,7 +60,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), number=st.integers(0, 1), ahead=st.booleans())
     def open(self, key: str, number: int, ahead: bool) -> None:
         client = self.clients[number]
-        opened = self.residents.open(key, client, ahead=ahead)
+        opened = self.arena_cache.open(key, client, ahead=ahead)
         assert opened is not None
         one, is_new = opened
         known = self.listed.get(key)
@@ -91,7 +91,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
         if fill is None:
             return
         nbytes = pages * PAGE - 5
-        memory = self.residents.allot(fill.one, nbytes)
+        memory = self.arena_cache.allot(fill.one, nbytes)
         if memory is not None:
             fill.nbytes = nbytes
             memory[:] = bytes([fill.pattern]) * nbytes
@@ -103,7 +103,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     def advance(self, data: st.DataObject, frames: int) -> None:
         if (fill := self.some(data, filling=True, placed=True)) is not None:
             before = [client.woken for client in self.clients]
-            self.residents.advance(fill.one, frames)
+            self.arena_cache.advance(fill.one, frames)
             fill.is_announced = True
             for client, woken in zip(self.clients, before, strict=True):
                 if client in fill.holders:
@@ -113,12 +113,12 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     def retract(self, data: st.DataObject) -> None:
         fill = self.some(data, filling=True, placed=None)
         if fill is not None and not fill.is_announced:
-            self.residents.retract(fill.one)
+            self.arena_cache.retract(fill.one)
             fill.nbytes = 0
 
     @rule(key=st.sampled_from(KEYS))
     def hold(self, key: str) -> None:
-        one, fill = self.residents.hold(key), self.listed.get(key)
+        one, fill = self.arena_cache.hold(key), self.listed.get(key)
         if one is None:  # filling, evicted, or never there
             assert fill is None or fill.is_filling or not fill.holders
         else:
@@ -129,7 +129,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def ready(self, data: st.DataObject) -> None:
         if (fill := self.some(data, filling=True, placed=True)) is not None:
-            self.residents.ready(fill.one, 3)
+            self.arena_cache.ready(fill.one, 3)
             fill.is_filling = False
             if fill not in self.listed.values():
                 self.unlist(fill)
@@ -137,7 +137,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail(self, data: st.DataObject) -> None:
         if (fill := self.some(data, filling=True, placed=None)) is not None:
-            self.residents.failed(fill.one, MissReason.STORE, 1)
+            self.arena_cache.failed(fill.one, MissReason.STORE, 1)
             fill.is_filling = False
             self.unlist(fill)
 
@@ -147,33 +147,33 @@ class ArenaCacheMachine(RuleBasedStateMachine):
         if held:
             fill = data.draw(st.sampled_from(held))
             client = fill.holders.pop(0)
-            self.residents.release(fill.one, None if client in fill.holders else client)
+            self.arena_cache.release(fill.one, None if client in fill.holders else client)
             if not fill.holders and not fill.is_filling and fill not in self.listed.values():
                 self.all.remove(fill)
 
     @rule(key=st.sampled_from(KEYS))
     def forget(self, key: str) -> None:
-        self.residents.forget(key)
+        self.arena_cache.forget(key)
         fill = self.listed.get(key)
         if fill is not None:
             self.unlist(fill)
 
     @rule(data=st.data(), is_due=st.booleans())
-    def note_unsaved(self, data: st.DataObject, is_due: bool) -> None:
+    def note_held(self, data: st.DataObject, is_due: bool) -> None:
         fill = self.some(data, filling=False, placed=True)
         if fill is not None and fill.holders and fill.one.state is CellState.READY:
-            self.residents.note_unsaved(fill.one, CLAIMS[fill.one.key], RECORD, is_due=is_due)
-            assert (fill.one.key in self.residents.unsaved) >= (fill in self.listed.values())
+            self.arena_cache.note_held(fill.one, CLAIMS[fill.one.key], RECORD, is_due=is_due)
+            assert (fill.one.key in self.arena_cache.held) >= (fill in self.listed.values())
 
     @rule(saves=st.booleans())
     def save_due(self, saves: bool) -> None:
-        unsaved = self.residents.unsaved
-        while (claim := unsaved.take_due()) is not None:
-            one = self.residents.hold(claim.key.path())
-            assert (one is not None) == (claim.key.path() in unsaved)
+        held = self.arena_cache.held
+        while (claim := held.take_due()) is not None:
+            one = self.arena_cache.hold(claim.key.path())
+            assert (one is not None) == (claim.key.path() in held)
             if one is not None:
-                (unsaved.saved if saves else unsaved.not_saved)(one.key)
-                self.residents.release(one)
+                (held.saved if saves else held.not_saved)(one.key)
+                self.arena_cache.release(one)
 
     def unlist(self, fill: Fill) -> None:
         for key in [key for key, one in self.listed.items() if one is fill]:
@@ -183,14 +183,14 @@ class ArenaCacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def adds_up(self) -> None:
-        assert is_consistent(self.residents)
-        assert self.residents.leased() == sum(f.is_filling or bool(f.holders) for f in self.all)
+        assert is_consistent(self.arena_cache)
+        assert self.arena_cache.leased() == sum(f.is_filling or bool(f.holders) for f in self.all)
 
     @invariant()
     def memory_under_a_lease_is_nobody_elses(self) -> None:
         for fill in self.all:
             if fill.nbytes and (fill.is_filling or fill.holders):
-                memory = bytes(self.residents.view(fill.one))
+                memory = bytes(self.arena_cache.view(fill.one))
                 assert memory == bytes([fill.pattern]) * fill.nbytes
 
     @invariant()
@@ -219,70 +219,70 @@ def arena() -> Iterator[Arena]:
         yield arena
 
 
-def filled(residents: ArenaCache, key: str, pages: int = 1) -> CachedPayload:
-    opened = residents.open(key, None)
+def filled(arena_cache: ArenaCache, key: str, pages: int = 1) -> CachedPayload:
+    opened = arena_cache.open(key, None)
     assert opened is not None
     one, is_new = opened
     assert is_new
-    assert residents.allot(one, pages * PAGE) is not None
-    residents.ready(one, 1)
+    assert arena_cache.allot(one, pages * PAGE) is not None
+    arena_cache.ready(one, 1)
     return one
 
 
 def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
-    residents = ArenaCache(arena, MemoryRecorder())
+    arena_cache = ArenaCache(arena, MemoryRecorder())
     for number in range(12):
-        one = filled(residents, str(number))
+        one = filled(arena_cache, str(number))
         if number not in (3, 6, 9):
-            residents.release(one)
-    large = residents.open("large", None)
+            arena_cache.release(one)
+    large = arena_cache.open("large", None)
     assert large is not None
-    assert residents.allot(large[0], 3 * PAGE) is not None
-    assert residents.holds("369") == [True] * 3
-    small = residents.open("small", None)
+    assert arena_cache.allot(large[0], 3 * PAGE) is not None
+    assert arena_cache.holds("369") == [True] * 3
+    small = arena_cache.open("small", None)
     assert small is not None
-    assert residents.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
-    assert residents.allot(small[0], 2 * PAGE) is not None
-    assert is_consistent(residents)
+    assert arena_cache.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
+    assert arena_cache.allot(small[0], 2 * PAGE) is not None
+    assert is_consistent(arena_cache)
 
 
 def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     arena: Arena, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "CELLS", 2)
-    residents = ArenaCache(arena, MemoryRecorder())
-    assert not residents.leased()
+    arena_cache = ArenaCache(arena, MemoryRecorder())
+    assert not arena_cache.leased()
     for key in "abcd":
-        residents.release(filled(residents, key))
-    assert residents.holds("abcd") == [True] * 4
-    again = residents.open("b", None)
+        arena_cache.release(filled(arena_cache, key))
+    assert arena_cache.holds("abcd") == [True] * 4
+    again = arena_cache.open("b", None)
     assert again is not None
     assert (again[0].cell, again[1]) == (-1, False)
-    leased, filling = filled(residents, "e"), residents.open("f", None)
+    leased, filling = filled(arena_cache, "e"), arena_cache.open("f", None)
     assert filling is not None
-    assert residents.open("g", None) is None, "e has been leased since it was filled"
-    assert residents.open("f", None) == (filling[0], False)
-    residents.release(leased)
-    assert residents.open("g", None) is not None
-    assert residents.leased()
-    assert is_consistent(residents)
+    assert arena_cache.open("g", None) is None, "e has been leased since it was filled"
+    assert arena_cache.open("f", None) == (filling[0], False)
+    arena_cache.release(leased)
+    assert arena_cache.open("g", None) is not None
+    assert arena_cache.leased()
+    assert is_consistent(arena_cache)
 
 
 def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
-    residents = ArenaCache(arena, MemoryRecorder())
-    ones = [filled(residents, str(number), pages=3) for number in range(4)]
-    fill = residents.open("more", None)
+    arena_cache = ArenaCache(arena, MemoryRecorder())
+    ones = [filled(arena_cache, str(number), pages=3) for number in range(4)]
+    fill = arena_cache.open("more", None)
     assert fill is not None
     searched: list[object] = []
-    victim = residents._ranking.victim
+    victim = arena_cache._ranking.victim
     monkeypatch.setattr(
-        residents._ranking, "victim", lambda is_free: searched.append(1) or victim(is_free)
+        arena_cache._ranking, "victim", lambda is_free: searched.append(1) or victim(is_free)
     )
-    assert residents.allot(fill[0], PAGE) is None
+    assert arena_cache.allot(fill[0], PAGE) is None
     assert not searched
     for one in ones[2:]:
-        residents.release(one)
-    assert residents.allot(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
-    assert residents.holds("23") == [True, True]
-    assert residents.allot(fill[0], 3 * PAGE) is not None
-    assert is_consistent(residents)
+        arena_cache.release(one)
+    assert arena_cache.allot(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
+    assert arena_cache.holds("23") == [True, True]
+    assert arena_cache.allot(fill[0], 3 * PAGE) is not None
+    assert is_consistent(arena_cache)

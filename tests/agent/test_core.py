@@ -45,7 +45,7 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert is_consistent(node.residents)
+        assert is_consistent(node.arena_cache)
 
 
 def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:
@@ -75,8 +75,8 @@ def test_every_codec_is_an_uncompressed_payload_in_the_arena(
     node = make()
     for one in fetch(node, *node.save(codec=codec)):
         assert right(node, one)
-        node.residents.release(one)
-    assert node.residents.leased() == 0
+        node.arena_cache.release(one)
+    assert node.arena_cache.leased() == 0
     assert node.recorder.value("agent_fills") == 3
 
 
@@ -91,12 +91,12 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
         claim = read_header(payload).claim
         key = claim.key
         assert node.saves.drain(PATIENCE_S)
-        node.residents.forget(key.path())
+        node.arena_cache.forget(key.path())
         (found,) = node.index.find(NAMESPACE, [key.prefix_hash], [key.field])
         assert found is not None
         (one,) = fetch(node, PayloadRequest(claim, found[key.field]))
         assert right(node, one)
-        node.residents.release(one)
+        node.arena_cache.release(one)
         assert store.head(key.path()) is not None
 
 
@@ -116,7 +116,7 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
     for wanted in (second, first, PayloadRequest(third.claim, lie), second):
         (one,) = fetch(node, wanted)
         assert right(node, one) if wanted.record is not lie else one.reason is MissReason.CORRUPT
-        node.residents.release(one)
+        node.arena_cache.release(one)
 
 
 def test_idle_threads_keep_no_memory_of_payloads(
@@ -135,8 +135,8 @@ def test_idle_threads_keep_no_memory_of_payloads(
     for _ in range(2):
         for one in fetch(node, *node.save(codec="blosc")):
             assert right(node, one)
-            node.residents.release(one)
-            node.residents.forget(one.key)
+            node.arena_cache.release(one)
+            node.arena_cache.forget(one.key)
         assert stagings
         wait_until(lambda: not any(stagings))
 
@@ -163,8 +163,8 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
         (one,) = fetch(node, wanted)
         assert (one.state, one.reason) == (CellState.FAILED, MissReason.CORRUPT)
         assert node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
-        node.residents.release(one)
-        assert node.residents.leased() == 0
+        node.arena_cache.release(one)
+        assert node.arena_cache.leased() == 0
     finally:
         node.close()
 
@@ -188,7 +188,7 @@ def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
     key = one.claim.key
     is_forgotten = node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
     assert is_forgotten == (record == one.record), "not one that was written since"
-    node.residents.release(found)
+    node.arena_cache.release(found)
 
 
 class Trickle(MemoryStore):
@@ -217,21 +217,21 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
     step: int, codec: str, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make(store=Trickle(step))
-    announced, advance = list[int](), node.residents.advance
+    announced, advance = list[int](), node.arena_cache.advance
 
     def watched(one: CachedPayload, frames: int) -> None:
-        payload = node.residents.view(one)
+        payload = node.arena_cache.view(one)
         header = read_header(payload)
         for number in range(frames):
             assert frame_pages(header, number, payload, None) == RIGHT[number]
         announced.append(frames)
         advance(one, frames)
 
-    monkeypatch.setattr(node.residents, "advance", watched)
+    monkeypatch.setattr(node.arena_cache, "advance", watched)
     (one,) = fetch(node, node.save(codec=codec)[0])
     assert right(node, one)
     assert announced[-1] == 2
-    node.residents.release(one)
+    node.arena_cache.release(one)
 
 
 def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
@@ -249,8 +249,8 @@ def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node
     assert node.recorder.value("load_bytes") == sum(one.record.nbytes for one in wanted)
     assert (node.recorder.value("agent_fills"), node.recorder.value("agent_hits")) == (3, 21)
     for one in found:
-        node.residents.release(one)
-    assert node.residents.leased() == 0
+        node.arena_cache.release(one)
+    assert node.arena_cache.leased() == 0
 
 
 class Slow:
@@ -342,7 +342,7 @@ def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
 ) -> None:
     node = make()
     wanted, counts = node.save() * 20, list[int]()
-    enter, begin = threading.Condition.__enter__, node.residents.open
+    enter, begin = threading.Condition.__enter__, node.arena_cache.open
 
     def entered(lock: threading.Condition) -> bool:
         if threading.current_thread() is threading.main_thread():
@@ -354,13 +354,13 @@ def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
         return begin(*given, **named)
 
     monkeypatch.setattr(threading.Condition, "__enter__", entered)
-    monkeypatch.setattr(node.residents, "open", opened)
+    monkeypatch.setattr(node.arena_cache, "open", opened)
     taken = node.open(*wanted, urgency=Urgency.PREFETCH)
     monkeypatch.undo()
     assert sum(counts) == len(wanted) == len(taken)
     assert max(counts) <= 8, "payloads under one hold of the lock"
     for one in taken:
-        node.residents.release(settled(node, one))
+        node.arena_cache.release(settled(node, one))
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])
@@ -386,7 +386,7 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     assert right(node, again)
     assert until[0] <= again.deadline  # the store knows how long it may take
     for one in (late, failed, again):
-        node.residents.release(one)
+        node.arena_cache.release(one)
 
 
 def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> None:
@@ -394,14 +394,14 @@ def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> 
     ones = fetch(node, *node.save(range(16 * 5)))
     assert [one.reason for one in ones].count(MissReason.NO_ROOM) == 1
     for one in ones:
-        node.residents.release(one)
+        node.arena_cache.release(one)
     (again,) = fetch(node, node.save()[0])
     assert right(node, again)
-    node.residents.release(again)
+    node.arena_cache.release(again)
     none = make(queue_max=0)
     (refused,) = fetch(none, none.save()[0])
     assert refused.reason is MissReason.NO_ROOM
-    none.residents.release(refused)
+    none.arena_cache.release(refused)
 
 
 def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
@@ -415,7 +415,7 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     reasons = [settled(node, one).reason for one in opened]
     assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
     for one in opened:
-        node.residents.release(one)
+        node.arena_cache.release(one)
 
 
 def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
@@ -425,5 +425,5 @@ def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
     bulk, hot, _ = node.save()
     hot = replace(hot, record=replace(hot.record, hot=True))
     for one in fetch(node, bulk, hot):
-        node.residents.release(one)
+        node.arena_cache.release(one)
     assert node.cache.link.gets.count == 1

@@ -74,7 +74,7 @@ class DiskNode(Node):
         for one in fetch(self, *wanted):
             assert right(self, one)
             wait_until(lambda one=one: one.is_spilled)  # type: ignore[misc]
-            self.residents.release(one)
+            self.arena_cache.release(one)
         self.settle()
 
     def settle(self) -> None:
@@ -82,7 +82,7 @@ class DiskNode(Node):
 
     def evict(self, *wanted: PayloadRequest) -> None:
         for one in wanted:
-            self.residents.forget(one.claim.key.path())
+            self.arena_cache.forget(one.claim.key.path())
 
     def count(self, name: str) -> float:
         return self.recorder.value(f"agent_disk_{name}")
@@ -111,8 +111,8 @@ def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
     yield made
     for node in nodes:
         node.close()
-        assert is_consistent(node.residents)
-        assert node.residents.leased() == 0
+        assert is_consistent(node.arena_cache)
+        assert node.arena_cache.leased() == 0
         assert adds_up(node.disk)
 
 
@@ -181,7 +181,7 @@ def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     assert node.saves.drain(PATIENCE_S)
     (ahead,) = node.open(other, urgency=Urgency.PREFETCH)
     wait_until(lambda: ahead.state is CellState.READY)
-    node.residents.release(ahead)
+    node.arena_cache.release(ahead)
     node.settle()
     assert len(node.disk) == 0
     node.load(wanted, other)
@@ -237,8 +237,8 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
             assert node.count("hits") == 5, "it was written again"
         finally:
             node.close()
-        assert is_consistent(node.residents)
-        assert node.residents.leased() == 0
+        assert is_consistent(node.arena_cache)
+        assert node.arena_cache.leased() == 0
 
 
 def sealed(node: Node) -> list:  # type: ignore[type-arg]
@@ -251,7 +251,7 @@ def sealed(node: Node) -> list:  # type: ignore[type-arg]
         assert node.commit_one(payload) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
     for key in keys:
-        node.residents.forget(key.path())
+        node.arena_cache.forget(key.path())
     return keys
 
 
@@ -300,7 +300,7 @@ def test_nothing_is_announced_before_all_is_verified(
     file.write_bytes(content)
     node.evict(wanted)
     fetching, announced = threading.Event(), list[bool]()
-    advance = node.residents.advance
+    advance = node.arena_cache.advance
     node.store.on_get = lambda key: fetching.set()
     monkeypatch.setattr("objkv.agent.disk._SLICE_BYTES", 64)
 
@@ -308,7 +308,7 @@ def test_nothing_is_announced_before_all_is_verified(
         announced.append(fetching.is_set())
         advance(one, frames)
 
-    monkeypatch.setattr(node.residents, "advance", watched)
+    monkeypatch.setattr(node.arena_cache, "advance", watched)
     node.load(wanted)
     assert announced
     assert all(announced), "only frames of the store"
@@ -392,13 +392,13 @@ def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_di
         assert hangs.wait(PATIENCE_S)
         for one in fetch(node, *wanted[1:]):
             assert right(node, one)
-            node.residents.release(one)
+            node.arena_cache.release(one)
         assert node.count("busy") == 2
         assert node.recorder.value("breaker_open_disk_read") == hangs_for_all
         mends.set()
         wait_until(lambda: first.state is not CellState.FILLING)
     assert right(node, first)
-    node.residents.release(first)
+    node.arena_cache.release(first)
 
 
 def test_a_refused_payload_leaves_the_disk_too(
@@ -432,7 +432,7 @@ def test_a_payload_that_is_refused_while_it_is_written_is_not_kept(
         node.core.reject(wanted)
         go_on.set()
         node.settle()
-    node.residents.release(one)
+    node.arena_cache.release(one)
     assert (len(node.disk), files(tmp_path)) == (0, [])
 
 
@@ -445,7 +445,7 @@ def test_a_long_queue_is_cut_and_counted(
         full.setattr(spill_module, "_QUEUE_MAX", 0)
         for one in fetch(node, *wanted):
             wait_until(lambda: node.count("drops") > 0)
-            node.residents.release(one)
+            node.arena_cache.release(one)
         wait_until(lambda: node.count("drops") == 3)
     node.load(*wanted)
     assert len(node.disk) == 3, "they are offered again when they are read again"
@@ -461,7 +461,7 @@ def test_two_agents_do_not_share_a_folder_and_the_second_serves_without_it(
     second = make(store=first.store, index=first.index, waits=False)
     for one in fetch(second, *wanted):
         assert right(second, one)
-        second.residents.release(one)
+        second.arena_cache.release(one)
     assert not second.disk.is_loaded
     first.core.close(PATIENCE_S)
     wait_until(lambda: second.disk.is_loaded)

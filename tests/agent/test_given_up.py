@@ -44,8 +44,8 @@ def node() -> Iterator[Node]:
     yield node
     store_of(node).go.set()
     node.close()
-    assert is_consistent(node.residents)
-    assert node.residents.leased() == 0
+    assert is_consistent(node.arena_cache)
+    assert node.arena_cache.leased() == 0
 
 
 def store_of(node: Node) -> SlowStore:
@@ -64,13 +64,13 @@ def test_a_fetch_that_nobody_wants_any_more_leaves_its_thread(node: Node) -> Non
     assert store_of(node).begun.wait(PATIENCE_S)
     (queued,) = node.open(second)
     for gone in (one, queued):
-        node.residents.release(gone)
+        node.arena_cache.release(gone)
     assert settled(one) is CellState.FAILED
     store_of(node).go.set()
     (other,) = node.open(third)
     assert settled(other) is CellState.READY
     assert store_of(node).gets == 2, "the queued one is not fetched"
-    node.residents.release(other)
+    node.arena_cache.release(other)
     assert node.recorder.value("load_errors") == 0
 
 
@@ -80,13 +80,13 @@ def test_queued_payloads_that_nobody_wants_make_room_for_others(node: Node) -> N
     (one,) = node.open(busy)
     assert store_of(node).begun.wait(PATIENCE_S)
     for gone in node.open(*abandoned):
-        node.residents.release(gone)
+        node.arena_cache.release(gone)
     others = node.open(fourth, fifth)
     store_of(node).go.set()
     assert [settled(one), *map(settled, others)] == [CellState.READY] * 3
     assert store_of(node).gets == 3, "they are not fetched"
     for lease in (one, *others):
-        node.residents.release(lease)
+        node.arena_cache.release(lease)
 
 
 def test_who_came_later_is_not_bound_by_the_first_deadline(node: Node) -> None:
@@ -112,4 +112,4 @@ def test_who_came_later_is_not_bound_by_the_first_deadline(node: Node) -> None:
     joined.set()
     assert settled(second[0]) is CellState.READY
     for lease in (*first, *second):
-        node.residents.release(lease)
+        node.arena_cache.release(lease)

@@ -54,7 +54,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
 ) -> None:
     wanted, gate = node.save(list(range(700, 700 + 16 * 8))), gated(node)
     monkeypatch.setattr(
-        type(node.residents), "total_bytes", 4 * 4 * wanted[0].record.raw_bytes, raising=True
+        type(node.arena_cache), "total_bytes", 4 * 4 * wanted[0].record.raw_bytes, raising=True
     )
     prefetches = Prefetches(node.core, node.index, node.store)
     halves = [[one.claim.key.prefix_hash for one in part] for part in (wanted[:4], wanted[4:])]
@@ -80,7 +80,7 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
         thread.join()
     assert sum(one.started for one in found) == 4
     gate.set()
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.arena_cache.leased())
 
 
 def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
@@ -88,8 +88,8 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
     for urgency in (Urgency.BETWEEN_STEPS, Urgency.PREFETCH):
         (one,) = node.open(wanted, urgency=urgency)
         one = settled(node, one)
-        node.residents.release(one)
-    wait_until(lambda: not node.residents.leased())
+        node.arena_cache.release(one)
+    wait_until(lambda: not node.arena_cache.leased())
     assert not one.waiters
 
 
@@ -101,10 +101,10 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     wait_until(lambda: node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None])
     gate.set()
     assert ended(first, lease).state is CellState.READY
-    assert node.residents.holds(paths([wanted])) == [False]
+    assert node.arena_cache.holds(paths([wanted])) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
-    assert is_consistent(node.residents)
+    assert is_consistent(node.arena_cache)
 
 
 def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
@@ -114,7 +114,7 @@ def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     resident = settled(node, resident)
     node.core.close(PATIENCE_S)
     assert node.commit_one(payloads()[1]) is CommitStatus.NO_ROOM
-    node.residents.release(resident)
+    node.arena_cache.release(resident)
 
 
 def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
@@ -128,23 +128,23 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     left.close()
     wait_until(lambda: node.server is not None and node.server.clients == 2)
     came: list[CachedPayload] = []
-    failed = node.residents.failed
+    failed = node.arena_cache.failed
 
     def someone_comes(one: CachedPayload, *rest: Any) -> None:
         if one.key == wanted[2].claim.key.path() and not came:
-            found = node.residents.open(one.key, Sleeper())
+            found = node.arena_cache.open(one.key, Sleeper())
             assert found is not None
             came.append(found[0])
             if found[1]:  # a new payload, which is this test's to fill
-                node.residents.ready(found[0], 0)
+                node.arena_cache.ready(found[0], 0)
         failed(one, *rest)
 
-    monkeypatch.setattr(node.residents, "failed", someone_comes)
+    monkeypatch.setattr(node.arena_cache, "failed", someone_comes)
     gate.set()
-    wait_until(lambda: not any(one.state is CellState.FILLING for one in node.residents._all))
+    wait_until(lambda: not any(one.state is CellState.FILLING for one in node.arena_cache._all))
     for one in came:
         assert one.reason is MissReason.NONE
-        node.residents.release(one)
+        node.arena_cache.release(one)
 
 
 def test_threads_that_forget_layers_at_once_all_live(
@@ -190,16 +190,16 @@ def test_a_payload_that_is_longer_than_its_header_says_is_a_miss(node: Node, cod
 def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node: Node) -> None:
     made = payloads()
     other = read_header(made[1]).claim.key.path()
-    found = node.residents.open(other, None)
+    found = node.arena_cache.open(other, None)
     assert found is not None
-    memory = node.residents.allot(found[0], len(made[0]))
+    memory = node.arena_cache.allot(found[0], len(made[0]))
     assert memory is not None
     memory[:] = made[0]  # as if a client had made another payload of this name resident
-    node.residents.ready(found[0], 2)
+    node.arena_cache.ready(found[0], 2)
     assert node.commit_one(made[1]) is CommitStatus.REFUSED
     assert node.saves.drain(PATIENCE_S)
     assert node.store.get(other) is None
-    node.residents.release(found[0])
+    node.arena_cache.release(found[0])
 
 
 @pytest.mark.parametrize(
@@ -239,9 +239,9 @@ def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock.send(m.pack_release([1]))
     other = node.connect()
     opened(other, wanted[:1])
-    assert node.residents.leased() == 3
+    assert node.arena_cache.leased() == 3
     sock.close()
-    wait_until(lambda: node.residents.leased() == 1)
+    wait_until(lambda: node.arena_cache.leased() == 1)
 
 
 def test_descriptors_that_are_sent_and_not_wanted_are_closed(node: Node) -> None:
@@ -293,7 +293,7 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
     else:
         assert status is CommitStatus.REFUSED
         assert not stored
-    assert node.residents.leased() == 0
+    assert node.arena_cache.leased() == 0
 
 
 def test_an_outbox_costs_the_agent_nothing_that_its_client_has_not_written(node: Node) -> None:
@@ -370,7 +370,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     made = payloads(list(range(16 * 130)))
     for payload in made:
         node.commit_one(payload)
-    before = paths_of(node.residents.unsaved)
+    before = paths_of(node.arena_cache.held)
     assert len(before) > 100
     one = node.save(list(range(7000, 7016)), codec=codec)[0]
     key = one.claim.key
@@ -380,24 +380,24 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
         (found,) = node.open(PayloadRequest(ghost, record))
         settled(node, found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
-        node.residents.release(found)
-    assert paths_of(node.residents.unsaved) == before
+        node.arena_cache.release(found)
+    assert paths_of(node.arena_cache.held) == before
     (found,) = node.open(one)
     assert settled(node, found).state is CellState.READY
-    node.residents.release(found)
+    node.arena_cache.release(found)
     node.close()
-    assert is_consistent(node.residents)
+    assert is_consistent(node.arena_cache)
 
 
 def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, woken = node.save(), list[object]()
     for one in node.open(*wanted):
-        node.residents.release(settled(node, one))
+        node.arena_cache.release(settled(node, one))
     wait_until(lambda: not fetches_of(node.core))
     monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
     for one in node.open(*wanted):
         assert one.state is CellState.READY
-        node.residents.release(one)
+        node.arena_cache.release(one)
     assert not woken
 
 

@@ -79,12 +79,12 @@ def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Ro
     started = {"chunks": 3, "stored": 3, "started": 3, "resident": 0, "refused": 0}
     started |= {"started_bytes": nbytes, "resident_bytes": 0, "refused_bytes": 0}
     assert router.ask("POST", "/v1/prefetch", PROMPT) == (200, started)
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.arena_cache.leased())
     matched |= {"resident": 3, "resident_payloads": 3, "resident_bytes": nbytes}
     assert router.ask("POST", "/v1/match", PROMPT) == (200, matched)
     again = started | {"started": 0, "resident": 3, "started_bytes": 0, "resident_bytes": nbytes}
     assert router.ask("POST", "/v1/prefetch", PROMPT) == (200, again)
-    assert node.residents.unread_bytes >= nbytes
+    assert node.arena_cache.unread_bytes >= nbytes
     client = node.connect()
     leases = opened(client, wanted)
     for lease in leases:
@@ -94,7 +94,7 @@ def test_a_prompt_is_prefetched_and_then_read_from_memory(node: Node, router: Ro
     status, page = router.ask("GET", "/metrics")
     assert status == 200
     lines = ("prefetches_total 3", "prefetch_used_total 3", "hits_total 3", "clients 7")
-    for line in (*lines, "prefetch_unread_bytes 0", f"arena_bytes {node.residents.total_bytes}"):
+    for line in (*lines, "prefetch_unread_bytes 0", f"arena_bytes {node.arena_cache.total_bytes}"):
         assert f"objkv_agent_{line}\n" in page
 
 
@@ -121,15 +121,15 @@ def test_prefetches_under_way_are_bounded(node: Node, router: Router) -> None:
     _, first = router.ask("POST", "/v1/prefetch", body)
     assert first["refused"] > 0
     assert first["refused"] + first["started"] == 300
-    assert 0 < first["started_bytes"] <= node.residents.ahead_bytes_max
+    assert 0 < first["started_bytes"] <= node.arena_cache.ahead_bytes_max
     other = long_prompt(node, 200_000, 3)
     assert counts(router.ask("POST", "/v1/prefetch", other)[1]) == (0, 0, 3)
     _, matched = router.ask("POST", "/v1/match", body)
     assert matched["loading_payloads"] == first["started"]
     gate.set()
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.arena_cache.leased())
     assert counts(router.ask("POST", "/v1/prefetch", other)[1]) == (3, 0, 0)
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.arena_cache.leased())
 
 
 def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -> None:
@@ -141,9 +141,9 @@ def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -
     client.release([lease.number for lease in leases])
     for number in range(1, 12):
         router.ask("POST", "/v1/prefetch", long_prompt(node, 100_000 * number, 50))
-        wait_until(lambda: not node.residents.leased())
-        assert node.residents.unread_bytes <= node.residents.ahead_bytes_max
-    assert all(node.residents.holds([one.claim.key.path() for one in read]))
+        wait_until(lambda: not node.arena_cache.leased())
+        assert node.arena_cache.unread_bytes <= node.arena_cache.ahead_bytes_max
+    assert all(node.arena_cache.holds([one.claim.key.path() for one in read]))
     unused = node.recorder.value("agent_prefetch_unused")
     assert unused > 0
     assert node.recorder.value("agent_prefetch_unused_bytes") >= unused * NBYTES
@@ -156,7 +156,7 @@ def test_a_request_has_a_bound_of_its_own(node: Node, router: Router) -> None:
     _, answer = router.ask("POST", "/v1/prefetch", body | {"bytes_max": 2 * nbytes})
     assert counts(answer) == (2, 0, 1)
     assert (answer["started_bytes"], answer["refused_bytes"]) == (2 * nbytes, nbytes)
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.arena_cache.leased())
 
 
 def test_namespaces_are_listed_and_salt_and_adapter_are_part_of_a_prompt(
@@ -326,12 +326,12 @@ def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, rout
     assert values.keys() - decided == {PREFIX + name for name in LEVELS} | {
         f"{PREFIX}{name}_total" for name in TOTALS
     }
-    assert values[f"{PREFIX}arena_bytes"] == node.residents.total_bytes
+    assert values[f"{PREFIX}arena_bytes"] == node.arena_cache.total_bytes
     client = node.connect()
     lease, *others = opened(client, node.save())
     sizes = [ended(client, one).nbytes for one in (lease, *others)]
     client.release([one.number for one in others])
-    wait_until(lambda: node.residents.leased() == 1)
+    wait_until(lambda: node.arena_cache.leased() == 1)
     assert page.count("# HELP ") == page.count("# TYPE ") == len(values)
     node.recorder.count("load_bytes", 123_456_789_012)
     node.recorder.level("breaker_open_bulk_read", 1)

@@ -102,16 +102,16 @@ class AgentMachine(RuleBasedStateMachine):
             raise StoreUnavailable("down")
 
     def _poison(self) -> None:
-        residents = self.node.residents
-        free = residents._free
+        arena_cache = self.node.arena_cache
+        free = arena_cache._free
 
         def poisoned(one: CachedPayload) -> None:
             if one.offset >= 0:
-                view = residents.view(one)
+                view = arena_cache.view(one)
                 view[:] = bytes([POISON]) * len(view)
             free(one)
 
-        residents._free = poisoned  # type: ignore[method-assign]
+        arena_cache._free = poisoned  # type: ignore[method-assign]
 
     def peer(self, number: int) -> Peer:
         peer = self.peers[number]
@@ -212,7 +212,7 @@ class AgentMachine(RuleBasedStateMachine):
         finally:
             memory[:] = POISON
         if not is_right:
-            assert status is not CommitStatus.ACCEPTED or self.node.residents.leased()
+            assert status is not CommitStatus.ACCEPTED or self.node.arena_cache.leased()
 
     @rule(some=st.lists(chunks, min_size=1, max_size=3))
     def prefetch(self, some: list[int]) -> None:
@@ -247,7 +247,7 @@ class AgentMachine(RuleBasedStateMachine):
             for lease in peer.leases if peer is not None else ():
                 assert peer is not None
                 self.look(peer, lease)
-        assert is_consistent(self.node.residents)
+        assert is_consistent(self.node.arena_cache)
 
     def teardown(self) -> None:
         self.gate.set()
@@ -256,11 +256,11 @@ class AgentMachine(RuleBasedStateMachine):
                 self.settle(number)
                 peer.close()
         assert self.node.saves.drain(PATIENCE_S)
-        wait_until(lambda: not self.node.residents.leased())
+        wait_until(lambda: not self.node.arena_cache.leased())
         wait_until(lambda: self.node.server is not None and not self.node.server.clients)
-        residents = self.node.residents
-        assert residents.leased() == 0
-        assert is_consistent(residents)
+        arena_cache = self.node.arena_cache
+        assert arena_cache.leased() == 0
+        assert is_consistent(arena_cache)
         assert threads_of(self.node.core) == 2
         for chunk, stored in enumerate(self.stored):
             found = self.store.get(self.path(chunk))

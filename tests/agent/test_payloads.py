@@ -82,7 +82,7 @@ def test_pages_are_verified_and_their_leases_end(node: Node) -> None:
     with reading(node.connect) as reader:
         assert set(outcomes(reader, *reads)) == {ReadOutcome.READ}
         assert all(one.pages == RIGHT for one in reads)
-        wait_until(lambda: node.residents.leased() == 0)
+        wait_until(lambda: node.arena_cache.leased() == 0)
 
 
 def test_a_missing_payload_is_forgotten(node: Node) -> None:
@@ -106,13 +106,13 @@ def test_pages_that_changed_in_the_arena_are_rejected(node: Node) -> None:
     with reading(node.connect) as reader:
         assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
         (resident,) = node.open(one)
-        node.residents.view(resident)[-1] ^= 1
-        node.residents.release(resident)
+        node.arena_cache.view(resident)[-1] ^= 1
+        node.arena_cache.release(resident)
         broken = Read(one)
         assert outcomes(reader, broken) == [ReadOutcome.CORRUPT]
         assert not broken.pages
         wait_until(lambda: not node.wanted([one.claim.key]))
-        assert not node.residents.holds([one.claim.key.path()])[0]
+        assert not node.arena_cache.holds([one.claim.key.path()])[0]
 
 
 def test_a_payload_of_another_chunk_is_corrupt(node: Node) -> None:
@@ -146,7 +146,7 @@ def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:
         assert reads[0].outcome is ReadOutcome.LATE
         assert outcomes(reader, Read(late, deadline=5.0)) == [ReadOutcome.LATE]
         gate.set()
-        wait_until(lambda: node.residents.leased() == 0)
+        wait_until(lambda: node.arena_cache.leased() == 0)
 
 
 def test_a_reader_that_fails_costs_one_payload(node: Node) -> None:
@@ -162,7 +162,7 @@ def test_an_agent_that_ends_fails_what_is_open_and_the_next_one_serves() -> None
     gate, read = gated(nodes[0]), Read(one)
     with reading(lambda **more: nodes[-1].connect(**more)) as reader:
         reader.read([read])
-        wait_until(lambda: nodes[0].residents.leased() == 1)
+        wait_until(lambda: nodes[0].arena_cache.leased() == 1)
         nodes[0].server.close()  # type: ignore[union-attr]
         assert read.outcome is ReadOutcome.FAILED
         nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
@@ -335,7 +335,7 @@ def test_who_writes_learns_what_is_held_back_and_may_forbid_it() -> None:
     node = Node(holds_back=True).listen()
     connect = partial(node.connect, wants_arena=False)
     with writing(connect) as writer:
-        assert written(writer, Write()) == [WriteOutcome.KEPT]
+        assert written(writer, Write()) == [WriteOutcome.HELD_BACK]
     with writing(connect, puts=True) as writer:
         assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
     node.close()

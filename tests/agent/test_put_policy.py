@@ -16,7 +16,7 @@ from objkv.config.prices import Prices
 from objkv.index.base import Savings
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from tests.agent.test_unsaved import Holder, paths
+from tests.agent.test_held_back import Holder, paths
 from tests.agent.world import PATIENCE_S, payloads, put_policy
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
@@ -146,8 +146,8 @@ def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
     node: Holder, clock: Clock
 ) -> None:
     made = payloads()
-    assert node.commit(made[:1]) == [SaveOutcome.KEPT]
-    assert node.unsaved == set(paths(made[:1]))
+    assert node.commit(made[:1]) == [SaveOutcome.HELD_BACK]
+    assert node.held == set(paths(made[:1]))
     clock.now += SETTLED_S
     node.saves.policy.credited(measured(10**9))
     node.commit(made[1:2])
@@ -157,5 +157,5 @@ def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
     for _ in range(9):
         node.saves.policy.credited(measured(1))
     node.commit(made[2:])
-    assert node.unsaved == set(paths(made[2:]))
+    assert node.held == set(paths(made[2:]))
     assert node.saves.drain(PATIENCE_S)

@@ -28,14 +28,14 @@ def make() -> Iterator[Callable[..., Node]]:
     yield made
     for node in nodes:
         node.close()
-        assert is_consistent(node.residents)
+        assert is_consistent(node.arena_cache)
 
 
 def save(node: Node) -> None:
     """Have the payload saved, or not; what it had is free again."""
     assert node.commit_one(PAYLOAD) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
-    assert node.residents.leased() == 0
+    assert node.arena_cache.leased() == 0
     assert node.index.lease(PATH, "another", ttl_ms=60_000)
     node.index.release(PATH, "another")
     assert node.cache.in_flight.is_kept(PATH) or node.cache.in_flight.begin(PATH)

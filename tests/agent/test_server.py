@@ -52,14 +52,14 @@ def test_leases_end_with_their_connection(node: Node) -> None:
     wanted, client = node.save(), node.connect()
     for lease in opened(client, wanted):
         ended(client, lease)
-    assert node.residents.leased() == 3
+    assert node.arena_cache.leased() == 3
     client.close()
-    wait_until(lambda: not node.residents.leased(), PATIENCE_S)
+    wait_until(lambda: not node.arena_cache.leased(), PATIENCE_S)
     again = node.connect()
     leases = opened(again, wanted)
     assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
     again.release([lease.number for lease in leases])
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.arena_cache.leased())
 
 
 def raw(node: Node) -> socket.socket:
@@ -94,12 +94,12 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     leases = opened(honest, wanted[:1])
     liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, wanted)))
     m.unpack_opened(liar.recv(1000), 3)
-    wait_until(lambda: node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
+    wait_until(lambda: node.arena_cache.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
     liar.send(message)
     assert liar.recv(100) == b"", "the agent ends the conversation"
-    assert node.residents.leased() == 3, "a device of the client may still read"
+    assert node.arena_cache.leased() == 3, "a device of the client may still read"
     liar.close()
-    wait_until(lambda: node.residents.leased() == 1)
+    wait_until(lambda: node.arena_cache.leased() == 1)
     assert pages_at(honest.arena.view, ended(honest, leases[0])) == RIGHT
     honest.release([leases[0].number])
 
@@ -166,7 +166,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
     (held,) = first.open(wanted[:1], deadline_s=1e9, urgency=Urgency.IN_STEP)
-    (resident,) = node.residents.seen([wanted[0].claim.key.path()])
+    (resident,) = node.arena_cache.seen([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
     first.release([held.number])
@@ -449,15 +449,15 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
     hashes = [one.claim.key.prefix_hash for one in wanted]
     nbytes = wanted[0].record.raw_bytes
     assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
-    wait_until(lambda: not node.residents.leased())
+    wait_until(lambda: not node.arena_cache.leased())
     assert (
         Completed(calls).prefetch(
             NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)
         )
         == 2
     )
-    wait_until(lambda: not node.residents.leased())
-    assert node.residents.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
+    wait_until(lambda: not node.arena_cache.leased())
+    assert node.arena_cache.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
     with pytest.raises(StoreDenied, match="invalid call"):
         Completed(calls).run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
     with pytest.raises(StoreDenied, match="invalid namespace"):

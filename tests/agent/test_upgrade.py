@@ -75,7 +75,7 @@ def test_an_agent_that_drains_opens_nothing_and_waits_for_the_last_lease(node: N
     holder.release([lease.number])
     wait_until(holder.has_ended)
     assert old.join() is True
-    assert node.residents.leased() == 0
+    assert node.arena_cache.leased() == 0
 
 
 def test_what_is_being_fetched_when_an_agent_drains_arrives(node: Node) -> None:
@@ -93,7 +93,7 @@ def test_a_client_that_keeps_its_lease_is_waited_for_within_bounds(node: Node) -
     (lease,) = opened(client, node.save()[:1])
     ended(client, lease)
     assert Old(node, 0.1).join() is False
-    assert node.residents.leased() == 1
+    assert node.arena_cache.leased() == 1
     assert not client.has_ended()
 
 

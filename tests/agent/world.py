@@ -121,7 +121,7 @@ class Node:
             changed=board.discard,
             came_due=lambda: self.saves.wake(),
         )
-        self.residents = self.core.residents
+        self.arena_cache = self.core.arena_cache
         self.saves = NodeSaves(
             self.cache,
             self.core,
@@ -129,7 +129,7 @@ class Node:
             policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
-        self.lookups = NodeLookups(self.index, self.residents.unsaved, board, ttl_s=30.0)
+        self.lookups = NodeLookups(self.index, self.arena_cache.held, board, ttl_s=30.0)
         board.vouch(FAR_S)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"

@@ -36,7 +36,7 @@ def test_a_prompt_is_in_memory_when_the_command_ends(run: Run, agent: NodeAgent)
     assert ran.code == 0
     assert "3 of 3 chunks are stored: 6 payloads to fetch" in ran.out
     assert "6 payloads in memory" in ran.out
-    assert len(agent.core.residents) == 6
+    assert len(agent.core.arena_cache) == 6
     again = run("prefetch", "--json", stdin=PROMPT).document
     assert (again["started"], again["resident"], again["arrived"]) == (0, 6, 6)
     found = run("match", stdin=PROMPT)

@@ -81,7 +81,7 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
         rig.loader.cancel("unknown")
         rig.wait_until(lambda: bool(kept))
         assert arena.fd >= 0, "mapped"
-        assert rig.node.core.residents.leased() == 4
+        assert rig.node.core.arena_cache.leased() == 4
         sim.hold(stream.stream, False)
         rig.until_received()
         rig.synchronize()

@@ -12,8 +12,8 @@ from botocore.retries.standard import ExponentialBackoff
 from objkv.agent import client
 from objkv.agent.answering import NodeLookups
 from objkv.agent.calls import AgentCalls
+from objkv.agent.held_back import HeldPayloads
 from objkv.agent.outbox import AgentSaves
-from objkv.agent.unsaved import UnsavedPayloads
 from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
 from objkv.index.redis.index import RedisIndex
@@ -59,7 +59,7 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         for cls in (SqliteIndex, RedisIndex, NodeLookups, ShapesIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
-    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves, UnsavedPayloads):
+    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves, HeldPayloads):
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)

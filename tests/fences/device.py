@@ -356,4 +356,4 @@ class WatchedInside(InsideAgent):
         known = sum(max(0, min(end, to) - max(start, at)) for at, to in self.registered)
         if not self._is_in_place and known < end - start:
             return None
-        return self.core.residents.leased_at(start - self.base)
+        return self.core.arena_cache.leased_at(start - self.base)

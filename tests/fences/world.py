@@ -596,7 +596,7 @@ class Engine:
                 self._check_stored(epoch, record.prefix_hash)
 
     def _check_inside(self, inside: WatchedInside) -> None:
-        payloads = inside.core.residents
+        payloads = inside.core.arena_cache
         if payloads.leased() or not payloads.check():
             raise Broken(f"payloads are left leased: {payloads!r}")
         if inside.registered:

@@ -197,8 +197,8 @@ class _Agent:
         server = self.node.server
         assert server is not None
         _await(lambda: server.clients == 1, "clients that have gone are served")
-        _await(lambda: self.node.residents.leased() == 0, "a lease is lost")
-        require(is_consistent(self.node.residents), "the arena is inconsistent")
+        _await(lambda: self.node.arena_cache.leased() == 0, "a lease is lost")
+        require(is_consistent(self.node.arena_cache), "the arena is inconsistent")
         _await(self._has_no_more, "threads or descriptors are left")
         require(threads_of(self.node.core) == self.fetching, "a thread died")
 

@@ -5,13 +5,13 @@ from itertools import pairwise
 from objkv.agent import arena_cache
 from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.core import Core
+from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import CellState, Extents
-from objkv.agent.unsaved import UnsavedPayloads
 
 
-def paths_of(unsaved: UnsavedPayloads) -> set[str]:
+def paths_of(held: HeldPayloads) -> set[str]:
     """The paths that they would have in the bulk store."""
-    return set(unsaved._by_path)
+    return set(held._by_path)
 
 
 def keys_of(cache: ArenaCache) -> list[str]:
@@ -44,7 +44,7 @@ def covers_once(extents: Extents) -> bool:
 def is_consistent(cache: ArenaCache) -> bool:
     """Whether memory, cells, states and ranking agree with each other."""
     with cache._lock:
-        everything, placed, unsaved = cache._all, cache._at.values(), cache.unsaved
+        everything, placed, held = cache._all, cache._at.values(), cache.held
         ranked = [one for one in cache._by_key.values() if one.state is CellState.READY]
         return (
             covers_once(cache._extents)
@@ -53,7 +53,7 @@ def is_consistent(cache: ArenaCache) -> bool:
             and len(cache._cells) + sum(one.cell >= 0 for one in everything) == arena_cache.CELLS
             and cache._idle_bytes == sum(one.extent_bytes for one in everything if not one.leases)
             and len(ranked) == len(cache._ranking)
-            and all(path in cache._by_key or unsaved.keep(path) for path in paths_of(unsaved))
+            and all(path in cache._by_key or held.keep(path) for path in paths_of(held))
             and all(one.key in cache._ranking for one in ranked)
             and cache.unread_bytes == sum(one.nbytes for one in ranked if one.is_unused)
             and all(one.leases >= (one.state is CellState.FILLING) for one in everything)

@@ -175,11 +175,11 @@ class Worker:
     @property
     def leased(self) -> int:
         """How many payloads its loader, or a fetch, holds."""
-        return self.inside.core.residents.leased()
+        return self.inside.core.arena_cache.leased()
 
     def forget(self) -> None:
         """Empty its arena, so that the next load fetches."""
-        forget_all(self.inside.core.residents)
+        forget_all(self.inside.core.arena_cache)
 
     def outcome(self, plan: LoadPlan | None = None) -> LoadOutcome:
         """The outcome of ``plan``, or of the one load between steps that is under way."""
@@ -289,10 +289,10 @@ class Replica(Worker):
         return [cache.cpu().clone() for cache in self.caches]
 
 
-def forget_all(residents: ArenaCache) -> None:
+def forget_all(arena_cache: ArenaCache) -> None:
     """Empty an arena, except for what is being read."""
-    for key in keys_of(residents):
-        residents.forget(key)
+    for key in keys_of(arena_cache):
+        arena_cache.forget(key)
 
 
 def stores() -> tuple[MemoryStore, MemoryIndex]:

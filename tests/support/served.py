@@ -34,8 +34,8 @@ class ServedAgent:
 
     def forget(self) -> None:
         """Empty the arena, except for what is being read, so that the next load fetches."""
-        for key in keys_of(self.core.residents):
-            self.core.residents.forget(key)
+        for key in keys_of(self.core.arena_cache):
+            self.core.arena_cache.forget(key)
 
     def settle(self) -> None:
         """Wait until everything that it took is stored, or could not be."""

@@ -78,8 +78,8 @@ def world() -> Iterator[World]:
     world = World()
     yield world
     world.reader.close()
-    wait_until(lambda: not world.node.residents.leased())
-    assert is_consistent(world.node.residents)
+    wait_until(lambda: not world.node.arena_cache.leased())
+    assert is_consistent(world.node.arena_cache)
     for node in (world.node, *world.former):
         node.close()
 
@@ -190,7 +190,7 @@ def test_a_fault_is_a_miss_from_there_on(world: World, fault: str) -> None:
 
 def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    one, two = world.node.residents.seen([world.reader.path(1), world.reader.path(2)])
+    one, two = world.node.arena_cache.seen([world.reader.path(1), world.reader.path(2)])
     assert one is not None
     assert two is not None
     memory = world.node.arena.view
@@ -207,7 +207,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
 ) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
     path = world.reader.path(1)
-    (one,) = world.node.residents.seen([path])
+    (one,) = world.node.arena_cache.seen([path])
     assert one is not None
     world.node.arena.view[one.offset + one.nbytes - 1] ^= 1
     assert not world.reader.load(range(4), 1).failed_blocks, "by default the agent is trusted"
@@ -216,7 +216,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
     assert min(outcome.failed_blocks) == 1 + BLOCKS
     assert outcome.rejected
     assert careful.recorder.value("load_corrupt") == 1
-    wait_until(lambda: world.node.residents.holds([path]) == [False])
+    wait_until(lambda: world.node.arena_cache.holds([path]) == [False])
     assert world.right(chunks=1, reader=careful)
     assert not careful.load(range(1), 1).failed_blocks
     careful.close()

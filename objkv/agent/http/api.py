@@ -170,16 +170,16 @@ class AgentHttp:
         return "ok\n"
 
     def _metrics(self) -> str:
-        residents = self._core.residents
+        arena_cache = self._core.arena_cache
         levels: dict[str, float] = {
-            "arena_bytes": residents.total_bytes,
-            "arena_free_bytes": residents.free_bytes,
-            "leased_bytes": residents.leased_bytes(),
-            "leased_payloads": residents.leased(),
-            "resident_payloads": len(residents),
-            "unsaved_payloads": len(residents.unsaved),
-            "unsaved_bytes": residents.unsaved.nbytes,
-            "prefetch_unread_bytes": residents.unread_bytes,
+            "arena_bytes": arena_cache.total_bytes,
+            "arena_free_bytes": arena_cache.free_bytes,
+            "leased_bytes": arena_cache.leased_bytes(),
+            "leased_payloads": arena_cache.leased(),
+            "resident_payloads": len(arena_cache),
+            "unsaved_payloads": len(arena_cache.held),
+            "unsaved_bytes": arena_cache.held.nbytes,
+            "prefetch_unread_bytes": arena_cache.unread_bytes,
             "clients": self._server.clients,
         }
         if (spill := self._core.spill) is not None:

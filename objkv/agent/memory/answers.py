@@ -100,7 +100,7 @@ class AnswerBoard:
     @classmethod
     def join(cls, fd: int) -> "AnswerBoard":
         """Map the answers that an agent sent. Takes over ``fd``. Raises ``TransferError``."""
-        return cls(fd, map_sent(fd, "answers", lambda size: size == _TOTAL))
+        return cls(fd, map_sent(fd, "answers", range(_TOTAL, _TOTAL + 1)))
 
     def vouch(self, until_s: float) -> None:
         """State that all answers which are not void are right, until then at most. In seconds since

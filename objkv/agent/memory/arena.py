@@ -11,7 +11,7 @@ import mmap
 import os
 import struct
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
@@ -76,12 +76,12 @@ def check_size(fd: int, what: str, *, writable: bool = False) -> int:
     raise TransferError(f"{what}: not sealed")
 
 
-def map_sent(fd: int, what: str, is_right: Callable[[int], bool]) -> mmap.mmap:
-    """Map memory that the agent sent. ``is_right``: whether it has a valid size. Raises
-    ``TransferError``, and has closed ``fd`` then."""
+def map_sent(fd: int, what: str, sizes: range) -> mmap.mmap:
+    """Map memory that the agent sent. ``sizes``: those that are valid. Raises ``TransferError``,
+    and has closed ``fd`` then."""
     try:
         nbytes = check_size(fd, what)
-        if not is_right(nbytes):
+        if nbytes not in sizes:
             raise TransferError(f"{what}: an invalid size")
         return map_memory(fd, nbytes, writable=False)
     except (OSError, TransferError) as exc:
@@ -184,7 +184,7 @@ class Arena:
     @classmethod
     def join(cls, fd: int) -> "Arena":
         """Map the arena that an agent sent. Takes over ``fd``. Raises ``TransferError``."""
-        return cls(fd, map_sent(fd, "arena", lambda size: size > BOARD_BYTES and not size % PAGE))
+        return cls(fd, map_sent(fd, "arena", range(BOARD_BYTES + PAGE, 1 << 62, PAGE)))
 
     @property
     def nbytes(self) -> int:

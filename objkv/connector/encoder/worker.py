@@ -200,7 +200,7 @@ class EncoderWorkerSide:
         """A save has ended. Called by any thread."""
         with self._lock:
             self._held_bytes -= save.tensor.nbytes
-        has_copy = outcome in (WriteOutcome.ACCEPTED, WriteOutcome.KEPT)
+        has_copy = outcome in (WriteOutcome.ACCEPTED, WriteOutcome.HELD_BACK)
         self._recorder.count("saves_accepted" if has_copy else outcome.value)
         self._recorder.count("save_accepted_bytes", nbytes)
 

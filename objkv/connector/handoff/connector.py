@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from objkv.agent.client import CALL_S
-from objkv.agent.messages import is_unsaved
+from objkv.agent.messages import is_held
 from objkv.agent.payloads import (
     PayloadReader,
     PayloadTransfer,
@@ -47,7 +47,12 @@ _PROMPT_BYTES_MAX, _REASONS_MAX = 1 << 30, 16
 _STORED_S, _PAUSE_S, _LOOK_S = 5.0, 30.0, 0.005
 """How long a send waits until the store has what the agent has, how long none waits after one that
 did in vain, and how often it looks."""
-_HAS_IT = {WriteOutcome.ACCEPTED, WriteOutcome.KEPT, WriteOutcome.EXISTED, WriteOutcome.REPEATED}
+_HAS_IT = {
+    WriteOutcome.ACCEPTED,
+    WriteOutcome.HELD_BACK,
+    WriteOutcome.EXISTED,
+    WriteOutcome.REPEATED,
+}
 
 
 class RankAgreement:
@@ -243,7 +248,7 @@ class HandoffConnector:
         field, hashes = claims[0].key.field, [claim.key.prefix_hash for claim in claims]
         while monotonic() >= self._hasty_until:
             found = self._ask(self._link.calls.find(self._namespace, hashes, (field,)))
-            if not any(one is None or is_unsaved(one[field]) for one in found):
+            if not any(one is None or is_held(one[field]) for one in found):
                 if not self._is_announced:  # only now, since the store works
                     documents, text = self._link.calls, self._identity.canonical()
                     put = documents.put_if_absent(identity_path(self._namespace), text)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from objkv.agent.messages import PrefetchOrder, is_unsaved
+from objkv.agent.messages import PrefetchOrder, is_held
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.coverage import Coverage
@@ -371,7 +371,7 @@ class RequestTracker:
             yield from in_steps(self._prefetch(tracked.namespace, hashes[:count], order))
 
         if tracked.limits.puts and any(
-            is_unsaved(one) for shards in records if shards for one in shards.values()
+            is_held(one) for shards in records if shards for one in shards.values()
         ):
             self._lookups.submit(put)
 

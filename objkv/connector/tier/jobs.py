@@ -35,12 +35,12 @@ _NO_PARENT = bytes(PREFIX_HASH_BYTES)
 _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
 _SAVES = {
     WriteOutcome.ACCEPTED: "saves",
-    WriteOutcome.KEPT: "saves",
+    WriteOutcome.HELD_BACK: "saves",
     WriteOutcome.DROPPED: "save_deadlines",
 }
 """Counters of a tier that have other names than their outcomes."""
 _STORED = frozenset((WriteOutcome.ACCEPTED, WriteOutcome.EXISTED))
-_SETTLED = _STORED | {WriteOutcome.KEPT, WriteOutcome.REPEATED, WriteOutcome.OVER_QUOTA}
+_SETTLED = _STORED | {WriteOutcome.HELD_BACK, WriteOutcome.REPEATED, WriteOutcome.OVER_QUOTA}
 """Outcomes with which a job does not fail."""
 
 

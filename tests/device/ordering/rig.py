@@ -478,7 +478,7 @@ class OrderRig:
 
     def settle(self) -> None:
         """Wait until nothing in the agent's memory is leased, and so all of it overwritten."""
-        self.wait_until(lambda: self.node.core.residents.leased() == 0)
+        self.wait_until(lambda: self.node.core.arena_cache.leased() == 0)
 
     def take_all_slabs(self, pool: SlabPool) -> list[Slab]:
         """Lease each slab as soon as it can be reused, and overwrite it."""
@@ -533,7 +533,7 @@ class OrderRig:
             self.worker.close()
             self.synchronize()
             self.settle()
-            if not is_consistent(self.node.core.residents):
+            if not is_consistent(self.node.core.arena_cache):
                 raise TransferError("the agent's account of its memory is wrong")
         finally:
             self.node.close()

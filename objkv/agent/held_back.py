@@ -18,7 +18,7 @@ from time import monotonic
 from typing import Final
 
 from objkv.agent.disk import Disk
-from objkv.agent.messages import MALFORMED, UNSAVED_MARK, is_unsaved
+from objkv.agent.messages import HELD_MARK, MALFORMED, is_held
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.errors import PayloadError
@@ -33,14 +33,14 @@ _RETRY_S: Final = 5.0
 Find = Callable[[Sequence[bytes]], list[Shards | None]]
 
 
-def unsaved_record(header: Header) -> ShardRecord:
+def held_record(header: Header) -> ShardRecord:
     """Return the record of a payload in an arena, which is neither compressed nor sealed."""
     record = shard_record(header)
-    return replace(record, header_checksum=UNSAVED_MARK + record.header_checksum)
+    return replace(record, header_checksum=HELD_MARK + record.header_checksum)
 
 
-def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:
-    """Read a line of ``UnsavedPayloads.written``. Raises ``PayloadError``."""
+def read_held(line: bytes) -> tuple[Claim, ShardRecord]:
+    """Read a line of ``HeldPayloads.written``. Raises ``PayloadError``."""
     try:
         name, prefix_hash, group, shard, parent_hash, start, end, text = json.loads(line)
         key = ChunkKey(name, bytes.fromhex(prefix_hash), int(group), Shard.parse(shard))
@@ -48,13 +48,13 @@ def read_unsaved(line: bytes) -> tuple[Claim, ShardRecord]:
         claim = Claim(key, bytes.fromhex(parent_hash), int(start), int(end))
     except MALFORMED as exc:
         raise PayloadError(f"an invalid line: {exc!r}"[:200]) from exc
-    if record is None or not is_unsaved(record):
+    if record is None or not is_held(record):
         raise PayloadError("an invalid record")
     return claim, record
 
 
 @dataclass(slots=True, eq=False)
-class _Unsaved:
+class _Held:
     claim: Claim
     text: bytes
     """Its record, as answers carry it."""
@@ -75,7 +75,7 @@ class _Unsaved:
         return record
 
 
-class UnsavedPayloads:
+class HeldPayloads:
     """The unsaved payloads of one arena. Thread-safe. Never waits, and holds its lock while it
     calls nothing, so callers may hold theirs."""
 
@@ -94,8 +94,8 @@ class UnsavedPayloads:
         self._recorder, self._disk, self._clock = recorder, disk, clock
         self._changed, self._came_due = changed, came_due
         self._lock = Lock()
-        self._by_path: dict[str, _Unsaved] = {}
-        self._by_chunk: dict[str, dict[bytes, dict[str, _Unsaved]]] = {}
+        self._by_path: dict[str, _Held] = {}
+        self._by_chunk: dict[str, dict[bytes, dict[str, _Held]]] = {}
         """By namespace, prefix hash and field."""
         self._due: deque[Claim] = deque()
         self._nbytes = 0
@@ -112,9 +112,9 @@ class UnsavedPayloads:
         return self._nbytes
 
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
-        """Add a payload. ``record``: of ``unsaved_record``. ``is_due``: whether it is being saved
+        """Add a payload. ``record``: of ``held_record``. ``is_due``: whether it is being saved
         already, and not held back."""
-        key, one = claim.key, _Unsaved(claim, encode_shard(record), record.nbytes, is_due)
+        key, one = claim.key, _Held(claim, encode_shard(record), record.nbytes, is_due)
         with self._lock:
             self._remove(key.path())
             self._by_path[key.path()] = one
@@ -124,7 +124,7 @@ class UnsavedPayloads:
         self._changed(key.prefix_hash)
 
     def written(self) -> dict[str, bytes]:
-        """Return those that the disk has, by path, each as a line for ``read_unsaved``."""
+        """Return those that the disk has, by path, each as a line for ``read_held``."""
         if self._disk is None:
             return {}
         with self._lock:
@@ -264,7 +264,7 @@ class UnsavedPayloads:
         claim = next(iter(chunk.values())).claim
         return Record(prefix_hash, claim.parent_hash, claim.token_start, claim.token_end, shards)
 
-    def _remove(self, path: str) -> _Unsaved | None:
+    def _remove(self, path: str) -> _Held | None:
         one = self._by_path.pop(path, None)
         if one is not None:
             key = one.claim.key
@@ -278,7 +278,7 @@ class UnsavedPayloads:
         return one
 
 
-def _line(one: _Unsaved) -> bytes:
+def _line(one: _Held) -> bytes:
     claim, key = one.claim, one.claim.key
     hashes = key.prefix_hash.hex(), claim.parent_hash.hex()
     fields = [key.namespace, hashes[0], key.group, str(key.shard), hashes[1]]
@@ -286,7 +286,7 @@ def _line(one: _Unsaved) -> bytes:
     return json.dumps(fields).encode() + b"\n"
 
 
-def _written(chunk: Mapping[str, _Unsaved] | None, fields: tuple[str, ...]) -> Shards | None:
+def _written(chunk: Mapping[str, _Held] | None, fields: tuple[str, ...]) -> Shards | None:
     if chunk is None:
         return None
     texts = [chunk[name].text if name in chunk else b"" for name in fields]

@@ -15,7 +15,7 @@ from objkv.agent.prefetch import Prefetches
 from objkv.agent.spill import Spill
 from objkv.codec.payload import read_header
 from tests.agent.test_disk import adds_up
-from tests.agent.test_unsaved import Holder, Service, find, paths, read
+from tests.agent.test_held_back import Holder, Service, find, paths, read
 from tests.agent.world import PATIENCE_S, down, payloads
 from tests.support.agents import AgentProcess
 from tests.support.consistency import fetches_of
@@ -56,8 +56,8 @@ class DiskHolder(Holder):
 
     def leave_arena(self, made: list[bytes]) -> None:
         for path in paths(made):
-            self.residents.forget(path)
-            wait_until(lambda path=path: not self.residents.holds([path])[0])  # type: ignore[misc]
+            self.arena_cache.forget(path)
+            wait_until(lambda path=path: not self.arena_cache.holds([path])[0])  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
     assert node.count("agent_disk_hits") == len(made)
     wait_until(lambda: node.stored == set(paths(made)))  # each was seen a second time
     assert node.saves.drain(PATIENCE_S)
-    assert not node.unsaved
+    assert not node.held
     assert node.count("agent_unsaved_dropped") == 0
 
 
@@ -102,7 +102,7 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
     assert not node.stored, "no request has read it"
     node.leave_arena(made)
     for path in paths(made):
-        node.residents.unsaved.put(path)
+        node.arena_cache.held.put(path)
     assert node.saves.drain(PATIENCE_S), "none is in memory"
     order, gate, get_into = PrefetchOrder(PATIENCE_S, puts=True), Event(), node.disk.get_into
 
@@ -126,7 +126,7 @@ def test_what_is_made_again_is_saved_though_only_the_disk_had_it(
     node.keep(made)
     node.again(made)
     assert node.stored == set(paths(made))
-    assert not node.unsaved
+    assert not node.held
 
 
 def test_what_the_disk_loses_is_lost(make: Callable[..., DiskHolder]) -> None:
@@ -135,7 +135,7 @@ def test_what_the_disk_loses_is_lost(make: Callable[..., DiskHolder]) -> None:
     lost = paths(made)[0]
     wanted = node.find(made)
     node.spill.forget(lost)
-    assert node.unsaved == set(paths(made[1:]))
+    assert node.held == set(paths(made[1:]))
     assert node.count("agent_unsaved_dropped") == 1
     assert node.find(made) == []
     assert node.read(wanted) == [MissReason.MISSING, NONE, NONE]
@@ -151,7 +151,7 @@ def test_a_file_that_was_changed_is_a_miss_and_is_not_found_again(
     assert node.read(wanted) == [MissReason.MISSING] * len(made)
     assert node.count("agent_disk_corrupt") == len(made)
     assert node.find(made) == []
-    assert not node.unsaved
+    assert not node.held
     assert not node.stored
 
 
@@ -167,15 +167,17 @@ def test_what_is_read_or_made_again_survives_the_loss_of_its_file(
     else:
         assert node.read(node.find(made)) == [NONE] * len(made)
         assert node.saves.drain(PATIENCE_S)
-        wait_until(lambda: all(one and one.is_spilled for one in node.residents.seen(paths(made))))
+        wait_until(
+            lambda: all(one and one.is_spilled for one in node.arena_cache.seen(paths(made)))
+        )
     node.settle()  # nothing is written again now
     for path in paths(made):
         node.spill.forget(path)
-    assert node.unsaved == set(paths(made)), "they are in memory, and no save succeeds"
+    assert node.held == set(paths(made)), "they are in memory, and no save succeeds"
     assert node.count("agent_unsaved_dropped") == 0
     assert len(node.find(made)) == len(made)
     node.leave_arena(made)
-    assert not node.unsaved
+    assert not node.held
 
 
 def test_the_beginning_of_a_prompt_that_is_read_after_its_end_is_saved(
@@ -196,7 +198,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
 ) -> None:
     node, made = make(), payloads()
     node.commit(made)
-    hold, missed = node.residents.hold, set[str]()
+    hold, missed = node.arena_cache.hold, set[str]()
 
     def late(path: str) -> CachedPayload | None:
         if path in missed:
@@ -204,7 +206,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
         missed.add(path)
         return None
 
-    node.residents.hold = late  # type: ignore[method-assign]
+    node.arena_cache.hold = late  # type: ignore[method-assign]
     assert node.read(node.find(made)) == [NONE] * len(made)
     wait_until(lambda: node.stored == set(paths(made)))
     assert missed == set(paths(made))
@@ -215,11 +217,11 @@ def test_a_payload_for_which_there_was_no_room_is_still_found(
 ) -> None:
     node, made = make(), payloads()
     node.keep(made)
-    allot = node.residents.allot
-    node.residents.allot = lambda *_, **__: None  # type: ignore[method-assign]
+    allot = node.arena_cache.allot
+    node.arena_cache.allot = lambda *_, **__: None  # type: ignore[method-assign]
     assert node.read(node.find(made)) == [MissReason.NO_ROOM] * len(made)
-    node.residents.allot = allot  # type: ignore[method-assign]
-    assert node.unsaved == set(paths(made))
+    node.arena_cache.allot = allot  # type: ignore[method-assign]
+    assert node.held == set(paths(made))
 
 
 def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolder]) -> None:
@@ -228,7 +230,7 @@ def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolde
     node.settle()
     wanted = node.find(made)
     node.core.reject(wanted[0])
-    assert paths(made)[0] not in node.unsaved
+    assert paths(made)[0] not in node.held
     assert node.find(made) == []
 
 
@@ -238,9 +240,9 @@ def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
     first, made = make(), payloads()
     first.keep(made)
     first.spill.close(PATIENCE_S)
-    assert (len(first.residents.unsaved), first.residents.unsaved.nbytes) == (0, 0)
+    assert (len(first.arena_cache.held), first.arena_cache.held.nbytes) == (0, 0)
     later = make()
-    wait_until(lambda: later.unsaved == set(paths(made)))
+    wait_until(lambda: later.held == set(paths(made)))
 
 
 def end_by(how: str, service: Service) -> AgentProcess:
@@ -317,7 +319,7 @@ def test_a_payload_that_is_handed_over_while_the_disk_loses_it_is_found(
 ) -> None:
     node, made = make(may_save=False), payloads()
     node.keep(made)
-    dropped = node.residents.unsaved.dropped
+    dropped = node.arena_cache.held.dropped
 
     def late(path: str) -> None:
         again.start()
@@ -325,7 +327,7 @@ def test_a_payload_that_is_handed_over_while_the_disk_loses_it_is_found(
         dropped(path)
 
     again = Thread(target=node.commit_one, args=(made[0],))
-    monkeypatch.setattr(node.residents.unsaved, "dropped", late)
+    monkeypatch.setattr(node.arena_cache.held, "dropped", late)
     node.spill.forget(paths(made)[0])
     again.join()
     monkeypatch.undo()

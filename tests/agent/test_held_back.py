@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
+from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import (
     CommitStatus,
     MissReason,
     PayloadRequest,
     PrefetchOrder,
-    is_unsaved,
+    is_held,
 )
 from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.saves import NodeSaves
-from objkv.agent.unsaved import UnsavedPayloads
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
@@ -84,9 +84,9 @@ class Holder(Node):
         return {entry.key for entry in self.store.scan("")}
 
     @property
-    def unsaved(self) -> set[str]:
+    def held(self) -> set[str]:
         """Paths of what is held back."""
-        return paths_of(self.residents.unsaved)
+        return paths_of(self.arena_cache.held)
 
     def count(self, name: str) -> float:
         """A counter."""
@@ -95,8 +95,8 @@ class Holder(Node):
     def close(self) -> None:
         self.desk.close()
         super().close()
-        assert is_consistent(self.residents)
-        assert self.residents.leased() == 0
+        assert is_consistent(self.arena_cache)
+        assert self.arena_cache.leased() == 0
 
 
 def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
@@ -156,16 +156,16 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-    assert node.commit(made) == [SaveOutcome.KEPT] * 3
+    assert node.commit(made) == [SaveOutcome.HELD_BACK] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
     assert node.desk.accepted == [], "no other node can load it: no event"
     wanted = node.find(made)
     assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
-    assert all(is_unsaved(one.record) for one in wanted)
-    assert node.residents.leased() == 0
+    assert all(is_held(one.record) for one in wanted)
+    assert node.arena_cache.leased() == 0
     assert node.count("agent_held_back") == 3
-    assert node.residents.unsaved.nbytes == sum(map(len, made))
+    assert node.arena_cache.held.nbytes == sum(map(len, made))
 
 
 class GatedStore(WatchedStore):
@@ -189,13 +189,13 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
     for payload in made:
         assert node.desk.hand_over(payload) is SaveOutcome.ACCEPTED
     found = node.find(made)
-    assert [is_unsaved(one.record) for one in found] == [True] * 3, "none is stored yet"
+    assert [is_held(one.record) for one in found] == [True] * 3, "none is stored yet"
     assert node.read(found) == [MissReason.NONE] * 3
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [one.record for one in node.find(made)] == of_index(node, made)
-    assert not node.unsaved
+    assert not node.held
     assert node.count("agent_unsaved_due") == 0, "it was being saved when it was read"
 
 
@@ -208,13 +208,13 @@ def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_nex
         assert index.lease(path, "another", ttl_ms=600_000)
     node.commit(made)
     assert node.count("save_leased_elsewhere") == 3
-    assert all(is_unsaved(one.record) for one in node.find(made)), "it may not be stored yet"
+    assert all(is_held(one.record) for one in node.find(made)), "it may not be stored yet"
     for path in paths(made):
         index.release(path, "another")
     make(holds_back=False, store=store, index=index).commit(made)
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
-    assert not node.unsaved
+    assert not node.held
     assert [one.record for one in node.find(made)] == of_index(node, made)
     assert node.count("save_existed") == 3
 
@@ -226,10 +226,10 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     assert node.read(wanted) == [MissReason.NONE] * 3
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
-    assert not node.unsaved
+    assert not node.held
     found = node.find(made)
     assert [one.record for one in found] == of_index(node, made)
-    assert not any(is_unsaved(one.record) for one in found)
+    assert not any(is_held(one.record) for one in found)
     assert node.read(wanted) == [MissReason.NONE] * 3, "by records that were found before"
     assert not node.store.gets
     assert node.count("saves") == 3
@@ -247,12 +247,12 @@ def test_what_another_node_makes_again_is_stored_by_that_node(
     assert second.stored == set(paths(made[:2]))
     assert second.count("saves") == 2
     assert second.count("agent_sighted_before") == 2
-    assert first.unsaved == set(paths(made)), "it does not know"
+    assert first.held == set(paths(made)), "it does not know"
     assert first.read(first.find(made)) == [MissReason.NONE] * 3
     assert first.saves.drain(PATIENCE_S)
     assert first.stored == set(paths(made))
     assert (first.count("saves"), first.count("save_existed")) == (1, 2)
-    assert not first.unsaved
+    assert not first.held
     assert second.read(second.find(made)) == [MissReason.NONE] * 3
 
 
@@ -270,7 +270,7 @@ def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) ->
     node.commit(made[1:], puts=True)
     assert node.stored == set(paths(made)), "a beginning that was held back is due with its end"
     assert [key.path() for key in node.desk.accepted] == paths(made[1:])
-    assert not node.unsaved
+    assert not node.held
     assert node.count("save_repeats") == 0
 
 
@@ -310,7 +310,7 @@ def test_a_commit_that_says_so_is_stored_although_another_node_holds_it_back(
     assert not one.stored
     assert other.commit(made, puts=True) == [SaveOutcome.ACCEPTED] * len(made)
     assert one.stored == set(paths(made))
-    assert not other.unsaved
+    assert not other.held
     assert one.read(one.find(made)) == [MissReason.NONE] * len(made)
 
 
@@ -338,7 +338,7 @@ def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
     others = payloads(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
     node.commit(others)
-    assert paths(made)[0] not in node.unsaved
+    assert paths(made)[0] not in node.held
     assert not node.stored
     node.again(made[:1])
     assert node.stored == set(paths(made[:1]))
@@ -357,7 +357,7 @@ def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., 
     assert node.read(node.find(made)[5:6]) == [MissReason.NONE]
     assert node.saves.drain(PATIENCE_S)
     assert set(puts) == set(paths(made)[:6]), "an engine has the beginning in its own memory"
-    assert node.unsaved == set(paths(made)[6:])
+    assert node.held == set(paths(made)[6:])
     assert len(node.find(made)) == 8
 
 
@@ -370,7 +370,7 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
     (wanted,) = node.find(made)
     before = len(list(node.index.scan(NAMESPACE)))
     assert node.read(others) == [MissReason.NONE] * 8
-    assert not node.unsaved
+    assert not node.held
     assert node.count("agent_unsaved_dropped") == 1
     assert node.count("agent_unsaved_dropped_bytes") == len(made[0])
     assert node.find(made) == []
@@ -392,7 +392,7 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     node.read(wanted)
     assert node.saves.drain(PATIENCE_S)
     node.read(others)
-    assert node.residents.holds(paths(made[:1])) == [False]
+    assert node.arena_cache.holds(paths(made[:1])) == [False]
     assert node.read(wanted) == [MissReason.NONE]
     assert node.store.gets[paths(made)[0]] == 1
     assert not node.count("load_corrupt")
@@ -422,7 +422,7 @@ def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder])
     node.index.sight = down  # type: ignore[method-assign]
     node.commit(made)
     assert node.count("agent_sighting_drops") >= 1
-    assert node.unsaved == set(paths(made))
+    assert node.held == set(paths(made))
     del node.index.sight
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
@@ -455,14 +455,14 @@ def test_a_due_payload_that_nothing_saves_is_waited_for_without_spinning(
     node.commit(made)
     monkeypatch.setattr(NodeSaves, "_has_turns", False)
     node.read(node.find(made))
-    assert node.residents.unsaved.has_due
-    looks, has_due = list[bool](), UnsavedPayloads.has_due
+    assert node.arena_cache.held.has_due
+    looks, has_due = list[bool](), HeldPayloads.has_due
 
-    def counted(unsaved: UnsavedPayloads) -> bool:
-        looks.append(has_due.fget(unsaved))  # type: ignore[attr-defined]
+    def counted(held: HeldPayloads) -> bool:
+        looks.append(has_due.fget(held))  # type: ignore[attr-defined]
         return looks[-1]
 
-    monkeypatch.setattr(UnsavedPayloads, "has_due", property(counted))
+    monkeypatch.setattr(HeldPayloads, "has_due", property(counted))
     assert not node.saves.drain(0.5)
     assert all(looks)
     assert len(looks) < 50, "a spinning thread looks some thousand times"
@@ -480,24 +480,24 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
     node.commit(made)
     now = [0.0]
-    node.residents.unsaved._clock = lambda: now[0]
+    node.arena_cache.held._clock = lambda: now[0]
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
-    assert node.unsaved == set(paths(made))
-    wait_until(lambda: node.residents.leased() == 0)
+    assert node.held == set(paths(made))
+    wait_until(lambda: node.arena_cache.leased() == 0)
     node.store.put_if_absent = put  # type: ignore[method-assign]
     wait_until(lambda: not node.saves.is_shedding)
     assert len(node.find(made)) == 3
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
-    assert node.again(made) == [SaveOutcome.KEPT] * 3
+    assert node.again(made) == [SaveOutcome.HELD_BACK] * 3
     assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
-    assert not node.unsaved
+    assert not node.held
 
 
 def test_what_is_stored_but_not_published_stays_found_on_its_node(
@@ -507,17 +507,17 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     publish, node.index.publish = node.index.publish, down  # type: ignore[method-assign]
     node.commit(made)
     now = [0.0]
-    node.residents.unsaved._clock = lambda: now[0]
+    node.arena_cache.held._clock = lambda: now[0]
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert node.count("publish_errors") == len(made)
-    assert node.unsaved == set(paths(made))
+    assert node.held == set(paths(made))
     assert len(node.find(made)) == len(made)
     node.index.publish = publish  # type: ignore[method-assign]
     now[0] = 100.0
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
-    assert not node.unsaved
+    assert not node.held
     assert None not in of_index(node, made)
 
 
@@ -529,8 +529,8 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
     node.commit(made)
     node.read(node.find(made)[-1:])
     wait_until(lambda: node.saves._pool.waiting >= 2)
-    wait_until(lambda: node.residents.leased() <= 6)
-    assert node.residents.unsaved.has_due
+    wait_until(lambda: node.arena_cache.leased() <= 6)
+    assert node.arena_cache.held.has_due
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
@@ -540,8 +540,8 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
-    assert node.commit(made[:2]) == [SaveOutcome.KEPT] * 2
-    assert node.commit(made[2:], puts=True) == [SaveOutcome.KEPT]
+    assert node.commit(made[:2]) == [SaveOutcome.HELD_BACK] * 2
+    assert node.commit(made[2:], puts=True) == [SaveOutcome.HELD_BACK]
     assert node.desk.saves.has_room()
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
@@ -557,7 +557,7 @@ def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(
     node.commit(made)
     node.reader.reject(node.find(made)[0])
     wait_until(lambda: node.find(made) == [])
-    assert node.unsaved == set(paths(made)[1:])
+    assert node.held == set(paths(made)[1:])
 
 
 def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
@@ -575,7 +575,7 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
     assert node.find(made) == []
     node.commit(made[:1])
     wanted = node.find(made)
-    assert [is_unsaved(one.record) for one in wanted] == [True, False, False]
+    assert [is_held(one.record) for one in wanted] == [True, False, False]
     node.read(wanted)
     assert node.saves.drain(PATIENCE_S)
     assert [one.record for one in node.find(made)] == of_index(node, made)
@@ -633,7 +633,7 @@ def test_only_what_is_due_is_saved_at_the_end(make: Callable[..., Holder]) -> No
     node.read(node.find(made)[:1])
     node.saves.close(PATIENCE_S)
     assert node.stored == set(paths(made[:1]))
-    assert node.unsaved == set(paths(made[1:]))
+    assert node.held == set(paths(made[1:]))
     node.read(node.find(made))  # too late, and harmless
     assert node.stored == set(paths(made[:1]))
 
@@ -666,8 +666,8 @@ def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
     assert misses <= {MissReason.NONE, MissReason.MISSING, MissReason.NO_ROOM}
     for node in nodes:
         assert node.saves.drain(PATIENCE_S)
-        wait_until(lambda node=node: not node.residents.leased())  # type: ignore[misc]
-        assert is_consistent(node.residents)
+        wait_until(lambda node=node: not node.arena_cache.leased())  # type: ignore[misc]
+        assert is_consistent(node.arena_cache)
         assert not node.count("load_corrupt")
         assert not node.count("save_errors")
     stored = {entry.key for entry in store.scan("")}
@@ -742,7 +742,7 @@ def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path)
         with closing(service.connect()) as client:
             wanted = find(client, made)
             read(client, wanted[0])
-            wait_until(lambda: not is_unsaved(find(client, made)[0].record))
+            wait_until(lambda: not is_held(find(client, made)[0].record))
             agent.kill()
         with AgentProcess(service.settings, path=agent.path), closing(service.connect()) as client:
             assert len(find(client, made)) == 1
@@ -768,7 +768,7 @@ def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
 ) -> None:
     node, made = make(holds_back=False, may_save=False), payloads()
     node.commit(made)
-    assert node.unsaved == set(paths(made))
+    assert node.held == set(paths(made))
     for _ in range(2):
         assert node.read(node.find(made)) == [MissReason.NONE] * 3
     assert node.saves.drain(PATIENCE_S)
@@ -785,9 +785,9 @@ def test_an_agent_that_may_only_read_takes_again_what_it_has(
     assert node.commit_one(made[0]) is CommitStatus.REPEATED
     other = payloads(range(500, 500 + len(TOKENS)))[0]
     for _ in range(2):
-        assert node.commit_one(other) is CommitStatus.KEPT
+        assert node.commit_one(other) is CommitStatus.HELD_BACK
     assert not node.count("save_over_quota")
-    node.residents.release(held)
+    node.arena_cache.release(held)
 
 
 @pytest.mark.parametrize("is_in_time", [True, False])
@@ -804,7 +804,7 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     if is_in_time:
         store.gate.set()
     ending.join(PATIENCE_S)
-    lost = len(node.residents.unsaved)
+    lost = len(node.arena_cache.held)
     store.gate.set()
     assert (node.stored == set(paths(made))) is is_in_time
     assert lost == (0 if is_in_time else len(made))
