@@ -72,14 +72,6 @@ class _TierCost:
         moving_s = load.seconds - load.first_s
         self.moving.observe(load.nbytes, moving_s if moving_s > 0 else load.seconds)
 
-    @property
-    def is_known(self) -> bool:
-        return self.moving.count >= OBSERVATIONS_MIN
-
-    @property
-    def latency_s(self) -> float:
-        return self.latency.seconds_per_unit or 0.0
-
 
 class AdmissionPolicy:
     """Decides about loads, and learns from them. Only the scheduler's thread uses it. Never
@@ -138,7 +130,7 @@ class AdmissionPolicy:
         now = self._clock()
         tiers = [self._tiers[tier] for tier in {chunk.tier for chunk in chunks}]
         due = self._prefill.count < OBSERVATIONS_MIN or any(
-            not tier.is_known or now - tier.last_s >= RETRY_S for tier in tiers
+            tier.moving.count < OBSERVATIONS_MIN or now - tier.last_s >= RETRY_S for tier in tiers
         )
         if due:
             for tier in tiers:
@@ -152,7 +144,7 @@ class AdmissionPolicy:
         for number, (nbytes, tokens, tier) in enumerate(chunks, start=1):
             if tier not in byte_s:
                 byte_s[tier] = self._tiers[tier].moving.seconds_per_unit or 0.0
-                saved_s -= self._tiers[tier].latency_s
+                saved_s -= self._tiers[tier].latency.seconds_per_unit or 0.0
             saved_s += tokens * token_s - nbytes * byte_s[tier]
             if saved_s > best_s:
                 best_s, best = saved_s, number

@@ -39,7 +39,7 @@ _ENDED = -2
 """Stands for the exit code of a process ended by this one."""
 
 
-def objkv_command() -> list[str]:
+def _command() -> list[str]:
     """Return the objkv command without arguments, at low priority if ``nice`` is installed."""
     nice = shutil.which("nice")
     first = [nice, "-n", "10"] if nice else []
@@ -55,18 +55,12 @@ class AutoSweep:
         index: WriteIndex,
         settings: Mapping[str, str],
         recorder: Recorder,
-        *,
-        command: Sequence[str] | None = None,
     ) -> None:
-        """
-        Args:
-            settings: ``OBJKV_*`` variables, which override this process's environment.
-            command: replaces ``objkv_command`` in tests.
-        """
+        """``settings``: ``OBJKV_*`` variables, which override this process's environment."""
         self._index = index
         self._settings = settings
         self._recorder = recorder
-        self._command = command
+        self._command = _command()
         self._lock = Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
@@ -108,7 +102,7 @@ class AutoSweep:
             if self._closed:
                 return _ENDED, ""
             process = self._process = subprocess.Popen(
-                [*(self._command or objkv_command()), *arguments],
+                [*self._command, *arguments],
                 env=os.environ | self._settings,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,

@@ -27,8 +27,7 @@ from objkv.index.base import (
     Usage,
 )
 from objkv.index.shapes import SHAPES_HASH, shape_path
-from objkv.keys.chunk import ChunkKey
-from objkv.keys.topology import Shard
+from objkv.keys.chunk import payload_path
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
 _LOOKS_MAX = 3
@@ -66,13 +65,12 @@ class BulkIndex:
     ) -> list[Shards | None]:
         """See ``ReadIndex``. Checks each payload's file. Stops at the first missing chunk, as every
         match does, and returns None for the later ones."""
-        parts = [(field, *_group_and_shard(field)) for field in fields]
         found: list[Shards | None] = [None] * len(prefix_hashes)
         for place, prefix_hash in enumerate(prefix_hashes):
-            stored = self._stored(namespace, prefix_hash, len(parts))
+            stored = self._stored(namespace, prefix_hash, len(fields))
             shards = {}
-            for field, group, shard in parts:
-                entry = stored(ChunkKey(namespace, prefix_hash, group, shard).path())
+            for field in fields:
+                entry = stored(payload_path(namespace, prefix_hash, field))
                 if entry is not None:
                     shards[field] = _of_file(entry)
             if not shards:
@@ -128,7 +126,7 @@ class BulkIndex:
         """Delete the payload that ``expected`` describes. Its reader could not use it, and only
         deleting it keeps other readers from finding it. A payload that was rewritten meanwhile
         stays, unless that happened within this call."""
-        path = ChunkKey(namespace, prefix_hash, *_group_and_shard(field)).path()
+        path = payload_path(namespace, prefix_hash, field)
         entry = self._store.head(path)
         if entry is None:
             return False
@@ -198,11 +196,6 @@ class BulkIndex:
             if claim is not None:
                 start, end = claim.token_start, claim.token_end
                 yield Record(prefix_hash, claim.parent_hash, start, end, shards)
-
-
-def _group_and_shard(field: str) -> tuple[int, Shard]:
-    group, _, shard = field.partition(".")
-    return int(group), Shard.parse(shard)
 
 
 def _folder(namespace: str, prefix_hash: bytes) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from threading import Lock
 from time import perf_counter
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -43,8 +43,7 @@ _LINK_MAX = 8e9
 """Bytes/s. No codec decodes faster, so nothing is sampled at a faster link."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
+class _Sample(NamedTuple):
     ratio: float
     decode_s: float
     """Decoding time per raw byte."""

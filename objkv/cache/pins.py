@@ -8,7 +8,7 @@ anything that rebuilds an index or deletes payloads reads these documents first.
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from objkv.errors import PayloadError, StoreDenied
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -57,16 +57,9 @@ class Pin:
 
     def document(self) -> bytes:
         """Return the content of its document."""
-        values: dict[str, object] = {
-            "format": FORMAT,
-            "namespace": self.namespace,
-            "chunks": [prefix_hash.hex() for prefix_hash in self.chunks],
-            "tokens": self.tokens,
-            "until_s": self.until_s,
-            "created_s": self.created_s,
-        }
-        if self.by is not None:
-            values["by"] = self.by
+        values = {"format": FORMAT, **asdict(self), "chunks": [one.hex() for one in self.chunks]}
+        if self.by is None:
+            del values["by"]
         return json.dumps(values, separators=(",", ":")).encode("ascii")
 
 

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NamespaceIdentity
-from objkv.keys.prefix import Extra, encode_extras, field_digest
+from objkv.keys.prefix import PromptExtras, encode_extras, field_digest
 from objkv.keys.topology import Shard
 
 ENCODER_SCHEME = "objkv-encoder-1"
@@ -54,11 +54,7 @@ def encoder_hash(
     texts encode alike. ``lora_digest`` is of the adapter that the encoder ran with, if any.
     ``salt`` is the request's.
     """
-    extras = []
-    if lora_digest is not None:
-        extras.append(Extra("lora", (lora_digest,)))
-    if salt is not None:
-        extras.append(Extra("salt", (salt.encode("utf-8", "surrogatepass"),)))
+    extras = PromptExtras(lora_digest=lora_digest, salt=salt).of_chunk(0, 1)
     return field_digest(
         ENCODER_SCHEME.encode("ascii"),
         namespace.encode("ascii"),

@@ -3,7 +3,9 @@
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import reduce
 from itertools import groupby
+from operator import or_
 
 _SHARD = re.compile(
     r"L(0|[1-9][0-9]*)-(0|[1-9][0-9]*)_H(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"
@@ -180,10 +182,7 @@ def _chosen(need: Shard, masks: dict[Shard, int]) -> list[Shard] | None:
         left &= ~masks[source]
     kept = list(chosen)
     for source in reversed(chosen):  # drop those that the others make redundant
-        others = 0
-        for other in kept:
-            if other != source:
-                others |= masks[other]
+        others = reduce(or_, (masks[other] for other in kept if other != source), 0)
         if masks[source] & ~others == 0:
             kept.remove(source)
     return kept

@@ -27,7 +27,9 @@ BOUND_S = 120
 def relief(
     index: MemoryIndex, program: str, recorder: MemoryRecorder, **settings: str
 ) -> AutoSweep:
-    return AutoSweep(index, settings, recorder, command=[sys.executable, "-c", program])
+    sweep = AutoSweep(index, settings, recorder)
+    sweep._command = [sys.executable, "-c", program]
+    return sweep
 
 
 def test_one_of_a_machines_replicas_sweeps_and_not_again_soon(tmp_path: Path) -> None:
