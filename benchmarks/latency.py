@@ -46,7 +46,8 @@ from objkv.agent.messages import (
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
-from tests.support.agents import AgentProcess
+from tests.support.agents import AgentProcess, metrics_of
+from tests.support.waiting import wait_until
 
 LENGTH, CHUNK = 8192, 256
 """Tokens of the prompt that is loaded, and of its chunks."""
@@ -100,10 +101,11 @@ class Bystander:
         self._socket = socket
         self._chunks = chunks
         self._wanted: dict[str, PayloadRequest] = {}
+        """Of the first two prompts."""
         open_ = AgentConnection.open
 
         def remember(agent: AgentConnection, wanted: list[PayloadRequest], **how: Any) -> Any:
-            if len(self._wanted) < chunks:
+            if len(self._wanted) < 2 * chunks:
                 self._wanted |= {one.claim.key.path(): one for one in wanted}
             return open_(agent, wanted, **how)
 
@@ -112,31 +114,45 @@ class Bystander:
     def begin(self) -> "subprocess.Popen[bytes]":
         """Start to fetch. The process ends when the last payload has arrived."""
         opening = Opening(Urgency.BETWEEN_STEPS, 60_000, list(self._wanted.values()))
-        assert len(opening.wanted) == self._chunks
+        assert len(opening.wanted) == 2 * self._chunks
         command = [sys.executable, "-m", "benchmarks.latency", "--fetch", self._socket]
         child = subprocess.Popen([*command, pack_opening(opening).hex()], stdout=subprocess.PIPE)
         assert child.stdout is not None
-        assert child.stdout.read(1)  # it is connected
+        assert child.stdout.read(1)  # it begins
         return child
 
 
-def fetch(path: str, message: str) -> None:
-    """Have the agent fetch payloads, and wait for them."""
-    wanted = unpack_opening(bytes.fromhex(message)).wanted
+def fetch(socket: str, message: str) -> None:
+    """Have the agent fetch the first half of some payloads, and wait for them. Before and after,
+    nothing is leased: loads of the engine have the agent's memory for themselves."""
+    path, wanted = Path(socket), unpack_opening(bytes.fromhex(message)).wanted
+    first, second = wanted[: len(wanted) // 2], wanted[len(wanted) // 2 :]
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    agent = AgentConnection(Path(path), wants_arena=True)
-    sys.stdout.write("c")
+    agent = AgentConnection(path, wants_arena=True)
+
+    def read(prompt: list[PayloadRequest]) -> float:
+        """Wait for all of a prompt. Returns how many payloads the agent had to fetch."""
+        wait_until(lambda: not metrics_of(path)["leased_bytes"])
+        before = metrics_of(path)["fills_total"]
+        leases = agent.open(prompt, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
+        assert all(lease.number for lease in leases), "no room"
+        left = [lease for lease in leases if lease.progress.state is CellState.FILLING]
+        while left:
+            agent.wait(60.0)
+            states = [agent.arena.board.read(lease.cell).state for lease in left]
+            assert CellState.FAILED not in states
+            left = [
+                one for one, state in zip(left, states, strict=True) if state is not CellState.READY
+            ]
+        fetched = metrics_of(path)["fills_total"] - before
+        agent.release([lease.number for lease in leases])
+        wait_until(lambda: not metrics_of(path)["leased_bytes"])
+        return fetched
+
+    read(second)  # all of it at once: there is no room for most of the first prompt then
+    sys.stdout.write("b")
     sys.stdout.flush()
-    leases = agent.open(wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
-    left = [lease for lease in leases if lease.progress.state is CellState.FILLING]
-    assert len(left) > len(wanted) // 2, "the prompt was resident"
-    while left:
-        agent.wait(60.0)
-        states = [agent.arena.board.read(lease.cell).state for lease in left]
-        assert CellState.FAILED not in states
-        left = [
-            one for one, state in zip(left, states, strict=True) if state is not CellState.READY
-        ]
+    assert read(first) > len(first) // 2, "the prompt was resident"
 
 
 def measure(
@@ -160,8 +176,9 @@ def measure(
         seed = seeds[number % len(seeds) if bystander is None else min(number, 1)]
         names = [f"d{number}-{each}" for each in range(DECODING)]
         for each, name in enumerate(names):
-            prompt = {"prompt_token_ids": tokens_of(1000 + DECODING * number + each, 64)}
-            engine.add_request(name, prompt, endless)
+            # Less than a chunk: what is saved would take memory of the agent that loads need.
+            tokens = tokens_of(1000 + DECODING * number + each, chunk // 4)
+            engine.add_request(name, {"prompt_token_ids": tokens}, endless)
         for _ in range(4):
             engine.step()
         before = Spent.now()

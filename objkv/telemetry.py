@@ -3,12 +3,10 @@
 Pure modules and stores never log. They only count, which is thread-safe.
 """
 
-import math
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
-from logging import Filter, Logger, LogRecord
+from collections.abc import Collection, Mapping
+from logging import Logger
 from threading import Lock
-from time import monotonic
 from typing import Protocol
 
 _LEVELS = ("breaker_open_", "admission_switched")
@@ -55,32 +53,6 @@ class Trouble:
             news, self._failing = self._failing, False
         if news:
             self._logger.warning("%s working again", self._what)
-
-
-class LogLimit(Filter):
-    """Drops lines that were logged too often lately, since others may cause them at will."""
-
-    def __init__(
-        self, lines_max: int = 20, seconds: float = 60.0, *, clock: Callable[[], float] = monotonic
-    ) -> None:
-        """``lines_max``: from one place in the code within ``seconds``."""
-        super().__init__()
-        self._lines_max, self._seconds, self._clock = lines_max, seconds, clock
-        self._lock = Lock()
-        self._seen: dict[tuple[str, int], tuple[float, int]] = {}
-        """Begin of the time and number of lines, by place."""
-
-    def filter(self, record: LogRecord) -> bool:
-        """Whether to log a line. Adds to it how many were dropped before."""
-        place, now, dropped = (record.pathname, record.lineno), self._clock(), 0
-        with self._lock:
-            began, count = self._seen.get(place, (-math.inf, 0))
-            if now - began >= self._seconds:
-                dropped, began, count = max(0, count - self._lines_max), now, 0
-            self._seen[place] = began, count + 1
-        if dropped:
-            record.msg, record.args = f"{record.getMessage()} (and {dropped} more before)", None
-        return count < self._lines_max
 
 
 class NullRecorder:

@@ -14,6 +14,7 @@ from botocore.loaders import JSONFileLoader, Loader
 from objkv import redact
 from tests import durations
 from tests.leaks import Leaks
+from tests.support.agents import agent_folder
 
 # Other processes use the same cores; a slow example says nothing about objkv. In CI examples are
 # the same in every run: new ones are for whoever changes something, not for the day of a release.
@@ -51,6 +52,14 @@ JSONFileLoader._load_file = lambda _self, *of_file: _json_read_once(*of_file)
 Loader.list_available_services = lambda self, type_name: _services_listed_once(
     tuple(self.search_paths), type_name
 )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def agents_end() -> Iterator[None]:
+    """Also those that a test started and did not end: they would serve nobody for ten minutes."""
+    with agent_folder() as sockets:
+        os.environ["XDG_RUNTIME_DIR"] = str(sockets)
+        yield
 
 
 @pytest.fixture(autouse=True)

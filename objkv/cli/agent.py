@@ -1,9 +1,12 @@
 """``objkv agent``: run the node agent."""
 
 import logging
+import math
 import sys
 from pathlib import Path
 from resource import RLIMIT_NOFILE, getrlimit, setrlimit
+from threading import Lock
+from time import monotonic
 from typing import Annotated
 
 import typer
@@ -14,7 +17,33 @@ from objkv.cli.options import time_option
 from objkv.cli.signals import end_signals
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
-from objkv.telemetry import LogLimit, MemoryRecorder
+from objkv.telemetry import MemoryRecorder
+
+_LINES_MAX = 20
+_WITHIN_S = 60.0
+
+
+class LogLimit(logging.Filter):
+    """Drops lines that the same place in the code logged too often lately, since others may cause
+    them at will."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = Lock()
+        self._seen: dict[tuple[str, int], tuple[float, int]] = {}
+        """Begin of the time and number of lines, by place."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether to log a line. Adds to it how many were dropped before."""
+        place, now, dropped = (record.pathname, record.lineno), monotonic(), 0
+        with self._lock:
+            began, count = self._seen.get(place, (-math.inf, 0))
+            if now - began >= _WITHIN_S:
+                dropped, began, count = max(0, count - _LINES_MAX), now, 0
+            self._seen[place] = began, count + 1
+        if dropped:
+            record.msg, record.args = f"{record.getMessage()} (and {dropped} more before)", None
+        return count < _LINES_MAX
 
 
 @command

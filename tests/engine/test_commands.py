@@ -13,6 +13,7 @@ from tests.engine.fleet import CHUNK, PATIENT, SharedStore, one_by_one
 from tests.engine.harness import ROOT, ReplicaFailed, run_replica
 from tests.engine.job import Job
 from tests.engine.prompts import prompt_of
+from tests.support.agents import agent_folder
 
 pytestmark = pytest.mark.slow
 
@@ -63,23 +64,22 @@ def test_a_replica_without_its_stores_serves_or_refuses_and_says_why(tmp_path: P
     }
     # In the environment, because vLLM prints the settings that it is given.
     names = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "REDIS_PASSWORD")
-    environment = {"env": {f"OBJKV_{name}": SECRET for name in names}}
+    secrets = {f"OBJKV_{name}": SECRET for name in names}
     steps = one_by_one([prompt_of(4 * CHUNK), prompt_of(4 * CHUNK)])
     store = SharedStore(tmp_path / "store")
     alone = run_replica(Job(steps=steps), tmp_path)
-    job = store.job(*steps, agent="private", drain_deadline_ms=3_000, **places).model_copy(
-        update=environment
-    )
-    run = run_replica(job, tmp_path)
+    with agent_folder() as sockets:
+        environment = {"env": secrets | {"XDG_RUNTIME_DIR": str(sockets)}}
+        given = places | {"agent": "private"}
+        job = store.job(*steps, drain_deadline_ms=3_000, **given).model_copy(update=environment)
+        run = run_replica(job, tmp_path)
+        strict = store.job(*steps, at_start="strict", **given).model_copy(update=environment)
+        with pytest.raises(ReplicaFailed, match="exit status 1") as refused:
+            run_replica(strict, tmp_path)
     assert run.tokens == alone.tokens
     assert run.cached[0] == 0  # the agent keeps what it cannot save
     for slow, fast in zip(run.outputs, alone.outputs, strict=True):
         assert slow[0].seconds < fast[0].seconds + PATIENT["lookup_deadline_ms"] / 1000 / 2
-    strict = store.job(*steps, agent="private", at_start="strict", **places).model_copy(
-        update=environment
-    )
-    with pytest.raises(ReplicaFailed, match="exit status 1") as refused:
-        run_replica(strict, tmp_path)
     last = [line for line in str(refused.value).splitlines() if line.strip()][-1]
     assert "objkv.errors." in last
     assert "s3://chunks" in last

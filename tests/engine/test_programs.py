@@ -14,6 +14,7 @@ import pytest
 from objkv.ops.gpu_check import GpuCase, GpuCheck
 from tests.engine.harness import VLLM_CACHE
 from tests.engine.scenario import Values, scenario
+from tests.support.agents import agent_folder
 from tests.support.servers.redis import wait_until
 
 pytestmark = pytest.mark.slow
@@ -98,7 +99,9 @@ def _running(models: Path) -> list[str]:
     return found
 
 
-def test_in_gpu_check_loaded_documents_give_the_answers_of_a_replica_alone(tmp_path: Path) -> None:
+def test_in_gpu_check_loaded_documents_give_the_answers_of_a_replica_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cases: list[GpuCase] = []
     stages = set[str]()
     check = GpuCheck(
@@ -109,7 +112,9 @@ def test_in_gpu_check_loaded_documents_give_the_answers_of_a_replica_alone(tmp_p
         lengths=(1024, 2048),
         repeats=1,
     )
-    check.cases(cases)
+    with agent_folder() as sockets:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets))
+        check.cases(cases)
     assert not [case for case in cases if not case.ok]
     loaded = [case for case in cases if case.name.endswith("the document is loaded")]
     assert len(loaded) == 4

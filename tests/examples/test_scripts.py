@@ -15,6 +15,7 @@ from objkv.config import Config, load_config
 from tests.engine.harness import VLLM_CACHE
 from tests.engine.model import make_adapter
 from tests.examples.places import EXAMPLES, need_program
+from tests.support.agents import agent_folder
 from tests.support.servers.ports import free_port
 
 CHUNK = 256
@@ -114,21 +115,22 @@ def run(folder: Path, *command: str, **variables: str) -> str:
         # What a busy machine measures must not decide what is loaded.
         "OBJKV_ADMISSION": "always",
     }
-    process = subprocess.Popen(
-        command,
-        cwd=folder,
-        env=own | told | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        out, errors = process.communicate(timeout=BOUND_S)
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+    with agent_folder() as sockets:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env=own | told | variables | {"XDG_RUNTIME_DIR": str(sockets)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out, errors = process.communicate(timeout=BOUND_S)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     logs = "".join(log.read_text(errors="replace")[-3000:] for log in folder.glob("*.log"))
     assert process.returncode == 0, errors[-3000:] + logs
     print(out, logs, sep="\n")  # pytest shows them if the test fails

@@ -101,14 +101,7 @@ class AgentProcess:
 
     def metrics(self) -> dict[str, float]:
         """Its metrics, without the prefix. Raises ``OSError`` or ``HTTPException`` if it ends."""
-        with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
-            connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.sock.settimeout(PATIENCE_S)
-            connection.sock.connect(f"{self.path}.http")
-            connection.request("GET", "/metrics")
-            page = connection.getresponse().read().decode()
-        lines = re.findall(rf"^{PREFIX}(\w+) (\S+)$", page, re.MULTILINE)
-        return {name: float(value) for name, value in lines}
+        return metrics_of(self.path)
 
     def fetchers(self) -> list[int]:
         """Its fetching processes. Each child is listed by the thread that started it."""
@@ -128,6 +121,18 @@ class AgentProcess:
     ) -> None:
         self.kill()
         shutil.rmtree(self.folder)
+
+
+def metrics_of(path: Path) -> dict[str, float]:
+    """The metrics of the agent that listens at ``path``, without the prefix."""
+    with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
+        connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        connection.sock.settimeout(PATIENCE_S)
+        connection.sock.connect(f"{path}.http")
+        connection.request("GET", "/metrics")
+        page = connection.getresponse().read().decode()
+    lines = re.findall(rf"^{PREFIX}(\w+) (\S+)$", page, re.MULTILINE)
+    return {name: float(value) for name, value in lines}
 
 
 def _environment() -> dict[str, str]:

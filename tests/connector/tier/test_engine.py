@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from objkv.connector.tier.manager import ObjKVTier
 from tests.connector.kv.hybrid_layout import plain_config
+from tests.support.agents import agent_folder
 
 
 @pytest.fixture
@@ -42,9 +43,11 @@ def connect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
         made.append(_scheduler_connector(args.create_engine_config()))
         return made[-1]
 
-    yield make
-    for connector in made:
-        connector.shutdown()
+    with agent_folder() as sockets:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(sockets))
+        yield make
+        for connector in made:
+            connector.shutdown()
 
 
 def _scheduler_connector(config: VllmConfig) -> Any:
