@@ -34,7 +34,7 @@ from torch.nn import functional
 from benchmarks.sample import kv_like
 from benchmarks.worker import BOUND_S, LOOK_S, NOTHING, Side, step_of, stores
 from objkv.assembly.backends import Backends, open_backends
-from objkv.codec.payload import Claim, Provenance, read_header
+from objkv.codec.payload import Claim, Provenance, encode, read_header
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import use_batched_copies
@@ -51,7 +51,6 @@ from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove
 from tests.device.devices import open_device
 from tests.support.agents import AgentProcess
-from tests.support.payloads import encode
 
 CHUNK, BLOCK, CHUNKS, PROMPTS = 256, 16, 32, 3
 BLOCKS = CHUNK // BLOCK

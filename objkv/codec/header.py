@@ -448,7 +448,8 @@ class Form:
     def read(self, text: VerifiedText, claim: Claim) -> Header | None:
         """Return the header in ``text``, or None if it does not have exactly this form and this
         claim."""
-        raw, total, opening = text.raw, len(text.raw), _opening(claim)
+        raw, total = text.raw, len(text.raw)
+        opening = _BEGINNING + (_CLAIM_TEXT % claim_values(claim)).encode()
         if not raw.startswith(opening, LENGTH_BYTES):
             return None
         written = _PROVENANCE.match(raw, LENGTH_BYTES + len(opening))

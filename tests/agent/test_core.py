@@ -20,7 +20,7 @@ from objkv.agent.messages import (
     Urgency,
 )
 from objkv.cache.bulk_index import BulkIndex
-from objkv.codec.payload import frame_pages, read_header
+from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
 from objkv.net.deadline import ends_s
@@ -29,7 +29,6 @@ from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at,
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
 from tests.support.consistency import is_consistent, threads_of
-from tests.support.payloads import encode
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 

@@ -14,7 +14,7 @@ from objkv.agent.messages import PayloadRequest, Urgency
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.fetchers import open_s3, process_count
-from objkv.codec.payload import Claim, LayerSpec, Provenance, read_header
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.config import load_config
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
@@ -22,7 +22,6 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
 from tests.agent.world import ended, pages_at
 from tests.support.agents import AgentProcess
-from tests.support.payloads import encode
 from tests.support.samples import CHUNK, NAMESPACE, WHOLE, record_of
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.process import has_ended

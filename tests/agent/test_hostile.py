@@ -30,7 +30,7 @@ from objkv.agent.messages import (
 )
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
-from objkv.codec.payload import LayerSpec, header_bytes_needed, read_header
+from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes import _shared_memory
 from tests.agent.test_core import settled
@@ -39,7 +39,6 @@ from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, p
 from tests.support.agents import AgentProcess
 from tests.support.consistency import fetches_of, is_consistent, paths_of, threads_of
 from tests.support.mappings import is_private
-from tests.support.payloads import encode
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 from tests.support.waiting import wait_until

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
-from objkv.codec.payload import Claim, Header, Provenance, read_header
+from objkv.codec.payload import Claim, Header, Provenance, encode, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
 from objkv.stores.base import Buffer
@@ -17,7 +17,6 @@ from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
-from tests.support.payloads import encode
 
 KEY, PATH = CLAIM.key, CLAIM.key.path()
 

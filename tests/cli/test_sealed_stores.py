@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 
-from objkv.codec.payload import Claim, read_header
+from objkv.codec.payload import Claim, encode, read_header
 from objkv.codec.seal import Seal, SealKey
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
@@ -14,7 +14,6 @@ from objkv.keys.identity import Identity, sealed_extra
 from objkv.keys.prefix import root_hash
 from tests.cli.conftest import Machine, Ran, Run
 from tests.codec.payloads import LAYERS, PROVENANCE, pages_of
-from tests.support.payloads import encode
 from tests.support.samples import CHUNK, IDENTITY, WHOLE, record_of, save_identity
 
 OURS, ACMES = (Random(seed).randbytes(32) for seed in (1, 2))

@@ -7,13 +7,13 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from objkv.codec.payload import Claim, LayerSpec, Provenance, frame_pages
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, frame_pages
 from objkv.codec.seal import Seal
 from objkv.codec.values import CHECKSUM_AT, CHECKSUM_END, DTYPE_BYTES, digest, scales_text
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from tests.support.payloads import encode, open_payload
+from tests.support.payloads import open_payload
 
 CLAIM = Claim(ChunkKey("ab" * 16, b"\x01" * 20, 0, Shard(0, 3, 0, 2)), b"\x02" * 20, 256, 512)
 PROVENANCE = Provenance("cd" * 32, "tests", 1_700_000_000)

@@ -4,8 +4,9 @@ import struct
 
 import pytest
 
+from objkv.codec.payload import encode
 from tests.codec.payloads import pages_read
-from tests.support.payloads import encode, open_payload
+from tests.support.payloads import open_payload
 from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, SEALS, golden, pages_of
 
 COMPRESSED = ["lz4", "blosc", "blosclz4"]

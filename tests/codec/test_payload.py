@@ -23,6 +23,7 @@ from objkv.codec.payload import (
     LayerSpec,
     Provenance,
     check_frames,
+    encode,
     encode_in_place,
     frame_pages,
     header_bytes_needed,
@@ -43,7 +44,7 @@ from tests.codec.payloads import (
     sample,
     smooth,
 )
-from tests.support.payloads import encode, open_payload
+from tests.support.payloads import open_payload
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -24,6 +24,7 @@ from objkv.codec.payload import (
     LayerSpec,
     Provenance,
     check_frames,
+    encode,
     encode_in_place,
     frame_pages,
     header_room,
@@ -46,7 +47,7 @@ from tests.codec.payloads import (
     smooth,
 )
 from tests.codec.seals import ENCRYPTER, SEALS, SIGNER
-from tests.support.payloads import encode, open_payload
+from tests.support.payloads import open_payload
 
 KINDS = sorted(SEALS)
 

@@ -16,7 +16,7 @@ import numpy as np
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.seal import open_seal
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, read_header
+from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.codec.seal import Seal
 from objkv.config import load_config
 from objkv.index.base import ChunkEntry, ShardRecord
@@ -26,7 +26,6 @@ from objkv.keys.identity import GroupIdentity, Identity, identity_path, sealed_e
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
-from tests.support.payloads import encode
 
 CHUNK = 16
 CHAIN_CHUNKS = 8

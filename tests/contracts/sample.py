@@ -12,7 +12,7 @@ from typing import Any
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Claim, LayerSpec, Provenance, read_header
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.config import local_path, resolve_config
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.shapes import SHAPES_HASH
@@ -21,7 +21,6 @@ from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
-from tests.support.payloads import encode
 
 _LAYERS = ("layers.0", "layers.1")
 _HEADS, _BLOCK_TOKENS, _CONTENT = 2, 16, 16

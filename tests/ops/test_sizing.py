@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from objkv.codec.payload import Claim, LayerSpec, Provenance
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
 from objkv.config.prices import Prices
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.ops.size.model import LayerShape, ModelShape, attention, preset, read_model
 from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
-from tests.support.payloads import encode
 
 TINY = attention("tiny", 3, 4, 64, kv_dtype="bfloat16", source="a test")
 LAYOUT = Layout(chunk_tokens=64, block_size=16, tp_size=1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from objkv.codec.payload import Claim, LayerSpec, Provenance, read_header
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -25,7 +25,6 @@ from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
 from objkv.ops.runs import Unit, WorkPool
 from objkv.stores.base import PruneStore, ReadStore
-from tests.support.payloads import encode
 from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, WHOLE, record_of, save, save_identity
 
 Prompt = tuple[int, ...]

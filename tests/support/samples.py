@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, read_header
+from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
@@ -11,7 +11,6 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView
 from objkv.stores.base import PruneStore, WriteStore
-from tests.support.payloads import encode
 
 CHUNK = 16
 CREATED_S = 1_700_000_000

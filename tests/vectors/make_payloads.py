@@ -9,12 +9,11 @@ from hashlib import sha256
 from pathlib import Path
 from unittest.mock import patch
 
-from objkv.codec.payload import Claim, LayerSpec, Provenance
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
 from objkv.codec.seal import Seal, SealKey
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
-from tests.support.payloads import encode
 
 FOLDER = Path(__file__).parent
 NAMESPACE = "519c7cd1f628f041e0385fb3e6a05e94"

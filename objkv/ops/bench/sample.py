@@ -12,8 +12,7 @@ from objkv.codec.payload import (
     LayerSpec,
     Provenance,
     check_frames,
-    encode_in_place,
-    header_room,
+    encode,
     read_claimed,
 )
 from objkv.errors import PayloadError
@@ -76,18 +75,14 @@ def make_samples(
     """Return ``count`` different payloads in codec ``none``, with keys below ``folder``."""
     specs, provenance = tuple(shape.specs()), Provenance(token_digest(()), "bench", 0)
     page = np.frombuffer(default_rng(0).bytes(shape.layer_bytes), np.uint8)
-    start = header_room(specs)
     samples = []
     for number in range(count):
         key = ChunkKey(namespace, default_rng(number).bytes(20), 0, Shard(0, shape.layers, 0, 1))
         claim = Claim(key, root_hash(namespace), 0, _BLOCK_TOKENS * specs[0].shape[0])
         # Different bytes in each layer of each payload, at the cost of one pass.
         first = number * shape.layers
-        buffer = np.empty(start + shape.raw_bytes, np.uint8)
-        np.concatenate(
-            [page ^ np.uint8((first + i) % 256) for i in range(shape.layers)], out=buffer[start:]
-        )
-        payload, _ = encode_in_place(claim, specs, buffer.data, codec="none", provenance=provenance)
+        pages = [(page ^ np.uint8((first + i) % 256)).data for i in range(shape.layers)]
+        payload = encode(claim, specs, pages, codec="none", provenance=provenance)
         samples.append(PayloadSample(f"{folder}/{key.path()}", claim, specs, payload))
     return samples
 

@@ -61,9 +61,7 @@ class LoadJob:
     def wanted(self, index: int) -> bool:
         """Whether move ``index`` is still needed: no earlier chunk failed, and the job is open."""
         with self._changed:
-            if self._closed or self._clock() >= self.deadline:
-                return False
-            return self._failed_chunk is None or self._moves.chunks[index] < self._failed_chunk
+            return self._wanted(index)
 
     def began(self) -> None:
         """Record that the first bytes of a payload have arrived. For the thread that reads all."""
@@ -74,7 +72,7 @@ class LoadJob:
         """Request permission to write move ``index`` into its blocks. After True the caller must
         call ``leave``."""
         with self._changed:
-            if not self.wanted(index):
+            if not self._wanted(index):
                 return False
             self._writing += 1
             return True
@@ -123,13 +121,7 @@ class LoadJob:
         """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
-            if not self._unfinished or self._closed or self._clock() >= self.deadline:
-                return True
-            first = self._failed_chunk
-            # The columns of a load that succeeds are never read: there is no time for them.
-            return first is not None and all(
-                self._moves.chunks[i] >= first for i in self._unfinished
-            )
+            return self._is_over()
 
     def wait_over(self) -> None:
         """Block until every move that is still needed has succeeded or failed, or the deadline
@@ -155,7 +147,7 @@ class LoadJob:
         """Return the outcome if the load is over and none of its copies is left. Never waits. After
         the first call on a load that is over, nothing more is written."""
         with self._changed:
-            if not self.is_over():
+            if not self._is_over():
                 return None
             self._closed = True
             if self._writing:
@@ -230,7 +222,7 @@ class LoadJob:
         for i in sorted(self._unfinished, reverse=True):
 
             def is_settled(i: int = i) -> bool:
-                return i not in self._unfinished or not self.wanted(i) or not lacking(i)
+                return i not in self._unfinished or not self._wanted(i) or not lacking(i)
 
             if not self._wait_for(is_settled, until=lambda: self.deadline):
                 return
@@ -259,7 +251,7 @@ class LoadJob:
             self._wake()
         if self._unfinished and self._failed_chunk is None:
             return False
-        return self.is_over()
+        return self._is_over()
 
     def _wake(self) -> None:
         """Wake the waiting threads if the condition of one of them holds."""
@@ -272,3 +264,15 @@ class LoadJob:
     def _fail_from(self, chunk: int) -> None:
         if self._failed_chunk is None or chunk < self._failed_chunk:
             self._failed_chunk = chunk
+
+    def _is_over(self) -> bool:
+        if not self._unfinished or self._closed or self._clock() >= self.deadline:
+            return True
+        first = self._failed_chunk
+        # The columns of a load that succeeds are never read: there is no time for them.
+        return first is not None and all(self._moves.chunks[i] >= first for i in self._unfinished)
+
+    def _wanted(self, index: int) -> bool:
+        if self._closed or self._clock() >= self.deadline:
+            return False
+        return self._failed_chunk is None or self._moves.chunks[index] < self._failed_chunk

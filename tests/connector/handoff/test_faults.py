@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from objkv.assembly import agent
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import LayerSpec, frame_pages, read_header
+from objkv.codec.payload import LayerSpec, encode, frame_pages, read_header
 from objkv.config import load_config
 from objkv.connector.handoff import connector as handoff
 from objkv.connector.handoff.connector import RankAgreement
@@ -28,7 +28,6 @@ from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.index.flaky_index import FlakyIndex
-from tests.support.payloads import encode
 
 WAITS_S = 120.0
 """For another thread that has nothing else to do."""

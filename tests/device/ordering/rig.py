@@ -25,7 +25,14 @@ from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.cache.chunks import CacheSettings, ChunkCache
-from objkv.codec.payload import Claim, Provenance, frame_pages, payload_bytes_max, read_header
+from objkv.codec.payload import (
+    Claim,
+    Provenance,
+    encode,
+    frame_pages,
+    payload_bytes_max,
+    read_header,
+)
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
@@ -59,7 +66,7 @@ from tests.device.ordering.setup import (
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.consistency import is_consistent
-from tests.support.payloads import encode, open_payload
+from tests.support.payloads import open_payload
 from tests.support.plans import packed
 
 ARENA_BYTES: Final = 32 << 20
@@ -219,10 +226,10 @@ class OrderRig:
             on_device=on_device,
         )
         if on_device is not None and setup.way == REGISTERED:
-            windows, nbytes = on_device.windows, self.agent.arena.nbytes
+            windows, memory = on_device.windows, np.frombuffer(self.agent.arena.view, np.uint8)
             assert windows is not None
-            windows.has(np.frombuffer(self.agent.arena.view, np.uint8).ctypes.data, nbytes)
-            self.wait_until(lambda: windows.registered_bytes == nbytes)
+            address, nbytes = memory.ctypes.data, memory.nbytes
+            self.wait_until(lambda: windows.has(address, nbytes))
         return self.loader
 
     def connect(self, **options: Any) -> LossyConnection:
