@@ -340,7 +340,7 @@ class HostLane:
         2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
         threads.
         """
-        assert len(pages) == len(layers)
+        assert len(pages) == len(layers.caches)
         count, done = len(pages), 0
         begun = monotonic()
         while done < count:

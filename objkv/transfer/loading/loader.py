@@ -555,7 +555,8 @@ class Loader:
                 nbytes = one.wanted.record.nbytes
                 one.end()
                 self._recorder.count("load_bytes", nbytes)
-                self._settle(job.done(one.index, nbytes))
+                if job.done(one.index, nbytes):
+                    self._over.set()
             elif progress.state is CellState.FAILED:
                 reason = MissReason(progress.reason)
                 if name := _COUNTED.get(reason, "load_errors"):
