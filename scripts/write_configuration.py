@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from objkv.config import Config
-from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
 from objkv.config.schema import BASIC, TOPICS
+from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
 
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = f"""# Configuration

@@ -66,7 +66,7 @@ def agents_end() -> Iterator[None]:
 def secrets_are_forgotten() -> Iterator[None]:
     """The secrets of one test are words of another."""
     yield
-    redact._known.clear()
+    redact.forget_secrets()
 
 
 @pytest.fixture(autouse=True)

@@ -172,7 +172,7 @@ def told(error: BaseException) -> str:
 
 
 def outcome(work: Callable[[], object]) -> str:
-    redact._known.clear()  # nothing may depend on the masking of an earlier password
+    redact.forget_secrets()  # nothing may depend on the masking of an earlier password
     try:
         return repr(work())
     except (ObjkvError, ValueError) as exc:

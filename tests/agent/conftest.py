@@ -2,8 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.agent.consistency import is_consistent
 from tests.agent.world import Node
-from tests.support.consistency import is_consistent
 from tests.support.servers.fixtures import client, valkey
 
 __all__ = ["client", "valkey"]

@@ -19,7 +19,7 @@ from objkv.agent.memory.arena import (
 )
 from objkv.errors import ConfigError, TransferError
 from objkv.telemetry import NullRecorder
-from tests.support.consistency import covers_once, is_consistent
+from tests.agent.consistency import covers_once, is_consistent
 
 PAGES = 24
 

@@ -18,8 +18,8 @@ from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
+from tests.agent.consistency import is_consistent
 from tests.agent.world import Sleeper
-from tests.support.consistency import is_consistent
 
 PAGES = 20
 CLAIMS = {

@@ -25,10 +25,10 @@ from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
+from tests.agent.consistency import is_consistent, threads_of
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
-from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE, record_of
 from tests.support.waiting import wait_until
 

@@ -27,6 +27,7 @@ from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import Patience
 from objkv.telemetry import NullRecorder
+from tests.agent.consistency import is_consistent
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
 from tests.agent.world import (
@@ -43,7 +44,6 @@ from tests.agent.world import (
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import AgentProcess
-from tests.support.consistency import is_consistent
 from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
 

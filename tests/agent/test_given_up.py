@@ -11,9 +11,9 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.memory.arena import CellState
 from objkv.errors import TransferError
 from objkv.stores.base import Arrived
+from tests.agent.consistency import is_consistent
 from tests.agent.world import PATIENCE_S, Node
 from tests.contracts.memory_store import MemoryStore
-from tests.support.consistency import is_consistent
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 

@@ -26,6 +26,7 @@ from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
+from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -40,7 +41,6 @@ from tests.agent.world import (
 )
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import AgentProcess
-from tests.support.consistency import is_consistent, paths_of
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until

@@ -14,11 +14,11 @@ from objkv.agent.messages import MissReason, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.spill import Spill
 from objkv.codec.payload import read_header
+from tests.agent.consistency import fetches_of
 from tests.agent.test_disk import adds_up
 from tests.agent.test_held_back import Holder, Service, find, paths, read
 from tests.agent.world import PATIENCE_S, down, payloads
 from tests.support.agents import AgentProcess
-from tests.support.consistency import fetches_of
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 

@@ -33,11 +33,11 @@ from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes import _shared_memory
+from tests.agent.consistency import fetches_of, is_consistent, paths_of, threads_of
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
-from tests.support.consistency import fetches_of, is_consistent, paths_of, threads_of
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete

@@ -30,8 +30,8 @@ from objkv.agent.messages import (
 from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
+from tests.agent.consistency import is_consistent, threads_of
 from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
-from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 

@@ -137,7 +137,7 @@ def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:
     reads, clock = [Read(late, deadline=5.0), Read(unneeded)], ManualClock(0.0)
     with reading(node.connect, clock) as reader:
         reader.read(reads)
-        wait_until(lambda: node.residents.leased() == 2)
+        wait_until(lambda: node.arena_cache.leased() == 2)
         reads[1].dropped = True
         reader.look()
         assert reads[1].outcome is ReadOutcome.UNWANTED

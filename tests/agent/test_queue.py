@@ -10,8 +10,8 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
+from tests.agent.consistency import fetches_of
 from tests.agent.world import PATIENCE_S, Node, Sleeper
-from tests.support.consistency import fetches_of
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 

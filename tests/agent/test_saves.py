@@ -9,9 +9,9 @@ from objkv.agent import saves
 from objkv.agent.messages import CommitStatus
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable
+from tests.agent.consistency import is_consistent
 from tests.agent.world import PATIENCE_S, Node, down, payloads
 from tests.contracts.clock import ManualClock
-from tests.support.consistency import is_consistent
 
 PAYLOAD = payloads()[0]
 PATH = read_header(PAYLOAD).claim.key.path()

@@ -63,8 +63,8 @@ class ShakenEngine(Engine):
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
         is_reading = self.worker.worker.loader.leased > 0
-        is_fetching = self.agent is not None and self.agent.core.residents.leased() > 0
-        is_looking = self.scheduler.connector.scheduler.lookups._thread.unfinished
+        is_fetching = self.agent is not None and self.agent.core.arena_cache.leased() > 0
+        is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
 
     def kept(self) -> int:

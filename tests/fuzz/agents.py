@@ -20,11 +20,11 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.index.fields import WrittenShards, written_rows
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from tests.agent.consistency import is_consistent, threads_of
 from tests.agent.world import RIGHT, Node, ended, pages_at
 from tests.contracts.index_contract import shard
 from tests.fuzz.mutation import spoiled
 from tests.fuzz.target import Target, outcome, require
-from tests.support.consistency import is_consistent, threads_of
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 

@@ -19,7 +19,7 @@ from objkv.errors import StoreBusy, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
-from tests.support.consistency import threads_of
+from tests.agent.consistency import threads_of
 
 _OF_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts", "load_errors"))
 """An agent counts them too, in numbers of its own."""

@@ -31,9 +31,9 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, Save
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
+from tests.agent.consistency import keys_of
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.consistency import keys_of
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent
 from tests.support.plans import packed

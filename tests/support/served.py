@@ -10,7 +10,7 @@ from typing import Any
 from objkv.assembly.agent import NodeAgent
 from objkv.config import load_config
 from objkv.telemetry import MemoryRecorder
-from tests.support.consistency import keys_of
+from tests.agent.consistency import keys_of
 from tests.support.waiting import PATIENCE_S
 
 _ARENA_BYTES = 64 << 20

@@ -17,11 +17,11 @@ from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.plan import LoadMove, LoadPlan
+from tests.agent.consistency import is_consistent
 from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
-from tests.support.consistency import is_consistent
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
 from tests.support.plans import packed

@@ -195,7 +195,7 @@ def test_after_weights_may_have_changed_nothing_old_is_loaded(start: Any, change
 def test_numbers_of_both_sides_reach_vllm(start: Any) -> None:
     one = start()
     one.see("x", OUTPUT)
-    assert one.worker.worker.writer._pool.drain(10)
+    assert one.worker.worker.writer.drain(10)
     one.see("y", OUTPUT)
     stats = one.scheduler.get_ec_connector_stats()
     assert stats is not None

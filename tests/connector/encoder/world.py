@@ -187,7 +187,7 @@ class Replica:
     def drain(self) -> None:
         """Wait until everything is stored."""
         assert self.worker.writer is not None
-        assert self.worker.writer._pool.drain(ANSWERS_S)
+        assert self.worker.writer.drain(ANSWERS_S)
         assert self.node.saves.drain(ANSWERS_S)
 
     def dropped(self, *identifiers: str) -> None:

@@ -52,6 +52,7 @@ from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan, SaveMove, 
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
+from tests.agent.consistency import is_consistent, waiting_of
 from tests.device.ordering.setup import (
     CHUNK_TOKENS,
     LAYERS,
@@ -65,7 +66,6 @@ from tests.device.ordering.setup import (
 )
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
-from tests.support.consistency import is_consistent
 from tests.support.payloads import open_payload
 from tests.support.plans import packed
 
@@ -357,7 +357,7 @@ class OrderRig:
 
     def let_saves_catch_up(self) -> None:
         """Wait while more saves would be dropped, as on a busy machine."""
-        self.wait_until(lambda: self.node.saves._pool.waiting < _BEHIND_MAX)
+        self.wait_until(lambda: waiting_of(self.node.saves) < _BEHIND_MAX)
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """Poll for an event of another thread or of the device. Raises ``NotInTimeError``."""

@@ -7,6 +7,7 @@ from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.core import Core
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import CellState, Extents
+from objkv.agent.saves import NodeSaves
 
 
 def paths_of(held: HeldPayloads) -> set[str]:
@@ -29,6 +30,11 @@ def fetches_of(core: Core) -> int:
     """Payloads that wait for a thread or are being fetched."""
     with core._changed:
         return len(core._fetches) + len(core._busy)
+
+
+def waiting_of(saves: NodeSaves) -> int:
+    """Payloads that wait for a thread that saves."""
+    return saves._pool.waiting
 
 
 def covers_once(extents: Extents) -> bool:
