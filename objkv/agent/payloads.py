@@ -196,10 +196,9 @@ class PayloadReader:
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
         agent = self._agent
-        if agent is None and self._waiting:
-            agent = self._reach()
-        if agent is None:
+        if agent is None and self._waiting and (agent := self._reach()) is None:
             self._fail()
+        if agent is None:
             wait_for([self._alarm], _IDLE_S)
             return
         try:
@@ -347,7 +346,8 @@ class PayloadReader:
         self._leave()
 
     def _fail(self) -> None:
-        while self._waiting:
+        """Fail what waits now. What comes meanwhile, as from a read that ends, gets its own try."""
+        for _ in range(len(self._waiting)):
             self._end(self._waiting.popleft(), ReadOutcome.FAILED)
 
     def _leave(self) -> None:

@@ -1,9 +1,11 @@
 """Whole payloads, read and written by way of an agent."""
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from threading import current_thread
 from typing import Any
 
 import pytest
@@ -40,6 +42,7 @@ class Read(PayloadTransfer):
         self.dropped, self.fails = False, fails
         self.pages: list[bytes] = []
         self.outcomes: list[tuple[ReadOutcome, int]] = []
+        self.ended: Callable[[], None] = lambda: None
 
     @property
     def is_needed(self) -> bool:
@@ -52,6 +55,7 @@ class Read(PayloadTransfer):
 
     def end(self, outcome: ReadOutcome, nbytes: int) -> None:
         self.outcomes.append((outcome, nbytes))
+        self.ended()
 
     @property
     def outcome(self) -> ReadOutcome:
@@ -170,6 +174,44 @@ def test_an_agent_that_ends_fails_what_is_open_and_the_next_one_serves() -> None
         assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
     for node in nodes:
         node.close()
+
+
+def test_an_agent_that_ends_does_not_fail_what_an_end_of_a_read_asks_for() -> None:
+    """Else one lost connection would fail all of a queue that feeds the reader piece by piece."""
+    nodes = [Node().listen()]
+    one, *_ = nodes[0].save()
+    gate, read, then = gated(nodes[0]), Read(one), Read(one)
+    with reading(lambda **more: nodes[-1].connect(**more)) as reader:
+        read.ended = lambda: reader.read([then])
+        reader.read([read])
+        wait_until(lambda: nodes[0].arena_cache.leased() == 1)
+        nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
+        nodes[0].server.close()  # type: ignore[union-attr]
+        assert read.outcome is ReadOutcome.FAILED
+        gate.set()
+        assert then.outcome is ReadOutcome.READ
+    for node in nodes:
+        node.close()
+
+
+def test_what_comes_just_when_nothing_waited_is_read(node: Node) -> None:
+    one, *_ = node.save()
+    late = [Read(one)]
+    read = late[0]
+
+    class Waiting(deque[PayloadTransfer]):
+        """A read comes after the reader has looked whether any waits."""
+
+        def __len__(self) -> int:
+            found = super().__len__()
+            if late and current_thread() is reader._thread:
+                reader.read([late.pop()])
+            return found
+
+    with reading(node.connect) as reader:
+        reader._waiting = Waiting()
+        reader.look()
+        assert read.outcome is ReadOutcome.READ
 
 
 def test_a_bug_ends_what_is_being_opened_and_the_reader_goes_on(
