@@ -6,6 +6,7 @@ cannot be planned, the workers report that it failed. Source: vLLM 0.31-0.33, ``
 ``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``.
 """
 
+from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from time import monotonic
@@ -41,18 +42,24 @@ class ReliedLoads:
     """
 
     def __init__(
-        self, block_tokens: int, bound_s: float, *, clock: Callable[[], float] = monotonic
+        self,
+        block_tokens: int,
+        bound_s: float,
+        *,
+        steps_in_flight: int = 1,
+        clock: Callable[[], float] = monotonic,
     ) -> None:
         """``block_tokens``: tokens per block, if there is only one group. ``bound_s``: how long the
-        forward pass waits for a load within the step."""
+        forward pass waits for a load within the step. ``steps_in_flight``: how many steps may be
+        planned before the report of the first one comes."""
         self._block_tokens, self._bound_s, self._clock = block_tokens, bound_s, clock
         self._planned: dict[str, StartedLoad] = {}
         self._lost: dict[str, LostLoad] = {}
         self._awaited: set[str] = set()
         self._started: dict[str, StartedLoad] = {}
         """Loads between steps."""
-        self._within: dict[str, StartedLoad] = {}
-        """Loads within the last step."""
+        self._within: deque[dict[str, StartedLoad]] = deque(maxlen=steps_in_flight)
+        """Loads within each step that may be in progress, the oldest first."""
         self.may_sync = True
         """Whether loads within the step may be planned."""
 
@@ -83,7 +90,7 @@ class ReliedLoads:
 
     def request_ended(self, request_id: str) -> None:
         """Note that a request has ended. Its loads may not have."""
-        for loads in (self._started, self._within):
+        for loads in (self._started, *self._within):
             if (load := loads.get(request_id)) is not None:
                 load.tokens = 0
 
@@ -93,9 +100,10 @@ class ReliedLoads:
         self._planned, self._lost = {}, {}
         for load in planned.values():
             load.sent_at = now
-        self._within = {name: load for name, load in planned.items() if load.plan.sync}
+        within = {name: load for name, load in planned.items() if load.plan.sync}
+        self._within.append(within)
         self._started |= {name: load for name, load in planned.items() if not load.plan.sync}
-        self._awaited |= planned.keys() - self._within.keys()
+        self._awaited |= planned.keys() - within.keys()
         self._awaited.update(load.request_id for load in lost if not load.sync)
         return tuple(load.plan for load in planned.values()), lost
 
@@ -103,9 +111,9 @@ class ReliedLoads:
         """Record the workers' report and the loads between steps that ended on all of them. Returns
         the loads that succeeded. Others may still be loading when one has failed. A refused or
         missing payload means that the store answered."""
-        if not report.rejected and self._within.keys() & report.failed:
+        if not report.rejected and any(loads.keys() & report.failed for loads in self._within):
             self.may_sync = False
-        for loads in (self._started, self._within):
+        for loads in (self._started, *self._within):
             for request_id in report.failed & loads.keys():
                 del loads[request_id]
             for request_id in report.loaded.keys() & loads.keys():
@@ -115,5 +123,6 @@ class ReliedLoads:
         between = [self._started.pop(name) for name in received if name in self._started]
         if any(self._clock() - load.sent_at < self._bound_s for load in between):
             self.may_sync = True
-        within = [self._within.pop(name) for name in report.loaded if name in self._within]
+        told = report.loaded
+        within = [loads.pop(name) for loads in self._within for name in told if name in loads]
         return within + between

@@ -148,7 +148,11 @@ class SchedulerSide:
         )
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
-        self._loads = ReliedLoads(geometry.block_tokens, config.step_load_deadline_ms / 1000)
+        self._loads = ReliedLoads(
+            geometry.block_tokens,
+            config.step_load_deadline_ms / 1000,
+            steps_in_flight=roles.steps_in_flight,
+        )
         self._held, self._sync_loads, self._is_delayed, self._waiting = set[str](), False, False, -1
         steps = EmptySteps(roles.steps_in_flight, has_peers=roles.has_peers)
         self._wait_left_s, self._steps = _MATCH_WAIT_S, steps

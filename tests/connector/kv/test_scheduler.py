@@ -165,6 +165,29 @@ def test_a_load_is_credited_in_the_index_once_it_has_succeeded(mode: str) -> Non
     assert savings.timed_tokens == 0  # no step was long enough to measure
 
 
+def test_a_load_within_a_step_counts_if_the_next_step_is_planned_before_its_report() -> None:
+    """As vLLM does that schedules asynchronously."""
+    touched: list[int] = []
+
+    class Index(MemoryIndex):
+        def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
+            touched.append(len(prefix_hashes))
+
+    publish_prompt(index := Index(), [7] * 70)
+    side = scheduler_side(index, roles={"steps_in_flight": 2}, load_mode="layerwise")
+    assert not loads_between_steps(side, "r")
+    side.plan_step(step({"r": 1}, ()))
+    report = StepReport(loaded={"r": LoadTime(100, 0.5, 0.1)})
+    side.update(KVConnectorOutput(kv_connector_worker_meta=report))
+    wait_until(lambda: bool(index.savings()))
+    wait_until(lambda: touched == [2])
+    assert not loads_between_steps(side, "in vain")
+    side.plan_step(step({"r": 1}, ()))
+    failed = StepReport(failed={"in vain"})
+    side.update(KVConnectorOutput(kv_connector_worker_meta=failed))
+    assert loads_between_steps(side, "between")
+
+
 @pytest.mark.parametrize(
     ("named", "images", "shared"), [(True, 1, True), (False, 1, False), (False, 0, True)]
 )
