@@ -115,6 +115,11 @@ class Pool(Generic[Job]):
         return self._begun
 
     @property
+    def threads(self) -> int:
+        """Threads that have not ended."""
+        return sum(thread.is_alive() for thread in self._threads)
+
+    @property
     def is_closed(self) -> bool:
         """Whether the pool refuses new jobs."""
         return self._closed

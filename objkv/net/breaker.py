@@ -125,12 +125,13 @@ class Breaker:
         on_change: OnChange,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``clock`` is that of ``EndsBy``."""
         self._change = Change(end, direction, None)
         self._patience = patience
         self._recorder = recorder
         self._on_change = on_change
         self.clock = clock
+        self.now_s: Callable[[], float] = time.monotonic
+        """The clock of ``EndsBy``."""
         self.draw: Callable[[], float] = random.random
         """Returns a random number in [0, 1)."""
         self.is_open = False
@@ -196,7 +197,7 @@ class Breaker:
         left."""
         if not error.transient or isinstance(error, StoreBusy):
             return False  # the server replied
-        left_s = ends_s() - self.clock()
+        left_s = ends_s() - self.now_s()
         return given_s < self._patience.enough_s and left_s <= given_s * _CUT_SHARE
 
     def let_go(self, probe: int | None, *, at_once: bool = False) -> None:
@@ -262,7 +263,7 @@ class Attempt:
     def __enter__(self) -> None:
         breaker = self._breaker
         self._probe = breaker.enter(self._verb) if breaker.is_open else None
-        self._given_s = ends_s() - breaker.clock()
+        self._given_s = ends_s() - breaker.now_s()
         if self._probe is not None:  # not retried: many calls may wait for its outcome
             self._trial = Trial()
             self._trial.__enter__()

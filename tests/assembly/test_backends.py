@@ -164,7 +164,7 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
     told: list[Change] = []
     config = config_of(tmp_path, **settings)
     reads = _guard("bulk", config, NullRecorder(), told.append).breakers.read
-    reads.clock = clock
+    reads.clock = reads.now_s = clock
 
     def stall() -> None:
         clock.now_s = ends_s()

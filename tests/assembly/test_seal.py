@@ -62,8 +62,8 @@ def test_keys_come_from_a_file_or_from_what_a_command_prints(tmp_path: Path) -> 
             encryption_keys_command=printing(f"enc-1 default {SECRET}"),
         )
     )
-    assert repr(by_file) == repr(by_command) == "<Seal signing ['key-1']>"
-    assert repr(both) == "<Seal signing ['key-1'], encryption ['enc-1']>"
+    assert by_file.key_ids == by_command.key_ids == "signing ['key-1']"
+    assert both.key_ids == "signing ['key-1'], encryption ['enc-1']"
 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610, 0o602])
@@ -113,8 +113,8 @@ def test_a_document_without_a_usable_key_is_refused(tmp_path: Path, text: str, t
 def test_another_tenants_seal_can_be_asked_for(tmp_path: Path) -> None:
     file = key_file(tmp_path, LINE + f"acme-1 acme {SECRET}\n")
     settings = config(signing_keys_file=file)
-    assert repr(open_seal(settings)) == "<Seal signing ['key-1']>"
-    assert repr(open_seal(settings, tenant="acme")) == "<Seal signing ['acme-1']>"
+    assert open_seal(settings).key_ids == "signing ['key-1']"
+    assert open_seal(settings, tenant="acme").key_ids == "signing ['acme-1']"
 
 
 def test_no_shell_reads_a_command(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ class Server:
         self.breaker = Breaker(
             "bulk", "read", patience, self.recorder, self.changes.append, self.clock
         )
+        self.breaker.now_s = self.clock
         self.error: StoreError | None = StoreUnavailable("down")
         self.asked_s: list[float] = []
         self.entered, self.gate = threading.Semaphore(0), threading.Event()

@@ -109,14 +109,17 @@ class S3Store:
 
     def get(self, key: str) -> bytes | None:
         """Return the whole object, or None."""
-        found = self._read("get", key)
+        with self._call("get", key) as deadline:
+            found = self._reader.read(Get(self._place(key), key, deadline))
         return None if found is None else bytes(found)
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return bytes ``[start, end)`` with one ranged request, or None."""
         if end <= start:
             return None if self.head(key) is None else b""
-        found = self._read("get_range", key, start, room=end - start)
+        with self._call("get_range", key) as deadline:
+            get = Get(self._place(key), key, deadline, start, room=end - start)
+            found = self._reader.read(get)
         return None if found is None else bytes(found)
 
     def get_into(
@@ -127,12 +130,10 @@ class S3Store:
         if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
-        read = self._read("get_into", key, start, buffer, len(buffer), arrived)
+        with self._call("get_into", key) as deadline:
+            get = Get(self._place(key), key, deadline, start, buffer, len(buffer), arrived)
+            read = self._reader.read(get)
         return None if read is None else len(read)
-
-    def _read(self, verb: str, key: str, *of: Any, **named: Any) -> memoryview | None:
-        with self._call(verb, key) as deadline:
-            return self._reader.read(Get(self._place(key), key, deadline, *of, **named))
 
     def head(self, key: str) -> Entry | None:
         """Return size and age of the object, or None. A missing bucket also returns None, because
