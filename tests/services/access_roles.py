@@ -62,10 +62,13 @@ def load(ends: Backends, recorder: MemoryRecorder) -> bool:
     if found is None or FIELD not in found:
         return False
     cache, buffer = open_cache(ends, recorder, "loader"), memoryview(bytearray(len(PAYLOAD)))
-    hot, part = partial(cache.hot.get_into, KEY.path()), buffer[:100]
-    for get_into in (partial(cache.get_into, KEY), *([hot] if found[FIELD].hot else [])):
+    ways = [partial(cache.get_into, KEY)]
+    if found[FIELD].hot and ends.hot is not None:
+        ways.append(partial(cache.hot.get_into, KEY.path()))
+    for get_into in ways:
         assert get_into(buffer, None, None) == len(PAYLOAD)
         assert buffer == PAYLOAD
+        part = buffer[:100]
         assert get_into(part, None, 50) == 100
         assert part == PAYLOAD[50:150]
     ends.index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)

@@ -3,8 +3,10 @@ process."""
 
 import hashlib
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from werkzeug.serving import make_server
 
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
+from objkv.net.deadline import EndsBy
 from objkv.stores.s3 import wire
 from objkv.stores.s3.client import ATTEMPTS, S3Access, open_s3_access, translated
 from objkv.stores.s3.read import PROOF_S, Absence
@@ -297,6 +300,19 @@ def test_a_bucket_in_another_region_is_found_like_the_client_finds_it(
         spoiled.get("k")
     monkeypatch.setattr(wire, "find_endpoint", lambda *_: there)
     assert spoiled.get("k") == b"value"
+
+
+def test_a_server_that_always_names_another_region_is_denied(
+    spoiled: S3Store, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, regions = spoiled._wire.endpoint(), count()
+    monkeypatch.setattr(
+        wire, "find_endpoint", lambda *_: replace(here, region=f"eu-west-{next(regions)}")
+    )
+    faulty.on("GetObject", lambda _: refusal(400, "AuthorizationHeaderMalformed"))
+    with EndsBy(time.monotonic() + 2), pytest.raises(StoreDenied, match="set s3_region"):
+        spoiled.get("k")
+    assert faulty.count("GetObject") == ATTEMPTS
 
 
 def test_a_server_that_redirects_and_does_not_say_where_to_is_denied(

@@ -235,6 +235,12 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
                     put()
 
 
+def test_an_empty_key_of_kms_is_the_accounts() -> None:
+    demands = PutDemands(Config(s3_sse="aws:kms", s3_sse_kms_key_id=""))
+    assert demands.headers == {"x-amz-server-side-encryption": "aws:kms"}
+    assert demands.arguments == {"ServerSideEncryption": "aws:kms"}
+
+
 _SCOPE = re.compile(r"(?i)Credential=[^/]*/[^/]*/([^/]*)/s3/aws4_request,")
 
 

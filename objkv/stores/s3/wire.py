@@ -170,6 +170,8 @@ class Wire:
     def _repetition(self, error: Exception, attempt: int, deadline: CallDeadline) -> int:
         """Pause, and return what the repetition costs; 0 if the request is not sent again. The
         first repetition does not wait."""
+        if attempt == ATTEMPTS:
+            return 0
         pause_s, cost = _PAUSE_S, _COST
         if isinstance(error, ClientError):
             status, code = error_code(error)
@@ -181,7 +183,7 @@ class Wire:
                 pause_s, cost = _BUSY_PAUSE_S, _BUSY_COST
         scale = 2 ** (attempt - 2) if attempt > 1 else 0
         too_late = time.monotonic() + scale * _BUSY_PAUSE_S > deadline.last_s
-        if attempt == ATTEMPTS or too_late or not self._quota.acquire(cost):
+        if too_late or not self._quota.acquire(cost):
             return 0
         time.sleep(random.random() * pause_s * scale)  # noqa: S311
         return cost

@@ -52,7 +52,9 @@ class PutDemands:
         }
         self.arguments: dict[str, Any] = {name: text for name, text in given.items() if text}
         self.headers = {
-            header: text for name, header in _HEADERS.items() if (text := given[name]) is not None
+            header: self.arguments[name]
+            for name, header in _HEADERS.items()
+            if name in self.arguments
         }
         """Those that do not depend on the body."""
         self.hashes_bodies = self._checksum is not None or self._signs_payloads
