@@ -127,7 +127,9 @@ class S3Store:
         if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
-        read = self._read("get_into", key, start, buffer, len(buffer), arrived)
+        with self._call("get_into", key) as deadline:  # not by ``_read``: loads are few calls deep
+            get = Get(self._place(key), key, deadline, start, buffer, len(buffer), arrived)
+            read = self._reader.read(get)
         return None if read is None else len(read)
 
     def _read(self, verb: str, key: str, *of: Any, **named: Any) -> memoryview | None:
