@@ -6,6 +6,7 @@ objkv verifies every byte while it arrives; the limit does not.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 from unittest.mock import patch
 
@@ -29,6 +30,7 @@ from objkv.assembly import fetchers
 from objkv.config import Config
 from objkv.ops.bench.sample import PAYLOAD_8_MIB, PayloadSample, Shape, get_verified, make_samples
 from objkv.stores.base import PruneStore
+from objkv.stores.s3.store import S3Limits
 from tests.support.servers.quick_s3 import quick_s3_process
 
 S3_GET = Target(0.85)
@@ -66,7 +68,7 @@ def s3_config(endpoint_url: str, **changes: str) -> Config:
 
 def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[BenchRow]:
     # One request per payload: the limit has as many connections as there are threads, and no more.
-    with patch.multiple(fetchers, RANGES_MAX=0, HEDGE_PERCENT_MAX=0):
+    with patch.object(fetchers, "S3Limits", partial(S3Limits, ranges_max=0, hedge_percent_max=0)):
         store = open_store(s3_config(url))
     try:
         for shape in large_payloads(setting):

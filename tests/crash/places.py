@@ -21,7 +21,7 @@ from objkv.config import Config
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
-from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.store import S3Limits
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ceph import ceph_radosgw
 from tests.support.servers.ports import free_port
@@ -117,7 +117,7 @@ class ServerPlace(Place):
         access = open_s3_access(config)
         access.client.create_bucket(Bucket=BUCKET)
         access.close()
-        with patch.object(fetchers, "S3Store", partial(S3Store, multipart_bytes=PART_BYTES)):
+        with patch.object(fetchers, "S3Limits", partial(S3Limits, multipart_bytes=PART_BYTES)):
             super().__init__(config)
 
     def wipe(self) -> None:

@@ -43,6 +43,7 @@ from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import COPIES_S
+from tests.agent.consistency import is_consistent
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.fences.device import (
@@ -597,7 +598,7 @@ class Engine:
 
     def _check_inside(self, inside: WatchedInside) -> None:
         payloads = inside.core.arena_cache
-        if payloads.leased() or not payloads.check():
+        if payloads.leased() or not is_consistent(payloads):
             raise Broken(f"payloads are left leased: {payloads!r}")
         if inside.registered:
             raise Broken("an arena is left registered")

@@ -3,6 +3,7 @@ error."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from objkv.assembly.backends import Backends, check_backends, open_backends
 from objkv.assembly.redis import connect_redis
@@ -61,11 +62,14 @@ def load(ends: Backends, recorder: MemoryRecorder) -> bool:
     if found is None or FIELD not in found:
         return False
     cache, buffer = open_cache(ends, recorder, "loader"), memoryview(bytearray(len(PAYLOAD)))
-    for hot in {found[FIELD].hot, False}:
-        assert cache.get_into(KEY, buffer, hot=hot) == len(PAYLOAD)
+    ways = [partial(cache.get_into, KEY)]
+    if found[FIELD].hot:
+        ways.append(partial(cache.hot.get_into, KEY.path()))
+    for get_into in ways:
+        assert get_into(buffer, None, None) == len(PAYLOAD)
         assert buffer == PAYLOAD
         part = buffer[:100]
-        assert cache.get_into(KEY, part, hot=hot, start=50) == 100
+        assert get_into(part, None, 50) == 100
         assert part == PAYLOAD[50:150]
     ends.index.touch(NAMESPACE, [HASH], ttl_s=LONG_S)
     return True
@@ -83,8 +87,9 @@ def read(config: Config) -> None:
             assert ends.bulk.get(KEY.path()) == PAYLOAD
         cache, buffer = open_cache(ends, recorder, "reader"), memoryview(bytearray(10))
         missing = claim_of(404).key
-        assert cache.get_into(missing, buffer, hot=ends.hot is not None) is None
-        assert cache.get_into(missing, buffer, hot=ends.hot is not None, start=0) is None
+        for start in (None, 0):
+            assert cache.hot.get_into(missing.path(), buffer, None, start) is None
+            assert cache.get_into(missing, buffer, start=start) is None
         assert ends.bulk.get(missing.path()) is None
         assert ends.bulk.head(missing.path()) is None
         assert [entry.key for entry in ends.bulk.scan(NAMESPACE[:4])] == (

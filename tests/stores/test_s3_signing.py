@@ -30,7 +30,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.s3.client import S3Access, open_s3_access
 from objkv.stores.s3.http import ConnectionFailed
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
-from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.store import S3Limits, S3Store
 from objkv.stores.s3.write import PutDemands
 from objkv.telemetry import NullRecorder
 from tests.contracts.store_contract import StoreContract
@@ -190,7 +190,7 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetchers, "S3Store", partial(S3Store, multipart_bytes=PART))
+    monkeypatch.setattr(fetchers, "S3Limits", partial(S3Limits, multipart_bytes=PART))
     refused: list[Request] = []
 
     def check(request: Request) -> Answer | None:
