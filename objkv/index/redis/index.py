@@ -88,9 +88,7 @@ class PendingTotals:
         """Return and clear the changes by field if they are due, or always if ``early``."""
         now = self._clock()
         with self._lock:
-            if self._process != os.getpid():  # in a fork: the parent sends these
-                self._process = os.getpid()
-                self._pending.clear()
+            self._leave_to_parent()
             if not (early or self.is_due()):
                 return {}
             taken = {field: change for field, change in self._pending.items() if change}
@@ -102,8 +100,14 @@ class PendingTotals:
         """Keep changes until the next sending: new ones, and those that could not be sent. Some of
         these may have arrived after all, so the totals can end up too high, but never too low."""
         with self._lock:
+            self._leave_to_parent()
             for field, change in taken.items():
                 self._pending[field] += change
+
+    def _leave_to_parent(self) -> None:
+        if self._process != os.getpid():  # in a fork: the parent sends these
+            self._process = os.getpid()
+            self._pending.clear()
 
 
 Client = redis.Redis | redis.RedisCluster
