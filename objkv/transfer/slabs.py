@@ -92,12 +92,12 @@ class SlabPool:
 
     def lease(self) -> Slab:
         """Lease a free slab with undefined contents. Raises ``SlabsExhaustedError``."""
-        if not self._free:
+        for _ in range(2):  # another thread may take what was reclaimed
+            with self._lock:
+                if self._free:
+                    return Slab(self, self._free.pop())
             self._reclaim()
-        with self._lock:
-            if not self._free:
-                raise SlabsExhaustedError(f"no slab for a {self._name} is free")
-            return Slab(self, self._free.pop())
+        raise SlabsExhaustedError(f"no slab for a {self._name} is free")
 
     def take_back(self, memory: torch.Tensor, mark: Mark | None) -> None:
         """Called by ``Slab`` only. ``mark``: when the memory is free, None if it is."""
