@@ -30,10 +30,10 @@ _PATHS_MAX = 65_536
 
 
 class _Paths:
-    """The paths that were added last, each for ``seconds``. Thread-safe."""
+    """The paths that were added last. Thread-safe."""
 
-    def __init__(self, seconds: float = inf, clock: Callable[[], float] = monotonic) -> None:
-        self._seconds, self._clock = seconds, clock
+    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
         self._lock = Lock()
         self._until: OrderedDict[str, float] = OrderedDict()
 
@@ -41,9 +41,9 @@ class _Paths:
         until = self._until.get(path)
         return until is not None and self._clock() < until
 
-    def add(self, path: str) -> None:
+    def add(self, path: str, seconds: float = inf) -> None:
         with self._lock:
-            self._until[path] = self._clock() + self._seconds
+            self._until[path] = self._clock() + seconds
             self._until.move_to_end(path)
             while len(self._until) > _PATHS_MAX:
                 self._until.popitem(last=False)
@@ -164,7 +164,7 @@ class InFlightSaves:
     def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
         self._lock = Lock()
         self._under_way: set[str] = set()
-        self._saved = _Paths(KEEP_S, clock)
+        self._saved = _Paths(clock)
 
     def __len__(self) -> int:
         """How many are being saved now."""
@@ -180,7 +180,7 @@ class InFlightSaves:
 
     def keep(self, path: str) -> None:
         """Record that the payload is stored and published."""
-        self._saved.add(path)
+        self._saved.add(path, KEEP_S)
 
     def is_kept(self, path: str) -> bool:
         """Whether ``path`` was stored and published lately."""
