@@ -69,7 +69,7 @@ def test_after_closing_nothing_is_saved_and_no_slab_is_leased() -> None:
     replica = Replica(*stores(), seed=1)
     replica.save(range(2))
     replica.saver.close(PATIENCE_S)
-    assert not any(thread.is_alive() for thread in replica.saver._pool._threads)
+    assert replica.saver._pool.threads == 0
     assert replica.saver.gather(plan_of(replica, 0, 2)) == {("r", 2)}, "one was just saved"
     assert replica.save_slabs.leased == 0
 
@@ -307,7 +307,7 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert (6.0 if is_told else 5.5) <= clock.now_s < 10.0
-    assert not any(thread.is_alive() for thread in saver._pool._threads)
+    assert saver._pool.threads == 0
 
 
 @ON_HOST
@@ -319,7 +319,7 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
     assert saver.gather(plan_of(four, 0, 1)) == set()
     if is_closed:
         saver.close(-10.0)  # the time to look is over
-        assert not any(thread.is_alive() for thread in saver._pool._threads)
+        assert saver._pool.threads == 0
     else:
         assert saver.drain(PATIENCE_S), "its deadline has come"
         assert not saver.left_device("r")
