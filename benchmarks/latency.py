@@ -28,6 +28,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -172,15 +173,23 @@ def measure(
         name: [] for name in ("alone", "during", "beside", "loads", "other_threads_s")
     }
     waits: dict[str, list[float]] = {f"waits_{name}": [] for name in ("alone", "during", "beside")}
-    for number in range(rounds * len(seeds)):
-        seed = seeds[number % len(seeds) if bystander is None else min(number, 1)]
-        names = [f"d{number}-{each}" for each in range(DECODING)]
-        for each, name in enumerate(names):
+    names: list[str] = []
+
+    def decode_anew() -> None:
+        """Those that decode are new ones: the longer they are, the less room has a load."""
+        engine.abort_request(names)
+        names[:] = [f"d{next(numbers)}" for _ in range(DECODING)]
+        for name in names:
             # Less than a chunk: what is saved would take memory of the agent that loads need.
-            tokens = tokens_of(1000 + DECODING * number + each, chunk // 4)
+            tokens = tokens_of(1000 + int(name[1:]), chunk // 4)
             engine.add_request(name, {"prompt_token_ids": tokens}, endless)
         for _ in range(4):
             engine.step()
+
+    numbers = count()
+    for number in range(rounds * len(seeds)):
+        seed = seeds[number % len(seeds) if bystander is None else min(number, 1)]
+        decode_anew()
         before = Spent.now()
         found["alone"] += [_step(engine)[0] for _ in range(ALONE_STEPS)]
         waits["waits_alone"].append(before.until().waits)
@@ -191,6 +200,7 @@ def measure(
                 found["beside"].append(_step(engine)[0])
             waits["waits_beside"].append(before.until().waits)
             assert not child.returncode
+            decode_anew()
         prompt = {"prompt_token_ids": tokens_of(seed, length + 1)}
         before = Spent.now()
         engine.add_request(f"l{number}", prompt, one)
