@@ -47,12 +47,7 @@ _PROMPT_BYTES_MAX, _REASONS_MAX = 1 << 30, 16
 _STORED_S, _PAUSE_S, _LOOK_S = 5.0, 30.0, 0.005
 """How long a send waits until the store has what the agent has, how long none waits after one that
 did in vain, and how often it looks."""
-_HAS_IT = {
-    WriteOutcome.ACCEPTED,
-    WriteOutcome.HELD_BACK,
-    WriteOutcome.EXISTED,
-    WriteOutcome.REPEATED,
-}
+_HAS_IT = {WriteOutcome[name] for name in ("ACCEPTED", "HELD_BACK", "EXISTED", "REPEATED")}
 
 
 class RankAgreement:
