@@ -215,7 +215,7 @@ class LookupService:
         return memo
 
     def _poll(self, memo: _Memo) -> None:
-        future, answer, error = memo.future, memo.no_match, None
+        future, answer, error = memo.future, None, None
         assert future is not None
         if future.done() and not future.cancelled():
             if (error := future.exception()) is not None:
@@ -231,7 +231,7 @@ class LookupService:
             self._trouble.failed(TimeoutError(f"no answer within {self._limits.deadline_s:g} s"))
         else:
             return
-        self._answer(memo, answer)
+        self._answer(memo, memo.no_match if answer is None else answer)
         if error is not None and not isinstance(error, StoreError):
             raise error
 
