@@ -56,7 +56,7 @@ Loader.list_available_services = lambda self, type_name: _services_listed_once(
 
 @pytest.fixture(autouse=True, scope="session")
 def agents_end() -> Iterator[None]:
-    """Also those that a test started and did not end: they would serve nobody for ten minutes."""
+    """Ends agents that a test left running: they would stay for ten minutes."""
     with agent_folder() as sockets:
         os.environ["XDG_RUNTIME_DIR"] = str(sockets)
         yield

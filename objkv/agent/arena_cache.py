@@ -384,7 +384,7 @@ class ArenaCache:
             self.held.left_arena(one.key)
 
     def _add_unread(self, one: CachedPayload) -> None:
-        """Remember a prefetched payload, and evict older ones of which there are too many."""
+        """Add a prefetched payload, and evict the oldest ones beyond ``ahead_bytes_max``."""
         self._unread[one] = None
         self.unread_bytes += one.nbytes
         for older in list(self._unread):

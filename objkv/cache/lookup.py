@@ -43,7 +43,7 @@ class Hashes(Protocol):
 
 LOOKUP_TTL_S: Final = 30.0
 """How long an answer of the index is believed. What an agent learns of ends it earlier, and a chunk
-that somebody else removed costs a failed load."""
+that another process removed costs a failed load."""
 LOOKUP_QUEUE_MAX: Final = 1024
 """Four times the requests that vLLM runs at once. An index that is so far behind answers none of
 them within its deadline."""

@@ -1,7 +1,7 @@
 """Payload format 1: one chunk of one shard as one immutable, self-describing safetensors file.
 
 Pure functions between values and bytes. Everything returned was verified: ``read_claimed`` checks
-header checksum and claim, and ``frame_pages`` each frame. Whoever reads compares length and layers.
+header checksum and claim, and ``frame_pages`` each frame. The caller compares length and layers.
 For any bytes, reading raises ``PayloadError`` and nothing else. ``docs/format.md`` specifies the
 format.
 """

@@ -121,7 +121,7 @@ def _refuse_unknown(values: Mapping[str, Any], where: str, *, env: bool) -> None
     for key in values:
         if key in Config.model_fields:
             continue
-        near = difflib.get_close_matches(str(key), Config.model_fields, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(str(key), Config.model_fields, n=1, cutoff=0.75)
         hint = f"; did you mean {_shown(near[0], env=env)!r}?" if near else ""
         raise ConfigError(f"objkv settings: unknown key {_shown(key, env=env)!r} {where}{hint}")
 

@@ -110,7 +110,7 @@ class Answer:
 
 
 class _Counters(MemoryRecorder):
-    """Keeps counters alone. The agent adds up what it is told, which would be wrong for others."""
+    """Keeps only counters. The agent sums what its processes send, which is wrong for anything else."""
 
     def observe(self, name: str, value: float) -> None:
         """Drop it."""

@@ -67,8 +67,8 @@ class Timing:
         self._ended = now
 
     def loaded(self, load: StartedLoad) -> Savings | None:
-        """Record a load that succeeded. Returns what it saved. A load whose request has ended, or
-        of which no worker reports anything, counts for nothing."""
+        """Record a load that succeeded. Returns what it saved: None if its request has ended, or no
+        worker reported it."""
         if (took := load.slowest) is None or not load.tokens:
             return None
         tier, share = self._tier_of(load.plan)

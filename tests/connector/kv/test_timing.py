@@ -22,7 +22,7 @@ HOT = ShardRecord(100, 100, "none", True, "0" * 32, 1)
 
 
 class Notes:
-    """An admission that notes what it is told, and admits ``limit`` chunks."""
+    """An admission that records its calls and admits ``limit`` chunks."""
 
     def __init__(self, limit: int = 10**6) -> None:
         self.limit = limit
