@@ -310,14 +310,6 @@ def test_the_memory_of_this_machine_is_what_its_control_groups_allow(
     assert node.host_bytes() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"), [("bulk_ulr", "bulk_url"), ("loadthreads", "load_threads")]
-)
-def test_a_typing_error_gets_the_name_that_was_meant(typed: str, meant: str) -> None:
-    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
-        load_config({typed: "1"}, environ={})
-
-
 def test_a_setting_that_is_gone_gets_no_name_of_another_kind() -> None:
     for gone in ("breaker_failures", "load_queue_max", "s3_range_bytes", "lease_ms"):
         with pytest.raises(ConfigError) as refused:

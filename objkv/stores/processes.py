@@ -110,7 +110,7 @@ class Answer:
 
 
 class _Counters(MemoryRecorder):
-    """Keeps only counters. The agent sums what its processes send, which is wrong for anything else."""
+    """Keeps only counters, because the agent adds up what its processes send."""
 
     def observe(self, name: str, value: float) -> None:
         """Drop it."""
