@@ -280,7 +280,6 @@ class PayloadReader:
     def _advance(self, agent: AgentConnection) -> None:
         """Read what has come, and end the leases that are not needed any more."""
         ended: list[int] = []
-        rejected: list[PayloadRequest] = []
         for one in list(self._open):
             read, lease = one
             outcome = self._look_at(agent, read, lease)
@@ -289,11 +288,7 @@ class PayloadReader:
             self._open.remove(one)
             if lease.number:
                 ended.append(lease.number)
-                if outcome is ReadOutcome.CORRUPT:
-                    rejected.append(read.request)
             self._end(read, outcome)
-        for wanted in rejected:
-            agent.reject(wanted)
         agent.release(ended)
 
     def _look_at(
@@ -323,6 +318,7 @@ class PayloadReader:
             pages = [frame_pages(header, n, payload, None) for n in range(len(header.frames))]
         except PayloadError as exc:
             logger.warning("payload refused key=%s reason=%s", read.claim.key.path(), exc)
+            agent.reject(read.request)  # before it ends: it may be made and saved again at once
             return ReadOutcome.CORRUPT
         try:
             read.take(pages)

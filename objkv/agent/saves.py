@@ -134,10 +134,12 @@ class NodeSaves:
         refusal = None
         if puts or not holds_back:
             refusal = self._refusal()
-            if refusal is CommitStatus.ACCEPTED:
-                holds_back = False
-            elif not holds_back:
+            if refusal not in (CommitStatus.ACCEPTED, CommitStatus.NO_ROOM) and not holds_back:
                 return refusal
+            holds_back = refusal is not CommitStatus.ACCEPTED
+        waits = refusal is CommitStatus.NO_ROOM
+        if waits and self._arena_cache.holds([path])[0] and self._held.put(path):
+            return CommitStatus.ACCEPTED
         if not self._cache.in_flight.begin(path):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
@@ -153,10 +155,7 @@ class NodeSaves:
             return status
         if holds_back:
             if is_new and not (was_held_back and may_save):
-                self._hold_back(resident, header)
-                if refusal is CommitStatus.NO_ROOM and self._held.put(path):
-                    return CommitStatus.ACCEPTED  # it is saved when there is room
-                return CommitStatus.HELD_BACK
+                return self._hold_back(resident, header, waits=waits)
             refusal = self._refusal() if may_save else CommitStatus.REPEATED
             if refusal is not CommitStatus.ACCEPTED:
                 self._cache.in_flight.end(path)
@@ -220,10 +219,7 @@ class NodeSaves:
         if self.is_shedding:
             self._recorder.count("saves_shed")
             return CommitStatus.SHED
-        if not self._has_turns:
-            self._recorder.count("save_drops")
-            return CommitStatus.NO_ROOM
-        return CommitStatus.ACCEPTED
+        return CommitStatus.ACCEPTED if self._has_turns else CommitStatus.NO_ROOM
 
     def _keep(
         self, header: Header, text: bytes, read: Callable[[memoryview], None]
@@ -290,19 +286,23 @@ class NodeSaves:
         record = held_record(header)
         self._arena_cache.note_held(resident, header.claim, record, is_due=is_due)
 
-    def _hold_back(self, resident: CachedPayload, header: Header) -> None:
-        """Leave a payload in the arena, and count it across the fleet."""
+    def _hold_back(self, resident: CachedPayload, header: Header, *, waits: bool) -> CommitStatus:
+        """Leave a payload in the arena, and count it across the fleet, or with ``waits`` save it as
+        soon as there is room."""
         self._note_unsaved(resident, header, is_due=False)
         self._cache.in_flight.end(resident.key)
         self._arena_cache.release(resident)
+        if waits and self._held.put(resident.key):
+            return CommitStatus.ACCEPTED
         self._recorder.count("agent_held_back")
         if not self._limits.may_save:
-            return
+            return CommitStatus.HELD_BACK
         if len(self._made) >= _SIGHTINGS_MAX:
             self._recorder.count("agent_sighting_drops")
-            return
-        self._made.append(resident.key)
-        self.wake()
+        else:
+            self._made.append(resident.key)
+            self.wake()
+        return CommitStatus.HELD_BACK
 
     def _look(self, _: None) -> None:
         """Save what is due while there is room, and record what was made, as many in a round trip

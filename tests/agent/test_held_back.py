@@ -751,16 +751,19 @@ def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path)
 
 
 def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[..., Holder]) -> None:
-    store, outcomes = GatedStore(), list[SaveOutcome]()
-    node = make(holds_back=False, store=store, memory=10 * 4096)
-    for payload in payloads():
-        with suppress(TransferError):
-            outcomes.append(node.desk.hand_over(payload))
-    assert len(outcomes) == 2, "each has 5 KiB, and a quarter is 10 KiB"
-    assert node.count("save_drops") == 1
+    """The others wait without a lease, and are lost only if their memory is needed."""
+    store = GatedStore()
+    node, made = make(holds_back=False, store=store, memory=10 * 4096), payloads()
+    for payload in (*made, made[2]):
+        assert node.commit_one(payload) is CommitStatus.ACCEPTED
+    assert node.arena_cache.leased() == 2, "each has 5 KiB, and a quarter is 10 KiB"
+    assert node.held == set(paths(made))
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
-    node.desk.hand_over(payloads()[2])
+    assert node.stored == set(paths(made))
+    assert not node.held
+    assert not node.count("save_drops")
+    assert not node.count("agent_held_back")
 
 
 def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(

@@ -119,6 +119,25 @@ def test_pages_that_changed_in_the_arena_are_rejected(node: Node) -> None:
         assert not node.arena_cache.holds([one.claim.key.path()])[0]
 
 
+def test_a_corrupt_payload_that_is_made_again_as_its_read_ends_stays(node: Node) -> None:
+    (one, *_), (again, *_) = node.save(), payloads()
+    stored = bytearray(node.store.get(one.claim.key.path()))
+    stored[-1] ^= 1
+    node.store.put(one.claim.key.path(), stored)
+    read = Read(one)
+
+    def make_again() -> None:
+        assert node.commit_one(again) is CommitStatus.ACCEPTED
+        assert node.saves.drain(PATIENCE_S)
+
+    read.ended = make_again
+    with reading(node.connect) as reader:
+        assert outcomes(reader, read) == [ReadOutcome.CORRUPT]
+        assert outcomes(reader, Read(one)) == [ReadOutcome.READ]
+    assert node.wanted([one.claim.key])
+    assert node.recorder.value("agent_fills") == 1, "it was still in the arena"
+
+
 def test_a_payload_of_another_chunk_is_corrupt(node: Node) -> None:
     one, other, _ = node.save()
     value = node.store.get(other.claim.key.path())

@@ -134,7 +134,9 @@ def test_a_flipped_bit_is_computed_and_saved_again(name: str) -> None:
     ]
     assert corrupt[0] >= len(row.spoils)
     assert corrupt[1] == 0
-    assert all((third.cached[i] or 0) >= n for i, n in enumerate(cached_of(row).values()))
+    expected = list(cached_of(row).values())
+    missing = [n - (third.cached[i] or 0) for i, n in enumerate(expected)]
+    assert max(missing) <= 0, (missing, second.metrics, second.agent)
 
 
 def spoil(store: SharedStore, row: Row, prompt: Prompt, pattern: str) -> None:

@@ -569,8 +569,8 @@ class Loader:
         except PayloadError as exc:
             logger.warning("payload refused request=%s reason=%s", job.plan.request_id, exc)
             self._recorder.count("load_corrupt")
+            agent.reject(one.wanted)  # before it fails: it may be made and saved again at once
             self._fail(one, "corrupt", rejected=True)
-            agent.reject(one.wanted)
         except TransferError:
             raise
         except Exception:  # of this payload, such as too little memory of a device
