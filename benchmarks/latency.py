@@ -330,6 +330,8 @@ def main() -> None:
         for prompt in prompts:
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
         replica(saves, {"agent": agents["resident"].url}, folder)
+        chunks, keeper = len(seeds) * (LENGTH // CHUNK), agents["resident"].path
+        wait_until(lambda: metrics_of(keeper)["saves_total"] >= chunks)
         arguments = {"seeds": seeds, "rounds": options.rounds, "lengths": [LENGTH, CHUNK]}
         answers: dict[str, dict[str, list[float]]] = {}
         for _ in range(TURNS):
