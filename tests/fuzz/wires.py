@@ -172,14 +172,15 @@ _HEADS = [
 
 @outcome((ValueError, ConnectionFailed, ConnectionError))
 def _answer(raw: bytes) -> str:
-    """A head is understood or refused; no more is read than it announces."""
+    """A head is understood or refused; no more is read than it announces, and where more has come
+    the connection is not used again."""
     if b"\r\n\r\n" not in raw:
         return "refused"
     line: Any = _S3Line()
     answer = HttpResponse(line, raw, time.monotonic() + 60)
     body = raw.partition(b"\r\n\r\n")[2]
-    if "transfer-encoding" not in answer.headers:
-        require(answer.left >= len(body), "more than was announced")
+    announced = len(body) if "transfer-encoding" in answer.headers else answer.left
+    require(announced >= len(body) or answer.status >= 300, "more than was announced")
     require(isinstance(answer.etag, str), "no tag")
     answer.starts_at(0)
     if answer.status in (200, 206):
@@ -187,14 +188,21 @@ def _answer(raw: bytes) -> str:
     into = memoryview(bytearray(min(answer.left, 64)) + b"\xa5" * 16)
     room = len(into) - 16
     try:
-        answer.fill(into[:room], time.monotonic() + 60)
+        with answer:
+            answer.fill(into[:room], time.monotonic() + 60)
     finally:
         require(into[room:] == b"\xa5" * 16, "written beyond the buffer")
+        require(not line.is_clean or announced >= len(body), "kept with bytes that nobody read")
     return "read"
 
 
 class _S3Line:
     """The connection is lost after what came with the head."""
+
+    is_clean = False
+
+    def release(self) -> None:
+        """As a connection does."""
 
     def receive_into(self, into: memoryview, deadline_s: float) -> int:
         return 0
