@@ -242,7 +242,7 @@ def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
     first.spill.close(PATIENCE_S)
     assert (len(first.arena_cache.held), first.arena_cache.held.nbytes) == (0, 0)
     later = make()
-    wait_until(lambda: later.held == set(paths(made)))
+    wait_until(lambda: later.held == set(paths(made)), PATIENCE_S)
 
 
 def end_by(how: str, service: Service) -> AgentProcess:
