@@ -137,9 +137,11 @@ class NodeSaves:
             if refusal not in (CommitStatus.ACCEPTED, CommitStatus.NO_ROOM) and not holds_back:
                 return refusal
             holds_back = refusal is not CommitStatus.ACCEPTED
+        # It is saved as soon as there is room, unless its memory is needed before that: no promise.
+        waiting = CommitStatus.ACCEPTED if puts else CommitStatus.HELD_BACK
         waits = refusal is CommitStatus.NO_ROOM
         if waits and self._arena_cache.holds([path])[0] and self._held.put(path):
-            return CommitStatus.ACCEPTED
+            return waiting
         if not self._cache.in_flight.begin(path):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
@@ -155,7 +157,11 @@ class NodeSaves:
             return status
         if holds_back:
             if is_new and not (was_held_back and may_save):
-                return self._hold_back(resident, header, waits=waits)
+                self._hold_back(resident, header)
+                if waits and self._held.put(path):
+                    return waiting
+                self._count_held_back(path)
+                return CommitStatus.HELD_BACK
             refusal = self._refusal() if may_save else CommitStatus.REPEATED
             if refusal is not CommitStatus.ACCEPTED:
                 self._cache.in_flight.end(path)
@@ -286,23 +292,22 @@ class NodeSaves:
         record = held_record(header)
         self._arena_cache.note_held(resident, header.claim, record, is_due=is_due)
 
-    def _hold_back(self, resident: CachedPayload, header: Header, *, waits: bool) -> CommitStatus:
-        """Leave a payload in the arena, and count it across the fleet, or with ``waits`` save it as
-        soon as there is room."""
+    def _hold_back(self, resident: CachedPayload, header: Header) -> None:
+        """Leave a payload in the arena."""
         self._note_unsaved(resident, header, is_due=False)
         self._cache.in_flight.end(resident.key)
         self._arena_cache.release(resident)
-        if waits and self._held.put(resident.key):
-            return CommitStatus.ACCEPTED
+
+    def _count_held_back(self, path: str) -> None:
+        """Have a payload that is held back counted across the fleet."""
         self._recorder.count("agent_held_back")
         if not self._limits.may_save:
-            return CommitStatus.HELD_BACK
+            return
         if len(self._made) >= _SIGHTINGS_MAX:
             self._recorder.count("agent_sighting_drops")
-        else:
-            self._made.append(resident.key)
-            self.wake()
-        return CommitStatus.HELD_BACK
+            return
+        self._made.append(path)
+        self.wake()
 
     def _look(self, _: None) -> None:
         """Save what is due while there is room, and record what was made, as many in a round trip

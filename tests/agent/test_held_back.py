@@ -754,8 +754,9 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[...
     """The others wait without a lease, and are lost only if their memory is needed."""
     store = GatedStore()
     node, made = make(holds_back=False, store=store, memory=10 * 4096), payloads()
-    for payload in (*made, made[2]):
-        assert node.commit_one(payload) is CommitStatus.ACCEPTED
+    accepted, held_back = CommitStatus.ACCEPTED, CommitStatus.HELD_BACK
+    assert [node.commit_one(one) for one in made] == [accepted, accepted, held_back]
+    assert node.commit_one(made[2]) is held_back
     assert node.arena_cache.leased() == 2, "each has 5 KiB, and a quarter is 10 KiB"
     assert node.held == set(paths(made))
     store.gate.set()
