@@ -67,7 +67,7 @@ _PATIENCE_S = 600.0
 
 def make_model() -> Path:
     """A model that computes little and has much KV."""
-    target = ROOT / ".cache" / "models" / f"latency-{LAYERS}-{HEADS}-{CONTENT}"
+    target = ROOT / ".cache" / "models" / f"latency-{LENGTH}-{LAYERS}-{HEADS}-{CONTENT}"
     if not target.exists():
         import torch
         import transformers
