@@ -329,7 +329,9 @@ def main() -> None:
         saves: list[Any] = []
         for prompt in prompts:
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
-        replica(saves, {"agent": agents["resident"].url}, folder)
+        # With less, a step that computes several chunks drops some of them.
+        slabs = {"pinned_bytes_max": 2 * nbytes}
+        replica(saves, slabs | {"agent": agents["resident"].url}, folder)
         chunks, keeper = len(seeds) * (LENGTH // CHUNK), agents["resident"].path
         wait_until(lambda: metrics_of(keeper)["saves_total"] >= chunks)
         arguments = {"seeds": seeds, "rounds": options.rounds, "lengths": [LENGTH, CHUNK]}
