@@ -25,7 +25,6 @@ from objkv.errors import PayloadError
 from objkv.index.base import Record, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
 
 _RETRY_S: Final = 5.0
@@ -42,8 +41,8 @@ def held_record(header: Header) -> ShardRecord:
 def read_held(line: bytes) -> tuple[Claim, ShardRecord]:
     """Read a line of ``HeldPayloads.written``. Raises ``PayloadError``."""
     try:
-        name, prefix_hash, group, shard, parent_hash, start, end, text = json.loads(line)
-        key = ChunkKey(name, bytes.fromhex(prefix_hash), int(group), Shard.parse(shard))
+        path, parent_hash, start, end, text = json.loads(line)
+        key = ChunkKey.parse(path)
         record = decode_shard(text.encode("ascii"))
         claim = Claim(key, bytes.fromhex(parent_hash), int(start), int(end))
     except MALFORMED as exc:
@@ -279,11 +278,9 @@ class HeldPayloads:
 
 
 def _line(one: _Held) -> bytes:
-    claim, key = one.claim, one.claim.key
-    hashes = key.prefix_hash.hex(), claim.parent_hash.hex()
-    fields = [key.namespace, hashes[0], key.group, str(key.shard), hashes[1]]
-    fields += [claim.token_start, claim.token_end, one.text.decode()]
-    return json.dumps(fields).encode() + b"\n"
+    claim = one.claim
+    places = [claim.key.path(), claim.parent_hash.hex(), claim.token_start, claim.token_end]
+    return json.dumps([*places, one.text.decode()]).encode() + b"\n"
 
 
 def _written(chunk: Mapping[str, _Held] | None, fields: tuple[str, ...]) -> Shards | None:

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from functools import lru_cache
 from itertools import accumulate, product
 from typing import Final, NamedTuple
 
@@ -22,7 +21,6 @@ from objkv.index.base import ShardRecord, Shards
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.keys.topology import Shard
 
 VERSION: Final = 5
 MESSAGE_BYTES_MAX: Final = 65_536
@@ -236,16 +234,16 @@ def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> byte
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
     namespace = wanted[0].claim.key.namespace
-    fields: dict[tuple[int, Shard], int] = {}
+    fields = dict[str, int]()
     entries, records = [], []
     for one in wanted:
         claim, key = one.claim, one.claim.key
         assert key.namespace == namespace
-        number = fields.setdefault((key.group, key.shard), len(fields))
+        number = fields.setdefault(key.field, len(fields))
         places = claim.token_start, claim.token_end
         entries.append(_ENTRY.pack(key.prefix_hash, claim.parent_hash, *places, number))
         records.append(encode_shard(one.record))
-    names = "\n".join([f"{group}.{shard}" for group, shard in fields]).encode()
+    names = "\n".join(fields).encode()
     counts = len(wanted), len(names)
     head = _OPENING.pack(kind, urgency, deadline_ms, namespace.encode(), *counts)
     return _bounded(b"".join((head, names, *entries, b"\n".join(records))))
@@ -256,7 +254,7 @@ def unpack_opening(message: bytes) -> Opening:
     try:
         _, urgency, deadline_ms, name, number, size = _OPENING.unpack_from(message)
         at = _OPENING.size + size
-        keys = [_parse_field(text) for text in message[_OPENING.size : at].decode().split("\n")]
+        fields = message[_OPENING.size : at].decode().split("\n")
         end = at + number * _ENTRY.size
         records = message[end:].split(b"\n")
         namespace = _namespace(name)
@@ -268,7 +266,7 @@ def unpack_opening(message: bytes) -> Opening:
             record = decode_shard(text) if len(text) <= _RECORD_BYTES_MAX else None
             if record is None or start >= stop:
                 raise ProtocolError("an invalid record or range of tokens")
-            key = ChunkKey(namespace, prefix_hash, *keys[field])
+            key = ChunkKey.of(namespace, prefix_hash, fields[field])
             wanted.append(PayloadRequest(Claim(key, parent_hash, start, stop), record))
         return Opening(Urgency(urgency), deadline_ms, wanted)
     except (struct.error, ValueError, IndexError) as exc:
@@ -409,13 +407,3 @@ def _namespace(name: bytes) -> str:
     if name.translate(None, b"0123456789abcdef"):
         raise ProtocolError("an invalid namespace")
     return name.decode("ascii")
-
-
-@lru_cache(maxsize=4096)
-def _parse_field(text: str) -> tuple[int, Shard]:
-    if len(text) > _FIELD_CHARS_MAX:
-        raise ProtocolError("an invalid field")
-    group, _, shard = text.partition(".")
-    if not group.isascii() or not group.isdigit() or str(int(group)) != group:
-        raise ProtocolError("an invalid field")
-    return int(group), Shard.parse(shard)

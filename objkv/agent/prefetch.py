@@ -26,7 +26,6 @@ from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.keys.topology import Shard
 from objkv.stores.base import ReadStore
 
 _NAMESPACES_MAX = 64
@@ -264,9 +263,8 @@ def _wanted(namespace: str, record: Record) -> list[PayloadRequest]:
     """Return all payloads of a chunk. A shard whose name this version cannot read has none."""
     wanted = []
     for field, shard in record.shards.items():
-        group, _, name = field.partition(".")
         try:
-            key = ChunkKey(namespace, record.prefix_hash, int(group), Shard.parse(name))
+            key = ChunkKey.of(namespace, record.prefix_hash, field)
         except ValueError:
             continue
         claim = Claim(key, record.parent_hash, record.token_start, record.token_end)

@@ -19,6 +19,9 @@ from objkv.codec.seal import Seal, read_marks, seal_metadata
 from objkv.codec.values import (
     CHECKSUM_AT,
     CHECKSUM_END,
+    CHUNK_AT,
+    CHUNK_END,
+    CHUNK_OPENING,
     DTYPE_BYTES,
     ENCRYPTED,
     LAYER_BYTES_MAX,
@@ -43,9 +46,8 @@ from objkv.codec.values import (
 )
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.topology import Shard
 
-FORMAT_NAME: Final = "objkv/1"
+FORMAT_NAME: Final = "objkv/2"
 ALIGNMENT: Final = 4096
 """Data starts at a multiple of this, so that pages can be mapped and read directly."""
 HEADER_BYTES_MAX: Final = 4 << 20
@@ -65,7 +67,7 @@ _BLANK = b"0" * 32
 _DIGEST = re.compile("[0-9a-f]{64}")
 _INT = re.compile("(?:0|[1-9][0-9]{0,18})")
 CLAIM_FORMS: Final = {
-    "key": re.compile("[ -~]{1,900}"),
+    "shard": re.compile("[A-Za-z0-9_-]{0,200}"),
     "parent": re.compile("[0-9a-f]{40}"),
     "token_start": _INT,
     "token_end": _INT,
@@ -86,8 +88,9 @@ _ONLY_INT = frozenset((int,))
 
 
 def claim_values(claim: Claim) -> tuple[str, str, int, int]:
-    """Return the values of ``CLAIM_FORMS``."""
-    return claim.key.path(), claim.parent_hash.hex(), claim.token_start, claim.token_end
+    """Return the values of ``CLAIM_FORMS``, which follow the chunk's."""
+    shard = str(claim.key.shard or "")
+    return shard, claim.parent_hash.hex(), claim.token_start, claim.token_end
 
 
 def provenance_values(provenance: Provenance) -> tuple[str, str, int]:
@@ -234,7 +237,8 @@ def render(
     ``seal`` made ``marks`` and ``frames``, and signs the header. Raises ``PayloadError`` if the
     header is too long.
     """
-    metadata = {"checksum": _BLANK.decode(), **seal_metadata(marks)}
+    metadata = {"checksum": _BLANK.decode(), "chunk": claim.key.chunk_text}
+    metadata |= seal_metadata(marks)
     metadata["format"] = FORMAT_NAME
     metadata |= zip(CLAIM_FORMS, map(str, claim_values(claim)), strict=True)
     metadata |= zip(PROVENANCE_FORMS, map(str, provenance_values(provenance)), strict=True)
@@ -320,6 +324,8 @@ def verified_text(payload: Buffer, seal: Seal | None = None) -> VerifiedText:
     raw = bytearray(payload[:total])
     if raw[LENGTH_BYTES:CHECKSUM_AT] != OPENING:
         raise PayloadError("the data is not an objkv payload")
+    if raw[CHECKSUM_END:CHUNK_AT] != CHUNK_OPENING:
+        raise PayloadError("the payload is not of format 2")
     checksum = bytes(raw[CHECKSUM_AT:CHECKSUM_END])
     raw[CHECKSUM_AT:CHECKSUM_END] = _BLANK
     if checksum != digest(raw).encode():
@@ -334,7 +340,9 @@ def parse_verified(text: VerifiedText) -> Header:
     document = load_object(text.raw[LENGTH_BYTES:])
     metadata = _metadata(document.pop(METADATA_NAME, None))
     if metadata.pop("format", "") != FORMAT_NAME:
-        raise PayloadError("the payload format is not version 1")
+        raise PayloadError("the payload is not of format 2")
+    if metadata.get("chunk", "").encode("utf-8", "replace") != text.raw[CHUNK_AT:CHUNK_END]:
+        raise PayloadError("the chunk is not where readers compare it")
     frames = read_frames(document, metadata, len(text.raw))
     claim, provenance = _claim(metadata), _provenance(metadata)
     return Header(claim, frames, text.checksum, provenance, read_marks(metadata))
@@ -354,13 +362,14 @@ def _text(metadata: dict[str, str], name: str, form: re.Pattern[str]) -> str:
 
 
 def _claim(metadata: dict[str, str]) -> Claim:
-    path, parent, start, end = (_text(metadata, *item) for item in CLAIM_FORMS.items())
+    shard, parent, start, end = (_text(metadata, *item) for item in CLAIM_FORMS.items())
     if int(start) >= int(end):
         raise PayloadError(f"the token range {start}-{end} is empty")
     try:
-        return Claim(ChunkKey.parse(path), bytes.fromhex(parent), int(start), int(end))
+        key = ChunkKey.read(metadata.get("chunk", ""), shard)
     except ValueError as exc:
-        raise PayloadError(f"metadata 'key': {exc}") from exc
+        raise PayloadError(f"the claim: {exc}") from exc
+    return Claim(key, bytes.fromhex(parent), int(start), int(end))
 
 
 def _provenance(metadata: dict[str, str]) -> Provenance:
@@ -390,8 +399,8 @@ def _joined(names: Iterable[str], values: Iterable[str]) -> str:
     return "".join(f'","{name}":"{value}' for name, value in zip(names, values, strict=True))
 
 
-_BEGINNING = OPENING + b"0" * 32
-_CLAIM_TEXT = _joined(("format", *CLAIM_FORMS), (FORMAT_NAME, *["%s"] * len(CLAIM_FORMS)))
+_BEGINNING = OPENING + _BLANK + CHUNK_OPENING
+_CLAIM_TEXT = "%s" + _joined(("format", *CLAIM_FORMS), (FORMAT_NAME, *["%s"] * len(CLAIM_FORMS)))
 _PROVENANCE_TEXT = _joined(PROVENANCE_FORMS, ["%s"] * len(PROVENANCE_FORMS)) + '"'
 # A writer's name is printable ASCII that JSON does not escape.
 _PLAIN_WRITER = rf"[ !#-\[\]-~]{{0,{WRITER_CHARS_MAX}}}"
@@ -407,7 +416,7 @@ _PROVENANCE = re.compile(
 _HEX = b"0123456789abcdef"
 _ANY = "f" * 32
 """Placeholder of a frame's checksum in a form. It occurs nowhere else between claim and tensors."""
-_SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0, Shard(0, 1, 0, 1)), bytes(20), 0, 1)
+_SOME_CLAIM = Claim(ChunkKey("0" * 32, bytes(20), 0), bytes(20), 0, 1)
 
 
 class Form:
@@ -449,7 +458,7 @@ class Form:
         """Return the header in ``text``, or None if it does not have exactly this form and this
         claim."""
         raw, total = text.raw, len(text.raw)
-        opening = _BEGINNING + (_CLAIM_TEXT % claim_values(claim)).encode()
+        opening = _opening(claim)
         if not raw.startswith(opening, LENGTH_BYTES):
             return None
         written = _PROVENANCE.match(raw, LENGTH_BYTES + len(opening))
@@ -494,7 +503,7 @@ class Form:
 
 def _opening(claim: Claim) -> bytes:
     """Return the output of ``render`` up to the provenance."""
-    return _BEGINNING + (_CLAIM_TEXT % claim_values(claim)).encode()
+    return _BEGINNING + (_CLAIM_TEXT % (claim.key.chunk_text, *claim_values(claim))).encode()
 
 
 _forms: dict[int, tuple[tuple[LayerSpec, ...], Form | None]] = {}

@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from objkv.codec.compress import Buffer
 from objkv.codec.values import (
-    CHECKSUM_END,
+    CHUNK_END,
     ENCRYPTED,
     SIGNATURE_AT,
     SIGNATURE_END,
@@ -104,7 +104,7 @@ class Seal:
     def verify(self, header: bytearray) -> None:
         """Raise ``PayloadError`` unless ``header``, with zeros in place of its checksum, is signed
         with a known key. Overwrites the signature with zeros."""
-        match = _SIGNATURE.match(header, CHECKSUM_END)
+        match = _SIGNATURE.match(header, CHUNK_END)
         if match is None:
             raise PayloadError(
                 "the payload is not signed, but this process loads only signed payloads"
@@ -226,7 +226,7 @@ def proof_of(stored: Buffer) -> str:
 
 
 def seal_metadata(marks: Marks) -> dict[str, str]:
-    """Return the seal's metadata, which follows the checksum; not yet signed."""
+    """Return the seal's metadata, which follows the chunk; not yet signed."""
     metadata = {}
     if marks.signed_by:
         metadata["signature"] = f"{_BLANK.decode()} {marks.signed_by}"

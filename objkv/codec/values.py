@@ -10,7 +10,7 @@ import xxhash
 
 from objkv.codec.compress import Buffer
 from objkv.errors import PayloadError
-from objkv.keys.chunk import ChunkKey
+from objkv.keys.chunk import CHUNK_CHARS, ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 if TYPE_CHECKING:
@@ -290,7 +290,11 @@ LENGTH_BYTES: Final = 8
 OPENING: Final = f'{{"{METADATA_NAME}":{{"checksum":"'.encode()
 CHECKSUM_AT: Final = LENGTH_BYTES + len(OPENING)
 CHECKSUM_END: Final = CHECKSUM_AT + 32
+CHUNK_OPENING: Final = b'","chunk":"'
+CHUNK_AT: Final = CHECKSUM_END + len(CHUNK_OPENING)
+CHUNK_END: Final = CHUNK_AT + CHUNK_CHARS
+"""Between these is the identity of a payload's chunk and group, in every payload."""
 SIGNATURE_OPENING: Final = b'","signature":"'
-SIGNATURE_AT: Final = CHECKSUM_END + len(SIGNATURE_OPENING)
+SIGNATURE_AT: Final = CHUNK_END + len(SIGNATURE_OPENING)
 """Only in a signed payload."""
 SIGNATURE_END: Final = SIGNATURE_AT + 64

@@ -13,14 +13,11 @@ from typing import ClassVar
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NamespaceIdentity
 from objkv.keys.prefix import PromptExtras, encode_extras, field_digest
-from objkv.keys.topology import Shard
 
 ENCODER_SCHEME = "objkv-encoder-1"
 ENCODER_GROUP = 0
-ENCODER_SHARD = Shard(0, 1, 0, 1)
-"""One layer, one head: the output is the same on every TP rank, and one of them saves it."""
-ENCODER_FIELD = f"{ENCODER_GROUP}.{ENCODER_SHARD}"
-"""The output's field in its index record."""
+ENCODER_FIELD = str(ENCODER_GROUP)
+"""The output's field in its index record. It is the same on every TP rank, and one saves it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,4 +62,4 @@ def encoder_hash(
 
 def encoder_key(namespace: str, item_hash: bytes) -> ChunkKey:
     """Return the key of the output's payload."""
-    return ChunkKey(namespace, item_hash, ENCODER_GROUP, ENCODER_SHARD)
+    return ChunkKey(namespace, item_hash, ENCODER_GROUP)

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal
 
 from objkv.errors import ConfigError
 
-FORMAT = 1
+FORMAT = 2
 HASH_SCHEME = "sha256-chain-1"
 NAMESPACE_HEX = 32
 

@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Final, get_args
@@ -32,7 +33,6 @@ from objkv.keys.identity import (
     identity_path,
     seals_of,
 )
-from objkv.keys.topology import Shard
 from objkv.ops.retrying import retrying
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
@@ -244,13 +244,8 @@ def publish_shapes(view: BackendsView, namespace: str, fields: Iterable[str], no
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
     """Yield the keys of the payloads in a record, skipping invalid fields."""
     for field in record.shards:
-        group, _, shard = field.partition(".")
-        try:
-            key = ChunkKey(namespace, record.prefix_hash, int(group), Shard.parse(shard))
-        except (AssertionError, ValueError):
-            continue
-        if key.field == field:
-            yield key
+        with suppress(ValueError):
+            yield ChunkKey.of(namespace, record.prefix_hash, field)
 
 
 def looks(

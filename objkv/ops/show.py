@@ -18,7 +18,7 @@ from objkv.codec.values import ENCRYPTED
 from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.topology import Shard
+from objkv.ops.backends_view import record_keys
 from objkv.stores.base import ReadStore
 
 BEGINNING_CHARS_MIN = 4
@@ -115,14 +115,7 @@ def choose_chunk(found: Collection[tuple[str, bytes]], beginning: str) -> tuple[
 def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> list[ChunkKey]:
     """Return the payloads in the chunk's record; some may be ghosts."""
     [record] = index.lookup(namespace, [prefix_hash])
-    keys = []
-    for field in record.shards if record else ():
-        group, _, shard = field.partition(".")
-        try:
-            keys.append(ChunkKey(namespace, prefix_hash, int(group), Shard.parse(shard)))
-        except ValueError:
-            continue
-    return keys
+    return [] if record is None else list(record_keys(namespace, record))
 
 
 def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) -> PayloadReport:
@@ -154,7 +147,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) ->
         problem=problem,
         nbytes=found.nbytes,
         group=key.group,
-        shard=str(key.shard),
+        shard=str(key.shard or ""),
         parent_hash=header.claim.parent_hash,
         token_start=header.claim.token_start,
         token_end=header.claim.token_end,
@@ -174,7 +167,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) ->
 
 
 def _report(key: ChunkKey, nbytes: int | None, verdict: Verdict, problem: str) -> PayloadReport:
-    return PayloadReport(key.path(), verdict, problem, nbytes, key.group, str(key.shard))
+    return PayloadReport(key.path(), verdict, problem, nbytes, key.group, str(key.shard or ""))
 
 
 def _frame(header: Header, number: int, payload: bytes) -> FrameReport:

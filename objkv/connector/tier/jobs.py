@@ -24,12 +24,9 @@ from objkv.errors import ConfigError, TransferError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.keys.topology import Shard
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
-WHOLE = Shard(0, 1, 0, 1)
-"""The shard of every row. A row has the whole chunk, not one rank's part."""
 _GROUP_BYTES = 4
 _NO_PARENT = bytes(PREFIX_HASH_BYTES)
 _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
@@ -48,7 +45,7 @@ def chunk_key(namespace: str, key: bytes) -> ChunkKey:
     """Return objkv's key for vLLM's ``OffloadKey``, which is a block hash and a 4-byte group."""
     block_hash, group = key[:-_GROUP_BYTES], key[-_GROUP_BYTES:]
     digest = hashlib.sha256(block_hash).digest()[:PREFIX_HASH_BYTES]
-    return ChunkKey(namespace, digest, int.from_bytes(group, "big"), WHOLE)
+    return ChunkKey(namespace, digest, int.from_bytes(group, "big"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,6 @@ from objkv.errors import ConfigError, PayloadError, StoreDenied
 from objkv.index.base import ReadIndex, Record
 from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.topology import Shard
 from objkv.ops.audit.spool import AuditSpool, SeenRecord
 from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
@@ -198,7 +197,7 @@ class AuditWalk:
             " WHERE p.ns = ? AND s.nbytes IS NULL LIMIT ?",
         )
         rows = [row for one in statements for row in self.spool.some(one, (ns, LOOKED_TWICE_MAX))]
-        return [_key(name, prefix_hash, text) for prefix_hash, text in rows]
+        return [ChunkKey.of(name, prefix_hash, text) for prefix_hash, text in rows]
 
     def _look_again(self, keys: Sequence[ChunkKey]) -> None:
         """Read the record before the payload: a payload is put before its record is published."""
@@ -234,8 +233,3 @@ def part_unit(part: NamespacePart) -> str:
 def _folder(key: str) -> str:
     """Return the namespace of a payload, quarantined or not."""
     return key.removeprefix(f"{QUARANTINE}/").partition("/")[0]
-
-
-def _key(namespace: str, prefix_hash: bytes, text: str) -> ChunkKey:
-    group, _, shard = text.partition(".")
-    return ChunkKey(namespace, prefix_hash, int(group), Shard.parse(shard))
