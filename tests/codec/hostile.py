@@ -46,8 +46,9 @@ def document_of(frames: Sequence[Stored]) -> Document:
     """Return the JSON of a header that describes ``frames`` in the format's own way."""
     metadata = {
         "checksum": "0" * 32,
-        "format": "objkv/1",
-        "key": CLAIM.key.path(),
+        "chunk": CLAIM.key.chunk_text,
+        "format": "objkv/2",
+        "shard": str(CLAIM.key.shard),
         "parent": CLAIM.parent_hash.hex(),
         "token_start": str(CLAIM.token_start),
         "token_end": str(CLAIM.token_end),
@@ -139,8 +140,8 @@ def _filled(start: str, part: Callable[[int], str], end: str, parts: int | None 
 
 def headers() -> Iterator[tuple[str, bytes]]:
     """(name, JSON): what reading a header must refuse."""
-    opening = '{"__metadata__":{"checksum":"' + "0" * 32 + '"'
-    inside = opening + ',"format":"objkv/1",'
+    opening = '{"__metadata__":{"checksum":"' + "0" * 32 + f'","chunk":"{CLAIM.key.chunk_text}"'
+    inside = opening + ',"format":"objkv/2",'
     beside = opening + "},"
     shapes: tuple[tuple[str, str, Callable[[int], str], str, int], ...] = (
         ("lists", beside + '"x":[', lambda _: "[],", "]}", 2),
@@ -161,7 +162,7 @@ def headers() -> Iterator[tuple[str, bytes]]:
     yield "surrogates", _filled(beside + '"', lambda _: "\\udc00", '":{}}')
     for name, text in {
         "writer": "x",
-        "key": "a/",
+        "shard": "a",
         "frame.0": "9",
         "scales.0": "1",
         "created_s": "9",

@@ -109,7 +109,9 @@ def last_digit(text: str) -> str:
 
 
 CLAIMED: dict[str, Change] = {
-    "key": metadata("key", lambda text: text.replace("ab/", "ac/", 1)),
+    "chunk": metadata("chunk", lambda text: "ac" + text[2:]),
+    "group": metadata("chunk", lambda text: text[:-1] + "1"),
+    "shard": metadata("shard", lambda text: text.replace("H0-2", "H0-3")),
     "parent": metadata("parent", last_digit),
     "start": metadata("token_start", lambda _: "255"),
     "end": metadata("token_end", lambda _: "513"),
@@ -206,7 +208,7 @@ def test_a_payload_cannot_be_moved_to_another_name(kind: str, moved: str) -> Non
     assert is_refused(payload, seal, claim)
     document, frames = split(payload)
     document["__metadata__"] |= {
-        "key": claim.key.path(),
+        "chunk": claim.key.chunk_text,
         "parent": claim.parent_hash.hex(),
         "token_start": str(claim.token_start),
         "token_end": str(claim.token_end),

@@ -148,13 +148,14 @@ N = LAYERS[0].nbytes
         frame("none F32 2x2x16x32 #"),
         frame("none BF16 " + "x".join(["9" * 18] * 4) + " #"),
         frame("none BF16 " + "9" * 5000 + "x1x1x1 #"),
-        metadata("format", "objkv/2"),
+        metadata("format", "objkv/1"),
         metadata("token_start", "512"),
         metadata("token_start", "-1"),
         metadata("token_end", "9" * 5000),
         metadata("token_end", "５１２"),
-        metadata("key", "../../etc/passwd"),
-        metadata("key", CLAIM.key.path().replace("L0-3", "L0-" + "9" * 5000)),
+        metadata("chunk", "../../etc/passwd".ljust(76)),
+        metadata("shard", "../../etc/passwd"),
+        metadata("shard", "L0-" + "9" * 5000 + "_H0-2"),
         metadata("parent", "00"),
         metadata("tokens", "1 2 x"),
         metadata("tokens", "1  2"),
@@ -162,7 +163,8 @@ N = LAYERS[0].nbytes
         metadata("writer", "x" * 257),
         metadata("token_digest", ""),
         lambda document: document["__metadata__"].pop("frame.2"),
-        lambda document: document["__metadata__"].pop("key"),
+        lambda document: document["__metadata__"].pop("chunk"),
+        lambda document: document["__metadata__"].pop("shard"),
         lambda document: document.pop(LAYERS[0].name),
         lambda document: document.update({"": document.pop(LAYERS[2].name)}),
         lambda document: document.update({"x" * 600: document.pop(LAYERS[2].name)}),
@@ -178,7 +180,10 @@ def test_a_header_that_lies_is_refused(tamper: Callable[[Document], object]) -> 
     assert len(str(caught.value)) < 1500
 
 
-OPENING = b'{"__metadata__":{"checksum":"' + b"0" * 32 + b'"'
+OPENING = b'{"__metadata__":{"checksum":"%b","chunk":"%b"' % (
+    b"0" * 32,
+    CLAIM.key.chunk_text.encode(),
+)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,7 @@ OPENING = b'{"__metadata__":{"checksum":"' + b"0" * 32 + b'"'
         OPENING + b'},"x":' + b"9" * 100_000 + b"}",
         OPENING + b'},"x":NaN}',
         OPENING + b'},"__metadata__":{}}',
-        OPENING + b',"format":"objkv/1","format":"objkv/1"}}',
+        OPENING + b',"format":"objkv/2","format":"objkv/2"}}',
         OPENING + b'},"x":"\xff\xfe"}',
         OPENING + b'},"x":"\xc3\xa4"}',
         OPENING + b"}}{}",

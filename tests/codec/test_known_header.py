@@ -209,23 +209,45 @@ def test_both_ways_agree_on_every_way_to_write_a_number(name: str, number: str) 
     with_layers(join(re.sub(pattern, lambda _: value, text_of(rendered(LAYERS)))))
 
 
-KEYS = [
-    CLAIM.key.path().replace("/0.L", "/00.L"),
-    CLAIM.key.path().replace("/01/", "/02/"),
-    CLAIM.key.path().replace("L0-3", "L3-3"),
-    CLAIM.key.path().replace("L0-3", "L00-3"),
-    CLAIM.key.path().upper(),
-    CLAIM.key.path() + "\\n",
-    CLAIM.key.path().replace("/0.L", f"/{'9' * 900}.L"),
-    "x" * 901,
-    "",
-]
+CHUNK = CLAIM.key.chunk_text
 
 
-@pytest.mark.parametrize("key", KEYS)
-def test_both_ways_refuse_a_key_that_is_none(key: str) -> None:
-    text = text_of(rendered(LAYERS)).replace(CLAIM.key.path().encode(), key.encode())
+@pytest.mark.parametrize(
+    "chunk",
+    [
+        CHUNK.upper(),
+        CHUNK[:-1] + "x",
+        CHUNK[:-1],
+        CHUNK + "0",
+        CHUNK + "\\n",
+        f"\\u00{ord(CHUNK[0]):x}{CHUNK[1:]}",
+        CHUNK[:-1] + '","chunk":"' + CHUNK[-1],
+        "",
+    ],
+)
+def test_both_ways_refuse_a_chunk_that_is_none(chunk: str) -> None:
+    text = text_of(rendered(LAYERS)).replace(CHUNK.encode(), chunk.encode())
     assert isinstance(with_layers(join(text)), str)
+
+
+@pytest.mark.parametrize(
+    "shard", ["L3-3_H0-2", "L00-3_H0-2", "L0-3_H0-2\\n", "L0-3", "l0-3_h0-2", "x" * 201, " "]
+)
+def test_both_ways_refuse_a_shard_that_is_none(shard: str) -> None:
+    text = text_of(rendered(LAYERS)).replace(b"L0-3_H0-2", shard.encode())
+    assert isinstance(with_layers(join(text)), str)
+
+
+def test_a_chunk_elsewhere_than_readers_compare_it_is_refused() -> None:
+    text = text_of(rendered(LAYERS))
+    own, other = f'"chunk":"{CHUNK}",'.encode(), f'"chunk":"{"f" * 72}0000",'.encode()
+    for moved in (
+        text.replace(own, b"").replace(b'"shard"', own + b'"shard"'),
+        text.replace(own, other).replace(b'"shard"', own + b'"shard"'),
+        text.replace(own, b'"more":"",' + own),
+    ):
+        assert moved != text
+        assert isinstance(with_layers(join(moved)), str)
 
 
 CHANGES: list[Callable[[bytes], bytes]] = [
@@ -247,7 +269,7 @@ CHANGES: list[Callable[[bytes], bytes]] = [
     lambda text: text.replace(b'"writer":"tests"', b'"writer":"a","writer":"b"'),
     lambda text: text.replace(b'"writer":"tests",', b""),
     lambda text: text.replace(b'"writer":"tests"', b'"writer":"tests","tokens":"1 2"'),
-    lambda text: text.replace(b"objkv/1", b"objkv/2"),
+    lambda text: text.replace(b"objkv/2", b"objkv/3"),
     lambda text: re.sub(rb'("token_start":"256"),("token_end":"512")', rb"\2,\1", text),
     lambda text: re.sub(rb'("frame.0":"[^"]*"),("frame.1":"[^"]*")', rb"\2,\1", text),
     lambda text: re.sub(rb'"frame.0":("[^"]*"),"frame.1"', rb'"frame.1":\1,"frame.0"', text),

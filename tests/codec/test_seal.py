@@ -176,12 +176,12 @@ def test_no_key_is_in_what_is_shown() -> None:
 def test_the_signature_is_the_documented_one() -> None:
     payload = sample(seal=SEALS["signed and encrypted"])
     length = 8 + int.from_bytes(payload[:8], "little")
-    assert payload[69:84] == b'","signature":"'
-    assert payload[148:156] == b" sign-1" + b'"'
+    assert payload[156:171] == b'","signature":"'
+    assert payload[235:243] == b" sign-1" + b'"'
     blank = bytearray(payload[:length])
-    blank[37:69], blank[84:148] = b"0" * 32, b"0" * 64
+    blank[37:69], blank[171:235] = b"0" * 32, b"0" * 64
     message = b"objkv-signature-1\n" + blank
-    assert hmac.new(SIGNER.secret, message, "sha256").hexdigest() == payload[84:148].decode()
+    assert hmac.new(SIGNER.secret, message, "sha256").hexdigest() == payload[171:235].decode()
 
 
 def test_the_digest_of_a_signed_frame_is_the_documented_one() -> None:
@@ -203,7 +203,9 @@ def test_encryption_is_the_documented_one(kind: str) -> None:
     told = document["__metadata__"]
     salt, key_id = told["encryption"].split(" ")
     assert key_id == ENCRYPTER.id
-    info = b"objkv-encryption-1\n" + told["key"].encode()
+    chunk, shard = told["chunk"], told["shard"]
+    path = f"{chunk[:32]}/{chunk[32:34]}/{chunk[32:72]}/{int(chunk[72:])}.{shard}.safetensors"
+    info = b"objkv-encryption-1\n" + path.encode()
     keys = HKDF(SHA256(), 64, bytes.fromhex(salt), info).derive(ENCRYPTER.secret)
     digest = hmac.new(keys[32:], bytes.fromhex(PROVENANCE.token_digest), "sha256").hexdigest()
     assert told["token_digest"] == digest
@@ -212,7 +214,7 @@ def test_encryption_is_the_documented_one(kind: str) -> None:
         about = "\n".join(
             [
                 "objkv-frame-1",
-                told["key"],
+                path,
                 told["parent"],
                 f"{told['token_start']} {told['token_end']}",
                 told["token_digest"],
