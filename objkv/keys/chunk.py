@@ -13,10 +13,10 @@ _PATH = re.compile(
     r"(?P<namespace>[0-9a-f]{32})/(?P<fan>[0-9a-f]{2})/(?P<hash>[0-9a-f]{40})/"
     r"(?P<field>[^/]+)\.safetensors"
 )
-_FIELD = re.compile(r"(0|[1-9][0-9]{0,3})(?:\.([^/.]+))?")
-_CHUNK = re.compile(r"([0-9a-f]{32})([0-9a-f]{40})([0-9]{4})")
-GROUPS_MAX: Final = 10_000
-CHUNK_CHARS: Final = 76
+_FIELD = re.compile(r"(0|[1-9][0-9]{0,9})(?:\.([^/.]+))?")
+_CHUNK = re.compile(r"([0-9a-f]{32})([0-9a-f]{40})([0-9]{10})")
+GROUPS_MAX: Final = 10**10
+CHUNK_CHARS: Final = 82
 """Length of ``ChunkKey.chunk_text``."""
 
 
@@ -68,7 +68,7 @@ class ChunkKey:
     @property
     def chunk_text(self) -> str:
         """Namespace, prefix hash and group in ``CHUNK_CHARS`` characters."""
-        return f"{self.namespace}{self.prefix_hash.hex()}{self.group:04}"
+        return f"{self.namespace}{self.prefix_hash.hex()}{self.group:010}"
 
     @classmethod
     def of(cls, namespace: str, prefix_hash: bytes, field: str) -> "ChunkKey":

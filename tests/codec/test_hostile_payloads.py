@@ -153,7 +153,7 @@ N = LAYERS[0].nbytes
         metadata("token_start", "-1"),
         metadata("token_end", "9" * 5000),
         metadata("token_end", "５１２"),
-        metadata("chunk", "../../etc/passwd".ljust(76)),
+        metadata("chunk", "../../etc/passwd".ljust(82)),
         metadata("shard", "../../etc/passwd"),
         metadata("shard", "L0-" + "9" * 5000 + "_H0-2"),
         metadata("parent", "00"),

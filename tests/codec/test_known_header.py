@@ -240,7 +240,7 @@ def test_both_ways_refuse_a_shard_that_is_none(shard: str) -> None:
 
 def test_a_chunk_elsewhere_than_readers_compare_it_is_refused() -> None:
     text = text_of(rendered(LAYERS))
-    own, other = f'"chunk":"{CHUNK}",'.encode(), f'"chunk":"{"f" * 72}0000",'.encode()
+    own, other = f'"chunk":"{CHUNK}",'.encode(), f'"chunk":"{"f" * 72}0000000000",'.encode()
     for moved in (
         text.replace(own, b"").replace(b'"shard"', own + b'"shard"'),
         text.replace(own, other).replace(b'"shard"', own + b'"shard"'),

@@ -171,7 +171,7 @@ def test_a_payload_of_other_layers_is_refused(layers: tuple[LayerSpec, ...], cod
 
 def test_the_bound_on_a_payload_holds_for_the_longest_of_everything() -> None:
     layers = [LayerSpec("\x7f\x01" * 255 + str(i), "U8", (1, 1, 1, 1)) for i in range(9)]
-    key = replace(CLAIM.key, group=9999, shard=Shard(2**61, 2**62, 2**61, 2**62))
+    key = replace(CLAIM.key, group=10**10 - 1, shard=Shard(2**61, 2**62, 2**61, 2**62))
     claim = Claim(key, CLAIM.parent_hash, 2**62, 2**62 + 1)
     told = Provenance("ef" * 32, '"' * 256, 2**62, (2**32 - 1,) * 1000)
     pages = [b"x"] * len(layers)

@@ -176,12 +176,12 @@ def test_no_key_is_in_what_is_shown() -> None:
 def test_the_signature_is_the_documented_one() -> None:
     payload = sample(seal=SEALS["signed and encrypted"])
     length = 8 + int.from_bytes(payload[:8], "little")
-    assert payload[156:171] == b'","signature":"'
-    assert payload[235:243] == b" sign-1" + b'"'
+    assert payload[162:177] == b'","signature":"'
+    assert payload[241:249] == b" sign-1" + b'"'
     blank = bytearray(payload[:length])
-    blank[37:69], blank[171:235] = b"0" * 32, b"0" * 64
+    blank[37:69], blank[177:241] = b"0" * 32, b"0" * 64
     message = b"objkv-signature-1\n" + blank
-    assert hmac.new(SIGNER.secret, message, "sha256").hexdigest() == payload[171:235].decode()
+    assert hmac.new(SIGNER.secret, message, "sha256").hexdigest() == payload[177:241].decode()
 
 
 def test_the_digest_of_a_signed_frame_is_the_documented_one() -> None:

@@ -126,7 +126,7 @@ def test_a_group_has_what_its_kind_has_and_no_more(change: dict[str, Any]) -> No
 def test_the_document_survives_json() -> None:
     document = json.loads(HYBRID.canonical())
     assert canonical_json(document) == HYBRID.canonical()
-    assert document["format"] == 1
+    assert document["format"] == 2
     assert document["groups"][1]["window"] == 1024
 
 

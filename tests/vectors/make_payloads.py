@@ -16,7 +16,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 
 FOLDER = Path(__file__).parent
-NAMESPACE = "519c7cd1f628f041e0385fb3e6a05e94"
+NAMESPACE = "38f920e32fa90af18c27a94b23552d9c"
 TOKENS = tuple(range(1000, 1032))
 CLAIM = Claim(
     ChunkKey(NAMESPACE, prefix_hashes(NAMESPACE, TOKENS, 32)[0], 0, Shard(0, 3, 0, 2)),
