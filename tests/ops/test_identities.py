@@ -27,7 +27,7 @@ def test_an_identity_comes_back_as_it_was_saved(bulk: MemoryStore) -> None:
 
 
 OTHER_TYPES = (
-    *({"format": 2}, {"hash": "md5"}, {"unknown": 1}, {"extra": [["a"]]}, {"extra": [["a", 5]]}),
+    *({"format": 1}, {"hash": "md5"}, {"unknown": 1}, {"extra": [["a"]]}, {"extra": [["a", 5]]}),
     *({"groups": []}, {"groups": [1]}, {"groups": 7}, {"model": 5}, {"model": None}),
     *({"chunk_tokens": 3}, {"chunk_tokens": None}, {"chunk_tokens": 512.0}),
     *({"weights_epoch": 0.0}, {"weights_epoch": True}, {"tenant": ["a"]}),
