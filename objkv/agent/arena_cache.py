@@ -143,9 +143,7 @@ class ArenaCache:
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
-                if not one.leases:
-                    self._idle_bytes -= one.extent_bytes
-                one.leases += 1
+                self._lease(one)
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
                     one.is_unused = False
@@ -169,6 +167,36 @@ class ArenaCache:
             self._arena.board.write(one.cell, Progress(CellState.FILLING, 0, 0, 0, 0))
             return one, True
 
+    def reserve(self, key: str, nbytes: int) -> CachedPayload | None:
+        """Return a leased payload with memory that the caller fills, evicting others if need be.
+        Nobody finds it before ``adopt``. None as in ``allot``."""
+        with self._lock:
+            offset = self._take(nbytes, is_sure=True)
+            if offset is not None:
+                one = CachedPayload(key, -1, leases=1, offset=offset, nbytes=nbytes)
+                one.extent_bytes, one.is_listed = self._extents.size(offset), False
+                self._at[offset] = one
+                self._all.add(one)
+                return one
+        self._recorder.count("agent_no_room")
+        return None
+
+    def adopt(self, one: CachedPayload) -> tuple[CachedPayload, bool]:
+        """Let others find a reserved payload, which is complete and verified. Returns it, or one
+        that came there meanwhile instead, with the caller's lease, and whether it is the reserved
+        one."""
+        with self._lock:
+            known = self._by_key.get(one.key)
+            if known is not None:
+                self._lease(known)
+                self._release(one)
+                return known, False
+            one.is_listed, one.state = True, CellState.READY
+            self._by_key[one.key] = one
+            self.held.arrived(one.key)
+            self._ranking.add(one.key, one.nbytes, is_unread=False)
+            return one, True
+
     def hold(self, key: str) -> CachedPayload | None:
         """Take a lease of a payload that is complete, which does not count as a read. None if there
         is none."""
@@ -176,9 +204,7 @@ class ArenaCache:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
                 return None
-            if not one.leases:
-                self._idle_bytes -= one.extent_bytes
-            one.leases += 1
+            self._lease(one)
             return one
 
     def note_held(
@@ -317,6 +343,11 @@ class ArenaCache:
         with self._lock:
             one.waiters.clear()
             self._release(one)
+
+    def _lease(self, one: CachedPayload) -> None:
+        if not one.leases:
+            self._idle_bytes -= one.extent_bytes
+        one.leases += 1
 
     def _release(self, one: CachedPayload) -> None:
         assert one.leases > 0

@@ -5,6 +5,7 @@ longer than its time-out. A connection that failed still holds its leases until 
 reads the arena must have finished by then, because the agent reuses the memory.
 """
 
+import hashlib
 import os
 import select
 import socket
@@ -30,7 +31,9 @@ from objkv.agent.messages import (
     DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
     VERSION,
+    Commit,
     CommitStatus,
+    Drop,
     Hello,
     MessageKind,
     OpenAnswer,
@@ -41,6 +44,7 @@ from objkv.agent.messages import (
     find_max,
     kind_of,
     pack_commit,
+    pack_drop,
     pack_find,
     pack_hello,
     pack_opening,
@@ -114,9 +118,11 @@ class AgentConnection:
         *,
         wants_arena: bool = False,
         outbox: int = -1,
+        replica: str = "",
         call_s: float = CALL_S,
     ) -> None:
-        """``outbox``: a memfd to send; the caller still owns it. Raises ``TransferError`` if no
+        """``outbox``: a memfd to send; the caller still owns it. ``replica``: its name, if its
+        ranks join payloads. Raises ``TransferError`` if no
         agent serves ``path``, or it refuses."""
         self._path = path
         self._lock = Lock()
@@ -130,7 +136,8 @@ class AgentConnection:
         sock = self._sock = open_socket(call_s)
         try:
             connect_to(sock, path)
-            hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0))
+            name = hashlib.sha256(replica.encode()).digest()[:16] if replica else bytes(16)
+            hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0, name))
             socket.send_fds(sock, [hello], [outbox] if outbox >= 0 else [])
             message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 2)
             self._greeted(message, descriptors, wants_arena)
@@ -198,11 +205,15 @@ class AgentConnection:
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(wanted))
 
-    def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
-        """Hand over a payload in the outbox. Its memory may be reused when this returns. ``puts``:
-        whether it is to be saved at once, and not held back."""
-        answer = self._call(pack_commit(offset, nbytes, puts=puts))
+    def commit(self, commit: Commit) -> CommitStatus:
+        """Hand over a payload in the outbox, or a part of one. Its memory may be reused when this
+        returns."""
+        answer = self._call(pack_commit(commit))
         return self._read(partial(unpack_committed, answer))
+
+    def drop(self, drop: Drop) -> None:
+        """Report that this rank will not hand over its part of a payload."""
+        self._send(pack_drop(drop))
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]

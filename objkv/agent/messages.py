@@ -15,6 +15,7 @@ from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CellState
+from objkv.codec.join import Place
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, Shards
@@ -22,7 +23,7 @@ from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-VERSION: Final = 5
+VERSION: Final = 6
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
@@ -71,6 +72,7 @@ class MessageKind(IntEnum):
     COMMITTED = 12
     CALL = 13
     RESULT = 14
+    DROP = 15
 
 
 class CommitStatus(IntEnum):
@@ -88,6 +90,10 @@ class CommitStatus(IntEnum):
     """It is not a valid payload."""
     HELD_BACK = 7
     """The agent has a copy in memory, and saves it if it is seen a second time."""
+    PART = 8
+    """The agent has a copy, and waits for the parts of other ranks."""
+    DROPPED = 9
+    """The payload will not be whole: another rank has dropped its part, or it came too late."""
 
 
 class MissReason(IntEnum):
@@ -159,6 +165,16 @@ class Hello(NamedTuple):
     """Whether the answer is to carry the arena and an eventfd."""
     has_outbox: bool = False
     """Whether the message carries an outbox."""
+    replica: bytes = bytes(16)
+    """Names the replica whose ranks join payloads."""
+
+
+class SavedPart(NamedTuple):
+    """What a rank hands over of a payload that several ranks write."""
+
+    number: int
+    """The scheduler's number of the save. All parts of a payload have the same."""
+    place: Place
 
 
 class Opening(NamedTuple):
@@ -185,8 +201,10 @@ class OpenAnswer(NamedTuple):
     nbytes: int
 
 
-_HELLO = struct.Struct("<BH??")
+_HELLO = struct.Struct("<BH??16s")
 _COMMIT = struct.Struct("<BQQB")
+_PART = struct.Struct("<Q4I2Q")
+_DROP = struct.Struct("<BQI")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
 _OPENED = struct.Struct("<BBIIQQ")
@@ -306,20 +324,62 @@ def unpack_release(message: bytes) -> tuple[int, ...]:
     return struct.unpack_from(f"<{count}I", message, 1)
 
 
-def pack_commit(offset: int, nbytes: int, *, puts: bool = False) -> bytes:
-    """Return the message that a payload is at ``offset`` of the outbox. ``puts``: whether it is to
-    be saved at once, and not held back."""
-    return _COMMIT.pack(MessageKind.COMMIT, offset, nbytes, puts)
+class Commit(NamedTuple):
+    """A payload, or a part of one, in an outbox."""
+
+    offset: int
+    nbytes: int
+    puts: bool = False
+    """Whether it is to be saved at once, and not held back."""
+    part: SavedPart | None = None
+    """None if it is a whole payload."""
 
 
-def unpack_commit(message: bytes) -> tuple[int, int, bool]:
-    """Read offset, length and whether to save it at once."""
-    if len(message) != _COMMIT.size:
+def pack_commit(commit: Commit) -> bytes:
+    """Return the message."""
+    offset, nbytes, puts, part = commit
+    message = _COMMIT.pack(MessageKind.COMMIT, offset, nbytes, puts)
+    return message if part is None else message + _PART.pack(part.number, *part.place)
+
+
+def unpack_commit(message: bytes) -> Commit:
+    """Read the message."""
+    if len(message) not in (_COMMIT.size, _COMMIT.size + _PART.size):
         raise ProtocolError("a commit of another length")
-    _, offset, nbytes, puts = _COMMIT.unpack(message)
+    _, offset, nbytes, puts = _COMMIT.unpack_from(message)
     if puts > 1:
         raise ProtocolError("a commit with an unknown flag")
-    return offset, nbytes, bool(puts)
+    part = None
+    if len(message) > _COMMIT.size:
+        number, *place = _PART.unpack_from(message, _COMMIT.size)
+        part = SavedPart(number, Place(*place))
+    return Commit(offset, nbytes, bool(puts), part)
+
+
+class Drop(NamedTuple):
+    """A part of a payload that a rank will not hand over."""
+
+    number: int
+    """See ``SavedPart``."""
+    parts: int
+    """How many parts the payload has."""
+    path: str
+    """The payload's."""
+
+
+def pack_drop(drop: Drop) -> bytes:
+    """Return the message."""
+    return _bounded(_DROP.pack(MessageKind.DROP, *drop[:2]) + drop.path.encode())
+
+
+def unpack_drop(message: bytes) -> Drop:
+    """Read the message."""
+    try:
+        _, number, parts = _DROP.unpack_from(message)
+        path = message[_DROP.size :].decode("ascii")
+        return Drop(number, parts, ChunkKey.parse(path).path())
+    except (struct.error, ValueError) as exc:
+        raise ProtocolError(f"an invalid drop: {exc}") from exc
 
 
 def pack_committed(status: CommitStatus) -> bytes:

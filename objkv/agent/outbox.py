@@ -6,7 +6,8 @@ has not written, at the agent's expense. It reads each payload into the arena, a
 
 import logging
 import os
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from threading import Lock
 from time import monotonic
 
@@ -14,7 +15,7 @@ import numpy as np
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE, check_size, make_memory
-from objkv.agent.messages import CommitStatus
+from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.cache.chunks import InFlightSaves, SaveOutcome
 from objkv.codec.payload import Claim, Header
 from objkv.errors import ObjkvError, PayloadError, StoreBusy, TransferError
@@ -24,6 +25,9 @@ from objkv.stores.base import Buffer
 logger = logging.getLogger(__name__)
 _PAUSE_S = 5.0
 """How long nothing is saved after the agent reported that its store is full."""
+_PIECES_MAX = 1024
+"""The most buffers that one call of ``preadv`` may fill."""
+_DROPS_MAX = 4096
 RETRY_S = 1.0
 """Pause between attempts to reach an agent."""
 
@@ -67,6 +71,15 @@ class ClientOutbox:
                 raise PayloadError("a payload outside of the outbox")
             at += got
 
+    def read_pieces(self, pieces: Sequence[memoryview], offset: int) -> None:
+        """Read consecutive bytes into several buffers, as ``read_into`` does."""
+        for first in range(0, len(pieces), _PIECES_MAX):
+            some = pieces[first : first + _PIECES_MAX]
+            nbytes = sum(map(len, some))
+            if os.preadv(self._fd, some, offset) != nbytes:
+                raise PayloadError("a payload outside of the outbox")
+            offset += nbytes
+
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return ``nbytes``, as ``read_into`` does."""
         content = bytearray(nbytes)
@@ -104,6 +117,7 @@ class AgentSaves:
         self._marking = Lock()
         """Not ``_lock``, which is held while an agent is connected to: forward passes begin saves.
         """
+        self._drops = deque[Drop](maxlen=_DROPS_MAX)
         self._puts = set[str]()
         """Payloads that were begun with ``puts``."""
         self._lock = Lock()
@@ -114,14 +128,15 @@ class AgentSaves:
         """Whether to save anything at all."""
         return self._clock() >= self._full_until
 
-    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
+    def begin_save(self, key: ChunkKey, *, puts: bool = False, again: bool = False) -> bool:
         """Whether a payload is not being saved, nor was just saved. The caller then calls
-        ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so
-        already."""
+        ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so already.
+        ``again``: whether what was just saved does not count."""
         path = key.path()
         with self._marking:
-            if puts:
+            if puts or again:
                 self.in_flight.forget(path)
+            if puts:
                 self._puts.add(path)
             return self.in_flight.begin(path)
 
@@ -131,20 +146,26 @@ class AgentSaves:
             self._puts.discard(key.path())
             self.in_flight.end(key.path())
 
-    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
+    def save(
+        self, claim: Claim, payload: Buffer, header: Header, part: SavedPart | None = None
+    ) -> SaveOutcome:
         """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
         a copy, and saves it, or unless it was begun with ``puts`` keeps it in memory until it is
-        seen again, even if this process ends.
+        seen again, even if this process ends. ``part``: what it is of a payload that several ranks
+        write, which is saved when the agent has all of it.
 
         Raises ``StoreBusy`` if the agent's store is overloaded, and ``TransferError``.
         """
         view = np.frombuffer(payload, np.uint8)
         assert self._base <= view.ctypes.data <= self._end - view.nbytes
         puts, offset = claim.key.path() in self._puts, view.ctypes.data - self._base
-        status = self._reach().commit(offset, view.nbytes, puts=puts)
+        commit = Commit(offset, view.nbytes, puts, part)
+        status = self._reach().commit(commit)
         if status is CommitStatus.HELD_BACK and not puts and claim.key.path() in self._puts:
-            status = self._reach().commit(offset, view.nbytes, puts=True)
-        if status in (CommitStatus.ACCEPTED, CommitStatus.HELD_BACK):
+            status = self._reach().commit(commit._replace(puts=True))
+        if status is CommitStatus.DROPPED:
+            return SaveOutcome.DROPPED
+        if status in (CommitStatus.ACCEPTED, CommitStatus.HELD_BACK, CommitStatus.PART):
             self.in_flight.keep(claim.key.path())
             if status is CommitStatus.ACCEPTED and self._accepted is not None:
                 self._accepted(claim.key)  # what is kept other nodes do not find yet
@@ -156,6 +177,19 @@ class AgentSaves:
         if status is CommitStatus.OVER_QUOTA:
             self._full_until = self._clock() + _PAUSE_S
         raise TransferError(f"the agent did not take a payload: {status.name}")
+
+    def drop(self, key: ChunkKey, part: SavedPart) -> None:
+        """Note that this rank will not save its part of a payload. Never waits."""
+        self._drops.append(Drop(part.number, part.place.parts, key.path()))
+
+    def send_drops(self) -> None:
+        """Report what was noted, as far as an agent can be reached: it would wait for these parts
+        until their deadline. Raises nothing."""
+        while self._drops:
+            try:
+                self._reach().drop(self._drops.popleft())
+            except (ObjkvError, IndexError):
+                return
 
     def close(self) -> None:
         """End the connection. Accepted payloads are still saved. Idempotent."""

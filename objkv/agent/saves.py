@@ -19,8 +19,9 @@ from typing import Final
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.held_back import held_record
-from objkv.agent.memory.arena import ALL_FRAMES, CellState
-from objkv.agent.messages import CommitStatus, MissReason
+from objkv.agent.joins import Joins, Wish
+from objkv.agent.memory.arena import CellState
+from objkv.agent.messages import Commit, CommitStatus
 from objkv.agent.outbox import ClientOutbox
 from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import ChunkCache, SaveOutcome
@@ -109,67 +110,128 @@ class NodeSaves:
         """Paths of payloads whose sighting is not recorded yet."""
         self._sighting: Pool[None] = Pool("objkv-sight", 1, self._look)
         self._held = core.arena_cache.held
+        self.joins = Joins(
+            core.arena_cache, cache.in_flight, self._admit, recorder, limits.deadline_s
+        )
 
-    def commit(
-        self, outbox: ClientOutbox, offset: int, nbytes: int, *, puts: bool = False
-    ) -> CommitStatus:
-        """Take a copy of an uncompressed, unsealed payload, and save it.
+    def commit(self, outbox: ClientOutbox, commit: Commit, replica: bytes = b"") -> CommitStatus:
+        """Take a copy of an uncompressed, unsealed payload, and save it. Of a part of one, take a
+        copy, and save the payload when all parts are there.
 
-        It may change at any time: only the copy is trusted, once it is verified. ``puts``: whether
-        to save it at once if that is possible, and to hold it back only if not.
+        It may change at any time: only the copy is trusted, once it is verified. ``replica``: which
+        of them hands it over.
         """
         try:
-            needed = header_bytes_needed(outbox.read(offset, _LENGTH_BYTES))
-            text = outbox.read(offset, min(nbytes, needed))
-            header = _claimed(text, nbytes)
+            needed = header_bytes_needed(outbox.read(commit.offset, _LENGTH_BYTES))
+            text = outbox.read(commit.offset, min(commit.nbytes, needed))
+            header = _claimed(text, commit.nbytes)
+            wish = Wish(header.claim, commit.puts, self._limits.may_save)
+            if commit.part is not None:
+                joined = self.joins.add(replica, outbox, commit, header, wish)
+                return joined if isinstance(joined, CommitStatus) else self._take(*joined)
+            status = self._admit(wish, commit.nbytes)
+            if status is not None:
+                return status
+            return self._copy(wish, header, text, partial(outbox.read_into, offset=commit.offset))
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
-        path, may_save = header.claim.key.path(), self._limits.may_save
-        was_held_back = path in self._held
-        holds_back = self.policy.holds_back(header.claim, nbytes) or not may_save
-        if holds_back and was_held_back and self._arena_cache.holds([path])[0]:
-            is_due = may_save and (self._held.seen_again(path) or path not in self._held)
+
+    def _admit(self, wish: Wish, nbytes: int) -> CommitStatus | None:
+        """Decide whether a payload is wanted. Returns None if it is, which ``in_flight`` knows
+        then, or what to answer."""
+        path = wish.claim.key.path()
+        wish.was_held_back = path in self._held
+        holds_back = self.policy.holds_back(wish.claim, nbytes) or not wish.may_save
+        if holds_back and wish.was_held_back and self._arena_cache.holds([path])[0]:
+            is_due = wish.may_save and (self._held.seen_again(path) or path not in self._held)
             return CommitStatus.ACCEPTED if is_due else CommitStatus.HELD_BACK
         refusal = None
-        if puts or not holds_back:
+        if wish.puts or not holds_back:
             refusal = self._refusal()
             if refusal not in (CommitStatus.ACCEPTED, CommitStatus.NO_ROOM) and not holds_back:
                 return refusal
             holds_back = refusal is not CommitStatus.ACCEPTED
-        # It is saved as soon as there is room, unless its memory is needed before that: no promise.
-        waiting = CommitStatus.ACCEPTED if puts else CommitStatus.HELD_BACK
-        waits = refusal is CommitStatus.NO_ROOM
-        if waits and self._arena_cache.holds([path])[0] and self._held.put(path):
-            return waiting
+        wish.holds_back, wish.waits = holds_back, refusal is CommitStatus.NO_ROOM
+        if wish.waits and self._arena_cache.holds([path])[0] and self._held.put(path):
+            return wish.waiting
         if not self._cache.in_flight.begin(path):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
-        resident = None
-        try:
-            read = partial(outbox.read_into, offset=offset)
-            status, resident, is_new = self._keep(header, text, read)
-        finally:
-            if resident is None:
-                self._cache.in_flight.end(path)
-                self._recorder.count("save_drops")
-        if resident is None:
+        return None
+
+    def _copy(
+        self,
+        wish: Wish,
+        header: Header,
+        text: bytes,
+        read: Callable[[memoryview], None],
+    ) -> CommitStatus:
+        """Copy an admitted payload, verify the copy, and save it. ``text``: what the header was
+        read from. ``read``: fills a buffer with the payload. Raises ``PayloadError``."""
+        path = wish.claim.key.path()
+        known = self._arena_cache.hold(path)
+        memory = known or self._arena_cache.reserve(path, header.nbytes)
+        if memory is None:
+            self._drop(path)
+            return CommitStatus.NO_ROOM
+        if known is None:
+            is_right = False
+            try:
+                place = self._arena_cache.view(memory)
+                read(place)
+                if place[: len(text)] != text:
+                    raise PayloadError("the payload changed while it was copied")
+                for frame in range(len(header.frames)):
+                    frame_pages(header, frame, place, None)
+                is_right = True
+            finally:
+                if not is_right:
+                    self._arena_cache.release(memory)
+                    self._drop(path)
+        return self._take(wish, header, memory)
+
+    def _take(self, wish: Wish, header: Header, memory: CachedPayload) -> CommitStatus:
+        """Save an admitted payload that is in leased memory, or hold it back."""
+        path, is_new = memory.key, False
+        resident = memory
+        if not memory.is_listed:
+            resident, is_new = self._arena_cache.adopt(memory)
+        if is_new:
+            self._core.keep(resident, was_read=False)
+        elif (status := self._differs(header.claim, resident)) is not None:
+            self._arena_cache.release(resident)
+            self._drop(path)
             return status
-        if holds_back:
-            if is_new and not (was_held_back and may_save):
+        if wish.holds_back:
+            if is_new and not (wish.was_held_back and wish.may_save):
                 self._hold_back(resident, header)
-                if waits and self._held.put(path):
-                    return waiting
+                if wish.waits and self._held.put(path):
+                    return wish.waiting
                 self._count_held_back(path)
                 return CommitStatus.HELD_BACK
-            refusal = self._refusal() if may_save else CommitStatus.REPEATED
+            refusal = self._refusal() if wish.may_save else CommitStatus.REPEATED
             if refusal is not CommitStatus.ACCEPTED:
                 self._cache.in_flight.end(path)
                 self._arena_cache.release(resident)
                 return refusal
         # Replicas find it from now on: lookups know it before the client does.
         self._note_unsaved(resident, header, is_due=True)
-        return status if self._begin(resident, header.claim) else CommitStatus.NO_ROOM
+        is_begun = self._begin(resident, header.claim)
+        return CommitStatus.ACCEPTED if is_begun else CommitStatus.NO_ROOM
+
+    def _differs(self, claim: Claim, resident: CachedPayload) -> CommitStatus | None:
+        """Return what to answer if a payload that is resident already is not this one."""
+        if resident.state is not CellState.READY:  # it is being fetched, so it is stored
+            return CommitStatus.REPEATED
+        if read_header(self._arena_cache.view(resident)).claim == claim:
+            return None
+        logger.warning("payload of a client refused reason=it claims other tokens")
+        return CommitStatus.REFUSED
+
+    def _drop(self, path: str) -> None:
+        self._cache.in_flight.end(path)
+        self._recorder.count("save_drops")
 
     def wake(self) -> None:
         """Look soon for due payloads and new sightings. Never waits."""
@@ -226,67 +288,6 @@ class NodeSaves:
             self._recorder.count("saves_shed")
             return CommitStatus.SHED
         return CommitStatus.ACCEPTED if self._has_turns else CommitStatus.NO_ROOM
-
-    def _keep(
-        self, header: Header, text: bytes, read: Callable[[memoryview], None]
-    ) -> tuple[CommitStatus, CachedPayload | None, bool]:
-        """Have the payload in the arena, with a lease. ``text``: what the header was read from.
-        ``read``: fills a buffer with the payload. The last result: whether it is new there."""
-        opened = self._arena_cache.open(header.claim.key.path(), None)
-        if opened is None:
-            return CommitStatus.NO_ROOM, None, False
-        resident, is_new = opened
-        if not is_new:
-            return *self._join(header.claim, resident), False
-        reason = MissReason.CLOSED
-        try:
-            reason = self._copy(header, text, read, resident)
-        finally:
-            if reason is MissReason.NONE:
-                self._arena_cache.ready(resident, ALL_FRAMES)
-                self._core.keep(resident, was_read=False)
-            else:
-                self._arena_cache.failed(resident, reason)
-                self._arena_cache.release(resident)
-        if reason is MissReason.NONE:
-            return CommitStatus.ACCEPTED, resident, True
-        status = CommitStatus.NO_ROOM if reason is MissReason.NO_ROOM else CommitStatus.REFUSED
-        return status, None, True
-
-    def _copy(
-        self,
-        header: Header,
-        text: bytes,
-        read: Callable[[memoryview], None],
-        resident: CachedPayload,
-    ) -> MissReason:
-        """Copy a payload to its place and verify it there."""
-        place = self._arena_cache.allot(resident, header.nbytes)
-        if place is None:
-            return MissReason.NO_ROOM
-        try:
-            read(place)
-            if place[: len(text)] != text:
-                raise PayloadError("the payload changed while it was copied")
-            for frame in range(len(header.frames)):
-                frame_pages(header, frame, place, None)
-        except PayloadError as exc:
-            logger.warning("payload of a client refused reason=%s", exc)
-            return MissReason.CORRUPT
-        return MissReason.NONE
-
-    def _join(
-        self, claim: Claim, resident: CachedPayload
-    ) -> tuple[CommitStatus, CachedPayload | None]:
-        """Save a payload that is resident already, and so verified."""
-        status = CommitStatus.REPEATED  # it is being fetched, so it is stored
-        if resident.state is CellState.READY:
-            if read_header(self._arena_cache.view(resident)).claim == claim:
-                return CommitStatus.ACCEPTED, resident
-            logger.warning("payload of a client refused reason=it claims other tokens")
-            status = CommitStatus.REFUSED
-        self._arena_cache.release(resident)
-        return status, None
 
     def _note_unsaved(self, resident: CachedPayload, header: Header, *, is_due: bool) -> None:
         record = held_record(header)

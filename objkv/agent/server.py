@@ -37,6 +37,7 @@ from objkv.agent.messages import (
     pack_opened,
     pack_text,
     unpack_commit,
+    unpack_drop,
     unpack_find,
     unpack_hello,
     unpack_opening,
@@ -74,6 +75,8 @@ class AgentSession:
     def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
         self.sock, self.number = sock, number
         self.outbox: ClientOutbox | None = None
+        self.replica = b""
+        """Whose payloads are in the outbox."""
         self.alarm = Alarm()
         """Rings at each progress of a payload that this client waits for."""
         self.busy = Lock()
@@ -163,6 +166,7 @@ class AgentServer:
             MessageKind.REJECT: self._reject,
             MessageKind.COMMIT: self._commit,
             MessageKind.CALL: self._call,
+            MessageKind.DROP: self._drop,
         }
         self._thread = Thread(target=self._accept, name="objkv-agent-accept", daemon=True)
         self._thread.start()
@@ -298,6 +302,8 @@ class AgentServer:
             hello = unpack_hello(message)
             if hello.version == VERSION and hello.has_outbox and given:
                 client.outbox = ClientOutbox(given.pop())
+                client.replica = hello.replica
+                self._parts.saves.joins.joined(client.replica)
         finally:
             for fd in given:
                 os.close(fd)
@@ -336,11 +342,13 @@ class AgentServer:
             self._core.reject(wanted)
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
-        offset, nbytes, puts = unpack_commit(message)
-        if client.outbox is None or offset + nbytes > client.outbox.nbytes:
+        commit = unpack_commit(message)
+        if client.outbox is None or commit.offset + commit.nbytes > client.outbox.nbytes:
             raise ProtocolError("a commit of bytes outside of the outbox")
-        status = self._parts.saves.commit(client.outbox, offset, nbytes, puts=puts)
-        return pack_committed(status)
+        return pack_committed(self._parts.saves.commit(client.outbox, commit, client.replica))
+
+    def _drop(self, client: AgentSession, message: bytes) -> None:
+        self._parts.saves.joins.drop(client.replica, unpack_drop(message))
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
@@ -357,6 +365,8 @@ class AgentServer:
         return pack_found(self._parts.lookups.find(namespace, hashes, fields))
 
     def _end(self, client: AgentSession) -> None:
+        if client.outbox is not None:
+            self._parts.saves.joins.left(client.replica)
         client.end_all()
         with self._lock:
             self._clients.pop(client, None)

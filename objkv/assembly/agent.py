@@ -210,6 +210,7 @@ class NodeAgent:
         self._board.vouch(time() + VOUCH_S)
         while not ended(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):
             self._board.vouch(time() + VOUCH_S)
+            self.saves.joins.expire()
             if self.server.clients:
                 used = monotonic()
             elif idle_s is not None and monotonic() - used >= idle_s:

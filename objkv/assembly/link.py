@@ -52,7 +52,12 @@ class AgentLink:
         try:
             path = replica_socket(self._config, self._replica.engine_id)
             try:
-                return AgentConnection(path, wants_arena=wants_arena, outbox=outbox)
+                return AgentConnection(
+                    path,
+                    wants_arena=wants_arena,
+                    outbox=outbox,
+                    replica=self._replica.engine_id,
+                )
             except AgentRefused:
                 raise
             except TransferError:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 from objkv.index.base import Shards
+from objkv.keys.chunk import parse_field
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Shard, TokenPart, cover
 
@@ -102,33 +103,42 @@ def ends_within(group: GroupIdentity, chunk_tokens: int, end: int) -> bool:
     return group.kind != "mamba" and all(start >= held_from for start in starts)
 
 
-def covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:
-    """Whether the shards together hold all layers, heads and tokens of the group."""
-    held = list(shards_of(shards, group_id))
+def covered(shards: Shards, number: int, group: GroupIdentity) -> bool:
+    """Whether the payloads of a chunk together hold all layers, heads and tokens of the group."""
+    # Nearly always one payload does, and a prompt has thousands of chunks.
+    return str(number) in shards or bool(payloads_of(shards, number, group))
+
+
+def payloads_of(
+    fields: Iterable[str], number: int, group: GroupIdentity
+) -> tuple[Shard | None, ...]:
+    """Return what those payloads hold that together hold a whole group: the one that has all of it
+    (None), or as few as possible with parts of it. Empty if there are none. ``number``: of the
+    group; fields of another form are ignored."""
+    held = list(shards_of(fields, number))
+    if None in held:
+        return (None,)
+    parts = [shard for shard in held if shard is not None]
     whole = Shard(0, len(group.layers), 0, group.heads)
-    if whole in held:  # nearly always, and a prompt has thousands of chunks
-        return True
-
-    def is_held(tokens: TokenPart) -> bool:
-        same = [shard for shard in held if shard.tokens == tokens]
-        return cover(replace(whole, tokens=tokens), same) is not None
-
-    return any(
-        all(is_held(TokenPart(rank, *division)) for rank in range(division[0]))
-        for division in {(shard.tokens.size, shard.tokens.interleave) for shard in held}
-    )
+    for size, interleave in sorted({(s.tokens.size, s.tokens.interleave) for s in parts}):
+        needs = [replace(whole, tokens=TokenPart(n, size, interleave)) for n in range(size)]
+        found = [cover(need, parts) for need in needs]
+        if all(found):
+            chosen = (part.source for some in found for part in some or ())
+            return tuple(dict.fromkeys(chosen))
+    return ()
 
 
-def shards_of(shards: Shards, group_id: int) -> Iterable[Shard]:
-    """Yield the shards of one group. Ignores fields of another form."""
-    for field in shards:
-        group, _, text = field.partition(".")
-        if group != str(group_id):
-            continue
+def shards_of(fields: Iterable[str], number: int) -> Iterable[Shard | None]:
+    """Yield what the payloads of one group hold, None for all of it. Ignores fields of another
+    form."""
+    for field in fields:
         try:
-            yield Shard.parse(text)
+            group, shard = parse_field(field)
         except ValueError:
             continue
+        if group == number:
+            yield shard
 
 
 def stored_blocks(group: GroupIdentity, chunk_tokens: int) -> int:

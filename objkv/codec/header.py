@@ -230,12 +230,13 @@ def render(
     provenance: Provenance,
     marks: Marks = UNSEALED,
     seal: Seal | None = None,
+    room: int = 0,
 ) -> bytes:
     """Return the header, including length and padding. ``Frame.offset`` counts from the first
     frame, because the header's length is still unknown.
 
-    ``seal`` made ``marks`` and ``frames``, and signs the header. Raises ``PayloadError`` if the
-    header is too long.
+    ``seal`` made ``marks`` and ``frames``, and signs the header. ``room``: the header's length, 0
+    for the least. Raises ``PayloadError`` if the header is too long.
     """
     metadata = {"checksum": _BLANK.decode(), "chunk": claim.key.chunk_text}
     metadata |= seal_metadata(marks)
@@ -257,15 +258,16 @@ def render(
         span = [frame.offset, frame.offset + frame.nbytes]
         document[frame.layer.name] = {"dtype": dtype, "shape": shape, "data_offsets": span}
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-    return finished(text, seal)[0]
+    return finished(text, seal, room)[0]
 
 
-def finished(text: bytes, seal: Seal | None = None) -> tuple[bytes, str]:
+def finished(text: bytes, seal: Seal | None = None, room: int = 0) -> tuple[bytes, str]:
     """Complete the JSON ``text`` with length, padding, signature and checksum. Return the header
-    and its checksum. Raises ``PayloadError`` if it is too long."""
+    and its checksum. ``room``: see ``render``. Raises ``PayloadError`` if it is too long."""
     total = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
-    if total > HEADER_BYTES_MAX:
-        raise PayloadError(f"the header has {total} bytes, allowed are {HEADER_BYTES_MAX}")
+    if total > (room or HEADER_BYTES_MAX):
+        raise PayloadError(f"the header has {total} bytes, allowed are {room or HEADER_BYTES_MAX}")
+    total = room or total
     check_parts(text)
     header = bytearray((total - LENGTH_BYTES).to_bytes(LENGTH_BYTES, "little"))
     header += text.ljust(total - LENGTH_BYTES)

@@ -103,6 +103,27 @@ class Shard:
         return layers and self.head_start < other.head_end and other.head_start < self.head_end
 
 
+def frame_name(layer: str, shard: Shard) -> str:
+    """Return the name of a frame that has only the shard's heads and tokens of a layer.
+
+    >>> frame_name("layers.3", Shard(0, 32, 4, 8, TokenPart(1, 2)))
+    'layers.3@H4-8_T1of2'
+    """
+    return f"{layer}@{str(shard).partition('_')[2]}"
+
+
+def parse_share(name: str, layer: str, whole: Shard) -> Shard:
+    """Return what a frame has of ``whole``: all of its heads and tokens if its name is the layer's,
+    or else what the name says. Raises ValueError for any other name."""
+    if name == layer:
+        return whole
+    before, _, share = name.rpartition("@")
+    shard = Shard.parse(f"L{whole.layer_start}-{whole.layer_end}_{share}")
+    if before != layer:
+        raise ValueError(f"{name!r} is no frame of {layer!r}")
+    return shard
+
+
 @dataclass(frozen=True, slots=True)
 class Part:
     """The part of one stored payload that is read."""
@@ -275,6 +296,11 @@ class Topology:
     def size(self) -> int:
         """Total number of ranks."""
         return self.tp_size * len(self.layers)
+
+    @property
+    def columns(self) -> int:
+        """How many ranks have different parts of one layer."""
+        return min(self.tp_size, self.heads) * self.dcp_size
 
     @property
     def _copies(self) -> int:

@@ -1,201 +1,235 @@
-"""Layouts of the payloads that a rank can load: those of its own shard and of other shapes.
+"""Layouts of the payloads that a rank can load, whatever the shape of the replica that wrote them.
 
-Payloads of another TP or PP size contain other heads and layers. Payloads of another block size
-divide the same tokens into other blocks. A ``PayloadLayout`` describes the frames that a payload
-must have, and maps them to the rank's pages. A payload that differs from its layout is refused.
+A payload has its frames in rows: one row per layer, or part of a state, and in each row one frame
+per column, which is what one rank of the writer had: some heads, or some tokens. A rank that loads
+needs consecutive rows, and of each the columns that hold its heads and tokens. Payloads of another
+block size divide the same tokens into other blocks. A payload whose frames are not exactly those of
+its group is refused.
 """
 
-from collections.abc import Mapping
-from dataclasses import replace
-from functools import lru_cache
-from itertools import accumulate
-from math import gcd
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers
+from objkv.codec.values import Frames
+from objkv.errors import PayloadError
 from objkv.keys.states import part_names
-from objkv.keys.topology import Part, Shard, TokenPart, cover
+from objkv.keys.topology import Part, Shard, TokenPart, cover, frame_name, parse_share
 from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
-from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
+from objkv.transfer.paging import PagedGroup
+from objkv.transfer.plan import ChunkMove, Source
 
 _KEPT_MAX = 1024
-"""Bound of cached layouts and covers. A fleet has few shapes, but an index may contain anything."""
+"""Bound of remembered layouts. A fleet has few shapes, but a bucket may contain anything."""
+Form = tuple[tuple[int, ...], np.dtype[Any]]
+"""The shape of a frame's pages in words, and the type of a word."""
 
 
-class PayloadLayout:
-    """The frames of one shard's payloads, and where they belong in one rank's pages."""
+class _Column:
+    """The frames of one column, and where they belong in the rank's pages."""
 
-    def __init__(self, group: PagedGroup, part: Part, block_size: int) -> None:
+    def __init__(
+        self, group: PagedGroup, part: Part, filled: range, read: tuple[LayerSpec, ...]
+    ) -> None:
+        """``part``: what the column has, and what is taken of it. ``filled``: the rank's rows.
+        ``read``: the frames that fill them."""
         own, shape = group.shape.rank_shard.shard, group.shape
-        self._group, self._part = group, part
-        is_own = part.source == own and block_size == shape.block_size
-        self.shard = part.source
-        self.layers = group.layers if is_own else _specs(group, part.source, block_size)
-        """The frames that a payload must have, in order."""
-        each = len(shape.parts) or 1
-        taken = part.take.layer_start - own.layer_start, part.take.layer_end - own.layer_start
-        self.filled = range(each * taken[0], each * taken[1])
-        """The rank's layers that the payload fills. Each part of a state counts as a layer."""
-        self.filled_bits = bits_of(self.filled)
-        skipped = each * (part.take.layer_start - part.source.layer_start)
-        self.frames = range(skipped, skipped + len(self.filled))
-        """The frames that contain those layers."""
-        first = part.take.head_start - part.source.head_start
-        self._heads = (first, first + part.take.head_end - part.take.head_start)
-        self._recasts = not is_own
-        heads = slice(part.take.head_start - own.head_start, part.take.head_end - own.head_start)
-        slots, self._tokens = _selection(own.tokens, part.source.tokens)
-        self._resized: dict[int, PayloadLayout] = {}
-        ours = group.pages.cut(self.filled)
-        read = self.layers[self.frames.start : self.frames.stop]
+        take, source = part.take, part.source
+        of_source = source.head_start, source.head_end, source.tokens
+        has_same = of_source == (own.head_start, own.head_end, own.tokens)
+        self.recasts = not has_same or read[0].shape[2] != group.layers[0].shape[2]
+        first = take.head_start - source.head_start
+        self._heads = (first, first + take.head_end - take.head_start)
+        heads = slice(take.head_start - own.head_start, take.head_end - own.head_start)
+        slots, self._tokens = _selection(own.tokens, source.tokens)
+        ours = group.pages.cut(filled)
         words = [np.dtype(ARRAY_WORDS[cache.dtype]) for cache in ours.caches]
         self._forms = [_form(*both) for both in zip(read, words, strict=True)]
         self._is_uniform = all(form == self._forms[0] for form in self._forms)
-        self._ends = [0, *accumulate(layer.nbytes for layer in read)]
-        self._pages = ours if is_own else PagedLayers([c[:, heads, slots] for c in ours.caches])
+        self._strides = np.empty((1, *self._forms[0][0][1:]), self._forms[0][1]).strides
+        self._pages = (
+            PagedLayers([c[:, heads, slots] for c in ours.caches]) if self.recasts else ours
+        )
+        self._block_size = 0 if shape.parts else self._pages.caches[0].shape[2]
 
-    def fills(self, frames: range) -> range:
-        """Return the rank's layers that these frames fill. Frames of other ranks' layers fill
-        none."""
-        skipped, count = self.frames.start, len(self.filled)
-        first, end = frames.start - skipped, frames.stop - skipped
-        return self.filled[min(max(first, 0), count) : min(max(end, 0), count)]
+    def scatter(
+        self,
+        lane: Lane,
+        rows: range,
+        pages: list[Pages],
+        placed: BlockRuns,
+        skipped: int,
+    ) -> None:
+        """Write the pages of some of the rows, ``skipped`` blocks of the rank after the first."""
+        layers, count = self._pages.cut(rows), len(placed.ids)
+        if not self.recasts and count == len(pages[0]):
+            lane.scatter(pages, layers, placed)
+            return
+        recast = Recast(self._heads, self._block_size, skipped, count, self._tokens)
+        lane.scatter(pages, layers, placed, recast)
+
+    def pages(self, memory: memoryview, rows: range, starts: Sequence[int]) -> list[Pages]:
+        """Return views of the pages of some of the rows, whose frames start at ``starts``."""
+        if self._is_uniform and len(rows) > 1:
+            step = starts[1] - starts[0]
+            if starts[-1] - starts[0] == step * (len(rows) - 1):
+                # One call for all rows takes a third of the time.
+                (shape, word), strides = self._forms[rows.start], (step, *self._strides)
+                return list(np.ndarray((len(rows), *shape), word, memory, starts[0], strides))
+        return [
+            np.ndarray(shape, word, memory, start)
+            for (shape, word), start in zip(
+                self._forms[rows.start : rows.stop], starts, strict=True
+            )
+        ]
+
+
+class PayloadLayout:
+    """The frames of some payloads, and which of them belong where in one rank's pages."""
+
+    def __init__(
+        self, group: PagedGroup, shard: Shard | None, found: tuple[LayerSpec, ...]
+    ) -> None:
+        """``shard``: what the payloads have of the group, None for all. ``found``: their frames.
+        Raises ``PayloadError`` if those are not such payloads'."""
+        self.layers = found
+        self._group = group
+        held, rows = shard or _whole(group), group.shape.rows
+        names = _row_names(group, held)
+        columns, rest = divmod(len(found), len(names))
+        if rest or not columns:
+            raise PayloadError(f"{len(found)} frames for {len(names)} layers")
+        shares = _shares(found[:columns], names[0], held)
+        check_layers(found, _specs(group, names, shares, found[0].shape[2]))
+        own = group.shape.rank_shard.shard
+        need = _common(own, held)
+        parts = None if need is None else cover(need, shares)
+        if need is None or parts is None:
+            raise ValueError(f"payloads of {held} in {shares} have nothing that {own} can read")
+        self.columns = columns
+        """Frames in each row."""
+        self.rows = range(
+            rows * (need.layer_start - held.layer_start),
+            rows * (need.layer_end - held.layer_start),
+        )
+        """The rows that this rank needs."""
+        start = rows * (need.layer_start - own.layer_start)
+        self.filled = range(start, start + len(self.rows))
+        """The rank's rows that they fill."""
+        places = {share: place for place, share in enumerate(shares)}
+        self._places = [places[part.source] for part in parts]
+        self._first, self._last = min(self._places), max(self._places)
+        self._columns = [
+            _Column(group, part, self.filled, self._of_column(found, place))
+            for part, place in zip(parts, self._places, strict=True)
+        ]
+        within = list(zip(*[self._of_column(found, n) for n in range(columns)], strict=True))
+        self._offsets = [
+            [sum(layer.nbytes for layer in row[self._first : place]) for row in within]
+            for place in self._places
+        ]
+        """Where the frames of each column that is read start in what ``spans`` returns."""
+
+    def frames(self, rows: range) -> list[int]:
+        """Return the numbers of the frames that are read of these rows."""
+        columns = range(self._first, self._last + 1)
+        return [row * self.columns + column for row in rows for column in columns]
+
+    def spans(self, frames: Frames, rows: range) -> tuple[Sequence[int], Sequence[int]]:
+        """Return where what is read of each of these rows starts in the payload, and where it
+        ends."""
+        starts = frames.starts[self._first :: self.columns][rows.start : rows.stop]
+        ends = frames.ends[self._last :: self.columns][rows.start : rows.stop]
+        return starts, ends
 
     def place(self, move: ChunkMove) -> BlockRuns:
         """Return the move's blocks for ``scatter``."""
         return BlockRuns(self._group.blocks(move.block_ids))
 
     def scatter(
-        self, lane: Lane, frames: range, memory: memoryview, move: ChunkMove, placed: BlockRuns
+        self,
+        lane: Lane,
+        rows: range,
+        memory: memoryview,
+        starts: Sequence[int],
+        move: ChunkMove,
+        placed: BlockRuns,
     ) -> None:
-        """Write the rank's part of consecutive frames into the move's blocks.
+        """Write the rank's part of some rows into the move's blocks.
 
         Args:
-            frames: which, all of them in ``self.frames``.
-            memory: their raw, verified bytes, one after another. Must stay alive until the lane's
-                next mark is done.
+            rows: which, all of them in ``self.rows``.
+            memory: has their raw, verified bytes. Must stay alive until the lane's next mark is
+                done.
+            starts: where each of them starts in it, see ``spans``.
             placed: the move's blocks, from ``place``.
         """
-        start = frames.start - self.frames.start
-        layers = self._pages.cut(range(start, start + len(frames)))
-        pages = self._pages_in(memory, start, start + len(frames))
-        count, skipped = len(placed.ids), move.first_block * self._group.split
-        if not self._recasts and count == len(pages[0]):
-            lane.scatter(pages, layers, placed)
-            return
-        size = 0 if self._group.shape.parts else self._pages.caches[0].shape[2]
-        recast = Recast(self._heads, size, skipped, count, self._tokens)
-        lane.scatter(pages, layers, placed, recast)
+        first = rows.start - self.rows.start
+        ours = range(first, first + len(rows))
+        skipped = move.first_block * self._group.split
+        for column, offsets in zip(self._columns, self._offsets, strict=True):
+            within = offsets[ours.start : ours.stop]
+            at = [start + offset for start, offset in zip(starts, within, strict=True)]
+            column.scatter(lane, ours, column.pages(memory, ours, at), placed, skipped)
 
-    def _pages_in(self, memory: memoryview, start: int, end: int) -> list[Pages]:
-        """Return views of the pages of each of some consecutive frames, counted from the first one
-        that is read."""
-        begin = self._ends[start]
-        if len(memory) != self._ends[end] - begin:  # numpy would ignore bytes beyond the end
-            raise ValueError(f"{len(memory)} bytes of {end - start} frames")
-        if self._is_uniform:  # one call for all frames takes a third of the time
-            shape, word = self._forms[start]
-            return list(np.ndarray((end - start, *shape), word, memory))
-        return [
-            np.ndarray(shape, word, memory, place - begin)
-            for (shape, word), place in zip(
-                self._forms[start:end], self._ends[start:end], strict=True
-            )
-        ]
-
-    def reading(self, found: tuple[LayerSpec, ...]) -> "PayloadLayout":
-        """Return the layout of a payload whose frames are ``found``: this one, or one of another
-        block size. Raises ``PayloadError`` if neither matches."""
-        if found is self.layers:
-            return self
-        size = found[0].shape[2]
-        shape = self._group.shape
-        tokens = self.layers[0].shape[0] * self.layers[0].shape[2]
-        if shape.divisible and size != self.layers[0].shape[2] and tokens % size == 0:
-            other = self._resized.get(size) or PayloadLayout(self._group, self._part, size)
-            check_layers(found, other.layers)
-            # One for all threads, see ``PagedLayers.cut``.
-            return self._resized.setdefault(size, other)
-        check_layers(found, self.layers)
-        return self
+    def _of_column(self, found: tuple[LayerSpec, ...], place: int) -> tuple[LayerSpec, ...]:
+        return found[place :: self.columns][self.rows.start : self.rows.stop]
 
 
 class PayloadLayouts:
-    """The layouts of one rank, by part. Thread-safe, except for ``spread``."""
+    """The layouts of the payloads that one rank reads. ``of`` and ``expected`` are for one
+    thread."""
 
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
-        self._own = {
-            g: PayloadLayout(group, Part(own, own), group.shape.block_size)
-            for g, group in groups.items()
-            for own in [group.shape.rank_shard.shard]
-        }
-        self._own_fields = {g: f"{g}.{layout.shard}" for g, layout in self._own.items()}
-        # Two threads may make one each. Both are right, and who copies by one keeps it.
-        self._other = lru_cache(_KEPT_MAX)(self._make)
-        self._cover = lru_cache(_KEPT_MAX)(self._find_cover)
+        self._known: dict[tuple[Source, int], PayloadLayout] = {}
+        """The last layout of payloads of one source and length."""
+        self._all: dict[tuple[Source, tuple[LayerSpec, ...]], PayloadLayout] = {}
 
-    def of(self, load: LoadMove) -> PayloadLayout:
-        """Return the layout of the payload that a move reads."""
-        group = load.move.group
-        return self._own[group] if load.part is None else self._other(group, load.part)
+    def filled(self, source: Source) -> range:
+        """Return the rank's rows that payloads of a source fill; none if it needs none of them."""
+        group = self._groups.get(source.group)
+        if group is None:
+            return range(0)
+        own, shape = group.shape.rank_shard.shard, group.shape
+        need = _common(own, source.shard or _whole(group))
+        if need is None:
+            return range(0)
+        rows = need.layer_start - own.layer_start, need.layer_end - own.layer_start
+        return range(shape.rows * rows[0], shape.rows * rows[1])
 
-    def _make(self, group: int, part: Part) -> PayloadLayout:
-        paged = self._groups[group]
-        tokens = _payload_tokens(paged, part.source)
-        return PayloadLayout(paged, part, gcd(tokens, paged.shape.block_size))
+    def expected(self, source: Source, nbytes: int) -> tuple[LayerSpec, ...]:
+        """Return the frames that a payload of ``nbytes`` most probably has: the same object as long
+        as that does not change."""
+        known = self._known.get((source, nbytes))
+        return self._groups[source.group].layers if known is None else known.layers
 
-    def filled(self, plan: LoadPlan) -> list[int]:
-        """Return the rank's layers that each move of a plan that was spread fills, as bits."""
-        moves = plan.moves
-        if moves.has_parts:
-            return [self.of(load).filled_bits for load in moves]
-        if len(moves) and len(moves.kinds) == 1:  # nearly always, on the forward thread
-            return [self._own[moves.kinds[0].group].filled_bits] * len(moves)
-        return [self._own[group].filled_bits for group in moves.groups]
-
-    def spread(self, plan: LoadPlan) -> LoadPlan:
-        """Return the plan for this rank: one move per payload that it reads, and no move for a
-        group without a layer on this rank."""
-        fields = self._own_fields
-        if all(fields.get(kind.group) in kind.fields for kind in plan.moves.kinds):
-            return plan  # the rank's own shards are stored, as they almost always are
-        return replace(plan, moves=plan.moves.spread(self._parts))
-
-    def _parts(self, kind: Kind) -> tuple[Part | None, ...]:
-        """Return the parts that the rank reads of each chunk with these stored shards."""
-        group = kind.group
-        if group not in self._own:
-            return ()
-        return self._cover(group, frozenset(kind.fields))
-
-    def _find_cover(self, group: int, held: frozenset[str]) -> tuple[Part | None, ...]:
-        own, whole = self._own[group].shard, _whole(self._groups[group])
-        shape, found = self._groups[group].shape, list[Shard]()
-        for field in held:
-            number, _, text = field.partition(".")
-            if number != str(group):
-                continue
-            try:
-                shard = Shard.parse(text)
-            except ValueError:
-                continue
-            is_within = shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end
-            if is_within and (shard.tokens == own.tokens or _is_dealt(shape, shard.tokens)):
-                found.append(shard)
-        parts = cover(own, found)
-        if parts is None or parts == (Part(own, own),):
-            return (None,)  # without a cover, loading the rank's own shard fails as a ghost
-        return parts
+    def of(self, source: Source, nbytes: int, found: tuple[LayerSpec, ...]) -> PayloadLayout:
+        """Return the layout of a payload with these frames. Raises ``PayloadError`` if no payload
+        of the source has them."""
+        known = self._known.get((source, nbytes))
+        if known is not None and known.layers is found:
+            return known
+        layout = self._all.get((source, found))
+        if layout is None:
+            layout = PayloadLayout(self._groups[source.group], source.shard, found)
+            if len(self._all) >= _KEPT_MAX:
+                del self._all[next(iter(self._all))]
+            self._all[source, found] = layout
+        if len(self._known) >= _KEPT_MAX:
+            self._known.clear()
+        self._known[source, nbytes] = layout
+        return layout
 
 
-def frame_bytes_max(group: PagedGroup) -> int:
-    """Return the size of the largest frame of any payload of the group, of any shape."""
-    whole = _specs(group, _whole(group), group.shape.block_size)
-    return max(layer.nbytes for layer in (*group.layers, *whole))
+def row_bytes_max(group: PagedGroup) -> int:
+    """Return the size of the largest row of any payload of the group."""
+    own = group.shape.rank_shard.shard
+    whole = _whole(group)
+    heads = (whole.head_end - whole.head_start) / (own.head_end - own.head_start)
+    return max(int(layer.nbytes * heads * own.tokens.size) for layer in group.layers)
 
 
 def bits_of(layers: range) -> int:
@@ -203,8 +237,42 @@ def bits_of(layers: range) -> int:
     return (1 << layers.stop) - (1 << layers.start)
 
 
-def _form(layer: LayerSpec, word: np.dtype[Any]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape of a frame's pages in words, and the type of a word."""
+def _shares(first: tuple[LayerSpec, ...], name: str, held: Shard) -> list[Shard]:
+    """Return what the columns of a payload have, from the frames of its first row. Raises
+    ``PayloadError`` unless they are all heads and tokens that it holds, each once."""
+    try:
+        shares = [parse_share(layer.name, name, held) for layer in first]
+    except ValueError as exc:
+        raise PayloadError(str(exc)) from exc
+    by_tokens: dict[TokenPart, list[Shard]] = {}
+    for share in shares:
+        by_tokens.setdefault(share.tokens, []).append(share)
+    division = {(tokens.size, tokens.interleave) for tokens in by_tokens}
+    is_whole = len(division) == 1 and (
+        len(by_tokens) == shares[0].tokens.size or set(by_tokens) == {held.tokens}
+    )
+    for some in by_tokens.values():
+        ends = [held.head_start, *(share.head_end for share in some)]
+        is_whole = is_whole and ends == [*(share.head_start for share in some), held.head_end]
+    if not is_whole:
+        raise PayloadError(f"frames {', '.join(map(str, shares))} are not all of {held}")
+    return shares
+
+
+def _common(own: Shard, held: Shard) -> Shard | None:
+    """Return which layers and heads of a rank a payload has; None if it has none of them."""
+    if not own.overlaps(held):
+        return None
+    return Shard(
+        max(own.layer_start, held.layer_start),
+        min(own.layer_end, held.layer_end),
+        max(own.head_start, held.head_start),
+        min(own.head_end, held.head_end),
+        own.tokens,
+    )
+
+
+def _form(layer: LayerSpec, word: np.dtype[Any]) -> Form:
     *shape, content = layer.shape
     words, rest = divmod(content * layer.item_bytes, word.itemsize)
     assert not rest  # otherwise some bytes of each token would be left out
@@ -221,17 +289,11 @@ def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int
     return slice(None), ((own.rank - source.rank) // source.size, step)
 
 
-def _is_dealt(shape: GroupShape, source: TokenPart) -> bool:
-    """Whether tokens of another division fill the same slots of every block of the rank."""
-    ranks = max(1, source.size // shape.rank_shard.shard.tokens.size)
-    return shape.divisible and shape.block_size % ranks == 0
-
-
-def _payload_tokens(group: PagedGroup, shard: Shard) -> int:
-    """Return how many tokens a payload of any shard of the group has."""
+def _tokens_of(group: PagedGroup, share: Shard) -> int:
+    """Return how many tokens a frame of a share has."""
     shape = group.shape
     own = shape.rank_shard.shard.tokens
-    return shape.blocks * shape.block_size * own.size // shard.tokens.size
+    return shape.blocks * shape.block_size * own.size // share.tokens.size
 
 
 def _whole(group: PagedGroup) -> Shard:
@@ -239,19 +301,34 @@ def _whole(group: PagedGroup) -> Shard:
     return Shard(0, len(shape.model_layers) or own.layer_end, 0, shape.heads or own.head_end)
 
 
-def _specs(group: PagedGroup, shard: Shard, block_size: int) -> tuple[LayerSpec, ...]:
-    """Return the layer specs that a payload of another shard must have, derived from this rank's
-    first layer, because all layers of a group are alike."""
+def _row_names(group: PagedGroup, held: Shard) -> list[str]:
+    shape = group.shape
+    names = (shape.model_layers or shape.layers)[held.layer_start : held.layer_end]
+    return part_names(names, len(shape.parts))
+
+
+def _specs(
+    group: PagedGroup, names: Sequence[str], shares: Sequence[Shard], block_size: int
+) -> tuple[LayerSpec, ...]:
+    """Return the frames that a payload must have, derived from this rank's first layer, because all
+    layers of a group are alike. ``block_size``: what the payload has, if the rank can read it."""
     shape, like = group.shape, group.layers[0]
-    names = (shape.model_layers or shape.layers)[shard.layer_start : shard.layer_end]
-    heads = shard.head_end - shard.head_start
-    blocks = _payload_tokens(group, shard) // block_size
-    if shape.parts:
-        forms = [(blocks, heads, part.rows, part.nbytes) for part in shape.parts] * len(names)
-        framed = zip(part_names(names, len(shape.parts)), forms, strict=True)
-        return tuple(LayerSpec(name, like.dtype, form) for name, form in framed)
-    pages = (blocks, heads, block_size, like.shape[3])
     # This rank does not know the scales of other ranks' layers, and reads nothing of those layers.
-    scales = {layer.name: layer.scales for layer in group.layers}
+    own_names = part_names(shape.layers, len(shape.parts))
+    scales = {name: layer.scales for name, layer in zip(own_names, group.layers, strict=True)}
     unknown = None if like.scales else ""
-    return tuple(LayerSpec(name, like.dtype, pages, scales.get(name, unknown)) for name in names)
+
+    def spec(row: int, share: Shard) -> LayerSpec:
+        heads, tokens = share.head_end - share.head_start, _tokens_of(group, share)
+        if shape.parts:
+            part = shape.parts[row % len(shape.parts)]
+            form = (shape.blocks, heads, part.rows, part.nbytes)
+        else:
+            size = like.shape[2]
+            if shape.divisible and tokens % block_size == 0:
+                size = block_size
+            form = (tokens // size, heads, size, like.shape[3])
+        name = frame_name(names[row], share) if len(shares) > 1 else names[row]
+        return LayerSpec(name, like.dtype, form, scales.get(names[row], unknown))
+
+    return tuple(spec(row, share) for row in range(len(names)) for share in shares)

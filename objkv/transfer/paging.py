@@ -16,10 +16,11 @@ from types import MappingProxyType
 
 import torch
 
+from objkv.codec.join import Place
 from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.states import PartView, part_names
-from objkv.keys.topology import RankShard
+from objkv.keys.topology import RankShard, Shard, frame_name
 from objkv.transfer.lanes import BlockRuns, Lane, PagedLayers, as_words, distinct
 
 DTYPE_NAMES = {
@@ -66,9 +67,24 @@ class GroupShape:
     divisible: bool = False
     """Whether tokens can be moved into blocks of another size, so that replicas with different
     block sizes share. True if pages are canonical and the group keeps all tokens."""
+    joined: int = 1
+    """How many shards of ranks become one payload, which has all of the group. 0: the rank's own
+    shard is a payload."""
+    columns: int = 1
+    """How many of these have different parts of one layer."""
     parts: tuple[PartView, ...] = ()
     """Parts of a state that is split over ranks. Each is a frame of a payload, and ``[heads, rows,
     nbytes]`` of a page. Empty: a layer is one frame."""
+
+    @property
+    def payload_shard(self) -> Shard | None:
+        """What the payloads have that the rank writes. None: all of the group."""
+        return None if self.joined else self.rank_shard.shard
+
+    @property
+    def rows(self) -> int:
+        """How many frames a payload has for a layer of one rank."""
+        return len(self.parts) or 1
 
 
 NOT_QUANTISED: Mapping[str, Quantised] = MappingProxyType({})
@@ -100,11 +116,29 @@ class PagedGroup:
             _layer_spec(name, cache, shape, quantised.get(name))
             for name, cache in zip(names, caches, strict=True)
         )
-        """The layers that a payload of this group must contain, in forward order."""
+        """The frames that this rank writes of a payload, in forward order of the layers."""
         self.raw_bytes = sum(layer.nbytes for layer in self.layers)
-        """Uncompressed bytes of one chunk of this group."""
+        """Uncompressed bytes that this rank has of one chunk of this group."""
+        self.place = self._place() if shape.joined > 1 else None
+        """Where these frames belong in the payload that ranks join."""
         self.pages = PagedLayers([as_words(cache) for cache in caches])
         """Each layer's ``[num_blocks, heads, block_size, content]`` as integer words."""
+
+    def _place(self) -> Place:
+        shape, shard = self.shape, self.shape.rank_shard.shard
+        columns, rows = shape.columns, shape.rows
+        layers = len(shape.model_layers) or shard.layer_end
+        layer_bytes = columns * sum(layer.nbytes for layer in self.layers[:rows])
+        head = shard.head_start // (shard.head_end - shard.head_start)
+        column = head * shard.tokens.size + shard.tokens.rank
+        return Place(
+            shape.joined,
+            layers * rows * columns,
+            shard.layer_start * rows * columns + column,
+            columns,
+            shard.layer_start * layer_bytes,
+            layers * layer_bytes,
+        )
 
     @property
     def device(self) -> torch.device:
@@ -210,6 +244,7 @@ def _layer_spec(
             "the model without the objkv connector or choose another --kv-cache-dtype"
         )
     pages = (shape.blocks, heads, size, cache.shape[3])
+    name = frame_name(name, shard) if shape.columns > 1 else name
     if quantised is None:
         return LayerSpec(name, DTYPE_NAMES[cache.dtype], pages)
     assert cache.element_size() == 1

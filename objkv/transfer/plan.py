@@ -1,24 +1,26 @@
 """Plans: the chunks of one request's load or save. They contain names and numbers only.
 
-The scheduler makes the whole plan and sends it to the workers once. Each worker executes it
-unchanged for its own shard. The moves of a load are kept in columns: a prompt of 32k tokens has
-128 chunks with one record per rank, and as objects these take milliseconds to plan, to pickle and,
-on every rank's forward thread, to unpickle.
+The scheduler makes the whole plan and sends it to the workers once. Each worker executes it for the
+layers, heads and tokens that it has. The moves of a load are kept in columns: a prompt of 32k
+tokens has 128 chunks, and as objects these take milliseconds to plan, to pickle and, on every
+rank's forward thread, to unpickle.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from objkv.index.base import ShardRecord
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.keys.topology import Part
+from objkv.keys.topology import Shard
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +48,13 @@ class ChunkMove:
 
 @dataclass(frozen=True, slots=True)
 class LoadMove:
-    """The load of one chunk."""
+    """The load of one payload of one chunk."""
 
     move: ChunkMove
-    records: tuple[tuple[str, ShardRecord], ...]
-    """Index records by shard field. They give sizes, and identify the record if it is wrong."""
-    part: Part | None = None
-    """The payload to read and the part of it that is needed. None: all of the payload of the rank's
-    own shard. Each worker sets it, see ``LoadMoves.spread``."""
+    shard: Shard | None
+    """What the payload has of the group. None: all of it."""
+    record: ShardRecord
+    """The payload's index record. It gives sizes, and identifies the record if it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,8 @@ class SaveMove:
     token_digest: str
     tokens: tuple[int, ...] | None
     """None unless ``store_tokens`` is set."""
+    again: bool = False
+    """Whether an earlier save of the chunk was dropped, or is not stored any more."""
 
 
 class RecordColumns:
@@ -131,22 +134,20 @@ class RecordColumns:
         return self._numbers["hot"]
 
 
-class Kind(NamedTuple):
-    """The common properties of moves of one group with the same stored shards."""
+class Source(NamedTuple):
+    """The payloads that some moves read: one of each chunk."""
 
     group: int
-    fields: tuple[str, ...]
-    """Fields of the stored shards."""
-    places: tuple[int, ...]
-    """Position of each field's record among the records of its chunk."""
+    shard: Shard | None = None
+    """See ``LoadMove.shard``."""
 
 
 class Row(IntEnum):
     """Rows of the table of moves, which has one column per move."""
 
     CHUNK = 0
-    KIND = 1
-    """Position in ``kinds``."""
+    SOURCE = 1
+    """Position in ``sources``."""
     HASH = 2
     """Position of the prefix hash among the plan's hashes."""
     PARENT = 3
@@ -157,11 +158,9 @@ class Row(IntEnum):
     IDS = 7
     """Position of the first block id."""
     IDS_END = 8
-    RECORDS = 9
-    """Position of the chunk's first record."""
-    PART = 10
-    """Position in ``parts`` plus 1; 0 if there is none."""
-    SOURCE = 11
+    RECORD = 9
+    """Position of the payload's record."""
+    FILL = 10
     """The same for all moves that fill the same blocks from several payloads."""
 
 
@@ -177,9 +176,8 @@ class LoadMoves:
         table: npt.NDArray[np.int32] | bytes,
         hashes: bytes,
         block_ids: npt.NDArray[np.int64] | bytes,
-        kinds: tuple[Kind, ...],
+        sources: tuple[Source, ...],
         records: RecordColumns,
-        parts: tuple[Part, ...] = (),
     ) -> None:
         """
         Args:
@@ -187,13 +185,12 @@ class LoadMoves:
             hashes: prefix hashes, one after another.
             block_ids: ``[blocks]`` int64, contiguous: physical block ids, none of them the null
                 block.
-            parts: see ``LoadMove.part``.
         """
         self._table = np.frombuffer(table, np.int32).reshape(len(Row), -1)
         self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
-        self._records, self._parts = records, parts
-        self.kinds = kinds
-        """All kinds of moves in this load, usually one per group."""
+        self._records = records
+        self.sources = sources
+        """Which payloads the moves of this load read, usually one source per group."""
         self._made: dict[int, ChunkMove] = {}
 
     def __len__(self) -> int:
@@ -204,14 +201,12 @@ class LoadMoves:
 
     def __getitem__(self, index: int) -> LoadMove:
         column = self._table[:, index].tolist()
-        kind, first, part = self.kinds[column[Row.KIND]], column[Row.RECORDS], column[Row.PART]
-        fields = zip(kind.fields, kind.places, strict=True)
-        records = tuple([(field, self._records[first + place]) for field, place in fields])
-        return LoadMove(self._move(column), records, self._parts[part - 1] if part else None)
+        shard = self.sources[column[Row.SOURCE]].shard
+        return LoadMove(self._move(column), shard, self._records[column[Row.RECORD]])
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
-        return LoadMoves, (*columns, self.kinds, self._records, self._parts)
+        return LoadMoves, (*columns, self.sources, self._records)
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -221,8 +216,8 @@ class LoadMoves:
     @cached_property
     def groups(self) -> list[int]:
         """The group of each move."""
-        groups = np.array([kind.group for kind in self.kinds], np.int32)
-        return list(groups[self._table[Row.KIND]].tolist())
+        groups = np.array([source.group for source in self.sources], np.int32)
+        return list(groups[self._table[Row.SOURCE]].tolist())
 
     @property
     def token_spans(self) -> list[tuple[int, int]]:
@@ -230,41 +225,37 @@ class LoadMoves:
         starts, ends = self._table[Row.TOKEN_START], self._table[Row.TOKEN_END]
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
-    @property
-    def has_parts(self) -> bool:
-        """Whether any move has a part, see ``LoadMove.part``."""
-        return bool(self._parts)
-
     @cached_property
     def further(self) -> list[bool]:
         """Whether each move only adds a further payload to the blocks of the move before it."""
-        if not self._parts:
-            return [False] * len(self)
-        source = self._table[Row.SOURCE]
-        return [False, *(source[1:] == source[:-1]).tolist()][: len(self)]
+        fill = self._table[Row.FILL]
+        return [False, *(fill[1:] == fill[:-1]).tolist()][: len(self)]
 
     @cached_property
     def hot(self) -> list[bool]:
-        """Whether all records of each move list a copy in the hot store."""
-        hot = np.ones(len(self), np.bool_)
-        for number, kind in enumerate(self.kinds):
-            of_kind, at = self._places(number, kind.places)
-            hot[of_kind] = self._records.hot[at].all(axis=1)
-        return hot.tolist()
+        """Whether the hot store received a copy of each move's payload."""
+        return list(self._records.hot[self._table[Row.RECORD]].tolist())
 
-    def nbytes(self, choose: Callable[[tuple[str, ...]], Iterable[str]]) -> tuple[int, int]:
-        """Return the bytes of the records that are listed as hot, and of the others.
+    def nbytes(self) -> tuple[int, int]:
+        """Return the bytes of the payloads that are listed as hot, and of the others."""
+        at = self._table[Row.RECORD]
+        nbytes = self._records.nbytes[at]
+        hot = int(nbytes[self._records.hot[at]].sum())
+        return hot, int(nbytes.sum()) - hot
 
-        ``choose``: returns those of a kind's fields whose records are counted.
-        """
-        hot = total = 0
-        for number, kind in enumerate(self.kinds):
-            place_of = dict(zip(kind.fields, kind.places, strict=True))
-            _, at = self._places(number, [place_of[field] for field in choose(kind.fields)])
-            nbytes = self._records.nbytes[at]
-            total += int(nbytes.sum())
-            hot += int(nbytes[self._records.hot[at]].sum())
-        return hot, total - hot
+    def each(self, of_source: Sequence[T]) -> list[T]:
+        """Return for each move what ``of_source`` has for its source."""
+        if len(of_source) == 1:  # nearly always, on the forward thread
+            return [of_source[0]] * len(self)
+        return [of_source[source] for source in self._table[Row.SOURCE].tolist()]
+
+    def only(self, wanted: Sequence[bool]) -> "LoadMoves":
+        """Return the moves whose source is ``wanted``."""
+        if all(wanted):
+            return self
+        table = self._table[:, np.array(wanted)[self._table[Row.SOURCE]]]
+        columns = np.ascontiguousarray(table), self._hashes, self._block_ids
+        return LoadMoves(*columns, sources=self.sources, records=self._records)
 
     def prefix_hashes(self) -> list[bytes]:
         """Return the different prefix hashes of the moves, in order."""
@@ -276,36 +267,12 @@ class LoadMoves:
         spans = zip(table[Row.IDS].tolist(), table[Row.IDS_END].tolist(), strict=True)
         return frozenset(block for a, b in spans for block in self._block_ids[a:b].tolist())
 
-    def spread(self, parts_of: Callable[[Kind], Sequence[Part | None]]) -> "LoadMoves":
-        """Return one move for each part that ``parts_of`` returns for a move's kind, and none if it
-        returns nothing."""
-        numbers = dict[Part, int]()
-        chosen = [
-            [0 if part is None else numbers.setdefault(part, len(numbers)) + 1 for part in parts]
-            for parts in map(parts_of, self.kinds)
-        ]
-        counts = np.array([len(parts) for parts in chosen], np.int32)
-        firsts = np.cumsum(counts) - counts
-        flat = np.array([part for parts in chosen for part in parts], np.int32)
-        times = counts[self._table[Row.KIND]]
-        table = np.repeat(self._table, times, axis=1)
-        number = np.arange(table.shape[1]) - np.repeat(np.cumsum(times) - times, times)
-        table[Row.PART] = flat[firsts[table[Row.KIND]] + number]
-        return LoadMoves(
-            table,
-            self._hashes,
-            self._block_ids,
-            kinds=self.kinds,
-            records=self._records,
-            parts=tuple(numbers),
-        )
-
     def _move(self, column: list[int]) -> ChunkMove:
         # One object for all payloads of the same blocks.
-        if (move := self._made.get(column[Row.SOURCE])) is None:
+        if (move := self._made.get(column[Row.FILL])) is None:
             move = ChunkMove(
                 chunk=column[Row.CHUNK],
-                group=self.kinds[column[Row.KIND]].group,
+                group=self.sources[column[Row.SOURCE]].group,
                 prefix_hash=self._hash(column[Row.HASH]),
                 parent_hash=self._hash(column[Row.PARENT]),
                 token_start=column[Row.TOKEN_START],
@@ -313,18 +280,11 @@ class LoadMoves:
                 first_block=column[Row.FIRST_BLOCK],
                 block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
             )
-            move = self._made.setdefault(column[Row.SOURCE], move)
+            move = self._made.setdefault(column[Row.FILL], move)
         return move
 
     def _hash(self, at: int) -> bytes:
         return self._hashes[at * PREFIX_HASH_BYTES : (at + 1) * PREFIX_HASH_BYTES]
-
-    def _places(self, kind: int, places: Sequence[int]) -> tuple[Any, npt.NDArray[np.int64]]:
-        """Return the columns of a kind's moves, and the positions of these records of each of them,
-        ``[moves, len(places)]``."""
-        of_kind = np.flatnonzero(self._table[Row.KIND] == kind)
-        first = self._table[Row.RECORDS, of_kind]
-        return of_kind, first[:, None] + np.array(places, np.int64)[None, :]
 
 
 class Blank(NamedTuple):
@@ -358,6 +318,8 @@ class SavePlan:
     moves: tuple[SaveMove, ...]
     puts: bool = False
     """Whether an agent is to save them at once, and not to hold them back."""
+    number: int = 0
+    """The scheduler's number of this save: an agent joins what the ranks save with one number."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -230,39 +230,45 @@ class DeviceFrames:
         Any thread may call this."""
         return self._ending is None or self._ending.join(seconds)
 
-    def take(self, memory: memoryview, sizes: Sequence[int]) -> tuple[int, memoryview, Slab | None]:
-        """Return how many of some frames the device can read now, at least one, where they are, and
-        the slab that has them, if any. The caller returns it when the device has read it.
+    def take(
+        self, payload: memoryview, starts: Sequence[int], ends: Sequence[int]
+    ) -> tuple[memoryview, Sequence[int], Slab | None]:
+        """Return memory in which the device can read some of the first spans of a payload now, at
+        least one, where each of them starts in it, and the slab that it is in, if any. The caller
+        returns that when the device has read it.
 
         Raises ``SlabsExhaustedError`` if all slabs are being read. Never waits for the device.
 
         Args:
-            memory: consecutive frames of one payload in the arena.
-            sizes: bytes of each frame; not empty.
+            payload: in the arena.
+            starts: of spans of frames, in order; not empty.
+            ends: of the same spans.
         """
         windows = self.windows
         assert windows is not None
-        start = _address(memory)
-        ends = list(accumulate(sizes, initial=start))[1:]
-        assert ends[-1] - start == len(memory)
-        if windows.has(start, len(memory)):
-            return len(sizes), memory, None
-        count = _leading(ends, lambda n: windows.has(start, ends[n] - start))
+        base = _address(payload)
+        if windows.has(base + starts[0], ends[-1] - starts[0]):
+            return payload, starts, None
+        count = _leading(ends, lambda n: windows.has(base + starts[0], ends[n] - starts[0]))
         if count:
-            return count, memory[: ends[count - 1] - start], None
-        limit = start + self._slabs.slab_bytes
-        assert ends[0] <= limit, "a frame is larger than a slab"
+            return payload, starts[:count], None
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
+        after = list(accumulate(sizes))
+        assert sizes[0] <= self._slabs.slab_bytes, "a row is larger than a slab"
 
         def needs_slab(n: int) -> bool:
-            # The first frame does, even if its window has been registered since it was looked up.
-            return ends[n] <= limit and not (n and windows.has(ends[n] - sizes[n], sizes[n]))
+            # The first span does, even if its window has been registered since it was looked up.
+            is_near = n and windows.has(base + starts[n], sizes[n])
+            return after[n] <= self._slabs.slab_bytes and not is_near
 
         count = _leading(ends, needs_slab)
         slab = self._slabs.lease()
-        given = slab.view[: ends[count - 1] - start]
-        source = np.frombuffer(memory[: len(given)], np.uint8)
-        np.copyto(np.frombuffer(given, np.uint8), source)
-        return count, given, slab
+        copies = list(accumulate(sizes[: count - 1], initial=0))
+        room = np.frombuffer(slab.view, np.uint8)
+        for at, start, nbytes in zip(copies, starts, sizes, strict=False):
+            source = np.frombuffer(payload[start : start + nbytes], np.uint8)
+            np.copyto(room[at : at + nbytes], source)
+        return slab.view, copies, slab
 
 
 def _address(memory: memoryview) -> int:

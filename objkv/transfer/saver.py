@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from threading import Lock
 from time import monotonic, sleep, time
 
+from objkv.agent.messages import SavedPart
 from objkv.agent.outbox import AgentSaves
 from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import SaveOutcome
@@ -57,6 +58,8 @@ class _SavedChunk:
     claim: Claim
     move: SaveMove
     slab: Slab
+    part: SavedPart | None
+    """What the rank has of a payload that several ranks write."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,19 +121,20 @@ class Saver:
                 group = self._groups.get(save.move.group)
                 if group is None or not group.shape.rank_shard.writes(save.move.prefix_hash):
                     continue
-                shard = group.shape.rank_shard.shard
+                shard = group.shape.payload_shard
                 key = ChunkKey(plan.namespace, save.move.prefix_hash, save.move.group, shard)
+                part = None if group.place is None else SavedPart(plan.number, group.place)
                 if is_full:  # not a drop, which the scheduler would plan again for the next step
-                    self._recorder.count("save_over_quota")
+                    self._skip(key, part, "save_over_quota")
                 elif self.is_shedding:  # not a drop either, for the same reason
-                    self._recorder.count("saves_shed")
-                elif not self._target.begin_save(key, puts=plan.puts):
+                    self._skip(key, part, "saves_shed")
+                elif not self._target.begin_save(key, puts=plan.puts, again=save.again):
                     self._recorder.count("save_repeats")
-                elif room > 0 and (chunk := self._take(plan, save, key)) is not None:
+                elif room > 0 and (chunk := self._take(plan, save, key, part)) is not None:
                     taken.setdefault(key.group, []).append(chunk)
                     room -= 1
                 else:
-                    dropped.add(self._drop(plan.request_id, save, key))
+                    dropped.add(self._drop(plan.request_id, save, key, part))
         return dropped | self._gather(taken) if taken else dropped
 
     def fence(self, request_ids: Collection[str] | None = None) -> None:
@@ -214,7 +218,15 @@ class Saver:
         mark = self._marks.get(request_id)
         return mark is not None and bool(self._open) and mark.number >= self._open[0].number
 
-    def _take(self, plan: SavePlan, save: SaveMove, key: ChunkKey) -> _SavedChunk | None:
+    def _skip(self, key: ChunkKey, part: SavedPart | None, counter: str) -> None:
+        """Save nothing of a chunk, and do not plan it again."""
+        self._recorder.count(counter)
+        if part is not None:
+            self._target.drop(key, part)
+
+    def _take(
+        self, plan: SavePlan, save: SaveMove, key: ChunkKey, part: SavedPart | None
+    ) -> _SavedChunk | None:
         move = save.move
         assert move.first_block == 0
         group = self._groups[key.group]
@@ -226,7 +238,7 @@ class Saver:
         except SlabsExhaustedError:
             return None
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        return _SavedChunk(plan.request_id, claim, save, slab)
+        return _SavedChunk(plan.request_id, claim, save, slab, part)
 
     def _gather(self, taken: Mapping[int, list[_SavedChunk]]) -> set[tuple[str, int]]:
         """Submit the copies of the chunks of each group. Returns the dropped ones."""
@@ -282,6 +294,7 @@ class Saver:
         The thread polls for all. It does not wait in the driver, where a device that hangs would
         keep it for ever.
         """
+        self._target.send_drops()
         pause_s = _LOOK_S
         while not gathered.mark.done():
             if self._gives_up or self._clock() >= gathered.deadline:
@@ -292,18 +305,19 @@ class Saver:
         for chunk in gathered.chunks:
             try:
                 if self._gives_up or self._clock() >= gathered.deadline:
-                    self._count_drop(chunk.claim.key)
+                    self._count_drop(chunk.claim.key, chunk.part)
                 else:
                     self._save(chunk)
             finally:
                 chunk.slab.release()
                 self._target.end_save(chunk.claim.key)
+        self._target.send_drops()
         self._end_waiting(gathered)
 
     def _save(self, chunk: _SavedChunk) -> None:
         """Hand one chunk over. Every failure is a drop."""
         if self.is_shedding:
-            self._recorder.count("saves_shed")
+            self._skip(chunk.claim.key, chunk.part, "saves_shed")
             return
         started, move = self._clock(), chunk.move
         layers, writer = self._groups[chunk.claim.key.group].layers, self._limits.writer
@@ -312,13 +326,13 @@ class Saver:
             payload, header = encode_in_place(
                 chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
             )
-            outcome = self._target.save(chunk.claim, payload, header)
+            outcome = self._target.save(chunk.claim, payload, header, chunk.part)
         except StoreBusy:
             self._recorder.count("saves_shed")
             self._shed_until = self._clock() + _SHED_S
             return
         except Exception as exc:
-            self._recorder.count("save_errors")
+            self._skip(chunk.claim.key, chunk.part, "save_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:
@@ -328,7 +342,9 @@ class Saver:
         self._recorder.observe("save_seconds", self._clock() - started)
         if outcome is SaveOutcome.EXISTED:
             self._recorder.count("save_existed")
-        else:
+        elif outcome is SaveOutcome.DROPPED:
+            self._count_drop(chunk.claim.key)
+        elif outcome is not SaveOutcome.PART:
             self._recorder.count("saves_accepted")
             self._recorder.count("save_accepted_bytes", header.nbytes)
 
@@ -351,14 +367,19 @@ class Saver:
                 c.slab.strand()
             else:
                 c.slab.release_after(mark)
-            dropped.add(self._drop(c.request_id, c.move, c.claim.key))
+            dropped.add(self._drop(c.request_id, c.move, c.claim.key, c.part))
         return dropped
 
-    def _drop(self, request_id: str, save: SaveMove, key: ChunkKey) -> tuple[str, int]:
+    def _drop(
+        self, request_id: str, save: SaveMove, key: ChunkKey, part: SavedPart | None
+    ) -> tuple[str, int]:
         self._target.end_save(key)
-        self._count_drop(key)
+        self._count_drop(key, part)
         return request_id, save.move.chunk
 
-    def _count_drop(self, key: ChunkKey) -> None:
+    def _count_drop(self, key: ChunkKey, part: SavedPart | None = None) -> None:
+        """``part``: of a payload of which the agent waits for this rank's part."""
+        if part is not None:
+            self._target.drop(key, part)
         self._recorder.count("save_drops")
         self._recorder.count("save_drop_bytes", self._groups[key.group].raw_bytes)

@@ -11,9 +11,9 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from objkv.cache.match import usable_chunks
-from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.planning import BlockTable
 from objkv.connector.kv.requests import TrackedRequest
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Shards
 from objkv.keys.identity import GroupIdentity
@@ -51,7 +51,9 @@ class DraftGaps:
         return not any(prefix in self._gaps for prefix in before)
 
 
-def matched_end(geometry: Geometry, coverage: Coverage, records: Sequence[Shards | None]) -> int:
+def matched_end(
+    geometry: Geometry, payloads: StoredPayloads, records: Sequence[Shards | None]
+) -> int:
     """Return how many leading tokens the replica can load, whether or not the draft's KV is stored
     too.
 
@@ -61,7 +63,7 @@ def matched_end(geometry: Geometry, coverage: Coverage, records: Sequence[Shards
     """
 
     def is_readable(shards: Shards, group: int, _identity: GroupIdentity) -> bool:
-        return coverage.is_readable(shards, group)
+        return payloads.is_readable(shards, group)
 
     size, lag = geometry.chunk_tokens, geometry.lag
     groups = geometry.groups[: geometry.target_count]
@@ -75,7 +77,7 @@ def matched_end(geometry: Geometry, coverage: Coverage, records: Sequence[Shards
 
 def stored_draft_end(
     geometry: Geometry,
-    coverage: Coverage,
+    payloads: StoredPayloads,
     records: Sequence[Shards | None],
     span: tuple[int, int],
 ) -> int:
@@ -87,7 +89,7 @@ def stored_draft_end(
     first = (span[0] + lag) // size
     end = first * size
     for shards in records[first : -(-(span[1] + lag) // size)]:
-        if shards is None or not all(coverage.is_readable(shards, g) for g in drafts):
+        if shards is None or not all(payloads.is_readable(shards, g) for g in drafts):
             break
         end += size
     return min(span[1], max(span[0], end - lag))

@@ -9,17 +9,18 @@ import numpy as np
 import numpy.typing as npt
 
 from objkv.cache.match import stored_blocks
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain
 from objkv.transfer.plan import (
     ChunkMove,
-    Kind,
     LoadMoves,
     RecordColumns,
     Row,
     SaveMove,
+    Source,
 )
 
 BlockTable = Sequence[Sequence[int]]
@@ -41,6 +42,7 @@ class Computed:
 
 def load_moves(
     geometry: Geometry,
+    stored: StoredPayloads,
     chain: PrefixChain,
     records: Sequence[Shards | None],
     blocks: BlockTable,
@@ -58,69 +60,40 @@ def load_moves(
     size = geometry.chunk_tokens
     # A draft's blocks before the end may be in the payload of one more chunk.
     first, last = start // size, min(-(-(end + geometry.lag) // size), len(records))
-    stored = _stored_shards(geometry, records[first:last])
     chunks = np.arange(first, last)
-    tables, ids, ids_before = [], [], 0
+    tables, ids, ids_before, fills_before = [], [], 0, 0
+    sources, found = dict[Source, int](), list[ShardRecord]()
     for group, identity in enumerate(geometry.groups):
         until = end if draft_end is None or not geometry.is_draft(group) else draft_end
         form = identity, size, geometry.lag_blocks(group)
         runs = _runs(form, blocks[geometry.table(group)], chunks, (start, max(start, until)))
         table = np.zeros((len(Row), len(runs.starts)), np.int32)
         table[Row.CHUNK] = first + runs.chunks
-        table[Row.KIND] = group + len(geometry.groups) * stored.patterns[runs.chunks]
         table[Row.HASH] = runs.chunks + 1  # the parent of the first chunk precedes its hash
         table[Row.PARENT] = runs.chunks
         table[Row.FIRST_BLOCK] = runs.first_blocks
         table[Row.IDS] = ids_before + runs.starts
         table[Row.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
-        table[Row.RECORDS] = stored.starts[runs.chunks]
+        table[Row.FILL] = fills_before + np.arange(len(runs.starts))
+        # Nearly always one payload has all of the group.
+        payloads = [stored.of(records[first + chunk], group) for chunk in runs.chunks.tolist()]
+        table = np.repeat(table, [len(some) for some in payloads], axis=1)
+        table[Row.RECORD] = np.arange(len(found), len(found) + table.shape[1])
+        flat = [one for some in payloads for one in some]
+        table[Row.SOURCE] = [sources.setdefault(source, len(sources)) for source, _ in flat]
+        found += [record for _, record in flat]
         tables.append(table)
         ids.append(runs.ids)
         ids_before += len(runs.ids)
+        fills_before += len(runs.starts)
     table = np.concatenate(tables, axis=1)
     if len(tables) > 1:
         table = table.take(np.argsort(table[Row.CHUNK], kind="stable"), axis=1)
     table[Row.TOKEN_START] = table[Row.CHUNK] * size
     table[Row.TOKEN_END] = table[Row.TOKEN_START] + size
-    table[Row.SOURCE] = np.arange(table.shape[1])
-    used, table[Row.KIND] = np.unique(table[Row.KIND], return_inverse=True)
     hashes = b"".join((chain.parent(first), *chain.hashes(first, last)))
-    kinds = tuple(stored.kinds[kind] for kind in used.tolist())
-    return LoadMoves(table, hashes, np.concatenate(ids), kinds=kinds, records=stored.records)
-
-
-class _StoredShards(NamedTuple):
-    """The stored shards of some chunks."""
-
-    kinds: list[Kind]
-    """For each pattern of stored shards, one kind per group."""
-    patterns: Ints
-    """The pattern of each chunk."""
-    starts: Ints
-    """Position of each chunk's first record in ``records``."""
-    records: RecordColumns
-
-
-def _stored_shards(geometry: Geometry, found: Sequence[Shards | None]) -> _StoredShards:
-    patterns = dict[tuple[str, ...], int]()
-    kinds, chosen, starts, records = list[Kind](), list[int](), list[int](), list[ShardRecord]()
-    for shards in found:
-        # A chunk without any stored shard was passed by a sliding window and has no blocks.
-        known = dict(shards.items()) if shards is not None else {}
-        fields = tuple(known)
-        starts.append(len(records))
-        records += known.values()
-        if (pattern := patterns.get(fields)) is None:
-            pattern = patterns[fields] = len(patterns)
-            kinds += [_kind(fields, geometry.number(g)) for g in range(len(geometry.groups))]
-        chosen.append(pattern)
-    numbers = np.array(chosen), np.array(starts)
-    return _StoredShards(kinds, *numbers, RecordColumns.pack(records))
-
-
-def _kind(fields: tuple[str, ...], group: int) -> Kind:
-    places = tuple(i for i, field in enumerate(fields) if field.startswith(f"{group}."))
-    return Kind(group, tuple(fields[place] for place in places), places)
+    columns = RecordColumns.pack(found)
+    return LoadMoves(table, hashes, np.concatenate(ids), sources=tuple(sources), records=columns)
 
 
 class _Runs(NamedTuple):
@@ -174,11 +147,13 @@ def save_moves(
     *,
     keep_tokens: bool,
     is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
+    again: frozenset[int] = frozenset(),
 ) -> list[SaveMove]:
     """Return moves that save whole chunks.
 
     A group of a chunk is skipped if its blocks do not contain it, or if ``is_stored`` returns True
-    for (chunk, group). ``chain`` must have ``digests`` and reach the last of ``chunks``.
+    for (chunk, group). ``again``: see ``SaveMove.again``. ``chain`` must have ``digests`` and reach
+    the last of ``chunks``.
     """
     size = geometry.chunk_tokens
     moves = []
@@ -200,7 +175,7 @@ def save_moves(
                 first_block=0,
                 block_ids=table,
             )
-            moves.append(SaveMove(move, digest, ids))
+            moves.append(SaveMove(move, digest, ids, chunk in again))
     return moves
 
 

@@ -18,7 +18,6 @@ import torch
 from objkv.agent.messages import PrefetchOrder, is_held
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
-from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.request_limits import (
     NO_LIMITS,
@@ -28,6 +27,7 @@ from objkv.connector.kv.request_limits import (
     Prefetch,
     RequestLimits,
 )
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
@@ -253,7 +253,7 @@ class RequestTracker:
         geometry: Geometry,
         lookups: LookupService,
         recorder: Recorder,
-        coverage: Coverage,
+        payloads: StoredPayloads,
         *,
         locality: Locality,
         prefetch: Prefetch,
@@ -267,8 +267,7 @@ class RequestTracker:
         self._hints = HintReader(prefetch, lookups.submit, geometry.chunk_tokens, recorder)
         self._tracked: dict[str, TrackedRequest] = {}
         self._has_met_session = False
-        self.coverage = coverage
-        """Decides which stored shards this replica can load."""
+        self.payloads = payloads
 
     def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> TrackedRequest:
         """Track a request and start the lookup of its prompt.
@@ -357,7 +356,7 @@ class RequestTracker:
         records = self._lookups.ask(name, tracked.namespace, hashes, trace)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            complete = self.coverage.is_complete
+            complete = self.payloads.is_complete
             tracked.stored |= {i for i, r in enumerate(records) if r and complete(r)}
             self._put_held(tracked, hashes, records)
         return records

@@ -156,6 +156,7 @@ class SavePlanner:
         """Prefixes whose draft KV is missing."""
         self._loads = loads
         self._due = DueSaves(requests)
+        self._number = 0
 
     def add(self, tracked: TrackedRequest) -> None:
         """Examine a request in the next step: vLLM has admitted it, or some of its chunks must be
@@ -217,9 +218,13 @@ class SavePlanner:
             chunks,
             keep_tokens=self._config.store_tokens,
             is_stored=partial(self._is_stored, tracked, again),
+            again=again,
         )
         name, puts = request.request_id, tracked.limits.puts
-        return SavePlan(name, tracked.namespace, tuple(moves), puts) if moves else None
+        if not moves:
+            return None
+        self._number += 1
+        return SavePlan(name, tracked.namespace, tuple(moves), puts, self._number)
 
     def _computed(self, output: "SchedulerOutput", tracked: TrackedRequest) -> Computed:
         request, state = tracked.request, output.kv_connector_block_state
@@ -243,7 +248,7 @@ class SavePlanner:
         if chunk in again or chunk >= len(tracked.records):
             return False
         shards = tracked.records[chunk]
-        return shards is not None and self._requests.coverage.is_readable(shards, group)
+        return shards is not None and self._requests.payloads.is_readable(shards, group)
 
 
 class BlockHeadroom:

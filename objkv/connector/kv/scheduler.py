@@ -17,7 +17,6 @@ from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
-from objkv.connector.kv.coverage import open_coverage
 from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
 from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import ReliedLoads
@@ -26,6 +25,7 @@ from objkv.connector.kv.planning import BlockTable, load_moves
 from objkv.connector.kv.request_limits import Prefetch
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
@@ -121,13 +121,13 @@ class SchedulerSide:
         """
         self._config, self._roles, self._geometry = config, roles, geometry
         self._index, self._recorder, self._tracing = index, recorder, tracing
-        shapes, coverage = open_coverage(config, geometry, index, writes=roles.saves)
+        payloads = StoredPayloads(geometry)
         limits = LookupLimits(
             config.lookup_deadline_ms / 1000,
             age_max_s=LOOKUP_TTL_S,
         )
         fields = sorted(geometry.all_fields())
-        self.lookups = LookupService(shapes, fields, recorder, limits, tracing=tracing)
+        self.lookups = LookupService(index, fields, recorder, limits, tracing=tracing)
         submit = self.lookups.submit
         self._namespace = ReplicaNamespace(identity, bulk, submit, writes=roles.saves)
         self._namespace.announce()
@@ -136,7 +136,7 @@ class SchedulerSide:
             geometry,
             self.lookups,
             recorder,
-            coverage,
+            payloads,
             locality=locality(config),
             prefetch=prefetch,
         )
@@ -144,7 +144,7 @@ class SchedulerSide:
             AdmissionPolicy(lambda: self.switch.mode, recorder),
             geometry,
             steps_in_flight=roles.steps_in_flight,
-            coverage=coverage,
+            payloads=payloads,
         )
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
@@ -259,9 +259,17 @@ class SchedulerSide:
         assert usable is not None
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
-        draft_end = stored_draft_end(self._geometry, self.requests.coverage, usable.records, span)
-        chain, records = tracked.hashes.chain, usable.records
-        moves = load_moves(self._geometry, chain, records, blocks, span, draft_end=draft_end)
+        payloads, records = self.requests.payloads, usable.records
+        draft_end = stored_draft_end(self._geometry, payloads, records, span)
+        moves = load_moves(
+            self._geometry,
+            payloads,
+            tracked.hashes.chain,
+            records,
+            blocks,
+            span,
+            draft_end=draft_end,
+        )
         plan = LoadPlan(
             request.request_id,
             tracked.namespace,
@@ -435,7 +443,7 @@ class SchedulerSide:
         return min(tokens, (num_tokens - 1) // step * step), True
 
     def _matched(self, records: Sequence[Shards | None]) -> int:
-        return matched_end(self._geometry, self.requests.coverage, records)
+        return matched_end(self._geometry, self.requests.payloads, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
         """Whether to load within the step. In mode ``auto`` that needs at least as many tokens to

@@ -14,8 +14,8 @@ from dataclasses import replace
 from time import gmtime, monotonic, strftime, time
 
 from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, Tier
-from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.loads import StartedLoad
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, Shards
 from objkv.transfer.plan import LoadPlan
@@ -33,7 +33,7 @@ class Timing:
         geometry: Geometry,
         *,
         steps_in_flight: int,
-        coverage: Coverage,
+        payloads: StoredPayloads,
         clock: Callable[[], float] = monotonic,
         wall: Callable[[], float] = time,
     ) -> None:
@@ -45,7 +45,7 @@ class Timing:
         # One more than possible: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
-        self._coverage = coverage
+        self._payloads = payloads
 
     @property
     def steps(self) -> int:
@@ -107,7 +107,7 @@ class Timing:
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
-        nbytes, hot = self._coverage.size(shards)
+        nbytes, hot = self._payloads.size(shards)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 
     def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
@@ -116,7 +116,7 @@ class Timing:
         A load from both tiers measures bulk, which determines when it ends. If mixed loads were
         ignored and every prompt began with hot chunks, bulk would never be measured.
         """
-        hot, bulk = plan.moves.nbytes(self._coverage.fetched_fields)
+        hot, bulk = plan.moves.nbytes()
         return (_BULK, bulk / (bulk + hot)) if bulk else (_HOT, 1.0)
 
 

@@ -38,7 +38,7 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing, open_tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.layouts import frame_bytes_max
+from objkv.transfer.layouts import row_bytes_max
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
 from objkv.transfer.registration import DeviceFrames
@@ -272,7 +272,7 @@ def plan_pools(
     bounce = 0
     if _device(groups).type != "cpu":
         bounce = _BOUNCE_SLABS
-        slab_bytes = max(slab_bytes, *map(frame_bytes_max, groups.values()))
+        slab_bytes = max(slab_bytes, *map(row_bytes_max, groups.values()))
     # One page more, because the header is a few bytes longer for another block size.
     slab_bytes = -(-slab_bytes // _PAGE) * _PAGE + _PAGE
     # In each group a step may also complete a chunk that an earlier step began.

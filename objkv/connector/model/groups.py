@@ -28,7 +28,7 @@ from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity, GroupKind
 from objkv.keys.states import ITEM_BYTES, SplitState, StatePart, StateTensor
-from objkv.keys.topology import Topology
+from objkv.keys.topology import Shard, Topology
 from objkv.transfer.paging import GroupShape
 
 if TYPE_CHECKING:
@@ -74,6 +74,8 @@ class Geometry:
     covers on all of these ranks together."""
     dcp_interleave: int = 1
     """1 without it."""
+    nodes: int = 1
+    """How many nodes the ranks are on."""
 
     @property
     def target_count(self) -> int:
@@ -154,18 +156,39 @@ class Geometry:
         layers = self.stages[group] if self.stages else (len(identity.layers),)
         return Topology(self.tp_size, identity.heads, layers, self.dcp_size, self.dcp_interleave)
 
+    def shards(self, group: int) -> tuple[Shard, ...]:
+        """Return the different shards that the ranks of this replica hold, in their order."""
+        held = map(self.topology(group).held, range(self.ranks))
+        return tuple(dict.fromkeys(share.shard for share in held if share is not None))
+
+    def is_joined(self, group: int) -> bool:
+        """Whether the ranks' shards become one payload that has all of the group: all ranks are on
+        one node, and any other replica can take its tokens."""
+        return len(self.shards(group)) == 1 or (self.nodes == 1 and self._is_readable(group))
+
+    def _is_readable(self, group: int) -> bool:
+        """Whether the tokens of a payload can be divided as they are on this replica, and by all
+        others: in blocks of 16 or more, whose tokens are dealt out one by one."""
+        if self.dcp_size == 1:
+            return True
+        own = self.groups[group].block_size // self.dcp_size
+        is_dealt = self.dcp_interleave == 1 and self.is_divisible(group)
+        return is_dealt and not _TOKENS_DEALT % self.dcp_size and not own % _TOKENS_DEALT
+
     def fields(self, group: int) -> frozenset[str]:
-        """Return the shard fields that the ranks of this replica read and write."""
+        """Return the index fields of the payloads that this replica writes."""
         if not stored_blocks(self.groups[group], self.chunk_tokens):
             return frozenset()
-        held = map(self.topology(group).held, range(self.ranks))
         number = self.number(group)
-        return frozenset(f"{number}.{share.shard}" for share in held if share is not None)
+        if self.is_joined(group):
+            return frozenset((str(number),))
+        return frozenset(f"{number}.{shard}" for shard in self.shards(group))
 
     def all_fields(self) -> frozenset[str]:
-        """Return the shard fields of all groups. A chunk with all of them is complete for this
-        replica."""
-        return frozenset().union(*(self.fields(group) for group in range(len(self.groups))))
+        """Return the index fields of all payloads that this replica may read."""
+        groups = range(len(self.groups))
+        wholes = (str(self.number(g)) for g in groups if self.fields(g) and self._is_readable(g))
+        return frozenset().union(wholes, *(self.fields(group) for group in groups))
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
         """Return the expected shape of a group's tensors on a rank.
@@ -179,7 +202,10 @@ class Geometry:
         if share is None or not blocks:
             return None
         split = SplitState.parse(identity.state)
+        is_joined = self.is_joined(group)
         return GroupShape(
+            joined=len(self.shards(group)) if is_joined else 0,
+            columns=self.topology(group).columns if is_joined else 1,
             parts=split.views(self.tp_size) if split else (),
             layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
             blocks=blocks,
@@ -196,6 +222,9 @@ class Geometry:
         return self.canonical and keeps_all(identity) and identity.page is None
 
 
+_TOKENS_DEALT = 16
+"""Blocks of vLLM are multiples of this many tokens. Sizes of context parallelism that divide it can
+be combined with each other in any of them."""
 _INSTEAD = "run it without the objkv connector, or"
 _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: "full",

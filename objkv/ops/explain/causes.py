@@ -11,7 +11,7 @@ from objkv.cache.chunks import stored_header
 from objkv.cache.match import shards_of
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
-from objkv.index.base import ReadIndex, Record, ShardRecord
+from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
@@ -286,8 +286,7 @@ def describe_missing(identity: Identity, chunk: ChunkMatch) -> list[Missing]:
 
 
 def _missing(number: int, group: GroupIdentity, payloads: Sequence[str]) -> Missing:
-    empty = ShardRecord(0, 0, "none", False, "", 0)
-    held = list(shards_of(dict.fromkeys(payloads, empty), number))
+    held = [shard for shard in shards_of(payloads, number) if shard is not None]
     holes = [
         (layer, head)
         for layer in range(len(group.layers))

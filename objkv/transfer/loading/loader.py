@@ -10,7 +10,7 @@ an agent every load is a miss until there is one again. Nothing raises into the 
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import attrgetter
 from threading import Event, Lock, Thread
@@ -26,10 +26,10 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, Mark
-from objkv.transfer.layouts import PayloadLayouts
+from objkv.transfer.layouts import PayloadLayout, PayloadLayouts, bits_of
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import LoadOutcome, LoadPlan
+from objkv.transfer.plan import LoadOutcome, LoadPlan, Source
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab, SlabsExhaustedError
 
@@ -87,20 +87,23 @@ class _Reading:
     """One open payload, for one move. Belongs to the load thread."""
 
     def __init__(self, job: LoadJob, index: int, layouts: PayloadLayouts, lane: Lane) -> None:
-        """Raises ``KeyError`` if the plan has no record of it."""
         load = job.plan.moves[index]
-        move, layout = load.move, layouts.of(load)
-        key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, layout.shard)
+        move = load.move
+        key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, load.shard)
         claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        self.wanted = PayloadRequest(claim, dict(load.records)[key.field])
+        self.wanted = PayloadRequest(claim, load.record)
         """What to ask the agent for."""
-        self.job, self.index, self.layout = job, index, layout
+        self.job, self.index = job, index
+        self._source, self._layouts = Source(move.group, load.shard), layouts
+        self._layout: PayloadLayout | None = None
         self._move, self._lane = move, lane
         self._placed: BlockRuns | None = None
         self.lease: ArenaLease | None = None
-        self.header: Header | None = None
-        self.layers = 0
-        """Leading frames that were given to the lane."""
+        self._header: Header | None = None
+        self.frames = 0
+        """Leading frames that were looked at."""
+        self._rows = 0
+        """Leading rows of the payload that were given to the lane, or are not needed."""
         self.mark: Mark | None = None
         """A mark after all copies so far. The frames must stay as they are until it is done."""
         self.is_copied = False
@@ -134,60 +137,73 @@ class _Reading:
         this rank expects or, with ``verify``, a frame is not what its checksum promises, and
         ``SlabsExhaustedError`` if the device cannot read more for now."""
         payload = arena[progress.offset : progress.offset + progress.nbytes]
-        if self.header is None:
-            header = read_claimed(payload, self.wanted.claim, self.layout.layers)
-            found = header.frames
-            if found.ends[-1] != progress.nbytes or set(found.codecs) != {"none"}:
-                raise PayloadError(f"{progress.nbytes} bytes in the arena, not {header.nbytes}")
-            if found.layers is not self.layout.layers:
-                self.layout = self.layout.reading(found.layers)
-            self.header = header
-            self._came_ns = now_ns() if self._span.is_on else 0
-            self.job.began()
-        frames, ours = self.header.frames, self.layout.frames
-        until = min(progress.frames, len(frames.layers))
-        own = range(max(self.layers, ours.start), min(until, ours.stop))
-        if verify:
-            for n in own:
-                frame_pages(self.header, n, payload, None)
-        memory = payload[frames.starts[own.start] : frames.ends[own.stop - 1]] if own else payload
-        while on_device is not None and own:
-            sizes = [frames.ends[n] - frames.starts[n] for n in own]
-            count, given, slab = on_device.take(memory, sizes)
-            own, memory = own[count:], memory[len(given) :]
-            self._write(own.start if own else until, given, slab)
-        if self.layers < until:
-            self._write(until, memory)
+        header = self._header or self._read_header(payload)
+        layout = self._layout
+        assert layout is not None
+        self.frames = min(progress.frames, len(header.frames.layers))
+        until = min(self.frames // layout.columns, layout.rows.stop)
+        while self._rows < until:
+            rows = range(max(self._rows, layout.rows.start), until)
+            if verify:
+                for n in layout.frames(rows):
+                    frame_pages(header, n, payload, None)
+            memory, slab = payload, None
+            starts, ends = layout.spans(header.frames, rows)
+            if on_device is not None and rows:
+                memory, starts, slab = on_device.take(payload, starts, ends)
+                rows = rows[: len(starts)]
+            self._write(layout, rows, memory, starts, slab)
+            self._rows = rows.stop if rows else until
 
-    def _write(self, until: int, memory: memoryview, slab: Slab | None = None) -> None:
-        """Submit the frames before ``until`` that were not given to the lane yet.
+    def _read_header(self, payload: memoryview) -> Header:
+        """Read what every payload has in front of its frames. Raises ``PayloadError``."""
+        source, nbytes = self._source, len(payload)
+        expected = self._layouts.expected(source, nbytes)
+        header = read_claimed(payload, self.wanted.claim, expected)
+        found = header.frames
+        if found.ends[-1] != nbytes or set(found.codecs) != {"none"}:
+            raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
+        self._layout = self._layouts.of(source, nbytes, found.layers)
+        self._header = header
+        self._came_ns = now_ns() if self._span.is_on else 0
+        self.job.began()
+        return header
+
+    def _write(
+        self,
+        layout: PayloadLayout,
+        rows: range,
+        memory: memoryview,
+        starts: Sequence[int],
+        slab: Slab | None,
+    ) -> None:
+        """Submit rows that the rank needs, if any.
 
         Raises ``_UnwantedError`` if the job allows no more writes, and ``_CopyUnknownError`` if the
         memory of the frames may never be reused.
 
         Args:
-            memory: the raw bytes of those that are in ``layout.frames``, one after another.
+            memory: has the raw bytes of the rows, each from its place in ``starts`` on.
             slab: has that memory, if any slab does, and goes back when it is copied.
         """
-        job, layout, lane = self.job, self.layout, self._lane
-        span, self.layers = range(self.layers, until), until
-        own = range(max(span.start, layout.frames.start), min(until, layout.frames.stop))
+        job, lane = self.job, self._lane
         if not job.enter(self.index):
             if slab is not None:
                 slab.release()
             raise _UnwantedError("the load was given up")
-        mark, layers = None, range(0)
+        mark, filled = None, range(0)
         try:
-            if own:
+            if rows:
                 if self._placed is None:
                     if job.after is not None:
                         lane.follow(job.after)
                     self._placed = layout.place(self._move)
-                layout.scatter(lane, own, memory, self._move, self._placed)
-            layers = layout.fills(span)
+                layout.scatter(lane, rows, memory, starts, self._move, self._placed)
+                first = layout.filled.start + rows.start - layout.rows.start
+                filled = range(first, first + len(rows))
         finally:
             try:
-                if own:
+                if rows:
                     self.mark = mark = lane.mark()  # also after a fault: work may be submitted
                     if slab is not None:
                         slab.release_after(mark)
@@ -196,7 +212,7 @@ class _Reading:
                     slab.strand()
                 raise _CopyUnknownError(f"the device failed: {exc}") from exc
             finally:  # closing the job waits for this call
-                job.leave(self.index, layers, mark)
+                job.leave(self.index, filled, mark)
 
 
 class Loader:
@@ -270,13 +286,14 @@ class Loader:
         ``after``: a mark from before the forward pass of this step. By default copies follow
         everything that was submitted so far, and so the whole forward pass if it has begun.
         """
-        plan = self._layouts.spread(plan)
+        filled = [self._layouts.filled(source) for source in plan.moves.sources]
+        plan = replace(plan, moves=plan.moves.only([bool(rows) for rows in filled]))
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
-        filled = self._layouts.filled(plan)
         after = after or self.mark_compute()  # earlier kernels may still use these blocks
         span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
-        job = LoadJob(plan, filled, deadline, self._clock, after, span)
+        missing = plan.moves.each([bits_of(rows) for rows in filled])
+        job = LoadJob(plan, missing, deadline, self._clock, after, span)
         assert plan.request_id not in self._jobs
         self._jobs[plan.request_id] = job  # nothing raises from here on: one outcome per plan
         self._begin(job)
@@ -510,11 +527,7 @@ class Loader:
             taken += not job.plan.moves.further[index]
             if not job.wanted(index):
                 continue
-            try:
-                batch.append(_Reading(job, index, self._layouts, self._lane))
-            except KeyError:  # a ghost
-                self._settle(job.fail(index, rejected=True))
-                continue
+            batch.append(_Reading(job, index, self._layouts, self._lane))
             nbytes -= batch[-1].wanted.record.raw_bytes
         with self._lock:
             self._moves -= taken
@@ -549,7 +562,7 @@ class Loader:
         try:
             # A device has one copy for a whole payload, unless a step waits for single layers.
             streams = is_ready or job.plan.sync or not self._lane.per_span
-            if streams and progress.frames > one.layers:
+            if streams and progress.frames > one.frames:
                 one.read(progress, agent.arena.view, self.on_device, verify=self._verify)
             if is_ready:
                 nbytes = one.wanted.record.nbytes
