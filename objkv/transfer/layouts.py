@@ -14,9 +14,9 @@ import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers
 from objkv.codec.values import Frames
-from objkv.errors import PayloadError
+from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
-from objkv.keys.topology import Part, Shard, TokenPart, cover, frame_name, parse_share
+from objkv.keys.topology import ALL_TOKENS, Part, Shard, TokenPart, cover, frame_name, parse_share
 from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, Source
@@ -25,6 +25,10 @@ _KEPT_MAX = 1024
 """Bound of remembered layouts. A fleet has few shapes, but a bucket may contain anything."""
 Form = tuple[tuple[int, ...], np.dtype[Any]]
 """The shape of a frame's pages in words, and the type of a word."""
+
+
+class ForeignLayoutError(ObjkvError):
+    """A payload is right, but its tokens are dealt to ranks in a way that this rank cannot read."""
 
 
 class _Column:
@@ -106,8 +110,8 @@ class PayloadLayout:
         own = group.shape.rank_shard.shard
         need = _common(own, held)
         parts = None if need is None else cover(need, shares)
-        if need is None or parts is None:
-            raise ValueError(f"payloads of {held} in {shares} have nothing that {own} can read")
+        if need is None or parts is None or not all(_is_dealt(group, part) for part in parts):
+            raise ForeignLayoutError(f"payloads in {', '.join(map(str, shares))}, read as {own}")
         self.columns = columns
         """Frames in each row."""
         self.rows = range(
@@ -260,7 +264,14 @@ def _shares(first: tuple[LayerSpec, ...], name: str, held: Shard) -> list[Shard]
 
 
 def _common(own: Shard, held: Shard) -> Shard | None:
-    """Return which layers and heads of a rank a payload has; None if it has none of them."""
+    """Return what a payload has of a rank; None if it has nothing of it."""
+    tokens, division = own.tokens, (held.tokens.size, held.tokens.interleave)
+    if held.tokens != ALL_TOKENS and division != (tokens.size, tokens.interleave):
+        if held.tokens not in tokens.sources(*division):
+            return None
+        tokens = held.tokens if held.tokens.size > tokens.size else tokens
+    elif held.tokens not in (ALL_TOKENS, tokens):
+        return None
     if not own.overlaps(held):
         return None
     return Shard(
@@ -268,7 +279,7 @@ def _common(own: Shard, held: Shard) -> Shard | None:
         min(own.layer_end, held.layer_end),
         max(own.head_start, held.head_start),
         min(own.head_end, held.head_end),
-        own.tokens,
+        tokens,
     )
 
 
@@ -287,6 +298,15 @@ def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int
         return slice((source.rank - own.rank) // own.size, None, step), (0, 1)
     step = own.size // source.size
     return slice(None), ((own.rank - source.rank) // source.size, step)
+
+
+def _is_dealt(group: PagedGroup, part: Part) -> bool:
+    """Whether the tokens of a column fill the same slots of every block of the rank."""
+    shape, tokens = group.shape, part.source.tokens
+    if tokens == shape.rank_shard.shard.tokens:
+        return True
+    ranks = max(1, tokens.size // shape.rank_shard.shard.tokens.size)
+    return shape.divisible and shape.block_size % ranks == 0
 
 
 def _tokens_of(group: PagedGroup, share: Shard) -> int:

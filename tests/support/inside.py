@@ -3,17 +3,19 @@
 import os
 import socket
 from collections.abc import Sequence
+from threading import Lock
 from typing import ClassVar, cast
 
 from objkv import background
 from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
+from objkv.agent.messages import Commit, CommitStatus, Drop, PayloadRequest, SavedPart, Urgency
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.codec.join import Join, Place
 from objkv.codec.payload import Claim, Header, read_header, recode
 from objkv.errors import StoreBusy, TransferError
 from objkv.keys.chunk import ChunkKey
@@ -37,10 +39,12 @@ class InsideAgent:
         limits: CoreLimits,
         recorder: Recorder,
         codec: str = "none",
+        joins: dict[str, "InsideJoin"] | None = None,
     ) -> None:
+        """``joins``: of the agent that the ranks of a replica share."""
         self.arena = Arena.create(nbytes)
         self.core = Core(cache, self.arena, limits, _OfAgent(recorder))
-        self.saves = InsideSaves(cache, recorder, codec)
+        self.saves = InsideSaves(cache, recorder, codec, joins)
         self._open = 0
         self._closed = False
         self.opened.append(self)
@@ -83,19 +87,24 @@ class InsideConnection:
     def has_ended(self) -> bool:
         return not self.is_open
 
-    def commit(self, offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
+    def commit(self, commit: Commit) -> CommitStatus:
         assert self._outbox is not None
         try:
-            payload = self._outbox.read(offset, nbytes)
+            payload = self._outbox.read(commit.offset, commit.nbytes)
         except OSError as exc:  # closed by another thread, which ends a real one's call as well
             raise TransferError("the connection is closed") from exc
         header = read_header(payload)
         try:
-            outcome = self._agent.saves.save(header.claim, payload, header)
+            outcome = self._agent.saves.save(header.claim, payload, header, commit.part)
         except StoreBusy:
             return CommitStatus.SHED
+        if outcome is SaveOutcome.PART:
+            return CommitStatus.PART
         stored = outcome is SaveOutcome.SAVED
         return CommitStatus.ACCEPTED if stored else CommitStatus.REPEATED
+
+    def drop(self, drop: Drop) -> None:
+        """Such a part never comes."""
 
     def open(
         self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
@@ -144,17 +153,37 @@ class _OfAgent:
 class InsideSaves:
     """Takes a saver's payloads, and stores them at once as an agent does later."""
 
-    def __init__(self, cache: ChunkCache, recorder: Recorder, codec: str = "none") -> None:
+    def __init__(
+        self,
+        cache: ChunkCache,
+        recorder: Recorder,
+        codec: str = "none",
+        joins: dict[str, "InsideJoin"] | None = None,
+    ) -> None:
         self._cache, self._recorder, self._codec = cache, recorder, codec
+        self._joins = {} if joins is None else joins
         self.has_room = cache.has_room
 
-    def begin_save(self, key: ChunkKey, *, puts: bool = False) -> bool:
+    def drop(self, key: ChunkKey, part: SavedPart) -> None:
+        """Such a part never comes."""
+
+    def send_drops(self) -> None:
+        """None is kept."""
+
+    def begin_save(self, key: ChunkKey, *, puts: bool = False, again: bool = False) -> bool:
         return self._cache.in_flight.begin(key.path())
 
     def end_save(self, key: ChunkKey) -> None:
         self._cache.in_flight.end(key.path())
 
-    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
+    def save(
+        self, claim: Claim, payload: Buffer, header: Header, part: SavedPart | None = None
+    ) -> SaveOutcome:
+        if part is not None:
+            whole = self._join(payload, header, part)
+            if whole is None:
+                return SaveOutcome.PART
+            payload, header = whole, read_header(whole)
         seal = self._cache.seal
         if self._codec != "none" or seal is not None:
             payload, header = recode(memoryview(payload), codec=self._codec, seal=seal)
@@ -164,3 +193,28 @@ class InsideSaves:
             self._recorder.count("save_bytes", header.nbytes)
             self._recorder.count(f"save_codec_{self._codec}")
         return outcome
+
+    def _join(self, payload: Buffer, header: Header, part: SavedPart) -> bytearray | None:
+        with _JOINING:
+            path = header.claim.key.path()
+            join = self._joins.get(path)
+            if join is None:
+                join = self._joins[path] = InsideJoin(header, part.place)
+            for move in join.add(header, part.place):
+                end = move.source + move.nbytes
+                join.memory[move.target : move.target + move.nbytes] = payload[move.source : end]
+            if not join.is_complete:
+                return None
+            join.finish(memoryview(join.memory))
+            return self._joins.pop(path).memory
+
+
+_JOINING = Lock()
+
+
+class InsideJoin(Join):
+    """A payload that ranks join, and its memory."""
+
+    def __init__(self, header: Header, place: Place) -> None:
+        super().__init__(header, place)
+        self.memory = bytearray(self.nbytes)

@@ -35,8 +35,8 @@ from tests.agent.consistency import keys_of
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
-from tests.support.inside import InsideAgent
-from tests.support.plans import packed
+from tests.support.inside import InsideAgent, InsideJoin
+from tests.support.plans import NOT_STORED, packed
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -116,6 +116,7 @@ class Worker:
         lane: Lane | None = None,
         clock: Callable[[], float] = time.monotonic,
         tracing: Tracing = NO_TRACING,
+        joins: dict[str, InsideJoin] | None = None,
     ) -> None:
         self.paged, self.cache, self.recorder = paged, cache, recorder
         self.load_slabs, self.save_slabs = (
@@ -128,6 +129,7 @@ class Worker:
             CoreLimits(threads, WINDOW, cuts=cuts),
             recorder,
             codec,
+            joins,
         )
         on_device = None
         if lane is None and paged.device != HOST:
@@ -260,9 +262,10 @@ class Replica(Worker):
         moves = []
         for c in chunks:
             (record,) = self.index.lookup(NAMESPACE, [HASHES[c]])
-            shards = tuple(record.shards.items()) if record else ()
+            known = record.shards.get("0", NOT_STORED) if record else NOT_STORED
             cut = skip if c == chunks[0] else 0
-            moves.append(LoadMove(self.move(c, first_block, cut=cut, base=chunks[0]), shards))
+            move = self.move(c, first_block, cut=cut, base=chunks[0])
+            moves.append(LoadMove(move, None, known))
         return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
@@ -282,8 +285,7 @@ class Replica(Worker):
     def path(self, chunk: int) -> str:
         """Where this rank's payload of a chunk is."""
         digest = HASHES[chunk].hex()
-        shard = self.paged.shape.rank_shard.shard
-        return f"{NAMESPACE}/{digest[:2]}/{digest}/0.{shard}.safetensors"
+        return f"{NAMESPACE}/{digest[:2]}/{digest}/0.safetensors"
 
     def snapshot(self) -> list[torch.Tensor]:
         return [cache.cpu().clone() for cache in self.caches]

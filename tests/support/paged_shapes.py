@@ -2,7 +2,6 @@
 they read of each other. What is computed is a fixed function of layer, head, token and element, so
 that the pages of every replica are known in advance."""
 
-from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +9,9 @@ import torch
 
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.match import payloads_of
 from objkv.codec.payload import payload_bytes_max
+from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Topology
 from objkv.stores.base import WriteStore
@@ -19,8 +20,9 @@ from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
 from tests.contracts.memory_index import MemoryIndex
+from tests.support.inside import InsideJoin
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
-from tests.support.plans import packed
+from tests.support.plans import NOT_STORED, packed
 
 CONTENT = 4
 LAYOUTS = {
@@ -52,6 +54,7 @@ class ShapeOfReplica:
     codec: str = "none"
     dcp: int = 1
     interleave: int = 1
+    nodes: int = 1
 
     @property
     def block_tokens(self) -> int:
@@ -78,6 +81,10 @@ class Model:
         return prefix_hashes(NAMESPACE, self.tokens, self.chunk)
 
     @property
+    def identity(self) -> GroupIdentity:
+        return GroupIdentity("full", None, self.names, self.heads, CONTENT, block_size=4)
+
+    @property
     def names(self) -> tuple[str, ...]:
         return tuple(f"model.layers.{i}.attn" for i in range(self.layers))
 
@@ -99,11 +106,12 @@ class ShapedRank(Worker):
         store: WriteStore,
         index: MemoryIndex,
         queue_max: int = 64,
+        joins: dict[str, InsideJoin] | None = None,
     ) -> None:
         tp_rank, pp_rank = ranks
         self.model, self.shape = model, shape
         self.layers = layer_range(model, shape, pp_rank)
-        topology = Topology(
+        topology = self.topology = Topology(
             shape.tp,
             model.heads,
             (model.layers // shape.pp,) * shape.pp,
@@ -131,6 +139,7 @@ class ShapedRank(Worker):
             codec=shape.codec,
             cuts=Cuts(parts_max=3, part_bytes_min=1),
             arena_bytes=32 * (wide + 4096),
+            joins=joins,
         )
 
     def compute(self) -> None:
@@ -162,19 +171,20 @@ class ShapedRank(Worker):
         *,
         skip: int = 0,
         sync: bool = False,
-        fields: Collection[str] | None = None,
     ) -> LoadPlan:
         """The prompt without its first ``skip`` blocks, into blocks behind those that ``compute``
-        fills. ``fields``: of all that is stored only these."""
+        fills."""
         each, moves = self.model.chunk // self.shape.block_tokens, []
         base = 1 + self.blocks
         for chunk, record in enumerate(index.lookup(NAMESPACE, self.model.hashes)):
             ids = tuple(range(base + chunk * each, base + (chunk + 1) * each))
             cut = min(each, max(0, skip - chunk * each))
             if cut < each:
-                shards = record.shards.items() if record else ()
-                known = tuple(s for s in shards if fields is None or s[0] in fields)
-                moves.append(LoadMove(self._move(chunk, cut, ids[cut:]), known))
+                known = dict(record.shards) if record else {}
+                move = self._move(chunk, cut, ids[cut:])
+                for shard in payloads_of(known, 0, self.model.identity) or (None,):
+                    field = "0" if shard is None else f"0.{shard}"
+                    moves.append(LoadMove(move, shard, known.get(field, NOT_STORED)))
         return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:
@@ -196,7 +206,11 @@ class ShapedRank(Worker):
         return physical.permute([order.index(axis) for axis in range(5)]).view(torch.float32)
 
     def _group_shape(self) -> GroupShape:
-        model, size = self.model, self.shape.block_size
+        model, size, topology = self.model, self.shape.block_size, self.topology
+        held = map(topology.held, range(topology.size))
+        shards = {share.shard for share in held if share is not None}
+        is_dealt = self.shape.dcp == 1 or (self.shape.interleave == 1 and model.divisible)
+        is_joined = is_dealt and self.shape.nodes == 1
         names = model.names[self.layers.start : self.layers.stop]
         return GroupShape(
             names,
@@ -206,6 +220,8 @@ class ShapedRank(Worker):
             model_layers=model.names,
             heads=model.heads,
             divisible=model.divisible,
+            joined=len(shards) if is_joined else 0,
+            columns=topology.columns if is_joined else 1,
         )
 
     def _move(self, chunk: int, first_block: int, ids: tuple[int, ...]) -> ChunkMove:
@@ -230,6 +246,7 @@ class ShapedReplica:
     index: MemoryIndex
     queue_max: int = 64
     ranks: list[ShapedRank] = field(default_factory=list)
+    joins: dict[str, InsideJoin] = field(default_factory=dict)
 
     def __enter__(self) -> "ShapedReplica":
         for pp_rank in range(self.shape.pp):
@@ -237,7 +254,13 @@ class ShapedReplica:
                 place = (tp_rank, pp_rank)
                 self.ranks.append(
                     ShapedRank(
-                        self.model, self.shape, place, self.store, self.index, self.queue_max
+                        self.model,
+                        self.shape,
+                        place,
+                        self.store,
+                        self.index,
+                        self.queue_max,
+                        self.joins,
                     )
                 )
         return self

@@ -7,27 +7,28 @@ import numpy as np
 
 from objkv.index.base import ShardRecord
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.keys.topology import Part
-from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadMoves, RecordColumns, Row
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, RecordColumns, Row, Source
+
+NOT_STORED = ShardRecord(1000, 1000, "none", False, "0" * 32, 1)
 
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:
     """Return these moves in columns."""
-    hashes, kinds, parts = dict[bytes, int](), dict[Kind, int](), dict[Part, int]()
+    hashes, sources = dict[bytes, int](), dict[Source, int]()
     ids, records = array("q"), list[ShardRecord]()
     columns: list[list[int]] = []
     last: ChunkMove | None = None
     for load in moves:
-        move, fields = load.move, tuple(name for name, _ in load.records)
+        move = load.move
         if move is not last:
-            source, first_id = len(columns), len(ids)
+            fill, first_id = len(columns), len(ids)
             ids.extend(move.block_ids)
         last = move
-        kind = Kind(move.group, fields, tuple(range(len(fields))))
+        source = Source(move.group, load.shard)
         columns.append(
             [
                 move.chunk,
-                kinds.setdefault(kind, len(kinds)),
+                sources.setdefault(source, len(sources)),
                 hashes.setdefault(move.prefix_hash, len(hashes)),
                 hashes.setdefault(move.parent_hash, len(hashes)),
                 move.token_start,
@@ -36,18 +37,16 @@ def packed(moves: Iterable[LoadMove]) -> LoadMoves:
                 first_id,
                 len(ids),
                 len(records),
-                0 if load.part is None else parts.setdefault(load.part, len(parts)) + 1,
-                source,
+                fill,
             ]
         )
-        records += [record for _, record in load.records]
+        records.append(load.record)
     assert all(len(one) == PREFIX_HASH_BYTES for one in hashes)
     table = np.array(columns, np.int32).reshape(-1, len(Row)).T
     return LoadMoves(
         np.ascontiguousarray(table),
         b"".join(hashes),
         np.array(ids, np.int64),
-        kinds=tuple(kinds),
+        sources=tuple(sources),
         records=RecordColumns.pack(records),
-        parts=tuple(parts),
     )

@@ -34,7 +34,7 @@ SIZE = 32
 """Tokens of a chunk, and of a block, on the scheduler's side."""
 ONE_LAYER = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=SIZE)
 GEOMETRY = Geometry((ONE_LAYER,), SIZE, SIZE, tp_size=1)
-FIELD = "0.L0-1_H0-1"
+FIELD = "0"
 IDENTITY = Identity("m", "w", 0, "default", None, "bfloat16", (ONE_LAYER,), "canonical", SIZE)
 RECORD = ShardRecord(9, 9, "none", False, "0" * 32, 1)
 OPENED: list[SchedulerSide | WorkerSide] = []

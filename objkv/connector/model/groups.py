@@ -167,13 +167,12 @@ class Geometry:
         return len(self.shards(group)) == 1 or (self.nodes == 1 and self._is_readable(group))
 
     def _is_readable(self, group: int) -> bool:
-        """Whether the tokens of a payload can be divided as they are on this replica, and by all
-        others: in blocks of 16 or more, whose tokens are dealt out one by one."""
+        """Whether this replica can combine any division of the tokens that others can combine, and
+        they can combine its own."""
         if self.dcp_size == 1:
             return True
-        own = self.groups[group].block_size // self.dcp_size
         is_dealt = self.dcp_interleave == 1 and self.is_divisible(group)
-        return is_dealt and not _TOKENS_DEALT % self.dcp_size and not own % _TOKENS_DEALT
+        return is_dealt and not _BLOCK_TOKENS % self.dcp_size
 
     def fields(self, group: int) -> frozenset[str]:
         """Return the index fields of the payloads that this replica writes."""
@@ -222,7 +221,7 @@ class Geometry:
         return self.canonical and keeps_all(identity) and identity.page is None
 
 
-_TOKENS_DEALT = 16
+_BLOCK_TOKENS = 16
 """Blocks of vLLM are multiples of this many tokens. Sizes of context parallelism that divide it can
 be combined with each other in any of them."""
 _INSTEAD = "run it without the objkv connector, or"

@@ -26,7 +26,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
 from objkv.transfer.lanes import BlockRuns, HostLane, Lane, Mark
-from objkv.transfer.layouts import PayloadLayout, PayloadLayouts, bits_of
+from objkv.transfer.layouts import ForeignLayoutError, PayloadLayout, PayloadLayouts, bits_of
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan, Source
@@ -586,6 +586,10 @@ class Loader:
             self._fail(one, "corrupt", rejected=True)
         except TransferError:
             raise
+        except ForeignLayoutError as exc:
+            self._recorder.count("load_errors")
+            logger.warning("payload not readable request=%s reason=%s", job.plan.request_id, exc)
+            self._fail(one, "foreign", rejected=False)
         except Exception:  # of this payload, such as too little memory of a device
             self._recorder.count("load_errors")
             logger.exception("load failed unexpectedly request=%s", job.plan.request_id)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from objkv.connector.kv.coverage import Coverage
 
 from objkv.cache.match import ends_within, needed_from
-from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.drafts import draft_blanks
 from objkv.connector.kv.planning import Computed, load_moves, save_moves
 from objkv.connector.kv.scheduler import matched_end, stored_draft_end

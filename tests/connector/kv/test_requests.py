@@ -8,9 +8,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from objkv.connector.kv.coverage import Coverage
 
 from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
 from objkv.index.base import ChunkEntry

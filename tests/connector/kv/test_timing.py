@@ -3,9 +3,9 @@
 from typing import Any, cast
 
 import pytest
+from objkv.connector.kv.coverage import Coverage
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
-from objkv.connector.kv.coverage import Coverage
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.timing import Timing
