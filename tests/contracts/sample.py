@@ -14,8 +14,7 @@ from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.config import local_path, resolve_config
-from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.shapes import SHAPES_HASH
+from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
@@ -80,9 +79,6 @@ def _save(
         stores.index.publish(entry, {key.field: shard_record(read_header(payload))}, ttl_s=ttl_s)
     for _ in range(prompt.hits):
         stores.index.touch(namespace, hashes, ttl_s=ttl_s)
-    in_use = ShardRecord(0, 0, "none", False, "", int(now_s))
-    shapes = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-    stores.index.publish(shapes, {f"0.{_WHOLE}": in_use}, ttl_s=ttl_s)
     return saved
 
 
