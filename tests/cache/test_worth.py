@@ -148,7 +148,7 @@ def test_longer_lives_and_cheaper_gpus_make_puts_pay_less() -> None:
 
 def test_payloads_above_a_part_take_more_requests() -> None:
     mib = 1 << 20
-    assert [puts_of(n * mib) for n in (1, 64, 65, 129)] == [1, 1, 4, 5]
+    assert [puts_of(n * mib) for n in (1, 5120, 5121, 10241)] == [1, 1, 4, 5]
     assert rule().chunk([mib, 65 * mib], 0.5) == ChunkCost(1 + 4, 66 * mib, 0.5)
 
 
