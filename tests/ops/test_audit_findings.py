@@ -24,7 +24,7 @@ from tests.support.samples import (
     WHOLE,
     save,
     save_identity,
-    save_old_format,
+    save_in_format,
 )
 
 
@@ -42,7 +42,7 @@ def test_an_old_epoch_is_one_also_where_it_alone_is_audited() -> None:
 @pytest.mark.parametrize("is_own_index", [True, False])
 def test_payloads_of_an_earlier_format_are_old_and_not_corrupt(is_own_index: bool) -> None:
     bulk = MemoryStore()
-    name = save_old_format(bulk)
+    name = save_in_format(bulk, 1)
     report = Auditor(bulk, MemoryIndex(), is_own_index=is_own_index).all()
     assert counts(report) == {"old_epoch": 1}
     problem = "from an earlier weights_epoch or format; objkv sweep --apply deletes it"

@@ -44,9 +44,9 @@ def save_identity(bulk: WriteStore, identity: Identity = IDENTITY) -> None:
     bulk.put(identity_path(identity.namespace()), identity.canonical())
 
 
-def save_old_format(bulk: WriteStore, tenant: str = "default") -> str:
-    """Save an identity and a payload of format 1; return the namespace."""
-    document = canonical_json({**IDENTITY.document(), "format": 1, "tenant": tenant})
+def save_in_format(bulk: WriteStore, number: int, *, tenant: str = "default") -> str:
+    """Save an identity and a payload of another format; return the namespace."""
+    document = canonical_json({**IDENTITY.document(), "format": number, "tenant": tenant})
     namespace = sha256(document).hexdigest()[:NAMESPACE_HEX]
     bulk.put(identity_path(namespace), document)
     bulk.put(ChunkKey(namespace, bytes(20), 0, WHOLE).path(), bytes(9_000))

@@ -30,7 +30,7 @@ REMEDIES: dict[FindingKind, str] = {
     "stranger": "objkv sweep --apply --strangers deletes them",
     "corrupt": "objkv verify --all --quarantine --apply quarantines them",
     "expired": "objkv sweep --apply deletes them; they were not used for ttl_s",
-    "old_epoch": "objkv sweep --apply deletes them; they belong to an earlier weights_epoch or format",
+    "old_epoch": "objkv sweep --apply deletes them; they are of an earlier weights_epoch or format",
     "leftover": "objkv sweep --apply deletes files of killed writers and quarantined payloads",
 }
 _DOUBTED: tuple[FindingKind, ...] = ("orphan", "expired", "old_epoch")
