@@ -236,7 +236,7 @@ class RedisIndex:
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""
         assert shards
-        assert all("." in field for field in shards)  # the record's own fields have none
+        assert all(field[:1].isdigit() for field in shards)  # the record's own fields are words
         args: list[str | bytes | int] = [ttl_s * 1000]
         args += ["parent", chunk.parent_hash.hex()]
         args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
@@ -395,7 +395,7 @@ def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
         return None
     shards = {}
     for name, value in _checked("lookup", reply).items():
-        if b"." in name and (shard := decode_shard(value)):
+        if name[:1].isdigit() and (shard := decode_shard(value)):
             shards[name.decode("utf-8", "replace")] = shard
     try:
         tokens = _TOKENS.fullmatch(reply[b"tokens"])
