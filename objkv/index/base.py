@@ -39,7 +39,7 @@ class Record:
     token_start: int
     token_end: int
     shards: Mapping[str, ShardRecord]
-    """Keyed by shard field, ``<group>.<shard>``, e.g. ``0.L0-32_H0-8``."""
+    """Keyed by field, see ``ChunkKey.field``: ``0``, ``0.L0-32_H0-4``."""
     hits: int = 0
     touched_s: int = 0
     """Seconds since the epoch of the last touch, by the clock of the touching process; 0 if never.

@@ -107,6 +107,8 @@ class StoredNamespace:
     """Whether it holds KV of prompts, and not encoder outputs or hand-offs."""
     seals: tuple[str, ...] = ()
     """How its payloads are sealed: ``signed``, ``encrypted``."""
+    is_old_format: bool = False
+    """Whether its payloads have a format that is not read any more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -152,7 +154,9 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
         is_chunks = values.get("hash") == HASH_SCHEME
         has_chunks = is_chunks and values.get("page_layout") != HANDOFF_LAYOUT
         seals = seals_of(values.get("extra"))
-        return StoredNamespace(name, True, tenant, epoch, canonical_json(values), has_chunks, seals)
+        is_old = values["format"] < FORMAT
+        rest = canonical_json(values)
+        return StoredNamespace(name, True, tenant, epoch, rest, has_chunks, seals, is_old)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return StoredNamespace(name, is_known=False)
 

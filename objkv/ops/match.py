@@ -52,7 +52,8 @@ class ChunkMatch:
     token_end: int
     prefix_hash: bytes
     payloads: tuple[str, ...]
-    """Stored shards, ``<group>.<shard>``; empty if the chunk is not stored."""
+    """Fields of the stored payloads, ``<group>`` or ``<group>.<shard>``; empty if the chunk is not
+    stored."""
     groups_missing: tuple[int, ...]
     """Groups with a layer or head that is not stored."""
     usable: bool

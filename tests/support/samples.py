@@ -1,12 +1,19 @@
 """A small fleet's leftovers: real payloads, records and an identity, saved as replicas save."""
 
 from collections.abc import Sequence
+from hashlib import sha256
 from typing import Any
 
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.identity import (
+    NAMESPACE_HEX,
+    GroupIdentity,
+    Identity,
+    canonical_json,
+    identity_path,
+)
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView
@@ -35,6 +42,15 @@ TOKENS = tuple(range(100, 100 + 3 * CHUNK))
 def save_identity(bulk: WriteStore, identity: Identity = IDENTITY) -> None:
     """As a replica does at its first save."""
     bulk.put(identity_path(identity.namespace()), identity.canonical())
+
+
+def save_in_format(bulk: WriteStore, number: int, *, tenant: str = "default") -> str:
+    """Save an identity and a payload of another format; return the namespace."""
+    document = canonical_json({**IDENTITY.document(), "format": number, "tenant": tenant})
+    namespace = sha256(document).hexdigest()[:NAMESPACE_HEX]
+    bulk.put(identity_path(namespace), document)
+    bulk.put(ChunkKey(namespace, bytes(20), 0, WHOLE).path(), bytes(9_000))
+    return namespace
 
 
 def save(

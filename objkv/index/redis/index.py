@@ -110,8 +110,6 @@ class PendingTotals:
 
 Client = redis.Redis | redis.RedisCluster
 _SCAN_KEYS = 1_000
-_PAYLOAD = re.compile("[0-9]")
-"""How the name of a payload's field begins, and no other. The scripts know it too."""
 _TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
 
 
@@ -223,7 +221,7 @@ class RedisIndex:
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""
         assert shards
-        assert all(map(_PAYLOAD.match, shards))  # the record's own fields have other names
+        assert all(field[:1].isdigit() for field in shards)  # the record's own fields are words
         args: list[str | bytes | int] = [ttl_s * 1000]
         args += ["parent", chunk.parent_hash.hex()]
         args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
@@ -382,9 +380,8 @@ def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
         return None
     shards = {}
     for name, value in _checked("lookup", reply).items():
-        field = name.decode("utf-8", "replace")
-        if _PAYLOAD.match(field) and (shard := decode_shard(value)):
-            shards[field] = shard
+        if name[:1].isdigit() and (shard := decode_shard(value)):
+            shards[name.decode("utf-8", "replace")] = shard
     try:
         tokens = _TOKENS.fullmatch(reply[b"tokens"])
         parent_hash = bytes.fromhex(reply[b"parent"].decode("ascii"))

@@ -129,6 +129,8 @@ class AuditWalk:
         pins: dict[bytes, int],
         check: Check,
     ) -> None:
+        if namespace.is_old_format:
+            return
         try:
             seal = self.view.seal_of(namespace)
         except ConfigError as exc:

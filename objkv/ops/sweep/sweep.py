@@ -158,13 +158,17 @@ class Sweep:
                 or "old_epoch" not in self._limits.only
             ):
                 return
+            beside = []
             for entry in bulk.scan(f"{name}/"):
                 check()
-                if entry.key != identity_path(name):
+                beside.append(entry.key)
+                is_beside = entry.key.startswith(f"{name}/shapes/")  # empty files of format 1
+                if not (is_beside or entry.key == identity_path(name)):
                     return  # a payload is left
                 if not self._is_old(entry.modified_s):
                     return
-            counters.counts["documents"] += bulk.delete(identity_path(name))
+            for key in beside:
+                counters.counts["documents"] += bulk.delete(key)
 
         return work
 
