@@ -497,9 +497,9 @@ def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) 
 def test_a_fork_tells_its_own_totals_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     totals = PendingTotals(TOTALS, clock=clock)
-    totals.add(NAMESPACE, prefix_hash(1), 10, 1)
+    totals.add(NAMESPACE, 10, 1)
     monkeypatch.setattr("objkv.index.redis.index.os.getpid", lambda: -1)
-    totals.add(NAMESPACE, prefix_hash(2), 7, 1)
+    totals.add(NAMESPACE, 7, 1)
     clock.advance(5)
     assert totals.take() == {f"{NAMESPACE}:nbytes": 7, f"{NAMESPACE}:payloads": 1}
 
