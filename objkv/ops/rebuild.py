@@ -6,7 +6,7 @@ run at the same time.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from objkv.cache.chunks import shard_record, stored_header
@@ -65,10 +65,10 @@ class Rebuild:
             work = self._lost_work(part, seal)
             yield Unit(work, items=part.payloads)
 
-    def namespaces(self, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Unit]:
+    def namespaces(self, namespaces: Iterable[str]) -> Iterator[Unit]:
         """Restore pins and totals. Counts ``pins``."""
-        for namespace in namespaces.values():
-            yield Unit(self._namespace_work(namespace))
+        for name in namespaces if self._apply else ():
+            yield Unit(self._namespace_work(name))
 
     def _part_work(
         self, part: NamespacePart, seal: Seal | None
@@ -145,8 +145,8 @@ class Rebuild:
         copy = hot.head(header.claim.key.path())
         return copy is not None and copy.nbytes == header.nbytes
 
-    def _namespace_work(self, namespace: StoredNamespace) -> Callable[[Counters, Check], None]:
-        view, name = self._view, namespace.name
+    def _namespace_work(self, name: str) -> Callable[[Counters, Check], None]:
+        view = self._view
 
         def work(counters: Counters, check: Check) -> None:
             nbytes = payloads = 0
