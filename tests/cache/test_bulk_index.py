@@ -17,10 +17,9 @@ from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import CHUNK, LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
+from tests.support.samples import CHUNK, FIELD, LEFT, NAMESPACE, RIGHT, TOKENS, save, save_identity
 
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
-FIELD = f"0.{WHOLE}"
 SIDES = [f"0.{LEFT}", f"0.{RIGHT}"]
 
 

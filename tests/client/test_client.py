@@ -20,7 +20,7 @@ from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.test_chat import folder as tokenizer_folder
-from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
+from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, save, save_identity
 
 __all__ = ["tokenizer_folder"]
 
@@ -33,9 +33,9 @@ class TestSqlite(SharedClientContract):
             "index_url": f"sqlite://{tmp_path}/index.sqlite",
         }
 
-    @pytest.mark.parametrize("shards", [(WHOLE,), (LEFT, RIGHT)], ids=["one rank", "two ranks"])
+    @pytest.mark.parametrize("shards", [(None,), (LEFT, RIGHT)], ids=["one rank", "two ranks"])
     def test_hot_copies_are_counted(
-        self, client: objkv.Client, stores: Backends, shards: tuple[Shard, ...]
+        self, client: objkv.Client, stores: Backends, shards: tuple[Shard | None, ...]
     ) -> None:
         save_identity(stores.bulk)
         keys = save(stores.bulk, stores.index, shards=shards)

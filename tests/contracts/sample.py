@@ -18,12 +18,10 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
-from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
 
 _LAYERS = ("layers.0", "layers.1")
 _HEADS, _BLOCK_TOKENS, _CONTENT = 2, 16, 16
-_WHOLE = Shard(0, len(_LAYERS), 0, _HEADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ def _save(
     saved = 0
     for number, prefix_hash in enumerate(hashes):
         parent = hashes[number - 1] if number else root_hash(namespace)
-        key = ChunkKey(namespace, prefix_hash, 0, _WHOLE)
+        key = ChunkKey(namespace, prefix_hash, 0)
         entry = ChunkEntry(namespace, prefix_hash, parent, number * size, (number + 1) * size)
         payload = _payload(key, entry, prompt, int(now_s - prompt.age_s))
         if not stores.bulk.put_if_absent(key.path(), payload):
