@@ -28,7 +28,7 @@ from objkv.telemetry import NullRecorder
 CHUNK = 16
 CHAIN_CHUNKS = 8
 """Chunks per prompt."""
-SHARDS = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+SHARDS = (None, Shard(0, 2, 0, 1))
 IDENTITY = Identity(
     model="acme/damaged",
     weights="0" * 16,
@@ -164,7 +164,7 @@ def make_payload(
     seal: Seal | None = None,
 ) -> bytes:
     """Return a compressible payload whose pages depend only on its key and length."""
-    heads = key.shard.head_end - key.shard.head_start
+    heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
     layers = [
         LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, layer_items)) for name in ("l.0", "l.1")
     ]

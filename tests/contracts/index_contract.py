@@ -28,7 +28,7 @@ LONG_S = 1_000
 """A time to live that outlasts every test."""
 NAMESPACE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"
-FIELD = "0.L0-2_H0-4"
+FIELD = "0"
 OTHER_FIELD = "0.L0-2_H4-8"
 THREADS = 12
 
