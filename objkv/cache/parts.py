@@ -76,11 +76,11 @@ class PartsIndex:
                 found[at] = _both(found[at], (yield from self._read(namespace, prefix_hashes[at])))
                 if not self._is_stored(found[at] or {}):
                     break
-                parts = tuple(field for field in found[at] or () if field not in fields)
-                self._parts = tuple(dict.fromkeys((*parts, *self._parts)))[:ENTRIES_MAX]
+                names = sorted(set(found[at] or ()).difference(fields))
+                self._parts = tuple(dict.fromkeys((*names, *self._parts)))[:ENTRIES_MAX]
                 self._due = -inf
-                if not parts:  # saved as a whole meanwhile
-                    continue
+                # Without any it was saved just now, or the index told nothing beyond a gap.
+                parts = tuple(names or fields)
             more = yield from in_steps(self._inner.find(namespace, prefix_hashes[at:], parts))
             if any(more):
                 self._parts_end = self._clock() + _KEPT_S

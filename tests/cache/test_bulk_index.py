@@ -9,15 +9,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.match import covered
+from objkv.cache.parts import PartsIndex
 from objkv.codec.payload import Claim, read_header
 from objkv.errors import StoreDenied
+from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import CHUNK, FIELD, LEFT, NAMESPACE, RIGHT, TOKENS, save, save_identity
+from tests.support.samples import (
+    CHUNK,
+    FIELD,
+    IDENTITY,
+    LEFT,
+    NAMESPACE,
+    RIGHT,
+    TOKENS,
+    save,
+    save_identity,
+)
 
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
 SIDES = [f"0.{LEFT}", f"0.{RIGHT}"]
@@ -56,6 +70,18 @@ def test_nothing_is_told_beyond_the_first_chunk_that_is_missing(
     store.delete(second.path())
     found = index.find(NAMESPACE, HASHES, [FIELD])
     assert [shards is None for shards in found] == [False, True, True]
+
+
+def test_parts_before_whole_payloads_are_no_gap(store: LocalStore, index: BulkIndex) -> None:
+    save(store, None)
+    save(store, None, TOKENS[:CHUNK], shards=(LEFT, RIGHT))
+    store.delete(payload_path(NAMESPACE, HASHES[0], FIELD))
+    parts = PartsIndex(index, lambda shards: covered(shards, 0, IDENTITY.groups[0]))
+    assert [set(one or ()) for one in at_once(parts.find(NAMESPACE, HASHES, [FIELD]))] == [
+        {*SIDES},
+        {FIELD},
+        {FIELD},
+    ]
 
 
 @given(st.integers(0, 3), st.integers(0, 3))
