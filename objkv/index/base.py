@@ -156,8 +156,7 @@ class ReadIndex(Protocol):
         requests."""
 
     def usage(self) -> list[Usage]:
-        """Return how much is stored per namespace, sorted by namespace. Records of the shapes in
-        use are not counted.
+        """Return how much is stored per namespace, sorted by namespace.
 
         An index that can count exactly does so; others keep running totals. Takes one round trip,
         except when the store itself is the index: that one walks the whole store.

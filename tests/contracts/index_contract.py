@@ -22,7 +22,6 @@ from objkv.index.base import (
     ShardRecord,
     Usage,
 )
-from objkv.index.shapes import SHAPES_HASH
 from tests.contracts.clock import ManualClock
 
 LONG_S = 1_000
@@ -535,10 +534,7 @@ class IndexContract:
         index.drop(NAMESPACE, prefix_hash(1))
         assert index.usage() == []
 
-    def test_touches_pins_leases_and_shapes_use_nothing(self, index: PruneIndex) -> None:
-        shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
-        index.publish(shapes, {FIELD: ShardRecord(0, 0, "none", False, "", 0)}, ttl_s=LONG_S)
-        assert index.usage() == []
+    def test_touches_pins_and_leases_use_nothing(self, index: PruneIndex) -> None:
         index.publish(chunk(), {FIELD: shard(5)}, ttl_s=LONG_S)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
         index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)

@@ -21,7 +21,6 @@ from tests.support.audit import Auditor, save_prompts, tokens_of
 from tests.support.samples import (
     IDENTITY,
     NAMESPACE,
-    WHOLE,
     save,
     save_identity,
     save_in_format,
@@ -75,7 +74,7 @@ def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> 
     if name == NAMESPACE:
         save_identity(bulk)
         save_identity(bulk, replace(IDENTITY, weights_epoch=1))
-    bulk.put(ChunkKey(NAMESPACE, key.prefix_hash, 0, WHOLE).path(), bytes(9_000))
+    bulk.put(ChunkKey(NAMESPACE, key.prefix_hash, 0).path(), bytes(9_000))
     assert counts(Auditor(bulk, index).all()) == {"corrupt": 1}
 
 

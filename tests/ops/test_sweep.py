@@ -178,7 +178,7 @@ def test_only_the_epoch_tells_old_from_new() -> None:
     found.append(read_namespace(bulk, "0" * 32))
     assert old_epochs(found) == {IDENTITY.namespace(), encoder.namespace()}
     assert [one.is_known for one in found] == [True] * 5 + [False]
-    assert [one.has_shapes for one in found] == [True, True, True, False, False, False]
+    assert [one.has_chunks for one in found] == [True, True, True, False, False, False]
 
 
 @pytest.mark.parametrize("is_own_index", [True, False])

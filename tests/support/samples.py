@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from hashlib import sha256
-from typing import Any
+from typing import Any, Final
 
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, WriteIndex
@@ -33,7 +33,8 @@ IDENTITY = Identity(
     tenant="default",
 )
 NAMESPACE = IDENTITY.namespace()
-WHOLE = Shard(0, 2, 0, 2)
+FIELD: Final = "0"
+"""Of a payload that has all of the group."""
 LEFT, RIGHT = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
 TOKENS = tuple(range(100, 100 + 3 * CHUNK))
 """Three chunks."""
@@ -49,7 +50,7 @@ def save_in_format(bulk: WriteStore, number: int, *, tenant: str = "default") ->
     document = canonical_json({**IDENTITY.document(), "format": number, "tenant": tenant})
     namespace = sha256(document).hexdigest()[:NAMESPACE_HEX]
     bulk.put(identity_path(namespace), document)
-    bulk.put(ChunkKey(namespace, bytes(20), 0, WHOLE).path(), bytes(9_000))
+    bulk.put(ChunkKey(namespace, bytes(20), 0).path(), bytes(9_000))
     return namespace
 
 
@@ -58,7 +59,7 @@ def save(
     index: WriteIndex | None,
     tokens: Sequence[int] = TOKENS,
     *,
-    shards: Sequence[Shard] = (WHOLE,),
+    shards: Sequence[Shard | None] = (None,),
     codec: str = "none",
     width: int = 8,
 ) -> list[ChunkKey]:
@@ -83,7 +84,7 @@ def payload_of(
     key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str, *, width: int = 8
 ) -> bytes:
     """A payload of compressible pages, in which everything is told truly."""
-    heads = key.shard.head_end - key.shard.head_start
+    heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
     layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, width)) for name in ("l.0", "l.1")]
     pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
     digest = token_digest(tokens[chunk.token_start : chunk.token_end])

@@ -9,7 +9,6 @@ from itertools import islice
 
 from objkv.cache.pins import read_pins
 from objkv.errors import ConfigError
-from objkv.index.shapes import is_shapes
 from objkv.ops.backends_view import (
     BackendsView,
     NamespacePart,
@@ -201,9 +200,7 @@ def refuse_wrong_bulk(view: BackendsView, names: Sequence[str]) -> None:
     keys = [
         key.path()
         for name in names
-        for record in islice(
-            (one for one in view.index.scan(name) if not is_shapes(one)), _SAMPLE // len(names) + 1
-        )
+        for record in islice(view.index.scan(name), _SAMPLE // len(names) + 1)
         for key in record_keys(name, record)
     ]
     if keys and not any(view.bulk.head(path) for path in _spread(keys, _YOUNG_MIN * 16)):
