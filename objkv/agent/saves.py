@@ -189,13 +189,15 @@ class NodeSaves:
                 if not is_right:
                     self._arena_cache.release(memory)
                     self._drop(path)
-        return self._take(wish, header, memory)
+        return self._take(wish, header, memory, is_reserved=known is None)
 
-    def _take(self, wish: Wish, header: Header, memory: CachedPayload) -> CommitStatus:
-        """Save an admitted payload that is in leased memory, or hold it back."""
-        path, is_new = memory.key, False
-        resident = memory
-        if not memory.is_listed:
+    def _take(
+        self, wish: Wish, header: Header, memory: CachedPayload, *, is_reserved: bool = True
+    ) -> CommitStatus:
+        """Save an admitted payload that is in leased memory, or hold it back. ``is_reserved``: if
+        not, others may find it already."""
+        path, resident, is_new = memory.key, memory, False
+        if is_reserved:
             resident, is_new = self._arena_cache.adopt(memory)
         if is_new:
             self._core.keep(resident, was_read=False)
