@@ -172,8 +172,8 @@ def _join(parts: list[tuple[bytes, Place]]) -> str:
     headers = [read_header(payload) for payload, _ in parts]
     join = Join(headers[0], parts[0][1])
     require(join.nbytes <= RAW_BYTES_MAX + HEADER_BYTES_MAX, "too large")
-    nbytes = [len(payload) for payload, _ in parts]
-    if join.nbytes > 1 << 20 or nbytes != [header.nbytes for header in headers]:
+    sizes = [len(payload) for payload, _ in parts]
+    if join.nbytes > 1 << 20 or sizes != [header.nbytes for header in headers]:
         return "another's"  # an agent refuses both before it copies
     memory = memoryview(bytearray(join.nbytes))
     for header, (payload, place) in zip(headers, parts, strict=True):
