@@ -325,10 +325,10 @@ class StepThread:
                     self._lose_all(fault)
                     fault = None
                 self._work()
-                self._listen()
                 end = self._end_at
                 if end is not None and (not self._unfinished or monotonic() >= end):
                     break
+                self._listen()
             except Exception as exc:
                 fault = exc
                 with suppress(Exception):

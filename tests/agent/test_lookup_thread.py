@@ -4,7 +4,7 @@ import os
 import select
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from threading import Event
+from threading import Event, Thread
 from threading import enumerate as enumerate_threads
 from typing import Any
 
@@ -22,7 +22,7 @@ from tests.agent.world import Node
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import PATIENCE_S, wait_until
 
-FIELD = "0.L0-2_H0-2"
+FIELD = "0"
 _SOON_S = 30.0
 """For another thread to come."""
 
@@ -158,6 +158,10 @@ class Mute:
 
     def receive(self) -> bytes | None:
         return None
+
+    def answer(self) -> None:
+        """Have ``receive`` called."""
+        os.write(self._pipe[1], b"x")
 
     def close(self) -> None:
         if not self.closed:
@@ -311,6 +315,24 @@ def test_closing_cancels_what_has_not_begun_and_fails_what_asks(mute: Mute) -> N
     assert isinstance(asked.exception(_SOON_S), TimeoutError)
     assert mute.closed
     assert thread.unfinished == 0
+
+
+def test_closing_takes_no_longer_than_what_has_begun(
+    mute: Mute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    thread = StepThread("objkv-test", answer_s=PATIENCE_S)
+    asked = thread.start(asking(mute))
+    assert asked is not None
+    wait_until(asked.running)
+    closer = Thread(target=thread.close, args=(PATIENCE_S,))
+    closer.start()
+    wait_until(lambda: thread._end_at is not None)
+    answers = [b"answer"]
+    monkeypatch.setattr(mute, "receive", lambda: answers.pop() if answers else None)
+    mute.answer()
+    closer.join(_SOON_S)
+    assert not closer.is_alive()
+    assert asked.result() == b"answer"
 
 
 def test_what_asks_again_at_the_end_ends(mute: Mute) -> None:

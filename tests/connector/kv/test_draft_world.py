@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from objkv.connector.kv.coverage import Coverage
 
 from objkv.cache.match import ends_within, needed_from
 from objkv.connector.kv.drafts import draft_blanks
 from objkv.connector.kv.planning import Computed, load_moves, save_moves
 from objkv.connector.kv.scheduler import matched_end, stored_draft_end
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
@@ -105,21 +105,21 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
     the draft's KV."""
     chain = chained(tokens)
     records = store.records(chain, shape)
-    coverage = Coverage(shape)
+    payloads = StoredPayloads(shape)
     if shape.windowed:
         records = records[: (len(tokens) - 1) // CHUNK]
-    end = min(matched_end(shape, coverage, records), len(tokens))
+    end = min(matched_end(shape, payloads, records), len(tokens))
     if end <= local:
         return local, local
     span = (local, end)
-    draft_end = stored_draft_end(shape, coverage, records, span)
+    draft_end = stored_draft_end(shape, payloads, records, span)
     count = -(-len(tokens) // BLOCK)
     blocks = [[1000 * table + b + 1 for b in range(count)] for table in range(shape.table_count)]
     for g, identity in enumerate(shape.groups):
         if identity.kind == "sliding_window":  # vLLM gives these null blocks
             for b in range(needed_from(identity, end) // BLOCK):
                 blocks[shape.table(g)][b] = 0
-    moves = load_moves(shape, chain, records, blocks, span, draft_end=draft_end)
+    moves = load_moves(shape, payloads, chain, records, blocks, span, draft_end=draft_end)
     filled: dict[tuple[int, int], Any] = {}
     for one in moves:
         g = shape.position(one.move.group)

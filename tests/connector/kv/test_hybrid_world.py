@@ -73,8 +73,8 @@ def best_end(engine: Engine, folder: Path, prompt: Sequence[int]) -> int:
         digest = hashes[token // size].hex()
         group = identities[g]
         held_from = (token // size + 1) * size - stored_blocks(group, size) * group.block_size
-        stored = list((folder / "chunks").glob(f"{namespace}/*/{digest}/{g}.*.safetensors"))
-        return bool(stored) and token >= held_from
+        stored = folder / "chunks" / namespace / digest[:2] / digest / f"{g}.safetensors"
+        return stored.exists() and token >= held_from
 
     def reads(group: GroupIdentity, end: int) -> list[int]:
         window = group.window or 0

@@ -7,11 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.connector.kv.planning import Computed, load_moves, save_moves, states_after
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain, PromptExtras, token_digest
-from objkv.transfer.plan import LoadMove, SaveMove
+from objkv.keys.topology import Shard
+from objkv.transfer.plan import LoadMoves, SaveMove
 
 BLOCK, CHUNK, CHUNKS = 32, 128, 5
 FULL = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=BLOCK)
@@ -42,8 +44,9 @@ TABLE = [100 + i for i in range(CHUNKS * PER_CHUNK)]
 
 def loads_of(
     groups: tuple[GroupIdentity, ...], known: list[Any], tables: list[list[int]], *span: int
-) -> list[LoadMove]:
-    return list(load_moves(geometry(*groups), chain(), known, tables, (span[0], span[1])))
+) -> LoadMoves:
+    shape = geometry(*groups)
+    return load_moves(shape, StoredPayloads(shape), chain(), known, tables, (span[0], span[1]))
 
 
 def saved(
@@ -57,7 +60,7 @@ def saved(
 def test_a_load_fills_exactly_the_blocks_of_its_tokens(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, CHUNKS * PER_CHUNK - 1)) * BLOCK
     end = data.draw(st.integers(start // BLOCK + 1, CHUNKS * PER_CHUNK)) * BLOCK
-    moves = [load.move for load in loads_of((FULL,), records("0.L0-1_H0-2"), [TABLE], start, end)]
+    moves = [load.move for load in loads_of((FULL,), records("0"), [TABLE], start, end)]
     filled = [block for move in moves for block in move.block_ids]
     assert filled == TABLE[start // BLOCK : end // BLOCK]
     for move in moves:
@@ -68,17 +71,24 @@ def test_a_load_fills_exactly_the_blocks_of_its_tokens(data: st.DataObject) -> N
 
 
 def test_a_load_carries_what_the_index_promised_of_its_group_only() -> None:
-    known = records("0.L0-1_H0-1", "0.L0-1_H1-2", "1.L0-1_H0-2")
-    loads = loads_of((FULL, WINDOW), known, [TABLE, TABLE], 0, CHUNK)
-    assert [[name for name, _ in load.records] for load in loads] == [
-        ["0.L0-1_H0-1", "0.L0-1_H1-2"],
-        ["1.L0-1_H0-2"],
+    names = ("0.L0-1_H0-1", "0.L0-1_H1-2", "1", "2")
+    known: list[Shards] = [
+        {name: replace(SHARD, nbytes=10 * chunk + n) for n, name in enumerate(names)}
+        for chunk in range(CHUNKS)
     ]
+    loads = loads_of((FULL, WINDOW), known, [TABLE, TABLE], CHUNK, 3 * CHUNK)
+    halves = Shard(0, 1, 0, 1), Shard(0, 1, 1, 2)
+    assert [(one.move.chunk, one.move.group, one.shard, one.record) for one in loads] == [
+        (chunk, group, shard, known[chunk][name])
+        for chunk in (1, 2)
+        for group, shard, name in zip((0, 0, 1), (*halves, None), names, strict=False)
+    ]
+    assert loads.further == [False, True, False] * 2
 
 
 def test_a_window_is_loaded_only_where_vllm_kept_blocks() -> None:
     window = [0] * (2 * PER_CHUNK - 3) + TABLE[2 * PER_CHUNK - 3 : 2 * PER_CHUNK]
-    known = [None, *records("0.L0-1_H0-2")[1:]]
+    known = [None, *records("0")[1:]]
     loads = loads_of((WINDOW,), known, [window], 0, 2 * CHUNK)
     # A payload holds the last ceil(65 / 32) = 3 blocks of its chunk.
     assert [load.move.chunk for load in loads] == [1]
@@ -88,7 +98,7 @@ def test_a_window_is_loaded_only_where_vllm_kept_blocks() -> None:
 
 def test_a_state_is_loaded_into_the_one_block_that_vllm_gave_it() -> None:
     state = [0] * (3 * PER_CHUNK - 1) + [77]
-    known = records("0.L0-1_H0-2", "1.L0-1_H0-1")
+    known = records("0", "1")
     loads = loads_of((FULL, STATE), known, [TABLE, state], 0, 3 * CHUNK)
     assert [load.move.chunk for load in loads if load.move.group == 0] == [0, 1, 2]
     (move,) = [load.move for load in loads if load.move.group == 1]
@@ -97,7 +107,7 @@ def test_a_state_is_loaded_into_the_one_block_that_vllm_gave_it() -> None:
 
 def test_null_blocks_are_never_filled_wherever_they_are() -> None:
     holes = [0, 100, 0, 0, 101, 102, 0, 103]
-    loads = loads_of((FULL,), records("0.L0-1_H0-2"), [holes], 0, 2 * CHUNK)
+    loads = loads_of((FULL,), records("0"), [holes], 0, 2 * CHUNK)
     moves = [(load.move.chunk, load.move.first_block, load.move.block_ids) for load in loads]
     assert moves == [(0, 1, (100,)), (1, 0, (101, 102)), (1, 3, (103,))]
 
@@ -105,11 +115,11 @@ def test_null_blocks_are_never_filled_wherever_they_are() -> None:
 def test_local_attention_whose_chunks_end_with_ours_is_neither_saved_nor_loaded() -> None:
     local = replace(LOCAL, window=CHUNK)
     table = [TABLE, [0] * len(TABLE)]
-    loads = loads_of((FULL, local), records("0.L0-1_H0-2"), table, 0, 2 * CHUNK)
+    loads = loads_of((FULL, local), records("0"), table, 0, 2 * CHUNK)
     assert {load.move.group for load in loads} == {0}
     moves = saved((FULL, local), Computed(TOKENS, [TABLE, TABLE]), [0, 1])
     assert {save.move.group for save in moves} == {0}
-    assert geometry(FULL, local).all_fields() == {"0.L0-1_H0-2"}
+    assert geometry(FULL, local).all_fields() == {"0"}
 
 
 def test_a_state_is_saved_from_where_it_is_known_to_be() -> None:

@@ -8,11 +8,11 @@ from typing import Any, cast
 
 import pytest
 import torch
-from objkv.connector.kv.coverage import Coverage
 
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
@@ -123,7 +123,7 @@ def tracker_of(lookups: LookupService) -> RequestTracker:
         GEOMETRY,
         lookups,
         MemoryRecorder(),
-        Coverage(GEOMETRY),
+        StoredPayloads(GEOMETRY),
         locality="REMOTE",
         prefetch=lambda *_: 0,
     )

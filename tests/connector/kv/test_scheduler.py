@@ -213,7 +213,7 @@ def load(chunk: int, *, hot: bool, group: int = 0) -> LoadMove:
     names = bytes([chunk]) * 20, bytes([chunk]) * 20
     move = ChunkMove(chunk, group, *names, chunk * 64, chunk * 64 + 64, 0, (chunk + 1,))
     record = ShardRecord(100, 80, "none", hot, "0" * 32, 1)
-    return LoadMove(move, ((FIELD, record),))
+    return LoadMove(move, None, record)
 
 
 @pytest.fixture

@@ -3,11 +3,11 @@
 from typing import Any, cast
 
 import pytest
-from objkv.connector.kv.coverage import Coverage
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.loads import ReliedLoads
 from objkv.connector.kv.metadata import StepReport
+from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, ShardRecord
@@ -47,10 +47,10 @@ class Notes:
 class TimedLoads:
     """Loads of a replica, and their times."""
 
-    def __init__(self, notes: Notes, *, tp_size: int = 1, **clocks: Any) -> None:
-        geometry = Geometry((GROUP,), chunk_tokens=64, block_tokens=16, tp_size=tp_size)
-        admission, coverage = cast("AdmissionPolicy", notes), Coverage(geometry)
-        self.timing = Timing(admission, geometry, steps_in_flight=2, coverage=coverage, **clocks)
+    def __init__(self, notes: Notes, *, tp_size: int = 1, nodes: int = 1, **clocks: Any) -> None:
+        geometry = Geometry((GROUP,), 64, block_tokens=16, tp_size=tp_size, nodes=nodes)
+        admission, payloads = cast("AdmissionPolicy", notes), StoredPayloads(geometry)
+        self.timing = Timing(admission, geometry, steps_in_flight=2, payloads=payloads, **clocks)
         self.loads = ReliedLoads(16, 1.0)
 
     def planned(self, *plans: LoadPlan, tokens: int = 64) -> None:
@@ -83,7 +83,7 @@ def timing(notes: Notes, clock: ManualClock) -> Timing:
 def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
     name = bytes(20)
     move = ChunkMove(0, 0, name, name, 0, 64, 0, (1,))
-    moves = [LoadMove(move, (("0.L0-1_H0-2", one),)) for one in records]
+    moves = [LoadMove(move, None, one) for one in records]
     return LoadPlan(request_id, "n" * 32, packed(moves), sync)
 
 
@@ -201,14 +201,14 @@ def test_a_load_ends_at_the_end_of_a_chunk_or_of_the_match(
     limit: int, computed: int, end: int, expected: int
 ) -> None:
     timing = TimedLoads(notes := Notes(limit)).timing
-    found = [{"0.L0-1_H0-2": COLD}] * 4 + [None]
+    found = [{"0": COLD}] * 4 + [None]
     assert timing.admit(found, computed, end, waiting=3) == expected
     assert sum(chunk.tokens for chunk in notes.asked) == end - computed
     assert notes.waiting == 3
 
 
-def test_ranks_share_a_chunks_bytes_and_one_cold_shard_makes_it_bulk(notes: Notes) -> None:
-    timing = TimedLoads(notes, tp_size=2).timing
+def test_all_payloads_of_a_chunk_count_and_one_that_is_cold_makes_it_bulk(notes: Notes) -> None:
+    timing = TimedLoads(notes, tp_size=2, nodes=2).timing
     for other, tier in ((HOT, "hot"), (COLD, "bulk")):
         timing.admit([{"0.L0-1_H0-1": HOT, "0.L0-1_H1-2": other}], 0, 64)
-        assert notes.asked == [ChunkSize(100, 64, cast("Tier", tier))]
+        assert notes.asked == [ChunkSize(200, 64, cast("Tier", tier))]
