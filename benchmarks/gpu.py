@@ -253,13 +253,12 @@ class Rig:
             recorder=recorder,
             kv_caches=self._caches,
         )
-        shard = shape.rank_shard.shard
         for order in ORDERS:
             loads = []
             for move in _moves(self.chunks, scattered=order == "scattered"):
-                key = ChunkKey(NAMESPACE, move.prefix_hash, 0, shard)
+                key = ChunkKey(NAMESPACE, move.prefix_hash, 0)
                 claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-                loads.append(LoadMove(move, ((key.field, self._store.add(claim)),)))
+                loads.append(LoadMove(move, None, self._store.add(claim)))
             self._loads[order] = loads
 
     def __enter__(self) -> Self:

@@ -101,7 +101,7 @@ class Prompts:
                 first_block=0,
                 block_ids=tuple(self._blocks[chunk * BLOCKS : (chunk + 1) * BLOCKS]),
             )
-            key = ChunkKey(NAMESPACE, hashes[chunk], 0, self._group.shape.rank_shard.shard)
+            key = ChunkKey(NAMESPACE, hashes[chunk], 0)
             claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
             provenance = Provenance(token_digest(()), "bench", 1)
             pages = self._pages(prompt, chunk)
@@ -109,7 +109,7 @@ class Prompts:
             backends.bulk.put(key.path(), payload)
             header = read_header(payload)
             record = ShardRecord(len(payload), header.raw_bytes, "none", False, header.checksum, 1)
-            moves.append(LoadMove(move, ((key.field, record),)))
+            moves.append(LoadMove(move, None, record))
         return moves
 
     def plan(self, prompt: int, chunks: int = CHUNKS) -> StepPlan:
@@ -170,7 +170,7 @@ def resident(
             )
             side = Side(inner, {"agent": agent.url}, GEOMETRY, caches)
             prompts = stored(settings, caches)
-            nbytes = prompts.prompts[0][0].records[0][1].raw_bytes
+            nbytes = prompts.prompts[0][0].record.raw_bytes
             settle(side, prompts, (0, 0))
             host = torch.empty(256 << 20, dtype=torch.uint8)
             plain = torch.empty(256 << 20, dtype=torch.uint8, device=device)
@@ -363,7 +363,7 @@ def decode(
                 )
         fetched = agents["agent"].metrics()["load_bytes_total"] - before
         fetched /= max(1, len(loads["agent"])) * CHUNKS
-        nbytes = prompts.prompts[0][0].records[0][1].raw_bytes
+        nbytes = prompts.prompts[0][0].record.raw_bytes
         numbers[f"{kind} fetched share"] = fetched / nbytes
         base = percentiles(steps["alone"])
         for name, seconds in steps.items():

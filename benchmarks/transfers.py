@@ -104,7 +104,7 @@ def save_and_load(rig: Rig, folder: Path, codec: str) -> tuple[float, float, flo
         side.save(NAMESPACE, saves)
         found = stored(index, NAMESPACE, saves)
         saved = time.perf_counter() - started
-    loads = [LoadMove(rig.move(c, 1 + rig.blocks), one.records) for c, one in enumerate(found)]
+    loads = [LoadMove(rig.move(c, 1 + rig.blocks), None, one.record) for c, one in enumerate(found)]
     with ExitStack() as stack:
         agent = stack.enter_context(AgentProcess(settings))
         side = Side(stack, {"agent": agent.url}, GEOMETRY, rig.caches)

@@ -128,9 +128,9 @@ def decided(fleet: Fleet, costs: Costs) -> Policy:
     )
     rule = PutRule("auto", prices, settings.ttl_s + SWEEP_WAIT_S)
     tokens = settings.chunk_tokens
-    payload = model.token_bytes * tokens // model.shards
+    payload = model.token_bytes * tokens
     gpu_s = model.gpus * model.prefill_s(0, _STEP_TOKENS) * tokens / _STEP_TOKENS
-    return rule.decide(rule.chunk([payload] * model.shards, gpu_s)).puts
+    return rule.decide(rule.chunk([payload], gpu_s)).puts
 
 
 def halves(requests: Sequence[Request]) -> dict[str, list[Request]]:

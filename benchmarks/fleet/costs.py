@@ -21,7 +21,7 @@ class Model:
     element_bytes: int
     active_params: float
     attention_width: int
-    shards: int
+    ranks: int
     readers: int
     gpus: int
     peak_flops: float
@@ -32,7 +32,7 @@ class Model:
 
     @property
     def token_bytes(self) -> int:
-        """KV bytes of one token, over all shards."""
+        """KV bytes of one token, over all ranks."""
         return self.layers * self.kv_elements * self.element_bytes
 
     def prefill_s(self, start: int, end: int) -> float:
@@ -69,7 +69,6 @@ class Redis:
     touch_s: float
     save_command_s: float
     record_bytes: int
-    shard_bytes: int
     client_s_per_chunk: float
     node_bytes_s: float
     source: str

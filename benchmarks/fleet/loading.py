@@ -99,7 +99,7 @@ def _tokens(world: World, job: Job, units: int) -> int:
 def _plan(world: World, job: Job, now: float, tokens: tuple[int, int]) -> Load:
     """Where the tokens ``[start, end)`` are."""
     start, end = tokens
-    chunk, shards = world.settings.chunk_tokens, world.model.shards
+    chunk = world.settings.chunk_tokens
     first, last = start // chunk, -(-end // chunk)
     hot = arena = disk = seen = 0
     ready_s = now
@@ -120,13 +120,13 @@ def _plan(world: World, job: Job, now: float, tokens: tuple[int, int]) -> Load:
     hot = min(hot, last - first - arena - disk)
     bulk = last - first - hot - arena - disk
     parts = -(-world.payload_bytes // RANGE_BYTES)
-    size, gets = world.chunk_bytes, bulk * shards * parts
+    size, gets = world.chunk_bytes, bulk * parts
     return Load(start, end, hot, bulk, arena, disk, hot * size, bulk * size, gets, ready_s)
 
 
 def _seconds(world: World, job: Job, now: float, what: Load) -> float:
     """How long the load takes, behind those of this worker and host that are under way."""
-    client, shards, host = world.costs.client, world.model.shards, job.replica.host
+    client, ranks, host = world.costs.client, world.model.ranks, job.replica.host
     done_s = now
     if what.gets:
         lane_s = _lane(world, job).start_s(now)
@@ -136,14 +136,14 @@ def _seconds(world: World, job: Job, now: float, what: Load) -> float:
         done_s = max(done_s, lane_s + what.bulk_bytes / (client.load_bytes_s * world.width()))
         done_s = max(done_s, what.ready_s + (each_s if what.ready_s > now else 0.0))
     if what.arena_chunks:
-        copy_s = what.arena_chunks * world.chunk_bytes / (world.costs.node.arena_bytes_s * shards)
+        copy_s = what.arena_chunks * world.chunk_bytes / (world.costs.node.arena_bytes_s * ranks)
         done_s = max(done_s, what.ready_s + copy_s)
     if what.disk_chunks:
         done_s = max(done_s, host.reads.start_s(now) + _disk_s(world, what))
     if what.hot_bytes:
         free = max(1 - world.redis_wire.average / world.costs.redis.node_bytes_s, 0.02)
         hot_s = world.costs.redis.round_trip_s + what.hot_bytes / (
-            min(world.costs.redis.node_bytes_s * free, client.load_bytes_s * shards)
+            min(world.costs.redis.node_bytes_s * free, client.load_bytes_s * ranks)
         )
         done_s = max(done_s, now + hot_s)
     return max(done_s, host.receive.start_s(now) + _wire_s(world, what)) - now

@@ -86,7 +86,6 @@ def summarise(name: str, run: Run, without: Run | None = None) -> Summary:
     new = counts.saved + counts.dropped
     stored = stored_chunks(run) * world.scale
     record = world.costs.redis.record_bytes
-    record += (world.model.shards - 1) * world.costs.redis.shard_bytes
     bulk, gets_s, puts_s = world.bulk, counts.gets * per_s, counts.puts * per_s
     loaded_gb, saved_gb = counts.bytes_bulk / 1e9, counts.bytes_saved / 1e9
     gpu_hour = world.costs.client.gpu_hour_usd * world.model.gpus

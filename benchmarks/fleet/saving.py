@@ -39,11 +39,9 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     parts = -(-world.payload_bytes // MULTIPART_BYTES)
     part_bytes = min(world.payload_bytes, MULTIPART_BYTES)
     each_s = world.bulk.first_byte_s + part_bytes / world.bulk.connection_bytes_s
-    payloads = world.model.shards / width
-    """Of one chunk, for each process."""
-    chunk_s = payloads * max(
-        each_s * parts / world.connections(save=True),
-        world.payload_bytes / client.save_bytes_s,
+    chunk_s = max(
+        each_s * parts / (world.connections(save=True) * width),
+        world.payload_bytes / (client.save_bytes_s * width),
     )
     waiting = (lane.start_s(now) - now) / chunk_s
     room: float = world.settings.queue_max + world.settings.save_threads
@@ -52,13 +50,13 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     if waiting + unit.chunks > room or now < replica.closed_until_s:
         counts.dropped += unit.chunks
         return False
-    if not _ask(world, replica, unit, now, commands=3):  # lease, publish, release
+    if not _ask(world, replica, unit, now, commands=2):  # lease, publish
         counts.dropped += unit.chunks
         return False
     nbytes = unit.chunks * world.chunk_bytes
     end_s = max(lane.take(now, unit.chunks * chunk_s), now + each_s)
     end_s = max(end_s, replica.host.send.take(now, nbytes / client.nic_bytes_s))
-    counts.puts += unit.chunks * world.model.shards * (1 if parts == 1 else parts + 2)
+    counts.puts += unit.chunks * (1 if parts == 1 else parts + 2)
     counts.bytes_saved += nbytes
     counts.saved += unit.chunks
     world.store.add(unit.key, unit.chunks, end_s)
@@ -84,6 +82,6 @@ def _commit(world: World, job: Job, unit: Unit, now: float) -> bool:
 
 def _ask(world: World, replica: Replica, unit: Unit, now: float, *, commands: int) -> bool:
     """Send so many commands for each payload of a unit; returns whether Redis answered in time."""
-    sent = commands * unit.chunks * world.model.shards
+    sent = commands * unit.chunks
     world.counts.save_commands += sent
     return world.ask_redis(replica, now, sent * world.costs.redis.save_command_s) is not None

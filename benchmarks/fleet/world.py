@@ -139,7 +139,7 @@ class World:
         simulated = fleet.simulated(costs)
         self.scale = fleet.replicas / simulated
         self.chunk_bytes = fleet.settings.chunk_tokens * self.model.token_bytes
-        self.payload_bytes = self.chunk_bytes // self.model.shards
+        self.payload_bytes = self.chunk_bytes
         quota = fleet.settings.quota_bytes / self.scale / self.chunk_bytes
         self.store = SharedStore(quota, fleet.settings.ttl_s)
         self.hot: OrderedDict[int, int] = OrderedDict()
@@ -207,7 +207,7 @@ class World:
 
     def width(self) -> int:
         """Processes that move the payloads of one request: its workers, or its agent's."""
-        return self.fleet.agents.processes if self.fleet.agents else self.model.shards
+        return self.fleet.agents.processes if self.fleet.agents else self.model.ranks
 
     def connections(self, *, save: bool) -> int:
         """Requests to the bulk store that one worker has under way at most."""

@@ -105,7 +105,7 @@ class ObjkvWorker(Worker):
     def get(self, names: Sequence[str]) -> None:
         """Look the records up, load all values, as one request of the engine would."""
         moves = [
-            LoadMove(_move(name, i), tuple(shards.items()))
+            LoadMove(_move(name, i), None, shards["0"])
             for i, (name, shards) in enumerate(zip(names, self._find(names), strict=True))
             if shards is not None
         ]
@@ -126,9 +126,7 @@ class ObjkvWorker(Worker):
 
     def lookup(self, names: Sequence[str]) -> int:
         """As a scheduler asks."""
-        count = len(self._fields)  # as the connector does: only what it reads was asked for
-        found = self._find(names)
-        return usable_chunks(found, (self._group,), TOKENS, lambda shards, *_: len(shards) == count)
+        return usable_chunks(self._find(names), (self._group,), TOKENS)
 
     def close(self) -> None:
         """Stop threads, give connections back."""

@@ -1,7 +1,7 @@
 """Payloads in the arena: their states, their readers, and their eviction.
 
 A payload is filled by one fetch, however many readers want it. In the arena it is always an
-uncompressed, unsealed payload of format 1 whose frames are verified. Memory under a lease is never
+uncompressed, unsealed payload of format 2 whose frames are verified. Memory under a lease is never
 moved, evicted or reused, and a lease ends only by a release or with its holder's connection.
 """
 

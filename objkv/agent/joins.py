@@ -228,6 +228,7 @@ class Joins:
         if one is not None:
             self._drop(self._known.pop(name), "replaced")
         if len(self._known) >= JOINS_MAX:
+            self._recorder.count("joins_dropped_full")
             return None
         one = self._known[name] = _Open(number, parts, self._clock() + self._deadline_s)
         return one

@@ -376,8 +376,10 @@ def unpack_drop(message: bytes) -> Drop:
     """Read the message."""
     try:
         _, number, parts = _DROP.unpack_from(message)
-        path = message[_DROP.size :].decode("ascii")
-        return Drop(number, parts, ChunkKey.parse(path).path())
+        key = ChunkKey.parse(message[_DROP.size :].decode("ascii"))
+        if key.shard is not None:  # a path of any length, and nobody joins such a payload
+            raise ProtocolError("a drop of a payload that is not whole")
+        return Drop(number, parts, key.path())
     except (struct.error, ValueError) as exc:
         raise ProtocolError(f"an invalid drop: {exc}") from exc
 

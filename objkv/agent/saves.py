@@ -189,13 +189,15 @@ class NodeSaves:
                 if not is_right:
                     self._arena_cache.release(memory)
                     self._drop(path)
-        return self._take(wish, header, memory)
+        return self._take(wish, header, memory, is_reserved=known is None)
 
-    def _take(self, wish: Wish, header: Header, memory: CachedPayload) -> CommitStatus:
-        """Save an admitted payload that is in leased memory, or hold it back."""
-        path, is_new = memory.key, False
-        resident = memory
-        if not memory.is_listed:
+    def _take(
+        self, wish: Wish, header: Header, memory: CachedPayload, *, is_reserved: bool = True
+    ) -> CommitStatus:
+        """Save an admitted payload that is in leased memory, or hold it back. ``is_reserved``: if
+        not, others may find it already."""
+        path, resident, is_new = memory.key, memory, False
+        if is_reserved:
             resident, is_new = self._arena_cache.adopt(memory)
         if is_new:
             self._core.keep(resident, was_read=False)
@@ -375,7 +377,8 @@ class NodeSaves:
             payload, header = self._encode(save.resident)
             outcome = self._cache.save(save.claim, payload, header)
         finally:
-            self._cache.release_lease(key)
+            if not self._cache.in_flight.is_kept(key.path()):  # else nobody needs it
+                self._cache.release_lease(key)
         seconds = monotonic() - began
         self._recorder.observe("save_seconds", seconds)
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")

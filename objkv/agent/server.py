@@ -348,6 +348,8 @@ class AgentServer:
         return pack_committed(self._parts.saves.commit(client.outbox, commit, client.replica))
 
     def _drop(self, client: AgentSession, message: bytes) -> None:
+        if client.outbox is None:
+            raise ProtocolError("a drop without an outbox")
         self._parts.saves.joins.drop(client.replica, unpack_drop(message))
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:

@@ -37,9 +37,9 @@ from objkv.telemetry import MemoryRecorder, Recorder, Trouble
 logger = logging.getLogger(__name__)
 _SAVE_QUEUE_MAX = 1024
 """Saves that may wait: 64 each of 16 workers. Those of 32 MiB fill an arena's quarter earlier."""
-_SAVERS_EACH = 2
-"""Threads that save for each that loads: a put is slower than a get, and nothing waits for it. With
-fewer, a third of the new chunks are dropped (``docs/scaling.md``)."""
+_SAVERS_EACH, _FAR_SAVERS_EACH = 2, 8
+"""Threads that save for each that loads, to a folder and to a bucket. A put is one request, and S3
+takes 85 MB/s on a connection. With fewer, new chunks are dropped (``docs/scaling.md``)."""
 _LOOK_S = 1.0
 _TOTALS = (
     *("agent_hits", "agent_fills", "agent_disk_hits"),
@@ -194,7 +194,7 @@ class NodeAgent:
     def _save_limits(self) -> NodeSaveLimits:
         config, far = self._config, is_far(self._config)
         return NodeSaveLimits(
-            _SAVERS_EACH * config.load_threads,
+            (_FAR_SAVERS_EACH if far else _SAVERS_EACH) * config.load_threads,
             _SAVE_QUEUE_MAX,
             config.save_deadline_ms / 1000,
             config.codec,

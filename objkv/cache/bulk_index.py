@@ -26,7 +26,6 @@ from objkv.index.base import (
     Shards,
     Usage,
 )
-from objkv.index.shapes import SHAPES_HASH, shape_path
 from objkv.keys.chunk import payload_path
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
@@ -52,12 +51,13 @@ class BulkIndex:
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``. Reads the header of every payload of these chunks."""
-        # Every replica looks up shapes repeatedly, and they have no pins.
-        is_for_chunks = any(prefix_hash != SHAPES_HASH for prefix_hash in prefix_hashes)
-        pins = read_pins(self._store, namespace) if is_for_chunks else {}
+        pins = read_pins(self._store, namespace)
         return [
             record and self._pinned(record, pins)
-            for record in (self._record(namespace, prefix_hash) for prefix_hash in prefix_hashes)
+            for record in (
+                next(self._records(_folder(namespace, prefix_hash)), None)
+                for prefix_hash in prefix_hashes
+            )
         ]
 
     def find(
@@ -110,11 +110,7 @@ class BulkIndex:
         self._store.close()
 
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
-        """Does nothing for payloads, which are found by their files. Shards in use get an empty
-        marker file. ``ttl_s`` has no effect."""
-        if chunk.prefix_hash == SHAPES_HASH:
-            for field in shards:
-                self._store.put_if_absent(shape_path(chunk.namespace, field), b"")
+        """Does nothing: payloads are found by their files."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """Does nothing: hits are not counted."""
@@ -174,16 +170,6 @@ class BulkIndex:
             return self._store.head
         entries = self._store.scan(_folder(namespace, prefix_hash))
         return {entry.key: entry for entry in entries}.get
-
-    def _record(self, namespace: str, prefix_hash: bytes) -> Record | None:
-        if prefix_hash != SHAPES_HASH:
-            return next(self._records(_folder(namespace, prefix_hash)), None)
-        shapes = shape_path(namespace, "")
-        # Always recent: nothing in a folder expires, and the files may be years old.
-        young = ShardRecord(0, 0, _NOT_READ, False, "", int(time.time()))
-        names = [entry.key.removeprefix(shapes) for entry in self._store.scan(shapes)]
-        shards = dict.fromkeys(names, young)
-        return Record(SHAPES_HASH, SHAPES_HASH, 0, 1, shards) if shards else None
 
     def _records(self, prefix: str) -> Iterator[Record]:
         payloads = stored_payloads(self._store, prefix)

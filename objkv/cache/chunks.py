@@ -286,7 +286,9 @@ class ChunkCache:
             return True
 
     def release_lease(self, key: ChunkKey) -> None:
-        """Give the lease back early. If that fails, it expires."""
+        """Give the lease back early, so that another process can save the payload. If that fails,
+        it expires. Not after a save that succeeded: a third of the commands of saves would be for
+        nothing."""
         try:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:

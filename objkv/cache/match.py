@@ -6,12 +6,16 @@ groups. A payload holds only the blocks that some possible end needs.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import Final
 
-from objkv.index.base import Shards
+from objkv.index.base import Record, Shards
 from objkv.keys.chunk import parse_field
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Shard, TokenPart, cover
 
+ENTRIES_MAX: Final = 64
+"""Of a record that a lookup reads whole; those with more are ignored. Any process that may write to
+the index can add entries, and replicas need one per group and rank on another node."""
 Stored = Callable[[Shards, int, GroupIdentity], bool]
 """Returns whether the found shards of a chunk hold everything that a reader needs of one group."""
 
@@ -127,6 +131,17 @@ def payloads_of(
             chosen = (part.source for some in found for part in some or ())
             return tuple(dict.fromkeys(chosen))
     return ()
+
+
+def shards_to_read(record: Record | None, groups: int) -> Shards | None:
+    """Return those shards of a record that lookups find: all of them, or, if there are more than
+    ``ENTRIES_MAX``, the payloads with all of one of the ``groups``. None if it has none."""
+    if record is None:
+        return None
+    if len(record.shards) <= ENTRIES_MAX:
+        return record.shards
+    wholes = map(str, range(groups))
+    return {name: record.shards[name] for name in wholes if name in record.shards} or None
 
 
 def shards_of(fields: Iterable[str], number: int) -> Iterable[Shard | None]:

@@ -27,8 +27,8 @@ SWEEP_WAIT_S: Final = 1_800
 _MONTH_S: Final = 730 * 3_600
 _HOUR_S: Final = 3_600
 SETTLED_S: Final = 1.0
-"""Ranks hand the payloads of a chunk over one after the other: how many it has is known once no
-other kind has come for this time."""
+"""The payloads of a chunk's groups come one after the other: how many it has is known once no other
+has come for this time."""
 _NAMESPACES_MAX: Final = 64
 _FIELDS_MAX: Final = 4096
 _US: Final = 1e6
@@ -37,7 +37,7 @@ Puts = Literal["all", "reused"]
 
 @dataclass(frozen=True, slots=True)
 class ChunkCost:
-    """What one chunk takes, over all groups and ranks."""
+    """What one chunk takes, over all groups."""
 
     puts: int
     nbytes: int
@@ -152,7 +152,7 @@ class _Namespace:
 
 class PutPolicy:
     """Decides by namespace, from what replicas measure: they report the computing time of what they
-    loaded (``Savings``), and hand over one payload for each rank and group of a chunk. Thread-safe.
+    loaded (``Savings``), and hand over one payload for each group of a chunk. Thread-safe.
     Never waits."""
 
     def __init__(self, rule: PutRule, *, clock: Callable[[], float] = monotonic) -> None:

@@ -91,7 +91,6 @@ def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
             namespaces=namespaces,
             **numbers,
             pins=counters.counts["pins"],
-            shapes=counters.counts["shapes"],
         )
         out.document(document)
         return
@@ -101,8 +100,7 @@ def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
         if numbers[kind] or kind == "restored"
     ]
     out.table(("", ">payloads", ">bytes", "~"), rows)
-    pins, shapes = counters.counts["pins"], counters.counts["shapes"]
-    did = f"; {counted(pins, 'chunk')} pinned; {counted(shapes, 'shard')} announced"
+    did = f"; {counted(counters.counts['pins'], 'chunk')} pinned"
     out.line(f"{counted(namespaces, 'namespace')}{did if apply else ''}")
     for finding in counters.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")

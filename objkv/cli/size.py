@@ -12,7 +12,7 @@ from objkv.cli.command import FINE, Session, command
 from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, priced, time_option
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.output import size as bytes_text
-from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES, Prices
+from objkv.config.prices import RANGE_BYTES, Prices
 from objkv.errors import ConfigError
 from objkv.ops.size.model import DTYPES, PRESETS, ModelShape, attention, preset, read_model
 from objkv.ops.size.sizing import ChunkSizing, Layout, Load, Sizing, size_fleet
@@ -200,7 +200,7 @@ def _print(out: Printer, found: Sizing, layout: Layout, load: Load, rule: PutRul
             bytes_text(round(found.index_bytes)),
             f"records; hot payloads {bytes_text(round(found.hot_bytes))}",
         ),
-        ("PUT", f"{_rate(found.puts_per_s)}/s", f"{bytes_text(MULTIPART_BYTES)} per part"),
+        ("PUT", f"{_rate(found.puts_per_s)}/s", "one per payload"),
         ("GET", f"{_rate(found.gets_per_s)}/s", f"{bytes_text(RANGE_BYTES)} per range"),
         ("Redis commands", f"{_rate(found.redis_commands_per_s)}/s", "lookups, touches, saves"),
         ("network, saving", _gigabits(found.save_bytes_per_s), "whole fleet, sustained"),

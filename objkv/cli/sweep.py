@@ -22,7 +22,7 @@ _MEANS: dict[Category, str] = {
     "ghost": "records without a payload",
     "expired": "payloads unused for ttl_s",
     "over_quota": "payloads at the ends of the least used prefixes",
-    "old_epoch": "payloads of an earlier weights_epoch",
+    "old_epoch": "payloads of an earlier weights_epoch or format",
     "stranger": "payloads without an identity document; deleted only if named",
     "temporary": "leftovers of killed writers",
     "quarantined": "payloads quarantined by objkv verify",

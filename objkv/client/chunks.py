@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 from objkv.client.results import Chunk
 from objkv.errors import ConfigError, pip_install
 from objkv.index.base import ReadIndex, Record
-from objkv.index.shapes import is_shapes
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,7 +33,7 @@ class Chunks:
             seen = set()
             for record in self._index.scan(name):
                 # A scan may repeat records.
-                if record.shards and not is_shapes(record) and record.prefix_hash not in seen:
+                if record.shards and record.prefix_hash not in seen:
                     seen.add(record.prefix_hash)
                     yield _chunk(name, record)
 

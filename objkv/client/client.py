@@ -97,7 +97,7 @@ class Client:
         self._place = tokenizer
         self._tokenizer: LocalTokenizer | None = None
         self._lock = Lock()
-        self._matcher = Matcher(backends.bulk, backends.index, ttl_s=self._config.ttl_s)
+        self._matcher = Matcher(backends.bulk, backends.index)
 
     def __enter__(self) -> Self:
         return self

@@ -1,8 +1,7 @@
-"""Answers a router's question, which prefix of a prompt is stored, from one query of the index.
+"""Answers a router's question, which prefix of a prompt is stored, from a few queries of the index.
 
-The query reads only the shards in use, which each namespace's replicas announce, because reading
-whole records takes ten times as long. Names, identities and announced shards are kept for half a
-minute, so most answers cost one round trip.
+Names and identities are kept for half a minute. So a prompt that is stored whole costs one round
+trip; for any other, ``PartsIndex`` reads one record more.
 """
 
 import time
@@ -12,12 +11,13 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Generic, TypeVar
 
+from objkv.background import at_once
 from objkv.cache.match import covered, usable_chunks
+from objkv.cache.parts import PartsIndex
 from objkv.client.results import Match, MatchEnd
 from objkv.errors import ConfigError, StoreError
 from objkv.index.base import ReadIndex, Shards
 from objkv.index.fields import are_hot
-from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.backends_view import read_identity
@@ -26,7 +26,6 @@ from objkv.stores.base import ReadStore
 
 T = TypeVar("T")
 _KEEP_S = 30.0
-"""As long as replicas may be unaware of a shape that is new to the fleet."""
 _COVERED_MAX = 4_096
 
 
@@ -42,20 +41,11 @@ class Matcher:
     """Matches prompts. Safe from many threads. Raises ``StoreError`` and ``ConfigError``."""
 
     def __init__(
-        self,
-        bulk: ReadStore,
-        index: ReadIndex,
-        *,
-        ttl_s: int,
-        clock: Callable[[], float] = time.time,
+        self, bulk: ReadStore, index: ReadIndex, *, clock: Callable[[], float] = time.time
     ) -> None:
-        """``ttl_s``: age after which an announced shard is no longer in use."""
         self._bulk = bulk
         self._index = index
-        self._ttl_s = ttl_s
-        self._clock = clock
         self._known: _Kept[Known] = _Kept(clock)
-        self._fields: _Kept[tuple[str, ...]] = _Kept(clock)
         self._covered: dict[Hashable, bool] = {}
 
     def known(self, namespace: str | None) -> Known:
@@ -63,11 +53,18 @@ class Matcher:
         return self._known.get(namespace, lambda: self._find(namespace))
 
     def match(self, known: Known, tokens: Sequence[int], extras: PromptExtras) -> Match:
-        """Return the stored prefix of ``tokens``, after one round trip."""
+        """Return the stored prefix of ``tokens``."""
         identity, size = known.identity, known.identity.chunk_tokens
         hashes = prefix_hashes(known.name, tokens, size, extras)
-        found = self._found(known.name, hashes) if hashes else []
-        usable = usable_chunks(found, identity.groups, size, self._is_covered(known.name))
+        is_covered, groups = self._is_covered(known.name), identity.groups
+
+        def is_stored(shards: Shards) -> bool:
+            return all(is_covered(shards, number, group) for number, group in enumerate(groups))
+
+        index = PartsIndex(self._index, is_stored, again_s=0)
+        fields = [str(number) for number in range(len(groups))]
+        found = at_once(index.find(known.name, hashes, fields)) if hashes else []
+        usable = usable_chunks(found, groups, size, is_covered)
         hot = sum([one is not None and are_hot(one) for one in found[:usable]])
         return Match(
             namespace=known.name,
@@ -80,21 +77,6 @@ class Matcher:
             prompt_chunks=len(hashes),
             end=_end(found, usable),
         )
-
-    def _found(self, namespace: str, hashes: Sequence[bytes]) -> list[Shards | None]:
-        if fields := self._fields.get(namespace, lambda: self._in_use(namespace)):
-            return self._index.find(namespace, hashes, fields)
-        records = self._index.lookup(namespace, hashes)
-        return [None if record is None else record.shards for record in records]
-
-    def _in_use(self, namespace: str) -> tuple[str, ...]:
-        """Return the announced fields; none if the announcement was lost with the index."""
-        [record] = self._index.lookup(namespace, [SHAPES_HASH])
-        since_s = self._clock() - self._ttl_s
-        shards = {} if record is None else record.shards
-        alive = [field for field, shard in shards.items() if shard.created_s > since_s]
-        youngest = sorted(alive, key=lambda field: (-shards[field].created_s, field))
-        return tuple(sorted(youngest[:FIELDS_MAX]))
 
     def _find(self, wanted: str | None) -> Known:
         name = find_namespace(self._bulk, self._index, wanted)

@@ -61,6 +61,8 @@ class Join:
     def __init__(self, header: Header, place: Place) -> None:
         """``header``: of the part that came first. Raises ``PayloadError``."""
         place.check()
+        if header.claim.key.shard is not None:
+            raise PayloadError(f"a part of a payload that is not whole: {header.claim}")
         self.claim = header.claim
         self._provenance = header.provenance
         self._place = place._replace(first=0, skipped=0)
@@ -75,9 +77,8 @@ class Join:
         self._added = 0
 
     def add(self, header: Header, place: Place) -> list[Move]:
-        """Accept a part, whose frames are not in their places yet. Return where
-        each belongs. Raises ``PayloadError`` unless
-        it is a part of this payload that is still missing."""
+        """Accept a part, whose frames are not in their places yet. Return where each belongs.
+        Raises ``PayloadError`` unless it is a part of this payload that is still missing."""
         if header.claim != self.claim or place._replace(first=0, skipped=0) != self._place:
             raise PayloadError(f"a part of another payload: {header.claim}, {place}")
         ours = self._provenance.token_digest, self._provenance.tokens

@@ -1,4 +1,5 @@
-"""Payload format 1: one chunk of one shard as one immutable, self-describing safetensors file.
+"""Payload format 2: one chunk of one group, or a part of it, as one immutable, self-describing
+safetensors file.
 
 Pure functions between values and bytes. Everything returned was verified: ``read_claimed`` checks
 header checksum and claim, and ``frame_pages`` each frame. The caller compares length and layers.

@@ -243,7 +243,8 @@ class Config(BaseModel):
     drain_deadline_ms: int = Field(default=10_000, ge=0)
     """How long a shutdown waits for in-flight saves."""
     load_threads: int = Field(default=8, ge=1, le=256)
-    """Threads of an agent that fetch and decode payloads. Twice as many encode and upload them."""
+    """Threads of an agent that fetch and decode payloads. Twice as many save them, to a bucket
+    eight times as many."""
 
     admission: AdmissionMode = "auto"
     """Which matches are loaded. ``auto``: only those that load faster than they can be recomputed,

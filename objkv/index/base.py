@@ -39,7 +39,7 @@ class Record:
     token_start: int
     token_end: int
     shards: Mapping[str, ShardRecord]
-    """Keyed by shard field, ``<group>.<shard>``, e.g. ``0.L0-32_H0-8``."""
+    """Keyed by field, see ``ChunkKey.field``: ``0``, ``0.L0-32_H0-4``."""
     hits: int = 0
     touched_s: int = 0
     """Seconds since the epoch of the last touch, by the clock of the touching process; 0 if never.
@@ -156,8 +156,7 @@ class ReadIndex(Protocol):
         requests."""
 
     def usage(self) -> list[Usage]:
-        """Return how much is stored per namespace, sorted by namespace. Records of the shapes in
-        use are not counted.
+        """Return how much is stored per namespace, sorted by namespace.
 
         An index that can count exactly does so; others keep running totals. Takes one round trip,
         except when the store itself is the index: that one walks the whole store.

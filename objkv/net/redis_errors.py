@@ -62,7 +62,7 @@ _RIGHTS_WORDS = re.compile(
     r"\bNOPERM\b|ACL failure in script|can't run this command|can't access at least one"
 )
 _COMMAND = re.compile(r"(?:run the|command) '([a-z|]+)'", re.IGNORECASE)
-_ALL_ROLES = frozenset(("ping", "hget", "hmget", "hgetall", "hlen", "get", "exists", "getrange"))
+_ALL_ROLES = frozenset(("ping", "hget", "hmget", "hgetall", "get", "exists", "getrange"))
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -19,7 +19,6 @@ from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import PayloadError
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
-from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
 from objkv.keys.identity import (
@@ -104,10 +103,12 @@ class StoredNamespace:
     weights_epoch: int = 0
     rest: bytes = b""
     """The rest of the document; equal for namespaces that differ only by their epoch."""
-    has_shapes: bool = False
-    """Whether a record lists the shapes in use, by which readers find chunks of other shapes."""
+    has_chunks: bool = False
+    """Whether it holds KV of prompts, and not encoder outputs or hand-offs."""
     seals: tuple[str, ...] = ()
     """How its payloads are sealed: ``signed``, ``encrypted``."""
+    is_old_format: bool = False
+    """Whether its payloads have a format that is not read any more."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -151,9 +152,11 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
         if type(epoch) is not int or type(tenant) is not str:
             return StoredNamespace(name, is_known=False)
         is_chunks = values.get("hash") == HASH_SCHEME
-        has_shapes = is_chunks and values.get("page_layout") != HANDOFF_LAYOUT
+        has_chunks = is_chunks and values.get("page_layout") != HANDOFF_LAYOUT
         seals = seals_of(values.get("extra"))
-        return StoredNamespace(name, True, tenant, epoch, canonical_json(values), has_shapes, seals)
+        is_old = values["format"] < FORMAT
+        rest = canonical_json(values)
+        return StoredNamespace(name, True, tenant, epoch, rest, has_chunks, seals, is_old)
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         return StoredNamespace(name, is_known=False)
 
@@ -232,13 +235,6 @@ def publish_payload(view: BackendsView, header: Header, *, is_hot: bool = False)
     )
     shard = replace(shard_record(header), hot=is_hot)
     view.index.publish(chunk, {key.field: shard}, ttl_s=view.ttl_s)
-
-
-def publish_shapes(view: BackendsView, namespace: str, fields: Iterable[str], now_s: float) -> None:
-    """Publish that these shards are in use, so that replicas of every shape look them up."""
-    empty = ShardRecord(0, 0, "none", False, "", int(now_s))
-    entry = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-    view.index.publish(entry, dict.fromkeys(fields, empty), ttl_s=view.ttl_s)
 
 
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:

@@ -15,7 +15,6 @@ from typing import Final
 from objkv.cache.quota import read_tenant
 from objkv.errors import ConfigError, PayloadError, StoreError, UnclearName
 from objkv.index.base import ReadIndex, Record, Usage
-from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import NAMESPACE_HEX, Identity, identity_path
 from objkv.ops.backends_view import (
@@ -84,7 +83,7 @@ def _linked(
     scanned: Iterable[Record],
 ) -> tuple[list[Record], defaultdict[bytes, list[Record]]]:
     """Return the records without a parent, and the children of each record."""
-    records = {r.prefix_hash: r for r in scanned if r.shards and not is_shapes(r)}
+    records = {r.prefix_hash: r for r in scanned if r.shards}
     roots: list[Record] = []
     children: defaultdict[bytes, list[Record]] = defaultdict(list)
     for record in records.values():
@@ -162,7 +161,7 @@ def _branch(run: _Run, level: int, is_last: bool) -> Branch:
 
 
 _PROGRESS_EVERY = 1_000
-_KEPT = re.compile(r"^[0-9a-f]{32}/(shapes|pins)/")
+_KEPT = re.compile(r"^[0-9a-f]{32}/pins/")
 """Small documents of a namespace that are not payloads."""
 
 
@@ -312,7 +311,7 @@ def list_prefixes(index: ReadIndex, namespace: str) -> list[PrefixSummary]:
 
 
 def _is_chunk(record: Record) -> bool:
-    return bool(record.shards) and not is_shapes(record)
+    return bool(record.shards)
 
 
 @dataclass(slots=True)
@@ -336,7 +335,7 @@ class _Totals:
 def _of_records(records: Iterator[Record]) -> _Totals:
     totals = _Totals(tokens=0, hits=0)
     for record in records:
-        if record.prefix_hash in totals.hashes or is_shapes(record):  # a scan may repeat
+        if record.prefix_hash in totals.hashes:  # a scan may repeat
             continue
         totals.tokens = (totals.tokens or 0) + record.token_end - record.token_start
         totals.hits = (totals.hits or 0) + record.hits
@@ -510,7 +509,7 @@ def _only_namespace(bulk: ReadStore, index: ReadIndex) -> str:
 def _may_hold_chunks(bulk: ReadStore, name: str) -> bool:
     """Return False for encoder outputs and hand-offs, which no prompt can match."""
     namespace = read_namespace(bulk, name)
-    return namespace.has_shapes or not namespace.is_known
+    return namespace.has_chunks or not namespace.is_known
 
 
 def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) -> UnclearName:

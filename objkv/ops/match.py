@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from objkv.cache.match import covered, usable_chunks
+from objkv.cache.match import covered, shards_to_read, usable_chunks
 from objkv.errors import ConfigError
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
@@ -52,7 +52,8 @@ class ChunkMatch:
     token_end: int
     prefix_hash: bytes
     payloads: tuple[str, ...]
-    """Stored shards, ``<group>.<shard>``; empty if the chunk is not stored."""
+    """Fields of the stored payloads, ``<group>`` or ``<group>.<shard>``; empty if the chunk is not
+    stored."""
     groups_missing: tuple[int, ...]
     """Groups with a layer or head that is not stored."""
     usable: bool
@@ -85,7 +86,7 @@ def match_prompt(
     namespace, size = identity.namespace(), identity.chunk_tokens
     hashes = prefix_hashes(namespace, tokens, size, extras)
     records = index.lookup(namespace, hashes) if hashes else []
-    found = [None if record is None else record.shards for record in records]
+    found = [shards_to_read(record, len(identity.groups)) for record in records]
     usable = usable_chunks(found, identity.groups, size)
     chunks = tuple(
         _chunk(number, prefix_hash, record, identity, number < usable)
@@ -107,11 +108,8 @@ def _chunk(
 ) -> ChunkMatch:
     size, groups = identity.chunk_tokens, identity.groups
     shards = {} if record is None else record.shards
-    missing = tuple(
-        group_id
-        for group_id, group in enumerate(groups)
-        if record is None or not covered(record.shards, group_id, group)
-    )
+    read = shards_to_read(record, len(groups)) or {}
+    missing = tuple(n for n, group in enumerate(groups) if not covered(read, n, group))
     return ChunkMatch(
         token_start=number * size,
         token_end=(number + 1) * size,

@@ -6,7 +6,7 @@ run at the same time.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from objkv.cache.chunks import shard_record, stored_header
@@ -16,14 +16,12 @@ from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
 from objkv.index.base import Record, ShardRecord, Usage
 from objkv.index.guarded import for_operators
-from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.ops.backends_view import (
     BackendsView,
     NamespacePart,
     StoredNamespace,
     StoredPayload,
     publish_payload,
-    publish_shapes,
     recorded,
     stored_payloads,
 )
@@ -34,7 +32,7 @@ HOT_ASK_BYTES_MAX = 1 << 20
 
 
 class Rebuild:
-    """Units that restore records, then units that restore pins, shapes and totals."""
+    """Units that restore records, then units that restore pins and totals."""
 
     def __init__(
         self, view: BackendsView, *, apply: bool, clock: Callable[[], float] = time.time
@@ -67,10 +65,10 @@ class Rebuild:
             work = self._lost_work(part, seal)
             yield Unit(work, items=part.payloads)
 
-    def namespaces(self, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Unit]:
-        """Restore pins, the shards in use, and totals. Counts ``pins`` and ``shapes``."""
-        for namespace in namespaces.values():
-            yield Unit(self._namespace_work(namespace))
+    def namespaces(self, namespaces: Iterable[str]) -> Iterator[Unit]:
+        """Restore pins and totals. Counts ``pins``."""
+        for name in namespaces if self._apply else ():
+            yield Unit(self._namespace_work(name))
 
     def _part_work(
         self, part: NamespacePart, seal: Seal | None
@@ -147,33 +145,18 @@ class Rebuild:
         copy = hot.head(header.claim.key.path())
         return copy is not None and copy.nbytes == header.nbytes
 
-    def _namespace_work(self, namespace: StoredNamespace) -> Callable[[Counters, Check], None]:
-        view, name = self._view, namespace.name
+    def _namespace_work(self, name: str) -> Callable[[Counters, Check], None]:
+        view = self._view
 
         def work(counters: Counters, check: Check) -> None:
-            fields, nbytes, payloads = set[str](), 0, 0
+            nbytes = payloads = 0
             for record in view.index.scan(name):
                 check()
-                if record.prefix_hash == SHAPES_HASH:
-                    continue
-                fields |= record.shards.keys()
                 nbytes, payloads = nbytes + record.nbytes, payloads + len(record.shards)
-            if namespace.has_shapes and fields:
-                counters.counts["shapes"] += self._announce(name, fields)
-            if not self._apply:
-                return
             for_operators(view.admin).set_usage(Usage(name, nbytes, payloads, int(self._clock())))
             self._restore_pins(name, counters)
 
         return work
-
-    def _announce(self, namespace: str, fields: set[str]) -> int:
-        """Publish the shards in use that are not yet announced; return their number."""
-        [known] = self._view.index.lookup(namespace, [SHAPES_HASH])
-        missing = sorted(fields.difference(known.shards if known else ()))[:FIELDS_MAX]
-        if missing and self._apply:
-            publish_shapes(self._view, namespace, missing, self._clock())
-        return len(missing)
 
     def _restore_pins(self, namespace: str, counters: Counters) -> None:
         now_s = self._clock()

@@ -18,7 +18,6 @@ from threading import Lock
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError, StoreError
 from objkv.index.base import Record
-from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     QUARANTINE,
@@ -96,8 +95,7 @@ def _every_key(
         return
     for name in names:
         for record in view.index.scan(name):
-            if not is_shapes(record):
-                yield from record_keys(name, record)
+            yield from record_keys(name, record)
 
 
 COPY_BYTES_MAX = 1 << 30
@@ -232,7 +230,7 @@ class Verify:
     def _missing_work(self, name: str) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
             bulk = self._view.bulk
-            records = (one for one in self._view.index.scan(name) if not is_shapes(one))
+            records = self._view.index.scan(name)
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
                     keys = [key for record in batch for key in record_keys(name, record)]

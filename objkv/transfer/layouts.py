@@ -8,6 +8,8 @@ its group is refused.
 """
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from objkv.codec.payload import LayerSpec, check_layers
 from objkv.codec.values import Frames
 from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
-from objkv.keys.topology import ALL_TOKENS, Part, Shard, TokenPart, cover, frame_name, parse_share
+from objkv.keys.topology import Part, Shard, TokenPart, cover, frame_name, parse_share
 from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import ChunkMove, Source
@@ -52,7 +54,8 @@ class _Column:
         words = [np.dtype(ARRAY_WORDS[cache.dtype]) for cache in ours.caches]
         self._forms = [_form(*both) for both in zip(read, words, strict=True)]
         self._is_uniform = all(form == self._forms[0] for form in self._forms)
-        self._strides = np.empty((1, *self._forms[0][0][1:]), self._forms[0][1]).strides
+        of_first, word = self._forms[0]
+        self._strides = tuple(accumulate(of_first[:0:-1], mul, initial=word.itemsize))[::-1]
         self._pages = (
             PagedLayers([c[:, heads, slots] for c in ours.caches]) if self.recasts else ours
         )
@@ -264,16 +267,13 @@ def _shares(first: tuple[LayerSpec, ...], name: str, held: Shard) -> list[Shard]
 
 
 def _common(own: Shard, held: Shard) -> Shard | None:
-    """Return what a payload has of a rank; None if it has nothing of it."""
-    tokens, division = own.tokens, (held.tokens.size, held.tokens.interleave)
-    if held.tokens != ALL_TOKENS and division != (tokens.size, tokens.interleave):
-        if held.tokens not in tokens.sources(*division):
-            return None
-        tokens = held.tokens if held.tokens.size > tokens.size else tokens
-    elif held.tokens not in (ALL_TOKENS, tokens):
+    """Return what a payload has of a rank; None if it has nothing of it. If its tokens are dealt in
+    a way that the rank cannot read, the rank still needs it, so that loading it fails."""
+    tokens, sources = own.tokens, own.tokens.sources(held.tokens.size, held.tokens.interleave)
+    if not own.overlaps(held) or (sources and held.tokens not in sources):
         return None
-    if not own.overlaps(held):
-        return None
+    if sources and held.tokens.size > tokens.size:
+        tokens = held.tokens
     return Shard(
         max(own.layer_start, held.layer_start),
         min(own.layer_end, held.layer_end),

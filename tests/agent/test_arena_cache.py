@@ -42,6 +42,7 @@ class Fill:
     nbytes: int = 0
     is_filling: bool = True
     is_announced: bool = False
+    is_reserved: bool = False
 
 
 class ArenaCacheMachine(RuleBasedStateMachine):
@@ -70,12 +71,44 @@ class ArenaCacheMachine(RuleBasedStateMachine):
             assert known is None or not known.holders
             if known is not None:
                 self.all.remove(known)
-            self.patterns = self.patterns % 250 + 1
-            known = self.listed[key] = Fill(one, self.patterns)
+            known = self.listed[key] = Fill(one, self.next_pattern())
             self.all.append(known)
         assert known is not None
         assert known.one is one
         known.holders.append(client)
+
+    def next_pattern(self) -> int:
+        self.patterns = self.patterns % 250 + 1
+        return self.patterns
+
+    @rule(key=st.sampled_from(KEYS), pages=st.integers(1, PAGES // 4))
+    def reserve(self, key: str, pages: int) -> None:
+        one = self.arena_cache.reserve(key, nbytes := pages * PAGE - 5)
+        if one is not None:
+            fill = Fill(one, self.next_pattern(), [Sleeper()], nbytes, False, is_reserved=True)
+            self.arena_cache.view(one)[:] = bytes([fill.pattern]) * nbytes
+            self.all.append(fill)
+
+    @rule(data=st.data())
+    def adopt(self, data: st.DataObject) -> None:
+        reserved = [fill for fill in self.all if fill.is_reserved]
+        if not reserved:
+            return
+        fill = data.draw(st.sampled_from(reserved))
+        one, is_own = self.arena_cache.adopt(fill.one)
+        fill.is_reserved, known = False, self.listed.get(one.key)
+        if is_own:  # never there, evicted, failed or forgotten
+            assert one is fill.one
+            if known is not None:
+                assert not known.is_filling
+                assert not known.holders
+                self.all.remove(known)
+            self.listed[one.key] = fill
+        else:
+            assert known is not None
+            assert known.one is one
+            known.holders.append(Sleeper())
+            self.all.remove(fill)
 
     def some(self, data: st.DataObject, *, filling: bool, placed: bool | None) -> Fill | None:
         found = [

@@ -22,7 +22,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
 from tests.agent.world import ended, pages_at
 from tests.support.agents import AgentProcess
-from tests.support.samples import CHUNK, NAMESPACE, WHOLE, record_of
+from tests.support.samples import CHUNK, NAMESPACE, record_of
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.process import has_ended
 from tests.support.servers.quick_s3 import QuickS3
@@ -78,7 +78,7 @@ def stored(backends: Backends, codec: str) -> Iterator[PayloadRequest]:
     for number, prefix_hash in enumerate(hashes):
         parent = hashes[number - 1] if number else root_hash(namespace)
         start, end = number * CHUNK, (number + 1) * CHUNK
-        key = ChunkKey(namespace, prefix_hash, 0, WHOLE)
+        key = ChunkKey(namespace, prefix_hash, 0)
         claim = Claim(key, parent, start, end)
         provenance = Provenance(token_digest(TOKENS[start:end]), "host-1:42", 1_700_000_000)
         payload = encode(claim, LAYERS, pages(number), codec=codec, provenance=provenance)

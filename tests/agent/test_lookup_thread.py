@@ -22,7 +22,7 @@ from tests.agent.world import Node
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import PATIENCE_S, wait_until
 
-FIELD = "0.L0-2_H0-2"
+FIELD = "0"
 _SOON_S = 30.0
 """For another thread to come."""
 

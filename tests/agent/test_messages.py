@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from objkv.agent import messages as m
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, PayloadRequest, Urgency
+from objkv.codec.join import Place
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
@@ -25,7 +26,7 @@ RECORDS = st.builds(
     created_s=st.integers(0, 2**40),
 )
 SHARDS = st.sampled_from(
-    [Shard(0, 2, 0, 2), Shard(3, 60, 0, 1), Shard(0, 1, 4, 8, TokenPart(1, 4, 16))]
+    [None, Shard(0, 2, 0, 2), Shard(3, 60, 0, 1), Shard(0, 1, 4, 8, TokenPart(1, 4, 16))]
 )
 WANTED = st.builds(
     lambda prefix, parent, shard, group, start, length, record: PayloadRequest(
@@ -82,8 +83,35 @@ def test_answers_to_an_opening(answers: list[m.OpenAnswer]) -> None:
         m.unpack_opened(message, len(answers) + 1)
 
 
+U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
+PLACES = st.builds(Place, U32, U32, U32, U32, U64, U64)
+
+
+@given(
+    st.builds(m.Commit, U64, U64, st.booleans(), st.none() | st.builds(m.SavedPart, U64, PLACES))
+)
+def test_a_commit_of_a_payload_or_of_a_part(commit: m.Commit) -> None:
+    message = m.pack_commit(commit)
+    assert m.unpack_commit(message) == commit
+    with pytest.raises(m.ProtocolError):
+        m.unpack_commit(message[:-1])
+
+
+@given(U64, U32, HASHES, st.integers(0, 10**10 - 1))
+def test_a_drop(number: int, parts: int, prefix_hash: bytes, group: int) -> None:
+    drop = m.Drop(number, parts, ChunkKey(NAMESPACE, prefix_hash, group).path())
+    assert m.unpack_drop(m.pack_drop(drop)) == drop
+
+
+@pytest.mark.parametrize("heads", ["1", "9" * 4000])
+def test_a_drop_names_a_whole_payload_in_few_bytes(heads: str) -> None:
+    path = ChunkKey(NAMESPACE, bytes(20), 0).path().replace("/0.", f"/0.L0-1_H0-{heads}.")
+    with pytest.raises(m.ProtocolError, match="not whole"):
+        m.unpack_drop(m.pack_drop(m.Drop(1, 2, path)))
+
+
 def test_a_greeting_a_status_and_a_failure() -> None:
-    for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True)):
+    for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True, bytes(range(16)))):
         assert m.unpack_hello(m.pack_hello(hello)) == hello
     for status in m.CommitStatus:
         assert m.unpack_committed(m.pack_committed(status)) is status

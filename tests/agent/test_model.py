@@ -21,6 +21,7 @@ from objkv.agent.memory.arena import (
     Progress,
 )
 from objkv.agent.messages import (
+    Commit,
     CommitStatus,
     MissReason,
     PayloadRequest,
@@ -203,7 +204,7 @@ class AgentMachine(RuleBasedStateMachine):
         memory = peer.desk.memory
         memory[: len(payload)] = payload
         try:
-            status = peer.agent.commit(0, len(payload))
+            status = peer.agent.commit(Commit(0, len(payload)))
         except TransferError:
             assert not is_right
             peer.close()

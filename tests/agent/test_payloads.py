@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.messages import CommitStatus, PayloadRequest
+from objkv.agent.messages import Commit, CommitStatus, PayloadRequest
 from objkv.agent.payloads import (
     PayloadReader,
     PayloadTransfer,
@@ -356,8 +356,8 @@ def test_an_agent_that_saves_nothing_is_left_alone_for_a_while(
 ) -> None:
     commits: list[int] = []
 
-    def commit(_outbox: Any, _offset: int, nbytes: int, *, puts: bool = False) -> CommitStatus:
-        commits.append(nbytes)
+    def commit(_outbox: Any, commit: Commit, _replica: bytes) -> CommitStatus:
+        commits.append(commit.nbytes)
         return status
 
     clock = ManualClock(0.0)

@@ -82,7 +82,7 @@ def greeted(node: Node) -> socket.socket:
         b"\xff",
         m.pack_release([7]),
         m.pack_text(m.MessageKind.FOUND, ""),
-        m.pack_commit(0, 1),
+        m.pack_commit(m.Commit(0, 1)),
         b"\x04" + b"x" * 70_000,
         m.pack_find(NAMESPACE, [], ("0.L0-1_H0-1",)),
     ],
@@ -262,7 +262,7 @@ def test_an_agent_that_never_answers_is_lost_in_time(node: Node) -> None:
     assert client.send(m.pack_find(NAMESPACE, [bytes(20)], ("0.L0-2_H0-2",)))
     assert client.receive() is None
     with pytest.raises(TransferError, match="no answer"):
-        client.commit(0, 1)
+        client.commit(m.Commit(0, 1))
     assert not answered
     assert not client.is_open
     with pytest.raises(TransferError, match="lost"):

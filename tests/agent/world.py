@@ -24,7 +24,7 @@ from objkv.agent.disk import Disk
 from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
+from objkv.agent.messages import Commit, CommitStatus, PayloadRequest, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -149,10 +149,16 @@ class Node:
         self.server = AgentServer(listener, parts)
         return self
 
-    def connect(self, *, wants_arena: bool = True, outbox: int = -1) -> AgentConnection:
+    def connect(
+        self, *, wants_arena: bool = True, outbox: int = -1, replica: str = ""
+    ) -> AgentConnection:
         """A new connection, closed at the end."""
         client = AgentConnection(
-            self.path, wants_arena=wants_arena, outbox=outbox, call_s=PATIENCE_S
+            self.path,
+            wants_arena=wants_arena,
+            outbox=outbox,
+            replica=replica,
+            call_s=PATIENCE_S,
         )
         self.clients.append(client)
         return client
@@ -164,7 +170,7 @@ class Node:
     def commit_one(self, payload: bytes) -> CommitStatus:
         """Hand over a payload, as a client of their own does."""
         with outbox_of(payload) as outbox:
-            return self.saves.commit(outbox, 0, len(payload))
+            return self.saves.commit(outbox, Commit(0, len(payload)))
 
     def open(
         self,

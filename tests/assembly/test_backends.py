@@ -39,7 +39,7 @@ from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import NAMESPACE, WHOLE, save
+from tests.support.samples import FIELD, NAMESPACE, save
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.redis import valkey_server
 
@@ -66,8 +66,7 @@ def test_a_folder_alone_is_bulk_store_and_index(tmp_path: Path) -> None:
         assert type(backends.index) is GuardedIndex
         assert isinstance(backends.index.inner, BulkIndex)
         keys = save(backends.bulk, None)
-        field = f"0.{WHOLE}"
-        found = backends.index.find(NAMESPACE, [key.prefix_hash for key in keys], [field])
+        found = backends.index.find(NAMESPACE, [key.prefix_hash for key in keys], [FIELD])
         assert all(shards is not None for shards in found)
         assert backends.admin.pin(NAMESPACE, keys[0].prefix_hash, until_s=2**33, ttl_s=1)
     assert [path.name for path in tmp_path.iterdir()] == ["b"]

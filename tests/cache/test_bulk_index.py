@@ -9,21 +9,31 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.match import covered
+from objkv.cache.parts import PartsIndex
 from objkv.codec.payload import Claim, read_header
 from objkv.errors import StoreDenied
-from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.shapes import SHAPES_HASH
+from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import prefix_hashes, root_hash
-from objkv.ops.listing import count_bulk
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import CHUNK, LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
+from tests.support.samples import (
+    CHUNK,
+    FIELD,
+    IDENTITY,
+    LEFT,
+    NAMESPACE,
+    RIGHT,
+    TOKENS,
+    save,
+    save_identity,
+)
 
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
-FIELD = f"0.{WHOLE}"
 SIDES = [f"0.{LEFT}", f"0.{RIGHT}"]
 
 
@@ -60,6 +70,18 @@ def test_nothing_is_told_beyond_the_first_chunk_that_is_missing(
     store.delete(second.path())
     found = index.find(NAMESPACE, HASHES, [FIELD])
     assert [shards is None for shards in found] == [False, True, True]
+
+
+def test_parts_before_whole_payloads_are_no_gap(store: LocalStore, index: BulkIndex) -> None:
+    save(store, None)
+    save(store, None, TOKENS[:CHUNK], shards=(LEFT, RIGHT))
+    store.delete(payload_path(NAMESPACE, HASHES[0], FIELD))
+    parts = PartsIndex(index, lambda shards: covered(shards, 0, IDENTITY.groups[0]))
+    assert [set(one or ()) for one in at_once(parts.find(NAMESPACE, HASHES, [FIELD]))] == [
+        {*SIDES},
+        {FIELD},
+        {FIELD},
+    ]
 
 
 @given(st.integers(0, 3), st.integers(0, 3))
@@ -195,35 +217,3 @@ def test_a_folder_that_is_none_is_refused(index: BulkIndex, tmp_path: Path) -> N
     file.touch()
     with pytest.raises(StoreDenied):
         BulkIndex(LocalStore(file)).check()
-
-
-def test_which_shards_are_in_use_is_said_in_the_folder_itself(
-    store: LocalStore, index: BulkIndex
-) -> None:
-    empty = ShardRecord(0, 0, "none", False, "", 1)
-    entry = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
-    assert index.lookup(NAMESPACE, [SHAPES_HASH]) == [None]
-    index.publish(entry, dict.fromkeys(SIDES, empty), ttl_s=60)
-    index.publish(entry, {FIELD: empty}, ttl_s=60)
-    (record,) = BulkIndex(store).lookup(NAMESPACE, [SHAPES_HASH])
-    assert record is not None
-    assert set(record.shards) == {FIELD, *SIDES}
-    assert list(index.scan(NAMESPACE)) == []
-    assert count_bulk(store).other_entries == 0
-
-
-def test_who_asks_for_shapes_reads_no_pins(
-    index: BulkIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every replica does, again and again."""
-    asked: list[str] = []
-
-    def read_pins(store: object, namespace: str) -> dict[bytes, int]:
-        asked.append(namespace)
-        return {}
-
-    monkeypatch.setattr("objkv.cache.bulk_index.read_pins", read_pins)
-    index.lookup(NAMESPACE, [SHAPES_HASH])
-    assert asked == []
-    index.lookup(NAMESPACE, [SHAPES_HASH, HASHES[0]])
-    assert asked == [NAMESPACE]

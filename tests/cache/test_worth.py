@@ -24,11 +24,11 @@ def rule(**settings: str) -> PutRule:
     return PutRule.of(load_config(S3 | settings, environ={}))
 
 
-def chunk(model: str, puts: int | None = None) -> ChunkCost:
+def chunk(model: str, puts: int = 1) -> ChunkCost:
     """A chunk of one of the simulation's models."""
     known = COSTS.models[model]
     gpu_s = known.gpus * known.prefill_s(0, PROMPT_TOKENS) * CHUNK_TOKENS / PROMPT_TOKENS
-    return ChunkCost(puts or known.shards, known.token_bytes * CHUNK_TOKENS, gpu_s)
+    return ChunkCost(puts, known.token_bytes * CHUNK_TOKENS, gpu_s)
 
 
 def costing(share: float) -> ChunkCost:
@@ -43,15 +43,14 @@ def costing(share: float) -> ChunkCost:
 @pytest.mark.parametrize(
     ("model", "puts", "share", "decided"),
     [
-        ("llama-3.1-70b", None, 0.46, "reused"),
+        ("llama-3.1-70b", 4, 0.46, "reused"),
         ("llama-3.1-70b", 1, 0.245, "all"),
-        ("qwen3-32b", None, 0.67, "reused"),
         ("qwen3-32b", 1, 0.50, "reused"),
-        ("llama-3.1-8b", None, 1.36, "reused"),
+        ("llama-3.1-8b", 1, 1.36, "reused"),
     ],
 )
 def test_large_models_pay_at_s3_list_prices_with_one_put_a_chunk(
-    model: str, puts: int | None, share: float, decided: Puts
+    model: str, puts: int, share: float, decided: Puts
 ) -> None:
     found = rule().decide(chunk(model, puts))
     assert found.break_even == pytest.approx(share, abs=0.01)
@@ -148,8 +147,8 @@ def test_longer_lives_and_cheaper_gpus_make_puts_pay_less() -> None:
 
 def test_payloads_above_a_part_take_more_requests() -> None:
     mib = 1 << 20
-    assert [puts_of(n * mib) for n in (1, 64, 65, 129)] == [1, 1, 4, 5]
-    assert rule().chunk([mib, 65 * mib], 0.5) == ChunkCost(1 + 4, 66 * mib, 0.5)
+    assert [puts_of(n * mib) for n in (1, 5120, 5121, 10241)] == [1, 1, 4, 5]
+    assert rule().chunk([mib, 5121 * mib], 0.5) == ChunkCost(1 + 4, 5122 * mib, 0.5)
 
 
 def test_express_charges_for_the_bytes_too() -> None:

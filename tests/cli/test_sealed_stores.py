@@ -14,7 +14,7 @@ from objkv.keys.identity import Identity, sealed_extra
 from objkv.keys.prefix import root_hash
 from tests.cli.conftest import Machine, Ran, Run
 from tests.codec.payloads import LAYERS, PROVENANCE, pages_of
-from tests.support.samples import CHUNK, IDENTITY, WHOLE, record_of, save_identity
+from tests.support.samples import CHUNK, IDENTITY, record_of, save_identity
 
 OURS, ACMES = (Random(seed).randbytes(32) for seed in (1, 2))
 WAYS = ("signed", "encrypted")
@@ -28,7 +28,7 @@ def put(machine: Machine, identity: Identity, seal: Seal | None) -> ChunkKey:
     """One payload and its record, in a namespace of its own; its key."""
     save_identity(machine.bulk, identity)
     namespace = identity.namespace()
-    key = ChunkKey(namespace, b"\x07" * 20, 0, WHOLE)
+    key = ChunkKey(namespace, b"\x07" * 20, 0)
     claim = Claim(key, root_hash(namespace), 0, CHUNK)
     payload = encode(
         claim, LAYERS, pages_of(LAYERS), codec="blosc", provenance=PROVENANCE, seal=seal

@@ -15,7 +15,6 @@ from objkv.assembly.seal import open_seal
 from objkv.cache.pins import Pin
 from objkv.config import load_config
 from objkv.errors import StoreDenied
-from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
@@ -54,7 +53,7 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
         assert found(run("sweep", "--json", "--grace", "0", *urls).document) == old
         run("verify", "--all", "--quarantine", "--apply", *urls)
         run("sweep", "--apply", "--grace", "0", *urls)
-        left = [entry.key for entry in ends.bulk.scan("") if "/shapes/" not in entry.key]
+        left = [entry.key for entry in ends.bulk.scan("")]
         assert sorted(left) == sorted([*planted["good"], identity_path(NAMESPACE)])
         assert run("verify", "--all", *urls).code == 0
         assert run("rebuild", "--apply", "--json", *urls).document["own_index"] is True
@@ -232,7 +231,6 @@ def test_an_index_that_is_lost_while_it_is_rebuilt_is_rebuilt_all_the_same(
     left_over = records(ends, NAMESPACE)
     assert len(before) - len(left_over) <= 1  # the one with an unreadable header
     assert all(left_over[key].shards == before[key].shards for key in left_over)
-    assert ends.index.lookup(NAMESPACE, [SHAPES_HASH]) != [None]
     swept = run("sweep", "--apply", "--grace", "0", "--json")
     assert swept.document["removed"] == 1
 
@@ -304,8 +302,7 @@ def test_an_index_that_knows_little_is_no_fine_one(
     DamagedStore(ends).plant(Defects(good=8))
     assert run("verify", *options).code == 0
     for record in list(ends.index.scan(NAMESPACE)):
-        if record.prefix_hash != SHAPES_HASH:
-            ends.admin.drop(NAMESPACE, record.prefix_hash)
+        ends.admin.drop(NAMESPACE, record.prefix_hash)
     ran = run("verify", *options)
     assert (ran.code, "objkv rebuild" in ran.out) == (1, True)
     assert "8 more have no record" in ran.out

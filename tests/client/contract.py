@@ -1,7 +1,6 @@
 """What a client promises, whatever its stores are."""
 
 import math
-import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, fields, replace
@@ -14,8 +13,6 @@ import objkv
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import resolve_config
 from objkv.errors import ConfigError, NotStored, UnclearName
-from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import NullRecorder
 from tests.support.samples import (
@@ -25,19 +22,11 @@ from tests.support.samples import (
     NAMESPACE,
     RIGHT,
     TOKENS,
-    WHOLE,
     save,
     save_identity,
 )
 
 OTHER = replace(IDENTITY, model="acme/large")
-
-
-def announce(stores: Backends, *fields_in_use: str) -> None:
-    """As replicas with these shards do."""
-    empty = ShardRecord(0, 0, "none", False, "", int(time.time()))
-    entry = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
-    stores.index.publish(entry, dict.fromkeys(fields_in_use, empty), ttl_s=3_600)
 
 
 class ClientContract:
@@ -87,12 +76,7 @@ class ClientContract:
         assert (broken.name, broken.model) == ("0" * 32, None)
         assert "identity" in (broken.problem or "")
 
-    @pytest.mark.parametrize("announced", [False, True], ids=["unannounced", "announced"])
-    def test_a_stored_prompt_matches(
-        self, client: objkv.Client, stores: Backends, keys: list[ChunkKey], announced: bool
-    ) -> None:
-        if announced:
-            announce(stores, f"0.{WHOLE}", "0.L0-1_H0-2")
+    def test_a_stored_prompt_matches(self, client: objkv.Client, keys: list[ChunkKey]) -> None:
         whole = client.match([*TOKENS, 7])
         assert whole == objkv.Match(
             namespace=NAMESPACE,
@@ -118,7 +102,6 @@ class ClientContract:
         save_identity(stores.bulk)
         save(stores.bulk, stores.index, shards=(LEFT, RIGHT))
         save(stores.bulk, stores.index, TOKENS[:CHUNK] + (9,) * CHUNK, shards=(LEFT,))
-        announce(stores, f"0.{LEFT}", f"0.{RIGHT}")
         assert client.match(TOKENS).chunks == 3
         half = client.match((*TOKENS[:CHUNK], *(9,) * CHUNK))
         assert (half.chunks, half.end) == (1, "incomplete")

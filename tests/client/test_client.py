@@ -14,13 +14,13 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import PromptExtras
 from objkv.keys.topology import Shard
-from tests.client.contract import SharedClientContract, announce
+from tests.client.contract import SharedClientContract
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.test_chat import folder as tokenizer_folder
-from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, WHOLE, save, save_identity
+from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, save, save_identity
 
 __all__ = ["tokenizer_folder"]
 
@@ -33,9 +33,9 @@ class TestSqlite(SharedClientContract):
             "index_url": f"sqlite://{tmp_path}/index.sqlite",
         }
 
-    @pytest.mark.parametrize("shards", [(WHOLE,), (LEFT, RIGHT)], ids=["one rank", "two ranks"])
+    @pytest.mark.parametrize("shards", [(None,), (LEFT, RIGHT)], ids=["one rank", "two ranks"])
     def test_hot_copies_are_counted(
-        self, client: objkv.Client, stores: Backends, shards: tuple[Shard, ...]
+        self, client: objkv.Client, stores: Backends, shards: tuple[Shard | None, ...]
     ) -> None:
         save_identity(stores.bulk)
         keys = save(stores.bulk, stores.index, shards=shards)
@@ -45,7 +45,6 @@ class TestSqlite(SharedClientContract):
             hot = {name: replace(shard, hot=True) for name, shard in record.shards.items()}
             place = (record.parent_hash, record.token_start, record.token_end)
             stores.index.publish(ChunkEntry(NAMESPACE, prefix_hash, *place), hot, ttl_s=3_600)
-        announce(stores, *(f"0.{shard}" for shard in shards))
         found = client.match(TOKENS)
         assert (found.tokens, found.hot_tokens, found.bulk_tokens) == (48, 32, 16)
         assert [chunk.hot for chunk in client.chunks()].count(True) == 2
@@ -113,7 +112,7 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
     bulk, index, clock = FlakyStore(MemoryStore()), MemoryIndex(), ManualClock()
     save_identity(bulk)
     save(bulk, index)
-    matcher = Matcher(bulk, index, ttl_s=3_600, clock=clock)
+    matcher = Matcher(bulk, index, clock=clock)
 
     def chunks() -> int:
         return matcher.match(matcher.known("acme/tiny"), TOKENS, PromptExtras()).chunks

@@ -7,7 +7,6 @@ and prints the planted defects as one JSON document.
 import argparse
 import json
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 
@@ -19,8 +18,7 @@ from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.codec.seal import Seal
 from objkv.config import load_config
-from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.shapes import SHAPES_HASH
+from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path, sealed_extra
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -30,7 +28,7 @@ from objkv.telemetry import NullRecorder
 CHUNK = 16
 CHAIN_CHUNKS = 8
 """Chunks per prompt."""
-SHARDS = (Shard(0, 2, 0, 1), Shard(0, 2, 1, 2))
+SHARDS = (None, Shard(0, 2, 0, 1))
 IDENTITY = Identity(
     model="acme/damaged",
     weights="0" * 16,
@@ -113,7 +111,6 @@ class DamagedStore:
             if kind == "hot" and self._ends.hot is None:
                 count = 0
             self.planted.paths[kind] = sorted(self._one(kind, old) for _ in range(count))
-        self._announce(own.namespace())
         return self.planted
 
     def _one(self, kind: str, old: Identity) -> str:
@@ -156,12 +153,6 @@ class DamagedStore:
         chunk = ChunkEntry(namespace, hashes[-1], parent, start, start + CHUNK)
         return chunk, tokens[start:]
 
-    def _announce(self, namespace: str) -> None:
-        empty = ShardRecord(0, 0, "none", False, "", int(time.time()))
-        shapes = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-        names = {f"0.{shard}": empty for shard in SHARDS}
-        self._ends.index.publish(shapes, names, ttl_s=self._ttl_s)
-
 
 def make_payload(
     key: ChunkKey,
@@ -173,7 +164,7 @@ def make_payload(
     seal: Seal | None = None,
 ) -> bytes:
     """Return a compressible payload whose pages depend only on its key and length."""
-    heads = key.shard.head_end - key.shard.head_start
+    heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
     layers = [
         LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, layer_items)) for name in ("l.0", "l.1")
     ]

@@ -22,14 +22,13 @@ from objkv.index.base import (
     ShardRecord,
     Usage,
 )
-from objkv.index.shapes import SHAPES_HASH
 from tests.contracts.clock import ManualClock
 
 LONG_S = 1_000
 """A time to live that outlasts every test."""
 NAMESPACE = "0123456789abcdef0123456789abcdef"
 OTHER = "fedcba9876543210fedcba9876543210"
-FIELD = "0.L0-2_H0-4"
+FIELD = "0"
 OTHER_FIELD = "0.L0-2_H4-8"
 THREADS = 12
 
@@ -535,10 +534,7 @@ class IndexContract:
         index.drop(NAMESPACE, prefix_hash(1))
         assert index.usage() == []
 
-    def test_touches_pins_leases_and_shapes_use_nothing(self, index: PruneIndex) -> None:
-        shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
-        index.publish(shapes, {FIELD: ShardRecord(0, 0, "none", False, "", 0)}, ttl_s=LONG_S)
-        assert index.usage() == []
+    def test_touches_pins_and_leases_use_nothing(self, index: PruneIndex) -> None:
         index.publish(chunk(), {FIELD: shard(5)}, ttl_s=LONG_S)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
         index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)

@@ -15,7 +15,6 @@ from objkv.index.base import (
     Usage,
 )
 from objkv.index.fields import read_savings, savings_fields, shards_of
-from objkv.index.shapes import is_shapes
 
 _PURGE_AT_LEAST = 1024
 _NEVER: tuple[Record | None, float] = (None, 0.0)
@@ -68,7 +67,7 @@ class MemoryIndex:
         with self._lock:
             for key in self._records:
                 record = self._live(key)
-                if record is not None and not is_shapes(record):
+                if record is not None:
                     nbytes, payloads = totals.get(key[0], (0, 0))
                     totals[key[0]] = (nbytes + record.nbytes, payloads + len(record.shards))
         now_s = int(self._clock())

@@ -14,17 +14,14 @@ from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.config import local_path, resolve_config
-from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.shapes import SHAPES_HASH
+from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
-from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
 
 _LAYERS = ("layers.0", "layers.1")
 _HEADS, _BLOCK_TOKENS, _CONTENT = 2, 16, 16
-_WHOLE = Shard(0, len(_LAYERS), 0, _HEADS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +66,7 @@ def _save(
     saved = 0
     for number, prefix_hash in enumerate(hashes):
         parent = hashes[number - 1] if number else root_hash(namespace)
-        key = ChunkKey(namespace, prefix_hash, 0, _WHOLE)
+        key = ChunkKey(namespace, prefix_hash, 0)
         entry = ChunkEntry(namespace, prefix_hash, parent, number * size, (number + 1) * size)
         payload = _payload(key, entry, prompt, int(now_s - prompt.age_s))
         if not stores.bulk.put_if_absent(key.path(), payload):
@@ -80,9 +77,6 @@ def _save(
         stores.index.publish(entry, {key.field: shard_record(read_header(payload))}, ttl_s=ttl_s)
     for _ in range(prompt.hits):
         stores.index.touch(namespace, hashes, ttl_s=ttl_s)
-    in_use = ShardRecord(0, 0, "none", False, "", int(now_s))
-    shapes = ChunkEntry(namespace, SHAPES_HASH, SHAPES_HASH, 0, 1)
-    stores.index.publish(shapes, {f"0.{_WHOLE}": in_use}, ttl_s=ttl_s)
     return saved
 
 

@@ -59,7 +59,7 @@ def payloads_of(batch: int) -> Iterator[tuple[ChunkKey, bytes]]:
         (prefix_hash,) = prefix_hashes(samples.NAMESPACE, tokens, samples.CHUNK)
         parent = root_hash(samples.NAMESPACE)
         chunk = ChunkEntry(samples.NAMESPACE, prefix_hash, parent, 0, samples.CHUNK)
-        key = ChunkKey(samples.NAMESPACE, prefix_hash, 0, samples.WHOLE)
+        key = ChunkKey(samples.NAMESPACE, prefix_hash, 0)
         yield key, samples.payload_of(key, chunk, tokens, "none")
 
 

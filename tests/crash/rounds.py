@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from objkv.index.base import Record
-from objkv.index.shapes import SHAPES_HASH
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import record_keys
 from objkv.ops.runs import Counters
@@ -233,7 +232,7 @@ class Rounds:
 
     def _left_over(self) -> set[str]:
         """What is either stored or indexed."""
-        stored = {e.key for e in self._place.view.bulk.scan("") if "/shapes/" not in e.key}
+        stored = {e.key for e in self._place.view.bulk.scan("")}
         return stored - {identity_path(NAMESPACE)} ^ _payloads(_records(self._place))
 
     def _nothing_else_is_left(self) -> None:
@@ -260,11 +259,7 @@ def _demand(counters: Counters, kinds: Sequence[str], what: str) -> None:
 
 
 def _records(place: Place) -> dict[bytes, Record]:
-    return {
-        one.prefix_hash: one
-        for one in place.used.index.scan(NAMESPACE)
-        if one.prefix_hash != SHAPES_HASH
-    }
+    return {one.prefix_hash: one for one in place.used.index.scan(NAMESPACE)}
 
 
 def _payloads(records: dict[bytes, Record]) -> set[str]:

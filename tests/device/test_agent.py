@@ -24,8 +24,8 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
 ) -> None:
     slabs, take = list[Slab](), DeviceFrames.take
 
-    def counted(self: DeviceFrames, memory: memoryview, sizes: list[int]) -> Any:
-        found = take(self, memory, sizes)
+    def counted(self: DeviceFrames, *wanted: Any) -> Any:
+        found = take(self, *wanted)
         slabs.extend([found[2]] if found[2] is not None else [])
         return found
 

@@ -16,8 +16,8 @@ from objkv.agent.held_back import HeldPayloads
 from objkv.agent.outbox import AgentSaves
 from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
+from objkv.cache.parts import PartsIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.index.shapes import ShapesIndex
 from objkv.index.sqlite.file import SqliteFile
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers
@@ -56,7 +56,7 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Let everything that reads a clock, but for deadlines, read ``clock``."""
     defaults: dict[Callable[..., Any], dict[str, Any]] = {
         cls.__init__: {"clock": clock.wall}
-        for cls in (SqliteIndex, RedisIndex, NodeLookups, ShapesIndex, RedisStore)
+        for cls in (SqliteIndex, RedisIndex, NodeLookups, PartsIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
     for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves, HeldPayloads):

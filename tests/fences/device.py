@@ -16,8 +16,8 @@ import torch
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
-from objkv.transfer.layouts import PayloadLayouts
-from objkv.transfer.plan import LoadPlan
+from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.loader import Loader
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 from tests.support.arenas import CanBeLost, SpoilingArenaCache
@@ -214,18 +214,17 @@ class WatchedLane:
         return Mark(self.stream, self.stream.given, self._compute)
 
 
-class WatchedLayouts(PayloadLayouts):
-    """Layouts of plans whose blocks are whose they are when they are spread."""
+class WatchedLoader(Loader):
+    """A loader of plans whose blocks are whose they are when they are submitted."""
 
-    def __init__(self, hands: Hands, *groups: Any) -> None:
-        super().__init__(*groups)
+    def __init__(self, hands: Hands, *given: Any, **named: Any) -> None:
         self._hands = hands
+        super().__init__(*given, **named)
 
-    def spread(self, plan: LoadPlan) -> LoadPlan:
-        plan = super().spread(plan)
-        for load in plan.moves:
+    def _begin(self, job: LoadJob) -> None:
+        for load in job.plan.moves:
             self._hands.plan(load.move.block_ids)
-        return plan
+        super()._begin(job)
 
 
 class WatchedPool(SlabPool):

@@ -54,7 +54,7 @@ from tests.fences.device import (
     WatchedConnection,
     WatchedInside,
     WatchedLane,
-    WatchedLayouts,
+    WatchedLoader,
     WatchedPool,
 )
 from tests.fences.stage import Broken, Stage, the_stage
@@ -62,7 +62,7 @@ from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 from tests.support.payloads import open_payload
-from tests.support.plans import packed
+from tests.support.plans import NOT_STORED, packed
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -485,8 +485,8 @@ class Engine:
         )
         moves = []
         for chunk, record in enumerate(found):
-            shards = () if record is None else tuple(record.shards.items())
-            moves.append(LoadMove(self._move(request, chunk), shards))
+            known = NOT_STORED if record is None else record.shards["0"]
+            moves.append(LoadMove(self._move(request, chunk), None, known))
         return LoadPlan(request.name, namespace(request.epoch), packed(moves), request.sync)
 
     def _save_plan(self, request: Request, chunks: range) -> SavePlan:
@@ -520,7 +520,6 @@ class Engine:
                 (wiring, "Loader", self._open_loader),
                 (wiring, "SlabPool", WatchedPool),
                 (wiring, "AgentSaves", self._open_saves),
-                (loader, "PayloadLayouts", partial(WatchedLayouts, self.hands)),
             ):
                 stack.enter_context(patch.object(module, name, value))
             side = make_worker_side(
@@ -570,7 +569,7 @@ class Engine:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
             pin = self.insides[-1].register if self.knobs.frames == "registering" else _refuse
             named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
-        return Loader(*given, **named)
+        return WatchedLoader(self.hands, *given, **named)
 
     @property
     def _has_device_frames(self) -> bool:

@@ -16,19 +16,23 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
+from objkv.agent.outbox import Outbox
+from objkv.codec.join import Place
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.index.fields import WrittenShards, written_rows
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from tests.agent.consistency import is_consistent, threads_of
 from tests.agent.world import RIGHT, Node, ended, pages_at
 from tests.contracts.index_contract import shard
+from tests.crash.clients import verified
 from tests.fuzz.mutation import spoiled
 from tests.fuzz.target import Target, outcome, require
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 
-FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
 _PATIENCE_S = 60.0
 _LOOK_EVERY = 50
 """Conversations after which the agent's leases, threads and descriptors are counted."""
@@ -44,6 +48,29 @@ def _wanted() -> list[Any]:
 
 WANTED = _wanted()
 HASHES = [one.claim.key.prefix_hash for one in WANTED]
+FIELDS = (WANTED[0].claim.key.field, "1.L0-2_H0-2")
+
+
+_JOINED = ChunkKey(NAMESPACE, bytes(20), 0)
+
+
+def _part(column: int) -> bytes:
+    """What one of two ranks has of a payload."""
+    layers = [LayerSpec(f"l.{n}@H{column}-{column + 1}", "U8", (1, 1, 8, 64)) for n in range(2)]
+    pages = [bytes([column]) * layer.nbytes for layer in layers]
+    claim, provenance = Claim(_JOINED, bytes(20), 0, 16), Provenance("0" * 64, "fuzz", 1)
+    return bytes(encode(claim, layers, pages, codec="none", provenance=provenance))
+
+
+PARTS = [_part(column) for column in range(2)]
+_BYTES = len(PARTS[0])
+
+
+def _handed_over(column: int) -> bytes:
+    place = Place(parts=2, frames=4, first=column, step=2, skipped=0, nbytes=2048)
+    return m.pack_commit(m.Commit(column * _BYTES, _BYTES, part=m.SavedPart(3, place)))
+
+
 CALLS = (
     f'{{"verb": "lookup", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"]}}',
     f'{{"verb": "touch", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"], "ttl_s": 9}}',
@@ -60,10 +87,14 @@ REQUESTS = [
     m.pack_release([1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS),
-    m.pack_commit(0, 4096, puts=True),
+    m.pack_commit(m.Commit(0, _BYTES, puts=True)),
+    *map(_handed_over, range(2)),
+    m.pack_drop(m.Drop(3, 2, _JOINED.path())),
     *(m.pack_text(m.MessageKind.CALL, text) for text in CALLS),
 ]
-HELLO = m.pack_hello(m.Hello(m.VERSION, wants_arena=False))
+HELLO = m.pack_hello(
+    m.Hello(m.VERSION, wants_arena=False, has_outbox=True, replica=bytes(range(16)))
+)
 _SHARDS: list[Any] = [{FIELDS[0]: shard()}, None, {FIELDS[0]: shard(), FIELDS[1]: shard()}]
 
 
@@ -77,6 +108,7 @@ ANSWERS = [
     _answer(_SHARDS[:2], FIELDS[:1]),
     _answer(_SHARDS[1:], FIELDS),
     m.pack_committed(m.CommitStatus.ACCEPTED),
+    m.pack_committed(m.CommitStatus.DROPPED),
     m.pack_text(m.MessageKind.RESULT, "[]"),
     m.pack_text(m.MessageKind.REFUSED, "no"),
     HELLO,
@@ -100,8 +132,9 @@ def _again(message: bytes) -> None:
         again = m.unpack_find(m.pack_find(namespace, parts, fields))
         require(again == question, "another question")
     elif kind is m.MessageKind.COMMIT:
-        offset, nbytes, puts = m.unpack_commit(message)
-        require(m.pack_commit(offset, nbytes, puts=puts) == message, "another commit")
+        require(m.pack_commit(m.unpack_commit(message)) == message, "another commit")
+    elif kind is m.MessageKind.DROP:
+        require(m.pack_drop(m.unpack_drop(message)) == message, "another drop")
     elif kind is m.MessageKind.HELLO:
         hello = m.unpack_hello(message)
         require(m.unpack_hello(m.pack_hello(hello)) == hello, "another greeting")
@@ -149,9 +182,15 @@ class _Agent:
         self.client = self.node.connect()
         self.conversations = 0
         self._read()
+        self.outbox = Outbox(2 * _BYTES)
+        os.pwrite(self.outbox.fd, b"".join(PARTS), 0)
         self.threads, self.descriptors = self._counted()
         self.fetching = threads_of(self.node.core)
-        atexit.register(self.node.close)
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        self.node.close()
+        self.outbox.close()
 
     def _counted(self) -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
@@ -159,6 +198,7 @@ class _Agent:
     def talk(self, messages: list[bytes]) -> str:
         server = self.node.server
         require(server is not None and server.is_accepting, "nobody accepts")
+        self.node.cache.in_flight.forget(_JOINED.path())  # it is wanted again
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_PATIENCE_S)
             sock.connect(str(self.node.path))
@@ -171,8 +211,9 @@ class _Agent:
     def _say(self, sock: socket.socket, messages: list[bytes]) -> str:
         for message in messages:
             try:
-                sock.send(message)
-                if message[:1] in (b"\x06", b"\x0a"):  # RELEASE and REJECT have no answer
+                descriptors = [self.outbox.fd] if message == HELLO else []
+                socket.send_fds(sock, [message], descriptors)
+                if message[:1] in _UNANSWERED:
                     continue
                 answer = sock.recv(m.MESSAGE_BYTES_MAX + 1)
             except OSError:
@@ -197,7 +238,10 @@ class _Agent:
         server = self.node.server
         assert server is not None
         _await(lambda: server.clients == 1, "clients that have gone are served")
+        _await(lambda: not self.node.saves.joins, "a join is open")
         _await(lambda: self.node.arena_cache.leased() == 0, "a lease is lost")
+        for entry in self.node.store.scan(f"{NAMESPACE}/"):
+            verified(self.node.store.get(entry.key))
         require(is_consistent(self.node.arena_cache), "the arena is inconsistent")
         _await(self._has_no_more, "threads or descriptors are left")
         require(threads_of(self.node.core) == self.fetching, "a thread died")
@@ -214,6 +258,9 @@ _ANSWERS_TO = {
     m.MessageKind.COMMIT: (m.MessageKind.COMMITTED,),
     m.MessageKind.CALL: (m.MessageKind.RESULT, m.MessageKind.FAILED),
 }
+
+
+_UNANSWERED = (b"\x06", b"\x0a", b"\x0f")
 
 
 def _await(condition: Callable[[], bool], what: str) -> None:
@@ -273,8 +320,8 @@ _liars: list[_Liar] = []
 
 def close_agents() -> None:
     for agent in _agents:
-        atexit.unregister(agent.node.close)
-        agent.node.close()
+        atexit.unregister(agent.close)
+        agent.close()
     for liar in _liars:
         liar.close()
     _agents.clear()
@@ -299,7 +346,7 @@ def _check_client(answer: bytes) -> str | None:
             found = complete(client.find(NAMESPACE, HASHES[:2], FIELDS[:1]))
             require(len(found) == 2, "another number of answers")
         elif kind == b"\x0c":
-            client.commit(0, 4096)
+            client.commit(m.Commit(0, 4096))
         else:
             client.call(m.pack_text(m.MessageKind.CALL, "{}"))
     except TransferError:

@@ -1,16 +1,18 @@
 """Targets: payloads, as codecs and loaders read them. Checksums are put right after every change,
 as an attacker would."""
 
+from dataclasses import replace
 from random import Random
 from typing import Any
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.header import load_object, parse_known, read_header
+from objkv.codec.header import HEADER_BYTES_MAX, load_object, parse_known, read_header
+from objkv.codec.join import Join, Place, check_moved
 from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed
-from objkv.codec.values import digest, is_scales, scales_text
+from objkv.codec.values import RAW_BYTES_MAX, digest, is_scales, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import CLAIM, LAYERS, rechecked, reworked, sample, split
-from tests.fuzz.mutation import change_document, spoiled, text
+from tests.fuzz.mutation import NUMBERS, change_document, spoiled, text
 from tests.fuzz.target import Target, outcome, require
 from tests.support.payloads import open_payload
 
@@ -131,6 +133,65 @@ def _scales(written: str) -> str:
     return "read"
 
 
+def _part(stage: int, column: int) -> tuple[bytes, Place]:
+    """What one of four ranks has of a payload of three layers."""
+    layers = [
+        replace(layer, name=f"{layer.name}@H{column}-{column + 1}")
+        for layer in (LAYERS[:1], LAYERS[1:])[stage]
+    ]
+    place = Place(4, 6, 2 * stage + column, 2, 2 * stage * layers[0].nbytes, 6 * layers[0].nbytes)
+    return bytes(sample("none", layers, claim=_JOINED, pages=_PAGES_OF[: len(layers)])), place
+
+
+_JOINED = replace(CLAIM, key=replace(CLAIM.key, shard=None))
+_PAGES_OF = [bytes([number]) * layer.nbytes for number, layer in enumerate(LAYERS)]
+_PARTS = [_part(stage, column) for stage in range(2) for column in range(2)]
+
+
+def _some_parts(random: Random) -> list[tuple[bytes, Place]]:
+    """All parts in any order, one or none of them changed."""
+    parts = random.sample(_PARTS, len(_PARTS))
+    payload, place = parts[0]
+    change = random.randrange(4)
+    if change == 1:
+        document, frames = split(payload)
+        change_document(random, document)
+        payload = reworked(document, frames)
+    elif change == 2:
+        name = random.choice(Place._fields)
+        near = getattr(place, name) + random.choice((-1, 1, 2, 4096))
+        place = place._replace(**{name: random.choice([near, *NUMBERS])})
+    elif change == 3:
+        payload, place = random.choice(parts)
+    return random.sample([(payload, place), *parts[1:]], len(parts))
+
+
+@outcome(PayloadError)
+def _join(parts: list[tuple[bytes, Place]]) -> str:
+    """A payload of exactly these frames, which a reader verifies, or none."""
+    headers = [read_header(payload) for payload, _ in parts]
+    join = Join(headers[0], parts[0][1])
+    require(join.nbytes <= RAW_BYTES_MAX + HEADER_BYTES_MAX, "too large")
+    sizes = [len(payload) for payload, _ in parts]
+    if join.nbytes > 1 << 20 or sizes != [header.nbytes for header in headers]:
+        return "another's"  # an agent refuses both before it copies
+    memory = memoryview(bytearray(join.nbytes))
+    for header, (payload, place) in zip(headers, parts, strict=True):
+        moves = join.add(header, place)
+        for source, target, nbytes in moves:
+            memory[target : target + nbytes] = payload[source : source + nbytes]
+        check_moved(header, moves, memory)
+    require(join.is_complete, "parts are missing")
+    whole = join.finish(memory)
+    require(read_header(memory) == whole, "another header than was written")
+    require(whole.nbytes == len(memory), "another length")
+    for number in range(len(whole.frames)):
+        frame_pages(whole, number, memory, None)
+    given = sorted(layer.name for header in headers for layer in header.frames.layers)
+    require(sorted(layer.name for layer in whole.frames.layers) == given, "other frames")
+    return "read"
+
+
 def _written_scales(random: Random) -> str:
     if random.random() < 0.5:
         return text(random, "0123456789.e+- naif", 50)
@@ -143,4 +204,5 @@ TARGETS = (
     Target("frame", _frame, _decode),
     Target("header JSON", lambda random: spoiled(random, _TEXTS), _json),
     Target("scales", _written_scales, _scales),
+    Target("parts of a payload", _some_parts, _join),
 )

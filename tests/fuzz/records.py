@@ -13,7 +13,6 @@ from objkv.index.fields import decode_shard, encode_shard
 from objkv.index.redis.index import _record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import canonical_json, identity_path
-from objkv.keys.topology import Shard
 from objkv.ops.backends_view import parse_identity
 from objkv.ops.diff import diff, parse_document
 from objkv.stores.base import check_key, check_prefix, is_key
@@ -41,7 +40,7 @@ def _shard(value: bytes) -> str:
 
 def _some_reply(random: Random) -> dict[bytes, bytes]:
     """What ``HGETALL`` may answer."""
-    fields = [b"0.L0-2_H0-4", b"parent", b"tokens", b"hits", b"touched", b"pin", b"shape"]
+    fields = [b"0.L0-2_H0-4", b"parent", b"tokens", b"hits", b"touched", b"pin", b"0", b"x.L"]
     values = [
         *_SHARDS, b"01" * 20, b"0-256", b"256-512", b"0", b"7", b"-1", b"", b"1e9", b"9" * 5000,
         b"\xd9\xa3", b" 1", b"1_0", b"0-0", b"nan",
@@ -77,7 +76,7 @@ def _key(name: str) -> str:
     key = ChunkKey.parse(name)
     require(key.path() == name, "written otherwise")
     require(is_key(name), "a path that is no key")
-    require(Shard.parse(str(key.shard)) == key.shard, "a shard written otherwise")
+    require(ChunkKey.read(key.chunk_text, str(key.shard or "")) == key, "read otherwise")
     return "read"
 
 

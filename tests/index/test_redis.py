@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from redis import exceptions
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import ChunkEntry, PruneIndex, Savings, Shards, Usage
+from objkv.index.base import PruneIndex, Savings, Shards, Usage
 from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question
 from objkv.index.redis.index import PendingTotals, RedisIndex
-from objkv.index.shapes import SHAPES_HASH
 from tests.contracts.clock import ManualClock
 from tests.contracts.index_contract import (
     FIELD,
@@ -94,24 +93,6 @@ def test_hashes_that_no_objkv_wrote_are_absent(
     assert list(index.scan(NAMESPACE)) == []
     index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
     index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-
-
-def test_a_record_of_shapes_that_is_too_large_is_not_read(client: redis.Redis) -> None:
-    """Every replica looks it up, and a writer could fill it for all the others."""
-    index = RedisIndex(client)
-    shapes = ChunkEntry(NAMESPACE, SHAPES_HASH, SHAPES_HASH, 0, 1)
-    for hashes in ([SHAPES_HASH], [prefix_hash(1), SHAPES_HASH]):
-        assert index.lookup(NAMESPACE, hashes) == [None] * len(hashes)
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-    index.publish(shapes, {FIELD: shard()}, ttl_s=LONG_S)
-    assert None not in index.lookup(NAMESPACE, [prefix_hash(1), SHAPES_HASH])
-    key = KEY.rpartition(":")[0] + f":{SHAPES_HASH.hex()}"
-    client.hset(key, mapping={f"9.L0-{n}_H0-1": "[0]" for n in range(1, 5_000)})
-    found = index.lookup(NAMESPACE, [prefix_hash(1), SHAPES_HASH])
-    assert [one is None for one in found] == [False, True]
-    client.delete(key)
-    client.set(key, "text")
-    assert index.lookup(NAMESPACE, [SHAPES_HASH]) == [None]
 
 
 def test_fields_of_a_later_version_do_not_hide_the_others(client: redis.Redis) -> None:
@@ -516,9 +497,9 @@ def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) 
 def test_a_fork_tells_its_own_totals_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = ManualClock()
     totals = PendingTotals(TOTALS, clock=clock)
-    totals.add(NAMESPACE, prefix_hash(1), 10, 1)
+    totals.add(NAMESPACE, 10, 1)
     monkeypatch.setattr("objkv.index.redis.index.os.getpid", lambda: -1)
-    totals.add(NAMESPACE, prefix_hash(2), 7, 1)
+    totals.add(NAMESPACE, 7, 1)
     clock.advance(5)
     assert totals.take() == {f"{NAMESPACE}:nbytes": 7, f"{NAMESPACE}:payloads": 1}
 

@@ -116,7 +116,7 @@ def test_a_tenants_settings_are_settings(role: str, tenant: str) -> None:
 def test_commands_follow_the_places() -> None:
     plain = {"has_hot": False, "is_cluster": False, "has_database": False}
     assert acl_commands("reader", **plain) == [
-        *("ping", "client|setname", "hget", "hmget", "hgetall", "hlen"),
+        *("ping", "client|setname", "hget", "hmget", "hgetall"),
     ]
     for role in ROLES:
         with_hot = acl_commands(role, **plain | {"has_hot": True})

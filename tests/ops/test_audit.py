@@ -19,7 +19,7 @@ from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, hash_of, save_prompts
-from tests.support.samples import NAMESPACE, WHOLE, save, save_identity
+from tests.support.samples import NAMESPACE, save, save_identity
 
 DAY_S = 86_400
 NOW_S = 20_000 * DAY_S + 3_600.0
@@ -95,7 +95,7 @@ def test_a_payload_that_is_saved_while_the_audit_walks_is_neither_ghost_nor_orph
 def test_what_is_swept_while_the_audit_walks_is_not_found(first: str) -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, [(0, 1), (2,)])
-    gone = ChunkKey(NAMESPACE, bytes.fromhex(hash_of((2,))), 0, WHOLE)
+    gone = ChunkKey(NAMESPACE, bytes.fromhex(hash_of((2,))), 0)
     auditor = Auditor(bulk, index)
     steps = {"records": auditor.records, "payloads": auditor.payloads}
     steps.pop(first)()
@@ -164,7 +164,7 @@ def test_costs_are_plain_arithmetic() -> None:
     )
     gb = 10**9
     for number, age_days in enumerate((0, 1, 1, 3)):
-        key = ChunkKey(NAMESPACE, bytes([number]) * 20, 0, WHOLE)
+        key = ChunkKey(NAMESPACE, bytes([number]) * 20, 0)
         entry = Entry(key.path(), gb, NOW_S - age_days * DAY_S)
         auditor.spool.add_payloads([(key, entry)])
         record = Record(key.prefix_hash, bytes(20), 0, 16, {}, hits=6 if number == 3 else 0)

@@ -18,7 +18,13 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.test_audit import counts
 from tests.support.audit import Auditor, save_prompts, tokens_of
-from tests.support.samples import IDENTITY, NAMESPACE, WHOLE, save, save_identity
+from tests.support.samples import (
+    IDENTITY,
+    NAMESPACE,
+    save,
+    save_identity,
+    save_in_format,
+)
 
 
 def test_an_old_epoch_is_one_also_where_it_alone_is_audited() -> None:
@@ -30,6 +36,16 @@ def test_an_old_epoch_is_one_also_where_it_alone_is_audited() -> None:
     report = auditor.all()
     assert counts(Auditor(bulk, index).all()) == counts(report) == {"old_epoch": 1}
     assert [one.namespace for one in report.namespaces] == [NAMESPACE]
+
+
+@pytest.mark.parametrize("is_own_index", [True, False])
+def test_payloads_of_an_earlier_format_are_old_and_not_corrupt(is_own_index: bool) -> None:
+    bulk = MemoryStore()
+    name = save_in_format(bulk, 1)
+    report = Auditor(bulk, MemoryIndex(), is_own_index=is_own_index).all()
+    assert counts(report) == {"old_epoch": 1}
+    problem = "from an earlier weights_epoch or format; objkv sweep --apply deletes it"
+    assert f"{name}: {problem}" in report.problems
 
 
 @pytest.mark.parametrize("namespace", ["current", "old epoch", "stranger"])
@@ -58,7 +74,7 @@ def test_another_length_than_recorded_is_corrupt_and_nothing_else(name: str) -> 
     if name == NAMESPACE:
         save_identity(bulk)
         save_identity(bulk, replace(IDENTITY, weights_epoch=1))
-    bulk.put(ChunkKey(NAMESPACE, key.prefix_hash, 0, WHOLE).path(), bytes(9_000))
+    bulk.put(ChunkKey(NAMESPACE, key.prefix_hash, 0).path(), bytes(9_000))
     assert counts(Auditor(bulk, index).all()) == {"corrupt": 1}
 
 

@@ -16,9 +16,7 @@ from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, save_prompts
-from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save
-
-FIELD = f"0.{WHOLE}"
+from tests.support.samples import CHUNK, FIELD, NAMESPACE, save
 
 
 def count(spool: AuditSpool) -> int:
@@ -26,7 +24,7 @@ def count(spool: AuditSpool) -> int:
 
 
 def payload(number: int) -> tuple[ChunkKey, Entry]:
-    key = ChunkKey(NAMESPACE, number.to_bytes(20, "big"), 0, WHOLE)
+    key = ChunkKey(NAMESPACE, number.to_bytes(20, "big"), 0)
     return key, Entry(key.path(), 5_000, 0.0)
 
 

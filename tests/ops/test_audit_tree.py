@@ -13,7 +13,7 @@ from objkv.ops.audit.report import AuditReport, TreeNode
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, Prompt, hash_of, prefixes, save_prompts, ways_on
-from tests.support.samples import CHUNK, NAMESPACE, WHOLE, save_identity
+from tests.support.samples import CHUNK, FIELD, NAMESPACE, save_identity
 
 PROMPTS = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), min_size=1, max_size=8
@@ -115,7 +115,7 @@ def test_a_prefix_without_its_beginning_is_a_root_that_says_so() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, [(0, 1, 2)])
     first = bytes.fromhex(hash_of((0,)))
-    bulk.delete(ChunkKey(NAMESPACE, first, 0, WHOLE).path())
+    bulk.delete(ChunkKey(NAMESPACE, first, 0).path())
     index.drop(NAMESPACE, first)
     report = Auditor(bulk, index).all()
     [root] = report.roots
@@ -130,10 +130,10 @@ def test_records_that_lie_about_their_parents_make_no_loop() -> None:
     claims = {one: (other, 16, 32), other: (one, 16, 32), b"\3" * 20: (b"\3" * 20, 0, 16)}
     claims[b"\4" * 20] = (b"\3" * 20, 32, 16)  # ends before it starts
     for prefix_hash, (parent, start, end) in claims.items():
-        bulk.put(ChunkKey(NAMESPACE, prefix_hash, 0, WHOLE).path(), bytes(5_000))
+        bulk.put(ChunkKey(NAMESPACE, prefix_hash, 0).path(), bytes(5_000))
         shard = ShardRecord(5_000, 4_000, "none", False, "0" * 32, 0)
         entry = ChunkEntry(NAMESPACE, prefix_hash, parent, start, end)
-        index.publish(entry, {f"0.{WHOLE}": shard}, ttl_s=100)
+        index.publish(entry, {FIELD: shard}, ttl_s=100)
     report = Auditor(bulk, index).all()
     assert report.totals.chunks == 4
     assert {root.hash for root in report.roots} == {h.hex() for h in (one, other, b"\3" * 20)}

@@ -25,6 +25,7 @@ from objkv.ops.doctor.probes import Check
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
+from tests.support.samples import save_identity, save_in_format
 
 RESOLVED = resolve_config(
     {
@@ -109,6 +110,16 @@ def test_a_bulk_store_without_conditional_puts_is_a_warning(ward: Ward) -> None:
     report = ward.examine()
     assert report.verdict == "warnings"
     assert "conditional put" in [check.name for check in report.checks]
+
+
+def test_namespaces_of_an_earlier_format_are_one_warning(ward: Ward) -> None:
+    save_identity(ward.bulk)
+    for tenant in ("a", "b"):
+        save_in_format(ward.bulk, 1, tenant=tenant)
+    [check] = [check for check in ward.examine().checks if check.name == "format"]
+    assert check.status == "warning"
+    assert check.detail.startswith("2 namespaces")
+    assert check.fix.startswith("objkv sweep --apply")
 
 
 @pytest.mark.parametrize(

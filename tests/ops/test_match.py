@@ -28,7 +28,7 @@ def test_a_stored_prompt_is_served_up_to_its_last_whole_chunk(
     assert [chunk.prefix_hash for chunk in report.chunks] == [key.prefix_hash for key in keys]
     first = report.chunks[0]
     assert (first.token_start, first.token_end) == (0, CHUNK)
-    assert first.payloads == ("0.L0-2_H0-2",)
+    assert first.payloads == ("0",)
     assert (first.groups_missing, first.usable, first.created_s) == ((), True, CREATED_S)
     assert first.nbytes == len(bulk.get(keys[0].path()) or b"")
 

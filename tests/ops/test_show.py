@@ -16,7 +16,7 @@ def test_a_true_payload_is_told_whole(bulk: MemoryStore, codec: str) -> None:
     key = save(bulk, None, codec=codec)[1]
     report = inspect_payload(bulk, key)
     assert (report.verdict, report.problem) == ("ok", None)
-    assert (report.key, report.group, report.shard) == (key.path(), 0, "L0-2_H0-2")
+    assert (report.key, report.group, report.shard) == (key.path(), 0, "")
     assert (report.token_start, report.token_end) == (CHUNK, 2 * CHUNK)
     assert (report.writer, report.created_s) == ("host-1:4242", CREATED_S + CHUNK)
     assert [(f.layer, f.dtype, f.shape, f.problem) for f in report.frames] == [

@@ -15,7 +15,7 @@ from objkv.errors import StoreDenied
 from objkv.index.base import ChunkEntry, Usage
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
-from objkv.keys.identity import identity_path
+from objkv.keys.identity import FORMAT, identity_path
 from objkv.ops.backends_view import read_namespace
 from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
@@ -26,7 +26,7 @@ from objkv.stores.base import Unfinished
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import view_of
+from tests.support.samples import save_in_format, view_of
 
 NAMESPACE = IDENTITY.namespace()
 
@@ -178,7 +178,18 @@ def test_only_the_epoch_tells_old_from_new() -> None:
     found.append(read_namespace(bulk, "0" * 32))
     assert old_epochs(found) == {IDENTITY.namespace(), encoder.namespace()}
     assert [one.is_known for one in found] == [True] * 5 + [False]
-    assert [one.has_shapes for one in found] == [True, True, True, False, False, False]
+    assert [one.has_chunks for one in found] == [True, True, True, False, False, False]
+
+
+@pytest.mark.parametrize("is_own_index", [True, False])
+def test_payloads_of_an_earlier_format_go_with_their_document(is_own_index: bool) -> None:
+    world = World(Defects(good=1))
+    world.view = replace(world.view, is_own_index=is_own_index)
+    earlier, later = (save_in_format(world.bulk, FORMAT + step) for step in (-1, 1))
+    assert world.sweep().counts["old_epoch"] == 1
+    left = world.bulk.folders("")
+    assert earlier not in left
+    assert {NAMESPACE, later} <= {*left}
 
 
 def test_beyond_the_quota_ends_of_chains_go_first() -> None:

@@ -8,10 +8,8 @@ from threading import Event
 
 from objkv.assembly.backends import Backends
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.shapes import SHAPES_HASH, is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
-from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView, record_keys
 from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
@@ -31,10 +29,8 @@ def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
 
     def noted(chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         time.sleep(0.002)  # so that sweeps come between a payload and its record
-        if chunk.prefix_hash != SHAPES_HASH:
-            group, _, shard = next(iter(shards)).partition(".")
-            key = ChunkKey(chunk.namespace, chunk.prefix_hash, int(group), Shard.parse(shard))
-            published.add(key.path())
+        key = ChunkKey.of(chunk.namespace, chunk.prefix_hash, next(iter(shards)))
+        published.add(key.path())
         publish(chunk, shards, ttl_s=ttl_s)
 
     index.publish = noted  # type: ignore[method-assign]
@@ -65,8 +61,7 @@ def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
 
     # Whoever announced a payload, nobody may have removed it or its record since.
     indexed = {
-        key.path() for one in index.scan(NAMESPACE) if not is_shapes(one)
-        for key in record_keys(NAMESPACE, one)
+        key.path() for one in index.scan(NAMESPACE) for key in record_keys(NAMESPACE, one)
     }  # fmt: skip
     assert published
     assert published <= indexed

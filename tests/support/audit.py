@@ -25,7 +25,7 @@ from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
 from objkv.ops.runs import Unit, WorkPool
 from objkv.stores.base import PruneStore, ReadStore
-from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, WHOLE, record_of, save, save_identity
+from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, record_of, save, save_identity
 
 Prompt = tuple[int, ...]
 """One number for each chunk."""
@@ -50,7 +50,7 @@ def save_with_tokens(bulk: PruneStore, index: PruneIndex, tokens: Sequence[int])
     save_identity(bulk)
     [prefix_hash] = prefix_hashes(NAMESPACE, tokens, CHUNK)
     parent = root_hash(NAMESPACE)
-    key = ChunkKey(NAMESPACE, prefix_hash, 0, WHOLE)
+    key = ChunkKey(NAMESPACE, prefix_hash, 0)
     layers = [LayerSpec(name, "BF16", (CHUNK // 8, 2, 8, 8)) for name in ("l.0", "l.1")]
     pages = [bytes(layer.nbytes) for layer in layers]
     told = Provenance(token_digest(tokens), "host-1:4242", CREATED_S, tuple(tokens))

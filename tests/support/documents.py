@@ -219,8 +219,6 @@ class RebuildKeys(TypedDict):
     """Entries other than payloads."""
     pins: int
     """Pinned chunks."""
-    shapes: int
-    """Shards that the index lists again."""
 
 
 class ShowKeys(TypedDict):

@@ -1,12 +1,19 @@
 """A small fleet's leftovers: real payloads, records and an identity, saved as replicas save."""
 
 from collections.abc import Sequence
-from typing import Any
+from hashlib import sha256
+from typing import Any, Final
 
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.identity import (
+    NAMESPACE_HEX,
+    GroupIdentity,
+    Identity,
+    canonical_json,
+    identity_path,
+)
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView
@@ -26,7 +33,8 @@ IDENTITY = Identity(
     tenant="default",
 )
 NAMESPACE = IDENTITY.namespace()
-WHOLE = Shard(0, 2, 0, 2)
+FIELD: Final = "0"
+"""Of a payload that has all of the group."""
 LEFT, RIGHT = Shard(0, 2, 0, 1), Shard(0, 2, 1, 2)
 TOKENS = tuple(range(100, 100 + 3 * CHUNK))
 """Three chunks."""
@@ -37,12 +45,21 @@ def save_identity(bulk: WriteStore, identity: Identity = IDENTITY) -> None:
     bulk.put(identity_path(identity.namespace()), identity.canonical())
 
 
+def save_in_format(bulk: WriteStore, number: int, *, tenant: str = "default") -> str:
+    """Save an identity and a payload of another format; return the namespace."""
+    document = canonical_json({**IDENTITY.document(), "format": number, "tenant": tenant})
+    namespace = sha256(document).hexdigest()[:NAMESPACE_HEX]
+    bulk.put(identity_path(namespace), document)
+    bulk.put(ChunkKey(namespace, bytes(20), 0).path(), bytes(9_000))
+    return namespace
+
+
 def save(
     bulk: WriteStore,
     index: WriteIndex | None,
     tokens: Sequence[int] = TOKENS,
     *,
-    shards: Sequence[Shard] = (WHOLE,),
+    shards: Sequence[Shard | None] = (None,),
     codec: str = "none",
     width: int = 8,
 ) -> list[ChunkKey]:
@@ -67,7 +84,7 @@ def payload_of(
     key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str, *, width: int = 8
 ) -> bytes:
     """A payload of compressible pages, in which everything is told truly."""
-    heads = key.shard.head_end - key.shard.head_start
+    heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
     layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, width)) for name in ("l.0", "l.1")]
     pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
     digest = token_digest(tokens[chunk.token_start : chunk.token_end])

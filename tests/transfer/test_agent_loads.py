@@ -24,7 +24,7 @@ from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
-from tests.support.plans import packed
+from tests.support.plans import NOT_STORED, packed
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -224,7 +224,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
 
 def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
     plan = world.reader.load_plan(range(1), 1)
-    moves = tuple(LoadMove(load.move, ()) for load in plan.moves)
+    moves = tuple(LoadMove(load.move, None, NOT_STORED) for load in plan.moves)
     outcome = world.reader.outcome(LoadPlan("r", plan.namespace, packed(moves), sync=False))
     assert outcome.failed_blocks
     assert outcome.rejected

@@ -188,8 +188,8 @@ def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
 
 def promised_hot(plan: LoadPlan) -> LoadPlan:
     (load,) = plan.moves
-    records = tuple((field, replace(record, hot=True)) for field, record in load.records)
-    return replace(plan, moves=packed([replace(load, records=records)]))
+    load = replace(load, record=replace(load.record, hot=True))
+    return replace(plan, moves=packed([load]))
 
 
 def test_a_load_of_which_bytes_came_tells_how_many_and_when() -> None:

@@ -1,23 +1,20 @@
 """The columns of a load's moves: the same moves as in objects, also on the other side of a pipe."""
 
 import pickle
-from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.index.base import ShardRecord
-from objkv.keys.topology import Part, Shard
-from objkv.transfer.plan import ChunkMove, Kind, LoadMove, LoadPlan
+from objkv.keys.topology import Shard
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, Source
 from tests.support.device import ON_HOST
 from tests.support.plans import packed
 
 pytestmark = ON_HOST
 
-FIELDS = ("0.L0-1_H0-1", "0.L0-1_H1-2", "1.L0-2_H0-1")
-PARTS = tuple(Part(Shard(0, 1, h, h + 1), Shard(0, 1, h, h + 1)) for h in range(3))
+SHARDS = (None, *[Shard(0, 1, head, head + 1) for head in range(3)])
 RECORDS = st.builds(
     ShardRecord,
     nbytes=st.integers(0, 2**40),
@@ -47,10 +44,8 @@ def move_lists(draw: st.DrawFn) -> list[LoadMove]:
             first_block=draw(st.integers(0, 3)),
             block_ids=tuple(range(first, first + draw(st.integers(1, 8)))),
         )
-        fields = draw(st.lists(st.sampled_from(FIELDS), unique=True))
-        records = tuple((field, draw(RECORDS)) for field in fields)
-        parts = draw(st.lists(st.sampled_from(PARTS), unique=True)) or [None]
-        moves += [LoadMove(move, records, part) for part in parts]
+        shards = draw(st.lists(st.sampled_from(SHARDS), min_size=1, unique=True))
+        moves += [LoadMove(move, shard, draw(RECORDS)) for shard in shards]
     return moves
 
 
@@ -70,7 +65,7 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
     columns = packed(moves)
     assert columns.chunks == [load.move.chunk for load in moves]
     assert columns.groups == [load.move.group for load in moves]
-    assert columns.hot == [all(record.hot for _, record in load.records) for load in moves]
+    assert columns.hot == [load.record.hot for load in moves]
     spans = [(load.move.token_start, load.move.token_end) for load in moves]
     assert columns.token_spans == spans
     for i, load in enumerate(moves):
@@ -78,47 +73,39 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
         assert (columns[i].move is columns[i - 1].move) == columns.further[i] or i == 0
     later = [load.move.block_ids for load in moves if load.move.chunk >= chunk]
     assert columns.blocks_from(chunk) == {block for ids in later for block in ids}
-    known = {(load.move.group, tuple(name for name, _ in load.records)) for load in moves}
-    assert {(kind.group, kind.fields) for kind in columns.kinds} == known
+    sources = [Source(load.move.group, load.shard) for load in moves]
+    assert columns.sources == tuple(dict.fromkeys(sources))
+    assert columns.each(columns.sources) == sources
     names = [load.move.prefix_hash for load in moves]
     assert columns.prefix_hashes() == list(dict.fromkeys(names))
-    counted = [r for load in moves for name, r in load.records if name != FIELDS[1]]
-    nbytes = [sum(r.nbytes for r in counted if r.hot is hot) for hot in (True, False)]
-    assert columns.nbytes(lambda names: [n for n in names if n != FIELDS[1]]) == tuple(nbytes)
+    nbytes = [sum(o.record.nbytes for o in moves if o.record.hot is hot) for hot in (True, False)]
+    assert columns.nbytes() == tuple(nbytes)
 
 
 @settings(max_examples=20)
-@given(move_lists())
-def test_each_move_is_spread_to_the_parts_of_its_kind(moves: list[LoadMove]) -> None:
-    whole = [replace(load, part=None) for load in moves]
-
-    def parts_of(kind: Kind) -> Sequence[Part | None]:
-        return (PARTS[: len(kind.fields)] or (None,)) if kind.group else ()
-
-    wanted = [
-        replace(load, part=part)
-        for load in whole
-        for part in parts_of(Kind(load.move.group, tuple(n for n, _ in load.records), ()))
-    ]
-    spread = packed(whole).spread(parts_of)
-    assert list(spread) == wanted
-    assert spread.has_parts is any(load.part is not None for load in wanted)
+@given(move_lists(), st.integers(0, 2))
+def test_a_rank_keeps_the_moves_of_the_payloads_that_it_reads(
+    moves: list[LoadMove], group: int
+) -> None:
+    columns = packed(moves)
+    kept = columns.only([source.group == group for source in columns.sources])
+    assert list(kept) == [load for load in moves if load.move.group == group]
+    assert kept.groups == [group] * len(kept)
 
 
 def test_a_plan_of_many_records_is_sent_as_a_few_strings() -> None:
     """Objects for all of them would take milliseconds of each worker's forward thread."""
     record = ShardRecord(10, 10, "none", False, "0" * 32, 1)
-    fields = [f"0.L0-80_H{head}-{head + 1}" for head in range(8)]
+    shards = [Shard(0, 80, head, head + 1) for head in range(8)]
     moves = [
-        LoadMove(
-            ChunkMove(c, 0, bytes([c]) * 20, bytes([c + 1]) * 20, c, c + 1, 0, (c + 1,)),
-            tuple((field, record) for field in fields),
-        )
+        LoadMove(move, shard, record)
         for c in range(128)
+        for move in (ChunkMove(c, 0, bytes([c]) * 20, bytes([c + 1]) * 20, c, c + 1, 0, (c + 1,)),)
+        for shard in shards
     ]
     few, many = (
         pickle.dumps(LoadPlan("r", "n", packed(some), sync=False), protocol=5)
-        for some in (moves[:2], moves)
+        for some in (moves[:16], moves)
     )
     marks = [data.count(b"\x94") for data in (few, many)]  # MEMOIZE: one per object or string
     assert marks[1] <= marks[0] + 8  # bytes that look alike

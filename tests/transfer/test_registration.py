@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import count, pairwise
+from itertools import count
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -199,32 +199,26 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def frames_of(arena: Arena, *bounds: int) -> tuple[memoryview, list[int]]:
-    """Frames between these places, counted from the first window of payloads on: their memory, and
-    the size of each."""
-    base = np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0] + BOARD_BYTES
-    start = BOARD_BYTES + -base % WINDOW
-    memory = arena.view[start + bounds[0] : start + bounds[-1]]
-    return memory, [b - a for a, b in pairwise(bounds)]
-
-
 @pytest.mark.parametrize("late", range(6))
+@pytest.mark.parametrize("gap", [0, 100])
 def test_a_window_that_is_registered_meanwhile_loses_no_frame(
-    pins: Pins, arena: Arena, late: int, monkeypatch: pytest.MonkeyPatch
+    pins: Pins, arena: Arena, gap: int, late: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = DeviceFrames(SlabPool("load", count=1, slab_bytes=PAGE), pins, window_bytes=WINDOW)
     frames.attach(arena)
     numbers = count()
     monkeypatch.setattr(Windows, "has", lambda *_: next(numbers) >= late)
-    memory, sizes = frames_of(arena, 64, 1000, 2000, 3000)
-    while sizes:
-        number, got, slab = frames.take(memory, sizes)
-        assert number
-        assert len(got) == sum(sizes[:number])
-        assert bytes(got) == bytes(memory[: len(got)])
+    base = np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0] + BOARD_BYTES
+    payload = arena.view[BOARD_BYTES + -base % WINDOW :]
+    starts, ends = [64, 1000, 2000], [1000 - gap, 2000 - gap, 3000]
+    while starts:
+        memory, places, slab = frames.take(payload, starts, ends)
+        assert places
+        for place, start, end in zip(places, starts, ends, strict=False):
+            assert memory[place : place + end - start] == payload[start:end]
         if slab is not None:
             slab.release()
-        memory, sizes = memory[len(got) :], sizes[number:]
+        starts, ends = starts[len(places) :], ends[len(places) :]
 
 
 class Runtime:

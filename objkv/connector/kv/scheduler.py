@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from objkv.cache.admission import AdmissionPolicy
 from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, Records
+from objkv.cache.parts import PartsIndex
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
@@ -126,8 +127,8 @@ class SchedulerSide:
             config.lookup_deadline_ms / 1000,
             age_max_s=LOOKUP_TTL_S,
         )
-        fields = sorted(geometry.all_fields())
-        self.lookups = LookupService(index, fields, recorder, limits, tracing=tracing)
+        found, fields = PartsIndex(index, payloads.is_loadable), sorted(geometry.all_fields())
+        self.lookups = LookupService(found, fields, recorder, limits, tracing=tracing)
         submit = self.lookups.submit
         self._namespace = ReplicaNamespace(identity, bulk, submit, writes=roles.saves)
         self._namespace.announce()

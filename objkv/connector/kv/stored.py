@@ -24,6 +24,7 @@ class StoredPayloads:
         groups = range(len(geometry.groups))
         self._identities = geometry.groups
         self._numbers = [geometry.number(group) for group in groups]
+        self._reads, self._target_count = geometry.reads, geometry.target_count
         self._own = [geometry.fields(group) for group in groups]
         self._wholes = [str(number) for number in self._numbers]
         self._whole_sources = [Source(number) for number in self._numbers]
@@ -33,6 +34,10 @@ class StoredPayloads:
         """Whether every rank of this replica finds what it needs of a group."""
         is_whole = self._wholes[group] in shards or not self._own[group]
         return is_whole or bool(self._sources(shards, group))
+
+    def is_loadable(self, shards: Shards) -> bool:
+        """Whether every rank finds what it needs of every group of the target."""
+        return all(self.is_readable(shards, group) for group in range(self._target_count))
 
     def is_complete(self, shards: Shards) -> bool:
         """Whether every rank finds what it needs of every group, so nothing remains to save."""
@@ -66,5 +71,5 @@ class StoredPayloads:
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[Source, ...]:
         """Return the payloads that together have a whole group; none if they do not suffice."""
         number = self._numbers[group]
-        shards = payloads_of(fields, number, self._identities[group])
+        shards = payloads_of(filter(self._reads, fields), number, self._identities[group])
         return tuple(Source(number, shard) for shard in shards)

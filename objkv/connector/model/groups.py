@@ -25,10 +25,10 @@ from objkv.cache.match import keeps_all, stored_blocks
 from objkv.connector.model.drafts import Draft
 from objkv.connector.model.parts import LayerPart
 from objkv.errors import ConfigError
-from objkv.keys.chunk import effective_chunk_tokens
+from objkv.keys.chunk import effective_chunk_tokens, parse_field
 from objkv.keys.identity import GroupIdentity, GroupKind
 from objkv.keys.states import ITEM_BYTES, SplitState, StatePart, StateTensor
-from objkv.keys.topology import Shard, Topology
+from objkv.keys.topology import ALL_TOKENS, Shard, Topology
 from objkv.transfer.paging import GroupShape
 
 if TYPE_CHECKING:
@@ -188,6 +188,22 @@ class Geometry:
         groups = range(len(self.groups))
         wholes = (str(self.number(g)) for g in groups if self.fields(g) and self._is_readable(g))
         return frozenset().union(wholes, *(self.fields(group) for group in groups))
+
+    def reads(self, field: str) -> bool:
+        """Whether this replica can read payloads of an index field, which may be any text."""
+        try:
+            number, shard = parse_field(field)
+        except ValueError:
+            return False
+        group = self.position(number)
+        if group is None:
+            return False
+        tokens = ALL_TOKENS if shard is None else shard.tokens
+        is_dealt = tokens.interleave == 1 and not _BLOCK_TOKENS % tokens.size
+        return field in self.fields(group) or (
+            self._is_readable(group)
+            and (tokens == ALL_TOKENS or (is_dealt and self.is_divisible(group)))
+        )
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
         """Return the expected shape of a group's tensors on a rank.

@@ -46,7 +46,6 @@ from objkv.index.redis.scripts import (
     TOUCH,
     Script,
 )
-from objkv.index.shapes import FIELDS_MAX, SHAPES_HASH
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.net.redis_errors import translated, translation
 
@@ -75,10 +74,9 @@ class PendingTotals:
         self._due_s = clock() + _FLUSH_S
         self._process = os.getpid()
 
-    def add(self, namespace: str, prefix_hash: bytes, nbytes: int, payloads: int) -> None:
+    def add(self, namespace: str, nbytes: int, payloads: int) -> None:
         """Add published bytes and payloads, or subtract removed ones with negative numbers."""
-        if prefix_hash != SHAPES_HASH:
-            self.keep({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
+        self.keep({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
 
     def is_due(self) -> bool:
         """Whether it is time to send changes."""
@@ -112,8 +110,6 @@ class PendingTotals:
 
 Client = redis.Redis | redis.RedisCluster
 _SCAN_KEYS = 1_000
-_FIELDS_READ_MAX = 8 * FIELDS_MAX
-"""Limit for the record of shapes; no fleet has that many, even with outdated ones."""
 _TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
 
 
@@ -142,12 +138,7 @@ class RedisIndex:
         return f"<RedisIndex {self._prefix}:*>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``. Replicas also look up the record of shapes, whose size is checked
-        first."""
-        if SHAPES_HASH in prefix_hashes and not self._has_few_fields(namespace, SHAPES_HASH):
-            others = [one for one in prefix_hashes if one != SHAPES_HASH]
-            found = dict(zip(others, self.lookup(namespace, others), strict=True))
-            return [found.get(prefix_hash) for prefix_hash in prefix_hashes]
+        """See ``ReadIndex``."""
         replies = self._pipelined(
             "lookup", [("HGETALL", self._chunk(namespace, one)) for one in prefix_hashes]
         )
@@ -156,12 +147,6 @@ class RedisIndex:
             _record(prefix_hash, reply, now)
             for prefix_hash, reply in zip(prefix_hashes, replies, strict=True)
         ]
-
-    def _has_few_fields(self, namespace: str, prefix_hash: bytes) -> bool:
-        (reply,) = self._pipelined("lookup", [("HLEN", self._chunk(namespace, prefix_hash))])
-        if _is_foreign(reply):
-            return False
-        return int(_checked("lookup", reply)) <= _FIELDS_READ_MAX
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
@@ -236,7 +221,7 @@ class RedisIndex:
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""
         assert shards
-        assert all("." in field for field in shards)  # the record's own fields have none
+        assert all(field[:1].isdigit() for field in shards)  # the record's own fields are words
         args: list[str | bytes | int] = [ttl_s * 1000]
         args += ["parent", chunk.parent_hash.hex()]
         args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
@@ -244,7 +229,7 @@ class RedisIndex:
             args += [field, encode_shard(shard)]
         key = self._chunk(chunk.namespace, chunk.prefix_hash)
         nbytes, payloads = self._run("publish", PUBLISH, key, *args)
-        self._totals.add(chunk.namespace, chunk.prefix_hash, nbytes, payloads)
+        self._totals.add(chunk.namespace, nbytes, payloads)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """See ``WriteIndex``; one pipelined round trip."""
@@ -262,7 +247,7 @@ class RedisIndex:
         key = self._chunk(namespace, prefix_hash)
         gone = bool(self._run("forget", FORGET, key, field, encode_shard(expected)))
         if gone:
-            self._totals.add(namespace, prefix_hash, -expected.nbytes, -1)
+            self._totals.add(namespace, -expected.nbytes, -1)
         return gone
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
@@ -287,7 +272,7 @@ class RedisIndex:
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``. Also removes malformed records."""
         found, nbytes, payloads = self._run("drop", DROP, self._chunk(namespace, prefix_hash))
-        self._totals.add(namespace, prefix_hash, -nbytes, -payloads)
+        self._totals.add(namespace, -nbytes, -payloads)
         return bool(found)
 
     def set_usage(self, usage: Usage) -> None:
@@ -395,7 +380,7 @@ def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
         return None
     shards = {}
     for name, value in _checked("lookup", reply).items():
-        if b"." in name and (shard := decode_shard(value)):
+        if name[:1].isdigit() and (shard := decode_shard(value)):
             shards[name.decode("utf-8", "replace")] = shard
     try:
         tokens = _TOKENS.fullmatch(reply[b"tokens"])

@@ -48,7 +48,7 @@ local kind = redis.call('TYPE', KEYS[1])['ok']
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
 local nbytes, payloads = 0, 0
 for i = 2, #ARGV, 2 do
-  if string.find(ARGV[i], '.', 1, true) then
+  if string.find(ARGV[i], '^%d') then
     local was = redis.call('HGET', KEYS[1], ARGV[i])
     nbytes = nbytes + size(ARGV[i + 1]) - (was and size(was) or 0)
     payloads = payloads + (was and 0 or 1)
@@ -73,7 +73,7 @@ FORGET = Script("""\
 if redis.pcall('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
 redis.call('HDEL', KEYS[1], ARGV[1])
 for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-  if string.find(field, '.', 1, true) then return 1 end
+  if string.find(field, '^%d') then return 1 end
 end
 redis.call('DEL', KEYS[1])
 return 1
@@ -97,7 +97,7 @@ DROP = Script(f"""\
 local nbytes, payloads = 0, 0
 if redis.call('TYPE', KEYS[1])['ok'] == 'hash' then
   for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
-    if string.find(field, '.', 1, true) then
+    if string.find(field, '^%d') then
       nbytes, payloads = nbytes + size(redis.call('HGET', KEYS[1], field)), payloads + 1
     end
   end

@@ -16,10 +16,9 @@ from pathlib import Path
 from threading import Lock
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.index.shapes import SHAPES_HASH
 from objkv.net.deadline import ends_s
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 APPLICATION_ID = 0x6F6B7631
 """``okv1``: distinguishes an index from other SQLite files."""
 
@@ -39,7 +38,6 @@ def _added(row: str, sign: str) -> str:
     )
 
 
-_NO_SHAPES = f"hash <> x'{SHAPES_HASH.hex()}'"
 _TABLES = (
     """CREATE TABLE chunks (
   namespace TEXT NOT NULL,
@@ -69,11 +67,9 @@ WITHOUT ROWID""",
     # Triggers add up how much each namespace stores, in the transaction that changes it.
     """CREATE TABLE totals (namespace TEXT PRIMARY KEY, nbytes INTEGER NOT NULL,
   payloads INTEGER NOT NULL) WITHOUT ROWID""",
-    f"CREATE TRIGGER shards_added AFTER INSERT ON shards WHEN new.{_NO_SHAPES} "
-    f"BEGIN {_added('new', '+')}; END",
-    f"CREATE TRIGGER shards_removed AFTER DELETE ON shards WHEN old.{_NO_SHAPES} "
-    f"BEGIN {_added('old', '-')}; END",
-    f"CREATE TRIGGER shards_replaced AFTER UPDATE ON shards WHEN new.{_NO_SHAPES} "
+    f"CREATE TRIGGER shards_added AFTER INSERT ON shards BEGIN {_added('new', '+')}; END",
+    f"CREATE TRIGGER shards_removed AFTER DELETE ON shards BEGIN {_added('old', '-')}; END",
+    "CREATE TRIGGER shards_replaced AFTER UPDATE ON shards "
     f"BEGIN {_added('old', '-')}; {_added('new', '+')}; END",
 )
 _SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_schema"

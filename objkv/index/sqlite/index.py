@@ -24,7 +24,6 @@ from objkv.index.fields import (
     savings_fields,
     sighting_name,
 )
-from objkv.index.shapes import SHAPES_HASH
 from objkv.index.sqlite.file import SqliteFile, nbytes_of
 
 _HASHES_MAX = 30_000
@@ -62,7 +61,7 @@ _USAGE = f"""
 WITH expired AS (
   SELECT namespace, sum({nbytes_of("s.value")}) AS nbytes, count(*) AS payloads
   FROM chunks c JOIN shards s USING (namespace, hash)
-  WHERE c.ends_s <= ? AND hash <> ? GROUP BY namespace)
+  WHERE c.ends_s <= ? GROUP BY namespace)
 SELECT namespace, t.nbytes - ifnull(e.nbytes, 0) AS nbytes,
   t.payloads - ifnull(e.payloads, 0) AS payloads
 FROM totals t LEFT JOIN expired e USING (namespace)
@@ -159,7 +158,7 @@ class SqliteIndex:
         """See ``ReadIndex``. Exact: does not count expired records that are still in the file."""
         now = self._clock()
         with self._file.read() as connection:
-            rows = connection.execute(_USAGE, (now, SHAPES_HASH)).fetchall()
+            rows = connection.execute(_USAGE, (now,)).fetchall()
         return [Usage(name, nbytes, payloads, int(now)) for name, nbytes, payloads in rows]
 
     def savings(self) -> list[Savings]:

@@ -117,7 +117,8 @@ class Places:
     facts: Mapping[str, Facts]
     """Facts of each namespace that has a folder in the bulk store."""
     old: frozenset[str]
-    """Namespaces that have a successor with a later epoch, in the walk or outside it."""
+    """Namespaces of an earlier format, or with a successor of a later epoch, in the walk or outside
+    it."""
     parts: Sequence[NamespacePart]
     indexed: Sequence[str]
     """Namespaces that have records in the index."""

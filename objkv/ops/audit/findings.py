@@ -30,7 +30,7 @@ REMEDIES: dict[FindingKind, str] = {
     "stranger": "objkv sweep --apply --strangers deletes them",
     "corrupt": "objkv verify --all --quarantine --apply quarantines them",
     "expired": "objkv sweep --apply deletes them; they were not used for ttl_s",
-    "old_epoch": "objkv sweep --apply deletes them; they belong to an earlier weights_epoch",
+    "old_epoch": "objkv sweep --apply deletes them; they are of an earlier weights_epoch or format",
     "leftover": "objkv sweep --apply deletes files of killed writers and quarantined payloads",
 }
 _DOUBTED: tuple[FindingKind, ...] = ("orphan", "expired", "old_epoch")
@@ -66,7 +66,7 @@ WHERE NOT w.is_known AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbyt
 )
 _OLD = (
     """
-SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'from an earlier weights_epoch'
+SELECT p.ns, p.hash, p.field, p.nbytes, p.modified_s, 'from an earlier weights_epoch or format'
 FROM main.payloads p LEFT JOIN main.shards s USING (ns, hash, field)
 JOIN temp.walked w ON w.ns = p.ns
 WHERE w.is_known AND w.is_old AND p.nbytes >= 4096 AND p.nbytes = ifnull(s.nbytes, p.nbytes)
@@ -100,7 +100,8 @@ class Walked:
     """Whether the index is separate and the walk covered all records and all payloads."""
     is_known: bool
     is_old: bool
-    """Whether another namespace differs only by a later weights_epoch."""
+    """Whether its format is not read any more, or another namespace differs only by a later
+    weights_epoch."""
 
 
 @dataclass(slots=True)
@@ -351,7 +352,10 @@ def _namespaces(report: AuditReport, walked: dict[str, Walked]) -> Iterator[str]
         yield f"{_listed(strangers)}: payloads without a valid identity document"
     old = [name for name, one in walked.items() if one.is_old]
     if old:
-        yield f"{_listed(old)}: from an earlier weights_epoch; objkv sweep --apply deletes it"
+        yield (
+            f"{_listed(old)}: from an earlier weights_epoch or format; objkv sweep --apply deletes "
+            f"{noun(len(old), 'it', 'them')}"
+        )
     gone = sum(one.token_start > 0 for one in report.roots)
     if gone:
         yield (

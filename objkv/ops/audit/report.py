@@ -214,7 +214,7 @@ JSON_FORMAT: Final = 1
 """Format number of the JSON document. It increases when a field changes its meaning."""
 FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "expired", "old_epoch", "leftover"]
 """The next sweep removes the last three kinds; the others should not exist. ``expired``: not used
-for ``ttl_s``, so its record ran out. ``old_epoch``: from weights that are no longer served.
+for ``ttl_s``, so its record ran out. ``old_epoch``: from weights or a format no longer served.
 ``leftover``: neither a payload nor a document, or in quarantine."""
 Ending = Literal["complete", "interrupted", "deadline"]
 

@@ -15,7 +15,6 @@ from objkv.cache.pins import read_pins
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError, StoreDenied
 from objkv.index.base import ReadIndex, Record
-from objkv.index.shapes import is_shapes
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit.spool import AuditSpool, SeenRecord
 from objkv.ops.backends_view import (
@@ -96,7 +95,7 @@ class AuditWalk:
 
     def _records_work(self, name: str) -> Callable[[Check], None]:
         def work(check: Check) -> None:
-            records = (one for one in self.view.index.scan(name) if not is_shapes(one))
+            records = self.view.index.scan(name)
             while batch := list(islice(records, CHUNKS_AT_ONCE)):
                 check(sum(len(record.shards) for record in batch))
                 self.spool.add_records(SeenRecord(name, record, True) for record in batch)
@@ -130,6 +129,8 @@ class AuditWalk:
         pins: dict[bytes, int],
         check: Check,
     ) -> None:
+        if namespace.is_old_format:
+            return
         try:
             seal = self.view.seal_of(namespace)
         except ConfigError as exc:

@@ -23,20 +23,9 @@ _CONNECT: Final = ("ping", "client|setname")
 _DATABASE: Final = ("select",)
 _CLUSTER: Final = ("cluster|slots", "command")
 _INDEX: Final[dict[Role, tuple[str, ...]]] = {
-    "reader": ("hget", "hmget", "hgetall", "hlen"),
+    "reader": ("hget", "hmget", "hgetall"),
     "writer": (
-        *(
-            "hget",
-            "hmget",
-            "hgetall",
-            "hlen",
-            "eval",
-            "evalsha",
-            "type",
-            "hset",
-            "hexists",
-            "hkeys",
-        ),
+        *("hget", "hmget", "hgetall", "eval", "evalsha", "type", "hset", "hexists", "hkeys"),
         *("hdel", "get", "set", "del", "pexpire", "pttl", "hincrby"),
     ),
 }

@@ -17,9 +17,11 @@ from objkv.config import Config, Resolved, Role, Url, local_path, parse_url
 from objkv.config.aws import s3_endpoint
 from objkv.errors import ConfigError, ObjkvError, PayloadError, pip_install
 from objkv.index.base import ServerFacts, WriteIndex
+from objkv.ops.backends_view import read_namespace, stored_namespaces
 from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import judge_server
+from objkv.ops.formats import noun
 from objkv.stores.base import PruneStore
 from objkv.telemetry import MemoryRecorder
 
@@ -178,6 +180,9 @@ _UNCONDITIONAL = Check(
     "nothing is lost, but bytes are sent twice; upgrade the server if that matters",
 )
 _CLEAR_FIX: Final = "objkv admission clear (with --namespace for one namespace) ends it"
+_SWEEP_FIX: Final = "objkv sweep --apply deletes what is older than sweep_grace_s"
+NAMESPACES_MAX: Final = 100
+"""How many identity documents are read."""
 _OWN_INDEX = Check("index", "check", "ok", "the bulk folder is its own index")
 
 
@@ -243,6 +248,7 @@ def examine(resolved: Resolved, patient: Patient, further: tuple[Check, ...] = (
         *check_privacy(resolved.config),
         *_examine_seal(patient),
         *_examine_switch(patient),
+        *_examine_formats(patient),
         *check_transport(resolved.config),
         *check_login(resolved.config),
         check_engine(),
@@ -299,6 +305,18 @@ def _examine_switch(patient: Patient) -> list[Check]:
         Check("bulk", "admission", "warning", f"{one.scope()}: {one.describe()}", _CLEAR_FIX)
         for one in orders
     ]
+
+
+def _examine_formats(patient: Patient) -> list[Check]:
+    """A warning if payloads of some of the first namespaces have a format that is not read."""
+    try:
+        with closing(patient.open_bulk()) as bulk:
+            names = stored_namespaces(bulk)[:NAMESPACES_MAX]
+            old = sum(read_namespace(bulk, name).is_old_format for name in names)
+    except ObjkvError:  # the checks of the store report it
+        return []
+    detail = f"{old} {noun(old, 'namespace')} in an earlier format, which is not read any more"
+    return [Check("bulk", "format", "warning", detail, _SWEEP_FIX)] if old else []
 
 
 def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:

@@ -1,6 +1,6 @@
 """Estimates how much a fleet stores and transfers, by plain arithmetic.
 
-Chunks, shards, ranks, the stored part of a window and header sizes come from the code that saves.
+Chunks, frames, the stored part of a window and header sizes come from the code that saves.
 Rates and prices come from the caller. ``docs/operations/capacity.md`` has the formulas.
 """
 
@@ -15,17 +15,17 @@ from objkv.config.prices import RANGE_BYTES, Prices
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Topology
+from objkv.keys.topology import Topology, frame_name
 from objkv.ops.size.model import DTYPES, ModelShape
 
 RECORD_BYTES: Final = 600
-"""Redis memory per chunk of one shard. Measured with Valkey 9.1 and 20,000 chunks, after a touch:
+"""Redis memory per chunk of one group. Measured with Valkey 9.1 and 20,000 chunks, after a touch:
 573 bytes, plus some for the keys of leases."""
-SHARD_BYTES: Final = 110
-"""Redis memory per further shard, estimated from the length of the field."""
+GROUP_BYTES: Final = 110
+"""Redis memory per further group, estimated."""
 MONTH_S: Final = 30 * 86_400
-_SAVE_COMMANDS = 3
-"""Redis commands per saved payload: lease, publish, release."""
+_SAVE_COMMANDS = 2
+"""Redis commands per saved payload: lease, publish."""
 _WRITER = "w" * 40
 
 
@@ -121,8 +121,6 @@ class _Payload:
     header_bytes: int
     nbytes: int
     """Stored bytes."""
-    readers: int
-    """Ranks that get this payload."""
 
     def loaded_with(self, chunks: int, chunk_tokens: int) -> int:
         """Return how many of these payloads a match of ``chunks`` loads.
@@ -141,7 +139,7 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
     chunk = _chunk(groups, payloads, layout)
     per_prompt = load.prompt_tokens // chunk.tokens
     loaded = min(per_prompt, int(load.prompt_tokens * load.stored_share) // chunk.tokens)
-    loads = [(p, p.readers * p.loaded_with(loaded, chunk.tokens)) for p in payloads]
+    loads = [(p, p.loaded_with(loaded, chunk.tokens)) for p in payloads]
     rate, life_s = load.prompts_per_s, load.ttl_s + load.used_s
     saved_per_s = rate * (per_prompt - loaded)
     puts = saved_per_s * chunk.puts
@@ -197,7 +195,8 @@ def _check(layout: Layout, load: Load) -> None:
 def _payloads(
     model: ModelShape, groups: tuple[GroupIdentity, ...], layout: Layout
 ) -> list[_Payload]:
-    """Return all payloads of one chunk, by the shards that the ranks hold."""
+    """Return the payloads of one chunk: one for each group, with a frame for each layer and shard
+    of the ranks."""
     tokens = _chunk_tokens(groups, layout)
     found = []
     for number, group in enumerate(groups):
@@ -209,17 +208,19 @@ def _payloads(
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
         held = [share for rank in range(topology.size) if (share := topology.held(rank))]
-        for shard in dict.fromkeys(share.shard for share in held):
-            heads = shard.head_end - shard.head_start
-            shape = (blocks, heads, group.block_size, group.content)
-            specs = [LayerSpec(name, DTYPES[model.kv_dtype], shape) for name in group.layers]
-            key = ChunkKey("0" * 32, bytes(20), number, shard)
-            claim = Claim(key, bytes(20), 0, tokens)
-            readers = sum(share.shard == shard for share in held)
-            raw = sum(spec.nbytes for spec in specs)
-            header = _header_bytes(claim, specs, layout)
-            nbytes = header + int(raw / layout.codec_ratio)
-            found.append(_Payload(group, raw, header, nbytes, readers))
+        shards = dict.fromkeys(share.shard for share in held)
+        shape = (blocks, group.heads // len(shards), group.block_size, group.content)
+        specs = [
+            LayerSpec(
+                frame_name(name, shard) if len(shards) > 1 else name, DTYPES[model.kv_dtype], shape
+            )
+            for name in group.layers
+            for shard in shards
+        ]
+        claim = Claim(ChunkKey("0" * 32, bytes(20), number), bytes(20), 0, tokens)
+        raw = sum(spec.nbytes for spec in specs)
+        header = _header_bytes(claim, specs, layout)
+        found.append(_Payload(group, raw, header, header + int(raw / layout.codec_ratio)))
     if not found:
         raise ConfigError(f"{model.name} has nothing to share in chunks of {tokens} tokens")
     return found
@@ -256,5 +257,5 @@ def _chunk(
         nbytes=sum(stored),
         largest_payload_bytes=max(stored),
         token_bytes=sum(stored) / tokens,
-        record_bytes=RECORD_BYTES + SHARD_BYTES * (len(payloads) - 1),
+        record_bytes=RECORD_BYTES + GROUP_BYTES * (len(payloads) - 1),
     )

@@ -9,7 +9,6 @@ from itertools import islice
 
 from objkv.cache.pins import read_pins
 from objkv.errors import ConfigError
-from objkv.index.shapes import is_shapes
 from objkv.ops.backends_view import (
     BackendsView,
     NamespacePart,
@@ -43,7 +42,7 @@ class Survey:
     pins: Mapping[str, frozenset[bytes]]
     """Chunks pinned now, by namespace."""
     old: frozenset[str]
-    """Namespaces that differ from another one only by an earlier epoch."""
+    """Namespaces of an earlier epoch or format, see ``old_epochs``."""
     only: str | None = None
     """The only namespace swept; None for all."""
     totals: Mapping[str, int] = field(default_factory=dict)
@@ -78,7 +77,8 @@ def survey(
 
 
 def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
-    """Return the namespaces whose document differs from another one only by a lower epoch."""
+    """Return the namespaces whose document differs from another one only by a lower epoch, or names
+    a format that is not read any more."""
     alike: defaultdict[bytes, list[StoredNamespace]] = defaultdict(list)
     for namespace in namespaces:
         if namespace.is_known:
@@ -87,7 +87,7 @@ def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
         one.name
         for group in alike.values()
         for one in group
-        if one.weights_epoch < max(other.weights_epoch for other in group)
+        if one.is_old_format or one.weights_epoch < max(other.weights_epoch for other in group)
     )
 
 
@@ -200,9 +200,7 @@ def refuse_wrong_bulk(view: BackendsView, names: Sequence[str]) -> None:
     keys = [
         key.path()
         for name in names
-        for record in islice(
-            (one for one in view.index.scan(name) if not is_shapes(one)), _SAMPLE // len(names) + 1
-        )
+        for record in islice(view.index.scan(name), _SAMPLE // len(names) + 1)
         for key in record_keys(name, record)
     ]
     if keys and not any(view.bulk.head(path) for path in _spread(keys, _YOUNG_MIN * 16)):

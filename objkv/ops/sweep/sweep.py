@@ -10,7 +10,6 @@ from typing import Final
 from objkv.errors import StoreDenied
 from objkv.index.base import Record, Usage
 from objkv.index.guarded import for_operators
-from objkv.index.shapes import is_shapes, shape_path
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import (
     QUARANTINE,
@@ -163,7 +162,7 @@ class Sweep:
             for entry in bulk.scan(f"{name}/"):
                 check()
                 beside.append(entry.key)
-                is_beside = entry.key.startswith(shape_path(name, ""))
+                is_beside = entry.key.startswith(f"{name}/shapes/")  # empty files of format 1
                 if not (is_beside or entry.key == identity_path(name)):
                     return  # a payload is left
                 if not self._is_old(entry.modified_s):
@@ -195,7 +194,7 @@ class Sweep:
     def _ghost_work(self, name: str) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
             nbytes = payloads = 0
-            records = (one for one in self._view.index.scan(name) if not is_shapes(one))
+            records = self._view.index.scan(name)
             with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
                 while batch := list(islice(records, _RECORDS_AT_ONCE)):
                     keys = [(key, one) for one in batch for key in record_keys(name, one)]
@@ -223,8 +222,7 @@ class Sweep:
                 if self._tenant(name) == tenant:
                     for record in self._view.index.scan(name):
                         check()
-                        if not is_shapes(record):
-                            records[record.prefix_hash] = name, record
+                        records[record.prefix_hash] = name, record
             used = sum(record.nbytes for _, record in records.values())
             if used <= room:
                 return

@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Final
 
 from objkv.index.base import ReadIndex, Record
-from objkv.index.shapes import is_shapes
 
 RECORDS_MAX: Final = 50_000
 """Records read at once over all namespaces: about 20 MB, and some seconds of one Redis
@@ -89,7 +88,7 @@ def _nodes(records: Iterable[Record], most: int) -> tuple[dict[bytes, _Node], in
         seen += 1
         if seen > most:
             break
-        if not record.shards or is_shapes(record):
+        if not record.shards:
             continue
         nodes[record.prefix_hash] = _Node(
             record.parent_hash,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from objkv.cache.match import usable_chunks
+from objkv.cache.match import shards_to_read, usable_chunks
 from objkv.errors import PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.identity import Identity
@@ -55,8 +55,9 @@ class PromptLookup:
         if not hashes:
             return Found(0, 0, ())
         records = self._index.lookup(self.namespace, hashes)
-        shards = [None if record is None else record.shards for record in records]
-        usable = usable_chunks(shards, self.identity.groups, self.identity.chunk_tokens)
+        groups = self.identity.groups
+        shards = [shards_to_read(record, len(groups)) for record in records]
+        usable = usable_chunks(shards, groups, self.identity.chunk_tokens)
         nbytes = tuple(0 if record is None else record.nbytes for record in records)
         return Found(len(hashes), usable, nbytes)
 

@@ -140,8 +140,8 @@ class _Reading:
         header = self._header or self._read_header(payload)
         layout = self._layout
         assert layout is not None
-        self.frames = min(progress.frames, len(header.frames.layers))
-        until = min(self.frames // layout.columns, layout.rows.stop)
+        frames = min(progress.frames, len(header.frames.layers))
+        until = min(frames // layout.columns, layout.rows.stop)
         while self._rows < until:
             rows = range(max(self._rows, layout.rows.start), until)
             if verify:
@@ -154,6 +154,7 @@ class _Reading:
                 rows = rows[: len(starts)]
             self._write(layout, rows, memory, starts, slab)
             self._rows = rows.stop if rows else until
+        self.frames = frames  # not before: without a slab they are looked at again
 
     def _read_header(self, payload: memoryview) -> Header:
         """Read what every payload has in front of its frames. Raises ``PayloadError``."""

@@ -384,7 +384,8 @@ class OrderRig:
         moves = [
             LoadMove(
                 self._move(NAMESPACE, chunk, first + at * count),
-                ((self._field, self._record(chunk)),),
+                None,
+                self._record(chunk),
             )
             for at, chunk in enumerate(chunks)
         ]
@@ -435,14 +436,9 @@ class OrderRig:
         """Return the key of a chunk's payload."""
         return self._claim(NAMESPACE, chunk).key
 
-    @property
-    def _field(self) -> str:
-        return self.key(0).field
-
     def _claim(self, namespace: str, chunk: int) -> Claim:
         move = self._move(namespace, chunk, 1)
-        shard = self.pages.shape.rank_shard.shard
-        key = ChunkKey(namespace, move.prefix_hash, 0, shard)
+        key = ChunkKey(namespace, move.prefix_hash, 0)
         return Claim(key, move.parent_hash, move.token_start, move.token_end)
 
     def _move(self, namespace: str, chunk: int, first: int) -> ChunkMove:

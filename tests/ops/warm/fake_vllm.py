@@ -16,7 +16,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
 from objkv.stores.base import WriteStore
-from tests.support.samples import CHUNK, IDENTITY, WHOLE, payload_of, record_of, save_identity
+from tests.support.samples import CHUNK, IDENTITY, payload_of, record_of, save_identity
 
 MODEL = "tiny"
 ADAPTER, ADAPTER_DIGEST = "lawyer", bytes(range(32))
@@ -65,7 +65,7 @@ class Place:
         parent = root_hash(namespace)
         for number, name in enumerate(self.hashes(tokens, salt, lora)):
             chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
-            key = ChunkKey(namespace, name, 0, WHOLE)
+            key = ChunkKey(namespace, name, 0)
             payload = payload_of(key, chunk, tokens, "none")
             self.bulk.put_if_absent(key.path(), payload)
             self.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)

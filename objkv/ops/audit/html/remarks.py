@@ -18,7 +18,7 @@ KINDS: Final[dict[FindingKind, tuple[str, str]]] = {
     "stranger": ("Strangers", "in namespaces without a valid identity document"),
     "corrupt": ("Corrupt", "stored but damaged: the length or the header is wrong"),
     "expired": ("Expired", "without a record because they were not used for ttl_s"),
-    "old_epoch": ("Old epochs", "from weights that are no longer served"),
+    "old_epoch": ("Old epochs", "from weights or a format no longer served"),
     "leftover": ("Leftovers", "left by killed writers, or in quarantine"),
 }
 FAULTS: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger", "corrupt")
@@ -28,7 +28,7 @@ _NAMES: Final[dict[FindingKind, str]] = {
     "expired": "expired payload",
     "old_epoch": "payload",
 }
-_AFTER: Final[dict[FindingKind, str]] = {"old_epoch": " from an earlier weights_epoch"}
+_AFTER: Final[dict[FindingKind, str]] = {"old_epoch": " from an earlier weights_epoch or format"}
 _ORDER: Final = ("bad", "warn", "info", "good")
 _UNUSED_SHARE: Final = 0.25
 _FULL_SHARE: Final = 0.8

@@ -1,0 +1,110 @@
+"""Finds payloads that have only a part of a group, which a reader cannot ask for by name.
+
+Lookups ask for payloads with all of a group. A replica on several nodes writes parts, and their
+names depend on its shape. So the whole record of the first chunk that lacks something is read too,
+and the chunks from there on are looked up by the names in it. Where nothing is stored in parts,
+that is one more small call per ``again_s``.
+"""
+
+from collections.abc import Callable, Sequence
+from math import inf
+from time import monotonic
+from typing import Final, Protocol
+
+from objkv.background import Steps, in_steps
+from objkv.cache.lookup import FindIndex
+from objkv.cache.match import ENTRIES_MAX
+from objkv.errors import StoreError
+from objkv.index.base import Record, Shards
+
+_AGAIN_S: Final = 30.0
+_KEPT_S: Final = 600.0
+"""How long the names of parts are asked for after they were last found."""
+_TURNS_MAX: Final = 4
+"""A prompt whose chunks have parts of more shapes than this ends there."""
+
+
+class RecordIndex(FindIndex, Protocol):
+    """The part of an index that this needs."""
+
+    def lookup(
+        self, namespace: str, prefix_hashes: Sequence[bytes]
+    ) -> Steps[list[Record | None]] | list[Record | None]:
+        """See ``ReadIndex.lookup``. In steps, if it is in another process."""
+
+
+class PartsIndex:
+    """Implements ``FindIndex``. For one thread, which may have begun several lookups."""
+
+    def __init__(
+        self,
+        inner: RecordIndex,
+        is_stored: Callable[[Shards], bool],
+        *,
+        again_s: float = _AGAIN_S,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """Args:
+        is_stored: whether shards have everything that a reader needs of a chunk.
+        again_s: for how long no record is read after one without parts that help.
+        """
+        self._inner, self._is_stored = inner, is_stored
+        self._again_s, self._clock = again_s, clock
+        self._namespace = ""
+        self._parts: tuple[str, ...] = ()
+        self._parts_end = self._due = -inf
+
+    def __repr__(self) -> str:
+        return f"<PartsIndex {len(self._parts)} parts, of {self._inner!r}>"
+
+    def find(
+        self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
+    ) -> Steps[list[Shards | None]]:
+        """Find ``fields``, and the parts of leading chunks that lack something."""
+        found = list((yield from in_steps(self._inner.find(namespace, prefix_hashes, fields))))
+        if namespace != self._namespace:
+            self._namespace, self._parts, self._due = namespace, (), -inf
+        parts = self._parts if self._clock() < self._parts_end else ()
+        at = 0
+        for _ in range(_TURNS_MAX):
+            if not parts and self._clock() < self._due:
+                break
+            at += self._count_stored(found[at:])
+            if at == len(found):
+                break
+            if not parts:
+                found[at] = _both(found[at], (yield from self._read(namespace, prefix_hashes[at])))
+                if not self._is_stored(found[at] or {}):
+                    break
+                names = sorted(set(found[at] or ()).difference(fields))
+                self._parts = tuple(dict.fromkeys((*names, *self._parts)))[:ENTRIES_MAX]
+                self._due = -inf
+                # Without any it was saved just now, or the index told nothing beyond a gap.
+                parts = tuple(names or fields)
+            more = yield from in_steps(self._inner.find(namespace, prefix_hashes[at:], parts))
+            if any(more):
+                self._parts_end = self._clock() + _KEPT_S
+            found[at:] = map(_both, found[at:], more)
+            parts = ()
+        return found
+
+    def _count_stored(self, found: Sequence[Shards | None]) -> int:
+        """Return how many leading chunks lack nothing."""
+        for number, shards in enumerate(found):
+            if shards is None or not self._is_stored(shards):
+                return number
+        return len(found)
+
+    def _read(self, namespace: str, prefix_hash: bytes) -> Steps[Shards | None]:
+        """Return all shards of a chunk; None if it has too many, or the index does not answer:
+        what was found by name is right all the same."""
+        self._due = self._clock() + self._again_s  # for lookups that begin meanwhile, too
+        try:
+            (record,) = yield from in_steps(self._inner.lookup(namespace, [prefix_hash]))
+        except StoreError:
+            return None
+        return None if record is None or len(record.shards) > ENTRIES_MAX else record.shards
+
+
+def _both(one: Shards | None, other: Shards | None) -> Shards | None:
+    return {**one, **other} if one and other else one or other
