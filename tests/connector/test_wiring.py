@@ -18,7 +18,7 @@ from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
-from objkv.transfer.layouts import frame_bytes_max
+from objkv.transfer.layouts import row_bytes_max
 from objkv.transfer.paging import PagedGroup
 from tests.support.paged_cache import GROUP, paged_group
 
@@ -63,7 +63,7 @@ def test_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
     with patch.object(type(paged), "device", device):
         pools = plan_pools(Config(), {0: paged}, CHUNK, RANK)
     assert pools.load_slabs == 4
-    assert pools.slab_bytes >= max(on_cpu.slab_bytes, frame_bytes_max(paged))
+    assert pools.slab_bytes >= max(on_cpu.slab_bytes, row_bytes_max(paged))
 
 
 def test_only_slabs_of_saves_are_in_the_outbox() -> None:

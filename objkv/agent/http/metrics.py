@@ -71,6 +71,17 @@ TOTALS: Final = {
     "save_errors": "Payloads not saved because a store failed.",
     "saves_shed": "Payloads not saved because the store was overloaded or its circuit was open.",
     "save_over_quota": "Payloads not saved because the quota was used up.",
+    "joins": "Payloads joined of the parts that the ranks of a replica handed over.",
+    **{
+        f"joins_dropped_{reason}": f"Payloads that stayed incomplete: {text}."
+        for reason, text in (
+            ("rank", "a rank dropped its part"),
+            ("late", "a part did not come before the deadline"),
+            ("replaced", "the replica saved the chunk again"),
+            ("refused", "a part was invalid"),
+            ("gone", "the replica ended"),
+        )
+    },
     "publish_errors": "Payloads stored and not indexed, so they stay unsaved.",
     "save_existed": "Payloads not stored because they already were.",
     "save_repeats": "Payloads that the agent was saving, or had just saved.",

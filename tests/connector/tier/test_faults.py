@@ -12,6 +12,7 @@ import pytest
 from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
+from objkv.agent.messages import Commit
 from objkv.assembly import agent
 from objkv.assembly.backends import Backends
 from objkv.errors import ConfigError, StoreUnavailable
@@ -48,10 +49,10 @@ class World:
         saves, came = engine.agent.node.saves, list[int]()
         commit = saves.commit
 
-        def late(outbox: Any, offset: int, nbytes: int, *, puts: bool = False) -> Any:
-            came.append(nbytes)
+        def late(outbox: Any, one: Commit, replica: bytes) -> Any:
+            came.append(one.nbytes)
             self.gate.wait(60)
-            return commit(outbox, offset, nbytes, puts=puts)
+            return commit(outbox, one, replica)
 
         self._patch.setattr(saves, "commit", late)
         return came
