@@ -9,7 +9,7 @@ from objkv.config import Config
 from objkv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
 
 
 def writer_name(connector: object) -> str:
@@ -22,8 +22,21 @@ def replica_of(vllm_config: "VllmConfig") -> Replica:
     parallel = vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config or vllm_config.ec_transfer_config
     assert transfer is not None
-    workers = parallel.world_size // max(1, getattr(parallel, "nnodes", 1))
+    workers = parallel.world_size // count_nodes(parallel)
     return Replica(str(transfer.engine_id), min(1.0, workers / max(1, _count_gpus())))
+
+
+def count_nodes(parallel: "ParallelConfig") -> int:
+    """Return on how many nodes the ranks of a replica are. Ray places them where it likes: at least
+    on as many as have a device for each, if they are like this one.
+
+    Source: vLLM 0.31-0.33, ``config/parallel.py``.
+    """
+    if parallel.world_size == 1:
+        return 1
+    if parallel.use_ray:
+        return -(-parallel.world_size // max(1, _count_gpus()))
+    return parallel.nnodes_within_dp
 
 
 def _count_gpus() -> int:

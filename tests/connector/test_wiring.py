@@ -3,20 +3,25 @@
 import os
 from collections.abc import Callable
 from contextlib import closing
+from types import SimpleNamespace
+from typing import Any
 from unittest.mock import PropertyMock, patch
 
 import pytest
 import torch
+from vllm.config import ParallelConfig
 
 from objkv.agent.outbox import Outbox
 from objkv.assembly.backends import is_far
+from objkv.assembly.link import Replica
 from objkv.codec.payload import payload_bytes_max
 from objkv.config import Config
+from objkv.connector import wiring as connector_wiring
 from objkv.connector.kv import wiring
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
-from objkv.connector.wiring import may_save
+from objkv.connector.wiring import count_nodes, may_save, replica_of
 from objkv.errors import ConfigError
 from objkv.transfer.layouts import row_bytes_max
 from objkv.transfer.paging import PagedGroup
@@ -24,6 +29,7 @@ from tests.support.paged_cache import GROUP, paged_group
 
 CHUNK = 4096
 RANK = Rank(0, "w", 1)
+_DATA_PARALLEL = {"data_parallel_size": 2, "data_parallel_size_local": 1}
 
 
 @pytest.fixture
@@ -94,6 +100,46 @@ def test_a_replica_saves_if_vllm_wants_it_and_its_rights_allow_it() -> None:
     assert not may_save(reader, producer=True, consumer=True)
     with pytest.raises(ConfigError, match="set role to writer"):
         may_save(reader, producer=True, consumer=False)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "nodes"),
+    [
+        ({}, 1),
+        ({"tensor_parallel_size": 8}, 1),
+        ({"tensor_parallel_size": 8, "pipeline_parallel_size": 2, "nnodes": 2}, 2),
+        ({"tensor_parallel_size": 8, "nnodes": 4, **_DATA_PARALLEL}, 2),
+        ({"tensor_parallel_size": 8, "nnodes": 2, **_DATA_PARALLEL}, 1),
+    ],
+)
+def test_ranks_are_on_as_many_nodes_as_vllm_is_told(sizes: dict[str, int], nodes: int) -> None:
+    assert count_nodes(ParallelConfig(distributed_executor_backend="mp", **sizes)) == nodes
+
+
+@pytest.mark.parametrize(
+    ("ranks", "devices", "nodes"),
+    [(1, 8, 1), (8, 8, 1), (9, 8, 2), (16, 8, 2), (17, 8, 3), (1, 0, 1), (2, 0, 2)],
+)
+def test_ranks_of_ray_are_on_several_nodes_if_one_has_too_few_devices(
+    monkeypatch: pytest.MonkeyPatch, ranks: int, devices: int, nodes: int
+) -> None:
+    monkeypatch.setattr(connector_wiring, "_count_gpus", lambda: devices)
+    parallel = ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp")
+    parallel.distributed_executor_backend = "ray"
+    assert count_nodes(parallel) == nodes
+
+
+def test_an_agent_of_one_replica_knows_what_share_of_its_machine_the_replica_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connector_wiring, "_count_gpus", lambda: 8)
+    sizes = {"tensor_parallel_size": 8, "nnodes": 2}
+    for more, share in (({}, 0.5), (_DATA_PARALLEL, 1.0)):
+        parallel = ParallelConfig(distributed_executor_backend="mp", **sizes, **more)
+        config: Any = SimpleNamespace(
+            parallel_config=parallel, kv_transfer_config=SimpleNamespace(engine_id="e")
+        )
+        assert replica_of(config) == Replica("e", share)
 
 
 @pytest.mark.parametrize(

@@ -187,6 +187,8 @@ def vllm_config(answer: dict[str, Any], case: dict[str, Any]) -> Any:
             cp_kv_cache_interleave_size=1,
             world_size=case.get("tp", 1) * case.get("pp", 1),
             distributed_executor_backend="mp",
+            use_ray=False,
+            nnodes_within_dp=1,
         ),
         cache_config=SimpleNamespace(
             cache_dtype=case.get("kv_dtype", "auto"),

@@ -26,7 +26,9 @@ class StoredPayloads:
         self._numbers = [geometry.number(group) for group in groups]
         self._reads, self._target_count = geometry.reads, geometry.target_count
         self._own = [geometry.fields(group) for group in groups]
-        self._wholes = [str(number) for number in self._numbers]
+        wholes = map(str, self._numbers)
+        # No field is empty: some divide the tokens in a way of their own, and read only that.
+        self._wholes = [whole if geometry.reads(whole) else "" for whole in wholes]
         self._whole_sources = [Source(number) for number in self._numbers]
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 

@@ -22,6 +22,7 @@ from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_token
 from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
 from objkv.connector.model.parts import LayerPart, PipelineStages, read_parts, whole_groups
 from objkv.connector.model.weights import read_weights
+from objkv.connector.wiring import count_nodes
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extra
 
@@ -88,6 +89,7 @@ def read_geometry(
         drafted=None if draft is None else _draft_groups(draft, parts, groups),
         dcp_size=dcp_size,
         dcp_interleave=interleave,
+        nodes=count_nodes(vllm_config.parallel_config),
     )
 
 

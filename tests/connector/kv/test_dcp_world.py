@@ -71,10 +71,14 @@ def test_replicas_of_other_shapes_load_all_that_one_stored(writer: Layout) -> No
                     assert answer.loaded == best_end(second, folder, prompt) == end
 
 
-def test_tokens_that_are_dealt_in_pairs_are_shared_with_the_like_only() -> None:
+@pytest.mark.parametrize("first", [IN_PAIRS, LATENT], ids=_id)
+def test_tokens_that_are_dealt_in_pairs_are_shared_with_the_like_only(first: Layout) -> None:
     asked = [list(range(3, 3 + 57))]
+    then = LATENT if first is IN_PAIRS else IN_PAIRS
     with place() as folder:
-        for shape, loaded in ((IN_PAIRS, 0), (IN_PAIRS, 48), (LATENT, 0), (IN_PAIRS, 48)):
+        for shape, loaded in ((first, 0), (first, 48), (then, 0), (first, 48), (then, 48)):
             with Engine(shape, folder) as one:
                 (answer,) = ask(one, asked)
                 assert answer.loaded == loaded
+                assert one.agent is not None
+                assert one.agent.recorder.value("agent_fills") == loaded // CHUNK * len(one.workers)

@@ -1,17 +1,21 @@
-"""Replicas of other shapes find what a replica on several nodes has stored in parts."""
+"""Which payloads a replica finds and loads of those that replicas of any shape have stored."""
 
+from collections.abc import Collection
 from dataclasses import replace
+from itertools import product
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from objkv.cache.lookup import Records
 from objkv.cache.parts import PartsIndex
 from objkv.connector.kv.drafts import matched_end
 from objkv.connector.kv.stored import StoredPayloads
-from objkv.connector.model.groups import Geometry
+from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Shard
+from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
 from objkv.transfer.plan import Source
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.steps import complete
@@ -90,3 +94,153 @@ def test_a_division_of_its_own_is_all_that_some_read() -> None:
     payloads, found = found_by(odd, "0.L0-1_H0-1_T0of2", "0.L0-1_H0-1_T1of2")
     assert matched_end(odd, payloads, found) == 0
     assert replace(odd, dcp_interleave=1).reads("0.L0-1_H0-1_T0of4")
+
+
+LOCAL = GroupIdentity("chunked_local", CHUNK, ("g",), heads=4, content=16, block_size=16)
+"""It has no payloads."""
+PAIR = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=2, content=16, block_size=16)
+DRAFT = GroupIdentity("full", None, ("h", "i"), heads=2, content=16, block_size=16)
+NUMBER = 70_000
+MIXES = ((FULL,), (FULL, WINDOW), (LOCAL, FULL), (FULL, DRAFT))
+DEALT = ((PAIR,), (LATENT,), (PAIR, replace(LATENT, layers=("f", "g"))))
+"""Of which ranks of context parallelism divide the tokens."""
+NONSENSE = ("", "x", "00", "0.", "0.x", "0.L0-4", "-1", "0.L0-4_H0-4_T0of1", "1.0")
+Payload = tuple[int, Shard | None]
+"""Number of its group, and what it has of it."""
+
+
+def shapes(mix: tuple[GroupIdentity, ...], *, canonical: bool) -> st.SearchStrategy[Geometry]:
+    """Replicas of one model, of any shape that it can have."""
+    sizes = [(tp_size, 1, 1) for tp_size in (1, 2, 4, 8)]
+    if mix in DEALT:
+        sizes += [(4, 2, 1), (8, 2, 1), (8, 4, 1), (4, 2, 16), (8, 4, 2)]
+
+    def made(size: tuple[int, int, int], nodes: int, *, has_stages: bool) -> Geometry:
+        tp_size, dcp_size, interleave = size
+        groups = tuple(replace(one, block_size=one.block_size * dcp_size) for one in mix)
+        stages = tuple((len(one.layers) - 1, 1) for one in mix)
+        return Geometry(
+            groups,
+            CHUNK,
+            16 * dcp_size,
+            tp_size=tp_size,
+            stages=stages if has_stages else (),
+            canonical=canonical,
+            drafted=DraftGroups(1, NUMBER, lags=False) if DRAFT in mix else None,
+            dcp_size=dcp_size,
+            dcp_interleave=interleave,
+            nodes=nodes,
+        )
+
+    return st.builds(
+        made, st.sampled_from(sizes), st.sampled_from((1, 1, 2)), has_stages=st.booleans()
+    )
+
+
+def written(writer: Geometry) -> list[Payload]:
+    payloads: list[Payload] = []
+    for group in range(len(writer.groups)):
+        shards = (None,) if writer.is_joined(group) else writer.shards(group)
+        payloads += [(writer.number(group), one) for one in shards if writer.fields(group)]
+    return payloads
+
+
+@st.composite
+def strange(draw: st.DrawFn) -> Payload:
+    """A part that no replica has to have written, perhaps of more than the model."""
+    layers, heads = (
+        sorted(draw(st.tuples(st.integers(0, 5), st.integers(0, 5)).filter(lambda n: n[0] != n[1])))
+        for _ in range(2)
+    )
+    size = draw(st.sampled_from((1, 1, 2, 3, 4)))
+    each = draw(st.sampled_from((1, 2))) if size > 1 else 1
+    tokens = TokenPart(draw(st.integers(0, size - 1)), size, each)
+    return draw(st.sampled_from((0, 1, NUMBER))), Shard(*layers, *heads, tokens)
+
+
+def can_read(reader: Geometry, group: int, shard: Shard | None) -> bool:
+    """Whether some payload of a group is of use to a replica."""
+    identity = reader.groups[group]
+    divides = reader.canonical and identity.kind in ("full", "mla")
+    combines = reader.dcp_size == 1 or (divides and reader.dcp_interleave == 1)
+    if shard is None:
+        return combines
+    if shard.layer_end > len(identity.layers) or shard.head_end > identity.heads:
+        return False
+    if not reader.is_joined(group) and shard in reader.shards(group):
+        return True
+    tokens = shard.tokens
+    dealt = divides and tokens.interleave == 1 and tokens.size in (2, 4, 8, 16)
+    return combines and (tokens == ALL_TOKENS or dealt)
+
+
+def has_all(identity: GroupIdentity, shards: Collection[Shard | None]) -> bool:
+    """Whether some payloads have every head of every layer of each token. One token is taken from
+    payloads that divide them alike."""
+    cells = set(product(range(len(identity.layers)), range(identity.heads)))
+
+    def has(token: int, form: tuple[int, int]) -> bool:
+        held = set[tuple[int, int]]()
+        for one in shards:
+            assert one is not None
+            part = one.tokens
+            own = (part.size, part.interleave) == form
+            if own and token // part.interleave % part.size == part.rank:
+                layers = range(one.layer_start, one.layer_end)
+                held |= set(product(layers, range(one.head_start, one.head_end)))
+        return held >= cells
+
+    if None in shards:
+        return True
+    forms = {(one.tokens.size, one.tokens.interleave) for one in shards if one is not None}
+    return all(any(has(token, form) for form in forms) for token in range(CHUNK))
+
+
+@given(st.sampled_from(MIXES + DEALT), st.booleans(), st.data())
+def test_payloads_are_chosen_exactly_where_they_have_all_that_ranks_need(
+    mix: tuple[GroupIdentity, ...], canonical: bool, data: st.DataObject
+) -> None:
+    reader, *writers = data.draw(st.lists(shapes(mix, canonical=canonical), min_size=1, max_size=4))
+    there = {one: True for writer in writers for one in written(writer)}
+    there |= dict.fromkeys(data.draw(st.lists(strange(), max_size=4)), True)
+    lost = data.draw(st.sets(st.sampled_from(sorted(there, key=str)), max_size=2)) if there else ()
+    stored = {
+        str(number) if shard is None else f"{number}.{shard}": (number, shard)
+        for number, shard in there
+        if (number, shard) not in lost
+    }
+    records = {
+        field: replace(SHARD, nbytes=1 << place, hot=data.draw(st.booleans()))
+        for place, field in enumerate((*stored, *NONSENSE))
+    }
+    payloads = StoredPayloads(reader)
+    readable, fetched = list[bool](), list[ShardRecord]()
+    for group, identity in enumerate(reader.groups):
+        if identity == replace(LOCAL, block_size=identity.block_size):
+            readable.append(True)
+            continue
+        number = NUMBER if identity.layers == DRAFT.layers else group
+        useful = [s for n, s in stored.values() if n == number and can_read(reader, group, s)]
+        readable.append(has_all(identity, useful))
+        if not readable[-1]:
+            with pytest.raises(LookupError):
+                payloads.of(records, group)
+            continue
+        chosen = payloads.of(records, group)
+        shards = [source.shard for source, _ in chosen]
+        assert {source.group for source, _ in chosen} == {number}
+        assert set(shards) <= set(useful)
+        assert has_all(identity, shards)
+        assert shards == [None] or None not in useful
+        assert not any(has_all(identity, {*shards} - {one}) for one in shards)
+        for source, record in chosen:
+            name = str(number) if source.shard is None else f"{number}.{source.shard}"
+            assert record == records[name]
+            fetched.append(record)
+    assert readable == [payloads.is_readable(records, g) for g in range(len(readable))]
+    assert payloads.is_complete(records) == all(readable)
+    assert payloads.is_loadable(records) == all(readable[: reader.target_count])
+    assert payloads.size(records) == (
+        sum(record.nbytes for record in fetched),
+        all(record.hot for record in fetched),
+    )
