@@ -93,7 +93,7 @@ def is_refused(pieces: Sequence[Piece]) -> bool:
 def test_a_part_at_another_place_overlaps_or_leaves_a_gap(grid: Grid, data: st.DataObject) -> None:
     pieces = data.draw(st.permutations(grid.pieces()))
     payload, place = pieces[0]
-    name = data.draw(st.sampled_from(Place._fields))
+    name = data.draw(st.sampled_from(tuple(Place.__annotations__)))
     near = st.integers(0, 2 * getattr(place, name) + 2)
     number = data.draw((near | st.integers(0, 2**32)).filter(lambda n: n != getattr(place, name)))
     at = data.draw(st.integers(0, len(pieces) - 1))
