@@ -32,6 +32,11 @@ RETRY_S = 1.0
 """Pause between attempts to reach an agent."""
 
 
+class NotTakenError(TransferError):
+    """The agent's answer is that it does not save a payload. It does not wait for this rank's part
+    of it."""
+
+
 class Outbox:
     """Memory that a worker writes."""
 
@@ -154,7 +159,8 @@ class AgentSaves:
         seen again, even if this process ends. ``part``: what it is of a payload that several ranks
         write, which is saved when the agent has all of it.
 
-        Raises ``StoreBusy`` if the agent's store is overloaded, and ``TransferError``.
+        Raises ``StoreBusy`` if the agent's store is overloaded, ``NotTakenError``, and another
+        ``TransferError`` if there is no answer.
         """
         view = np.frombuffer(payload, np.uint8)
         assert self._base <= view.ctypes.data <= self._end - view.nbytes
@@ -176,7 +182,7 @@ class AgentSaves:
             raise StoreBusy("the agent's store is overloaded")
         if status is CommitStatus.OVER_QUOTA:
             self._full_until = self._clock() + _PAUSE_S
-        raise TransferError(f"the agent did not take a payload: {status.name}")
+        raise NotTakenError(f"the agent did not take a payload: {status.name}")
 
     def drop(self, key: ChunkKey, part: SavedPart) -> None:
         """Note that this rank will not save its part of a payload. Never waits."""

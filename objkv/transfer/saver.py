@@ -15,7 +15,7 @@ from threading import Lock
 from time import monotonic, sleep, time
 
 from objkv.agent.messages import SavedPart
-from objkv.agent.outbox import AgentSaves
+from objkv.agent.outbox import AgentSaves, NotTakenError
 from objkv.background import JOIN_S, Pool
 from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
@@ -332,7 +332,8 @@ class Saver:
             self._shed_until = self._clock() + _SHED_S
             return
         except Exception as exc:
-            self._skip(chunk.claim.key, chunk.part, "save_errors")
+            is_known = isinstance(exc, NotTakenError)
+            self._skip(chunk.claim.key, None if is_known else chunk.part, "save_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:

@@ -22,6 +22,7 @@ import pytest
 
 from objkv.agent.client import AgentConnection, is_listening
 from objkv.agent.http import listener
+from objkv.agent.messages import Drop
 from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
@@ -35,8 +36,10 @@ from objkv.config.node import agent_environment, agent_socket, http_path, replic
 from objkv.errors import ConfigError, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.sqlite.index import SqliteIndex
+from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
+from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
@@ -327,6 +330,19 @@ def test_a_lock_that_was_removed_lets_no_second_agent_in_and_is_taken_again(path
         path.unlink()
         with pytest.raises(AgentRuns):
             AgentSocket(path)
+
+
+def test_an_agent_gives_up_late_parts_also_if_nobody_says_anything(
+    config: Config, path: Path
+) -> None:
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        clock = agent.saves.joins._clock = ManualClock(0.0)
+        agent.saves.joins.drop(b"", Drop(1, 2, ChunkKey(NAMESPACE, bytes(20), 0).path()))
+        clock.advance(config.save_deadline_ms / 1000)
+        assert len(agent.saves.joins)
+        looks = iter([False, True])
+        agent.run(lambda _: next(looks))
+        assert not len(agent.saves.joins)
 
 
 def test_an_agent_without_a_thread_that_accepts_ends(

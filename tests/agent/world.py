@@ -24,7 +24,7 @@ from objkv.agent.disk import Disk
 from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.messages import Commit, CommitStatus, PayloadRequest, Urgency
+from objkv.agent.messages import Commit, CommitStatus, PayloadRequest, SavedPart, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -297,13 +297,14 @@ RIGHT = [bytes([number]) * 512 for number in range(2)]
 class Desk:
     """A worker's end of saves."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, **connecting: Any) -> None:
+        """``connecting``: of ``Node.connect``."""
         self.outbox = Outbox(8192)
         self.memory = np.frombuffer(mmap.mmap(self.outbox.fd, self.outbox.nbytes), np.uint8)
         self.now = 0.0
         self.accepted: list[ChunkKey] = []
         self.saves = AgentSaves(
-            lambda fd: node.connect(wants_arena=False, outbox=fd),
+            lambda fd: node.connect(wants_arena=False, outbox=fd, **connecting),
             self.outbox,
             self.memory,
             accepted=self.accepted.append,
@@ -311,16 +312,21 @@ class Desk:
         )
 
     def hand_over(
-        self, payload: bytes, header: Header | None = None, *, puts: bool = False
+        self,
+        payload: bytes,
+        header: Header | None = None,
+        *,
+        puts: bool = False,
+        part: SavedPart | None = None,
     ) -> SaveOutcome:
-        """Have a payload saved. ``header``: what the worker takes it for."""
+        """Have a payload, or a part of one, saved. ``header``: what the worker takes it for."""
         header = header or read_header(payload)
         place = self.memory[100 : 100 + len(payload)]
         place[:] = np.frombuffer(payload, np.uint8)
         if puts:
             assert self.saves.begin_save(header.claim.key, puts=True)
         try:
-            return self.saves.save(header.claim, place.data, header)
+            return self.saves.save(header.claim, place.data, header, part)
         finally:
             self.saves.end_save(header.claim.key)
             self.memory[:] = 0xEE  # free from now on

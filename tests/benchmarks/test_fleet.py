@@ -91,7 +91,7 @@ def test_defaults_are_those_of_objkv() -> None:
     ("bulk", "model", "puts"),
     [
         ("lan", "llama-3.1-8b", "all"),
-        ("s3-standard", "llama-3.1-70b", "reused"),
+        ("s3-standard", "llama-3.1-70b", "all"),
         ("s3-standard", "llama-3.1-8b", "reused"),
         ("s3-express", "llama-3.1-70b", "reused"),
     ],

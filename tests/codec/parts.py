@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from objkv.codec.join import Join, Place, check_moved
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.codec.seal import Seal
+from objkv.errors import PayloadError
 from objkv.keys.topology import Shard, TokenPart, frame_name
 from tests.codec.payloads import CLAIM, PROVENANCE, smooth
 
@@ -120,5 +121,8 @@ def joined(pieces: Sequence[Piece]) -> bytes:
         check_moved(header, moves, memoryview(memory))
     assert len(memory) == join.nbytes
     header = join.finish(memoryview(memory))
-    assert header == read_header(memory)
+    try:
+        assert header == read_header(memory)
+    except PayloadError as exc:
+        raise AssertionError("what was not refused cannot be read") from exc
     return bytes(memory)

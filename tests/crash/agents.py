@@ -2,9 +2,10 @@
 
 ``python -m tests.crash.agents --rounds 1000`` stops if a block is wrong, a load does not end, the
 memory of a killed worker does not come back, a payload that the agent accepted from a killed worker
-is not stored, or a payload is stored in part or indexed without being stored. The arena has room
-for few more payloads than one worker reads, so a lease that is lost shows as a load that fails.
-Below it is a disk with room for even fewer, whose files are damaged now and then.
+is not stored, or a payload is stored in part or indexed without being stored. Workers may be ranks
+of a replica, each of which hands over a part of each payload. The arena has room for few more
+payloads than one worker reads, so a lease that is lost shows as a load that fails. Below it is a
+disk with room for even fewer, whose files are damaged now and then.
 """
 
 import argparse
@@ -15,10 +16,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import TypeAlias
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import FOLDER
@@ -29,7 +32,14 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.local import LocalStore
 from tests.agent.reader import load_by_agent
-from tests.crash.clients import Violation, payloads_of, verified
+from tests.crash.clients import (
+    PARTS_MAX,
+    RANKS,
+    STEP_S,
+    Violation,
+    check_right,
+    claims_of,
+)
 from tests.support import samples
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import (
@@ -38,8 +48,8 @@ from tests.support.paged_cache import (
     NAMESPACE,
     Replica,
     same_blocks,
-    wait_until,
 )
+from tests.support.waiting import wait_until
 
 CHUNKS = 4
 _DAMAGED = 0.3
@@ -49,8 +59,31 @@ _LATEST_S = 4e-3
 
 _SAVING_S = 30e-3
 """A payload is handed over and saved within a millisecond."""
+_JOIN_S = 3.0
+"""An agent waits so long for the parts of a payload."""
+_ARENA_PAYLOADS = CHUNKS + 2
+"""Room for one payload that ranks join, at most a quarter of the arena."""
 _BATCH = 300
 """More payloads than a worker hands over before it is killed."""
+
+
+Client: TypeAlias = "subprocess.Popen[str]"
+
+
+def _line(child: Client) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline().strip()
+
+
+def _await_line(child: Client) -> None:
+    """It is connected."""
+    if _line(child) != "connected":
+        raise Violation(f"a client ended with {child.wait()}")
+
+
+def _accepted(child: Client) -> list[str]:
+    """The payloads that it said were accepted, once it has ended."""
+    return [line for line in child.communicate()[0].split() if line != "done"]
 
 
 class AgentRounds:
@@ -78,9 +111,10 @@ class AgentRounds:
         settings = {
             "bulk_url": f"file://{folder / 'chunks'}",
             "index_url": f"sqlite://{folder / 'index'}",
-            "agent_memory_bytes": str((CHUNKS + 1) * pages),
+            "agent_memory_bytes": str(_ARENA_PAYLOADS * pages),
             "agent_disk_url": f"file://{folder / 'disk'}",
             "agent_disk_bytes": str((CHUNKS - 1) * pages),
+            "save_deadline_ms": str(round(1000 * _JOIN_S)),
         }
         sockets = Path(stack.enter_context(tempfile.TemporaryDirectory(dir="/tmp")))
         self._open = partial(AgentProcess, settings, path=sockets / "s")
@@ -103,8 +137,11 @@ class AgentRounds:
             "worker": self._kill_worker,
             "worker that saves": self._kill_saving_worker,
             "agent that saves": self._kill_saving_agent,
+            "rank": self._kill_rank,
+            "replica": self._kill_replica,
+            "agent that joins": self._kill_joining_agent,
         }
-        if not self._deck:  # each kind once in four rounds
+        if not self._deck:  # each kind once in seven rounds
             self._deck = self._random.sample(list(kinds), len(kinds))
         kind = self._deck.pop()
         self.seen[kind] += 1
@@ -124,47 +161,106 @@ class AgentRounds:
             raise Violation("a wrong block after the agent was killed")
         self._agent = self._open()
 
-    def _saving(self) -> "subprocess.Popen[str]":
+    def _saving(self) -> Client:
         """A process that hands payloads over until it is killed. It prints which were accepted."""
-        command = [sys.executable, "-m", "tests.crash.clients", "--commit", str(self._agent.path)]
         self._batch += 1
-        child = subprocess.Popen([*command, str(self._batch)], stdout=subprocess.PIPE, text=True)
-        assert child.stdout is not None
-        child.stdout.readline()  # it is connected
+        child = self._client("--commit", str(self._batch))
+        _await_line(child)
         time.sleep(self._random.uniform(0, _SAVING_S))
         return child
+
+    def _ranks(self) -> list[Client]:
+        """Those of a replica, each of which hands over parts."""
+        self._batch += 1
+        ranks = [self._client("--parts", str(self._batch), str(rank)) for rank in range(RANKS)]
+        for child in ranks:
+            _await_line(child)
+        for child in ranks:
+            assert child.stdin is not None
+            child.stdin.write(f"{time.monotonic()}\n")
+            child.stdin.flush()
+        time.sleep(self._random.uniform(0, PARTS_MAX * STEP_S))
+        return ranks
+
+    def _client(self, kind: str, *numbers: str) -> Client:
+        command = [sys.executable, "-m", "tests.crash.clients", kind, str(self._agent.path)]
+        return subprocess.Popen(
+            [*command, *numbers], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def _kill_rank(self) -> None:
+        """The others go on. Payloads that lack its part go at their deadline."""
+        before = self._agent.metrics()
+        ranks = self._ranks()
+        killed = ranks.pop(self._random.randrange(RANKS))
+        killed.kill()
+        others = [line for child in ranks for line in iter(partial(_line, child), "done")]
+        self._await_stored([*others, *_accepted(killed)])
+        self._await_nothing_held()
+        self._see_joins(before)
+        for child in ranks:
+            child.communicate()
+
+    def _kill_replica(self) -> None:
+        """Payloads that lack a part go with its last rank."""
+        before = self._agent.metrics()
+        ranks = self._ranks()
+        for child in self._random.sample(ranks, len(ranks)):
+            child.kill()
+        self._await_stored([path for child in ranks for path in _accepted(child)])
+        self._await_nothing_held()
+        self._see_joins(before)
+
+    def _kill_joining_agent(self) -> None:
+        ranks = self._ranks()
+        self._agent.kill()
+        for child in ranks:
+            child.communicate()  # it ends with its connection
+        self._check_stored()
+        self._agent = self._open()
+
+    def _await_nothing_held(self) -> None:
+        """No part of a payload that will not be whole keeps memory."""
+        wait_until(lambda: not self._agent.metrics()["leased_payloads"])
+
+    def _see_joins(self, before: Mapping[str, float]) -> None:
+        for name, value in self._agent.metrics().items():
+            if name.startswith("joins"):
+                self.seen[name.removesuffix("_total")] += int(value - before.get(name, 0.0))
 
     def _kill_saving_worker(self) -> None:
         """All that the agent has accepted is stored soon."""
         child = self._saving()
         child.kill()
-        accepted = child.communicate()[0].split()
-        self.seen["payloads accepted of killed workers"] += len(accepted)
-        wait_until(lambda: all(self._store.head(path) is not None for path in accepted))
-        self._check_stored()
+        self._await_stored(_accepted(child))
 
     def _kill_saving_agent(self) -> None:
         """What it had accepted may be lost, but is stored as a whole or not at all."""
         child = self._saving()
         self._agent.kill()
-        accepted = child.communicate()[0].split()  # it ends with its connection
+        accepted = _accepted(child)  # it ends with its connection
         lost = sum(self._store.head(path) is None for path in accepted)
         self.seen["accepted payloads lost with their agent"] += lost
         self._check_stored()
         self._agent = self._open()
+
+    def _await_stored(self, accepted: Sequence[str]) -> None:
+        self.seen["payloads accepted of killed workers"] += len(accepted)
+        wait_until(lambda: all(self._store.head(path) is not None for path in accepted))
+        self._check_stored()
 
     def _check_stored(self) -> None:
         """Every stored payload is whole, and every record has one."""
         hashes = []
         for entry in self._store.scan(f"{samples.NAMESPACE}/"):
             if entry.key not in self._checked:
-                header = verified(self._store.get(entry.key) or b"")
+                header = check_right(self._store.get(entry.key) or b"")
                 if header.claim.key.path() != entry.key:
                     raise Violation(f"another payload at {entry.key}")
                 hashes.append(header.claim.key.prefix_hash)
                 self._checked.add(entry.key)
         self.seen["payloads stored"] += len(hashes)
-        keys = [key for key, _ in islice(payloads_of(self._batch), _BATCH)]
+        keys = [claim.key for claim in islice(claims_of(self._batch), _BATCH)]
         found = self._index.lookup(samples.NAMESPACE, [key.prefix_hash for key in keys])
         for key, record in zip(keys, found, strict=True):
             if record is not None and self._store.head(key.path()) is None:
@@ -177,12 +273,12 @@ class AgentRounds:
         wanted = [
             PayloadRequest(
                 Claim(
-                    ChunkKey(NAMESPACE, HASHES[n], 0, self._reader.paged.shape.rank_shard.shard),
+                    ChunkKey(NAMESPACE, HASHES[n], 0),
                     load.move.parent_hash,
                     load.move.token_start,
                     load.move.token_end,
                 ),
-                load.records[0][1],
+                load.record,
             )
             for n, load in enumerate(plan.moves)
         ]

@@ -27,6 +27,8 @@ def test_what_was_killed_leaves_only_whole_payloads_and_sweepable_rest(
 
 
 def test_killed_agents_and_workers_cost_loads_and_leak_no_memory() -> None:
-    seen = run_rounds(8, 3, quiet=True)
+    seen = run_rounds(14, 3, quiet=True)
     kinds = ("agent", "worker", "agent that saves", "worker that saves")
-    assert [seen[kind] for kind in kinds] == [2] * 4
+    joins = ("rank", "replica", "agent that joins")
+    assert [seen[kind] for kind in kinds + joins] == [2] * 7
+    assert seen["joins"] > 0

@@ -56,7 +56,9 @@ def all_ways_to_end(folder: Path) -> Values:
         job = job.model_copy(update={"processes": processes, "fresh": True})
         ends[way] = end_of(job, folder, answered, interrupt=call is None)
         with closing(sqlite3.connect(store.index_file)) as index:
-            ends[way]["leases"] = index.execute("SELECT name FROM leases").fetchall()
+            leases = [name for (name,) in index.execute("SELECT name FROM leases")]
+        # Those of payloads that were saved expire.
+        ends[way]["leases"] = [name for name in leases if not (store.bulk / name).exists()]
     reader = store.job(Generate(prompts=tuple(PROMPTS.values())), Call(function=STOPPED))
     return {"ends": ends, "reader": run_replica(reader, folder)}
 

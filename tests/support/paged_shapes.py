@@ -18,7 +18,7 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.inside import InsideJoin
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
@@ -156,14 +156,19 @@ class ShapedRank(Worker):
         cut = whole.reshape(len(self.layers), len(self.heads), self.blocks, size, CONTENT)
         return torch.from_numpy(np.ascontiguousarray(cut.swapaxes(1, 2)))
 
-    def save(self) -> None:
-        """Save every chunk of the prompt, the ones that this rank writes."""
+    def save_plan(self, number: int = 0) -> tuple[SavePlan]:
+        """Every chunk of the prompt."""
         each = self.model.chunk // self.shape.block_tokens
         digest, moves = token_digest(self.model.tokens), []
         for chunk in range(self.model.chunks):
             ids = tuple(range(1 + chunk * each, 1 + (chunk + 1) * each))
-            moves.append((self._move(chunk, 0, ids), digest))
-        assert not self.save_moves(moves)
+            moves.append(SaveMove(self._move(chunk, 0, ids), digest, None))
+        return (SavePlan("r", NAMESPACE, tuple(moves), number=number),)
+
+    def save(self, number: int = 0) -> None:
+        """Save every chunk of the prompt, the ones that this rank writes."""
+        assert not self.saver.gather(self.save_plan(number))
+        assert self.saver.drain(PATIENCE_S)
 
     def plan(
         self,

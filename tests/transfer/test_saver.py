@@ -8,8 +8,11 @@ from typing import cast
 
 import pytest
 
-from objkv.cache.chunks import KEEP_S, InFlightSaves
-from objkv.errors import StoreBusy, StoreUnavailable
+from objkv.agent.messages import SavedPart
+from objkv.agent.outbox import NotTakenError
+from objkv.cache.chunks import KEEP_S, InFlightSaves, SaveOutcome
+from objkv.errors import StoreBusy, StoreUnavailable, TransferError
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
 from objkv.stores.base import Buffer
 from objkv.transfer.lanes import HostLane, Lane, Mark
@@ -21,6 +24,7 @@ from tests.contracts.memory_store import MemoryStore
 from tests.device.ordering.rig import WatchedLane
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, NAMESPACE, TOKENS, Replica, stores
+from tests.support.paged_shapes import Model, ShapedReplica, ShapeOfReplica
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -250,6 +254,68 @@ def test_what_was_saved_is_remembered_for_a_while() -> None:
     assert not repeats.begin("a")
     repeats.end("a")
     assert repeats.begin("a")
+
+
+# What a rank does not hand over of a payload that several ranks write, it drops: the agent does not
+# wait for it.
+
+
+def raising(error: Exception) -> Callable[..., object]:
+    def fail(*_: object, **__: object) -> object:
+        raise error
+
+    return fail
+
+
+PARTS = {
+    "handed over": (("drain", lambda _: True), False),
+    "above the quota": (("has_room", lambda: False), True),
+    "no agent": (("save", raising(TransferError("no agent"))), True),
+    "a bug": (("save", raising(RuntimeError("a bug"))), True),
+    "not taken": (("save", raising(NotTakenError("NO_ROOM"))), False),
+    "an overloaded store": (("save", raising(StoreBusy("SHED"))), False),
+    "given up by the agent": (("save", lambda *_: SaveOutcome.DROPPED), False),
+}
+"""How the save of a part ends, and whether it is dropped."""
+
+
+@ON_HOST
+@pytest.mark.parametrize(("fault", "is_dropped"), PARTS.values(), ids=PARTS)
+def test_a_part_that_is_not_handed_over_is_dropped_and_no_other(
+    fault: tuple[str, object], is_dropped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ShapedReplica(Model(chunks=1), ShapeOfReplica(tp=2), *stores()) as one:
+        rank = one.ranks[0]
+        saves, found, sent = rank.inside.saves, list[tuple[ChunkKey, SavedPart]](), list[int]()
+        monkeypatch.setattr(saves, *fault, raising=False)
+        monkeypatch.setattr(saves, "drop", lambda *drop: found.append(drop))
+        monkeypatch.setattr(saves, "send_drops", lambda: sent.append(len(found)))
+        rank.save(number=7)
+        key = ChunkKey(NAMESPACE, one.model.hashes[0], 0)
+        place = rank.paged.place
+        assert place is not None
+        assert found == ([(key, SavedPart(7, place))] if is_dropped else [])
+        assert fault[0] != "save" or sent[-1] == is_dropped
+
+
+@ON_HOST
+@pytest.mark.parametrize("fault", ["no slab", "a full queue", "late"])
+def test_a_chunk_that_a_rank_drops_is_dropped_of_the_whole_payload(
+    fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with ShapedReplica(Model(chunks=1), ShapeOfReplica(tp=2), *stores()) as one:
+        rank, found = one.ranks[0], list[int]()
+        monkeypatch.setattr(rank.inside.saves, "drop", lambda key, part: found.append(part.number))
+        limits = SaveLimits(0 if fault == "a full queue" else 8, 0.0 if fault == "late" else 60, "")
+        saver = rank.saver_of(limits)
+        leased = [rank.save_slabs.lease() for _ in range(8)] if fault == "no slab" else []
+        dropped = saver.gather(rank.save_plan(number=7))
+        assert saver.drain(PATIENCE_S)
+        assert dropped == (set() if fault == "late" else {("r", 0)})
+        assert found == [7]
+        for slab in leased:
+            slab.release()
+        saver.close(PATIENCE_S)
 
 
 # A device that hangs or fails while it copies.
