@@ -118,12 +118,16 @@ def payloads_of(
 ) -> tuple[Shard | None, ...]:
     """Return what those payloads hold that together hold a whole group: the one that has all of it
     (None), or as few as possible with parts of it. Empty if there are none. ``number``: of the
-    group; fields of another form are ignored."""
+    group; fields of another form, or with more than the group has, are ignored."""
     held = list(shards_of(fields, number))
     if None in held:
         return (None,)
-    parts = [shard for shard in held if shard is not None]
     whole = Shard(0, len(group.layers), 0, group.heads)
+    parts = [
+        shard
+        for shard in held
+        if shard and shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end
+    ]
     for size, interleave in sorted({(s.tokens.size, s.tokens.interleave) for s in parts}):
         needs = [replace(whole, tokens=TokenPart(n, size, interleave)) for n in range(size)]
         found = [cover(need, parts) for need in needs]

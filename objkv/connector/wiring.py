@@ -35,8 +35,8 @@ def count_nodes(parallel: "ParallelConfig") -> int:
     if parallel.world_size == 1:
         return 1
     if parallel.use_ray:
-        return -(-parallel.world_size // max(1, _count_gpus()))
-    return parallel.nnodes_within_dp
+        return -(-int(parallel.world_size) // max(1, _count_gpus()))
+    return int(parallel.nnodes_within_dp)
 
 
 def _count_gpus() -> int:

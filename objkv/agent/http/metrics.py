@@ -72,6 +72,7 @@ TOTALS: Final = {
     "saves_shed": "Payloads not saved because the store was overloaded or its circuit was open.",
     "save_over_quota": "Payloads not saved because the quota was used up.",
     "joins": "Payloads joined of the parts that the ranks of a replica handed over.",
+    "joins_dropped_full": "Parts not taken because too many payloads were incomplete.",
     **{
         f"joins_dropped_{reason}": f"Payloads that stayed incomplete: {text}."
         for reason, text in (

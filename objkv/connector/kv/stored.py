@@ -27,8 +27,8 @@ class StoredPayloads:
         self._reads, self._target_count = geometry.reads, geometry.target_count
         self._own = [geometry.fields(group) for group in groups]
         wholes = map(str, self._numbers)
-        # No field is empty: some divide the tokens in a way of their own, and read only that.
-        self._wholes = [whole if geometry.reads(whole) else "" for whole in wholes]
+        # None: a replica that divides the tokens in a way of its own reads only that.
+        self._wholes = [whole if geometry.reads(whole) else None for whole in wholes]
         self._whole_sources = [Source(number) for number in self._numbers]
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
@@ -48,9 +48,9 @@ class StoredPayloads:
     def of(self, shards: Shards | None, group: int) -> list[tuple[Source, ShardRecord]]:
         """Return the payloads that have a whole group, and their records. Raises ``LookupError`` if
         none have."""
-        shards = shards or {}
-        if self._wholes[group] in shards:
-            return [(self._whole_sources[group], shards[self._wholes[group]])]
+        shards, whole = shards or {}, self._wholes[group]
+        if whole is not None and whole in shards:
+            return [(self._whole_sources[group], shards[whole])]
         sources = self._sources(shards, group)
         if not sources:
             raise LookupError(f"no payloads with all of group {self._numbers[group]}")

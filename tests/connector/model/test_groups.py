@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from objkv.connector.model.groups import Geometry, read_chunk_tokens, read_group
+from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.parts import LayerPart
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
@@ -143,3 +143,82 @@ def test_only_groups_that_keep_all_tokens_forget_their_block_size() -> None:
     own = replace(one, canonical=False)
     assert own.stored_groups == own.groups
     assert not any(shape.divisible for g in range(4) if (shape := own.shape(g, 0)))
+
+
+LATENT = GroupIdentity("mla", None, ("a", "b"), heads=1, content=576, block_size=32)
+HEADS = replace(FULL, layers=("a", "b"))
+STAGES = ((1, 1),)
+
+
+@pytest.mark.parametrize(
+    ("group", "sizes", "fields"),
+    [
+        (HEADS, {"tp_size": 1}, "0"),
+        (HEADS, {"tp_size": 2}, "0"),
+        (HEADS, {"tp_size": 8}, "0"),
+        (HEADS, {"tp_size": 1, "stages": STAGES}, "0"),
+        (HEADS, {"tp_size": 2, "stages": STAGES}, "0"),
+        (HEADS, {"tp_size": 8, "dcp_size": 2}, "0"),
+        (HEADS, {"tp_size": 1, "nodes": 2}, "0"),
+        (HEADS, {"tp_size": 2, "nodes": 2}, "0.L0-2_H0-2 0.L0-2_H2-4"),
+        (HEADS, {"tp_size": 1, "stages": STAGES, "nodes": 2}, "0.L0-1_H0-4 0.L1-2_H0-4"),
+        (
+            HEADS,
+            {"tp_size": 2, "stages": STAGES, "nodes": 2},
+            "0.L0-1_H0-2 0.L0-1_H2-4 0.L1-2_H0-2 0.L1-2_H2-4",
+        ),
+        (LATENT, {"tp_size": 4}, "0"),
+        (LATENT, {"tp_size": 4, "nodes": 2}, "0"),
+        (LATENT, {"tp_size": 4, "dcp_size": 2}, "0"),
+        (LATENT, {"tp_size": 16, "dcp_size": 16}, "0"),
+        (LATENT, {"tp_size": 4, "dcp_size": 2, "stages": STAGES}, "0"),
+        (LATENT, {"tp_size": 4, "dcp_size": 2, "nodes": 2}, "0.L0-2_H0-1_T0of2 0.L0-2_H0-1_T1of2"),
+        (replace(LOCAL, window=192), {"tp_size": 2}, ""),
+    ],
+)
+def test_ranks_of_one_node_write_one_payload_of_a_group(
+    group: GroupIdentity, sizes: dict[str, Any], fields: str
+) -> None:
+    """``fields``: of the payloads that they write."""
+    one = Geometry((group,), 192, 96, canonical=True, **sizes)
+    assert one.fields(0) == {*fields.split()}
+    assert one.all_fields() == ({"0", *fields.split()} if fields else frozenset())
+    if fields:
+        assert one.is_joined(0) == (fields == "0")
+    for rank in range(one.ranks):
+        pp_rank, tp_rank = divmod(rank, one.tp_size)
+        shape = one.shape(0, tp_rank, pp_rank)
+        assert (shape is None) == (not fields)
+        assert shape is None or shape.joined == (len(one.shards(0)) if fields == "0" else 0)
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize(
+    ("canonical", "page", "sizes", "parts"),
+    [
+        (True, None, {"dcp_size": 2, "dcp_interleave": 16}, "T0of2i16 T1of2i16"),
+        (True, None, {"dcp_size": 2, "dcp_interleave": 2}, "T0of2i2 T1of2i2"),
+        (True, None, {"dcp_size": 3}, "T0of3 T1of3 T2of3"),
+        (False, None, {"dcp_size": 2}, "T0of2 T1of2"),
+        (True, 576, {"dcp_size": 2}, "T0of2 T1of2"),
+    ],
+    ids=["interleave 16", "interleave 2", "three ranks", "kernel's pages", "own pages"],
+)
+def test_tokens_that_others_cannot_combine_are_written_and_read_in_parts_only(
+    canonical: bool, page: int | None, sizes: dict[str, int], parts: str, nodes: int
+) -> None:
+    group = replace(LATENT, page=page)
+    one = Geometry((group,), 192, 96, tp_size=6, canonical=canonical, nodes=nodes, **sizes)
+    assert not one.is_joined(0)
+    assert one.fields(0) == one.all_fields() == {f"0.L0-2_H0-1_{part}" for part in parts.split()}
+
+
+def test_each_group_is_joined_or_not_and_drafts_have_numbers_of_their_own() -> None:
+    """A draft's one head, which all ranks have, is whole also on several nodes."""
+    drafted = DraftGroups(1, 70_000, lags=True)
+    one = Geometry((HEADS, LATENT), 192, 96, tp_size=2, drafted=drafted, nodes=2)
+    halves = {"0.L0-2_H0-2", "0.L0-2_H2-4"}
+    assert (one.is_joined(0), one.is_joined(1)) == (False, True)
+    assert (one.fields(0), one.fields(1)) == (halves, {"70000"})
+    assert one.all_fields() == halves | {"0", "70000"}
+    assert replace(one, nodes=1).all_fields() == {"0", "70000"}

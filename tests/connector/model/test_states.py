@@ -19,6 +19,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.match import payloads_of
 from objkv.codec.payload import payload_bytes_max
 from objkv.connector.kv.wiring import read_pages
 from objkv.connector.model.groups import Geometry, read_group
@@ -150,7 +151,7 @@ class StateRank(Worker):
         joins: dict[str, InsideJoin],
     ) -> None:
         tp_rank, pp_rank = ranks
-        shape = geometry.shape(0, tp_rank, pp_rank)
+        self.identity, shape = geometry.groups[0], geometry.shape(0, tp_rank, pp_rank)
         assert shape is not None
         self.layers = [LAYERS.index(name) for name in shape.layers]
         self.right = [states(kind, geometry.tp_size, tp_rank, layer) for layer in self.layers]
@@ -183,14 +184,17 @@ class StateRank(Worker):
             self.memory[block, i, : self.size] = state
 
 
-def replica(kind: Kind, shape: tuple[int, Sequence[int], str], places: Places) -> list[StateRank]:
-    tp, stages, codec = shape
+def replica(
+    kind: Kind, shape: tuple[int, Sequence[int], str, int], places: Places
+) -> list[StateRank]:
+    tp, stages, codec, nodes = shape
     geometry = Geometry(
         (identity(kind, tp),),
         CHUNK,
         CHUNK,
         tp_size=tp,
         stages=(tuple(stages),) if len(stages) > 1 else (),
+        nodes=nodes,
     )
     joins: dict[str, InsideJoin] = {}
     return [
@@ -207,14 +211,18 @@ def move(block: int) -> ChunkMove:
 def load(rank: StateRank, places: Places, block: int) -> Any:
     (record,) = places[1].lookup(NAMESPACE, [HASH])
     assert record is not None
-    one = LoadMove(move(block), None, record.shards["0"])
-    return rank.outcome(LoadPlan("r", NAMESPACE, packed([one]), sync=False))
+    one, moves = move(block), []
+    for shard in payloads_of(record.shards, 0, rank.identity):
+        name = "0" if shard is None else f"0.{shard}"
+        moves.append(LoadMove(one, shard, record.shards[name]))
+    return rank.outcome(LoadPlan("r", NAMESPACE, packed(moves), sync=False))
 
 
 replicas = st.tuples(
     st.sampled_from([1, 2, 4]),
     st.sampled_from([(4,), (2, 2), (1, 3)]),
     st.sampled_from(["none", "lz4", "blosc"]),
+    st.sampled_from([1, 1, 2]),
 )
 
 
