@@ -57,8 +57,8 @@ class Row:
     tokens: Literal["all", "computed", "none"] = "all"
     """Of which prompts they tell anything: with some dtypes and backends they depend on what else
     is computed in the same step, and so on what was loaded."""
-    shards: tuple[str, ...] = ()
-    """The names of the payloads' files without their suffix."""
+    stems: tuple[str, ...] = ()
+    """The names of the payloads' files without their suffix: one for each group of a chunk."""
     layers: tuple[str, ...] = ()
     """Dtype and scales of the payloads' tensors."""
     namespaces: int = 1
@@ -124,9 +124,9 @@ def _plain() -> list[Row]:
             ALL,
             saved=ALL[: len(LENGTHS)],
             b=Side({"load_mode": mode}),
-            shards=("0.L0-3_H0-4",),
+            stems=("0",),
             adds=sum(5 - at // CHUNK for at in FORKS),
-            spoils=("0.L0-3_H0-4",) if mode != "auto" else (),
+            spoils=("0",) if mode != "auto" else (),
         )
         for mode in ("async", "layerwise", "auto")
     ]
@@ -271,23 +271,16 @@ def _scale(folder: Path, name: str) -> None:
 
 def _drafts() -> list[Row]:
     rows = []
-    for method, draft in {
-        "draft_model": "L0-4_H0-4",
-        "eagle": "L0-1_H0-4",
-        "eagle3": "L0-1_H0-4",
-        "dflash": "L0-2_H0-4",
-        "mtp": "L0-1_H0-4",
-    }.items():
+    for method in ("draft_model", "eagle", "eagle3", "dflash", "mtp"):
         # vLLM drops the last block of each match of its own for drafts that continue hidden states.
         loaded = tuple(n - BLOCK * (method != "draft_model") for n in TWO_LOADED)
-        target = "0.L0-3_H0-4" if method == "mtp" else "0.L0-4_H0-4"
         rows.append(
             Row(
                 f"draft {method}",
                 loaded,
                 prompts(300, 600, max_tokens=24),
                 engine=lambda method=method: make_pair(method),
-                shards=(target, f"draft.{draft}"),
+                stems=("0", "draft"),
                 accepts=0.9 if method in ("draft_model", "eagle") else 0.0,
             )
         )
@@ -295,7 +288,7 @@ def _drafts() -> list[Row]:
     eagle = prompts(300, 600, max_tokens=24)
     rows += [
         Row("a draft finds what was saved without one", rows[1].cached, eagle,
-            engine=lambda: make_pair("eagle"), a=plain, shards=("0.L0-4_H0-4",), adds=0),
+            engine=lambda: make_pair("eagle"), a=plain, stems=("0",), adds=0),
         Row("no draft finds what was saved with one", TWO_LOADED, eagle,
             engine=lambda: make_pair("eagle"), b=plain, adds=0),
     ]  # fmt: skip
@@ -310,7 +303,7 @@ def _hybrids() -> list[Row]:
         Row(f"windows, chunks of {chunk}", but_one(*lengths, chunk=chunk), prompts(*lengths),
             model="gpt_oss", engine=lambda: dense, a=Side({"chunk_tokens": chunk}),
             b=Side({"chunk_tokens": chunk, "load_mode": "layerwise"}), adds=0,
-            spoils=("0.L0-2_H0-4", "1.L0-2_H0-4") if chunk == 256 else ())
+            spoils=("0", "1") if chunk == 256 else ())
         for chunk, lengths in windows.items()
     ]  # fmt: skip
     states = (100, 160, 161, 500, 900)
@@ -328,7 +321,7 @@ def _hybrids() -> list[Row]:
             model="qwen3_next", engine=lambda: state_engine),
         Row("states, spoilt", lambda block: but_one(410, 420, chunk=block),
             prompts(410, 420, max_tokens=12), model="qwen3_next", engine=lambda: state_engine,
-            spoils=("0.*", "3.*")),
+            spoils=("0", "3")),
         Row("states, in pieces",
             lambda block: (699 // (2 * block) * 2 * block, 899 // block * block),
             (ends[0], prompts(900, max_tokens=12)[0]), saved=prompts(900, max_tokens=12),
@@ -338,23 +331,23 @@ def _hybrids() -> list[Row]:
 
 
 def _shapes() -> list[Row]:
-    two, one = Side(ranks=2), Side()
-    halves = ("0.L0-3_H0-2", "0.L0-3_H2-4")
-    stages = Side(stages=2)
-    by_layers = ("0.L0-2_H0-4", "0.L2-3_H0-4")
-    groups = tuple(f"{group}.L{layer}_H0-4" for group in (0, 1) for layer in ("0-1", "1-2"))
+    """Whatever the shape, the ranks of a replica write one payload."""
+    two, one, stages = Side(ranks=2), Side(), Side(stages=2)
     within = Side({"load_mode": "layerwise"}, ranks=2)
+
+    def row(name: str, a: Side, b: Side, **more: Any) -> Row:
+        options = {"cached": TWO_LOADED, "stems": ("0",)} | more
+        return Row(name, asked=TWO, a=a, b=b, adds=0, **options)
+
     return [
-        Row("two ranks, then one", TWO_LOADED, TWO, a=two, b=one, look="heads", shards=halves,
-            adds=0),
-        Row("two ranks, then two", TWO_LOADED, TWO, a=two, b=two, look="heads", shards=halves),
-        Row("one rank, then two", TWO_LOADED, TWO, a=one, b=within, look="heads",
-            shards=("0.L0-3_H0-4",)),
-        Row("two stages, then one", TWO_LOADED, TWO, a=stages, b=one, look="", shards=by_layers),
-        Row("two stages, then two", TWO_LOADED, TWO, a=stages, b=stages, look="",
-            shards=by_layers),
-        Row("two stages of two groups, then one", but_one(300, 600), TWO, model="gpt_oss",
-            a=stages, b=one, look="", shards=groups),
+        row("two ranks, then one", two, one, look="heads"),
+        row("two ranks, then two", two, two, look="heads"),
+        row("one rank, then two", one, within, look="heads"),
+        row("two stages, then one", stages, one, look=""),
+        row("two stages, then two", stages, stages, look=""),
+        row("two ranks, then two stages", two, stages, look=""),
+        row("two stages of two groups, then one", stages, one, look="", model="gpt_oss",
+            cached=but_one(300, 600), stems=("0", "1")),
     ]  # fmt: skip
 
 

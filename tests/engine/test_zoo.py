@@ -95,7 +95,7 @@ def test_b_loads_what_a_saved(name: str) -> None:
     row = ROWS[name]
     with saved(row) as (store, a):
         payloads = len(store.payloads())
-        assert not row.shards or stems_of(store) == set(row.shards)
+        assert not row.stems or stems_of(store) == set(row.stems)
         assert not row.layers or layers_of(store) == set(row.layers)
         b = run_replica(job_of(row, row.b, store, row.asked), store.folder.parent)
         assert row.adds is None or len(store.payloads()) == payloads + row.adds
@@ -205,4 +205,4 @@ def layers_of(store: SharedStore) -> set[str]:
 def stems_of(store: SharedStore) -> set[str]:
     """Names of its payloads; the number of a draft's group is made of the draft's identity."""
     stems = [path.stem.partition(".") for path in store.payloads()]
-    return {f"{'draft' if int(group) > 2**16 else group}.{rest}" for group, _, rest in stems}
+    return {("draft" if int(group) > 2**16 else group) + dot + rest for group, dot, rest in stems}

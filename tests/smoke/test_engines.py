@@ -79,4 +79,4 @@ def test_one_rank_loads_what_two_saved(tmp_path: Path) -> None:
     one = run_replica(store.job(*ASK), tmp_path)
     assert (two.cached, one.cached) == ([0, 0], LOADED)
     assert one.tokens == two.tokens
-    assert {path.stem for path in store.payloads()} == {"0"}
+    assert [path.stem for path in store.payloads()] == ["0"] * (sum(LOADED) // CHUNK)
