@@ -326,7 +326,7 @@ def test_closing_takes_no_longer_than_what_has_begun(
     wait_until(asked.running)
     closer = Thread(target=thread.close, args=(PATIENCE_S,))
     closer.start()
-    wait_until(lambda: thread._end_at is not None)
+    wait_until(lambda: not thread.run(lambda: None))
     answers = [b"answer"]
     monkeypatch.setattr(mute, "receive", lambda: answers.pop() if answers else None)
     mute.answer()
