@@ -158,7 +158,7 @@ def _some_parts(random: Random) -> list[tuple[bytes, Place]]:
         change_document(random, document)
         payload = reworked(document, frames)
     elif change == 2:
-        name = random.choice(Place._fields)
+        name = random.choice(list(place._asdict()))
         near = getattr(place, name) + random.choice((-1, 1, 2, 4096))
         place = place._replace(**{name: random.choice([near, *NUMBERS])})
     elif change == 3:
