@@ -83,7 +83,6 @@ TOTALS: Final = {
             ("gone", "the replica ended"),
         )
     },
-    "joins_dropped_full": "Parts not joined because the agent knew of too many payloads in parts.",
     "publish_errors": "Payloads stored and not indexed, so they stay unsaved.",
     "save_existed": "Payloads not stored because they already were.",
     "save_repeats": "Payloads that the agent was saving, or had just saved.",
