@@ -288,6 +288,13 @@ def test_dcp_divides_tokens_and_leaves_the_identity_as_it_is(dcp_size: int) -> N
     assert (shape.block_size, shape.rank_shard.shard.tokens.rank) == (16, 1)
 
 
+@pytest.mark.parametrize(("nodes", "fields"), [(1, {"0"}), (2, {"0.L0-4_H0-2", "0.L0-4_H2-4"})])
+def test_ranks_on_several_nodes_write_payloads_of_their_own(nodes: int, fields: set[str]) -> None:
+    two = {"tensor_parallel_size": 2, "world_size": 2, "nnodes_within_dp": nodes, "use_ray": 0}
+    half = FullAttentionSpec(num_kv_heads=2, **HEADED)
+    assert both(cast("Any", dict.fromkeys(names(), half)), **two).fields(0) == fields
+
+
 @pytest.mark.parametrize("page", [None, 8])
 def test_a_page_is_named_in_the_identity(page: int | None) -> None:
     group = GroupIdentity("mla", None, ("a",), heads=1, content=8, block_size=4, page=page)

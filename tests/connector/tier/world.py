@@ -99,6 +99,8 @@ def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
         "parallel_config": {
             "distributed_executor_backend": "mp",
             "world_size": told.parallel.world_size,
+            "use_ray": False,
+            "nnodes_within_dp": 1,
         },
     }
     config: VllmConfig = object.__new__(VllmConfig)
