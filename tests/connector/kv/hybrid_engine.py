@@ -19,6 +19,9 @@ from unittest.mock import patch
 
 import torch
 
+# It keeps the traceback of an import that fails, and so the first engine that would import it.
+import vllm.multimodal.media.audio  # noqa: F401
+
 from tests.connector.kv.hybrid_layout import (
     Layer,
     Layout,
