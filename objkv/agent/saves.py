@@ -377,8 +377,7 @@ class NodeSaves:
             payload, header = self._encode(save.resident)
             outcome = self._cache.save(save.claim, payload, header)
         finally:
-            if not self._cache.in_flight.is_kept(key.path()):  # else nobody needs it
-                self._cache.release_lease(key)
+            self._cache.release_lease(key)
         seconds = monotonic() - began
         self._recorder.observe("save_seconds", seconds)
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")

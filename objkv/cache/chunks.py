@@ -286,9 +286,8 @@ class ChunkCache:
             return True
 
     def release_lease(self, key: ChunkKey) -> None:
-        """Give the lease back early, so that another process can save the payload. If that fails,
-        it expires. Not after a save that succeeded: a third of the commands of saves would be for
-        nothing."""
+        """Give the lease back early, so that another process can save the payload, also soon after
+        a save that succeeded: it may be found corrupt. If that fails, it expires."""
         try:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:

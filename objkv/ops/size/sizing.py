@@ -24,8 +24,8 @@ RECORD_BYTES: Final = 600
 GROUP_BYTES: Final = 110
 """Redis memory per further group, estimated."""
 MONTH_S: Final = 30 * 86_400
-_SAVE_COMMANDS = 2
-"""Redis commands per saved payload: lease, publish."""
+_SAVE_COMMANDS = 3
+"""Redis commands per saved payload: lease, publish, release."""
 _WRITER = "w" * 40
 
 
