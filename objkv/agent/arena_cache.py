@@ -169,7 +169,7 @@ class ArenaCache:
 
     def reserve(self, key: str, nbytes: int) -> CachedPayload | None:
         """Return a leased payload with memory that the caller fills, evicting others if need be.
-        Nobody finds it before ``adopt``. None as in ``allot``."""
+        No reader finds it before ``adopt``. None as in ``allot``."""
         with self._lock:
             offset = self._take(nbytes, is_sure=True)
             if offset is not None:

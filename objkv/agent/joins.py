@@ -1,4 +1,4 @@
-"""Joins: payloads of which each rank of a replica hands over a part.
+"""Joins: payloads that the ranks of a replica hand over in parts.
 
 A join is whole or not at all. It begins with the part that comes first, and ends with the last, or
 when a rank drops its part, at its deadline, or when the replica has gone. What is known of it then
@@ -62,7 +62,7 @@ class _Open:
     """The one of the part that came first."""
     join: Join | None = None
     memory: CachedPayload | None = None
-    told: int = 0
+    seen: int = 0
     """Parts that were handed over or dropped."""
     copying: int = 0
     """Threads that copy a part into the memory."""
@@ -123,9 +123,9 @@ class Joins:
                 return CommitStatus.DROPPED
             if one.join is None and one.status is None:
                 one.status = self._begin(one, header, part, wish)
-            one.told += 1
+            one.seen += 1
             if one.status is not None:
-                self._forget_told((replica, path), one)
+                self._forget_seen((replica, path), one)
                 return one.status
             assert one.join is not None
             assert one.memory is not None
@@ -154,7 +154,7 @@ class Joins:
         the caller's then."""
         if one.status is not None:
             self._free(one)
-            self._forget_told(name, one)
+            self._forget_seen(name, one)
             return one.status
         assert one.join is not None
         if not one.join.is_complete or one.copying:
@@ -188,8 +188,8 @@ class Joins:
             if one.join is None and one.status is None:
                 one.status = CommitStatus.DROPPED
             self._drop(one, "rank")
-            one.told += 1
-            self._forget_told(name, one)
+            one.seen += 1
+            self._forget_seen(name, one)
 
     def joined(self, replica: bytes) -> None:
         """Record a connection of a replica."""
@@ -255,9 +255,9 @@ class Joins:
         one.join, one.memory, one.wish = join, memory, wish
         return None
 
-    def _forget_told(self, name: Name, one: _Open) -> None:
+    def _forget_seen(self, name: Name, one: _Open) -> None:
         """Forget a join that has ended, once all parts are known of."""
-        if one.told >= one.parts and self._known.get(name) is one:
+        if one.seen >= one.parts and self._known.get(name) is one:
             del self._known[name]
 
     def _drop(self, one: _Open, reason: str) -> None:

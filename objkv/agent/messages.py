@@ -377,7 +377,7 @@ def unpack_drop(message: bytes) -> Drop:
     try:
         _, number, parts = _DROP.unpack_from(message)
         key = ChunkKey.parse(message[_DROP.size :].decode("ascii"))
-        if key.shard is not None:  # a path of any length, and nobody joins such a payload
+        if key.shard is not None:  # a path of any length, and such a payload is never joined
             raise ProtocolError("a drop of a payload that is not whole")
         return Drop(number, parts, key.path())
     except (struct.error, ValueError) as exc:

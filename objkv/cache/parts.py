@@ -79,7 +79,7 @@ class PartsIndex:
                 names = sorted(set(found[at] or ()).difference(fields))
                 self._parts = tuple(dict.fromkeys((*names, *self._parts)))[:ENTRIES_MAX]
                 self._due = -inf
-                # Without any it was saved just now, or the index told nothing beyond a gap.
+                # Without any it was saved just now, or the index answered nothing beyond a gap.
                 parts = tuple(names or fields)
             more = yield from in_steps(self._inner.find(namespace, prefix_hashes[at:], parts))
             if any(more):

@@ -65,32 +65,31 @@ class _Column:
         self,
         lane: Lane,
         rows: range,
-        pages: list[Pages],
+        memory: memoryview,
+        starts: Sequence[int],
         placed: BlockRuns,
         skipped: int,
     ) -> None:
-        """Write the pages of some of the rows, ``skipped`` blocks of the rank after the first."""
+        """Write the pages of some of the rows, ``skipped`` blocks of the rank after the first.
+        ``starts``: where the rows' frames start in ``memory``."""
+        pages: list[Pages]
+        step = starts[1] - starts[0] if len(rows) > 1 else 0
+        if self._is_uniform and starts[-1] - starts[0] == step * (len(rows) - 1):
+            # One call for all rows takes a third of the time.
+            (shape, word), strides = self._forms[rows.start], (step, *self._strides)
+            pages = list(np.ndarray((len(rows), *shape), word, memory, starts[0], strides))
+        else:
+            forms = self._forms[rows.start : rows.stop]
+            pages = [
+                np.ndarray(shape, word, memory, start)
+                for (shape, word), start in zip(forms, starts, strict=True)
+            ]
         layers, count = self._pages.cut(rows), len(placed.ids)
         if not self.recasts and count == len(pages[0]):
             lane.scatter(pages, layers, placed)
             return
         recast = Recast(self._heads, self._block_size, skipped, count, self._tokens)
         lane.scatter(pages, layers, placed, recast)
-
-    def pages(self, memory: memoryview, rows: range, starts: Sequence[int]) -> list[Pages]:
-        """Return views of the pages of some of the rows, whose frames start at ``starts``."""
-        if self._is_uniform and len(rows) > 1:
-            step = starts[1] - starts[0]
-            if starts[-1] - starts[0] == step * (len(rows) - 1):
-                # One call for all rows takes a third of the time.
-                (shape, word), strides = self._forms[rows.start], (step, *self._strides)
-                return list(np.ndarray((len(rows), *shape), word, memory, starts[0], strides))
-        return [
-            np.ndarray(shape, word, memory, start)
-            for (shape, word), start in zip(
-                self._forms[rows.start : rows.stop], starts, strict=True
-            )
-        ]
 
 
 class PayloadLayout:
@@ -179,7 +178,7 @@ class PayloadLayout:
         for column, offsets in zip(self._columns, self._offsets, strict=True):
             within = offsets[ours.start : ours.stop]
             at = [start + offset for start, offset in zip(starts, within, strict=True)]
-            column.scatter(lane, ours, column.pages(memory, ours, at), placed, skipped)
+            column.scatter(lane, ours, memory, at, placed, skipped)
 
     def _of_column(self, found: tuple[LayerSpec, ...], place: int) -> tuple[LayerSpec, ...]:
         return found[place :: self.columns][self.rows.start : self.rows.stop]

@@ -379,7 +379,7 @@ class Saver:
         return request_id, save.move.chunk
 
     def _count_drop(self, key: ChunkKey, part: SavedPart | None = None) -> None:
-        """``part``: of a payload of which the agent waits for this rank's part."""
+        """``part``: what the agent waits for, if other ranks have the rest of the payload."""
         if part is not None:
             self._target.drop(key, part)
         self._recorder.count("save_drops")

@@ -38,6 +38,7 @@ from tests.support.servers.s3_stores import s3_store, store_of
 
 BUCKET = "kv-cache"
 PART = 5 << 20
+SMALL_PAGE = 50
 Handler = Callable[[Request], Answer | bytes | None]
 KEYS = {"s3_access_key_id": "test", "s3_secret_access_key": "testsecret"}
 PATIENT: dict[str, Any] = {"s3_addressing": "path", "load_deadline_ms": 900_000, **KEYS}
@@ -62,8 +63,14 @@ def access(endpoint_url: str) -> Iterator[S3Access]:
     """One for all tests, since making one takes 0.2 s; each test has a prefix of its own."""
     access = open_s3_access(Config(s3_endpoint_url=endpoint_url, **PATIENT))
     access.client.create_bucket(Bucket=BUCKET)
+    events = access.client.meta.events
+    events.register("before-parameter-build.s3.ListObjectsV2", _ask_for_small_pages)
     yield access
     access.close()
+
+
+def _ask_for_small_pages(params: dict[str, Any], **_: object) -> None:
+    params.setdefault("MaxKeys", SMALL_PAGE)
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +89,9 @@ def store(access: S3Access, prefix: str) -> S3Store:
 
 
 class TestS3Store(StoreContract):
+    page_keys = SMALL_PAGE
+    """Each key costs moto 4 ms."""
+
     @pytest.fixture
     def store(self, access: S3Access, prefix: str) -> S3Store:
         return store_of(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
