@@ -100,7 +100,7 @@ class StoreContract:
     scans_in_order = True
     """Whether the backend scans in key order."""
     page_keys = 1000
-    """Most keys in one answer of a server. Fewer, if a test asks for that: its pages are as good."""
+    """Most keys in one answer of a server. Fewer, if a test asks for smaller pages."""
 
     @pytest.fixture
     def store(self) -> PruneStore:
