@@ -122,8 +122,8 @@ class AgentConnection:
         call_s: float = CALL_S,
     ) -> None:
         """``outbox``: a memfd to send; the caller still owns it. ``replica``: its name, if its
-        ranks join payloads. Raises ``TransferError`` if no
-        agent serves ``path``, or it refuses."""
+        ranks join payloads. Raises ``TransferError`` if no agent serves ``path``, or it
+        refuses."""
         self._path = path
         self._lock = Lock()
         self._is_lost = self._leaves = False

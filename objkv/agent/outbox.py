@@ -194,7 +194,7 @@ class AgentSaves:
         while self._drops:
             try:
                 self._reach().drop(self._drops.popleft())
-            except (ObjkvError, IndexError):
+            except (ObjkvError, IndexError):  # without an agent no join waits; another thread sent
                 return
 
     def close(self) -> None:
