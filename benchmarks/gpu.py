@@ -47,7 +47,7 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -242,7 +242,8 @@ class Rig:
         config = load_config({"pinned_bytes_max": _PINNED_BYTES}, environ={})
         recorder = NullRecorder()
         settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
-        cache = ChunkCache(cast("WriteStore", self._store), None, MemoryIndex(), settings, recorder)
+        index = MemoryIndex()
+        cache = ChunkCache(cast("WriteStore", self._store), None, index, settings, recorder)
         nbytes = self.chunks * (len(self._store.slab) // PAGE + 2) * PAGE
         self._agent = InsideAgent(cache, nbytes, CoreLimits(8, self.chunks), recorder)
         self._worker = make_worker_side(
@@ -258,7 +259,12 @@ class Rig:
             for move in _moves(self.chunks, scattered=order == "scattered"):
                 key = ChunkKey(NAMESPACE, move.prefix_hash, 0)
                 claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-                loads.append(LoadMove(move, None, self._store.add(claim)))
+                loads.append(LoadMove(move, None))
+                record = self._store.add(claim)
+                entry = ChunkEntry(
+                    NAMESPACE, move.prefix_hash, move.parent_hash, move.token_start, move.token_end
+                )
+                index.publish(entry, {key.field: record}, ttl_s=3600)
             self._loads[order] = loads
 
     def __enter__(self) -> Self:

@@ -38,7 +38,6 @@ from objkv.agent.messages import (
     MessageKind,
     OpenAnswer,
     Opening,
-    PayloadRequest,
     ProtocolError,
     Urgency,
     find_max,
@@ -58,6 +57,7 @@ from objkv.agent.messages import (
 )
 from objkv.agent.peers import connect_to
 from objkv.background import Alarm, Question, Steps, wait_for
+from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -186,7 +186,7 @@ class AgentConnection:
         return self._is_lost
 
     def open(
-        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         """Open payloads of one namespace for reading, in order: at most ``OPEN_MAX``. Each lease
         must be released."""
@@ -200,10 +200,10 @@ class AgentConnection:
         if leases:
             self._send(pack_release(leases))
 
-    def reject(self, wanted: PayloadRequest) -> None:
+    def reject(self, claim: Claim) -> None:
         """Report that a resident payload is not what its key promises a reader. Its record is
         forgotten, and this copy is not served any more."""
-        self._send(pack_rejection(wanted))
+        self._send(pack_rejection(claim))
 
     def commit(self, commit: Commit) -> CommitStatus:
         """Hand over a payload in the outbox, or a part of one. Its memory may be reused when this

@@ -19,11 +19,11 @@ from objkv.codec.join import Place
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, Shards
-from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.index.fields import WrittenShards
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-VERSION: Final = 6
+VERSION: Final = 7
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
@@ -45,10 +45,6 @@ MALFORMED: Final = (
 """What reading JSON that another process wrote may raise."""
 _NAMESPACE_CHARS = 32
 _FIND_RECORDS = 512
-_RECORD_BYTES_MAX = 400
-"""An encoded shard record is shorter."""
-_FIELD_CHARS_MAX = 100
-"""As is the name of a shard."""
 
 
 class ProtocolError(TransferError):
@@ -124,15 +120,6 @@ class Urgency(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadRequest:
-    """A payload that a client requested."""
-
-    claim: Claim
-    record: ShardRecord
-    """Its record, which gives its size, and is forgotten if the payload is not as promised."""
-
-
-@dataclass(frozen=True, slots=True)
 class PrefetchOrder:
     """When and how much to prefetch."""
 
@@ -182,7 +169,7 @@ class Opening(NamedTuple):
 
     urgency: Urgency
     deadline_ms: int
-    wanted: Sequence[PayloadRequest]
+    wanted: Sequence[Claim]
 
 
 class OpenAnswer(NamedTuple):
@@ -242,7 +229,7 @@ def unpack_text(message: bytes) -> str:
     return message[1:].decode(errors="replace")
 
 
-def pack_rejection(wanted: PayloadRequest) -> bytes:
+def pack_rejection(wanted: Claim) -> bytes:
     """Return the message that a payload is not what its key promises."""
     return pack_opening(Opening(Urgency.IN_STEP, 0, (wanted,)), MessageKind.REJECT)
 
@@ -251,20 +238,19 @@ def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> byte
     """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
-    namespace = wanted[0].claim.key.namespace
+    namespace = wanted[0].key.namespace
     fields = dict[str, int]()
-    entries, records = [], []
-    for one in wanted:
-        claim, key = one.claim, one.claim.key
+    entries = []
+    for claim in wanted:
+        key = claim.key
         assert key.namespace == namespace
         number = fields.setdefault(key.field, len(fields))
         places = claim.token_start, claim.token_end
         entries.append(_ENTRY.pack(key.prefix_hash, claim.parent_hash, *places, number))
-        records.append(encode_shard(one.record))
     names = "\n".join(fields).encode()
     counts = len(wanted), len(names)
     head = _OPENING.pack(kind, urgency, deadline_ms, namespace.encode(), *counts)
-    return _bounded(b"".join((head, names, *entries, b"\n".join(records))))
+    return _bounded(b"".join((head, names, *entries)))
 
 
 def unpack_opening(message: bytes) -> Opening:
@@ -273,19 +259,16 @@ def unpack_opening(message: bytes) -> Opening:
         _, urgency, deadline_ms, name, number, size = _OPENING.unpack_from(message)
         at = _OPENING.size + size
         fields = message[_OPENING.size : at].decode().split("\n")
-        end = at + number * _ENTRY.size
-        records = message[end:].split(b"\n")
         namespace = _namespace(name)
-        if not 0 < number <= OPEN_MAX or len(records) != number:
-            raise ProtocolError(f"an opening of {number} payloads with {len(records)} records")
+        if not 0 < number <= OPEN_MAX or len(message) != at + number * _ENTRY.size:
+            raise ProtocolError(f"an opening of {number} payloads in {len(message)} bytes")
         wanted = []
-        for entry, text in zip(_ENTRY.iter_unpack(message[at:end]), records, strict=True):
+        for entry in _ENTRY.iter_unpack(message[at:]):
             prefix_hash, parent_hash, start, stop, field = entry
-            record = decode_shard(text) if len(text) <= _RECORD_BYTES_MAX else None
-            if record is None or start >= stop:
-                raise ProtocolError("an invalid record or range of tokens")
+            if start >= stop:
+                raise ProtocolError("an invalid range of tokens")
             key = ChunkKey.of(namespace, prefix_hash, fields[field])
-            wanted.append(PayloadRequest(Claim(key, parent_hash, start, stop), record))
+            wanted.append(Claim(key, parent_hash, start, stop))
         return Opening(Urgency(urgency), deadline_ms, wanted)
     except (struct.error, ValueError, IndexError) as exc:
         raise ProtocolError(f"an invalid opening: {exc}") from exc

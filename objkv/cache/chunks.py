@@ -7,7 +7,7 @@ correctness.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -336,23 +336,22 @@ class ChunkCache:
         if self._room is not None:
             self._room.close()
 
-    def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:
-        """Forget the record of ``key``, because the payload was missing or ``corrupt``. Never
-        raises.
+    def reject(self, key: ChunkKey, record: ShardRecord | None, *, corrupt: bool) -> None:
+        """Forget the ``record`` of ``key``, if there is one, because the payload was missing or
+        ``corrupt``. Never raises.
 
         The next save of a corrupt payload by this process replaces it.
         """
         path = key.path()
         self.in_flight.forget(path)
-        expected = records.get(key.field)
         if corrupt:
             self._suspects.add(path)
-        if expected is None:
+        if record is None:
             return
-        if corrupt and expected.hot:
+        if corrupt and record.hot:
             self.hot.distrust(path)
         try:
-            self._index.forget(key.namespace, key.prefix_hash, key.field, expected)
+            self._index.forget(key.namespace, key.prefix_hash, key.field, record)
         except StoreError:
             self._recorder.count("forget_errors")
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from objkv.agent import core
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.fill import Staging
+from objkv.agent.fill import PayloadRequest, Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
 from objkv.agent.messages import (
     CommitStatus,
     MissReason,
-    PayloadRequest,
     Urgency,
 )
 from objkv.cache.bulk_index import BulkIndex
@@ -275,9 +274,10 @@ class Slow:
         client: Sleeper | None = None,
         deadline_s: float = PATIENCE_S,
     ) -> Sequence[CachedPayload | MissReason]:
+        self.node.found(*self.wanted)
         return self.node.core.open(
             client or Sleeper(),
-            [self.wanted[number] for number in numbers],
+            [self.wanted[number].claim for number in numbers],
             deadline_s=deadline_s,
             urgency=urgency,
             priority=priority,

@@ -9,8 +9,9 @@ from functools import partial
 import pytest
 
 from objkv.agent.client import AgentConnection
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import PayloadRequest, Urgency
+from objkv.agent.messages import Urgency
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.fetchers import open_s3, process_count
@@ -95,7 +96,7 @@ def load(agent: AgentProcess, wanted: Sequence[PayloadRequest]) -> int:
     client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
     misses = 0
     for first in range(0, len(wanted), TOGETHER):
-        some = wanted[first : first + TOGETHER]
+        some = [one.claim for one in wanted[first : first + TOGETHER]]
         leases = client.open(some, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
         for number, lease in enumerate(leases, first):
             progress = ended(client, lease)

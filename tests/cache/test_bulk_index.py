@@ -205,7 +205,7 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     cache = ChunkCache(store, None, index, settings, MemoryRecorder())
     [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
     assert shards is not None
-    cache.reject(key, shards, corrupt=True)
+    cache.reject(key, shards[key.field], corrupt=True)
     assert index.find(NAMESPACE, HASHES, [FIELD])[0] is None
     assert cache.save(claim, payload, header) is SaveOutcome.SAVED
     assert file.read_bytes() == payload

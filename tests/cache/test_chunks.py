@@ -104,7 +104,7 @@ def test_a_corrupt_payload_is_forgotten_and_replaced(world: World) -> None:
     assert record is not None
     damaged = PAYLOAD[:-1] + b"?"
     world.bulk.put(PATH, damaged)
-    world.cache.reject(KEY, {KEY.field: record}, corrupt=True)
+    world.cache.reject(KEY, record, corrupt=True)
     assert world.record() is None
     assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
     assert world.bulk.get(PATH) == PAYLOAD
@@ -116,7 +116,7 @@ def test_a_corrupt_hot_copy_is_not_read_again(world: World) -> None:
     record = world.record()
     assert record is not None
     assert record.hot
-    world.cache.reject(KEY, {KEY.field: record}, corrupt=True)
+    world.cache.reject(KEY, record, corrupt=True)
     assert world.get() == PAYLOAD
 
 
@@ -183,7 +183,7 @@ def test_mending_a_corrupt_payload_mends_its_hot_copy_or_promises_none(save_max:
     world = World(save_max)
     world.bulk.put(PATH, PAYLOAD)
     world.hot.put(PATH, b"not " + PAYLOAD[4:])
-    world.cache.reject(KEY, {}, corrupt=True)
+    world.cache.reject(KEY, None, corrupt=True)
     world.cache.save(CLAIM, PAYLOAD, HEADER)
     assert (record := world.record()) is not None
     assert record.hot is bool(save_max)
