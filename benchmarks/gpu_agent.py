@@ -34,12 +34,12 @@ from torch.nn import functional
 from benchmarks.sample import kv_like
 from benchmarks.worker import BOUND_S, LOOK_S, NOTHING, Side, step_of, stores
 from objkv.assembly.backends import Backends, open_backends
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Provenance, encode, read_header
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import use_batched_copies
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -107,9 +107,7 @@ class Prompts:
             pages = self._pages(prompt, chunk)
             payload = encode(claim, self._group.layers, pages, codec="none", provenance=provenance)
             backends.bulk.put(key.path(), payload)
-            header = read_header(payload)
-            record = ShardRecord(len(payload), header.raw_bytes, "none", False, header.checksum, 1)
-            moves.append(LoadMove(move, None, record))
+            moves.append(LoadMove(move, None, shard_record(read_header(payload))))
         return moves
 
     def plan(self, prompt: int, chunks: int = CHUNKS) -> StepPlan:

@@ -6,11 +6,10 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 """
 
 import struct
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, product
+from itertools import product
 from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
@@ -19,11 +18,11 @@ from objkv.codec.join import Place
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, Shards
-from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-VERSION: Final = 6
+VERSION: Final = 7
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
@@ -44,9 +43,7 @@ MALFORMED: Final = (
 )
 """What reading JSON that another process wrote may raise."""
 _NAMESPACE_CHARS = 32
-_FIND_RECORDS = 512
-_RECORD_BYTES_MAX = 400
-"""An encoded shard record is shorter."""
+_FIND_RECORDS = MESSAGE_BYTES_MAX // (SHARD_BYTES_MAX + 1)
 _FIELD_CHARS_MAX = 100
 """As is the name of a shard."""
 
@@ -281,7 +278,7 @@ def unpack_opening(message: bytes) -> Opening:
         wanted = []
         for entry, text in zip(_ENTRY.iter_unpack(message[at:end]), records, strict=True):
             prefix_hash, parent_hash, start, stop, field = entry
-            record = decode_shard(text) if len(text) <= _RECORD_BYTES_MAX else None
+            record = decode_shard(text)
             if record is None or start >= stop:
                 raise ProtocolError("an invalid record or range of tokens")
             key = ChunkKey.of(namespace, prefix_hash, fields[field])
@@ -399,8 +396,8 @@ def unpack_committed(message: bytes) -> CommitStatus:
 
 
 def find_max(fields: int) -> int:
-    """Return how many chunks one FIND may ask for. Their answer fits nearly always."""
-    return max(1, _FIND_RECORDS // fields) if 0 < fields <= FIELDS_MAX else 0
+    """Return how many chunks one FIND may ask for."""
+    return _FIND_RECORDS // fields if 0 < fields <= FIELDS_MAX else 0
 
 
 def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> bytes:
@@ -425,17 +422,15 @@ def unpack_find(message: bytes) -> tuple[str, bytes, tuple[str, ...]]:
 
 
 def pack_found(texts: Sequence[bytes]) -> bytes:
-    """Return the answer to FIND: the texts of as many leading blocks as fit. One always does."""
-    ends = accumulate(len(text) + 1 for text in texts)
-    count = bisect_right(list(ends), MESSAGE_BYTES_MAX)
-    return bytes((MessageKind.FOUND,)) + b";".join(texts[:count])
+    """Return the answer to FIND, with the text of each block."""
+    return _bounded(bytes((MessageKind.FOUND,)) + b";".join(texts))
 
 
 def unpack_found(message: bytes, count: int) -> list[bytes]:
-    """Read the texts of one or more leading blocks of ``count``."""
+    """Read the texts of ``count`` blocks."""
     _expect(message, MessageKind.FOUND)
     texts = message[1:].split(b";")
-    if len(texts) > count:
+    if len(texts) != count:
         raise ProtocolError(f"{len(texts)} blocks instead of {count}")
     return texts
 

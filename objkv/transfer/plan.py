@@ -72,18 +72,15 @@ class SaveMove:
 class RecordColumns:
     """Shard records in columns. A record is made when it is read. Thread-safe."""
 
-    __slots__ = ("_checksums", "_codecs", "_numbers")
+    __slots__ = ("_checksums", "_numbers")
 
-    def __init__(
-        self, numbers: npt.NDArray[Any] | bytes, codecs: Sequence[str], checksums: str
-    ) -> None:
+    def __init__(self, numbers: npt.NDArray[Any] | bytes, checksums: str) -> None:
         """
         Args:
             numbers: ``[records]`` of ``NUMBERS``, contiguous.
-            codecs: the names to which ``codec`` refers.
             checksums: all header checksums, divided by spaces.
         """
-        self._numbers, self._codecs = np.frombuffer(numbers, self.NUMBERS), codecs
+        self._numbers = np.frombuffer(numbers, self.NUMBERS)
         self._checksums: str | list[str] = checksums
 
     NUMBERS = np.dtype(
@@ -91,7 +88,7 @@ class RecordColumns:
             ("nbytes", "<i8"),
             ("raw_bytes", "<i8"),
             ("created_s", "<i8"),
-            ("codec", "<i2"),
+            ("is_plain", "?"),
             ("hot", "?"),
         ]
     )
@@ -104,11 +101,10 @@ class RecordColumns:
         numbers["nbytes"] = array("q", [record.nbytes for record in records])
         numbers["raw_bytes"] = array("q", [record.raw_bytes for record in records])
         numbers["created_s"] = array("q", [record.created_s for record in records])
+        is_plain = bytes([record.is_plain for record in records])
+        numbers["is_plain"] = np.frombuffer(is_plain, np.bool_)
         numbers["hot"] = np.frombuffer(bytes([record.hot for record in records]), np.bool_)
-        names = [record.codec for record in records]
-        codecs = tuple(dict.fromkeys(names))
-        numbers["codec"] = 0 if len(codecs) == 1 else [codecs.index(name) for name in names]
-        return cls(numbers, codecs, " ".join([record.header_checksum for record in records]))
+        return cls(numbers, " ".join([record.header_checksum for record in records]))
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -116,12 +112,12 @@ class RecordColumns:
     def __getitem__(self, at: int) -> ShardRecord:
         if isinstance(checksums := self._checksums, str):
             self._checksums = checksums = checksums.split(" ")
-        nbytes, raw_bytes, created_s, codec, hot = self._numbers[at].item()
-        return ShardRecord(nbytes, raw_bytes, self._codecs[codec], hot, checksums[at], created_s)
+        nbytes, raw_bytes, created_s, is_plain, hot = self._numbers[at].item()
+        return ShardRecord(nbytes, raw_bytes, is_plain, hot, checksums[at], created_s)
 
     def __reduce__(self) -> tuple[Any, ...]:
         text = self._checksums if isinstance(self._checksums, str) else " ".join(self._checksums)
-        return RecordColumns, (self._numbers.tobytes(), self._codecs, text)
+        return RecordColumns, (self._numbers.tobytes(), text)
 
     @property
     def nbytes(self) -> npt.NDArray[np.int64]:

@@ -9,7 +9,7 @@ from objkv.index.base import ShardRecord
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, RecordColumns, Row, Source
 
-NOT_STORED = ShardRecord(1000, 1000, "none", False, "0" * 32, 1)
+NOT_STORED = ShardRecord(1000, 1000, True, False, "0" * 32, 1)
 
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:

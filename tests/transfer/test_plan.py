@@ -19,7 +19,7 @@ RECORDS = st.builds(
     ShardRecord,
     nbytes=st.integers(0, 2**40),
     raw_bytes=st.integers(0, 2**40),
-    codec=st.sampled_from(("none", "lz4", "blosc")),
+    is_plain=st.booleans(),
     hot=st.booleans(),
     header_checksum=st.sampled_from(("", "0" * 32, "abcdef" * 20)),
     created_s=st.integers(0, 2**33),
@@ -95,7 +95,7 @@ def test_a_rank_keeps_the_moves_of_the_payloads_that_it_reads(
 
 def test_a_plan_of_many_records_is_sent_as_a_few_strings() -> None:
     """Objects for all of them would take milliseconds of each worker's forward thread."""
-    record = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+    record = ShardRecord(10, 10, True, False, "0" * 32, 1)
     shards = [Shard(0, 80, head, head + 1) for head in range(8)]
     moves = [
         LoadMove(move, shard, record)

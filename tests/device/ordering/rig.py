@@ -24,7 +24,7 @@ from objkv.agent.memory.arena import PAGE
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import open_bulk, open_index
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.codec.payload import (
     Claim,
     Provenance,
@@ -465,9 +465,7 @@ class OrderRig:
             provenance = Provenance(token_digest(()), "rig", 0)
             payload = encode(claim, self.pages.layers, pages, codec="none", provenance=provenance)
             self.bulk.put(claim.key.path(), payload)
-            checksum = read_header(payload).checksum
-            nbytes = self.pages.raw_bytes
-            self._records[chunk] = ShardRecord(len(payload), nbytes, "none", False, checksum, 0)
+            self._records[chunk] = shard_record(read_header(payload))
         return self._records[chunk]
 
     def damage(self, chunk: int) -> None:
