@@ -38,7 +38,7 @@ from benchmarks.harness import (
 from benchmarks.sample import kv_like
 from objkv.agent.core import CoreLimits
 from objkv.agent.memory.arena import PAGE
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.cli.command import Session
 from objkv.codec import payload, seal
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
@@ -173,7 +173,7 @@ class OnePrompt:
         )
         nbytes = len(self._pages)
         self._headers[claim.key.path()] = bytes(encoded[:-nbytes])
-        return ShardRecord(len(encoded), nbytes, "none", False, header.checksum, 0)
+        return shard_record(header)
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None

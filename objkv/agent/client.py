@@ -240,15 +240,13 @@ class AgentConnection:
         now = time.time()
         blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
-        at_once = max(1, find_max(len(fields)) // scope.chunks)
-        while unknown:
-            some = [parts[number] for number in unknown[:at_once]]
+        at_once = find_max(len(fields)) // scope.chunks
+        for first in range(0, len(unknown), at_once):
+            numbers = unknown[first : first + at_once]
+            some = [parts[number] for number in numbers]
             answer = yield Question(self, pack_find(namespace, some, fields))
-            answers = self._found(answer, some, fields)
-            at_once = len(answers)
-            for number, block in zip(unknown[:at_once], answers, strict=True):
+            for number, block in zip(numbers, self._found(answer, some, fields), strict=True):
                 blocks[number] = block
-            del unknown[:at_once]
         return list(chain.from_iterable(block for block in blocks if block is not None))
 
     def _kept(
@@ -275,14 +273,13 @@ class AgentConnection:
     def _found(
         self, answer: bytes, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
-        """Read what the agent answers about some blocks of prefix hashes: it may be less than
-        all."""
+        """Read what the agent answers about some blocks of prefix hashes."""
         if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
         texts = self._read(partial(unpack_found, answer, len(parts)))
         return [
             self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
-            for text, part in zip(texts, parts, strict=False)
+            for text, part in zip(texts, parts, strict=True)
         ]
 
     def call(self, message: bytes) -> Steps[bytes]:

@@ -145,7 +145,7 @@ class Fill:
         """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._source = one, wanted, source
         self._arena_cache, self._cache, self._known = arena_cache, cache, known
-        is_plain = source is not None or wanted.record.codec == "none"
+        is_plain = source is not None or wanted.record.is_plain
         self._is_direct = is_plain and cache.seal is None
         self.nbytes = wanted.record.nbytes if source is None else source.nbytes
         """Length of the payload where it is read."""

@@ -6,11 +6,10 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 """
 
 import struct
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, product
+from itertools import product
 from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
@@ -19,7 +18,7 @@ from objkv.codec.join import Place
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, Shards
-from objkv.index.fields import WrittenShards
+from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
@@ -44,7 +43,7 @@ MALFORMED: Final = (
 )
 """What reading JSON that another process wrote may raise."""
 _NAMESPACE_CHARS = 32
-_FIND_RECORDS = 512
+_FIND_RECORDS = MESSAGE_BYTES_MAX // (SHARD_BYTES_MAX + 1)
 
 
 class ProtocolError(TransferError):
@@ -382,8 +381,8 @@ def unpack_committed(message: bytes) -> CommitStatus:
 
 
 def find_max(fields: int) -> int:
-    """Return how many chunks one FIND may ask for. Their answer fits nearly always."""
-    return max(1, _FIND_RECORDS // fields) if 0 < fields <= FIELDS_MAX else 0
+    """Return how many chunks one FIND may ask for."""
+    return _FIND_RECORDS // fields if 0 < fields <= FIELDS_MAX else 0
 
 
 def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> bytes:
@@ -408,17 +407,15 @@ def unpack_find(message: bytes) -> tuple[str, bytes, tuple[str, ...]]:
 
 
 def pack_found(texts: Sequence[bytes]) -> bytes:
-    """Return the answer to FIND: the texts of as many leading blocks as fit. One always does."""
-    ends = accumulate(len(text) + 1 for text in texts)
-    count = bisect_right(list(ends), MESSAGE_BYTES_MAX)
-    return bytes((MessageKind.FOUND,)) + b";".join(texts[:count])
+    """Return the answer to FIND, with the text of each block."""
+    return _bounded(bytes((MessageKind.FOUND,)) + b";".join(texts))
 
 
 def unpack_found(message: bytes, count: int) -> list[bytes]:
-    """Read the texts of one or more leading blocks of ``count``."""
+    """Read the texts of ``count`` blocks."""
     _expect(message, MessageKind.FOUND)
     texts = message[1:].split(b";")
-    if len(texts) > count:
+    if len(texts) != count:
         raise ProtocolError(f"{len(texts)} blocks instead of {count}")
     return texts
 

@@ -30,8 +30,6 @@ from objkv.keys.chunk import payload_path
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
 _LOOKS_MAX = 3
-_NOT_READ = "none"
-"""Placeholder for a codec whose header has not been read."""
 
 
 class BulkIndex:
@@ -193,9 +191,9 @@ def _of_file(entry: Entry) -> ShardRecord:
     return ShardRecord(
         nbytes=entry.nbytes,
         raw_bytes=entry.nbytes,
-        codec=_NOT_READ,
+        is_plain=True,  # as far as is known: the header has not been read
         hot=False,
-        header_checksum=xxhash.xxh3_128_hexdigest(f"{entry.nbytes} {entry.modified_s!r}".encode()),
+        header_checksum=xxhash.xxh3_64_hexdigest(f"{entry.nbytes} {entry.modified_s!r}".encode()),
         created_s=int(entry.modified_s),
     )
 

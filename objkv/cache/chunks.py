@@ -393,8 +393,8 @@ def shard_record(header: Header) -> ShardRecord:
     return ShardRecord(
         nbytes=header.nbytes,
         raw_bytes=header.raw_bytes,
-        codec=header.codec,
+        is_plain=header.codec == "none",
         hot=False,
-        header_checksum=header.checksum,
+        header_checksum=header.checksum[:16],
         created_s=header.provenance.created_s,
     )

@@ -20,12 +20,13 @@ class ShardRecord:
     """Length of the whole payload, including the header."""
     raw_bytes: int
     """Length of its pages before compression."""
-    codec: str
+    is_plain: bool
+    """Whether its pages are neither compressed nor encrypted."""
     hot: bool
     """Whether the hot store received a copy too; the bulk store always has one."""
     header_checksum: str
-    """The payload header's own checksum, 32 hex digits. It distinguishes payloads of two writers.
-    """
+    """The first 16 hex digits of the payload header's own checksum. They distinguish payloads of
+    two writers."""
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
 

@@ -19,6 +19,7 @@ from objkv.agent.messages import (
     Urgency,
 )
 from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
@@ -28,7 +29,7 @@ from tests.agent.consistency import is_consistent, threads_of
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import NAMESPACE, record_of
+from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
 
@@ -109,7 +110,7 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
     provenance = replace(found.provenance, tokens=tuple(range(1000, 3000)))
     longer = encode(first.claim, found.frames.layers, RIGHT, codec=codec, provenance=provenance)  # type: ignore[arg-type]
     node.store.put(first.claim.key.path(), longer)
-    first = PayloadRequest(first.claim, record_of(read_header(longer)))
+    first = PayloadRequest(first.claim, shard_record(read_header(longer)))
     lie = replace(third.record, raw_bytes=third.record.raw_bytes + 8192)
     for wanted in (second, first, PayloadRequest(third.claim, lie), second):
         (one,) = fetch(node, wanted)

@@ -13,7 +13,7 @@ from objkv.keys.chunk import ChunkKey
 from tests.agent.world import NAMESPACE, Node, down, ended, opened
 from tests.support.steps import complete
 
-RECORD = ShardRecord(1, 2, "none", False, "", 3)
+RECORD = ShardRecord(1, 2, True, False, "", 3)
 
 
 def key(number: int, field: str = "0") -> ChunkKey:

@@ -589,7 +589,7 @@ def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
     claim = read_header(made[1]).claim
     other = "0.L0-2_H2-4"
     assert other != claim.key.field
-    record = ShardRecord(5, 5, "none", False, "00", 1)
+    record = ShardRecord(5, 5, True, False, "00", 1)
     entry = ChunkEntry(
         NAMESPACE,
         claim.key.prefix_hash,

@@ -54,9 +54,9 @@ def shard(nbytes: int = 4096) -> ShardRecord:
     return ShardRecord(
         nbytes=nbytes,
         raw_bytes=nbytes - 1,
-        codec="none",
+        is_plain=True,
         hot=nbytes % 2 == 0,
-        header_checksum=f"{nbytes:032x}",
+        header_checksum=f"{nbytes:016x}",
         created_s=1_700_000_000,
     )
 
@@ -411,7 +411,12 @@ class IndexContract:
 
     def test_what_is_found_is_what_is_looked_up(self, index: PruneIndex) -> None:
         """However late the caller decodes the mapping."""
-        kinds = [shard(1), replace(shard(), codec="", header_checksum=""), shard(10**17), shard(99)]
+        kinds = [
+            shard(1),
+            replace(shard(), is_plain=False, header_checksum=""),
+            shard(10**17),
+            shard(99),
+        ]
         for number, kind in enumerate(kinds):
             index.publish(chunk(number + 1), {FIELD: kind, OTHER_FIELD: shard()}, ttl_s=LONG_S)
         hashes = [prefix_hash(number + 1) for number in range(len(kinds))]

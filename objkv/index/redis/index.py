@@ -221,10 +221,9 @@ class RedisIndex:
     def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""
         assert shards
-        assert all(field[:1].isdigit() for field in shards)  # the record's own fields are words
+        assert all(field[:1].isdigit() for field in shards)  # the record's own fields are letters
         args: list[str | bytes | int] = [ttl_s * 1000]
-        args += ["parent", chunk.parent_hash.hex()]
-        args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
+        args += ["p", chunk.parent_hash, "t", f"{chunk.token_start}-{chunk.token_end}"]
         for field, shard in shards.items():
             args += [field, encode_shard(shard)]
         key = self._chunk(chunk.namespace, chunk.prefix_hash)
@@ -383,9 +382,8 @@ def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
         if name[:1].isdigit() and (shard := decode_shard(value)):
             shards[name.decode("utf-8", "replace")] = shard
     try:
-        tokens = _TOKENS.fullmatch(reply[b"tokens"])
-        parent_hash = bytes.fromhex(reply[b"parent"].decode("ascii"))
-        hits, touched_s = int(reply.get(b"hits", 0)), int(reply.get(b"touched", 0))
+        tokens, parent_hash = _TOKENS.fullmatch(reply[b"t"]), reply[b"p"]
+        hits, touched_s = int(reply.get(b"h", 0)), int(reply.get(b"u", 0))
         pinned_until_s = int(reply.get(b"pin", 0))
     except (KeyError, ValueError):
         return None

@@ -39,7 +39,7 @@ redis.call('PEXPIRE', KEYS[1], string.format('%.0f', ttl))
 """
 """Sets the record's time to live, in ms. Does not shorten the rest of a pin."""
 _SIZE = """\
-local function size(shard) return tonumber(string.match(shard, '^%[(%d+),')) or 0 end
+local function size(shard) return tonumber(string.match(shard, '^(%d+) ')) or 0 end
 """
 
 PUBLISH = Script(f"""\
@@ -61,9 +61,9 @@ return {{nbytes, payloads}}
 """ARGV: time to live in ms, then fields and values. Returns the changes in bytes and payloads."""
 
 TOUCH = Script(f"""\
-if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
-local hits = tonumber(redis.call('HGET', KEYS[1], 'hits')) or 0
-redis.call('HSET', KEYS[1], 'hits', string.format('%.0f', hits + 1), 'touched', ARGV[2])
+if redis.pcall('HEXISTS', KEYS[1], 'p') ~= 1 then return 0 end
+local hits = tonumber(redis.call('HGET', KEYS[1], 'h')) or 0
+redis.call('HSET', KEYS[1], 'h', string.format('%.0f', hits + 1), 'u', ARGV[2])
 {_LIVE}
 return 1
 """)
@@ -81,7 +81,7 @@ return 1
 """ARGV: field, the value it must have."""
 
 PIN = Script("""\
-if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
+if redis.pcall('HEXISTS', KEYS[1], 'p') ~= 1 then return 0 end
 if ARGV[1] == '0' then
   redis.call('HDEL', KEYS[1], 'pin')
 else

@@ -24,7 +24,7 @@ from objkv.index.fields import (
     savings_fields,
     sighting_name,
 )
-from objkv.index.sqlite.file import SqliteFile, nbytes_of
+from objkv.index.sqlite.file import SqliteFile
 
 _HASHES_MAX = 30_000
 """Limit per statement; SQLite itself allows 32,766 variables."""
@@ -57,9 +57,9 @@ _TOUCH = f"""
 UPDATE chunks AS c SET hits = hits + 1, touched_s = ?, ends_s = max(?, pinned_s)
 WHERE namespace = ? AND {_LIVE} AND hash IN
 """
-_USAGE = f"""
+_USAGE = """
 WITH expired AS (
-  SELECT namespace, sum({nbytes_of("s.value")}) AS nbytes, count(*) AS payloads
+  SELECT namespace, sum(CAST(s.value AS INTEGER)) AS nbytes, count(*) AS payloads
   FROM chunks c JOIN shards s USING (namespace, hash)
   WHERE c.ends_s <= ? GROUP BY namespace)
 SELECT namespace, t.nbytes - ifnull(e.nbytes, 0) AS nbytes,

@@ -25,7 +25,7 @@ from objkv.keys.prefix import PrefixChain, PromptExtras
 BLOCK, CHUNK = 2, 8
 NUMBER = 70_000
 NAMESPACE = "0" * 32
-RECORD = ShardRecord(1, 1, "none", False, "", 0)
+RECORD = ShardRecord(1, 1, True, False, "", 0)
 WINDOWS = (3, 4, 5, 8, 9, 17)
 
 

@@ -37,7 +37,7 @@ NAMESPACE = "0" * 32
 CHUNK = 64
 FULL = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=4, content=8, block_size=16)
 WINDOW = GroupIdentity("sliding_window", 32, ("e", "f"), heads=2, content=8, block_size=32)
-RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+RECORD = ShardRecord(10, 10, True, False, "0" * 32, 1)
 
 
 def request(name: str = "r", tokens: int = 4 * CHUNK + 3, unit: int = 16, **more: Any) -> Request:

@@ -20,7 +20,7 @@ FULL = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=BLOCK
 WINDOW = GroupIdentity("sliding_window", 65, ("b",), heads=2, content=16, block_size=BLOCK)
 LOCAL = GroupIdentity("chunked_local", 192, ("c",), heads=2, content=16, block_size=BLOCK)
 STATE = GroupIdentity("mamba", None, ("d",), heads=1, content=16, block_size=BLOCK, state="s")
-SHARD = ShardRecord(100, 80, "none", False, "0" * 32, 1)
+SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 TOKENS = list(range(CHUNKS * CHUNK))
 PER_CHUNK = CHUNK // BLOCK
 

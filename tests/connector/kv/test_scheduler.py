@@ -212,7 +212,7 @@ def test_a_prompt_with_an_image_that_only_has_a_number_is_neither_loaded_nor_sav
 def load(chunk: int, *, hot: bool, group: int = 0) -> tuple[LoadMove, ShardRecord]:
     names = bytes([chunk]) * 20, bytes([chunk]) * 20
     move = ChunkMove(chunk, group, *names, chunk * 64, chunk * 64 + 64, 0, (chunk + 1,))
-    record = ShardRecord(100, 80, "none", hot, "0" * 32, 1)
+    record = ShardRecord(100, 80, True, hot, "0" * 32, 1)
     return LoadMove(move, None), record
 
 

@@ -18,8 +18,8 @@ from tests.contracts.clock import ManualClock
 from tests.support.plans import packed
 
 GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
-COLD = ShardRecord(100, 100, "none", False, "0" * 32, 1)
-HOT = ShardRecord(100, 100, "none", True, "0" * 32, 1)
+COLD = ShardRecord(100, 100, True, False, "0" * 32, 1)
+HOT = ShardRecord(100, 100, True, True, "0" * 32, 1)
 
 
 class Notes:
