@@ -20,6 +20,7 @@ from objkv.codec.payload import Header
 from objkv.errors import PayloadError
 from objkv.index.base import (
     ChunkEntry,
+    Lease,
     Record,
     Savings,
     ShardRecord,
@@ -107,7 +108,14 @@ class BulkIndex:
         """See ``ReadIndex``."""
         self._store.close()
 
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def publish(
+        self,
+        chunk: ChunkEntry,
+        shards: Mapping[str, ShardRecord],
+        *,
+        ttl_s: int,
+        lease: Lease | None = None,
+    ) -> None:
         """Does nothing: payloads are found by their files."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:

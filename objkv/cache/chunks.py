@@ -20,7 +20,7 @@ from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
-from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.index.base import ChunkEntry, Lease, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived, Buffer, Entry, ReadStore, WriteStore
 from objkv.telemetry import Recorder
@@ -286,8 +286,8 @@ class ChunkCache:
             return True
 
     def release_lease(self, key: ChunkKey) -> None:
-        """Give the lease back early, so that another process can save the payload, also soon after
-        a save that succeeded: it may be found corrupt. If that fails, it expires."""
+        """Give the lease of a save that failed back early, so that another process can save the
+        payload. If that fails, it expires."""
         try:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:
@@ -310,10 +310,11 @@ class ChunkCache:
         return None if shards is None else shards.get(key.field)
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        """Store ``payload``, then publish its record. Call it while holding the lease. No reference
-        to ``payload`` is kept.
+        """Store ``payload``, then publish its record, which gives the lease back. Call it while
+        holding that. No reference to ``payload`` is kept.
 
-        Raises ``StoreError`` if the bulk store fails; no record is published then.
+        Raises ``StoreError`` if the bulk store fails; no record is published then, and the lease is
+        still held.
         """
         path = claim.key.path()
         if path in self._suspects:
@@ -378,10 +379,12 @@ class ChunkCache:
             key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
         )
         record = replace(shard_record(header), hot=hot)
+        lease, ttl_s = Lease(key.path(), self._settings.writer), self._settings.ttl_s
         try:
-            self._index.publish(chunk, {key.field: record}, ttl_s=self._settings.ttl_s)
+            self._index.publish(chunk, {key.field: record}, ttl_s=ttl_s, lease=lease)
         except StoreError:
             self._recorder.count("publish_errors")
+            self.release_lease(key)
         else:
             # If it was found corrupt meanwhile, the next save repairs it.
             if key.path() not in self._suspects:

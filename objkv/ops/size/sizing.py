@@ -24,8 +24,8 @@ RECORD_BYTES: Final = 300
 GROUP_BYTES: Final = 50
 """Redis memory per further group. Measured in the same way: 45 bytes."""
 MONTH_S: Final = 30 * 86_400
-_SAVE_COMMANDS = 3
-"""Redis commands per saved payload: lease, publish, release."""
+_SAVE_COMMANDS = 2
+"""Redis commands per saved payload: lease, publish."""
 _WRITER = "w" * 40
 
 
