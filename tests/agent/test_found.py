@@ -10,7 +10,8 @@ from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
-from tests.agent.world import NAMESPACE, Node, down, ended, opened
+from tests.agent.world import Node, down, ended, opened
+from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 
 RECORD = ShardRecord(1, 2, True, False, "", 3)
