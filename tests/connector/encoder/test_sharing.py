@@ -108,7 +108,7 @@ def test_a_preempted_request_asks_for_its_image_again(place: Place) -> None:
         assert first.saved == 2
         first.dropped("x", "y")
         assert first.see(shared) == []
-        assert first.fetcher.memory.held_bytes == 0
+        assert first.fetcher.held_bytes == 0
 
 
 def test_a_replica_that_only_encodes_leaves_out_what_is_stored(place: Place) -> None:
@@ -238,7 +238,7 @@ def test_after_a_reset_nothing_old_is_loaded_and_nothing_new_is_shared(
     with replica(place) as third:
         assert third.see(request("d", "y")) == []
         assert torch.equal(third.cache["y"], output_of("y"))
-    assert second.fetcher.memory.held_bytes == 0
+    assert second.fetcher.held_bytes == 0
 
 
 @pytest.mark.parametrize(
