@@ -38,7 +38,6 @@ PATCHED = {
     "add_lora": _CORE,
     "remove_lora": _CORE,
     "reset_encoder_cache": _CORE,
-    "reset_prefix_cache": _CORE,
     "sleep": _WORKER,
     "wake_up": _WORKER,
     "discard": _WORKER,
@@ -172,8 +171,6 @@ class EngineHooks:
             wrap("add_lora", _engine_hooks, before=EngineHooks.adapter_loaded),
             wrap("remove_lora", _engine_hooks, after=EngineHooks.adapter_unloaded),
         ]
-        if patches:
-            wrap("reset_prefix_cache", _engine_hooks, after=EngineHooks.prefix_reset)
         if not wrapped or not all(wrapped):
             logger.warning(
                 "weights that change in place are not noticed in this version of vLLM, or with "
@@ -197,21 +194,6 @@ class EngineHooks:
         without a call to the connector."""
         if not self._side.open and holds_no_prefix(self._manager()):
             self._side.reset(clean=True)
-
-    def prefix_reset(self, reset_running_requests: bool = False, *_args: Any, **_more: Any) -> None:
-        """Explain why vLLM fails to drop the blocks of all requests, if it has failed.
-
-        It preempts those that run. Requests that wait for a load keep their blocks, and so do ended
-        ones until they are saved. A paused engine makes no steps, so it never learns that a load
-        has ended. Source: vLLM 0.32, ``reset_prefix_cache`` in ``v1/core/sched/scheduler.py``, and
-        ``_finish_pause`` in ``v1/engine/core.py``.
-        """
-        manager = self._manager()
-        if reset_running_requests and manager is not None and not holds_nothing(manager):
-            logger.warning(
-                "vLLM cannot drop blocks that a load, a save or a step still uses, so this call "
-                "fails: call it again, after pause_generation(mode='keep') once the engine resumed"
-            )
 
     def adapter_loaded(self, lora_request: Any, **_more: Any) -> None:
         """Forward that vLLM is about to read an adapter's files."""

@@ -32,7 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 from objkv.agent.payloads import PayloadReader, PayloadWriter, WriteOutcome
 from objkv.assembly.link import AgentLink
 from objkv.background import Steps
-from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits
+from objkv.cache.lookup import LookupLimits
 from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config.tier import TierOptions, read_options
@@ -200,7 +200,7 @@ class ObjKVTier(SecondaryTierManager):
         self._writer = PayloadWriter(link.connect, nbytes_max, "chunks", writer=writer_name(self))
         self._reader = PayloadReader(link.connect, "chunks")
         link.await_agent()
-        limits = LookupLimits(config.lookup_deadline_ms / 1000, age_max_s=LOOKUP_TTL_S)
+        limits = LookupLimits(config.lookup_deadline_ms / 1000)
         # A folder that is its own index ends its answers early.
         is_folder = config.index_url == "bulk:"
         self._lookups = TierLookups(link.calls, recorder, limits, ends_early=is_folder)
@@ -253,7 +253,7 @@ class ObjKVTier(SecondaryTierManager):
         separately."""
         loads = []
         for one in self._begin(self._loads, job_metadata):
-            one.record = self._lookups.record(one.key)
+            one.record = self._lookups.record(job_metadata.req_context.req_id, one.key)
             if one.record is None:  # not found, or not looked up
                 one.settle(done=False)
             else:

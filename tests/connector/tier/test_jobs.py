@@ -122,7 +122,7 @@ class World:
 
     def __init__(self, **limits: Any) -> None:
         self.index, self.clock, self.recorder = MemoryIndex(), ManualClock(), MemoryRecorder()
-        values: dict[str, Any] = {"deadline_s": 1, "queue_max": 8, "age_max_s": 30} | limits
+        values: dict[str, Any] = {"deadline_s": 1, "queue_max": 8} | limits
         self.lookups = TierLookups(
             self.index, self.recorder, LookupLimits(**values), clock=self.clock
         )
@@ -154,19 +154,14 @@ def test_nothing_is_asked_before_the_step_is_planned() -> None:
     world.lookups.close()
 
 
-def test_an_answer_lives_as_long_as_who_asked_and_is_not_told_to_the_new_when_old() -> None:
+def test_an_answer_is_one_requests_until_it_ends() -> None:
     world = World()
     assert world.answers("a", [1]) == [LookupResult.MISS]
     world.store(1)
-    assert world.answers("b", [1]) == [LookupResult.MISS]
-    world.clock.advance(31)
-    assert world.answers("b", [1]) == [LookupResult.MISS]
-    assert world.answers("c", [1]) == [LookupResult.HIT]
-    for request in "abc":
-        world.lookups.forget(request)
-    chunk = chunk_key(NAMESPACE, key(1))
-    assert world.index.forget(NAMESPACE, chunk.prefix_hash, chunk.field, RECORD)
-    assert world.answers("d", [1]) == [LookupResult.MISS]
+    assert world.answers("a", [1]) == [LookupResult.MISS]
+    assert world.answers("b", [1]) == [LookupResult.HIT]
+    world.lookups.forget("a")
+    assert world.answers("a", [1]) == [LookupResult.HIT]
     world.lookups.close()
 
 
