@@ -140,8 +140,9 @@ _CHANGES_NOTHING = frozenset(
 class Listener(Protocol):
     """A scheduler's side that is informed of changes of weights and adapters."""
 
-    adapters: "Adapters"
-    """The adapters in use."""
+    @property
+    def adapters(self) -> "Adapters | None":
+        """The adapters in use. None if they do not matter."""
 
     @property
     def open(self) -> bool:
@@ -197,11 +198,13 @@ class EngineHooks:
 
     def adapter_loaded(self, lora_request: Any, **_more: Any) -> None:
         """Forward that vLLM is about to read an adapter's files."""
-        self._side.adapters.loaded(lora_request)
+        if self._side.adapters is not None:
+            self._side.adapters.loaded(lora_request)
 
     def adapter_unloaded(self, lora_id: int, **_more: Any) -> None:
         """Forward that vLLM has unloaded an adapter."""
-        self._side.adapters.unloaded(lora_id)
+        if self._side.adapters is not None:
+            self._side.adapters.unloaded(lora_id)
 
 
 _engine_hooks: WeakSet[EngineHooks] = WeakSet()
