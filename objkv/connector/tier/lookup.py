@@ -31,8 +31,6 @@ class _Verdict:
     deadline: float
     answered: bool = False
     """Set last, by the background thread or by the scheduler's thread."""
-    is_open: bool = False
-    """Whether the answer to its question ended before it."""
     record: ShardRecord | None = None
 
 
@@ -49,7 +47,7 @@ class TierLookups:
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """``ends_early``: whether the index ends its answer to several keys at the first missing
-        one."""
+        one. They are looked up one by one then: vLLM reads a window from its end."""
         self._index, self._recorder, self._limits, self._clock = index, recorder, limits, clock
         self._ends_early = ends_early
         self._thread = StepThread(
@@ -58,7 +56,7 @@ class TierLookups:
         self._asked: dict[str, dict[bytes, _Verdict]] = {}
         """By request and key. What several requests ask for, the agent answers from memory."""
         self._new: dict[object, list[_Verdict]] = {}
-        """Keys to look up, by request and group, or one by one."""
+        """Keys to look up, by request, and by group or one by one."""
 
     def ask(self, request_id: str, namespace: str, key: bytes) -> LookupResult:
         """Return whether the chunk is stored, or RETRY while that is unknown."""
@@ -67,12 +65,10 @@ class TierLookups:
         if verdict is None:
             deadline = self._clock() + self._limits.deadline_s
             verdict = verdicts[key] = _Verdict(chunk_key(namespace, key), deadline)
-            self._new.setdefault((request_id, verdict.key.group), []).append(verdict)
+            part = key if self._ends_early else verdict.key.group
+            self._new.setdefault((request_id, part), []).append(verdict)
         if not verdict.answered:
             if self._clock() < verdict.deadline:
-                if verdict.is_open:  # as of a window, which vLLM reads from its end
-                    verdict.is_open = False
-                    self._new[request_id, key] = [verdict]
                 return LookupResult.RETRY
             self._recorder.count("lookup_deadlines")
             self._answer(verdict, None)
@@ -134,14 +130,9 @@ class TierLookups:
                 self._recorder.count("lookup_errors")
                 self._miss(left)
                 continue
-            has_ended = False
             for verdict, shards in zip(left, found, strict=True):
-                record = None if shards is None else shards.get(key.field)
-                if record is None and has_ended and self._ends_early:
-                    verdict.is_open = True
-                elif not verdict.answered:  # else it was late
-                    self._answer(verdict, record)
-                has_ended |= record is None
+                if not verdict.answered:  # else it was late
+                    self._answer(verdict, None if shards is None else shards.get(key.field))
 
 
 def _note_failure(error: Exception) -> None:
