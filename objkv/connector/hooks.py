@@ -43,6 +43,7 @@ PATCHED = {
     "discard": _WORKER,
 }
 """Module and class of each patched method. Read against vLLM 0.31-0.33."""
+_followers: dict[str, WeakSet[Any]] = {name: WeakSet() for name in PATCHED}
 
 
 def evict_failed(
@@ -166,11 +167,10 @@ class EngineHooks:
         ``patches``: whether vLLM's classes may be wrapped."""
         self._side = side
         self._manager = manager
-        _engine_hooks.add(self)
         wrapped = patches and [
-            wrap("collective_rpc", _engine_hooks, after=EngineHooks.workers_called),
-            wrap("add_lora", _engine_hooks, before=EngineHooks.adapter_loaded),
-            wrap("remove_lora", _engine_hooks, after=EngineHooks.adapter_unloaded),
+            wrap("collective_rpc", self, after=EngineHooks.workers_called),
+            wrap("add_lora", self, before=EngineHooks.adapter_loaded),
+            wrap("remove_lora", self, after=EngineHooks.adapter_unloaded),
         ]
         if not wrapped or not all(wrapped):
             logger.warning(
@@ -207,11 +207,6 @@ class EngineHooks:
             self._side.adapters.unloaded(lora_id)
 
 
-_engine_hooks: WeakSet[EngineHooks] = WeakSet()
-_encoder_sides: "WeakSet[EncoderSchedulerSide]" = WeakSet()
-_sleepers: "WeakSet[ObjKVConnector]" = WeakSet()
-
-
 def follow_sleep(sleeper: "ObjKVConnector", *, patches: bool = True) -> None:
     """Call a worker's connector before its paged cache is unmapped and after it is mapped again.
 
@@ -229,19 +224,15 @@ def follow_sleep(sleeper: "ObjKVConnector", *, patches: bool = True) -> None:
 
     if not patches or hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return
-    _sleepers.add(sleeper)
-    wrap("sleep", _sleepers, before=lambda one, *_, **__: one.unregister_kv_caches())
-    wrap("discard", _sleepers, before=discards)
-    wrap("wake_up", _sleepers, after=wakes)
+    wrap("sleep", sleeper, before=lambda one, *_, **__: one.unregister_kv_caches())
+    wrap("discard", sleeper, before=discards)
+    wrap("wake_up", sleeper, after=wakes)
 
 
 def follow_encoder_resets(side: "EncoderSchedulerSide", *, patches: bool = True) -> None:
     """Call a side when vLLM drops its own encoder outputs, as it does after weights changed."""
     if patches:
-        _encoder_sides.add(side)
-        wrap(
-            "reset_encoder_cache", _encoder_sides, after=lambda one, *_, **__: one.outputs_dropped()
-        )
+        wrap("reset_encoder_cache", side, after=lambda one, *_, **__: one.outputs_dropped())
 
 
 def may_change_weights(method: Any, args: Any = ()) -> bool:
@@ -266,14 +257,16 @@ def may_change_weights(method: Any, args: Any = ()) -> bool:
 
 def wrap(
     name: str,
-    followers: Iterable[object],
+    follower: object,
     *,
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
 ) -> bool:
     """Wrap a method in ``PATCHED``, once per class, so that ``before`` and ``after`` are called
-    with each follower and the method's arguments, even if it raises. Returns False if this version
-    of vLLM lacks the method."""
+    with each follower and the method's arguments, even if it raises. All followers of a method,
+    which are not kept alive, have the same. Returns False if this version of vLLM lacks the
+    method."""
+    _followers[name].add(follower)
     module, owner_name = PATCHED[name]
     owner = getattr(import_module(module), owner_name)
     original = owner.__dict__.get(name)
@@ -284,8 +277,8 @@ def wrap(
 
     def tell(act: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> None:
         if act is not None:
-            for follower in list(followers):
-                guarded(None)(act)(follower, *args, **kwargs)
+            for one in list(_followers[name]):
+                guarded(None)(act)(one, *args, **kwargs)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
