@@ -93,8 +93,8 @@ def refuse_unshareable(vllm_config: "VllmConfig", named: frozenset[str]) -> None
     refuse_external_launcher(vllm_config)
     if not names_media(vllm_config):
         raise ConfigError(
-            "objkv's secondary tier cannot identify images, because vLLM only numbers them: turn "
-            "prefix caching on, or set --mm-processor-cache-gb above 0"
+            "objkv's secondary tier cannot identify images here: turn prefix caching on or set "
+            "--mm-processor-cache-gb above 0, and unset --mm-encoder-attn-dtype"
         )
     if vllm_config.lora_config is not None and "adapters" not in named:
         raise ConfigError(
@@ -117,27 +117,22 @@ class TierAdapters:
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
-        self._numbers: dict[str, int | None] = {}
-        """Number by loaded name, None after unloading. Never forgotten, because there are few
+        self._numbers: dict[str, int] = {}
+        """Number by loaded name, -1 after unloading. Never forgotten, because there are few
         names."""
-        self._unknown = False
-        """Whether an adapter with an unknown name was unloaded."""
 
     def loaded(self, lora_request: Any) -> None:
         """Record that vLLM is about to read an adapter's files."""
         name, number = lora_request.lora_name, lora_request.lora_int_id
-        is_new = name not in self._numbers and not self._unknown
-        is_same = self._numbers.get(name) == number  # which vLLM does not read again
+        before = self._numbers.get(name, number)  # vLLM does not read the same number again
         self._numbers[name] = number
-        if getattr(lora_request, "load_inplace", False) or not (is_new or is_same):
+        if before != number or getattr(lora_request, "load_inplace", False):
             self._changed()
 
     def unloaded(self, number: int) -> None:
         """Record that vLLM has unloaded the adapter with that ``lora_int_id``."""
         names = [name for name, of in self._numbers.items() if of == number]
-        self._unknown = self._unknown or not names
-        for name in names:
-            self._numbers[name] = None
+        self._numbers |= dict.fromkeys(names, -1)
 
 
 @dataclass(frozen=True, slots=True)
