@@ -146,6 +146,12 @@ _REASONS: dict[str, tuple[str, str]] = {
         "start both with or both without --enable-tower-connector-lora",
     ),
 }
+_WEIGHTS_KINDS = {
+    frozenset({"sampled", "full"}): (
+        "the weights are hashed in two ways, so it is unknown whether they are the same",
+        "set the same weights_digest on all replicas",
+    ),
+}
 _NAMED = (
     "one identifies its weights by their bytes and the other only by a name",
     "let both read the weights from a local directory or the hub's cache",
@@ -210,6 +216,8 @@ def _machine(layout: Any) -> str:
 
 def _weights(a: str, b: str) -> tuple[str, str]:
     kinds = frozenset({a.partition(":")[0], b.partition(":")[0]})
+    if kinds in _WEIGHTS_KINDS:
+        return _WEIGHTS_KINDS[kinds]
     if kinds == {"dummy"}:
         return _SEEDS
     return _NAMED if len(kinds) > 1 else _REASONS["weights"]

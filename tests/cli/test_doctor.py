@@ -60,11 +60,12 @@ def tier(folder: Path, entry: dict[str, Any], **extra: Any) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_vllms_configuration_is_checked_and_its_stores_are_probed(run: Run, tmp_path: Path) -> None:
-    below = tier(tmp_path, {"locality": "LOCAL", "codec": "lz4"})
     several = {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [connector(tmp_path), below]},
+        "kv_connector_extra_config": {
+            "connectors": [connector(tmp_path), tier(tmp_path, {"locality": "LOCAL"})]
+        },
     }
     (tmp_path / "kv.json").write_text(json.dumps(several))
     for given in (json.dumps(several), f"{tmp_path}/kv.json"):

@@ -56,7 +56,7 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
         )
     return EncoderIdentity(
         model=name_model(model.model, config.model_id),
-        weights=read_weights(vllm_config),
+        weights=read_weights(vllm_config, config),
         processor=_processor(local_folder(model.model, model.revision), model.revision),
         quantization=model.quantization,
         dtype=str(model.dtype).removeprefix("torch."),

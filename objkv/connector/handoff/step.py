@@ -114,7 +114,7 @@ def read_handoff_identity(config: Any, settings: Config) -> Identity:
     )
     return Identity(
         model=name_model(model.model, settings.model_id),
-        weights=read_weights(config),
+        weights=read_weights(config, settings),
         quantization=model.quantization,
         kv_dtype=dtype if kv_dtype == "auto" else kv_dtype,
         groups=(group,),

@@ -70,7 +70,7 @@ def read_geometry(
     _refuse_unsupported(vllm_config, kv_cache_config)
     draft = None
     if has_draft_kv(vllm_config):
-        draft = read_draft(vllm_config, read_weights(vllm_config, draft=True))
+        draft = read_draft(vllm_config, read_weights(vllm_config, config, draft=True))
     parts = read_parts(kv_cache_config, draft.has if draft else lambda _: False)
     stages: PipelineStages = ()
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -151,7 +151,7 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     model = vllm_config.model_config
     return Identity(
         model=name_model(model.model, config.model_id),
-        weights=read_weights(vllm_config),
+        weights=read_weights(vllm_config, config),
         quantization=model.quantization,
         kv_dtype=_kv_dtype(vllm_config),
         groups=geometry.stored_groups,

@@ -1,10 +1,10 @@
 """Identifies weights by a digest of the model's files, which is the same on every replica.
 
-The digest is sampled, because hashing 140 GB at every start is slow. Every tensor of a safetensors
-file contributes its name, dtype, shape and up to eight of its pages. A fine-tune, a merge or
-another checkpoint therefore has another digest, but a manual change of a few bytes may not. Files
-without an index of tensors (``.bin``, ``.pt``, ``.pth``, ``.gguf``) are read whole, because samples
-would cover only a few layers.
+By default the digest is sampled, because hashing 140 GB at every start is slow. Every tensor of a
+safetensors file contributes its name, dtype, shape and up to eight of its pages. A fine-tune, a
+merge or another checkpoint therefore has another digest, but a manual change of a few bytes may
+not. ``weights_digest=full`` reads everything. Files without an index of tensors (``.bin``, ``.pt``,
+``.pth``, ``.gguf``) are always read whole, because samples would cover only a few layers.
 """
 
 import hashlib
@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from objkv.background import Steps
+from objkv.config import Config
 from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-_SCHEME = "objkv-weights-sampled-2"
-"""Name of the recipe for digests. A new recipe needs a new name."""
+_SCHEMES = {False: "objkv-weights-sampled-2", True: "objkv-weights-full-1"}
+"""Names of the recipes for digests: sampled (False) and full (True). A new recipe needs a new
+name."""
 _PAGE = 4096
 _PAGES_PER_TENSOR = 8
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -38,23 +40,23 @@ _THREADS_MAX = 4
 """SHA-256 runs at 1 to 2 GB/s per core. More threads only slow the engine's start."""
 
 
-def weights_digest(folder: Path) -> str | None:
-    """Return the digest of configuration and weights in ``folder``, ``sampled:…``. None if
-    ``folder`` has no weights. Raises ``OSError``."""
+def weights_digest(folder: Path, *, full: bool = False) -> str | None:
+    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``.
+    None if ``folder`` has no weights. Raises ``OSError``."""
     weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
     if not weights:
         return None
-    digest = hashlib.sha256(_SCHEME.encode())
+    digest = hashlib.sha256(_SCHEMES[full].encode())
     for path in (folder / name for name in _CONFIG_FILES):
         if path.is_file():
             _add(digest, path.name.encode(), path.read_bytes())
-    with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
-        for path, content in zip(weights, pool.map(_content, weights), strict=True):
-            _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
-    return f"sampled:{digest.hexdigest()[:40]}"
+    contents = _whole(weights) if full else _sampled(weights)
+    for path, content in zip(weights, contents, strict=True):
+        _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
+    return f"{'full' if full else 'sampled'}:{digest.hexdigest()[:40]}"
 
 
-def read_weights(vllm_config: Any, *, draft: bool = False) -> str:
+def read_weights(vllm_config: Any, config: Config, *, draft: bool = False) -> str:
     """Return the digest of an engine's weights, or of its draft's, or their revision if they cannot
     be read here. Raises ``ConfigError``, which names the fix, without either. ``vllm_config``: of
     any version."""
@@ -65,7 +67,8 @@ def read_weights(vllm_config: Any, *, draft: bool = False) -> str:
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:seed={model.seed}"
     folder = local_folder(model.model, model.revision)
-    if folder is not None and (digest := weights_digest(folder)) is not None:
+    full = config.weights_digest == "full"
+    if folder is not None and (digest := weights_digest(folder, full=full)) is not None:
         return digest
     if model.revision is not None:
         return f"revision:{model.revision}"
@@ -122,18 +125,34 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
         digest.update(value)
 
 
-def _content(path: Path) -> bytes:
-    """Return a SHA-256 of samples of a file's tensors, or of all bytes without an index of
+def _sampled(paths: Sequence[Path]) -> list[bytes]:
+    """Return a SHA-256 per file: of samples of its tensors, or of all bytes without an index of
     tensors."""
-    digest, spans = hashlib.sha256(), _tensor_spans(path)
+    spans = {path: found for path in paths if (found := _tensor_spans(path)) is not None}
+    unindexed = [path for path in paths if path not in spans]
+    whole = dict(zip(unindexed, _whole(unindexed), strict=True))
+    return [whole[path] if path in whole else _sample(path, spans[path]) for path in paths]
+
+
+def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
+    digest = hashlib.sha256()
     with path.open("rb", buffering=0) as file:
-        if spans is not None:
-            for start, end in _pages(spans):
-                digest.update(os.pread(file.fileno(), end - start, start))
-            return digest.digest()
+        for start, end in _pages(spans):
+            digest.update(os.pread(file.fileno(), end - start, start))
+    return digest.digest()
+
+
+def _whole(paths: Sequence[Path]) -> list[bytes]:
+    """Return the SHA-256 of every file, several in parallel."""
+    with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_read_whole, paths))
+
+
+def _read_whole(path: Path) -> bytes:
+    digest, piece = hashlib.sha256(), bytearray(_PIECE)
+    with path.open("rb", buffering=0) as file:
         gib = os.fstat(file.fileno()).st_size / 2**30
         logger.info("hashing all of a file of weights gib=%.1f path=%s", gib, path)
-        piece = bytearray(_PIECE)
         while count := file.readinto(piece):
             digest.update(memoryview(piece)[:count])
     return digest.digest()

@@ -81,7 +81,7 @@ def engine_settings(
     if draft is not None and draft.method not in WITHOUT_KV and "speculative" not in named:
         found["draft_method"] = draft.method
         found["draft_tokens"] = str(draft.num_speculative_tokens)
-        found["draft_weights"] = read_weights(vllm_config, draft=True)
+        found["draft_weights"] = read_weights(vllm_config, config, draft=True)
     return tuple(sorted(found.items()))
 
 
@@ -196,7 +196,7 @@ def read_tier_identity(
     refuse_unshareable(vllm_config, named)
     return TierIdentity(
         model=name_model(given.model.name, config.model_id),
-        weights=read_weights(vllm_config),
+        weights=read_weights(vllm_config, config),
         kv_dtype=kv_dtype_name(given.model.dtype),
         groups=tuple(
             TierGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names))

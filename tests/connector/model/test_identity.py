@@ -115,16 +115,23 @@ def test_replicas_with_adapters_share_the_base_model_unless_layers_keep_other_kv
     assert (settings(lora_config=adapters) == settings()) is alike
 
 
-def name_of(folder: Path | None, *, load_format: str = "auto", revision: str | None = None) -> str:
-    model = SimpleNamespace(model=str(folder or "org/model"), seed=3, revision=revision)
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def name_of(folder: Path | None, *, load_format: str = "auto", **more: Any) -> str:
+    name, revision = str(folder or "org/model"), more.pop("revision", None)
+    model = SimpleNamespace(model=name, seed=3, revision=revision)
     load = SimpleNamespace(load_format=load_format)
     vllm_config = SimpleNamespace(model_config=model, load_config=load)
-    return read_weights(cast("Any", vllm_config))
+    return read_weights(cast("Any", vllm_config), Config(**more))
 
 
 def test_weights_are_named_by_their_bytes_their_revision_or_their_seed(tmp_path: Path) -> None:
     (tmp_path / "w.safetensors").write_bytes(b"w" * 100)
     assert name_of(tmp_path).startswith("sampled:")
+    assert name_of(tmp_path, weights_digest="full").startswith("full:")
     assert name_of(None, revision="abc") == "revision:abc"
     assert name_of(None, load_format="dummy") == "dummy:seed=3"
     with pytest.raises(ConfigError, match="--revision"):

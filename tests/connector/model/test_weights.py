@@ -31,32 +31,33 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def test_what_a_model_is_made_of_counts_and_not_where_it_is(model: Path, tmp_path: Path) -> None:
-    found = {weights_digest(model)}
+@pytest.mark.parametrize("full", [False, True])
+def test_what_a_model_is_made_of_counts_and_not_where_it_is(
+    model: Path, tmp_path: Path, *, full: bool
+) -> None:
+    found = {weights_digest(model, full=full)}
     shutil.copytree(model, tmp_path / "copy")
-    assert {weights_digest(tmp_path / "copy")} == found
+    assert {weights_digest(tmp_path / "copy", full=full)} == found
     for name in ("config.json", "params.json"):
         (model / name).write_text('{"rope_theta": 10000}')
-        found.add(weights_digest(model))
+        found.add(weights_digest(model, full=full))
     tensors(model / "b.safetensors", b"b" * 100, name="v")
-    found.add(weights_digest(model))
+    found.add(weights_digest(model, full=full))
     (model / "b.safetensors").rename(model / "c.safetensors")
-    found.add(weights_digest(model))
+    found.add(weights_digest(model, full=full))
     (model / "c.safetensors").unlink()
-    found.add(weights_digest(model))
+    found.add(weights_digest(model, full=full))
     assert len(found) == 6
 
 
-def test_a_changed_page_of_a_tensor_is_seen(model: Path) -> None:
-    """If it is among eight of it."""
-    before = weights_digest(model)
+def test_one_changed_byte_is_seen_by_the_full_digest_wherever_it_is(model: Path) -> None:
+    """The sampled one looks at eight pages of a tensor of a safetensors file."""
+    before = weights_digest(model), weights_digest(model, full=True)
     content = bytearray((model / "a.safetensors").read_bytes())
     content[-1] ^= 1  # the last page of 40 is not among the eight
     (model / "a.safetensors").write_bytes(content)
-    assert weights_digest(model) == before
-    content[-40 * PAGE] ^= 1
-    (model / "a.safetensors").write_bytes(content)
-    assert weights_digest(model) != before
+    after = weights_digest(model), weights_digest(model, full=True)
+    assert (after[0] == before[0], after[1] == before[1]) == (True, False)
 
 
 @pytest.mark.parametrize("name", ["w.bin", "w.pt", "w.pth", "w.gguf", "no_header.safetensors"])
@@ -79,7 +80,7 @@ def test_whatever_a_weight_file_holds_it_has_a_digest(
 ) -> None:
     folder = tmp_path_factory.mktemp("weights")
     (folder / "w.safetensors").write_bytes(content)
-    assert str(weights_digest(folder)).startswith("sampled:")
+    assert weights_digest(folder) != weights_digest(folder, full=True)
 
 
 def test_a_folder_below_home_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
