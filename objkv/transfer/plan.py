@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from objkv.index.base import ShardRecord
+from objkv.keys.chunk import field_of
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
@@ -141,6 +142,11 @@ class Source(NamedTuple):
     shard: Shard | None = None
     """See ``LoadMove.shard``."""
 
+    @property
+    def field(self) -> str:
+        """Their field in the records of their chunks."""
+        return field_of(self.group, self.shard)
+
 
 class Row(IntEnum):
     """Rows of the table of moves, which has one column per move."""
@@ -149,19 +155,16 @@ class Row(IntEnum):
     SOURCE = 1
     """Position in ``sources``."""
     HASH = 2
-    """Position of the prefix hash among the plan's hashes."""
-    PARENT = 3
-    """Position of the parent's hash among them."""
-    TOKEN_START = 4
-    TOKEN_END = 5
-    FIRST_BLOCK = 6
-    IDS = 7
-    """Position of the first block id."""
-    IDS_END = 8
-    RECORD = 9
+    """Position of the prefix hash among the plan's hashes. The parent's precedes it."""
+    TOKEN_START = 3
+    TOKEN_END = 4
+    FIRST_BLOCK = 5
+    IDS = 6
+    """Position of the first block id: the same for all moves that fill the same blocks from several
+    payloads."""
+    IDS_END = 7
+    RECORD = 8
     """Position of the payload's record."""
-    FILL = 10
-    """The same for all moves that fill the same blocks from several payloads."""
 
 
 class LoadMoves:
@@ -182,7 +185,7 @@ class LoadMoves:
         """
         Args:
             table: ``[len(Row), moves]`` int32, contiguous.
-            hashes: prefix hashes, one after another.
+            hashes: prefix hashes, each behind its parent, one after another.
             block_ids: ``[blocks]`` int64, contiguous: physical block ids, none of them the null
                 block.
         """
@@ -228,8 +231,8 @@ class LoadMoves:
     @cached_property
     def further(self) -> list[bool]:
         """Whether each move only adds a further payload to the blocks of the move before it."""
-        fill = self._table[Row.FILL]
-        return [False, *(fill[1:] == fill[:-1]).tolist()][: len(self)]
+        ids = self._table[Row.IDS]
+        return [False, *(ids[1:] == ids[:-1]).tolist()][: len(self)]
 
     @cached_property
     def hot(self) -> list[bool]:
@@ -269,18 +272,18 @@ class LoadMoves:
 
     def _move(self, column: list[int]) -> ChunkMove:
         # One object for all payloads of the same blocks.
-        if (move := self._made.get(column[Row.FILL])) is None:
+        if (move := self._made.get(column[Row.IDS])) is None:
             move = ChunkMove(
                 chunk=column[Row.CHUNK],
                 group=self.sources[column[Row.SOURCE]].group,
                 prefix_hash=self._hash(column[Row.HASH]),
-                parent_hash=self._hash(column[Row.PARENT]),
+                parent_hash=self._hash(column[Row.HASH] - 1),
                 token_start=column[Row.TOKEN_START],
                 token_end=column[Row.TOKEN_END],
                 first_block=column[Row.FIRST_BLOCK],
                 block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
             )
-            move = self._made.setdefault(column[Row.FILL], move)
+            move = self._made.setdefault(column[Row.IDS], move)
         return move
 
     def _hash(self, at: int) -> bytes:
