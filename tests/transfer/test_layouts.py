@@ -167,6 +167,7 @@ shapes = st.builds(
     block_size=st.sampled_from([2, 4, 8, 16]),
     layout=st.sampled_from(sorted(LAYOUTS)),
     codec=st.sampled_from(["none", "lz4", "blosc"]),
+    nodes=st.sampled_from([1, 1, 2, 4]),
 ).map(of_few_ranks)
 
 
@@ -228,7 +229,7 @@ def partly(now: torch.Tensor, right: torch.Tensor, before: torch.Tensor) -> bool
 
 
 SPANNING = ShapeOfReplica(tp=8, nodes=2)
-"""A replica whose ranks are on several nodes: each has payloads of its own."""
+"""A replica whose ranks are on several nodes: each has a payload of its own."""
 
 
 def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:

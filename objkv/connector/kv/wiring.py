@@ -25,6 +25,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     names_media,
     pipeline_rank,
+    placed,
     read_identity,
     safe_load_mode,
     tensor_rank,
@@ -155,7 +156,7 @@ def open_worker_side(
     )
     return make_worker_side(
         config,
-        geometry,
+        placed(vllm_config, geometry),
         rank,
         link.connect,
         recorder=recorder,

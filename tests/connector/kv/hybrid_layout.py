@@ -29,6 +29,8 @@ class Layout:
     tp_size: int = 1
     dcp_size: int = 1
     dcp_interleave: int = 1
+    nodes: int = 1
+    """How many nodes the ranks are on, each with an agent of its own."""
     head_size: int = 1
     """Numbers per token of a head, which are all equal. Of layers with one head see ``words``."""
 
@@ -221,6 +223,7 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.tensor_parallel_size = layout.tp_size
     config.parallel_config.world_size = layout.tp_size
+    config.parallel_config.nnodes = layout.nodes
     config.parallel_config.decode_context_parallel_size = layout.dcp_size
     config.parallel_config.cp_kv_cache_interleave_size = layout.dcp_interleave
     states = [i for i, (kind, _) in enumerate(layout.kinds) if kind == "mamba"]
