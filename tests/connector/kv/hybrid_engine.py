@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 
@@ -113,16 +113,25 @@ class Engine:
         self.caches: list[dict[str, torch.Tensor]] = []
         """Caches of each rank."""
         self._storages: list[torch.Tensor] = []
-        for rank in range(layout.tp_size):
-            with patch.object(parallel_state, "get_tensor_model_parallel_rank", return_value=rank):
-                node = rank * layout.nodes // layout.tp_size
-                worker = ObjKVConnector(self._on_node(node), KVConnectorRole.WORKER, self._kv)
-                caches, storage = caches_of(layout, self._kv)
+        for rank in range(layout.ranks):
+            stage, tp_rank = divmod(rank, layout.tp_size)
+            kv = kv_cache_config(layout, stage)
+            with (
+                patch.object(
+                    parallel_state, "get_tensor_model_parallel_rank", return_value=tp_rank
+                ),
+                patch.object(
+                    parallel_state, "get_pp_group", return_value=Mock(rank_in_group=stage)
+                ),
+            ):
+                node = rank * layout.nodes // layout.ranks
+                worker = ObjKVConnector(self._on_node(node), KVConnectorRole.WORKER, kv)
+                caches, storage = caches_of(layout, kv)
                 worker.register_kv_caches(caches)
             self.workers.append(worker)
             self.caches.append(caches)
             self._storages.append(storage)
-        self._aggregator = KVOutputAggregator(layout.tp_size)
+        self._aggregator = KVOutputAggregator(layout.ranks)
         self.scheduler: Any = Scheduler(
             vllm_config=self._config,
             kv_cache_config=generate_scheduler_kv_cache_config([self._kv]),

@@ -1,8 +1,8 @@
 """Replicas of any TP and DCP size, on any number of nodes, read each other under vLLM's own
 scheduler.
 
-No CPU backend runs context parallelism. The model of ``hybrid_engine`` puts every token on the ranks
-on which vLLM's kernels put it, and looks at all of them before it goes on from there.
+No CPU backend runs context parallelism. The model of ``hybrid_engine`` puts every token on the
+ranks on which vLLM's kernels put it, and looks at all of them before it goes on from there.
 """
 
 import random
@@ -22,6 +22,7 @@ from tests.connector.kv.test_hybrid_world import ask, best_end, place
 CHUNK = 16
 LATENT = Layout((("mla", 0),), (4,), chunk_tokens=CHUNK)
 HEADS = Layout((("full", 0),), (2,), chunk_tokens=CHUNK)
+LAYERS = replace(HEADS, layers=4)
 FLEETS = (
     (
         LATENT,
@@ -38,7 +39,19 @@ FLEETS = (
         replace(HEADS, tp_size=8, dcp_size=2, block_sizes=(4,)),
         replace(HEADS, tp_size=8, dcp_size=2, nodes=4),
     ),
+    (
+        LAYERS,
+        replace(LAYERS, tp_size=2, pp_size=2, nodes=2),
+        replace(LAYERS, tp_size=4, pp_size=2, nodes=4),
+    ),
 )
+SPREAD = {
+    replace(HEADS, tp_size=4, nodes=2): "0.L0-1_H0-2 0.L0-1_H2-4",
+    replace(LAYERS, tp_size=4, pp_size=2, nodes=4): (
+        "0.L0-2_H0-2 0.L0-2_H2-4 0.L2-4_H0-2 0.L2-4_H2-4"
+    ),
+}
+"""The payloads of replicas on several nodes, by node."""
 IN_PAIRS = replace(LATENT, tp_size=2, dcp_size=2, dcp_interleave=2)
 
 
@@ -57,8 +70,8 @@ def _canonical() -> Iterator[None]:
 
 
 def _id(layout: Layout) -> str:
-    sizes = f"tp{layout.tp_size}-dcp{layout.dcp_size}-{layout.block_sizes[0]}"
-    return f"{layout.kinds[0][0]}-{sizes}-{layout.nodes}"
+    sizes = f"tp{layout.tp_size}-pp{layout.pp_size}-dcp{layout.dcp_size}-{layout.block_sizes[0]}"
+    return f"{layout.kinds[0][0]}-{sizes}-nodes{layout.nodes}"
 
 
 @pytest.mark.parametrize("writer", [shape for fleet in FLEETS for shape in fleet], ids=_id)
@@ -96,13 +109,12 @@ def counts(engine: Engine, name: str) -> list[float]:
     return [agent.recorder.value(name) for agent in engine.agents]
 
 
-@pytest.mark.parametrize("shape", [one for one in FLEETS[1] if one.nodes > 1], ids=_id)
+@pytest.mark.parametrize("shape", SPREAD, ids=_id)
 def test_each_node_saves_its_part_of_every_chunk_and_no_other(shape: Layout) -> None:
     """Also of a chunk of which the parts of the other nodes are stored: a lease, a record and a
     payload of one node stop no other."""
     prompt, chunks = list(range(3, 3 + 57)), 57 // CHUNK
-    each = 4 // shape.nodes
-    names = {f"0.L0-1_H{head}-{head + each}" for head in range(0, 4, each)}
+    names, whole = SPREAD[shape].split(), LAYERS if shape.layers else HEADS
     with place() as folder:
 
         def stored() -> list[list[str]]:
@@ -112,7 +124,7 @@ def test_each_node_saves_its_part_of_every_chunk_and_no_other(shape: Layout) -> 
 
         with Engine(shape, folder) as first:
             ask(first, [prompt])
-            assert stored() == [sorted(names)] * chunks
+            assert stored() == [names] * chunks
             assert counts(first, "saves") == [chunks] * shape.nodes
             assert counts(first, "joins") == [chunks] * shape.nodes
         for has_record in (True, False):
@@ -130,8 +142,8 @@ def test_each_node_saves_its_part_of_every_chunk_and_no_other(shape: Layout) -> 
                 assert counts(second, "load_ghosts") == [*[0] * (shape.nodes - 1), has_record]
                 assert has_record or answer.loaded < chunks * CHUNK
                 assert counts(second, "saves") == [*[0] * (shape.nodes - 1), 1]
-                assert stored() == [sorted(names)] * chunks
-        for reader in (shape, HEADS):
+                assert stored() == [names] * chunks
+        for reader in (shape, whole):
             with Engine(reader, folder) as third:
                 (answer,) = ask(third, [prompt])
                 assert answer.loaded == chunks * CHUNK
