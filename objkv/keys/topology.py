@@ -103,18 +103,6 @@ def frame_name(layer: str, shard: Shard) -> str:
     return f"{layer}@{str(shard).partition('_')[2]}"
 
 
-def parse_share(name: str, layer: str, whole: Shard) -> Shard:
-    """Return what a frame has of ``whole``: all of its heads and tokens if its name is the layer's,
-    or else what the name says. Raises ValueError for any other name."""
-    if name == layer:
-        return whole
-    before, _, share = name.rpartition("@")
-    shard = Shard.parse(f"L{whole.layer_start}-{whole.layer_end}_{share}")
-    if before != layer:
-        raise ValueError(f"{name!r} is no frame of {layer!r}")
-    return shard
-
-
 @dataclass(frozen=True, slots=True)
 class RankShard:
     """The shard that one rank holds of a group, and its number among the ranks that hold the
@@ -203,8 +191,8 @@ class Topology:
         """Return what the ranks of a node have together, and in how many different shards, for a
         ``rank`` that holds one.
 
-        It is the rank's own shard if together they have no rectangle, or if other nodes have some
-        of it: then a node does not write all of it alone.
+        It is the rank's own shard if together they have no rectangle, or if another node has some
+        of it, but not all: then a node does not write all of it alone.
         """
         own, each = self.held(rank), self.size // self.nodes
         assert own is not None

@@ -18,7 +18,7 @@ from objkv.codec.payload import LayerSpec, check_layers
 from objkv.codec.values import Frames
 from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
-from objkv.keys.topology import Shard, TokenPart, frame_name, parse_share
+from objkv.keys.topology import Shard, TokenPart, frame_name
 from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, Source
@@ -106,7 +106,7 @@ class PayloadLayout:
         columns, rest = divmod(len(found), len(names))
         if rest or not columns:
             raise PayloadError(f"{len(found)} frames for {len(names)} layers")
-        shares = _shares(found[:columns], names[0], held)
+        shares = _shares(columns, found[0].shape[1], held)
         check_layers(found, _specs(group, names, shares, found[0].shape[2]))
         own, layers = shape.rank_shard.shard, _common_layers(shape, held)
         tokens = own.tokens.sources(shares[0].tokens.size, shares[0].tokens.interleave)
@@ -236,26 +236,17 @@ def bits_of(layers: range) -> int:
     return (1 << layers.stop) - (1 << layers.start)
 
 
-def _shares(first: tuple[LayerSpec, ...], name: str, held: Shard) -> list[Shard]:
-    """Return what the columns of a payload have, from the frames of its first row. Raises
-    ``PayloadError`` unless they are all heads and tokens that it holds, each once."""
-    try:
-        shares = [parse_share(layer.name, name, held) for layer in first]
-    except ValueError as exc:
-        raise PayloadError(str(exc)) from exc
-    by_tokens: dict[TokenPart, list[Shard]] = {}
-    for share in shares:
-        by_tokens.setdefault(share.tokens, []).append(share)
-    division = {(tokens.size, tokens.interleave) for tokens in by_tokens}
-    is_whole = len(division) == 1 and (
-        len(by_tokens) == shares[0].tokens.size or set(by_tokens) == {held.tokens}
-    )
-    for some in by_tokens.values():
-        ends = [held.head_start, *(share.head_end for share in some)]
-        is_whole = is_whole and ends == [*(share.head_start for share in some), held.head_end]
-    if not is_whole:
-        raise PayloadError(f"frames {', '.join(map(str, shares))} are not all of {held}")
-    return shares
+def _shares(columns: int, heads: int, held: Shard) -> list[Shard]:
+    """Return what the columns of a payload have, each ``heads`` of them. Raises ``PayloadError``
+    unless they can be all heads and tokens that it holds, each once."""
+    total = held.head_end - held.head_start
+    parts, rest = divmod(columns * heads, total)
+    if rest or total % heads or not parts or parts > 1 < held.tokens.size:
+        raise PayloadError(f"{columns} frames of {heads} heads in each row, of {held}")
+    tokens = [held.tokens] if parts == 1 else [TokenPart(rank, parts) for rank in range(parts)]
+    layers = held.layer_start, held.layer_end
+    starts = range(held.head_start, held.head_end, heads)
+    return [Shard(*layers, start, start + heads, part) for start in starts for part in tokens]
 
 
 def _common_layers(shape: GroupShape, held: Shard) -> range:
