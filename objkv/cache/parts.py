@@ -64,19 +64,19 @@ class PartsIndex:
         if namespace != self._namespace:
             self._namespace, self._parts, self._due = namespace, (), -inf
         if self._parts and self._clock() < self._parts_end:
-            yield from self._add(found, namespace, prefix_hashes, self._parts)
+            yield from self._add(found, namespace, prefix_hashes, fields)
         at = self._count_stored(found)
         if at == len(found) or self._clock() < self._due:
             return found
-        found[at] = _both(found[at], (yield from self._read(namespace, prefix_hashes[at])))
+        record = yield from self._read(namespace, prefix_hashes[at])
+        found[at] = {**(found[at] or {}), **record} or None
         if self._is_stored(found[at] or {}):
-            names = sorted(set(found[at] or ()).difference(fields))
+            names = sorted(record.keys() - set(fields))
             if names:
                 self._parts = tuple(dict.fromkeys((*names, *self._parts)))[:ENTRIES_MAX]
                 self._parts_end = self._clock() + _KEPT_S
             self._due = -inf
-            # Without any it was saved just now, or the index answered nothing beyond a gap.
-            yield from self._add(found, namespace, prefix_hashes, names or fields)
+            yield from self._add(found, namespace, prefix_hashes, fields)
         return found
 
     def _add(
@@ -84,15 +84,15 @@ class PartsIndex:
         found: list[Shards | None],
         namespace: str,
         prefix_hashes: Sequence[bytes],
-        names: Sequence[str],
+        fields: Sequence[str],
     ) -> Steps[None]:
-        """Add what is stored by these names from the first chunk on that lacks something."""
-        at = self._count_stored(found)
+        """Find the chunks from the first on that lacks something again, by the names of parts, too.
+        The index may not have looked beyond it before."""
+        at, names = self._count_stored(found), (*fields, *self._parts)
         if at < len(found):
-            more = yield from in_steps(self._inner.find(namespace, prefix_hashes[at:], names))
-            if any(more):
+            found[at:] = yield from in_steps(self._inner.find(namespace, prefix_hashes[at:], names))
+            if any(one and one.keys() - set(fields) for one in found[at:]):
                 self._parts_end = self._clock() + _KEPT_S
-            found[at:] = map(_both, found[at:], more)
 
     def _count_stored(self, found: Sequence[Shards | None]) -> int:
         """Return how many leading chunks lack nothing."""
@@ -101,16 +101,12 @@ class PartsIndex:
                 return number
         return len(found)
 
-    def _read(self, namespace: str, prefix_hash: bytes) -> Steps[Shards | None]:
-        """Return all shards of a chunk; None if it has too many, or the index does not answer:
-        what was found by name is right all the same."""
+    def _read(self, namespace: str, prefix_hash: bytes) -> Steps[Shards]:
+        """Return all shards of a chunk; none if it has too many, or the index does not answer: what
+        was found by name is right all the same."""
         self._due = self._clock() + self._again_s  # for lookups that begin meanwhile, too
         try:
             (record,) = yield from in_steps(self._inner.lookup(namespace, [prefix_hash]))
         except StoreError:
-            return None
-        return None if record is None or len(record.shards) > ENTRIES_MAX else record.shards
-
-
-def _both(one: Shards | None, other: Shards | None) -> Shards | None:
-    return {**one, **other} if one and other else one or other
+            return {}
+        return {} if record is None or len(record.shards) > ENTRIES_MAX else record.shards

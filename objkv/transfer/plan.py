@@ -262,7 +262,7 @@ class LoadMoves:
 
     def prefix_hashes(self) -> list[bytes]:
         """Return the different prefix hashes of the moves, in order."""
-        return [self._hash(at) for at in dict.fromkeys(self._table[Row.HASH].tolist())]
+        return list(dict.fromkeys(map(self._hash, self._table[Row.HASH].tolist())))
 
     def blocks_from(self, chunk: int) -> frozenset[int]:
         """Return the physical block ids of all moves of ``chunk`` and later chunks."""
