@@ -4,13 +4,13 @@ The tokens that a model needs from before the end of a match depend on the kind 
 groups. A payload holds only the blocks that some possible end needs.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from objkv.index.base import Record, Shards
 from objkv.keys.chunk import parse_field
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Shard, TokenPart
+from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
 
 ENTRIES_MAX: Final = 64
 """Of a record that a lookup reads whole; those with more are ignored. Any process that may write to
@@ -106,20 +106,26 @@ def ends_within(group: GroupIdentity, chunk_tokens: int, end: int) -> bool:
     return group.kind != "mamba" and all(start >= held_from for start in starts)
 
 
-def covered(shards: Shards, number: int, group: GroupIdentity) -> bool:
+def covered(shards: Collection[str], number: int, group: GroupIdentity) -> bool:
     """Whether the payloads of a chunk together hold all layers, heads and tokens of the group."""
     # Nearly always one payload does, and a prompt has thousands of chunks.
     return str(number) in shards or bool(payloads_of(shards, number, group))
 
 
 def payloads_of(
-    fields: Iterable[str], number: int, group: GroupIdentity
+    fields: Iterable[str],
+    number: int,
+    group: GroupIdentity,
+    reads: Callable[[TokenPart], bool] = lambda tokens: True,
 ) -> tuple[Shard | None, ...]:
     """Return what those payloads hold that together hold a whole group: the one that has all of it
     (None), or a few that each have other layers, heads or tokens. Empty if there are none.
-    ``number``: of the group; fields of another form are ignored."""
+    ``number``: of the group; fields of another form are ignored. ``reads``: whether payloads with
+    these tokens are of use."""
     by_tokens: dict[TokenPart, list[Shard]] = {}
     for shard in shards_of(fields, number):
+        if not reads(ALL_TOKENS if shard is None else shard.tokens):
+            continue
         if shard is None:
             return (None,)
         by_tokens.setdefault(shard.tokens, []).append(shard)

@@ -5,11 +5,12 @@ one each, or divides the tokens in a way of its own. The scheduler decides for a
 on its own thread, for every chunk of every prompt.
 """
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from objkv.cache.match import payloads_of
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
+from objkv.keys.topology import ALL_TOKENS
 from objkv.transfer.plan import Source
 
 _CHOICES_KEPT = 4096
@@ -22,13 +23,14 @@ class StoredPayloads:
 
     def __init__(self, geometry: Geometry) -> None:
         groups = range(len(geometry.groups))
-        self._identities = geometry.groups
+        self._geometry, self._target_count = geometry, geometry.target_count
         self._numbers = [geometry.number(group) for group in groups]
-        self._reads, self._target_count = geometry.reads, geometry.target_count
         self._has_payloads = [bool(geometry.fields(group)) for group in groups]
-        wholes = map(str, self._numbers)
         # None: a replica that divides the tokens in a way of its own reads only that.
-        self._wholes = [whole if geometry.reads(whole) else None for whole in wholes]
+        self._wholes = [
+            str(number) if geometry.reads(group, ALL_TOKENS) else None
+            for group, number in enumerate(self._numbers)
+        ]
         self._whole_sources = [(Source(number),) for number in self._numbers]
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
@@ -61,11 +63,14 @@ class StoredPayloads:
 
     def _sources(self, shards: Shards, group: int) -> tuple[Source, ...]:
         """Return the payloads that together have a whole group; none if they do not suffice."""
+        if not self._has_payloads[group]:
+            return ()
         if self._wholes[group] in shards:
             return self._whole_sources[group]
         return self._chosen(group, frozenset(shards))
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[Source, ...]:
-        number = self._numbers[group]
-        shards = payloads_of(filter(self._reads, fields), number, self._identities[group])
+        number, geometry = self._numbers[group], self._geometry
+        reads = partial(geometry.reads, group)
+        shards = payloads_of(fields, number, geometry.groups[group], reads)
         return tuple(Source(number, shard) for shard in shards)

@@ -25,10 +25,10 @@ from objkv.cache.match import keeps_all, stored_blocks
 from objkv.connector.model.drafts import Draft
 from objkv.connector.model.parts import LayerPart
 from objkv.errors import ConfigError
-from objkv.keys.chunk import effective_chunk_tokens, field_of, parse_field
+from objkv.keys.chunk import effective_chunk_tokens, field_of
 from objkv.keys.identity import GroupIdentity, GroupKind
 from objkv.keys.states import ITEM_BYTES, SplitState, StatePart, StateTensor
-from objkv.keys.topology import ALL_TOKENS, Shard, Topology
+from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart, Topology
 from objkv.transfer.paging import GroupShape
 
 if TYPE_CHECKING:
@@ -168,17 +168,24 @@ class Geometry:
         topology, identity = self.topology(group), self.groups[group]
         share = topology.held(rank)
         assert share is not None
-        shard, count = topology.joined(rank) if self._is_readable(group) else (share.shard, 1)
+        shard, count = topology.joined(rank) if self._is_dealt_for_all(group) else (share.shard, 1)
         whole = Shard(0, len(identity.layers), 0, identity.heads)
         return (None if shard == whole else shard), count
 
-    def _is_readable(self, group: int) -> bool:
-        """Whether this replica can combine any division of the tokens that others can combine, and
-        they can combine its own."""
-        if self.dcp_size == 1:
-            return True
-        is_dealt = self.dcp_interleave == 1 and self.is_divisible(group)
-        return is_dealt and not _BLOCK_TOKENS % self.dcp_size
+    def reads(self, group: int, tokens: TokenPart) -> bool:
+        """Whether this replica can read payloads of a group that have these tokens."""
+        is_own = (tokens.size, tokens.interleave) == (self.dcp_size, self.dcp_interleave)
+        return is_own or (self._is_dealt_for_all(group) and self._is_combinable(group, tokens))
+
+    def _is_dealt_for_all(self, group: int) -> bool:
+        """Whether replicas that divide the tokens otherwise can read what this one writes."""
+        return self._is_combinable(group, TokenPart(0, self.dcp_size, self.dcp_interleave))
+
+    def _is_combinable(self, group: int, tokens: TokenPart) -> bool:
+        """Whether ranks can combine these tokens with those of any division of which this is
+        true."""
+        is_dealt = tokens.interleave == 1 and not _BLOCK_TOKENS % tokens.size
+        return tokens == ALL_TOKENS or (is_dealt and self.is_divisible(group))
 
     def fields(self, group: int) -> frozenset[str]:
         """Return the index fields of the payloads that this replica writes."""
@@ -191,24 +198,10 @@ class Geometry:
     def all_fields(self) -> frozenset[str]:
         """Return the index fields of all payloads that this replica may read."""
         groups = range(len(self.groups))
-        wholes = (str(self.number(g)) for g in groups if self.fields(g) and self._is_readable(g))
-        return frozenset().union(wholes, *(self.fields(group) for group in groups))
-
-    def reads(self, field: str) -> bool:
-        """Whether this replica can read payloads of an index field, which may be any text."""
-        try:
-            number, shard = parse_field(field)
-        except ValueError:
-            return False
-        group = self.position(number)
-        if group is None or not (own := self.fields(group)):
-            return False
-        tokens = ALL_TOKENS if shard is None else shard.tokens
-        is_dealt = tokens.interleave == 1 and not _BLOCK_TOKENS % tokens.size
-        return field in own or (
-            self._is_readable(group)
-            and (tokens == ALL_TOKENS or (is_dealt and self.is_divisible(group)))
+        wholes = (
+            str(self.number(g)) for g in groups if self.fields(g) and self.reads(g, ALL_TOKENS)
         )
+        return frozenset().union(wholes, *(self.fields(group) for group in groups))
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
         """Return the expected shape of a group's tensors on a rank.

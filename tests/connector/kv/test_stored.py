@@ -14,7 +14,7 @@ from objkv.connector.kv.drafts import matched_end
 from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.keys.chunk import field_of, parse_field
+from objkv.keys.chunk import parse_field
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
 from objkv.transfer.plan import Source
@@ -69,32 +69,29 @@ def test_a_whole_payload_is_loaded_rather_than_parts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "reads"),
+    ("group", "tokens", "reads"),
     [
-        ("0", True),
-        ("0.L0-2_H0-4", True),
-        ("0.L0-4_H0-4_T0of2", True),
-        ("0.L0-4_H0-4_T0of3", False),
-        ("0.L0-4_H0-4_T0of2i16", False),
-        ("1", True),
-        ("1.L0-1_H0-2", True),
-        ("1.L0-1_H0-4_T0of2", False),
-        ("2", False),
-        ("colour", False),
+        (0, ALL_TOKENS, True),
+        (0, TokenPart(0, 2), True),
+        (0, TokenPart(0, 3), False),
+        (0, TokenPart(0, 2, 16), False),
+        (1, ALL_TOKENS, True),
+        (1, TokenPart(0, 2), False),
     ],
 )
-def test_only_tokens_that_it_can_combine_are_read(field: str, reads: bool) -> None:
-    assert geometry(FULL, WINDOW).reads(field) is reads
+def test_only_tokens_that_it_can_combine_are_read(
+    group: int, tokens: TokenPart, *, reads: bool
+) -> None:
+    assert geometry(FULL, WINDOW).reads(group, tokens) is reads
 
 
 def test_a_division_of_its_own_is_all_that_some_read() -> None:
     odd = geometry(LATENT, tp_size=2, dcp_size=2, dcp_interleave=16, nodes=2)
-    own = "0.L0-1_H0-1_T0of2i16"
-    assert odd.reads(own)
-    assert not any(map(odd.reads, ("0", "0.L0-1_H0-1", "0.L0-1_H0-1_T0of2")))
+    assert odd.reads(0, TokenPart(1, 2, 16))
+    assert not any(odd.reads(0, tokens) for tokens in (ALL_TOKENS, TokenPart(0, 2)))
     payloads, found = found_by(odd, "0.L0-1_H0-1_T0of2", "0.L0-1_H0-1_T1of2")
     assert matched_end(odd, payloads, found) == 0
-    assert replace(odd, dcp_interleave=1).reads("0.L0-1_H0-1_T0of4")
+    assert replace(odd, dcp_interleave=1).reads(0, TokenPart(0, 4))
 
 
 LOCAL = GroupIdentity("chunked_local", CHUNK, ("g",), heads=4, content=16, block_size=16)
@@ -167,9 +164,9 @@ def can_read(reader: Geometry, group: int, shard: Shard | None) -> bool:
         return combines
     if shard.layer_end > len(identity.layers) or shard.head_end > identity.heads:
         return False
-    if field_of(reader.number(group), shard) in reader.fields(group):
-        return True
     tokens = shard.tokens
+    if (tokens.size, tokens.interleave) == (reader.dcp_size, reader.dcp_interleave):
+        return True
     dealt = divides and tokens.interleave == 1 and tokens.size in (2, 4, 8, 16)
     return combines and (tokens == ALL_TOKENS or dealt)
 
