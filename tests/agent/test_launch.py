@@ -561,7 +561,7 @@ def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
     field, hashes = "0.L0-1_H0-1", [bytes(20)]
     with closing(SqliteIndex(tmp_path / "i")) as index:
         entry = ChunkEntry(NAMESPACE, hashes[0], hashes[0], 0, 16)
-        record = ShardRecord(1, 1, "none", False, "0" * 32, 1)
+        record = ShardRecord(1, 1, True, False, "0" * 32, 1)
         index.publish(entry, {field: record}, ttl_s=3600)
     with (
         AgentProcess(settings) as agent,
