@@ -91,8 +91,7 @@ class Row(IntEnum):
     TOKEN_END = 4
     FIRST_BLOCK = 5
     IDS = 6
-    """Position of the first block id: the same for all moves that fill the same blocks from several
-    payloads."""
+    """Position of the first block id."""
     IDS_END = 7
 
 
@@ -121,7 +120,6 @@ class LoadMoves:
         self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
         self.sources = sources
         """Which payloads the moves of this load read, usually one source per group."""
-        self._made: dict[int, ChunkMove] = {}
 
     def __len__(self) -> int:
         return int(self._table.shape[1])
@@ -131,8 +129,18 @@ class LoadMoves:
 
     def __getitem__(self, index: int) -> LoadMove:
         column = self._table[:, index].tolist()
-        shard = self.sources[column[Row.SOURCE]].shard
-        return LoadMove(self._move(column), shard)
+        source = self.sources[column[Row.SOURCE]]
+        move = ChunkMove(
+            chunk=column[Row.CHUNK],
+            group=source.group,
+            prefix_hash=self._hash(column[Row.HASH]),
+            parent_hash=self._hash(column[Row.HASH] - 1),
+            token_start=column[Row.TOKEN_START],
+            token_end=column[Row.TOKEN_END],
+            first_block=column[Row.FIRST_BLOCK],
+            block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
+        )
+        return LoadMove(move, source.shard)
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
@@ -154,12 +162,6 @@ class LoadMoves:
         """First and last token of each move's chunk, ``[start, end)``."""
         starts, ends = self._table[Row.TOKEN_START], self._table[Row.TOKEN_END]
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
-
-    @cached_property
-    def further(self) -> list[bool]:
-        """Whether each move only adds a further payload to the blocks of the move before it."""
-        ids = self._table[Row.IDS]
-        return [False, *(ids[1:] == ids[:-1]).tolist()][: len(self)]
 
     def each(self, of_source: Sequence[T]) -> list[T]:
         """Return for each move what ``of_source`` has for its source."""
@@ -184,22 +186,6 @@ class LoadMoves:
         table = self._table[:, self._table[Row.CHUNK] >= chunk]
         spans = zip(table[Row.IDS].tolist(), table[Row.IDS_END].tolist(), strict=True)
         return frozenset(block for a, b in spans for block in self._block_ids[a:b].tolist())
-
-    def _move(self, column: list[int]) -> ChunkMove:
-        # One object for all payloads of the same blocks.
-        if (move := self._made.get(column[Row.IDS])) is None:
-            move = ChunkMove(
-                chunk=column[Row.CHUNK],
-                group=self.sources[column[Row.SOURCE]].group,
-                prefix_hash=self._hash(column[Row.HASH]),
-                parent_hash=self._hash(column[Row.HASH] - 1),
-                token_start=column[Row.TOKEN_START],
-                token_end=column[Row.TOKEN_END],
-                first_block=column[Row.FIRST_BLOCK],
-                block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
-            )
-            move = self._made.setdefault(column[Row.IDS], move)
-        return move
 
     def _hash(self, at: int) -> bytes:
         return self._hashes[at * PREFIX_HASH_BYTES : (at + 1) * PREFIX_HASH_BYTES]
