@@ -15,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from objkv.keys.chunk import field_of
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
@@ -72,11 +71,6 @@ class Source(NamedTuple):
     group: int
     shard: Shard | None = None
     """See ``LoadMove.shard``."""
-
-    @property
-    def field(self) -> str:
-        """Their field in the records of their chunks."""
-        return field_of(self.group, self.shard)
 
 
 class Row(IntEnum):

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 from objkv.cache.match import payloads_of
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
+from objkv.keys.chunk import field_of
 from objkv.keys.topology import ALL_TOKENS
 from objkv.transfer.plan import Source
 
@@ -31,12 +32,12 @@ class StoredPayloads:
             str(number) if geometry.reads(group, ALL_TOKENS) else None
             for group, number in enumerate(self._numbers)
         ]
-        self._whole_sources = [(Source(number),) for number in self._numbers]
+        self._whole = [((Source(number), str(number)),) for number in self._numbers]
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
     def is_readable(self, shards: Shards, group: int) -> bool:
         """Whether every rank of this replica finds what it needs of a group."""
-        return not self._has_payloads[group] or bool(self._sources(shards, group))
+        return not self._has_payloads[group] or bool(self._payloads(shards, group))
 
     def is_loadable(self, shards: Shards) -> bool:
         """Whether every rank finds what it needs of every group of the target."""
@@ -50,27 +51,27 @@ class StoredPayloads:
         """Return the payloads that have a whole group, and their records. Raises ``LookupError`` if
         none have."""
         shards = shards or {}
-        sources = self._sources(shards, group)
-        if not sources:
+        payloads = self._payloads(shards, group)
+        if not payloads:
             raise LookupError(f"no payloads with all of group {self._numbers[group]}")
-        return [(source, shards[source.field]) for source in sources]
+        return [(source, shards[field]) for source, field in payloads]
 
     def size(self, shards: Shards) -> tuple[int, bool]:
         """Return how many bytes a load of the chunk fetches, and whether all of them are hot."""
-        sources = [self._sources(shards, group) for group in range(len(self._numbers))]
-        records = [shards[source.field] for of_group in sources for source in of_group]
+        groups = [group for group, has_payloads in enumerate(self._has_payloads) if has_payloads]
+        fields = [field for group in groups for _, field in self._payloads(shards, group)]
+        records = [shards[field] for field in fields]
         return sum(record.nbytes for record in records), all(record.hot for record in records)
 
-    def _sources(self, shards: Shards, group: int) -> tuple[Source, ...]:
-        """Return the payloads that together have a whole group; none if they do not suffice."""
-        if not self._has_payloads[group]:
-            return ()
+    def _payloads(self, shards: Shards, group: int) -> tuple[tuple[Source, str], ...]:
+        """Return the payloads that together have a whole group, and their fields; none if they do
+        not suffice."""
         if self._wholes[group] in shards:
-            return self._whole_sources[group]
+            return self._whole[group]
         return self._chosen(group, frozenset(shards))
 
-    def _choose(self, group: int, fields: frozenset[str]) -> tuple[Source, ...]:
+    def _choose(self, group: int, fields: frozenset[str]) -> tuple[tuple[Source, str], ...]:
         number, geometry = self._numbers[group], self._geometry
         reads = partial(geometry.reads, group)
         shards = payloads_of(fields, number, geometry.groups[group], reads)
-        return tuple(Source(number, shard) for shard in shards)
+        return tuple((Source(number, shard), field_of(number, shard)) for shard in shards)
