@@ -181,6 +181,24 @@ def pipeline_rank(vllm_config: "VllmConfig") -> int:
     return int(get_pp_group().rank_in_group)
 
 
+def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:
+    """Return the geometry of this worker. Ray may have put the ranks elsewhere than the scheduler
+    assumes: then each rank counts as alone on its node, because an agent would wait for parts that
+    go to another.
+
+    Ray sorts ranks by node. Source: vLLM 0.31-0.33, ``_init_workers_ray`` in
+    ``v1/executor/ray_executor.py``.
+    """
+    from vllm.distributed.parallel_state import get_node_count, get_world_group
+
+    if geometry.ranks == 1 or not vllm_config.parallel_config.use_ray:
+        return geometry
+    world, each = get_world_group(), geometry.ranks // geometry.nodes
+    if get_node_count() == geometry.nodes and world.local_rank == world.rank_in_group % each:
+        return geometry
+    return replace(geometry, nodes=geometry.ranks)
+
+
 def warn_of_outer_policy(vllm_config: "VllmConfig") -> None:
     """Log a warning if another connector wraps this one and a failed load would fail its request.
 
