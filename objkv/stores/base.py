@@ -69,8 +69,6 @@ class LifecycleRules:
 
     expire_days: int | None
     """Deletes them, at the earliest by the rule that does so first. 0 for a rule with a date."""
-    abort_days: int | None
-    """Aborts unfinished uploads."""
     archive_days: int | None
     """Moves them to a storage class from which they cannot be read at once."""
 

@@ -101,9 +101,9 @@ def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
     """The server is another process: tracemalloc sees what this one takes."""
     value = pattern(32 * MIB)
     buffer = memoryview(bytearray(32 * MIB))
-    options = {"multipart_bytes": 16 * MIB, "range_bytes": 4 * MIB, "ranges_max": 2}
+    options = {"range_bytes": 4 * MIB, "ranges_max": 2}
     with quick_s3_process() as server, s3_store(server.url, **options) as store:
-        for key, part in (("one", value[: 16 * MIB]), ("parts", value)):
+        for key, part in (("half", value[: 16 * MIB]), ("all", value)):
             store.put(key, part)
             assert store.get_into(key, buffer) == len(part)
             tracemalloc.start()
@@ -391,41 +391,21 @@ def test_the_first_address_that_accepts_is_used(
 LOGIN = "Basic " + base64.b64encode(b"me:p w").decode()
 
 
-def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+class Tunnels(Scripted):
+    """A proxy that passes connections on to ``target``, for one login."""
 
-    def answer(request: Request) -> Answer:
-        asked.append((request.target, request.headers["host"]))
-        assert request.headers["proxy-authorization"] == LOGIN
-        body = memoryview(b"value" if request.method == "GET" else b"")
-        return Answer(200, {"ETag": "v"}, (body,))
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.heads: list[bytes] = []
+        self._target = target
+        super().__init__(self._pass_on)
 
-    with QuickS3(intercept=answer) as proxy:
-        monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//me:p%20w@"))
-        with s3_store("http://s3.test:99", client={"allow_plaintext": True}) as store:
-            assert store.get("k") == b"value"
-            store.put("k", b"value")
-            store.delete("k")
-        assert asked == [("http://s3.test:99/kv-cache/p/k", "s3.test:99")] * 3
-        monkeypatch.setenv("no_proxy", "s3.test")
-        with (
-            s3_store("http://s3.test:99", client={"allow_plaintext": True}) as store,
-            pytest.raises(StoreUnavailable, match="does not resolve"),
-        ):
-            store.get("k")
-
-
-def test_a_proxy_passes_tls_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificates = make_certificates(tmp_path)
-    heads: list[bytes] = []
-
-    def tunnel(connection: socket.socket) -> None:
-        heads.append(connection.recv(1 << 16))
-        if LOGIN.encode() not in heads[-1]:
+    def _pass_on(self, connection: socket.socket) -> None:
+        self.heads.append(connection.recv(1 << 16))
+        if LOGIN.encode() not in self.heads[-1]:
             connection.sendall(b"HTTP/1.1 407 Who?\r\n\r\n")
             return
         connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        with socket.create_connection(server.address) as there:
+        with socket.create_connection(self._target) as there:
             ways = {connection: there, there: connection}
             while True:
                 for one in select.select(list(ways), [], [])[0]:
@@ -433,20 +413,30 @@ def test_a_proxy_passes_tls_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                         return
                     ways[one].sendall(some)
 
-    with QuickS3(tls=certificates) as server, Scripted(tunnel) as proxy:
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_of_the_environment_passes_connections_on(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = make_certificates(tmp_path)
+    trusting: dict[str, Any] = {"allow_plaintext": True, "s3_ca_bundle": certificates / "ca.pem"}
+    monkeypatch.setattr(s3_http, "is_this_machine", lambda _: False)  # the certificate's name
+    tls = certificates if scheme == "https" else None
+    with QuickS3(tls=tls) as server, Tunnels(server.address) as proxy:
         url = server.url.replace("127.0.0.1", "localhost")
-        trusting = {"s3_ca_bundle": certificates / "ca.pem"}
-        monkeypatch.setattr(s3_http, "is_this_machine", lambda _: False)  # the certificate's name
-        monkeypatch.setenv("https_proxy", proxy.url.replace("//", "//me:p%20w@"))
+        monkeypatch.setenv(f"{scheme}_proxy", proxy.url.replace("//", "//me:p%20w@"))
         with s3_store(url, client=trusting) as store:
             store.put("k", b"value")
             assert store.get("k") == b"value"
             assert store.head("k") is not None
         port = server.address[1]
-        assert {head.split(b" HTTP")[0] for head in heads} == {b"CONNECT localhost:%d" % port}
-        monkeypatch.setenv("https_proxy", proxy.url)
+        assert {head.split(b" HTTP")[0] for head in proxy.heads} == {b"CONNECT localhost:%d" % port}
+        monkeypatch.setenv(f"{scheme}_proxy", proxy.url)
         with s3_store(url, client=trusting) as store, pytest.raises(StoreUnavailable, match="407"):
             store.get("k")
+        monkeypatch.setenv("no_proxy", "localhost")
+        with s3_store(url, client=trusting) as store:
+            assert store.get("k") == b"value"
 
 
 @pytest.mark.parametrize("proxy", ["https://127.0.0.1:9", "socks5://127.0.0.1:9"])
@@ -506,14 +496,14 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
     exists = refusal("412 Precondition Failed", "PreconditionFailed")
     with (
         Scripted(hasty(exists)) as server,
-        s3_store(server.url, multipart_bytes=64 * MIB) as store,
+        s3_store(server.url) as store,
     ):
         store._writer.conditional = True
         assert store.put_if_absent("k", value) is False
     denied = refusal("403 Forbidden", "AccessDenied")
     with (
         Scripted(hasty(denied)) as server,
-        s3_store(server.url, multipart_bytes=64 * MIB) as store,
+        s3_store(server.url) as store,
     ):
         for put in (store.put, store.put_if_absent):
             with pytest.raises(StoreDenied, match="objkv access"):
@@ -522,7 +512,7 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
 
 def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = hasty(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-    options = {"multipart_bytes": 64 * MIB, "load_deadline_ms": 2_000}
+    options = {"load_deadline_ms": 2_000}
     with (
         Scripted(taken) as server,
         s3_store(server.url, **options) as store,

@@ -5,6 +5,7 @@ import os
 import select
 import socket
 import ssl
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from botocore.utils import get_environ_proxies
 
 from objkv.config.urls import is_this_machine
 from objkv.net.deadline import bound_waits, can_wait
+from objkv.telemetry import Recorder
 
 STEP_BYTES = 512 << 10
 """Read size that fits in a core's own cache, so that a checksum still finds the bytes there."""
@@ -25,9 +27,8 @@ SEND_BYTES = 4 << 20
 HEAD_BYTES_MAX = 64 << 10
 BODY_BYTES_MAX = 64 << 20
 """Limit for a body that is no value: a listing, an error."""
-VALUE_BYTES_MAX = 17 << 30
-"""Limit for a value that is read as a whole. It exceeds the largest payload that any reader
-accepts."""
+VALUE_BYTES_MAX = 5 << 30
+"""Limit for a value: the most that S3 takes in one request."""
 _ADDRESS_S = 1.0
 """Minimum time for connecting to one of several addresses: TCP resends a lost packet after this
 time."""
@@ -37,10 +38,16 @@ the server has already responded."""
 _HEAD_READ_BYTES = 16 << 10
 _EARLY_S = 1.0
 """How long to wait for the response of a server that stopped reading the request."""
+SAMPLES = 256
+SAMPLES_MIN = 20
+LATE_MIN_S = 0.01
+"""No response is late before this: a second request would cost more than it can win."""
+_LATE_SHARE = 0.95
+_REFRESH = 16
+_SAVED_MAX = 8.0
+"""Maximum number of unused hedges that accumulate, so that a store that slows down does not get
+twice the requests."""
 T = TypeVar("T")
-Race = Callable[["HttpConnection"], "HttpConnection"]
-"""Gets the connection on which a request was sent, and returns that whose response is to be read.
-It releases the other."""
 
 
 class ConnectionFailed(HTTPClientError):
@@ -57,16 +64,54 @@ class NoResponse(ConnectionFailed):
     """The server closed the connection before it sent a byte of the response."""
 
 
+class Hedge:
+    """Decides when to send a slow request a second time: rarely, and late enough. Thread-safe.
+
+    At most ``percent_max`` percent of requests are sent twice; 0 disables hedging.
+    """
+
+    def __init__(self, percent_max: int, recorder: Recorder) -> None:
+        self._share = percent_max / 100
+        self.recorder = recorder
+        self._lock = threading.Lock()
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._count = 0
+        self.late_s: float | None = None
+        """After how many seconds a response is late: slower than p95. None if there are too few
+        samples or hedging is disabled."""
+        self._saved = 0.0
+
+    def observe(self, first_byte_s: float) -> None:
+        """Record the time from sending a request to the first byte of its response."""
+        if not self._share:
+            return
+        with self._lock:
+            self._samples.append(first_byte_s)
+            self._count += 1
+            self._saved = min(_SAVED_MAX, self._saved + self._share)
+            if self._count >= SAMPLES_MIN and self._count % _REFRESH == SAMPLES_MIN % _REFRESH:
+                ranked = sorted(self._samples)
+                self.late_s = max(LATE_MIN_S, ranked[int(_LATE_SHARE * (len(ranked) - 1))])
+
+    def take(self) -> bool:
+        """Whether another request may be sent twice now; if so, it is counted."""
+        with self._lock:
+            if self._saved < 1:
+                return False
+            self._saved -= 1
+            return True
+
+
 class Connections:
     """The connections of one store. Thread-safe.
 
     ``ca`` is the file of the trusted authorities; None for servers without TLS. A proxy of the
-    environment is used as the AWS client would: by CONNECT if the endpoint uses TLS.
+    environment passes connections on, by CONNECT.
     """
 
     def __init__(self, *, connect_s: float, read_s: float, ca: str | None) -> None:
         self._connect_s = connect_s
-        self.read_s = read_s
+        self._read_s = read_s
         self._idle: dict[str, deque[HttpConnection]] = {}
         self._tls: ssl.SSLContext | None = None
         if ca is not None:
@@ -80,41 +125,70 @@ class Connections:
         head: bytes,
         deadline_s: float,
         *,
-        body: Callable[[], memoryview] | None = None,
-        attach: Callable[["HttpConnection"], None] | None = None,
-        race: Race | None = None,
+        body: memoryview | None = None,
+        hedge: Hedge | None = None,
     ) -> "HttpResponse":
         """Send one request to the server of ``url``, ``scheme://host:port``, and read the head of
         its response, which the caller closes.
 
-        ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called after the connection is
-        made and passed to ``attach``. If the server had closed the connection meanwhile, it is
-        replaced once, but not if it was attached. Raises ``ConnectionFailed`` and botocore's
-        ``SSLError``.
+        ``deadline_s`` is a time of ``time.monotonic``. If the server had closed the connection
+        meanwhile, it is replaced once. Raises ``ConnectionFailed`` and botocore's ``SSLError``.
         """
         for is_fresh in (False, True):
             connection = self.take(url, deadline_s, is_fresh=is_fresh)
             try:
-                if attach is not None:
-                    attach(connection)
                 if body is not None:
-                    response = connection.put(head, body(), deadline_s)
+                    response = connection.put(head, body, deadline_s)
                 else:
                     connection.send(head, None, deadline_s)
-                    if race is not None:
-                        connection = race(connection)
+                    sent_s = time.monotonic()
+                    if hedge is not None:
+                        connection = self._first_of_two(connection, head, deadline_s, hedge)
                     has_body = not head.startswith(b"HEAD ")
                     response = connection.read_head(deadline_s, has_body=has_body)
+                    if hedge is not None:
+                        hedge.observe(time.monotonic() - sent_s)
                 response.is_repeated = is_fresh
                 return response
             except NoResponse:
                 connection.release()
-                if is_fresh or attach is not None or not connection.is_used:
+                if is_fresh or not connection.is_used:
                     raise
             except BaseException:
                 connection.release()
                 raise
         raise AssertionError
+
+    def _first_of_two(
+        self, first: "HttpConnection", head: bytes, deadline_s: float, hedge: Hedge
+    ) -> "HttpConnection":
+        """Return the connection whose response begins first, and release the other. A second one
+        is used only if the first is late."""
+        if hedge.late_s is None:
+            return first
+        late_s = min(hedge.late_s, deadline_s - time.monotonic())
+        if _first_readable([first], late_s) or not hedge.take():
+            return first
+        try:
+            second = self.take(first.url, deadline_s)
+        except (ConnectionFailed, SSLError):
+            return first
+        hedge.recorder.count("s3_hedges")
+        try:
+            second.send(head, None, deadline_s)
+            wait_s = min(self._read_s, deadline_s - time.monotonic())
+            winner = _first_readable([first, second], wait_s)
+        except ConnectionFailed:
+            winner = None
+        except BaseException:
+            second.release()
+            raise
+        if winner is not second:
+            second.release()
+            return first
+        first.release()
+        hedge.recorder.count("s3_hedge_wins")
+        return second
 
     def take(self, url: str, deadline_s: float, *, is_fresh: bool = False) -> "HttpConnection":
         """Return the connection to ``url`` that was used last, or a new one; the caller releases
@@ -130,9 +204,9 @@ class Connections:
         wait_s = min(self._connect_s, deadline_s - time.monotonic())
         if wait_s <= 0:
             raise ConnectionFailed("the deadline passed")
-        parts, proxy = urlsplit(url), proxy_of(url)
+        parts = urlsplit(url)
         try:
-            made = _connected(parts, proxy, time.monotonic() + wait_s)
+            made = _connected(parts, proxy_of(url), time.monotonic() + wait_s)
             if parts.scheme == "https":
                 if self._tls is None:
                     made.close()
@@ -142,8 +216,7 @@ class Connections:
             raise SSLError(endpoint_url=url, error=exc) from exc
         except (OSError, ValueError, HTTPException) as exc:
             raise ConnectionFailed(f"no connection to {url}: {exc}") from exc
-        via = proxy if parts.scheme == "http" else None
-        return HttpConnection(made, timeout_s=self.read_s, keep=self._keep, via=via, url=url)
+        return HttpConnection(made, timeout_s=self._read_s, keep=self._keep, url=url)
 
     def _keep(self, connection: "HttpConnection") -> None:
         self._idle[connection.url].append(connection)
@@ -157,6 +230,14 @@ class Connections:
             with suppress(IndexError):  # the last one was closed, or another thread took it
                 while True:
                     idle.pop().close()
+
+
+def _first_readable(connections: list["HttpConnection"], wait_s: float) -> "HttpConnection | None":
+    poll = select.poll()
+    for one in connections:
+        poll.register(one.socket, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll(max(0, wait_s) * 1000)}
+    return next((one for one in connections if one.socket.fileno() in ready), None)
 
 
 def host_of(parts: SplitResult) -> str:
@@ -198,7 +279,7 @@ def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) ->
         left_s = until_s - time.monotonic()
         wait_s = max(1e-3, min(left_s, max(_ADDRESS_S, left_s / len(addresses))))
         line = HTTPConnection(addresses.pop(0), its_port, timeout=wait_s)
-        if proxy is not None and parts.scheme == "https":
+        if proxy is not None:
             line.set_tunnel(parts.hostname or "", port, _authorization(proxy))
         try:
             line.connect()
@@ -229,18 +310,13 @@ class HttpConnection:
         *,
         timeout_s: float,
         keep: Callable[["HttpConnection"], None],
-        via: SplitResult | None = None,
         url: str = "",
     ) -> None:
-        """``via`` is a proxy that gets the requests, which then name the server by its ``url``."""
         self.url = url
         self.socket = made
         """Plain or TLS."""
         self._timeout_s = timeout_s
         self._keep = keep
-        self._prefix = f"{url}/".encode() if via else b"/"
-        login = _authorization(via) if via else {}
-        self._login = "".join(f"{name}: {text}\r\n" for name, text in login.items()).encode()
         self._pid = os.getpid()
         self._poll = select.poll()
         self._poll.register(made, select.POLLIN)
@@ -254,8 +330,6 @@ class HttpConnection:
         self.is_clean = False
         self.early = False
         """Whether the response arrived before the whole request was sent."""
-        self.on_release: Callable[[], None] | None = None
-        """Called once, before the connection can be used for another request."""
 
     def is_quiet(self) -> bool:
         """Whether the connection is open, without unexpected input or an end of stream, and not
@@ -271,9 +345,6 @@ class HttpConnection:
         because a reset would discard it.
         """
         self.is_clean = False
-        if len(self._prefix) > 1:
-            head = head.replace(b" /", b" " + self._prefix, 1)
-            head = head.replace(b"\r\n", b"\r\n" + self._login, 1)
         try:
             if self._bounded(deadline_s, self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
@@ -387,9 +458,6 @@ class HttpConnection:
 
     def release(self) -> None:
         """Keep the connection if ``is_clean``, else close it. Called once for each request."""
-        on_release, self.on_release = self.on_release, None
-        if on_release is not None:
-            on_release()
         # TLS may hold unexpected bytes; the next user checks the socket itself.
         is_empty = not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending()
         if self.is_clean and not self.early and is_empty:
@@ -520,6 +588,10 @@ class HttpResponse:
         body = bytearray(self.left)
         self.fill(memoryview(body), deadline_s)
         return bytes(body)
+
+    def shut(self) -> None:
+        """End another thread's reading at once."""
+        self._connection.shut()
 
     def __enter__(self) -> "HttpResponse":
         return self

@@ -1,0 +1,143 @@
+"""The bucket of a store: requests for its values, signed, sent and repeated if that may help, and
+what AWS's client finds out about them."""
+
+import random
+import time
+from contextlib import suppress
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError, SSLError
+from botocore.retries.quota import RetryQuota
+
+from objkv.config import is_directory_bucket
+from objkv.errors import StoreError
+from objkv.net.deadline import ends_s
+from objkv.stores.base import check_key
+from objkv.stores.s3.client import ATTEMPTS, S3Access, last_s
+from objkv.stores.s3.errors import asks_for_later, error_code, error_of, is_busy, is_missing
+from objkv.stores.s3.http import ConnectionFailed, Hedge, HttpResponse
+from objkv.stores.s3.signing import S3Endpoint, find_endpoint
+
+_REDIRECTS = {301, 302, 307}
+_REDIRECT_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
+"""Of a bucket in another region than the signature or the endpoint."""
+_REFUSALS = {"AccessDenied", "Forbidden", "403"}
+"""The response to a HEAD has no S3 code."""
+_NOT_IMPLEMENTED = 501
+_PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
+"""The longest pause before the second repetition, as the client's: it doubles from then on."""
+_COST, _BUSY_COST = 14, 5
+"""What a repetition takes of the quota, as the client's."""
+
+
+class Bucket:
+    """A bucket under a prefix. Thread-safe. Raises the client's exceptions and ``StoreError``, each
+    call within ``one_call``."""
+
+    def __init__(self, access: S3Access, name: str, prefix: str, hedge: Hedge) -> None:
+        """``prefix`` is empty or ends with a slash."""
+        self.name, self.prefix = name, prefix
+        self.client: Any = access.client
+        self._connections = access.connections
+        self._hedge = hedge
+        self._quota = RetryQuota()
+        self._endpoint: S3Endpoint | None = None
+
+    def endpoint(self) -> S3Endpoint:
+        """Return where the requests go. Sends nothing. Raises like ``find_endpoint``."""
+        found = self._endpoint
+        if found is None:
+            found = self._endpoint = find_endpoint(self.client, self.name, self.prefix)
+        return found
+
+    def place(self, key: str) -> dict[str, Any]:
+        """Return bucket and key as the client's arguments."""
+        check_key(key)
+        return {"Bucket": self.name, "Key": self.prefix + key}
+
+    def ask(
+        self, method: str, key: str, extra: dict[str, str], body: memoryview | None = None
+    ) -> HttpResponse:
+        """Send a request for a value, up to ``ATTEMPTS`` times, and return the head of its
+        response, which the caller closes.
+
+        ``RetryAttempts`` of a ``ClientError`` counts the attempts before it that the server may
+        have carried out.
+        """
+        check_key(key)
+        lost, cost, end_s = 0, 1, ends_s()
+        hedge = self._hedge if body is None else None
+        while True:
+            try:
+                endpoint = self.endpoint()
+                head = endpoint.signed(method, key, extra)
+                response = self._connections.ask(endpoint.url, head, end_s, body=body, hedge=hedge)
+                if response.status < 300:
+                    self._quota.release(cost)
+                    return response
+                raise error_of(method, response, end_s, lost + response.is_repeated)
+            except (ClientError, ConnectionFailed, SSLError) as exc:
+                lost += 1
+                cost = self._repetition(exc, lost)
+                if not cost:
+                    raise
+
+    def _repetition(self, error: Exception, attempt: int) -> int:
+        """Pause, and return what the repetition costs; 0 if the request is not sent again. The
+        first repetition does not wait."""
+        if attempt == ATTEMPTS:
+            return 0
+        pause_s, cost = _PAUSE_S, _COST
+        if isinstance(error, ClientError):
+            status, code = error_code(error)
+            if status in _REDIRECTS or code in _REDIRECT_CODES:
+                return int(self._is_elsewhere())
+            if not asks_for_later(error) or status == _NOT_IMPLEMENTED:
+                return 0
+            if is_busy(error):
+                pause_s, cost = _BUSY_PAUSE_S, _BUSY_COST
+        scale = 2 ** (attempt - 2) if attempt > 1 else 0
+        too_late = time.monotonic() + scale * _BUSY_PAUSE_S > last_s()
+        if too_late or not self._quota.acquire(cost):
+            return 0
+        time.sleep(random.random() * pause_s * scale)  # noqa: S311
+        return cost
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the client has learned that the bucket is in another region: it follows
+        redirects, and remembers them."""
+        with suppress(BotoCoreError, ClientError, StoreError):
+            self.client.head_bucket(Bucket=self.name)
+        before, self._endpoint = self._endpoint, None
+        return self.endpoint() != before
+
+    def head(self, key: str) -> Any | None:
+        """Return the client's response to HEAD, or None if the key does not exist."""
+        try:
+            return self.client.head_object(**self.place(key))
+        except ClientError as exc:
+            if self.is_absent(key, exc):
+                return None
+            raise
+
+    def is_absent(self, key: str, error: ClientError) -> bool:
+        """Whether ``error``, the response to a request for ``key``, means that it does not exist.
+
+        S3 returns 404 for a missing key to anyone with permission to list, and 403 to all others.
+        If that permission has a condition on the prefix, some servers (Ceph 16.2) return 403,
+        because a get names no prefix. A listing of this one key then decides. Directory buckets
+        cannot list single keys, but their sessions may list everything, so a missing key is always
+        a 404.
+        """
+        if is_missing(error):
+            return True
+        status, code = error_code(error)
+        if status != 403 or code not in _REFUSALS or is_directory_bucket(self.name):
+            return False
+        place = self.place(key)
+        try:
+            page = self.client.list_objects_v2(Bucket=self.name, Prefix=place["Key"], MaxKeys=1)
+        except ClientError:
+            return False
+        # Listings are ordered, so the key itself would be the first of all keys that start with it.
+        return all(found["Key"] != place["Key"] for found in page.get("Contents", ()))
