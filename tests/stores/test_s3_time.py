@@ -153,10 +153,11 @@ def test_a_body_that_trickles_is_left_at_its_deadline(monkeypatch: pytest.Monkey
     line, now_s = HttpConnection(ours, timeout_s=60, keep=lambda _: None), count()
     monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
     theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
-    response = line.read_head(9)
+    with EndsBy(9):
+        response = line.read_head()
     monkeypatch.setattr(line, "socket", SimpleNamespace(recv_into=lambda *_: 1))
-    with pytest.raises(ConnectionFailed, match="deadline passed"):
-        response.fill(memoryview(bytearray(100)), 9)
+    with EndsBy(9), pytest.raises(ConnectionFailed, match="deadline passed"):
+        response.fill(memoryview(bytearray(100)))
     ours.close()
     theirs.close()
 

@@ -11,7 +11,6 @@ from botocore.retries.quota import RetryQuota
 
 from objkv.config import is_directory_bucket
 from objkv.errors import StoreError
-from objkv.net.deadline import ends_s
 from objkv.stores.base import check_key
 from objkv.stores.s3.client import ATTEMPTS, S3Access, last_s
 from objkv.stores.s3.errors import asks_for_later, error_code, error_of, is_busy, is_missing
@@ -59,26 +58,21 @@ class Bucket:
         self, method: str, key: str, extra: dict[str, str], body: memoryview | None = None
     ) -> HttpResponse:
         """Send a request for a value, up to ``ATTEMPTS`` times, and return the head of its
-        response, which the caller closes.
-
-        ``RetryAttempts`` of a ``ClientError`` counts the attempts before it that the server may
-        have carried out.
-        """
+        response, which the caller closes."""
         check_key(key)
-        lost, cost, end_s = 0, 1, ends_s()
-        hedge = self._hedge if body is None else None
+        attempts, cost = 0, 1
         while True:
             try:
                 endpoint = self.endpoint()
                 head = endpoint.signed(method, key, extra)
-                response = self._connections.ask(endpoint.url, head, end_s, body=body, hedge=hedge)
+                response = self._connections.ask(endpoint.url, head, body, self._hedge)
                 if response.status < 300:
                     self._quota.release(cost)
                     return response
-                raise error_of(method, response, end_s, lost + response.is_repeated)
+                raise error_of(method, response)
             except (ClientError, ConnectionFailed, SSLError) as exc:
-                lost += 1
-                cost = self._repetition(exc, lost)
+                attempts += 1
+                cost = self._repetition(exc, attempts)
                 if not cost:
                     raise
 

@@ -143,14 +143,9 @@ def _send(connections: Connections, request: Any, **_: object) -> AWSResponse:
     lines = "".join([f"{name}: {text}\r\n" for name, text in fields.items()])
     head = f"{request.method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
     body = getattr(request.body, "read", lambda: request.body or b"")()
-    end_s = ends_s()
-    with connections.ask(
-        f"{place.scheme}://{place.netloc}",
-        head,
-        end_s,
-        body=memoryview(body) if body else None,
-    ) as response:
-        content = _Body(response.read(end_s))
+    url = f"{place.scheme}://{place.netloc}"
+    with connections.ask(url, head, memoryview(body) if body else None) as response:
+        content = _Body(response.read())
     is_told = response.status not in _ELSEWHERE or "x-amz-bucket-region" in response.headers
     if request.method == "HEAD" and not is_told:  # the client would ask again, and again
         raise ConnectionFailed("the server redirects, and does not say to which region")

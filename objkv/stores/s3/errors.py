@@ -62,15 +62,14 @@ def error_code(exc: ClientError) -> tuple[int, str]:
     return int(status), str(exc.response.get("Error", {}).get("Code", ""))
 
 
-def error_of(method: str, response: HttpResponse, end_s: float, lost: int) -> ClientError:
-    """Close the response, and return its error as the client would. ``RetryAttempts`` counts the
-    attempts before it that the server may have carried out."""
+def error_of(method: str, response: HttpResponse) -> ClientError:
+    """Close the response, and return its error as the client would."""
     with response:
-        text = response.read(end_s).decode(errors="replace")
+        text = response.read().decode(errors="replace")
     found = dict(re.findall(r"<(Code|Message)>([^<]*)</", text))
     answer: Any = {
         "Error": {"Code": str(response.status), "Message": "", **found},
-        "ResponseMetadata": {"HTTPStatusCode": response.status, "RetryAttempts": lost},
+        "ResponseMetadata": {"HTTPStatusCode": response.status},
     }
     return ClientError(answer, method)
 

@@ -10,12 +10,11 @@ from botocore.exceptions import ClientError
 
 from objkv.background import Pool
 from objkv.errors import StoreError
-from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, check_fits
 from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.client import ATTEMPTS, last_s
 from objkv.stores.s3.errors import error_code
-from objkv.stores.s3.http import STEP_BYTES, VALUE_BYTES_MAX, ConnectionFailed, HttpResponse
+from objkv.stores.s3.http import VALUE_BYTES_MAX, ConnectionFailed, HttpResponse
 from objkv.stores.s3.ranges import Range, RangeTeam
 
 PROGRESS_BYTES = 512 << 10
@@ -54,27 +53,24 @@ class S3Reader:
 
     def read(self, get: Get) -> memoryview | None:
         """Return the bytes that were read, of the buffer, or None if the key does not exist."""
-        start, sizes = get.start or 0, [get.room]
-        if get.buffer is not None and self._threads_max and get.room > self.range_bytes:
-            sizes.insert(0, self.range_bytes)
-        for size in sizes:
-            is_whole = get.start is None and size == get.room
-            try:
-                extra = {} if is_whole else _range(start, start + size)
-                response = self.bucket.ask("GET", get.key, extra)
-            except ClientError as exc:
-                if error_code(exc)[0] == 416:  # it starts after the end, so the key exists
-                    if get.arrived is not None:
-                        get.arrived(0)
-                    return memoryview(b"")
-                if self.bucket.is_absent(get.key, exc):
-                    return None
-                raise
-            with response:
-                nbytes = _length(get, response, size)
-                if response.left >= nbytes or response.etag:
-                    return _Reading(self, get, response, nbytes).run(response)
-        raise ConnectionFailed("the server returned a part of a value without its version")
+        start, size = get.start or 0, get.room
+        if get.buffer is not None and self._threads_max:
+            size = min(size, self.range_bytes)
+        is_whole = get.start is None and size == get.room
+        try:
+            extra = {} if is_whole else _range(start, start + size)
+            response = self.bucket.ask("GET", get.key, extra)
+        except ClientError as exc:
+            if error_code(exc)[0] == 416:  # it starts after the end, so the key exists
+                if get.arrived is not None:
+                    get.arrived(0)
+                return memoryview(b"")
+            if self.bucket.is_absent(get.key, exc):
+                return None
+            raise
+        with response:
+            nbytes = _length(get, response, size)
+            return _Reading(self, get, response, nbytes).run(response)
 
     def help(self, team: RangeTeam, count: int) -> None:
         """Let up to ``count`` free threads help ``team``. They are started once needed."""
@@ -92,22 +88,20 @@ class S3Reader:
 
 def _length(get: Get, response: HttpResponse, size: int) -> int:
     """Return how many bytes of the value belong to ``get``, whose first request was for ``size``
-    bytes. Skips those before. Raises for a response that must not be written to the buffer."""
+    bytes. Raises for a response that must not be written to the buffer."""
     if response.status not in (200, 206):
         raise ConnectionFailed(f"HTTP {response.status} instead of a value")
-    start = get.start or 0
-    if response.status == 206 and not (response.left <= size and response.starts_at(start)):
+    start, is_range = get.start or 0, response.status == 206
+    if is_range and not (response.left <= size and response.starts_at(start)):
         raise ConnectionFailed(_OTHER_RANGE)
+    if start and not is_range:
+        raise ConnectionFailed("the server ignores ranges")
     nbytes = max(0, response.total - start)
     if get.buffer is not None and get.start is None:
         check_fits(get.key, nbytes, get.buffer)
     elif get.start is None and nbytes > get.room:
         raise StoreError(f"the server returned {nbytes} bytes, more than the limit of {get.room}")
-    if response.status == 200 and start:  # a server without ranges
-        skipped, end = memoryview(bytearray(STEP_BYTES)), min(start, response.total)
-        for at in range(0, end, STEP_BYTES):
-            response.fill(skipped[: end - at], ends_s())
-    elif response.left > nbytes:
+    if response.left > nbytes:
         raise ConnectionFailed("the server returned a range that extends past the end")
     return min(nbytes, get.room)
 
@@ -179,7 +173,9 @@ class _Reading:
             is_right = response.left == one.end - one.at and response.starts_at(first)
             if response.status != 206 or not is_right:
                 return _OTHER_RANGE
-            self._check_version(response.etag)
+            # ``If-Match`` would do, but servers parse it differently (Ceph 16 expects no quotes).
+            if response.etag != self._etag:
+                raise ConnectionFailed("the value was replaced during the read")
             with nullcontext() if team is None else team.filling(response):
                 try:
                     self._fill(response, one, team)
@@ -200,15 +196,7 @@ class _Reading:
                 team.grew()
 
         with self._buffer[one.at : one.end] as view:
-            response.fill(view, ends_s(), grown)
-
-    def _check_version(self, etag: str) -> None:
-        """Compare versions here. ``If-Match`` would do, but servers parse it differently (Ceph 16
-        expects no quotes)."""
-        if not etag:
-            raise ConnectionFailed("the connection broke off, and the server sent no version")
-        if etag != self._etag:
-            raise ConnectionFailed("the value was replaced during the read")
+            response.fill(view, grown)
 
 
 def _range(start: int, end: int) -> dict[str, str]:

@@ -55,8 +55,8 @@ class S3Store:
     ``If-None-Match: *`` decides between writers. Some servers refuse it, and others accept and
     ignore it; the store finds out by repeating its first successful put. For these servers it uses
     HEAD and PUT instead, counted as ``s3_unconditional_puts``, and two simultaneous writers may
-    both get True. A put that was repeated because its response was lost returns True if the stored
-    value has its bytes.
+    both get True. A put that was repeated because its response was lost finds the value that it has
+    written, and returns False.
 
     The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
     ranges.
@@ -85,7 +85,7 @@ class S3Store:
         self._reader = S3Reader(
             self._bucket, range_bytes=limits.range_bytes, threads_max=limits.ranges_max
         )
-        self._writer = S3Writer(self._reader, config, recorder)
+        self._writer = S3Writer(self._bucket, config, recorder)
 
     @property
     def _endpoint(self) -> str:

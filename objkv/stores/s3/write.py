@@ -6,15 +6,13 @@ Servers without conditional requests get the closest substitute.
 import base64
 import hashlib
 import zlib
-from contextlib import suppress
 
 from botocore.exceptions import BotoCoreError, ClientError
 
 from objkv.config import Config
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.net.deadline import ends_s
+from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.errors import asks_for_later, error_code
-from objkv.stores.s3.read import Get, S3Reader
 from objkv.telemetry import Recorder
 
 CONFLICT_TRIES = 5
@@ -51,12 +49,10 @@ class PutHeaders:
 
 
 class S3Writer:
-    """Puts the values of the bucket of ``reader``. Raises the client's exceptions and
-    ``StoreError``."""
+    """Puts the values of ``bucket``. Raises the client's exceptions and ``StoreError``."""
 
-    def __init__(self, reader: S3Reader, config: Config, recorder: Recorder) -> None:
-        self._reader = reader
-        self._bucket = reader.bucket
+    def __init__(self, bucket: Bucket, config: Config, recorder: Recorder) -> None:
+        self._bucket = bucket
         self._headers = PutHeaders(config)
         self._recorder = recorder
         self.conditional: bool | None = None
@@ -82,7 +78,7 @@ class S3Writer:
         if if_absent:
             extra["if-none-match"] = "*"
         with self._bucket.ask("PUT", key, extra, value) as response:
-            response.read(ends_s())
+            response.read()
 
     def _put_once(self, key: str, value: memoryview) -> bool:
         if self.conditional is not False:
@@ -90,7 +86,7 @@ class S3Writer:
                 self.put(key, value, if_absent=True)
             except ClientError as exc:
                 if error_code(exc)[0] == _EXISTS:
-                    return _is_repeated(exc) and self._is_own(key, value)
+                    return False
                 if not _is_refused(exc):
                     raise
             else:
@@ -103,20 +99,6 @@ class S3Writer:
         self.put(key, value)
         self.conditional = False
         return True
-
-    def _is_own(self, key: str, value: memoryview) -> bool:
-        """Whether the stored value is ``value``, which an earlier attempt may have written although
-        its response was lost. Equal bytes of another writer count too."""
-        with suppress(ClientError, BotoCoreError, StoreError):
-            found = self._bucket.head(key)
-            if found is None or found["ContentLength"] != len(value):
-                return False
-            digest = hashlib.md5(value, usedforsecurity=False).hexdigest()
-            if found["ETag"].strip('"') == digest:
-                return True
-            # With KMS, the ETag is not a digest of the value.
-            return self._reader.read(Get(key, room=len(value))) == value
-        return False
 
     def _refuses_a_second(self, key: str, value: memoryview) -> bool | None:
         """Whether the server honours the condition; None if the next put must find out. Repeating
@@ -131,11 +113,6 @@ class S3Writer:
         except (BotoCoreError, StoreError):  # no response, but the value was already stored
             return None
         return False
-
-
-def _is_repeated(exc: ClientError) -> bool:
-    """Whether the request had been sent before."""
-    return bool(exc.response.get("ResponseMetadata", {}).get("RetryAttempts"))
 
 
 def _is_refused(exc: ClientError) -> bool:
