@@ -76,7 +76,6 @@ def test_the_server_decides_among_writers_of_many_processes(open_s3_store: OpenS
     won = at_once(WRITERS, write)
     assert won.count(True) == 1
     assert stores[0].get("k") == b"%02d" % won.index(True) * 500_000
-    assert stores[won.index(True)].conditional_puts is True
 
 
 def test_values_go_past_the_client(s3_server: S3Server, s3_prefixes: Any) -> None:

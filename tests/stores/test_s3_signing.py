@@ -6,6 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from objkv.assembly.fetchers import open_s3
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.stores.base import PruneStore
-from objkv.stores.s3.client import S3Access, open_s3_access
+from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.http import ConnectionFailed
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 from objkv.stores.s3.store import S3Store
@@ -66,7 +67,7 @@ def test_another_signature_than_version_4_is_refused_with_what_to_do(version: An
         "s3", endpoint_url="http://s3.test:99", config=settings, region_name="x",
         aws_access_key_id="a", aws_secret_access_key="b",
     )  # fmt: skip
-    store = store_of(S3Access(client, access.connections), bucket=BUCKET, prefix="p")
+    store = store_of(replace(access, client=client), bucket=BUCKET, prefix="p")
     with pytest.raises(StoreDenied, match="remove signature_version from the AWS profile"):
         store.check()
 

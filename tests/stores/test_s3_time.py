@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from objkv import background
 from objkv.errors import StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy, Trial, ends_s
-from objkv.stores.s3 import bucket as s3_bucket
+from objkv.stores.s3 import attempts as s3_attempts
 from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import http as s3_http
-from objkv.stores.s3.client import one_call
+from objkv.stores.s3.attempts import last_s, one_call
 from objkv.stores.s3.http import (
     LATE_MIN_S,
     SAMPLES_MIN,
@@ -181,8 +181,8 @@ def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
 def begun_by(last_s: float) -> Iterator[None]:
     """A call that starts no attempt after ``last_s``, and may take as long as it likes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(s3_client_module, "last_s", lambda: last_s)
-        patch.setattr(s3_bucket, "last_s", lambda: last_s)
+        for module in (s3_client_module, s3_attempts):
+            patch.setattr(module, "last_s", lambda: last_s)
         yield
 
 
@@ -193,41 +193,17 @@ def test_the_client_begins_nothing_when_it_is_too_late(mute: Listener) -> None:
     assert mute.connections == 0
 
 
-@pytest.fixture
-def sleepless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's waits take no time."""
-    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
-
-
-@pytest.fixture
-def stopped(sleepless: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the client it is always 0, and its waits take no time."""
-    monkeypatch.setattr(s3_client_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-
-
-@pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 1), (1, 2), (2, 3), (FAR_S, 3)])
-@pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
-def test_the_client_tries_again_only_if_its_wait_is_over_in_time(
-    left_s: float, attempts: int, code: str
-) -> None:
-    asked: list[str] = []
-
-    def refuse(request: Request) -> Answer:
-        asked.append(request.method)
-        return failure(503, code)
-
-    with QuickS3(intercept=refuse) as server:
-        client = s3_access(server.url).client
-        with begun_by(left_s), pytest.raises(ClientError, match=code):
-            client.get_object(Bucket=BUCKET, Key="k")
-    assert len(asked) == attempts
+ASKS: dict[str, Call] = {
+    "a value": lambda store: store._bucket.ask("GET", "k", {}),
+    "the client": lambda store: store._client.get_object(Bucket=BUCKET, Key="k"),
+}
 
 
 @pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 2), (1, 3), (2, 4), (FAR_S, 4)])
 @pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
-def test_a_value_is_asked_for_again_only_if_the_pause_is_over_in_time(
-    left_s: float, attempts: int, code: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_another_attempt_is_made_only_if_its_pause_is_over_in_time(
+    ask: Call, left_s: float, attempts: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer ones after SlowDown, and the first repetition needs none."""
     asked: list[str] = []
@@ -239,10 +215,11 @@ def test_a_value_is_asked_for_again_only_if_the_pause_is_over_in_time(
 
     with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
         stopped = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
-        monkeypatch.setattr(s3_bucket, "time", stopped)
-        monkeypatch.setattr(s3_bucket.random, "random", lambda: 1.0)
+        monkeypatch.setattr(s3_attempts, "time", stopped)
+        monkeypatch.setattr(s3_client_module, "time", stopped)
+        monkeypatch.setattr(s3_attempts.random, "random", lambda: 1.0)
         with begun_by(left_s), pytest.raises(ClientError, match=code):
-            store._bucket.ask("GET", "k", {})
+            ask(store)
     assert len(asked) == attempts
     base_s = 1.0 if code == "SlowDown" else 0.05
     assert pauses == pytest.approx([0, base_s, 2 * base_s][: attempts - 1])
@@ -255,7 +232,7 @@ def test_a_server_that_fails_for_long_is_asked_less_often(monkeypatch: pytest.Mo
         asked.append(request.method)
         return failure(500, "InternalError")
 
-    monkeypatch.setattr(s3_bucket.time, "sleep", lambda _: None)
+    monkeypatch.setattr(s3_attempts.time, "sleep", lambda _: None)
     with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
         for _ in range(60):
             with pytest.raises(StoreUnavailable):
@@ -461,15 +438,15 @@ def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]
 
 
 def test_a_call_ends_with_its_deadline_or_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_client_module, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(s3_attempts, "time", SimpleNamespace(monotonic=lambda: 100.0))
     with one_call(40):
-        assert (ends_s(), s3_client_module.last_s()) == (140, pytest.approx(131))
+        assert (ends_s(), last_s()) == (140, pytest.approx(131))
         with EndsBy(120), one_call(40):
-            assert (ends_s(), s3_client_module.last_s()) == (120, pytest.approx(115.5))
+            assert (ends_s(), last_s()) == (120, pytest.approx(115.5))
         with Trial(), one_call(40):
-            assert s3_client_module.last_s() == pytest.approx(104.5), "no second attempt"
+            assert last_s() == pytest.approx(104.5), "no second attempt"
         assert ends_s() == 140
-    assert (ends_s(), s3_client_module.last_s()) == (math.inf, math.inf)
+    assert (ends_s(), last_s()) == (math.inf, math.inf)
 
 
 def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:

@@ -80,7 +80,7 @@ def test_values_go_past_the_client(store: S3Store) -> None:
     value, buffer = pattern(2 * MIB), memoryview(bytearray(2 * MIB))
     by_client = of_the_client(store)
     store.put_if_absent("first", b"")
-    assert store.conditional_puts is True
+    assert store._writer.conditional is True
     store.put("k", value)
     assert store.get("first") == b""
     assert store.get_range("k", 5, 9) == value[5:9]

@@ -1,20 +1,18 @@
-"""The bucket of a store: requests for its values, signed, sent and repeated if that may help, and
-what AWS's client finds out about them."""
+"""The bucket of a store: requests for its values, and what AWS's client finds out about them."""
 
-import random
-import time
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError, SSLError
-from botocore.retries.quota import RetryQuota
+from botocore.exceptions import BotoCoreError, ClientError
 
 from objkv.config import is_directory_bucket
 from objkv.errors import StoreError
 from objkv.stores.base import check_key
-from objkv.stores.s3.client import ATTEMPTS, S3Access, last_s
-from objkv.stores.s3.errors import asks_for_later, error_code, error_of, is_busy, is_missing
-from objkv.stores.s3.http import ConnectionFailed, Hedge, HttpResponse
+from objkv.stores.s3.attempts import ATTEMPTS
+from objkv.stores.s3.client import S3Access
+from objkv.stores.s3.errors import error_code, error_of, is_missing
+from objkv.stores.s3.http import Hedge, HttpResponse
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
 
 _REDIRECTS = {301, 302, 307}
@@ -22,11 +20,6 @@ _REDIRECT_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintExc
 """Of a bucket in another region than the signature or the endpoint."""
 _REFUSALS = {"AccessDenied", "Forbidden", "403"}
 """The response to a HEAD has no S3 code."""
-_NOT_IMPLEMENTED = 501
-_PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
-"""The longest pause before the second repetition, as the client's: it doubles from then on."""
-_COST, _BUSY_COST = 14, 5
-"""What a repetition takes of the quota, as the client's."""
 
 
 class Bucket:
@@ -37,9 +30,8 @@ class Bucket:
         """``prefix`` is empty or ends with a slash."""
         self.name, self.prefix = name, prefix
         self.client: Any = access.client
-        self._connections = access.connections
+        self._access = access
         self._hedge = hedge
-        self._quota = RetryQuota()
         self._endpoint: S3Endpoint | None = None
 
     def endpoint(self) -> S3Endpoint:
@@ -57,45 +49,28 @@ class Bucket:
     def ask(
         self, method: str, key: str, extra: dict[str, str], body: memoryview | None = None
     ) -> HttpResponse:
-        """Send a request for a value, up to ``ATTEMPTS`` times, and return the head of its
+        """Send a request for a value, as often as that may help, and return the head of its
         response, which the caller closes."""
         check_key(key)
-        attempts, cost = 0, 1
-        while True:
-            try:
-                endpoint = self.endpoint()
-                head = endpoint.signed(method, key, extra)
-                response = self._connections.ask(endpoint.url, head, body, self._hedge)
-                if response.status < 300:
-                    self._quota.release(cost)
-                    return response
-                raise error_of(method, response)
-            except (ClientError, ConnectionFailed, SSLError) as exc:
-                attempts += 1
-                cost = self._repetition(exc, attempts)
-                if not cost:
-                    raise
 
-    def _repetition(self, error: Exception, attempt: int) -> int:
-        """Pause, and return what the repetition costs; 0 if the request is not sent again. The
-        first repetition does not wait."""
-        if attempt == ATTEMPTS:
-            return 0
-        pause_s, cost = _PAUSE_S, _COST
-        if isinstance(error, ClientError):
-            status, code = error_code(error)
-            if status in _REDIRECTS or code in _REDIRECT_CODES:
-                return int(self._is_elsewhere())
-            if not asks_for_later(error) or status == _NOT_IMPLEMENTED:
-                return 0
-            if is_busy(error):
-                pause_s, cost = _BUSY_PAUSE_S, _BUSY_COST
-        scale = 2 ** (attempt - 2) if attempt > 1 else 0
-        too_late = time.monotonic() + scale * _BUSY_PAUSE_S > last_s()
-        if too_late or not self._quota.acquire(cost):
-            return 0
-        time.sleep(random.random() * pause_s * scale)  # noqa: S311
-        return cost
+        def attempt() -> HttpResponse:
+            endpoint = self.endpoint()
+            head = endpoint.signed(method, key, extra)
+            response = self._access.connections.ask(endpoint.url, head, body, self._hedge)
+            if response.status < 300:
+                return response
+            with response:
+                raise error_of(method, response.status, response.read())
+
+        for turn in count(1):
+            try:
+                return self._access.repeater.run(attempt)
+            except ClientError as exc:
+                status, code = error_code(exc)
+                is_redirect = status in _REDIRECTS or code in _REDIRECT_CODES
+                if turn == ATTEMPTS or not (is_redirect and self._is_elsewhere()):
+                    raise
+        raise AssertionError
 
     def _is_elsewhere(self) -> bool:
         """Whether the client has learned that the bucket is in another region: it follows

@@ -1,16 +1,13 @@
 """Opens boto3's client from the settings, and has its requests sent on our connections.
 
-The client has credentials, endpoints and the requests that move no payload: it builds, signs,
-repeats and parses them.
+The client has credentials, endpoints and the requests that move no payload: it builds, signs and
+parses them.
 """
 
 import io
-import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -22,7 +19,7 @@ import boto3
 import botocore.session
 from botocore.awsrequest import AWSResponse, HeadersDict
 from botocore.client import Config as ClientConfig
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import BotoCoreError
 from botocore.httpsession import get_cert_path
 
 from objkv.config import Config
@@ -35,33 +32,27 @@ from objkv.config.aws import (
 )
 from objkv.config.urls import check_proxies
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
-from objkv.net.deadline import EndsBy, ends_s, is_trial
-from objkv.stores.s3.errors import asks_for_later
-from objkv.stores.s3.http import ConnectionFailed, Connections, host_of, proxy_of
+from objkv.stores.s3.attempts import ATTEMPT_SHARE, Repeater, last_s
+from objkv.stores.s3.errors import asks_for_later, error_of
+from objkv.stores.s3.http import ConnectionFailed, Connections, HttpResponse, host_of, proxy_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 
-ATTEMPTS = 4
-"""Attempts of a request for a value. The client makes one less: the first repetition of a request
-for a value does not wait, and the others wait like the client's."""
 DEFAULT_REGION = "us-east-1"
-_ATTEMPT_SHARE = 0.9 / ATTEMPTS
-"""Share of a call's time that an attempt may take. In the rest the client waits between attempts.
-"""
 _CONNECT_SHARE = 1 / 3
 _ELSEWHERE = (301, 302, 307)
-_LAST_S: ContextVar[float] = ContextVar("last_s", default=math.inf)
 
 
 @dataclass(frozen=True, slots=True)
 class S3Access:
-    """What a store needs of S3: boto3's client, thread-safe, and the connections that it and all
-    other requests use."""
+    """What a store needs of S3: boto3's client, thread-safe, and the connections and repetitions
+    that it and all other requests use."""
 
     client: "S3Client"
     connections: Connections
+    repeater: Repeater
 
     def close(self) -> None:
         """Close both. Idempotent."""
@@ -106,9 +97,9 @@ def open_s3_access(config: Config) -> S3Access:
     check_endpoint(config, endpoint, named)
     connections = _connections(endpoint, settings, bundle)
     events: Any = client.meta.events
-    events.register("before-send.s3", partial(_send, connections))
-    events.register_first("needs-retry.s3", _repeat_in_time)
-    return S3Access(client, connections)
+    repeater = Repeater()
+    events.register("before-send.s3", partial(_send, connections, repeater))
+    return S3Access(client, connections, repeater)
 
 
 def _connections(endpoint: str, settings: Any, bundle: Path | str | None) -> Connections:
@@ -129,7 +120,7 @@ def _connections(endpoint: str, settings: Any, bundle: Path | str | None) -> Con
         raise ConfigError(f"{ca}: no certificates of authorities: {exc}") from exc
 
 
-def _send(connections: Connections, request: Any, **_: object) -> AWSResponse:
+def _send(connections: Connections, repeater: Repeater, request: Any, **_: object) -> AWSResponse:
     """Send a request of the client, and return the response with its body."""
     if time.monotonic() > last_s():
         raise StoreUnavailable("too little time left before the deadline to send a request")
@@ -144,13 +135,22 @@ def _send(connections: Connections, request: Any, **_: object) -> AWSResponse:
     head = f"{request.method} {target} HTTP/1.1\r\n{lines}\r\n".encode("latin-1")
     body = getattr(request.body, "read", lambda: request.body or b"")()
     url = f"{place.scheme}://{place.netloc}"
-    with connections.ask(url, head, memoryview(body) if body else None) as response:
-        content = _Body(response.read())
+
+    def attempt() -> tuple[HttpResponse, bytes]:
+        with connections.ask(url, head, memoryview(body) if body else None) as response:
+            content = response.read()
+        error = error_of(request.method, response.status, content)
+        if asks_for_later(error):
+            raise error
+        return response, content
+
+    response, content = repeater.run(attempt)
     is_told = response.status not in _ELSEWHERE or "x-amz-bucket-region" in response.headers
     if request.method == "HEAD" and not is_told:  # the client would ask again, and again
         raise ConnectionFailed("the server redirects, and does not say to which region")
     headers: Any = HeadersDict(response.headers)
-    return AWSResponse(request.url, response.status, headers, content)
+    raw: Any = _Body(content)
+    return AWSResponse(request.url, response.status, headers, raw)
 
 
 class _Body(io.BytesIO):
@@ -169,47 +169,12 @@ def check_headers(*texts: str) -> None:
         )
 
 
-@contextmanager
-def one_call(deadline_s: float) -> Iterator[None]:
-    """Bound one call with all its requests and their attempts: it ends within ``deadline_s``
-    seconds, or when the caller's time ends, and starts no attempt that may take longer. A call that
-    only tests whether the server has recovered makes one attempt."""
-    now_s = time.monotonic()
-    end_s = min(now_s + deadline_s, ends_s())
-    attempt_s = max(0.0, end_s - now_s) * _ATTEMPT_SHARE
-    token = _LAST_S.set(now_s + attempt_s / 2 if is_trial() else end_s - attempt_s)
-    try:
-        with EndsBy(end_s):
-            yield
-    finally:
-        _LAST_S.reset(token)
-
-
-def last_s() -> float:
-    """Return the time of ``time.monotonic`` after which this call starts no attempt."""
-    return _LAST_S.get()
-
-
-def _repeat_in_time(
-    response: Any, operation: Any, attempts: int, caught_exception: Exception | None, **_: object
-) -> None:
-    """Raise the error if the client, which has no deadline, might wait past it before a retry."""
-    wait_s = 2 ** (attempts - 1)  # the client's longest wait, after SlowDown
-    if time.monotonic() + wait_s <= last_s():
-        return
-    if caught_exception is not None:
-        raise caught_exception
-    error = ClientError(response[1], operation.name)
-    if asks_for_later(error):
-        raise error
-
-
 def _client_config(config: Config) -> ClientConfig:
-    attempt_s = config.load_deadline_ms / 1000 * _ATTEMPT_SHARE
+    attempt_s = config.load_deadline_ms / 1000 * ATTEMPT_SHARE
     return ClientConfig(
         connect_timeout=attempt_s * _CONNECT_SHARE,
         read_timeout=attempt_s * (1 - _CONNECT_SHARE),
-        retries={"mode": "standard", "total_max_attempts": ATTEMPTS - 1},
+        retries={"mode": "standard", "total_max_attempts": 1},
         # Payloads have their own checksums, and many servers refuse or ignore S3's. A hash of the
         # body in the signature triples the time of a put on loopback: see docs/decisions/0009.
         s3={

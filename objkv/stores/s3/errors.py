@@ -20,7 +20,6 @@ from botocore.exceptions import (
 from botocore.exceptions import ConnectionError as ClientConnectionError
 
 from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.stores.s3.http import HttpResponse
 
 _FIX = {
     "NoSuchBucket": "the bucket does not exist: create it, or correct bulk_url",
@@ -62,14 +61,12 @@ def error_code(exc: ClientError) -> tuple[int, str]:
     return int(status), str(exc.response.get("Error", {}).get("Code", ""))
 
 
-def error_of(method: str, response: HttpResponse) -> ClientError:
-    """Close the response, and return its error as the client would."""
-    with response:
-        text = response.read().decode(errors="replace")
-    found = dict(re.findall(r"<(Code|Message)>([^<]*)</", text))
+def error_of(method: str, status: int, body: bytes) -> ClientError:
+    """Return the error of a response as the client would."""
+    found = dict(re.findall(r"<(Code|Message)>([^<]*)</", body.decode(errors="replace")))
     answer: Any = {
-        "Error": {"Code": str(response.status), "Message": "", **found},
-        "ResponseMetadata": {"HTTPStatusCode": response.status},
+        "Error": {"Code": str(status), "Message": "", **found},
+        "ResponseMetadata": {"HTTPStatusCode": status},
     }
     return ClientError(answer, method)
 

@@ -11,8 +11,8 @@ from botocore.exceptions import ClientError
 from objkv.background import Pool
 from objkv.errors import StoreError
 from objkv.stores.base import Arrived, check_fits
+from objkv.stores.s3.attempts import ATTEMPTS, last_s
 from objkv.stores.s3.bucket import Bucket
-from objkv.stores.s3.client import ATTEMPTS, last_s
 from objkv.stores.s3.errors import error_code
 from objkv.stores.s3.http import VALUE_BYTES_MAX, ConnectionFailed, HttpResponse
 from objkv.stores.s3.ranges import Range, RangeTeam

@@ -55,9 +55,8 @@ class S3Endpoint:
     def signed(self, method: str, key: str, extra: dict[str, str]) -> bytes:
         """Return the head of a request for ``key``, signed with the client's current credentials.
 
-        ``key`` may end with a query whose parameters are sorted and escaped. ``extra`` has headers
-        by lower-case name; all of them are signed. Raises ``StoreDenied`` and the client's
-        exceptions, for example if credentials are missing.
+        ``extra`` has headers by lower-case name; all of them are signed. Raises ``StoreDenied`` and
+        the client's exceptions, for example if credentials are missing.
         """
         credentials = self.signer.get_auth_instance(
             self.service, self.region, self.version, **self.session
@@ -75,11 +74,8 @@ class S3Endpoint:
             headers[_TOKENS[self.version]] = credentials.token
         scope = f"{now[:8]}/{self.region}/{self.service}/aws4_request"
         target = self.path + key
-        path, _, query = target.partition("?")
         names, canonical, lines = _canonical(headers)
-        request = (
-            f"{method}\n{path}\n{query}\n{canonical}\n{names}\n{headers['x-amz-content-sha256']}"
-        )
+        request = f"{method}\n{target}\n\n{canonical}\n{names}\n{headers['x-amz-content-sha256']}"
         signature = hmac.digest(
             _signing_key(credentials.access_key, credentials.secret_key, credentials.token, scope),
             f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{sha256(request.encode()).hexdigest()}".encode(),

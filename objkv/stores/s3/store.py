@@ -24,8 +24,9 @@ from objkv.stores.base import (
     copy_into,
     is_key,
 )
+from objkv.stores.s3.attempts import one_call
 from objkv.stores.s3.bucket import Bucket
-from objkv.stores.s3.client import S3Access, one_call
+from objkv.stores.s3.client import S3Access
 from objkv.stores.s3.errors import error_code, translated
 from objkv.stores.s3.http import Hedge
 from objkv.stores.s3.read import Get, S3Reader
@@ -95,11 +96,6 @@ class S3Store:
     def uses_tls(self) -> bool:
         """Whether the endpoint's connections are encrypted."""
         return self._endpoint.startswith("https:")
-
-    @property
-    def conditional_puts(self) -> bool | None:
-        """Whether the server honours ``If-None-Match``; None before the first put."""
-        return self._writer.conditional
 
     def get(self, key: str) -> bytes | None:
         """Return the whole object, or None."""
