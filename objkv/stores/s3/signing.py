@@ -23,10 +23,9 @@ from objkv.stores.s3.http import host_of
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-UNSIGNED = "UNSIGNED-PAYLOAD"
-"""Used instead of a hash of the body, also over http: see ``docs/decisions/0009``."""
-
-_EMPTY = sha256().hexdigest()
+_HASHES = {"GET": sha256().hexdigest(), "PUT": "UNSIGNED-PAYLOAD"}
+"""Of the body, by method. That of a value is not hashed, also over http, unless the settings demand
+it: see ``docs/decisions/0009``."""
 _SOUGHT = "objkv-sought"
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
@@ -49,8 +48,6 @@ class S3Endpoint:
     version: str = "s3v4"
     session: dict[str, Any] = field(default_factory=dict)
     """What the signer needs for a session of a directory bucket."""
-    payload: str = UNSIGNED
-    """Hash in the signature of a request without a body."""
 
     def signed(self, method: str, key: str, extra: dict[str, str]) -> bytes:
         """Return the head of a request for ``key``, signed with the client's current credentials.
@@ -66,7 +63,7 @@ class S3Endpoint:
         now = _timestamp(int(time()))
         headers = {
             "host": self.host,
-            "x-amz-content-sha256": self.payload,
+            "x-amz-content-sha256": _HASHES[method],
             "x-amz-date": now,
             **extra,
         }
@@ -124,8 +121,6 @@ class _Built(Exception):
 def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint:
     """Return the endpoint, read from a request that the client builds but does not send. Raises
     ``StoreDenied`` if the client would use another signature than version 4."""
-    options: Any = getattr(client.meta.config, "s3", None) or {}
-    payload = _EMPTY if options.get("payload_signing_enabled") else UNSIGNED
 
     def look(request: Any, signature_version: Any, request_signer: Any, **names: str) -> None:
         parts = urlsplit(request.url)
@@ -148,7 +143,6 @@ def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint:
                 signer=request_signer,
                 version=signature_version,
                 session={n: context[n] for n in ("identity_cache", "cache_key") if n in context},
-                payload=payload,
             )
         )
 
