@@ -2,7 +2,6 @@
 
 import time
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from itertools import pairwise
 from threading import Lock
 
@@ -25,20 +24,6 @@ discarded."""
 _OTHER_RANGE = "the server did not return the requested range"
 
 
-@dataclass(frozen=True, slots=True)
-class Get:
-    """One get: the value, which bytes of it, and the target buffer."""
-
-    key: str
-    start: int | None = None
-    """Position in the value. None requests the whole value, which must fit in the buffer."""
-    buffer: memoryview | None = None
-    """None for a new one."""
-    room: int = VALUE_BYTES_MAX
-    """The most bytes to read, the length of ``buffer``."""
-    arrived: Arrived | None = None
-
-
 class S3Reader:
     """Reads the values of ``bucket``. If a response breaks off, only the missing bytes of the same
     version are requested. Raises the client's exceptions and ``StoreError``."""
@@ -51,26 +36,44 @@ class S3Reader:
         self._lock = Lock()
         self._pool: Pool[RangeTeam] | None = None
 
-    def read(self, get: Get) -> memoryview | None:
-        """Return the bytes that were read, of the buffer, or None if the key does not exist."""
-        start, size = get.start or 0, get.room
-        if get.buffer is not None and self._threads_max:
+    def read(
+        self,
+        key: str,
+        start: int | None = None,
+        *,
+        buffer: memoryview | None = None,
+        room: int = VALUE_BYTES_MAX,
+        arrived: Arrived | None = None,
+    ) -> memoryview | None:
+        """Return up to ``room`` bytes of the value from ``start`` on, or None if the key does not
+        exist. Without ``start``, return the whole value, which must fit.
+
+        The bytes are in ``buffer``, whose length is ``room``, or in memory of their own.
+        """
+        room = room if buffer is None else len(buffer)
+        first, size = start or 0, room
+        if buffer is not None and self._threads_max:
             size = min(size, self.range_bytes)
-        is_whole = get.start is None and size == get.room
+        is_whole = start is None and size == room
         try:
-            extra = {} if is_whole else _range(start, start + size)
-            response = self.bucket.ask("GET", get.key, extra)
+            response = self.bucket.ask("GET", key, {} if is_whole else _range(first, first + size))
         except ClientError as exc:
             if error_code(exc)[0] == 416:  # it starts after the end, so the key exists
-                if get.arrived is not None:
-                    get.arrived(0)
+                if arrived is not None:
+                    arrived(0)
                 return memoryview(b"")
-            if self.bucket.is_absent(get.key, exc):
+            if self.bucket.is_absent(key, exc):
                 return None
             raise
         with response:
-            nbytes = _length(get, response, size)
-            return _Reading(self, get, response, nbytes).run(response)
+            nbytes = _length(response, first, size)
+            if start is None and buffer is not None:
+                check_fits(key, nbytes, buffer)
+            elif start is None and nbytes > room:
+                raise StoreError(f"the server returned {nbytes} bytes, more than {room}")
+            nbytes = min(nbytes, room)
+            into = memoryview(bytearray(nbytes)) if buffer is None else buffer[:nbytes]
+            return _Reading(self, key, first, into, response.etag, arrived).run(response)
 
     def help(self, team: RangeTeam, count: int) -> None:
         """Let up to ``count`` free threads help ``team``. They are started once needed."""
@@ -86,44 +89,46 @@ class S3Reader:
             self._pool.close(_CLOSE_S)
 
 
-def _length(get: Get, response: HttpResponse, size: int) -> int:
-    """Return how many bytes of the value belong to ``get``, whose first request was for ``size``
-    bytes. Raises for a response that must not be written to the buffer."""
+def _length(response: HttpResponse, start: int, size: int) -> int:
+    """Return how many bytes the value has from ``start`` on. The request was for ``size`` of them.
+    Raises for a response that must not be written to a buffer."""
     if response.status not in (200, 206):
         raise ConnectionFailed(f"HTTP {response.status} instead of a value")
-    start, is_range = get.start or 0, response.status == 206
+    is_range = response.status == 206
     if is_range and not (response.left <= size and response.starts_at(start)):
         raise ConnectionFailed(_OTHER_RANGE)
     if start and not is_range:
         raise ConnectionFailed("the server ignores ranges")
     nbytes = max(0, response.total - start)
-    if get.buffer is not None and get.start is None:
-        check_fits(get.key, nbytes, get.buffer)
-    elif get.start is None and nbytes > get.room:
-        raise StoreError(f"the server returned {nbytes} bytes, more than the limit of {get.room}")
     if response.left > nbytes:
         raise ConnectionFailed("the server returned a range that extends past the end")
-    return min(nbytes, get.room)
+    return nbytes
 
 
 class _Reading:
     """One get after the head of its first response."""
 
-    def __init__(self, reader: S3Reader, get: Get, response: HttpResponse, nbytes: int) -> None:
-        self._reader = reader
-        self._get = get
-        buffer = memoryview(bytearray(nbytes)) if get.buffer is None else get.buffer
-        self._buffer = buffer[:nbytes]
-        self._start = get.start or 0
-        self._etag = response.etag
+    def __init__(
+        self,
+        reader: S3Reader,
+        key: str,
+        start: int,
+        buffer: memoryview,
+        etag: str,
+        arrived: Arrived | None,
+    ) -> None:
+        self._reader, self._key, self._start = reader, key, start
+        self._buffer, self._etag, self._arrived = buffer, etag, arrived
         self._reported = -1
-        first = min(response.left, nbytes)
-        cuts = [*range(first, nbytes, reader.range_bytes), nbytes]
-        self._ranges = [Range(0, first), *(Range(start, end) for start, end in pairwise(cuts))]
+        self._ranges: list[Range] = []
 
     def run(self, response: HttpResponse) -> memoryview:
         """Read all ranges, the first from ``response``, the others together with free threads."""
-        first, *others = self._ranges
+        end = len(self._buffer)
+        first = Range(0, min(response.left, end))
+        cuts = [*range(first.end, end, self._reader.range_bytes), end]
+        others = [Range(*span) for span in pairwise(cuts)]
+        self._ranges = [first, *others]
         with RangeTeam(others, self._complete) as team:
             if others:
                 self._reader.help(team, len(others))
@@ -133,13 +138,13 @@ class _Reading:
             while (one := team.take()) is not None:
                 self._complete(one, None)
             team.wait(self._report)
-        if self._get.arrived is not None and self._reported < len(self._buffer):
-            self._get.arrived(len(self._buffer))
+        if self._arrived is not None and self._reported < end:
+            self._arrived(end)
         return self._buffer
 
     def _report(self) -> None:
         """Call ``arrived`` with the length of the complete prefix, if it has grown enough."""
-        if self._get.arrived is None:
+        if self._arrived is None:
             return
         prefix = 0
         for one in self._ranges:
@@ -149,7 +154,7 @@ class _Reading:
         is_all = prefix == len(self._buffer) > self._reported
         if prefix >= self._reported + PROGRESS_BYTES or is_all:
             self._reported = prefix
-            self._get.arrived(prefix)
+            self._arrived(prefix)
 
     def _complete(self, one: Range, team: RangeTeam | None) -> None:
         """Read what is missing of a range, as often as a request is sent, if there is time.
@@ -169,7 +174,7 @@ class _Reading:
         """Request the rest of a range. Return why it is not done, or an empty text."""
         first = self._start + one.at
         extra = _range(first, self._start + one.end)
-        with self._reader.bucket.ask("GET", self._get.key, extra) as response:
+        with self._reader.bucket.ask("GET", self._key, extra) as response:
             is_right = response.left == one.end - one.at and response.starts_at(first)
             if response.status != 206 or not is_right:
                 return _OTHER_RANGE

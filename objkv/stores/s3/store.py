@@ -29,7 +29,7 @@ from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.client import S3Access
 from objkv.stores.s3.errors import error_code, translated
 from objkv.stores.s3.http import Hedge
-from objkv.stores.s3.read import Get, S3Reader
+from objkv.stores.s3.read import S3Reader
 from objkv.stores.s3.write import S3Writer
 from objkv.telemetry import Recorder
 
@@ -100,7 +100,7 @@ class S3Store:
     def get(self, key: str) -> bytes | None:
         """Return the whole object, or None."""
         with self._call("get", key):
-            found = self._reader.read(Get(key))
+            found = self._reader.read(key)
         return None if found is None else bytes(found)
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
@@ -108,7 +108,7 @@ class S3Store:
         if end <= start:
             return None if self.head(key) is None else b""
         with self._call("get_range", key):
-            found = self._reader.read(Get(key, start, room=end - start))
+            found = self._reader.read(key, start, room=end - start)
         return None if found is None else bytes(found)
 
     def get_into(
@@ -120,7 +120,7 @@ class S3Store:
             found = self.get_range(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
         with self._call("get_into", key):
-            read = self._reader.read(Get(key, start, buffer, len(buffer), arrived))
+            read = self._reader.read(key, start, buffer=buffer, arrived=arrived)
         return None if read is None else len(read)
 
     def head(self, key: str) -> Entry | None:
