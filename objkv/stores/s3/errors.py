@@ -52,7 +52,7 @@ _DEMANDS = (
 )
 """Added to a refused put: S3 does not say which condition of a policy failed."""
 _BUSY = {"SlowDown", "Throttling"}
-_LATER = {"RequestTimeout", "RequestTimeoutException", "NoSuchUpload", *_BUSY}
+_LATER = {"RequestTimeout", "RequestTimeoutException", *_BUSY}
 
 
 def error_code(exc: ClientError) -> tuple[int, str]:
