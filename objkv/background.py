@@ -101,8 +101,14 @@ class Pool(Generic[Job]):
             Thread(target=self._work, name=f"{name}-{number}", daemon=True)
             for number in range(threads)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except RuntimeError:  # the machine has no more threads
+            with self._lock:
+                self._closed = True
+                self._came.notify_all()
+            raise
 
     @property
     def waiting(self) -> int:

@@ -6,7 +6,6 @@ is put into the bucket.
 
 from benchmarks.fleet.tiers import Held
 from benchmarks.fleet.world import Job, Replica, Unit, World
-from objkv.config.prices import MULTIPART_BYTES
 
 _WAITING_SHARE = 0.25
 """Of an arena: payloads that may wait to be put."""
@@ -36,11 +35,9 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     counts, client, width = world.counts, world.costs.client, world.width()
     agents = world.fleet.agents
     lane = replica.host.saves if agents else replica.saves
-    parts = -(-world.payload_bytes // MULTIPART_BYTES)
-    part_bytes = min(world.payload_bytes, MULTIPART_BYTES)
-    each_s = world.bulk.first_byte_s + part_bytes / world.bulk.connection_bytes_s
+    each_s = world.bulk.first_byte_s + world.payload_bytes / world.bulk.connection_bytes_s
     chunk_s = max(
-        each_s * parts / (world.connections(save=True) * width),
+        each_s / (world.connections(save=True) * width),
         world.payload_bytes / (client.save_bytes_s * width),
     )
     waiting = (lane.start_s(now) - now) / chunk_s
@@ -56,7 +53,7 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     nbytes = unit.chunks * world.chunk_bytes
     end_s = max(lane.take(now, unit.chunks * chunk_s), now + each_s)
     end_s = max(end_s, replica.host.send.take(now, nbytes / client.nic_bytes_s))
-    counts.puts += unit.chunks * (1 if parts == 1 else parts + 2)
+    counts.puts += unit.chunks
     counts.bytes_saved += nbytes
     counts.saved += unit.chunks
     world.store.add(unit.key, unit.chunks, end_s)

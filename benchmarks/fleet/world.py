@@ -13,7 +13,7 @@ from benchmarks.fleet.costs import Costs, Model
 from benchmarks.fleet.fleet import Agents, Fleet
 from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NodeCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
-from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES
+from objkv.config.prices import RANGE_BYTES
 from objkv.net.breaker import Patience
 
 _PATIENCE = Patience()
@@ -212,9 +212,11 @@ class World:
     def connections(self, *, save: bool) -> int:
         """Requests to the bulk store that one worker has under way at most."""
         settings = self.settings
-        split = MULTIPART_BYTES if save else RANGE_BYTES
-        threads = settings.save_threads if save else settings.load_threads
-        return threads + (settings.ranges_max if self.payload_bytes > split else 0)
+        if save:
+            return settings.save_threads
+        return settings.load_threads + (
+            settings.ranges_max if self.payload_bytes > RANGE_BYTES else 0
+        )
 
     def _units(self, arrival: Arrival) -> list[Unit]:
         chunk, blocks = self.settings.chunk_tokens, arrival.blocks

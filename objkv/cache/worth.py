@@ -16,7 +16,7 @@ from typing import Final, Literal, Self
 from objkv.cache.speed import Typical
 from objkv.codec.payload import Claim
 from objkv.config import Config
-from objkv.config.prices import MULTIPART_BYTES, Prices, prices_of
+from objkv.config.prices import Prices, prices_of
 from objkv.index.base import Savings
 
 logger = logging.getLogger(__name__)
@@ -43,11 +43,6 @@ class ChunkCost:
     nbytes: int
     gpu_s: float | None = None
     """Seconds to compute it, times the GPUs of a replica; None while it is not known."""
-
-
-def puts_of(nbytes: int) -> int:
-    """Return the requests of one put; a multipart upload also needs a start and a completion."""
-    return 1 if nbytes <= MULTIPART_BYTES else 2 + -(-nbytes // MULTIPART_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +92,7 @@ class PutRule:
 
     def chunk(self, payloads: Collection[int], gpu_s: float | None = None) -> ChunkCost:
         """Return what a chunk takes that is stored in ``payloads`` of so many bytes."""
-        puts = sum(puts_of(nbytes) for nbytes in payloads)
-        return ChunkCost(puts, sum(payloads), gpu_s)
+        return ChunkCost(len(payloads), sum(payloads), gpu_s)
 
     def cost_usd(self, chunk: ChunkCost) -> float:
         """Return what it costs to put a chunk and to store it."""

@@ -161,7 +161,7 @@ def _shape(
 
 def _puts(chunk: ChunkSizing, tp_size: int, rule: PutRule) -> tuple[str, str]:
     """Return which payloads are put, and why."""
-    cost = ChunkCost(chunk.puts, chunk.nbytes)
+    cost = ChunkCost(chunk.payloads, chunk.nbytes)
     if rule.is_fixed:
         decision = rule.decide(cost)
         return decision.puts, decision.reason

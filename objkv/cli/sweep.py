@@ -127,7 +127,6 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt]) -> None:
             removed_bytes=nbytes["removed"],
             kept=beside,
             doubts=list(doubts),
-            uploads_listed=not counts["not_listed"],
         )
         out.document(document)
         return
@@ -140,12 +139,6 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt]) -> None:
     kept = [f"{n:,} {name}" for name, n in beside.items() if n and name != "documents"]
     if kept:
         out.line("kept: " + ", ".join(kept))
-    if counts["not_listed"]:
-        out.line(
-            "multipart uploads could not be listed (access denied): let a lifecycle rule of the "
-            "bucket abort them",
-            "yellow",
-        )
     for doubt in doubts:
         out.line(f"kept, because {doubt.why}", "yellow")
     if apply:

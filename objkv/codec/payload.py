@@ -26,6 +26,7 @@ from objkv.codec.seal import Seal, Sealing, compressed_memory, proof_of
 from objkv.codec.values import (
     ENCRYPTED,
     LAYER_BYTES_MAX,
+    RAW_BYTES_MAX,
     Claim,
     Frame,
     FramePlace,
@@ -178,6 +179,7 @@ __all__ = [
     "CODECS",
     "HEADER_BYTES_MAX",
     "LAYER_BYTES_MAX",
+    "RAW_BYTES_MAX",
     "Buffer",
     "Claim",
     "Header",

@@ -45,8 +45,9 @@ def is_scales(text: str) -> bool:
 METADATA_NAME: Final = "__metadata__"
 LAYER_BYTES_MAX: Final = 1 << 30
 """Limit for the pages of one layer in one payload; lz4 and blosc2 fail just below 2 GiB."""
-RAW_BYTES_MAX: Final = 16 << 30
-"""Limit for the pages of all layers in one payload, however well they compress."""
+RAW_BYTES_MAX: Final = 4 << 30
+"""Limit for the pages of all layers in one payload, however well they compress. S3 takes at most
+5 GiB in one request."""
 NAME_CHARS_MAX: Final = 512
 """Limit for a layer's name."""
 WRITER_CHARS_MAX: Final = 256

@@ -14,10 +14,6 @@ from objkv.config.urls import is_directory_bucket, parse_url
 from objkv.errors import ConfigError
 
 _UNKNOWN: Final = " is not known"
-MULTIPART_BYTES: Final = 5 << 30
-"""Larger payloads are put in parts of this size, the most that S3 takes in one request. Each part
-is a request that is paid for, and a put in parts has two more. Several payloads at once fill a
-link, not several parts of one."""
 RANGE_BYTES: Final = 8 << 20
 """Larger payloads are read in ranges of this size, several at once. At the 85 MB/s that S3 gives a
 connection, the time of a range is several times the latency of its request."""

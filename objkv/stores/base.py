@@ -69,8 +69,6 @@ class LifecycleRules:
 
     expire_days: int | None
     """Deletes them, at the earliest by the rule that does so first. 0 for a rule with a date."""
-    abort_days: int | None
-    """Aborts unfinished uploads."""
     archive_days: int | None
     """Moves them to a storage class from which they cannot be read at once."""
 
@@ -134,7 +132,8 @@ class WriteStore(ReadStore, Protocol):
         """Write ``value`` atomically unless ``key`` exists. Return True if this call wrote it.
 
         Readers see the whole value or none of it, also after a crash of the writer or the host. If
-        many writers race, exactly one gets True. The store keeps no reference to ``value`` after
+        many writers race, exactly one gets True; none, if the store had to repeat the put that
+        wrote because its response was lost. The store keeps no reference to ``value`` after
         returning.
         """
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.fleet.costs import read_costs
-from objkv.cache.worth import ALL_BELOW, REUSED_ABOVE, ChunkCost, PutRule, Puts, puts_of
+from objkv.cache.worth import ALL_BELOW, REUSED_ABOVE, ChunkCost, PutRule, Puts
 from objkv.config import load_config
 from objkv.config.prices import LIST_PRICES
 
@@ -143,12 +143,6 @@ def test_longer_lives_and_cheaper_gpus_make_puts_pay_less() -> None:
         assert found > usual
     assert rule(price_gpu_hour="0").break_even(one) == math.inf
     assert rule(price_gpu_hour="0").decide(one).puts == "reused"
-
-
-def test_payloads_above_a_part_take_more_requests() -> None:
-    mib = 1 << 20
-    assert [puts_of(n * mib) for n in (1, 5120, 5121, 10241)] == [1, 1, 4, 5]
-    assert rule().chunk([mib, 5121 * mib], 0.5) == ChunkCost(1 + 4, 5122 * mib, 0.5)
 
 
 def test_express_charges_for_the_bytes_too() -> None:

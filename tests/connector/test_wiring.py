@@ -67,6 +67,14 @@ def test_saves_have_slabs_for_two_full_steps_unless_a_setting_or_the_host_forbid
     assert small.save_slabs == 20, "an eighth of the host, for four workers"
 
 
+def test_chunks_that_no_payload_may_hold_are_refused_with_what_to_do(
+    paged: PagedGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wiring, "RAW_BYTES_MAX", 1_000)
+    with pytest.raises(ConfigError, match="at most 1000 in one payload: lower chunk_tokens"):
+        plan_pools(Config(), {0: paged}, CHUNK, RANK)
+
+
 def test_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
     on_cpu = plan_pools(Config(), {0: paged}, CHUNK, RANK)
     assert on_cpu.load_slabs == 0

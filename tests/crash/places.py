@@ -9,19 +9,15 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 from urllib.parse import urlsplit
 
-from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.config import Config
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
-from objkv.stores.s3.store import S3Limits
 from objkv.telemetry import NullRecorder
 from tests.support.servers.ceph import ceph_radosgw
 from tests.support.servers.ports import free_port
@@ -30,7 +26,6 @@ from tests.support.servers.redis import RedisServer, valkey_server, wait_until
 from tests.support.servers.spoil import SpoilS3
 
 BUCKET = "kv-cache"
-PART_BYTES = 5 << 20
 LEASE_MS = 40
 
 
@@ -117,14 +112,11 @@ class ServerPlace(Place):
         access = open_s3_access(config)
         access.client.create_bucket(Bucket=BUCKET)
         access.close()
-        with patch.object(fetchers, "S3Limits", partial(S3Limits, multipart_bytes=PART_BYTES)):
-            super().__init__(config)
+        super().__init__(config)
 
     def wipe(self) -> None:
         for entry in self.used.bulk.scan(""):
             self.used.bulk.delete(entry.key)
-        for left in self.used.bulk.unfinished():
-            self.used.bulk.discard(left)
         with self._valkey.client() as client:
             client.flushall()
 

@@ -24,7 +24,7 @@ from tests.crash.places import LEASE_MS
 
 NAMESPACE = IDENTITY.namespace()
 LARGE_ITEMS = 96 << 10
-"""Of a layer: such a payload is uploaded in parts."""
+"""Of a layer: a put of such a payload takes a while."""
 
 
 @dataclass(frozen=True)

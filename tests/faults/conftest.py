@@ -7,7 +7,6 @@ from typing import Any
 import boto3
 import botocore.auth
 import pytest
-from botocore.retries.standard import ExponentialBackoff
 
 from objkv.agent import client
 from objkv.agent.answering import NodeLookups
@@ -22,8 +21,8 @@ from objkv.index.sqlite.file import SqliteFile
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
+from objkv.stores.s3 import attempts as s3_attempts
 from objkv.stores.s3 import signing as s3_signing
-from objkv.stores.s3 import wire as s3_wire
 from objkv.transfer.loading import loader
 from objkv.transfer.saver import Saver
 from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
@@ -43,8 +42,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda **_: session)
-        patch.setattr(ExponentialBackoff, "delay_amount", lambda *_: 0.01)
-        patch.setattr(s3_wire, "random", SimpleNamespace(random=lambda: 0.01))
+        patch.setattr(s3_attempts, "random", SimpleNamespace(random=lambda: 0.01))
         patch.setattr(backends, "READ_FLOOR_S", 0.5)
         patch.setattr(backends, "CONNECT_FLOOR_S", 0.5)
         with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:

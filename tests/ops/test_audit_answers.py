@@ -63,8 +63,8 @@ def test_pins_name_who_made_them_and_their_end() -> None:
 Read = Callable[[], LifecycleRules | None]
 
 
-def rules(expire: int | None, abort: int | None = 1, archive: int | None = None) -> Read:
-    return lambda: LifecycleRules(expire, abort, archive)
+def rules(expire: int | None, archive: int | None = None) -> Read:
+    return lambda: LifecycleRules(expire, archive)
 
 
 def denied() -> LifecycleRules:
@@ -77,9 +77,8 @@ def denied() -> LifecycleRules:
         (rules(7), "conflicts", "7 days after they were saved, but records live for ttl_s, 7 d"),
         (rules(0), "conflicts", "deletes payloads 0 days after"),
         (rules(8), "fits", "deleted after 8 days, ttl_s is 7 d"),
-        (rules(8, None), "fits", "no rule aborts unfinished uploads"),
-        (rules(30, 1, 60), "conflicts", "archived payload cannot be loaded"),
-        (rules(None, None), "none", "no rule aborts unfinished uploads"),
+        (rules(30, 60), "conflicts", "archived payload cannot be loaded"),
+        (rules(None), "none", "only objkv sweep does"),
         (denied, "unknown", "no right s3:GetLifecycleConfiguration"),
     ],
 )

@@ -11,7 +11,6 @@ import pytest
 from objkv.assembly.backends import Backends
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import read_header
-from objkv.errors import StoreDenied
 from objkv.index.base import ChunkEntry, Usage
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
@@ -232,16 +231,6 @@ def test_a_rebuild_leaves_to_savers_what_they_are_saving() -> None:
     assert (counts["written"], counts["restored"], counts["present"]) == (1, 1, 3)
     key = ChunkKey.parse(second)
     assert world.index.lookup(key.namespace, [key.prefix_hash]) != [None]
-
-
-def test_uploads_that_may_not_be_listed_are_told() -> None:
-    world = World(Defects(good=2))
-
-    def denied() -> list[Unfinished]:
-        raise StoreDenied("403")
-
-    world.bulk.unfinished = denied
-    assert world.sweep().counts["not_listed"] == 1
 
 
 class TotalsIndex(MeddledIndex):

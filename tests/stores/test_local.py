@@ -8,7 +8,6 @@ import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -16,8 +15,6 @@ from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.base import KEY_BYTES_MAX
 from objkv.stores.local import LocalStore
 from tests.contracts.store_contract import StoreContract
-from tests.support.servers.quick_s3 import QuickS3
-from tests.support.servers.s3_stores import BUCKET, s3_access, s3_store
 
 
 class TestLocalStore(StoreContract):
@@ -261,20 +258,3 @@ def test_a_leftover_is_discarded_alone_or_with_a_folder_that_it_leaves_empty(
     (tmp_path / "c" / "d" / "~tmp-1-0").write_bytes(b"half")
     assert [store.discard(left) for left in store.unfinished()] == [True]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
-
-
-def test_uploads_that_nobody_completed_are_aborted() -> None:
-    with QuickS3() as server, s3_store(server.url) as store:
-        access = s3_access(server.url)
-        client: Any = access.client
-        place = {"Bucket": BUCKET, "Key": "p/a/b"}
-        for number in (1, 2):
-            upload = client.create_multipart_upload(**place)["UploadId"]
-            client.upload_part(**place, UploadId=upload, PartNumber=1, Body=b"x" * 10 * number)
-        client.create_multipart_upload(Bucket=BUCKET, Key="other/a/b")
-        found = list(store.unfinished())
-        assert [(left.key, left.nbytes) for left in found] == [("a/b", 10), ("a/b", 20)]
-        assert store.discard(found[0])
-        assert not store.discard(found[0])
-        assert list(store.unfinished()) == found[1:]
-        access.close()

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from botocore.exceptions import (
@@ -25,11 +26,14 @@ from werkzeug.serving import make_server
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy
-from objkv.stores.s3 import wire
-from objkv.stores.s3.client import ATTEMPTS, S3Access, open_s3_access, translated
-from objkv.stores.s3.read import PROOF_S, Absence
+from objkv.stores.s3 import attempts, bucket
+from objkv.stores.s3.attempts import ATTEMPTS, Repeater
+from objkv.stores.s3.bucket import Bucket
+from objkv.stores.s3.client import S3Access, open_s3_access
+from objkv.stores.s3.errors import translated
+from objkv.stores.s3.http import Hedge
 from objkv.stores.s3.store import S3Store
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted, hasty
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request
@@ -37,7 +41,6 @@ from tests.support.servers.quick_s3 import failure as refusal
 from tests.support.servers.s3_stores import s3_store, store_of
 
 BUCKET = "kv-cache"
-PART = 5 << 20
 SMALL_PAGE = 50
 Handler = Callable[[Request], Answer | bytes | None]
 KEYS = {"s3_access_key_id": "test", "s3_secret_access_key": "testsecret"}
@@ -85,7 +88,7 @@ def prefix(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def store(access: S3Access, prefix: str) -> S3Store:
-    return store_of(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
+    return store_of(access, bucket=BUCKET, prefix=prefix)
 
 
 class TestS3Store(StoreContract):
@@ -94,13 +97,11 @@ class TestS3Store(StoreContract):
 
     @pytest.fixture
     def store(self, access: S3Access, prefix: str) -> S3Store:
-        return store_of(access, bucket=BUCKET, prefix=prefix, multipart_bytes=PART)
+        return store_of(access, bucket=BUCKET, prefix=prefix)
 
 
 def operation(request: Request) -> str:
     """What AWS calls the request for an object."""
-    if "uploadId" in request.query:
-        return {"PUT": "UploadPart", "POST": "CompleteMultipartUpload"}.get(request.method, "")
     return {"PUT": "PutObject", "GET": "GetObject"}.get(request.method, "")
 
 
@@ -127,7 +128,7 @@ class Faulty(QuickS3):
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Pauses before repetitions take no time."""
-    monkeypatch.setattr(wire.time, "sleep", lambda _: None)
+    monkeypatch.setattr(attempts.time, "sleep", lambda _: None)
     with Faulty() as server:
         yield server
 
@@ -170,9 +171,9 @@ def test_objects_that_are_no_keys_are_left_out_of_a_scan(
 def test_a_server_that_honours_the_condition_is_asked_once(
     spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty
 ) -> None:
-    assert spoiled.conditional_puts is None
+    assert spoiled._writer.conditional is None
     assert [spoiled.put_if_absent(f"k{number}", b"") for number in range(3)] == [True] * 3
-    assert spoiled.conditional_puts is True
+    assert spoiled._writer.conditional is True
     assert faulty.count("PutObject") == 4
     assert recorder.value("s3_unconditional_puts") == 0
 
@@ -194,7 +195,7 @@ def test_where_the_condition_is_refused_or_ignored_a_head_is_asked_for_instead(
     assert spoiled.put_if_absent("a", b"2") is False
     assert spoiled.put_if_absent("b", b"3") is True
     assert spoiled.get("a") == b"1"
-    assert spoiled.conditional_puts is False
+    assert spoiled._writer.conditional is False
     assert len(asked) == (1 if code else 2)
     assert recorder.value("s3_unconditional_puts") == (3 if code else 2)
 
@@ -210,11 +211,11 @@ def test_a_second_put_without_a_verdict_leaves_it_to_the_next_to_find_out(
     lost = iter([None, *[instead] * 5])  # with the repetitions, one of a connection used before
     faulty.on("PutObject", lambda _: next(lost, None))
     assert spoiled.put_if_absent("a", b"1") is True
-    assert spoiled.conditional_puts is None
+    assert spoiled._writer.conditional is None
     faulty.on("PutObject", lambda _: None)
     assert spoiled.put_if_absent("a", b"2") is False
     assert spoiled.put_if_absent("b", b"2") is True
-    assert spoiled.conditional_puts is True
+    assert spoiled._writer.conditional is True
     assert recorder.value("s3_unconditional_puts") == 0
     assert spoiled.get("a") == b"1"
 
@@ -227,60 +228,6 @@ def test_a_conflict_with_another_writer_is_tried_again_but_not_for_ever(
     with pytest.raises(StoreUnavailable, match="5 conflicts"):
         spoiled.put_if_absent("k", b"1")
     assert spoiled.put_if_absent("k", b"1") is True
-
-
-def test_large_values_go_up_in_parts(spoiled: S3Store, faulty: Faulty) -> None:
-    value = bytes(range(256)) * (12 << 12)
-    assert spoiled.put_if_absent("k", memoryview(value)) is True
-    assert spoiled.put_if_absent("k", b"x" * len(value)) is False
-    assert faulty.count("UploadPart") == 3
-    assert spoiled.get("k") == value
-    spoiled.put("k", value[::-1])
-    assert spoiled.get("k") == value[::-1]
-
-
-def test_a_part_whose_answer_is_lost_is_sent_again(spoiled: S3Store, faulty: Faulty) -> None:
-    value = bytes(range(256)) * (12 << 12)
-    answers = iter([refusal(503, "SlowDown"), None, b"", refusal(500, "InternalError")])
-    faulty.on("UploadPart", lambda _: next(answers, None))
-    spoiled.put("k", value)
-    assert spoiled.get("k") == value
-
-
-def test_a_value_that_appears_during_an_upload_stays(spoiled: S3Store, faulty: Faulty) -> None:
-    with s3_store(faulty.url) as other:
-        faulty.on("UploadPart", lambda _: other.put("k", b"first"))
-        assert spoiled.put_if_absent("k", bytes(PART + 1)) is False
-    assert spoiled.get("k") == b"first"
-    assert list(spoiled.unfinished()) == []
-
-
-@pytest.mark.parametrize("name", ["UploadPart", "CompleteMultipartUpload"])
-def test_an_upload_that_is_refused_leaves_no_parts(
-    spoiled: S3Store, faulty: Faulty, name: str
-) -> None:
-    faulty.on(name, lambda _: refusal(403, "AccessDenied"))
-    for put in (spoiled.put, spoiled.put_if_absent):
-        with pytest.raises(StoreDenied):
-            put("k", bytes(PART + 1))
-    assert list(spoiled.unfinished()) == []
-    assert spoiled.get("k") is None
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_upload_that_is_interrupted_leaves_no_parts(
-    spoiled: S3Store, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    with monkeypatch.context() as patch:
-        patch.setattr(wire.Wire, "ask", fail)
-        for put in (spoiled.put, spoiled.put_if_absent):
-            with pytest.raises(error):
-                put("k", bytes(PART + 1))
-    assert list(spoiled.unfinished()) == []
-    assert spoiled.get("k") is None
 
 
 def test_a_body_that_ends_early_is_unavailable() -> None:
@@ -297,7 +244,7 @@ def test_a_bucket_in_another_region_is_found_like_the_client_finds_it(
 ) -> None:
     """The client remembers where it was redirected to."""
     spoiled.put("k", b"value")
-    there = replace(spoiled._wire.endpoint(), region="eu-west-9")
+    there = replace(spoiled._bucket.endpoint(), region="eu-west-9")
     faulty.on(
         "GetObject",
         lambda request: (
@@ -308,16 +255,16 @@ def test_a_bucket_in_another_region_is_found_like_the_client_finds_it(
     )
     with pytest.raises(StoreDenied, match="set s3_region"):
         spoiled.get("k")
-    monkeypatch.setattr(wire, "find_endpoint", lambda *_: there)
+    monkeypatch.setattr(bucket, "find_endpoint", lambda *_: there)
     assert spoiled.get("k") == b"value"
 
 
 def test_a_server_that_always_names_another_region_is_denied(
     spoiled: S3Store, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    here, regions = spoiled._wire.endpoint(), count()
+    here, regions = spoiled._bucket.endpoint(), count()
     monkeypatch.setattr(
-        wire, "find_endpoint", lambda *_: replace(here, region=f"eu-west-{next(regions)}")
+        bucket, "find_endpoint", lambda *_: replace(here, region=f"eu-west-{next(regions)}")
     )
     faulty.on("GetObject", lambda _: refusal(400, "AuthorizationHeaderMalformed"))
     with EndsBy(time.monotonic() + 2), pytest.raises(StoreDenied, match="set s3_region"):
@@ -402,7 +349,7 @@ def test_what_time_mends_is_unavailable(error: Exception, words: str) -> None:
 
 
 def test_a_missing_bucket_is_denied(access: S3Access) -> None:
-    store = store_of(access, bucket="nowhere", prefix="", multipart_bytes=PART)
+    store = store_of(access, bucket="nowhere", prefix="")
     calls = [store.check, lambda: store.get("k"), lambda: store.put_if_absent("k", b"")]
     calls.append(lambda: list(store.scan("")))
     for call in calls:
@@ -429,10 +376,6 @@ def test_settings_that_cannot_work_are_a_config_error(settings: dict[str, Any], 
         open_s3_access(Config(**settings, **KEYS))
 
 
-PLACE = {"Bucket": "b", "Key": "p/k"}
-HIDDEN = failure(403, "AccessDenied")
-
-
 class Lists:
     """A client that may list ``keys``, or nothing."""
 
@@ -440,14 +383,6 @@ class Lists:
         self._keys = keys
         self._denied = denied
         self.asked: list[dict[str, Any]] = []
-        self.heads: list[dict[str, Any]] = []
-        self.failure: ClientError | None = None
-
-    def head_object(self, **place: Any) -> dict[str, Any]:
-        self.heads.append(place)
-        if self.failure is not None:
-            raise self.failure
-        return {}
 
     def list_objects_v2(self, **options: Any) -> dict[str, Any]:
         self.asked.append(options)
@@ -455,6 +390,10 @@ class Lists:
             raise failure(403, "AccessDenied")
         found = [{"Key": key} for key in self._keys if key.startswith(options["Prefix"])]
         return {"Contents": found[: options["MaxKeys"]]} if found else {}
+
+
+def bucket_of(client: Any) -> Bucket:
+    return Bucket(S3Access(client, Mock(), Repeater()), "b", "p/", Hedge(0, NullRecorder()))
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "403"])
@@ -471,7 +410,7 @@ def test_a_listing_decides_what_a_refusal_means(
     keys: tuple[str, ...], denied: bool, absent: bool, code: str
 ) -> None:
     client: Any = Lists(*keys, denied=denied)
-    assert Absence(client).is_absent(PLACE, failure(403, code)) is absent
+    assert bucket_of(client).is_absent("k", failure(403, code)) is absent
     assert client.asked[-1] == {"Bucket": "b", "Prefix": "p/k", "MaxKeys": 1}
 
 
@@ -486,30 +425,6 @@ def test_a_listing_decides_what_a_refusal_means(
     ],
 )
 def test_other_answers_need_no_listing(status: int, code: str, absent: bool) -> None:
-    client = Lists()
-    assert Absence(client).is_absent(PLACE, failure(status, code)) is absent  # type: ignore[arg-type]
+    client: Any = Lists()
+    assert bucket_of(client).is_absent("k", failure(status, code)) is absent
     assert client.asked == []
-
-
-def test_a_read_proves_misses_until_it_is_old_and_fails_when_repeated() -> None:
-    client: Any = Lists(denied=True)
-    now_s, seen = [0.0], {"Bucket": "b", "Key": "p/seen"}
-    absence = Absence(client, clock=lambda: now_s[0])
-    absence.note_read(seen)
-    assert absence.is_absent(PLACE, HIDDEN)
-    payload = PLACE | {"Key": "p/k.safetensors"}
-    assert not absence.is_absent(payload, HIDDEN)
-    assert len(client.asked) == 1, "a refused listing is not repeated for each miss"
-    now_s[0] += PROOF_S + 1
-    assert absence.is_absent(PLACE, HIDDEN)
-    assert client.heads == [seen]
-    now_s[0] += PROOF_S + 1
-    client.failure = failure(503, "SlowDown")  # which refutes nothing
-    assert not absence.is_absent(PLACE, HIDDEN)
-    client.failure = None
-    assert absence.is_absent(PLACE, HIDDEN)
-    now_s[0] += PROOF_S + 1
-    client.failure = failure(403, "403")
-    assert not absence.is_absent(PLACE, HIDDEN)
-    assert not absence.is_absent(PLACE, HIDDEN)
-    assert len(client.heads) == 4

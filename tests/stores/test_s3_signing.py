@@ -6,7 +6,7 @@ import hashlib
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,17 +21,16 @@ from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.assembly import fetchers
 from objkv.assembly.backends import open_backends
 from objkv.assembly.fetchers import open_s3
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.stores.base import PruneStore
-from objkv.stores.s3.client import S3Access, open_s3_access
+from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.http import ConnectionFailed
 from objkv.stores.s3.signing import S3Endpoint, find_endpoint
-from objkv.stores.s3.store import S3Limits, S3Store
-from objkv.stores.s3.write import PutDemands
+from objkv.stores.s3.store import S3Store
+from objkv.stores.s3.write import PutHeaders
 from objkv.telemetry import NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.samples import save, save_identity
@@ -39,7 +38,6 @@ from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.s3_stores import (
     BUCKET,
     MIB,
-    PART,
     pattern,
     s3_access,
     s3_store,
@@ -69,9 +67,7 @@ def test_another_signature_than_version_4_is_refused_with_what_to_do(version: An
         "s3", endpoint_url="http://s3.test:99", config=settings, region_name="x",
         aws_access_key_id="a", aws_secret_access_key="b",
     )  # fmt: skip
-    store = store_of(
-        S3Access(client, access.connections), bucket=BUCKET, prefix="p", multipart_bytes=PART
-    )
+    store = store_of(replace(access, client=client), bucket=BUCKET, prefix="p")
     with pytest.raises(StoreDenied, match="remove signature_version from the AWS profile"):
         store.check()
 
@@ -112,13 +108,12 @@ EVERY_DEMAND: dict[str, Any] = {
 @given(
     method=st.sampled_from(["GET", "PUT"]),
     key=st.from_regex(r"[A-Za-z0-9._/-]{1,40}", fullmatch=True),
-    query=st.sampled_from(["", "?partNumber=7&uploadId=2~a-b.c_d%2F"]),
     range_end=st.none() | st.integers(0, 1 << 40),
     token=st.none() | st.from_regex(r"[A-Za-z0-9+/=]{8,80}", fullmatch=True),
     demands=st.booleans(),
 )
 def test_signatures_are_those_of_the_clients_signer(
-    method: str, key: str, query: str, range_end: int | None, token: str | None, demands: bool
+    method: str, key: str, range_end: int | None, token: str | None, demands: bool
 ) -> None:
     credentials = Credentials("access", "secret", token)
     auth = S3SigV4Auth(credentials, "s3", "eu-test-1")
@@ -126,13 +121,12 @@ def test_signatures_are_those_of_the_clients_signer(
     place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent", signer)
     extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
     if demands:
-        found = PutDemands(Config(**EVERY_DEMAND))
-        extra |= {**found.headers, **found.body_headers(memoryview(b"payload"))}
-    head = place.signed(method, key + query, extra).decode()
+        extra |= PutHeaders(Config(**EVERY_DEMAND)).of(memoryview(b"payload"))
+    head = place.signed(method, key, extra).decode()
     first, *lines = head.rstrip().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
     signed = headers.pop("authorization")
-    assert first == f"{method} /b/p%20q/{key}{query} HTTP/1.1"
+    assert first == f"{method} /b/p%20q/{key} HTTP/1.1"
     request = AWSRequest(method, f"{place.url}{first.split()[1]}", headers=headers)
     request.context["timestamp"] = headers["x-amz-date"]
     canonical = auth.canonical_request(request)
@@ -173,12 +167,8 @@ def meets(wanted: str, request: Request) -> bool:
     given = request.headers
     if wanted == "signed":
         return given.get("x-amz-content-sha256") == hashlib.sha256(request.body).hexdigest()
-    creates = request.method == "POST" and "uploads" in request.query
     if wanted in HEADERS:
-        is_new = creates or (request.method == "PUT" and "partNumber" not in request.query)
-        return not is_new or HEADERS[wanted].items() <= given.items()
-    if creates:
-        return given.get("x-amz-checksum-algorithm", "").lower() == wanted
+        return request.method != "PUT" or HEADERS[wanted].items() <= given.items()
     digest = base64.b64encode(DIGESTS[wanted](request.body)).decode()
     return request.method != "PUT" or given.get(f"x-amz-checksum-{wanted}") == digest
 
@@ -188,9 +178,7 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
     wanted: str,
     demanded: dict[str, Any],
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(fetchers, "S3Limits", partial(S3Limits, multipart_bytes=PART))
     refused: list[Request] = []
 
     def check(request: Request) -> Answer | None:
@@ -209,18 +197,15 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
             "s3_secret_access_key": "testsecret",
             "load_deadline_ms": 60_000,
         }
-        large, buffer = pattern(PART + 9), bytearray(8)
+        buffer = bytearray(8)
         with open_backends(Config(**given | demanded), NullRecorder()) as backends:
             store = backends.bulk
             for key in ("first", "second"):
                 assert store.put_if_absent(key, b"value")
                 assert not store.put_if_absent(key, b"value")
             store.put("pins/a", b"document")
-            store.put("large", large)
-            assert store.put_if_absent("quarantine/large", large)
             save_identity(store)
             save(store, backends.index)
-            assert store.get("large") == store.get("quarantine/large") == large
             assert store.get_into("pins/a", memoryview(buffer)) == 8
             assert buffer == b"document"
             assert store.head("second") is not None
@@ -229,16 +214,14 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
             for put in (
                 lambda: backends.bulk.put_if_absent("k", b"value"),
                 lambda: backends.bulk.put("k", b"value"),
-                lambda: backends.bulk.put("k", large),
             ):
                 with pytest.raises(StoreDenied, match=next(iter(demanded))):
                     put()
 
 
 def test_an_empty_key_of_kms_is_the_accounts() -> None:
-    demands = PutDemands(Config(s3_sse="aws:kms", s3_sse_kms_key_id=""))
-    assert demands.headers == {"x-amz-server-side-encryption": "aws:kms"}
-    assert demands.arguments == {"ServerSideEncryption": "aws:kms"}
+    headers = PutHeaders(Config(s3_sse="aws:kms", s3_sse_kms_key_id="")).of(memoryview(b""))
+    assert headers == {"content-length": "0", "x-amz-server-side-encryption": "aws:kms"}
 
 
 _SCOPE = re.compile(r"(?i)Credential=[^/]*/[^/]*/([^/]*)/s3/aws4_request,")
@@ -429,7 +412,7 @@ class TestDirectoryBucketStore(StoreContract):
 def test_every_request_is_signed_with_the_session_and_one_session_serves_all(
     bucket: DirectoryBucket, store: S3Store
 ) -> None:
-    large = pattern(PART + MIB)
+    large = pattern(6 * MIB)
     assert store.put_if_absent("ns/a", b"small")
     assert store.put_if_absent("ns/b", large)
     assert not store.put_if_absent("ns/a", b"other")
@@ -473,10 +456,10 @@ def test_on_aws_the_zone_in_the_name_is_asked_by_tls_and_nothing_else() -> None:
 
     events: Any = access.client.meta.events
     events.register_first("before-send.s3", answer)
-    store = store_of(access, bucket=ZONED, prefix="p", multipart_bytes=PART, load_deadline_ms=1000)
+    store = store_of(access, bucket=ZONED, prefix="p", load_deadline_ms=1000)
     with pytest.raises(StoreUnavailable, match="no network here"):
         store.get_into("ns/a", memoryview(bytearray(1)))
     host = f"https://{ZONED}.s3express-use1-az4.us-east-1.amazonaws.com"
     assert set(asked) == {("GET", f"{host}/?session")}
-    assert store._wire.endpoint().url + store._wire.endpoint().path == f"{host}/p/"
+    assert store._bucket.endpoint().url + store._bucket.endpoint().path == f"{host}/p/"
     store.close()

@@ -4,6 +4,7 @@ Without deadlines each call would take more than a minute, so no test depends on
 speed.
 """
 
+import math
 import random
 import socket
 import threading
@@ -19,18 +20,24 @@ from botocore.exceptions import ClientError
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from objkv import background
 from objkv.errors import StoreError, StoreUnavailable
-from objkv.net.deadline import EndsBy
+from objkv.net.deadline import EndsBy, Trial, ends_s
+from objkv.stores.s3 import attempts as s3_attempts
 from objkv.stores.s3 import client as s3_client_module
 from objkv.stores.s3 import http as s3_http
-from objkv.stores.s3 import pieces as s3_pieces
-from objkv.stores.s3 import wire as s3_wire
-from objkv.stores.s3.client import CallDeadline, begun_by
-from objkv.stores.s3.http import ConnectionFailed, HttpConnection
-from objkv.stores.s3.pieces import HelperPool, Piece, Team
+from objkv.stores.s3.attempts import last_s, one_call
+from objkv.stores.s3.http import (
+    LATE_MIN_S,
+    SAMPLES_MIN,
+    ConnectionFailed,
+    Hedge,
+    HttpConnection,
+    HttpResponse,
+)
+from objkv.stores.s3.ranges import Range, RangeTeam
 from objkv.stores.s3.store import S3Store
-from objkv.stores.s3.wire import LATE_MIN_S, SAMPLES_MIN, Hedge
-from objkv.telemetry import MemoryRecorder
+from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.stores.guards import assert_all_end
 from tests.support.servers.listener import (
     Listener,
@@ -44,6 +51,7 @@ from tests.support.servers.listener import (
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request, failure
 from tests.support.servers.s3_stores import BUCKET, MIB, pattern, s3_access, s3_store
 from tests.support.servers.spoil import Spoil, SpoilS3
+from tests.support.waiting import wait_until
 
 FAR_S = 3600.0
 DEADLINE_S = 0.3
@@ -74,8 +82,7 @@ CALLS: dict[str, Call] = {
     "scan": lambda store: list(store.scan("")),
     "put": lambda store: store.put("k", b"value"),
     "put_if_absent": lambda store: store.put_if_absent("k", b"value"),
-    "in parts": lambda store: store.put("k", bytes(4 * MIB)),
-    "in parts if absent": lambda store: store.put_if_absent("k", bytes(4 * MIB)),
+    "large": lambda store: store.put("k", bytes(4 * MIB)),
     "delete": lambda store: store.delete("k"),
     "check": lambda store: store.check(),
 }
@@ -88,7 +95,6 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, ca
     options = {
         "load_deadline_ms": 800,
         "client": {"load_deadline_ms": 800},
-        "multipart_bytes": MIB,
     }
     with s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store:
         store._writer.conditional = True
@@ -100,7 +106,6 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, ca
 HEAD = b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 100000\r\n\r\n'
 PUTS: dict[str, Call] = {
     "at once": lambda store: store.put_if_absent("k", bytes(MIB)),
-    "in parts": lambda store: store.put_if_absent("l", bytes(64 * MIB)),
 }
 SLOW: dict[str, tuple[Serve, dict[str, Call]]] = {
     "a head without end": (trickling(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000), CALLS),
@@ -119,7 +124,6 @@ def opened(url: str) -> Iterator[S3Store]:
         url,
         load_deadline_ms=int(DEADLINE_S * 1000),
         client={"load_deadline_ms": 600_000},
-        multipart_bytes=MIB,
         range_bytes=MIB,
         ranges_max=2,
     ) as store:
@@ -150,10 +154,11 @@ def test_a_body_that_trickles_is_left_at_its_deadline(monkeypatch: pytest.Monkey
     line, now_s = HttpConnection(ours, timeout_s=60, keep=lambda _: None), count()
     monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
     theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
-    response = line.read_head(9)
+    with EndsBy(9):
+        response = line.read_head()
     monkeypatch.setattr(line, "socket", SimpleNamespace(recv_into=lambda *_: 1))
-    with pytest.raises(ConnectionFailed, match="deadline passed"):
-        response.fill(memoryview(bytearray(100)), 9)
+    with EndsBy(9), pytest.raises(ConnectionFailed, match="deadline passed"):
+        response.fill(memoryview(bytearray(100)))
     ours.close()
     theirs.close()
 
@@ -173,48 +178,33 @@ def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
         assert_all_end(calls, StoreUnavailable)
 
 
+@contextmanager
+def begun_by(last_s: float) -> Iterator[None]:
+    """A call that starts no attempt after ``last_s``, and may take as long as it likes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (s3_client_module, s3_attempts):
+            patch.setattr(module, "last_s", lambda: last_s)
+        yield
+
+
 def test_the_client_begins_nothing_when_it_is_too_late(mute: Listener) -> None:
     client = s3_access(mute.url).client
-    with begun_by(time.monotonic()), pytest.raises(StoreUnavailable, match="too little time left"):
+    with begun_by(0), pytest.raises(StoreUnavailable, match="too little time left"):
         client.get_object(Bucket=BUCKET, Key="k")
     assert mute.connections == 0
 
 
-@pytest.fixture
-def sleepless(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client's waits take no time."""
-    monkeypatch.setattr("botocore.endpoint.time", SimpleNamespace(sleep=lambda _: None))
-
-
-@pytest.fixture
-def stopped(sleepless: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the client it is always 0, and its waits take no time."""
-    monkeypatch.setattr(s3_client_module, "time", SimpleNamespace(monotonic=lambda: 0.0))
-
-
-@pytest.mark.usefixtures("stopped")
-@pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 1), (1, 2), (2, 3), (FAR_S, 3)])
-@pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
-def test_the_client_tries_again_only_if_its_wait_is_over_in_time(
-    left_s: float, attempts: int, code: str
-) -> None:
-    asked: list[str] = []
-
-    def refuse(request: Request) -> Answer:
-        asked.append(request.method)
-        return failure(503, code)
-
-    with QuickS3(intercept=refuse) as server:
-        client = s3_access(server.url).client
-        with begun_by(left_s), pytest.raises(ClientError, match=code):
-            client.get_object(Bucket=BUCKET, Key="k")
-    assert len(asked) == attempts
+ASKS: dict[str, Call] = {
+    "a value": lambda store: store._bucket.ask("GET", "k", {}),
+    "the client": lambda store: store._client.get_object(Bucket=BUCKET, Key="k"),
+}
 
 
 @pytest.mark.parametrize(("left_s", "attempts"), [(0.9, 2), (1, 3), (2, 4), (FAR_S, 4)])
 @pytest.mark.parametrize("code", ["SlowDown", "InternalError"])
-def test_a_value_is_asked_for_again_only_if_the_pause_is_over_in_time(
-    left_s: float, attempts: int, code: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
+def test_another_attempt_is_made_only_if_its_pause_is_over_in_time(
+    ask: Call, left_s: float, attempts: int, code: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Longer ones after SlowDown, and the first repetition needs none."""
     asked: list[str] = []
@@ -226,11 +216,11 @@ def test_a_value_is_asked_for_again_only_if_the_pause_is_over_in_time(
 
     with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
         stopped = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
-        monkeypatch.setattr(s3_wire, "time", stopped)
-        monkeypatch.setattr(s3_wire.random, "random", lambda: 1.0)
-        deadline = CallDeadline(time.monotonic() + FAR_S, left_s, FAR_S)
-        with pytest.raises(ClientError, match=code):
-            store._wire.ask("GET", "k", {}, deadline)
+        monkeypatch.setattr(s3_attempts, "time", stopped)
+        monkeypatch.setattr(s3_client_module, "time", stopped)
+        monkeypatch.setattr(s3_attempts.random, "random", lambda: 1.0)
+        with begun_by(left_s), pytest.raises(ClientError, match=code):
+            ask(store)
     assert len(asked) == attempts
     base_s = 1.0 if code == "SlowDown" else 0.05
     assert pauses == pytest.approx([0, base_s, 2 * base_s][: attempts - 1])
@@ -243,7 +233,7 @@ def test_a_server_that_fails_for_long_is_asked_less_often(monkeypatch: pytest.Mo
         asked.append(request.method)
         return failure(500, "InternalError")
 
-    monkeypatch.setattr(s3_wire.time, "sleep", lambda _: None)
+    monkeypatch.setattr(s3_attempts.time, "sleep", lambda _: None)
     with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
         for _ in range(60):
             with pytest.raises(StoreUnavailable):
@@ -268,7 +258,7 @@ def test_conflicts_share_one_deadline() -> None:
         QuickS3(intercept=conflict) as server,
         s3_store(server.url, load_deadline_ms=10_000) as store,
     ):
-        store._wire.endpoint()
+        store._bucket.endpoint()
         store._writer.conditional = True
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
@@ -281,47 +271,18 @@ def test_conflicts_share_one_deadline() -> None:
 def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     class Thread(threading.Thread):
         def start(self) -> None:
-            if "objkv-range" in self.name:
+            if self.name == "objkv-range-1":
                 raise RuntimeError("can't start new thread")
             super().start()
 
-    monkeypatch.setattr(s3_pieces.threading, "Thread", Thread)
+    monkeypatch.setattr(background, "Thread", Thread)
     value, buffer = pattern(4 * MIB), memoryview(bytearray(4 * MIB))
     with QuickS3() as server, s3_store(server.url, range_bytes=MIB, ranges_max=3) as store:
         store.put("k", value)
-        assert store.get_into("k", buffer) == len(value)
-        assert buffer == value
-
-
-def test_an_upload_that_ran_out_of_time_is_aborted_all_the_same() -> None:
-    now_s = 0.0
-
-    def late(request: Request) -> Answer | None:
-        nonlocal now_s
-        if request.method == "PUT":
-            now_s = 28  # of 30: the rest is for this call
-            return failure(503, "SlowDown")
-        return None
-
-    with (
-        QuickS3(intercept=late) as server,
-        s3_store(server.url, multipart_bytes=MIB) as store,
-    ):
-        real = time.monotonic
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(time, "monotonic", lambda: real() + now_s)
-            with pytest.raises(StoreError):
-                store.put("k", bytes(2 * MIB))
-        assert "Uploads" not in store._client.list_multipart_uploads(Bucket=BUCKET)
-
-
-def test_uploads_leave_half_of_the_threads_to_reads() -> None:
-    crew, gate = HelperPool(4), threading.Event()
-    offered = [crew.offer(gate.wait, writes=True) for _ in range(4)]  # type: ignore[arg-type]
-    assert offered == [True, True, False, False]
-    assert [crew.offer(gate.wait) for _ in range(3)] == [True, True, False]  # type: ignore[arg-type]
-    gate.set()
-    crew.close()
+        for _ in range(3):
+            assert store.get_into("k", buffer) == len(value)
+            assert buffer == value
+        wait_until(lambda: not [one for one in threading.enumerate() if "range" in one.name])
 
 
 class Checked:
@@ -466,7 +427,7 @@ IN_STEPS = [number / 1000 for number in range(100)]
 @example(percent=1, times=[0.1] * 100)
 @example(percent=5, times=IN_STEPS)
 def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]) -> None:
-    hedge, hedged = Hedge(percent), 0
+    hedge, hedged = Hedge(percent, NullRecorder()), 0
     for number, first_byte_s in enumerate(times, 1):
         hedge.observe(first_byte_s)
         late_s = hedge.late_s
@@ -479,16 +440,31 @@ def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]
         assert 0.085 <= (hedge.late_s or 0) <= 0.096, "later than 95 of 100"
 
 
-def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
-    crew, begun, gate, over = HelperPool(1), *(threading.Event() for _ in range(3))
+def test_a_call_ends_with_its_deadline_or_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_attempts, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    with one_call(40):
+        assert (ends_s(), last_s()) == (140, pytest.approx(131))
+        with EndsBy(120), one_call(40):
+            assert (ends_s(), last_s()) == (120, pytest.approx(115.5))
+        with Trial(), one_call(40):
+            assert last_s() == pytest.approx(104.5), "no second attempt"
+        assert ends_s() == 140
+    assert (ends_s(), last_s()) == (math.inf, math.inf)
 
-    def work(piece: Piece, team: Team) -> None:
-        team.attach(Mock(spec=HttpConnection))
-        begun.set()
-        assert gate.wait(30)
+
+def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
+    pool = background.Pool("ranges", 1, RangeTeam.help)
+    begun, gate, over = (threading.Event() for _ in range(3))
+    response = Mock(spec=HttpResponse)
+
+    def read(_: Range, team: RangeTeam) -> None:
+        with team.filling(response):
+            begun.set()
+            assert gate.wait(30)
 
     def call() -> None:
-        with Team(crew, [Piece(0, 1)], work):
+        with RangeTeam([Range(0, 1)], read) as team:
+            pool.put([team])
             assert begun.wait(30)
         over.set()
 
@@ -496,7 +472,44 @@ def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
     caller.start()
     assert begun.wait(30)
     assert not over.wait(0.2)
+    response.shut.assert_called_once()
     gate.set()
     assert over.wait(30)
     caller.join()
-    crew.close()
+    pool.close()
+
+
+def test_a_helper_that_comes_too_late_touches_nothing_and_asks_no_more() -> None:
+    """Its answer arrives after the caller has left."""
+    asked: list[RangeTeam] = []
+
+    def read(_: Range, team: RangeTeam) -> None:
+        asked.append(team)
+        team.__exit__()
+        with team.filling(Mock(spec=HttpResponse)):
+            pytest.fail("the buffer is the caller's")
+
+    team = RangeTeam([Range(0, 1), Range(1, 2)], read)
+    team.help()
+    team.help()
+    assert asked == [team]
+
+
+def test_what_a_helper_raised_is_the_callers_error() -> None:
+    def fail(_: Range, team: RangeTeam) -> None:
+        raise StoreUnavailable("no server")
+
+    with RangeTeam([Range(0, 1), Range(1, 2)], fail) as team:
+        team.help()
+        for call in (team.take, lambda: team.wait(lambda: None)):
+            with pytest.raises(StoreUnavailable, match="no server"):
+                call()
+
+
+def test_helpers_keep_the_deadline_of_the_call() -> None:
+    seen: list[float] = []
+    with EndsBy(7), RangeTeam([Range(0, 1)], lambda *_: seen.append(ends_s())) as team:
+        thread = threading.Thread(target=team.help)
+        thread.start()
+        thread.join()
+    assert seen == [7]

@@ -2,11 +2,9 @@
 
 import base64
 import contextlib
-import hashlib
 import select
 import socket
 import threading
-import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -82,7 +80,7 @@ def test_values_go_past_the_client(store: S3Store) -> None:
     value, buffer = pattern(2 * MIB), memoryview(bytearray(2 * MIB))
     by_client = of_the_client(store)
     store.put_if_absent("first", b"")
-    assert store.conditional_puts is True
+    assert store._writer.conditional is True
     store.put("k", value)
     assert store.get("first") == b""
     assert store.get_range("k", 5, 9) == value[5:9]
@@ -101,9 +99,9 @@ def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
     """The server is another process: tracemalloc sees what this one takes."""
     value = pattern(32 * MIB)
     buffer = memoryview(bytearray(32 * MIB))
-    options = {"multipart_bytes": 16 * MIB, "range_bytes": 4 * MIB, "ranges_max": 2}
+    options = {"range_bytes": 4 * MIB, "ranges_max": 2}
     with quick_s3_process() as server, s3_store(server.url, **options) as store:
-        for key, part in (("one", value[: 16 * MIB]), ("parts", value)):
+        for key, part in (("half", value[: 16 * MIB]), ("all", value)):
             store.put(key, part)
             assert store.get_into(key, buffer) == len(part)
             tracemalloc.start()
@@ -198,8 +196,9 @@ def a_byte_late(request: Request) -> Answer | None:
     return part and part_of(VALUE, *part, late=min(part[0], 1), ETag='"same"')
 
 
-def without_ranges(request: Request) -> None:
-    request.headers.pop("range", None)
+def without_later_ranges(request: Request) -> None:
+    if (part := asked_range(request)) and part[0]:
+        request.headers.pop("range")
 
 
 def once_another_place() -> Callable[[Request], None]:
@@ -216,7 +215,7 @@ def once_another_place() -> Callable[[Request], None]:
 MISBEHAVES: dict[str, tuple[Any, str]] = {
     "the value is replaced between ranges": (newer_later, "replaced during the read"),
     "a range begins a byte late": (a_byte_late, "did not return the requested range"),
-    "ranges are ignored": (without_ranges, ""),
+    "ranges are ignored later": (without_later_ranges, "did not return the requested range"),
     "one range is of another place": (once_another_place(), ""),
 }
 
@@ -234,42 +233,6 @@ def test_ranges_make_the_value_or_an_error(answer: Any, error: str) -> None:
         assert buffer == VALUE
         assert store.get_into("k", buffer[: 2 * MIB], start=3) == 2 * MIB
         assert buffer[: 2 * MIB] == VALUE[3 : 3 + 2 * MIB]
-
-
-@pytest.mark.parametrize("etag", [{}, {"ETag": 'W/"same"'}])
-def test_where_no_version_is_named_ranges_are_not_put_together(etag: dict[str, str]) -> None:
-    """Each request for a range is answered from a newer version of the value."""
-    asked: list[tuple[int, int] | None] = []
-
-    def answer(request: Request) -> Answer | None:
-        if request.method != "GET":
-            return None
-        asked.append(asked_range(request))
-        value = pattern(4 * MIB, len(asked))
-        if asked[-1] is None:
-            return Answer(200, etag, (memoryview(value),))
-        return part_of(value, *asked[-1], **etag)
-
-    with QuickS3(intercept=answer) as server, s3_store(server.url, **IN_RANGES) as store:
-        buffer = memoryview(bytearray(4 * MIB))
-        assert store.get_into("k", buffer) == len(buffer)
-        assert buffer == pattern(4 * MIB, len(asked))
-        assert store.get_into("k", buffer[1:], start=1) == len(buffer) - 1
-        assert buffer[1:] == pattern(4 * MIB, len(asked))[1:]
-
-
-def test_what_broke_off_is_not_gone_on_with_where_no_version_is_named() -> None:
-    def break_off(request: Request) -> bytes:
-        if "range" in request.headers:
-            head = f"HTTP/1.1 206 OK\r\nContent-Range: {request.headers['range']}/5\r\n"
-            head = head.replace("bytes=", "bytes ")
-            return head.encode() + b"Content-Length: 3\r\n\r\nNEW"
-        return b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nol"
-
-    with QuickS3(intercept=break_off) as server, s3_store(server.url) as store:
-        for _ in range(2):
-            with pytest.raises(StoreUnavailable, match="no version"):
-                store.get_into("k", memoryview(bytearray(5)))
 
 
 @pytest.mark.parametrize("tag", ["", 'ETag: "v"\r\n'])
@@ -302,10 +265,12 @@ def test_a_body_in_chunks_is_read() -> None:
         assert store.get_into("k", memoryview(buffer), told.append) == 5
         assert (buffer, told) == (b"value\0\0", [5])
         assert store.get("k") == b"value"
-        assert store.get_range("k", 1, 3) == b"al"
+        assert store.get_range("k", 0, 5) == b"value"
+        with pytest.raises(StoreUnavailable, match="ignores ranges"):
+            store.get_range("k", 1, 3)
         with pytest.raises(ValueTooLong):
             store.get_into("k", memoryview(bytearray(4)))
-        assert len(asked) == 4
+        assert len(asked) > 4
         assert server.connections <= 2
 
 
@@ -344,7 +309,7 @@ def test_no_memory_is_taken_for_bytes_beyond_the_request() -> None:
         assert store.get_range("part", 0, 9) == b"123456789"
         with pytest.raises(StoreUnavailable, match="did not return the requested range"):
             store.get_range("part", 0, 8)
-        with pytest.raises(StoreError, match=f"{HUGE} bytes, more than the limit"):
+        with pytest.raises(StoreError, match=f"{HUGE} bytes, more than"):
             store.get("whole")
         assert store.get_range("whole", 0, 8) == b"12345678"
 
@@ -355,13 +320,13 @@ def test_a_server_that_says_go_on_is_not_misread() -> None:
     sent = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early\r\nLink: x\r\n\r\n"
     sent += b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nvalue"
     answers = []
-    reader = threading.Thread(target=lambda: answers.append(line.read_head(time.monotonic() + 60)))
+    reader = threading.Thread(target=lambda: answers.append(line.read_head()))
     reader.start()
     for at in range(len(sent)):
         theirs.sendall(sent[at : at + 1])
     reader.join()
     buffer = bytearray(5)
-    answers[0].fill(memoryview(buffer), time.monotonic() + 60)
+    answers[0].fill(memoryview(buffer))
     assert (answers[0].status, buffer) == (200, b"value")
     ours.close()
     theirs.close()
@@ -391,41 +356,21 @@ def test_the_first_address_that_accepts_is_used(
 LOGIN = "Basic " + base64.b64encode(b"me:p w").decode()
 
 
-def test_a_proxy_of_the_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, str]] = []
+class Tunnels(Scripted):
+    """A proxy that passes connections on to ``target``, for one login."""
 
-    def answer(request: Request) -> Answer:
-        asked.append((request.target, request.headers["host"]))
-        assert request.headers["proxy-authorization"] == LOGIN
-        body = memoryview(b"value" if request.method == "GET" else b"")
-        return Answer(200, {"ETag": "v"}, (body,))
+    def __init__(self, target: tuple[str, int]) -> None:
+        self.heads: list[bytes] = []
+        self._target = target
+        super().__init__(self._pass_on)
 
-    with QuickS3(intercept=answer) as proxy:
-        monkeypatch.setenv("http_proxy", proxy.url.replace("//", "//me:p%20w@"))
-        with s3_store("http://s3.test:99", client={"allow_plaintext": True}) as store:
-            assert store.get("k") == b"value"
-            store.put("k", b"value")
-            store.delete("k")
-        assert asked == [("http://s3.test:99/kv-cache/p/k", "s3.test:99")] * 3
-        monkeypatch.setenv("no_proxy", "s3.test")
-        with (
-            s3_store("http://s3.test:99", client={"allow_plaintext": True}) as store,
-            pytest.raises(StoreUnavailable, match="does not resolve"),
-        ):
-            store.get("k")
-
-
-def test_a_proxy_passes_tls_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    certificates = make_certificates(tmp_path)
-    heads: list[bytes] = []
-
-    def tunnel(connection: socket.socket) -> None:
-        heads.append(connection.recv(1 << 16))
-        if LOGIN.encode() not in heads[-1]:
+    def _pass_on(self, connection: socket.socket) -> None:
+        self.heads.append(connection.recv(1 << 16))
+        if LOGIN.encode() not in self.heads[-1]:
             connection.sendall(b"HTTP/1.1 407 Who?\r\n\r\n")
             return
         connection.sendall(b"HTTP/1.1 200 OK\r\n\r\n")
-        with socket.create_connection(server.address) as there:
+        with socket.create_connection(self._target) as there:
             ways = {connection: there, there: connection}
             while True:
                 for one in select.select(list(ways), [], [])[0]:
@@ -433,20 +378,30 @@ def test_a_proxy_passes_tls_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
                         return
                     ways[one].sendall(some)
 
-    with QuickS3(tls=certificates) as server, Scripted(tunnel) as proxy:
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_a_proxy_of_the_environment_passes_connections_on(
+    scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    certificates = make_certificates(tmp_path)
+    trusting: dict[str, Any] = {"allow_plaintext": True, "s3_ca_bundle": certificates / "ca.pem"}
+    monkeypatch.setattr(s3_http, "is_this_machine", lambda _: False)  # the certificate's name
+    tls = certificates if scheme == "https" else None
+    with QuickS3(tls=tls) as server, Tunnels(server.address) as proxy:
         url = server.url.replace("127.0.0.1", "localhost")
-        trusting = {"s3_ca_bundle": certificates / "ca.pem"}
-        monkeypatch.setattr(s3_http, "is_this_machine", lambda _: False)  # the certificate's name
-        monkeypatch.setenv("https_proxy", proxy.url.replace("//", "//me:p%20w@"))
+        monkeypatch.setenv(f"{scheme}_proxy", proxy.url.replace("//", "//me:p%20w@"))
         with s3_store(url, client=trusting) as store:
             store.put("k", b"value")
             assert store.get("k") == b"value"
             assert store.head("k") is not None
         port = server.address[1]
-        assert {head.split(b" HTTP")[0] for head in heads} == {b"CONNECT localhost:%d" % port}
-        monkeypatch.setenv("https_proxy", proxy.url)
+        assert {head.split(b" HTTP")[0] for head in proxy.heads} == {b"CONNECT localhost:%d" % port}
+        monkeypatch.setenv(f"{scheme}_proxy", proxy.url)
         with s3_store(url, client=trusting) as store, pytest.raises(StoreUnavailable, match="407"):
             store.get("k")
+        monkeypatch.setenv("no_proxy", "localhost")
+        with s3_store(url, client=trusting) as store:
+            assert store.get("k") == b"value"
 
 
 @pytest.mark.parametrize("proxy", ["https://127.0.0.1:9", "socks5://127.0.0.1:9"])
@@ -506,14 +461,14 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
     exists = refusal("412 Precondition Failed", "PreconditionFailed")
     with (
         Scripted(hasty(exists)) as server,
-        s3_store(server.url, multipart_bytes=64 * MIB) as store,
+        s3_store(server.url) as store,
     ):
         store._writer.conditional = True
         assert store.put_if_absent("k", value) is False
     denied = refusal("403 Forbidden", "AccessDenied")
     with (
         Scripted(hasty(denied)) as server,
-        s3_store(server.url, multipart_bytes=64 * MIB) as store,
+        s3_store(server.url) as store,
     ):
         for put in (store.put, store.put_if_absent):
             with pytest.raises(StoreDenied, match="objkv access"):
@@ -522,7 +477,7 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
 
 def test_what_is_taken_before_all_of_it_was_sent_is_not_taken() -> None:
     taken = hasty(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n")
-    options = {"multipart_bytes": 64 * MIB, "load_deadline_ms": 2_000}
+    options = {"load_deadline_ms": 2_000}
     with (
         Scripted(taken) as server,
         s3_store(server.url, **options) as store,
@@ -538,21 +493,17 @@ LOST: dict[str, Answer | bytes] = {
 }
 
 
-@pytest.mark.parametrize("has_md5", [True, False])
 @pytest.mark.parametrize("instead", LOST.values(), ids=LOST)
-def test_a_put_that_wrote_is_true_though_it_was_sent_twice(
-    instead: Answer | bytes, has_md5: bool
-) -> None:
+def test_a_put_whose_answer_is_lost_has_written_and_finds_it(instead: Answer | bytes) -> None:
+    """Callers take what exists for stored."""
+
     def lose(request: Request, answer: Answer) -> Answer | bytes | None:
-        if has_md5 and request.method != "PUT":
-            digest = hashlib.md5(b"".join(answer.body), usedforsecurity=False).hexdigest()
-            answer.headers["ETag"] = f'"{digest}"'
         is_lost = request.key.endswith("/k") and request.method == "PUT" and answer.status == 200
         return instead if is_lost else None
 
     with QuickS3(after=lose) as server, s3_store(server.url) as store:
         assert store.put_if_absent("first", b"0")
-        assert store.put_if_absent("k", b"value")
+        store.put_if_absent("k", b"value")
         assert store.get("k") == b"value"
 
 
@@ -654,10 +605,9 @@ def test_no_answer_however_odd_raises_anything_but_that_the_connection_failed(
     theirs.sendall(b"".join(parts))
     theirs.close()
     buffer = bytearray(3)
-    deadline_s = time.monotonic() + 5
     line = HttpConnection(ours, timeout_s=5, keep=lambda _: None)
-    with contextlib.suppress(ConnectionFailed), line.read_head(deadline_s) as answer:
-        answer.fill(memoryview(buffer)[: answer.left], deadline_s)
+    with contextlib.suppress(ConnectionFailed), line.read_head() as answer:
+        answer.fill(memoryview(buffer)[: answer.left])
         assert answer.total >= 0
     ours.close()
 
@@ -666,7 +616,7 @@ def test_a_header_that_only_a_line_feed_ends_is_refused() -> None:
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 5\nTransfer-Encoding: chunked\r\n\r\n"
     line: Any = None
     with pytest.raises(ValueError, match="unknown length"):
-        HttpResponse(line, head, 0)
+        HttpResponse(line, head)
 
 
 class Ends:
@@ -679,10 +629,10 @@ class Ends:
         self._theirs: list[socket.socket] = []
 
     def take(self) -> HttpConnection:
-        return self.connections.take(self.url, time.monotonic() + 60)
+        return self.connections.take(self.url)
 
     def connect(self) -> tuple[HttpConnection, socket.socket]:
-        made = self.connections.take(self.url, time.monotonic() + 60, is_fresh=True)
+        made = self.connections.take(self.url, is_fresh=True)
         self._theirs.append(self._listening.accept()[0])
         return made, self._theirs[-1]
 
@@ -700,8 +650,7 @@ def ends() -> Iterator[Ends]:
 
 
 def keep(connection: HttpConnection) -> None:
-    connection.is_clean = True
-    connection.release()
+    connection.release(is_clean=True)
 
 
 @pytest.mark.parametrize("sent", [b"", b"x"])

@@ -288,8 +288,6 @@ class SweepKeys(TypedDict):
     kept: KeptTotals
     doubts: list[Doubt]
     """Kept data that looks wrong; ``--force`` sweeps it, too."""
-    uploads_listed: bool
-    """Whether the role may list unfinished uploads."""
 
 
 class TopKeys(TypedDict):

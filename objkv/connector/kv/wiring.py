@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.link import AgentLink
-from objkv.codec.payload import payload_bytes_max
+from objkv.codec.payload import RAW_BYTES_MAX, payload_bytes_max
 from objkv.config import Config
 from objkv.config.node import host_bytes
 from objkv.connector.kv.events import open_event_log
@@ -270,6 +270,11 @@ def plan_pools(
     # Includes room for token ids, which payloads of other replicas may contain.
     each = groups.values()
     slab_bytes = max((payload_bytes_max(g.layers, tokens=chunk_tokens) for g in each), default=0)
+    if slab_bytes > RAW_BYTES_MAX:
+        raise ConfigError(
+            f"a chunk of {chunk_tokens} tokens has {slab_bytes} bytes, and objkv stores at most "
+            f"{RAW_BYTES_MAX} in one payload: lower chunk_tokens"
+        )
     bounce = 0
     if _device(groups).type != "cpu":
         bounce = _BOUNCE_SLABS

@@ -75,7 +75,5 @@ class LifecycleAudit:
     """``none``: no rule deletes payloads. ``unknown``: the rules could not be read."""
     expire_days: int | None
     """Age at which a rule deletes payloads."""
-    abort_days: int | None
-    """Age at which a rule aborts unfinished uploads."""
     detail: str
     """The findings in sentences, with what to do."""

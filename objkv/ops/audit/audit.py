@@ -282,4 +282,4 @@ class Audit:
 
 def _lifecycle(found: LifecycleVerdict) -> LifecycleAudit:
     detail = f"{found.detail}; {found.fix}" if found.fix else found.detail
-    return LifecycleAudit(found.status, found.rules.expire_days, found.rules.abort_days, detail)
+    return LifecycleAudit(found.status, found.rules.expire_days, detail)

@@ -13,7 +13,7 @@ from itertools import islice
 from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.codec.seal import Seal
-from objkv.errors import ConfigError, PayloadError, StoreDenied
+from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.audit.spool import AuditSpool, SeenRecord
@@ -166,15 +166,12 @@ class AuditWalk:
         self.spool.add_records(SeenRecord(namespace.name, one, False) for one in chunks.values())
 
     def _leftovers(self, only: str | None, check: Check) -> None:
-        try:
-            for left in self.view.unfinished():
-                check()
-                if only not in (None, _folder(left.key)):
-                    continue
-                entry = Entry(f"{left.key} ({left.name})", left.nbytes, left.modified_s)
-                self.spool.find("leftover", entry, "left by a killed writer")
-        except StoreDenied as exc:
-            self.problems.add(f"unfinished uploads were not listed: {exc}")
+        for left in self.view.unfinished():
+            check()
+            if only not in (None, _folder(left.key)):
+                continue
+            entry = Entry(f"{left.key} ({left.name})", left.nbytes, left.modified_s)
+            self.spool.find("leftover", entry, "left by a killed writer")
         for entry in self.view.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
             check()
             self.spool.find("leftover", entry, "quarantined by objkv verify")

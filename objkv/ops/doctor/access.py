@@ -148,7 +148,7 @@ def iam_policy(
         find["Condition"] = {"StringLike": {"s3:prefix": [f"{prefix}/*"]}}
     statements = [find, _allowed("Load", ["s3:GetObject"], f"{inside}*")]
     if role == "writer":
-        statements += [_allowed("Save", ["s3:PutObject", "s3:AbortMultipartUpload"], f"{inside}*")]
+        statements += [_allowed("Save", ["s3:PutObject"], f"{inside}*")]
     if role == "sweeper":
         statements += [
             _allowed("Judge", ["s3:GetLifecycleConfiguration"], bucket_arn),

@@ -28,7 +28,7 @@ class LifecycleVerdict:
 def judge_rules(read: ReadRules, ttl_s: int, *, pinned_s: float = 0.0) -> LifecycleVerdict | None:
     """Return the judgement; None if there is no bucket. ``pinned_s``: duration of the longest
     pin, because lifecycle rules ignore pins. Raises nothing."""
-    nothing = LifecycleRules(None, None, None)
+    nothing = LifecycleRules(None, None)
     try:
         rules = read()
     except StoreDenied as exc:
@@ -45,16 +45,11 @@ def judge_rules(read: ReadRules, ttl_s: int, *, pinned_s: float = 0.0) -> Lifecy
     if found:
         detail = "; ".join(text for text, _ in found)
         return LifecycleVerdict("conflicts", rules, detail, "; ".join(fix for _, fix in found))
-    uploads = ""
-    if rules.abort_days is None:
-        uploads = "; no rule aborts unfinished uploads, so parts of killed writers stay: add one"
     if rules.expire_days is None:
-        detail = f"no rule deletes payloads, only objkv sweep does{uploads}"
-        return LifecycleVerdict("none", rules, detail)
+        return LifecycleVerdict("none", rules, "no rule deletes payloads, only objkv sweep does")
     days = _days(rules.expire_days)
-    return LifecycleVerdict(
-        "fits", rules, f"payloads are deleted after {days}, ttl_s is {span(ttl_s)}{uploads}"
-    )
+    detail = f"payloads are deleted after {days}, ttl_s is {span(ttl_s)}"
+    return LifecycleVerdict("fits", rules, detail)
 
 
 def _conflicts(rules: LifecycleRules, ttl_s: int, pinned_s: float) -> list[tuple[str, str]]:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Final
 
 from objkv.cache.match import needed_from, stored_blocks
-from objkv.cache.worth import puts_of
 from objkv.codec import header as header_codec
 from objkv.codec.values import Claim, Frame, LayerSpec, Provenance
 from objkv.config.prices import RANGE_BYTES, Prices
@@ -65,8 +64,6 @@ class ChunkSizing:
     tokens: int
     groups: int
     payloads: int
-    puts: int
-    """Requests that put it."""
     raw_bytes: int
     """Bytes of its pages."""
     header_bytes: int
@@ -142,7 +139,7 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
     loads = [(p, p.loaded_with(loaded, chunk.tokens)) for p in payloads]
     rate, life_s = load.prompts_per_s, load.ttl_s + load.used_s
     saved_per_s = rate * (per_prompt - loaded)
-    puts = saved_per_s * chunk.puts
+    puts = saved_per_s * chunk.payloads
     gets = rate * sum(count * -(-payload.nbytes // RANGE_BYTES) for payload, count in loads)
     bulk_bytes = saved_per_s * (life_s + load.sweep_every_s / 2) * chunk.nbytes
     hot = sum(p.nbytes for p in payloads if p.nbytes <= layout.hot_save_bytes_max)
@@ -251,7 +248,6 @@ def _chunk(
         tokens=tokens,
         groups=len(groups),
         payloads=len(payloads),
-        puts=sum(puts_of(nbytes) for nbytes in stored),
         raw_bytes=sum(payload.raw_bytes for payload in payloads),
         header_bytes=sum(payload.header_bytes for payload in payloads),
         nbytes=sum(stored),

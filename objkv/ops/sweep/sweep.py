@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import Final
 
-from objkv.errors import StoreDenied
 from objkv.index.base import Record, Usage
 from objkv.index.guarded import for_operators
 from objkv.keys.identity import identity_path
@@ -85,15 +84,10 @@ class Sweep:
             yield Unit(self._document_work(name))
 
     def _temporary(self, counters: Counters, check: Check) -> None:
-        try:
-            for found in self._view.bulk.unfinished():
-                check()
-                if self._is_looked_at(found.key) and self._is_old(
-                    found.modified_s, self._limits.put_s
-                ):
-                    self._remover.leftover(found, counters)
-        except StoreDenied:  # no policy can limit this right to a prefix, so many roles lack it
-            counters.count("not_listed")
+        for found in self._view.bulk.unfinished():
+            check()
+            if self._is_looked_at(found.key) and self._is_old(found.modified_s, self._limits.put_s):
+                self._remover.leftover(found, counters)
 
     def _quarantined(self, counters: Counters, check: Check) -> None:
         only = self._found.only

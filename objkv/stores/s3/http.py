@@ -1,10 +1,14 @@
-"""HTTP/1.1 on connections that stay open: one request and its response at a time on each."""
+"""HTTP/1.1 on connections that stay open: one request and its response at a time on each.
+
+Every call ends by the deadline of its thread (``objkv.net.deadline``).
+"""
 
 import base64
 import os
 import select
 import socket
 import ssl
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -17,7 +21,8 @@ from botocore.exceptions import HTTPClientError, SSLError
 from botocore.utils import get_environ_proxies
 
 from objkv.config.urls import is_this_machine
-from objkv.net.deadline import bound_waits, can_wait
+from objkv.net.deadline import EndsBy, bound_waits, can_wait, ends_s
+from objkv.telemetry import Recorder
 
 STEP_BYTES = 512 << 10
 """Read size that fits in a core's own cache, so that a checksum still finds the bytes there."""
@@ -25,9 +30,8 @@ SEND_BYTES = 4 << 20
 HEAD_BYTES_MAX = 64 << 10
 BODY_BYTES_MAX = 64 << 20
 """Limit for a body that is no value: a listing, an error."""
-VALUE_BYTES_MAX = 17 << 30
-"""Limit for a value that is read as a whole. It exceeds the largest payload that any reader
-accepts."""
+VALUE_BYTES_MAX = 5 << 30
+"""Limit for a value: the most that S3 takes in one request."""
 _ADDRESS_S = 1.0
 """Minimum time for connecting to one of several addresses: TCP resends a lost packet after this
 time."""
@@ -37,10 +41,16 @@ the server has already responded."""
 _HEAD_READ_BYTES = 16 << 10
 _EARLY_S = 1.0
 """How long to wait for the response of a server that stopped reading the request."""
+SAMPLES = 256
+SAMPLES_MIN = 20
+LATE_MIN_S = 0.01
+"""No response is late before this: a second request would cost more than it can win."""
+_LATE_SHARE = 0.95
+_REFRESH = 16
+_SAVED_MAX = 8.0
+"""Maximum number of unused hedges that accumulate, so that a store that slows down does not get
+twice the requests."""
 T = TypeVar("T")
-Race = Callable[["HttpConnection"], "HttpConnection"]
-"""Gets the connection on which a request was sent, and returns that whose response is to be read.
-It releases the other."""
 
 
 class ConnectionFailed(HTTPClientError):
@@ -57,16 +67,54 @@ class NoResponse(ConnectionFailed):
     """The server closed the connection before it sent a byte of the response."""
 
 
+class Hedge:
+    """Decides when to send a slow request a second time: rarely, and late enough. Thread-safe.
+
+    At most ``percent_max`` percent of requests are sent twice; 0 disables hedging.
+    """
+
+    def __init__(self, percent_max: int, recorder: Recorder) -> None:
+        self._share = percent_max / 100
+        self.recorder = recorder
+        self._lock = threading.Lock()
+        self._samples: deque[float] = deque(maxlen=SAMPLES)
+        self._count = 0
+        self.late_s: float | None = None
+        """After how many seconds a response is late: slower than p95. None if there are too few
+        samples or hedging is disabled."""
+        self._saved = 0.0
+
+    def observe(self, first_byte_s: float) -> None:
+        """Record the time from sending a request to the first byte of its response."""
+        if not self._share:
+            return
+        with self._lock:
+            self._samples.append(first_byte_s)
+            self._count += 1
+            self._saved = min(_SAVED_MAX, self._saved + self._share)
+            if self._count >= SAMPLES_MIN and self._count % _REFRESH == SAMPLES_MIN % _REFRESH:
+                ranked = sorted(self._samples)
+                self.late_s = max(LATE_MIN_S, ranked[int(_LATE_SHARE * (len(ranked) - 1))])
+
+    def take(self) -> bool:
+        """Whether another request may be sent twice now; if so, it is counted."""
+        with self._lock:
+            if self._saved < 1:
+                return False
+            self._saved -= 1
+            return True
+
+
 class Connections:
     """The connections of one store. Thread-safe.
 
     ``ca`` is the file of the trusted authorities; None for servers without TLS. A proxy of the
-    environment is used as the AWS client would: by CONNECT if the endpoint uses TLS.
+    environment passes connections on, by CONNECT.
     """
 
     def __init__(self, *, connect_s: float, read_s: float, ca: str | None) -> None:
         self._connect_s = connect_s
-        self.read_s = read_s
+        self._read_s = read_s
         self._idle: dict[str, deque[HttpConnection]] = {}
         self._tls: ssl.SSLContext | None = None
         if ca is not None:
@@ -78,45 +126,67 @@ class Connections:
         self,
         url: str,
         head: bytes,
-        deadline_s: float,
-        *,
-        body: Callable[[], memoryview] | None = None,
-        attach: Callable[["HttpConnection"], None] | None = None,
-        race: Race | None = None,
+        body: memoryview | None = None,
+        hedge: Hedge | None = None,
     ) -> "HttpResponse":
         """Send one request to the server of ``url``, ``scheme://host:port``, and read the head of
         its response, which the caller closes.
 
-        ``deadline_s`` is a time of ``time.monotonic``. ``body`` is called after the connection is
-        made and passed to ``attach``. If the server had closed the connection meanwhile, it is
-        replaced once, but not if it was attached. Raises ``ConnectionFailed`` and botocore's
-        ``SSLError``.
+        If the server had closed the connection meanwhile, it is replaced once. Raises
+        ``ConnectionFailed`` and botocore's ``SSLError``.
         """
         for is_fresh in (False, True):
-            connection = self.take(url, deadline_s, is_fresh=is_fresh)
+            connection = self.take(url, is_fresh=is_fresh)
             try:
-                if attach is not None:
-                    attach(connection)
                 if body is not None:
-                    response = connection.put(head, body(), deadline_s)
-                else:
-                    connection.send(head, None, deadline_s)
-                    if race is not None:
-                        connection = race(connection)
-                    has_body = not head.startswith(b"HEAD ")
-                    response = connection.read_head(deadline_s, has_body=has_body)
-                response.is_repeated = is_fresh
+                    return connection.put(head, body)
+                connection.send(head)
+                sent_s = time.monotonic()
+                if hedge is not None:
+                    connection = self._first_of_two(connection, head, hedge)
+                response = connection.read_head(has_body=not head.startswith(b"HEAD "))
+                if hedge is not None:
+                    hedge.observe(time.monotonic() - sent_s)
                 return response
             except NoResponse:
                 connection.release()
-                if is_fresh or attach is not None or not connection.is_used:
+                if is_fresh or not connection.is_used:
                     raise
             except BaseException:
                 connection.release()
                 raise
         raise AssertionError
 
-    def take(self, url: str, deadline_s: float, *, is_fresh: bool = False) -> "HttpConnection":
+    def _first_of_two(self, first: "HttpConnection", head: bytes, hedge: Hedge) -> "HttpConnection":
+        """Return the connection whose response begins first, and release the other. A second one
+        is used only if the first is late."""
+        if hedge.late_s is None:
+            return first
+        late_s = min(hedge.late_s, ends_s() - time.monotonic())
+        if _first_readable([first], late_s) or not hedge.take():
+            return first
+        try:
+            second = self.take(first.url)
+        except (ConnectionFailed, SSLError):
+            return first
+        hedge.recorder.count("s3_hedges")
+        try:
+            second.send(head)
+            wait_s = min(self._read_s, ends_s() - time.monotonic())
+            winner = _first_readable([first, second], wait_s)
+        except ConnectionFailed:
+            winner = None
+        except BaseException:
+            second.release()
+            raise
+        if winner is not second:
+            second.release()
+            return first
+        first.release()
+        hedge.recorder.count("s3_hedge_wins")
+        return second
+
+    def take(self, url: str, *, is_fresh: bool = False) -> "HttpConnection":
         """Return the connection to ``url`` that was used last, or a new one; the caller releases
         it. Raises like ``ask``."""
         idle = self._idle.setdefault(url, deque())
@@ -127,12 +197,12 @@ class Connections:
                     connection.is_used = True
                     return connection
                 connection.close()
-        wait_s = min(self._connect_s, deadline_s - time.monotonic())
+        wait_s = min(self._connect_s, ends_s() - time.monotonic())
         if wait_s <= 0:
             raise ConnectionFailed("the deadline passed")
-        parts, proxy = urlsplit(url), proxy_of(url)
+        parts = urlsplit(url)
         try:
-            made = _connected(parts, proxy, time.monotonic() + wait_s)
+            made = _connected(parts, proxy_of(url), time.monotonic() + wait_s)
             if parts.scheme == "https":
                 if self._tls is None:
                     made.close()
@@ -142,8 +212,7 @@ class Connections:
             raise SSLError(endpoint_url=url, error=exc) from exc
         except (OSError, ValueError, HTTPException) as exc:
             raise ConnectionFailed(f"no connection to {url}: {exc}") from exc
-        via = proxy if parts.scheme == "http" else None
-        return HttpConnection(made, timeout_s=self.read_s, keep=self._keep, via=via, url=url)
+        return HttpConnection(made, timeout_s=self._read_s, keep=self._keep, url=url)
 
     def _keep(self, connection: "HttpConnection") -> None:
         self._idle[connection.url].append(connection)
@@ -157,6 +226,14 @@ class Connections:
             with suppress(IndexError):  # the last one was closed, or another thread took it
                 while True:
                     idle.pop().close()
+
+
+def _first_readable(connections: list["HttpConnection"], wait_s: float) -> "HttpConnection | None":
+    poll = select.poll()
+    for one in connections:
+        poll.register(one.socket, select.POLLIN)
+    ready = {descriptor for descriptor, _ in poll.poll(max(0, wait_s) * 1000)}
+    return next((one for one in connections if one.socket.fileno() in ready), None)
 
 
 def host_of(parts: SplitResult) -> str:
@@ -198,7 +275,7 @@ def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) ->
         left_s = until_s - time.monotonic()
         wait_s = max(1e-3, min(left_s, max(_ADDRESS_S, left_s / len(addresses))))
         line = HTTPConnection(addresses.pop(0), its_port, timeout=wait_s)
-        if proxy is not None and parts.scheme == "https":
+        if proxy is not None:
             line.set_tunnel(parts.hostname or "", port, _authorization(proxy))
         try:
             line.connect()
@@ -229,18 +306,13 @@ class HttpConnection:
         *,
         timeout_s: float,
         keep: Callable[["HttpConnection"], None],
-        via: SplitResult | None = None,
         url: str = "",
     ) -> None:
-        """``via`` is a proxy that gets the requests, which then name the server by its ``url``."""
         self.url = url
         self.socket = made
         """Plain or TLS."""
         self._timeout_s = timeout_s
         self._keep = keep
-        self._prefix = f"{url}/".encode() if via else b"/"
-        login = _authorization(via) if via else {}
-        self._login = "".join(f"{name}: {text}\r\n" for name, text in login.items()).encode()
         self._pid = os.getpid()
         self._poll = select.poll()
         self._poll.register(made, select.POLLIN)
@@ -251,18 +323,15 @@ class HttpConnection:
         """The last time-out that was set, if the kernel does not wait."""
         self.is_used = False
         """Whether it carried an earlier request, so the server may have closed it meanwhile."""
-        self.is_clean = False
         self.early = False
         """Whether the response arrived before the whole request was sent."""
-        self.on_release: Callable[[], None] | None = None
-        """Called once, before the connection can be used for another request."""
 
     def is_quiet(self) -> bool:
         """Whether the connection is open, without unexpected input or an end of stream, and not
         that of a parent process."""
         return self._pid == os.getpid() and not self._poll.poll(0)
 
-    def send(self, head: bytes, body: memoryview | None, deadline_s: float) -> None:
+    def send(self, head: bytes, body: memoryview | None = None) -> None:
         """Send a request, with the body in slices of the caller's buffer. Raises
         ``ConnectionFailed``.
 
@@ -270,57 +339,54 @@ class HttpConnection:
         connection. If calls wait in the kernel, check for such a response before each slice,
         because a reset would discard it.
         """
-        self.is_clean = False
-        if len(self._prefix) > 1:
-            head = head.replace(b" /", b" " + self._prefix, 1)
-            head = head.replace(b"\r\n", b"\r\n" + self._login, 1)
         try:
-            if self._bounded(deadline_s, self.socket.send, head) != len(head):
+            if self._bounded(self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
             if body is None:
                 return
             if self._waits_in_kernel:
-                self._send_watching(body, deadline_s)
+                self._send_watching(body)
                 return
             for at in range(0, len(body), SEND_BYTES):
-                self._bounded(deadline_s, self.socket.sendall, body[at : at + SEND_BYTES])
+                self._bounded(self.socket.sendall, body[at : at + SEND_BYTES])
         except (OSError, ValueError) as exc:
             raise ConnectionFailed(f"sending: {exc}") from exc
 
-    def _send_watching(self, body: memoryview, deadline_s: float) -> None:
+    def _send_watching(self, body: memoryview) -> None:
         at, until_s = 0, 0.0
         while at < len(body):
             if self._poll.poll(0):
                 self.early = True
                 return
             if not until_s:
-                until_s = self._until(deadline_s)
+                until_s = self._until()
             elif time.monotonic() >= until_s:
                 raise TimeoutError(f"the server accepted no more than {at} of {len(body)} bytes")
             with suppress(BlockingIOError):
                 at += self.socket.send(body[at : at + SEND_BYTES])
                 until_s = 0.0
 
-    def put(self, head: bytes, body: memoryview, deadline_s: float) -> "HttpResponse":
+    def put(self, head: bytes, body: memoryview) -> "HttpResponse":
         """Send a request with a body, and read the head of the response. A server that refuses it
         may respond and close the connection early. Raises like ``read_head``."""
         try:
-            self.send(head, body, deadline_s)
+            self.send(head, body)
         except ConnectionFailed as exc:
             self.early = True
             try:
-                response = self.read_head(min(deadline_s, time.monotonic() + _EARLY_S))
+                with EndsBy(time.monotonic() + _EARLY_S):
+                    response = self.read_head()
             except NoResponse:
                 raise
             except ConnectionFailed:
                 raise exc from None
         else:
-            response = self.read_head(deadline_s)
+            response = self.read_head()
         if self.early and response.status < 300:
             raise ConnectionFailed("the server responded before the whole body was sent")
         return response
 
-    def read_head(self, deadline_s: float, *, has_body: bool = True) -> "HttpResponse":
+    def read_head(self, *, has_body: bool = True) -> "HttpResponse":
         """Return the response with its status and headers. Raises ``ConnectionFailed``, or
         ``NoResponse`` if not one byte arrived."""
         raw = b""
@@ -328,51 +394,51 @@ class HttpConnection:
             while b"\r\n\r\n" not in raw:
                 if len(raw) > HEAD_BYTES_MAX:
                     raise ValueError("the head of the response does not end")
-                raw += self.receive(_HEAD_READ_BYTES, deadline_s)
+                raw += self.receive(_HEAD_READ_BYTES)
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
-            return HttpResponse(self, raw, deadline_s, has_body=has_body)
+            return HttpResponse(self, raw, has_body=has_body)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
                 raise NoResponse(exc) from exc
             raise ConnectionFailed(f"reading: {exc}") from exc
 
-    def receive(self, nbytes_max: int, deadline_s: float) -> bytes:
+    def receive(self, nbytes_max: int) -> bytes:
         """Return what has arrived as soon as that is something. Raises OSError."""
-        more = self._bounded(deadline_s, self.socket.recv, nbytes_max)
+        more = self._bounded(self.socket.recv, nbytes_max)
         if not more:
             raise ConnectionError("the response ended early")
         return more
 
-    def receive_into(self, into: memoryview, deadline_s: float) -> int:
+    def receive_into(self, into: memoryview) -> int:
         """Fill ``into``, or only its start with the bytes that arrive soon. Return 0 at the end of
         stream."""
         how = (0, socket.MSG_WAITALL) if self._waits_in_kernel else ()
-        return self._bounded(deadline_s, self.socket.recv_into, into, *how)
+        return self._bounded(self.socket.recv_into, into, *how)
 
-    def _bounded(self, deadline_s: float, call: Callable[..., T], *args: Any) -> T:
+    def _bounded(self, call: Callable[..., T], *args: Any) -> T:
         """Return the result of one socket call that waits neither past the deadline nor longer than
         the time-out. Raises TimeoutError."""
         if not self._waits_in_kernel:
-            wait_s = min(self._timeout_s, deadline_s - time.monotonic())
+            wait_s = min(self._timeout_s, ends_s() - time.monotonic())
             if wait_s <= 0:
                 raise TimeoutError("the deadline passed")
             if wait_s != self._waits_s:  # saves a system call for each TLS record
                 self.socket.settimeout(wait_s)
                 self._waits_s = wait_s
             return call(*args)
-        until_s = self._until(deadline_s)
+        until_s = self._until()
         while True:
             with suppress(BlockingIOError):
                 return call(*args)
             if time.monotonic() >= until_s:
                 raise TimeoutError("the deadline passed")
 
-    def _until(self, deadline_s: float) -> float:
-        now_s = time.monotonic()
-        if now_s >= deadline_s:
+    def _until(self) -> float:
+        now_s, end_s = time.monotonic(), ends_s()
+        if now_s >= end_s:
             raise TimeoutError("the deadline passed")
-        return min(now_s + self._timeout_s, deadline_s)
+        return min(now_s + self._timeout_s, end_s)
 
     def shut(self) -> None:
         """End another thread's wait on this connection at once. That thread releases the
@@ -381,18 +447,15 @@ class HttpConnection:
         ``SSLSocket.shutdown`` is unsuitable: it removes the TLS layer while the other thread still
         reads.
         """
-        self.is_clean = False
         with suppress(OSError):
             socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
 
-    def release(self) -> None:
-        """Keep the connection if ``is_clean``, else close it. Called once for each request."""
-        on_release, self.on_release = self.on_release, None
-        if on_release is not None:
-            on_release()
+    def release(self, *, is_clean: bool = False) -> None:
+        """Keep the connection if nothing can arrive on it any more, else close it. Called once for
+        each request."""
         # TLS may hold unexpected bytes; the next user checks the socket itself.
         is_empty = not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending()
-        if self.is_clean and not self.early and is_empty:
+        if is_clean and not self.early and is_empty:
             self._keep(self)
         else:
             self.close()
@@ -409,9 +472,7 @@ class HttpResponse:
     made.
     """
 
-    def __init__(
-        self, connection: HttpConnection, raw: bytes, deadline_s: float, *, has_body: bool = True
-    ) -> None:
+    def __init__(self, connection: HttpConnection, raw: bytes, *, has_body: bool = True) -> None:
         head, _, rest = raw.partition(b"\r\n\r\n")
         lines = head.decode("latin-1").split("\r\n")
         version, code = lines[0].split(" ", 2)[:2]
@@ -419,8 +480,6 @@ class HttpResponse:
         found = [line.partition(":")[::2] for line in lines[1:]]
         self.headers = {name.rstrip().lower(): text.strip() for name, text in found}
         """By lower-case name."""
-        self.is_repeated = False
-        """Whether an earlier attempt was sent and lost: the server may have carried it out."""
         self._connection = connection
         self._keeps = (
             version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
@@ -429,7 +488,7 @@ class HttpResponse:
         if not has_body or self.status == 204:
             length = "0"
         elif "transfer-encoding" in self.headers:
-            rest = self._chunks(bytearray(rest), deadline_s)
+            rest = self._chunks(bytearray(rest))
             length = self.headers["content-length"] = str(len(rest))
         elif not length and self.status >= 300:
             length, self._keeps = str(len(rest)), False  # an error, explained or not
@@ -443,7 +502,7 @@ class HttpResponse:
                 raise ValueError("more bytes than the response announced")
             self._rest, self._keeps = self._rest[: self.left], False
 
-    def _chunks(self, raw: bytearray, deadline_s: float) -> bytes:
+    def _chunks(self, raw: bytearray) -> bytes:
         """Return the whole body, of which ``raw`` has arrived."""
         if self.headers["transfer-encoding"].lower() != "chunked":
             raise ValueError("a response in an unknown encoding")
@@ -452,14 +511,14 @@ class HttpResponse:
             while (end := raw.find(b"\r\n")) < 0:
                 if len(raw) > HEAD_BYTES_MAX:
                     raise ValueError("a chunk of unknown length")
-                raw += self._connection.receive(_HEAD_READ_BYTES, deadline_s)
+                raw += self._connection.receive(_HEAD_READ_BYTES)
             size = int(raw[:end].partition(b";")[0], 16)
             if not 0 <= size <= VALUE_BYTES_MAX - len(body):
                 raise ValueError("a chunk of impossible length")
             start, next_at = end + 2, end + size + 4
             while len(raw) < next_at:
                 nbytes = min(STEP_BYTES, max(next_at - len(raw), _HEAD_READ_BYTES))
-                raw += self._connection.receive(nbytes, deadline_s)
+                raw += self._connection.receive(nbytes)
             body += raw[start : start + size]
             if raw[start + size : next_at] != b"\r\n":
                 raise ValueError("a chunk that does not end, or a trailer")
@@ -469,10 +528,8 @@ class HttpResponse:
 
     @property
     def etag(self) -> str:
-        """The version of the response's value; empty if the server sends none or a weak one
-        (``W/``), which several versions may share."""
-        etag = self.headers.get("etag", "")
-        return "" if etag.startswith("W/") else etag.strip('"')
+        """The version of the response's value; empty if the server sends none."""
+        return self.headers.get("etag", "")
 
     @property
     def total(self) -> int:
@@ -488,9 +545,7 @@ class HttpResponse:
         """Whether the response is a range that begins at this byte of the value."""
         return self.headers.get("content-range", "").startswith(f"bytes {start}-")
 
-    def fill(
-        self, into: memoryview, deadline_s: float, progress: Callable[[int], None] | None = None
-    ) -> None:
+    def fill(self, into: memoryview, progress: Callable[[int], None] | None = None) -> None:
         """Fill ``into`` with bytes of the body, straight from the socket, and call ``progress``
         with their number so far. Raises ``ConnectionFailed``, also if the deadline passes."""
         at = min(len(self._rest), len(into))
@@ -503,7 +558,7 @@ class HttpResponse:
             # Release the view at once: an exception in flight would keep it alive.
             with into[at : at + STEP_BYTES] as step:
                 try:
-                    got = self._connection.receive_into(step, deadline_s)
+                    got = self._connection.receive_into(step)
                 except (OSError, ValueError) as exc:
                     raise ConnectionFailed(f"reading: {exc}") from exc
             if not got:
@@ -513,17 +568,20 @@ class HttpResponse:
             if progress is not None:
                 progress(at)
 
-    def read(self, deadline_s: float) -> bytes:
+    def read(self) -> bytes:
         """Return the body, which is no value. Raises ``ConnectionFailed``."""
         if self.left > BODY_BYTES_MAX:
             raise ConnectionFailed(f"a body of {self.left} bytes, more than {BODY_BYTES_MAX}")
         body = bytearray(self.left)
-        self.fill(memoryview(body), deadline_s)
+        self.fill(memoryview(body))
         return bytes(body)
+
+    def shut(self) -> None:
+        """End another thread's reading at once."""
+        self._connection.shut()
 
     def __enter__(self) -> "HttpResponse":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.is_clean = self._keeps and self.left == 0
-        self._connection.release()
+        self._connection.release(is_clean=self._keeps and self.left == 0)

@@ -23,10 +23,9 @@ from objkv.stores.s3.http import host_of
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
-UNSIGNED = "UNSIGNED-PAYLOAD"
-"""Used instead of a hash of the body, also over http: see decision 9 in ``docs/decisions.md``."""
-
-_EMPTY = sha256().hexdigest()
+_HASHES = {"GET": sha256().hexdigest(), "PUT": "UNSIGNED-PAYLOAD"}
+"""Of the body, by method. That of a value is not hashed, also over http, unless the settings demand
+it: see decision 9 in ``docs/decisions.md``."""
 _SOUGHT = "objkv-sought"
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
@@ -49,15 +48,12 @@ class S3Endpoint:
     version: str = "s3v4"
     session: dict[str, Any] = field(default_factory=dict)
     """What the signer needs for a session of a directory bucket."""
-    payload: str = UNSIGNED
-    """Hash in the signature of a request without a body."""
 
     def signed(self, method: str, key: str, extra: dict[str, str]) -> bytes:
         """Return the head of a request for ``key``, signed with the client's current credentials.
 
-        ``key`` may end with a query whose parameters are sorted and escaped. ``extra`` has headers
-        by lower-case name; all of them are signed. Raises ``StoreDenied`` and the client's
-        exceptions, for example if credentials are missing.
+        ``extra`` has headers by lower-case name; all of them are signed. Raises ``StoreDenied`` and
+        the client's exceptions, for example if credentials are missing.
         """
         credentials = self.signer.get_auth_instance(
             self.service, self.region, self.version, **self.session
@@ -67,7 +63,7 @@ class S3Endpoint:
         now = _timestamp(int(time()))
         headers = {
             "host": self.host,
-            "x-amz-content-sha256": self.payload,
+            "x-amz-content-sha256": _HASHES[method],
             "x-amz-date": now,
             **extra,
         }
@@ -75,11 +71,8 @@ class S3Endpoint:
             headers[_TOKENS[self.version]] = credentials.token
         scope = f"{now[:8]}/{self.region}/{self.service}/aws4_request"
         target = self.path + key
-        path, _, query = target.partition("?")
         names, canonical, lines = _canonical(headers)
-        request = (
-            f"{method}\n{path}\n{query}\n{canonical}\n{names}\n{headers['x-amz-content-sha256']}"
-        )
+        request = f"{method}\n{target}\n\n{canonical}\n{names}\n{headers['x-amz-content-sha256']}"
         signature = hmac.digest(
             _signing_key(credentials.access_key, credentials.secret_key, credentials.token, scope),
             f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{sha256(request.encode()).hexdigest()}".encode(),
@@ -128,8 +121,6 @@ class _Built(Exception):
 def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint:
     """Return the endpoint, read from a request that the client builds but does not send. Raises
     ``StoreDenied`` if the client would use another signature than version 4."""
-    options: Any = getattr(client.meta.config, "s3", None) or {}
-    payload = _EMPTY if options.get("payload_signing_enabled") else UNSIGNED
 
     def look(request: Any, signature_version: Any, request_signer: Any, **names: str) -> None:
         parts = urlsplit(request.url)
@@ -152,7 +143,6 @@ def find_endpoint(client: "S3Client", bucket: str, prefix: str) -> S3Endpoint:
                 signer=request_signer,
                 version=signature_version,
                 session={n: context[n] for n in ("identity_cache", "cache_key") if n in context},
-                payload=payload,
             )
         )
 

@@ -1,8 +1,8 @@
 """A store in a bucket of any S3-compatible service.
 
 A get reads from the socket into the caller's buffer, and reads large values in several ranges at
-once. A put is one conditional request, so exactly one of many writers wins. Values above
-``multipart_bytes`` are uploaded in parts. Requests that move no value are boto3's.
+once. A put is one conditional request, so exactly one of many writers wins. Requests that move no
+value are boto3's.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,23 +13,24 @@ from typing import Any
 from botocore.exceptions import ClientError
 
 from objkv.config import Config, is_directory_bucket
-from objkv.config.prices import MULTIPART_BYTES, RANGE_BYTES
+from objkv.config.prices import RANGE_BYTES
 from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
     LifecycleRules,
     Unfinished,
-    check_key,
     check_prefix,
     copy_into,
     is_key,
 )
-from objkv.stores.s3.client import CallDeadline, S3Access, begun_by, error_code, translated
-from objkv.stores.s3.pieces import HelperPool
-from objkv.stores.s3.read import Absence, Get, S3Reader
-from objkv.stores.s3.wire import Hedge, Wire
-from objkv.stores.s3.write import Put, S3Writer
+from objkv.stores.s3.attempts import one_call
+from objkv.stores.s3.bucket import Bucket
+from objkv.stores.s3.client import S3Access
+from objkv.stores.s3.errors import error_code, translated
+from objkv.stores.s3.http import Hedge
+from objkv.stores.s3.read import S3Reader
+from objkv.stores.s3.write import S3Writer
 from objkv.telemetry import Recorder
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
@@ -39,12 +40,11 @@ _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 class S3Limits:
     """How a store divides its work."""
 
-    multipart_bytes: int = MULTIPART_BYTES
     range_bytes: int = RANGE_BYTES
     ranges_max: int = 56
     """Threads that help with large values. With ``load_threads`` 8 an agent has 64 connections, of
     which S3 gives each about 85 MB/s; more gain nothing (``docs/scaling.md``). 0: a value is read
-    and uploaded by the caller alone."""
+    by the caller alone."""
     hedge_percent_max: int = 5
     """Requests above the 95th percentile are hedged: that share of all, unless the store slows down
     for all, which hedges would make worse."""
@@ -56,16 +56,15 @@ class S3Store:
     ``If-None-Match: *`` decides between writers. Some servers refuse it, and others accept and
     ignore it; the store finds out by repeating its first successful put. For these servers it uses
     HEAD and PUT instead, counted as ``s3_unconditional_puts``, and two simultaneous writers may
-    both get True. The same can happen to two writers of a value above ``multipart_bytes`` if the
-    server ignores the condition when an upload is completed (Ceph 16). A put that was
-    repeated because its response was lost returns True if the stored value has its bytes.
+    both get True. A put that was repeated because its response was lost finds the value that it has
+    written, and returns False.
 
-    The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes``
-    in ranges and upload parts.
+    The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
+    ranges.
 
     ``load_deadline_ms`` bounds each call, and so does an enclosing ``EndsBy``: no attempt starts
     that may exceed it, and nothing continues after it. Without permission to list, S3 returns 403
-    instead of 404 for a missing key: see ``Absence``.
+    instead of 404 for a missing key: see ``Bucket.is_absent``.
     """
 
     def __init__(
@@ -80,18 +79,14 @@ class S3Store:
     ) -> None:
         self._access = access
         self._client: Any = access.client  # a verb is a variable below
-        self._bucket = bucket
-        self._prefix = f"{prefix.strip('/')}/".removeprefix("/")
         self._deadline_s = config.load_deadline_ms / 1000
-        self._is_directory = is_directory_bucket(bucket)
-        hedge, place = Hedge(limits.hedge_percent_max), (bucket, self._prefix)
-        self._pool = HelperPool(limits.ranges_max)
-        self._wire = Wire(access, place, hedge, recorder=recorder)
-        absence = Absence(access.client)
-        self._reader = S3Reader(self._wire, self._pool, absence, range_bytes=limits.range_bytes)
-        self._writer = S3Writer(
-            access.client, self._reader, config, recorder, multipart_bytes=limits.multipart_bytes
+        folder = f"{prefix.strip('/')}/".removeprefix("/")
+        hedge = Hedge(limits.hedge_percent_max, recorder)
+        self._bucket = Bucket(access, bucket, folder, hedge)
+        self._reader = S3Reader(
+            self._bucket, range_bytes=limits.range_bytes, threads_max=limits.ranges_max
         )
+        self._writer = S3Writer(self._bucket, config, recorder)
 
     @property
     def _endpoint(self) -> str:
@@ -102,24 +97,18 @@ class S3Store:
         """Whether the endpoint's connections are encrypted."""
         return self._endpoint.startswith("https:")
 
-    @property
-    def conditional_puts(self) -> bool | None:
-        """Whether the server honours ``If-None-Match``; None before the first put."""
-        return self._writer.conditional
-
     def get(self, key: str) -> bytes | None:
         """Return the whole object, or None."""
-        with self._call("get", key) as deadline:
-            found = self._reader.read(Get(self._place(key), key, deadline))
+        with self._call("get", key):
+            found = self._reader.read(key)
         return None if found is None else bytes(found)
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return bytes ``[start, end)`` with one ranged request, or None."""
         if end <= start:
             return None if self.head(key) is None else b""
-        with self._call("get_range", key) as deadline:
-            get = Get(self._place(key), key, deadline, start, room=end - start)
-            found = self._reader.read(get)
+        with self._call("get_range", key):
+            found = self._reader.read(key, start, room=end - start)
         return None if found is None else bytes(found)
 
     def get_into(
@@ -130,16 +119,15 @@ class S3Store:
         if start is not None and not len(buffer):  # an HTTP range cannot be empty
             found = self.get_range(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
-        with self._call("get_into", key) as deadline:
-            get = Get(self._place(key), key, deadline, start, buffer, len(buffer), arrived)
-            read = self._reader.read(get)
+        with self._call("get_into", key):
+            read = self._reader.read(key, start, buffer=buffer, arrived=arrived)
         return None if read is None else len(read)
 
     def head(self, key: str) -> Entry | None:
         """Return size and age of the object, or None. A missing bucket also returns None, because
         the response to a HEAD does not distinguish them."""
         with self._call("head", key):
-            found = self._reader.absence.head(self._place(key))
+            found = self._bucket.head(key)
         if found is None:
             return None
         return Entry(key, found["ContentLength"], found["LastModified"].timestamp())
@@ -149,10 +137,12 @@ class S3Store:
         keys are omitted. Directory buckets have no order and list whole folders, so the whole
         folder is read."""
         check_prefix(prefix)
-        listed = prefix[: prefix.rfind("/") + 1] if self._is_directory else prefix
-        for page in self._pages("list_objects_v2", listed):
+        listed = prefix
+        if is_directory_bucket(self._bucket.name):
+            listed = prefix[: prefix.rfind("/") + 1]
+        for page in self._pages(listed):
             for found in page.get("Contents", ()):
-                key = found["Key"].removeprefix(self._prefix)
+                key = found["Key"].removeprefix(self._bucket.prefix)
                 if is_key(key) and key.startswith(prefix):
                     yield Entry(key, found["Size"], found["LastModified"].timestamp())
 
@@ -160,129 +150,102 @@ class S3Store:
         """Return the folder names, with one request per 1000 names."""
         prefix = f"{folder}/" if folder else ""
         check_prefix(prefix)
-        start = len(self._prefix) + len(prefix)
+        start = len(self._bucket.prefix) + len(prefix)
         names = [
             found["Prefix"][start:].removesuffix("/")
-            for page in self._pages("list_objects_v2", prefix, Delimiter="/")
+            for page in self._pages(prefix, Delimiter="/")
             for found in page.get("CommonPrefixes", ())
         ]
         return sorted(name for name in names if is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Make one conditional request. See the class for servers that do not support it."""
-        with self._call("put_if_absent", key) as deadline, memoryview(value) as view:
-            return self._writer.put_if_absent(Put(self._place(key), key, view, deadline))
+        with self._call("put_if_absent", key), memoryview(value) as view:
+            return self._writer.put_if_absent(key, view)
 
     def put(self, key: str, value: Buffer) -> None:
-        """Make one request, or upload in parts."""
-        with self._call("put", key) as deadline, memoryview(value) as view:
-            self._writer.put(Put(self._place(key), key, view, deadline))
+        """Make one request."""
+        with self._call("put", key), memoryview(value) as view:
+            self._writer.put(key, view)
 
     def delete(self, key: str) -> bool:
         """Remove the object. Always returns True, because S3 does not report whether it existed."""
         with self._call("delete", key):
-            self._client.delete_object(**self._place(key))
+            self._client.delete_object(**self._bucket.place(key))
         return True
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Yield incomplete multipart uploads. Finding the size of each takes one more request."""
-        for page in self._pages("list_multipart_uploads", ""):
-            for found in page.get("Uploads", ()):
-                key, name = found["Key"].removeprefix(self._prefix), found["UploadId"]
-                if is_key(key):
-                    parts = self._pages("list_parts", key, Key=found["Key"], UploadId=name)
-                    sizes = (int(part["Size"]) for page in parts for part in page.get("Parts", ()))
-                    yield Unfinished(key, name, sum(sizes), found["Initiated"].timestamp())
+        """Yield nothing: a put is one request, which leaves nothing behind."""
+        return iter(())
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """Abort the upload and free its parts."""
-        with self._call("discard", unfinished.key):
-            try:
-                self._client.abort_multipart_upload(
-                    **self._place(unfinished.key), UploadId=unfinished.name
-                )
-            except ClientError as exc:
-                if error_code(exc)[0] == 404:
-                    return False
-                raise
-        return True
+        """Return False: there are no leftovers."""
+        return False
 
     def lifecycle(self) -> LifecycleRules:
         """Return what the bucket's lifecycle rules do to values below the prefix. Raises
         ``StoreDenied`` without ``s3:GetLifecycleConfiguration``."""
-        with self._call("lifecycle", self._bucket):
+        name = self._bucket.name
+        with self._call("lifecycle", name):
             try:
-                found = self._client.get_bucket_lifecycle_configuration(Bucket=self._bucket)
+                found = self._client.get_bucket_lifecycle_configuration(Bucket=name)
             except ClientError as exc:
                 if error_code(exc)[1] != "NoSuchLifecycleConfiguration":
                     raise
-                return LifecycleRules(None, None, None)
+                return LifecycleRules(None, None)
         rules = [rule for rule in found.get("Rules", ()) if self._applies(rule)]
         expiries = [rule.get("Expiration", {}) for rule in rules]
         moves = [move for rule in rules for move in rule.get("Transitions", ())]
-        aborts = [rule.get("AbortIncompleteMultipartUpload", {}) for rule in rules]
         return LifecycleRules(
             expire_days=_fewest([*expiries, *({"Days": 0} for one in expiries if "Date" in one)]),
-            abort_days=_fewest(aborts, "DaysAfterInitiation"),
             archive_days=_fewest([one for one in moves if one.get("StorageClass") in _ARCHIVES]),
         )
 
     def _applies(self, rule: dict[str, Any]) -> bool:
         """Whether a rule is on and covers payloads, which have no tags."""
+        ours = self._bucket.prefix
         chosen = rule.get("Filter", {})
         chosen = chosen.get("And", chosen)
         prefix = chosen.get("Prefix", rule.get("Prefix", ""))
         return (
             rule.get("Status") == "Enabled"
             and not chosen.keys() & {"Tag", "Tags"}
-            and (prefix.startswith(self._prefix) or self._prefix.startswith(prefix))
-            and not prefix.startswith(f"{self._prefix}quarantine")
+            and (prefix.startswith(ours) or ours.startswith(prefix))
+            and not prefix.startswith(f"{ours}quarantine")
         )
 
     def check(self) -> None:
         """List one object: the response to a listing reports the error, the response to a HEAD does
         not."""
-        with self._call("check", f"s3://{self._bucket} at {self._endpoint}"):
-            self._wire.endpoint()
-            self._client.list_objects_v2(Bucket=self._bucket, Prefix=self._prefix, MaxKeys=1)
+        name, prefix = self._bucket.name, self._bucket.prefix
+        with self._call("check", f"s3://{name} at {self._endpoint}"):
+            self._bucket.endpoint()
+            self._client.list_objects_v2(Bucket=name, Prefix=prefix, MaxKeys=1)
 
     def close(self) -> None:
         """End the threads. Close the client and the connections."""
-        self._pool.close()
+        self._reader.close()
         self._access.close()
 
-    def _place(self, key: str) -> dict[str, Any]:
-        """Return bucket and key as the client's arguments."""
-        check_key(key)
-        return {"Bucket": self._bucket, "Key": self._prefix + key}
-
     @contextmanager
-    def _call(self, verb: str, what: str) -> Iterator[CallDeadline]:
+    def _call(self, verb: str, what: str) -> Iterator[None]:
         """One call, which ends in time and raises ``StoreError``."""
-        deadline = CallDeadline.of(self._deadline_s)
-        with begun_by(deadline.last_s, deadline.end_s), translated(verb, what):
-            yield deadline
+        with one_call(self._deadline_s), translated(verb, what):
+            yield
 
-    def _pages(self, verb: str, below: str, **options: Any) -> Iterator[dict[str, Any]]:
+    def _pages(self, below: str, **options: Any) -> Iterator[dict[str, Any]]:
         """Yield the pages of a listing of all keys that start with ``below``. Each request has its
         own deadline."""
-        start = self._prefix + below
-        if verb != "list_parts":
-            options["Prefix"] = start
-        lister = self._client.get_paginator(verb)
-        pages = iter(lister.paginate(Bucket=self._bucket, **options))
+        start = self._bucket.prefix + below
+        lister = self._client.get_paginator("list_objects_v2")
+        pages = iter(lister.paginate(Bucket=self._bucket.name, Prefix=start, **options))
         while True:
-            with self._call(verb, start or self._bucket):
-                try:
-                    page = next(pages, None)
-                except ClientError as exc:
-                    if verb != "list_parts" or error_code(exc)[0] != 404:
-                        raise
-                    return  # completed or aborted meanwhile
+            with self._call("list_objects_v2", start or self._bucket.name):
+                page = next(pages, None)
             if page is None:
                 return
             yield page
 
 
-def _fewest(places: Sequence[dict[str, Any]], name: str = "Days") -> int | None:
-    return min((one[name] for one in places if name in one), default=None)
+def _fewest(places: Sequence[dict[str, Any]]) -> int | None:
+    return min((one["Days"] for one in places if "Days" in one), default=None)

@@ -86,7 +86,7 @@ resource "aws_s3_bucket_lifecycle_configuration" "bulk" {
   }
 
   rule {
-    id     = "abort-uploads-that-a-killed-replica-left"
+    id     = "abort-unfinished-uploads-of-other-tools"
     status = "Enabled"
 
     filter {}

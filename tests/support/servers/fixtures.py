@@ -27,7 +27,6 @@ from tests.support.servers.redis_groups import ServerGroup, redis_cluster, redis
 from tests.support.servers.s3_stores import store_of
 
 BUCKET = "kv-cache"
-PART_BYTES = 5 << 20
 PATIENT = {"lookup_deadline_ms": 20_000}
 """A client that gives a server on a busy machine 40 s for an answer; for all tests but of that."""
 NOBODY_DIES_MS = 120_000
@@ -164,7 +163,7 @@ def open_s3_store(s3_server: S3Server, s3_prefixes: Iterator[str]) -> Iterator[O
 
     def open_store(*, bucket: str = BUCKET, **changes: Any) -> S3Store:
         access = open_s3_access(s3_config(s3_server, **changes))
-        opened.append(store_of(access, bucket=bucket, prefix=prefix, multipart_bytes=PART_BYTES))
+        opened.append(store_of(access, bucket=bucket, prefix=prefix))
         return opened[-1]
 
     yield open_store

@@ -18,7 +18,6 @@ from email.utils import formatdate
 from http import HTTPStatus
 from pathlib import Path
 from urllib.parse import parse_qsl, quote, unquote
-from xml.etree import ElementTree as ET
 from xml.sax.saxutils import escape
 
 from tests.support.servers.listener import Listener
@@ -79,9 +78,9 @@ def _xml(text: str, status: int = 200) -> Answer:
 
 @dataclass(slots=True)
 class _Value:
-    """Pieces in order, never changed while ``readers`` send them."""
+    """Its bytes are never changed while ``readers`` send them."""
 
-    pieces: tuple[memoryview, ...]
+    content: memoryview
     modified_s: float = field(default_factory=time.time)
     etag: str = field(default_factory=lambda: f'"{uuid.uuid4().hex}"')
     readers: int = 0
@@ -89,15 +88,7 @@ class _Value:
 
     @property
     def nbytes(self) -> int:
-        return sum(len(piece) for piece in self.pieces)
-
-    def part(self, start: int, end: int) -> tuple[memoryview, ...]:
-        """Bytes ``[start, end)``, not copied."""
-        out, at = [], 0
-        for piece in self.pieces:
-            out.append(piece[max(0, start - at) : max(0, end - at)])
-            at += len(piece)
-        return tuple(piece for piece in out if piece)
+        return len(self.content)
 
 
 class Values:
@@ -107,8 +98,6 @@ class Values:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: dict[str, _Value] = {}
-        self._uploads: dict[str, dict[int, _Value]] = {}
-        self._begun: dict[str, tuple[str, float]] = {}
         self._spare: defaultdict[int, list[memoryview]] = defaultdict(list)
         self._spare_bytes = 0
 
@@ -120,19 +109,12 @@ class Values:
         return memoryview(bytearray(nbytes))
 
     def answer(self, request: Request) -> Answer:
-        body = request.body
         bucket, _, name = request.key.partition("/")
         query = request.query
         if not name:
             return self._bucket(request, bucket, query)
-        if "uploads" in query or "uploadId" in query:
-            return self._upload(request, query)
         if request.method == "PUT":
-            answer = self._put(request, (body,))
-            if answer.status != 200:
-                with self._lock:
-                    self._drop(_Value((body,)))
-            return answer
+            return self._put(request)
         if request.method == "DELETE":
             with self._lock:
                 self._drop(self._values.pop(request.key, None))
@@ -164,72 +146,21 @@ class Values:
             status, headers["Content-Range"] = 206, f"bytes {start}-{end - 1}/{nbytes}"
         if request.method == "HEAD":
             headers["Content-Length"] = str(end - start)
-        return Answer(status, headers, value.part(start, end), lambda: self._leave(value))
+        return Answer(status, headers, (value.content[start:end],), lambda: self._leave(value))
 
-    def _put(self, request: Request, pieces: tuple[memoryview, ...]) -> Answer:
-        value = _Value(pieces)
+    def _put(self, request: Request) -> Answer:
+        value = _Value(request.body)
         with self._lock:
             if request.headers.get("if-none-match") == "*" and request.key in self._values:
+                self._drop(value)
                 return failure(412, "PreconditionFailed")
             self._drop(self._values.get(request.key))
             self._values[request.key] = value
         return Answer(200, {"ETag": value.etag})
 
-    def _upload(self, request: Request, query: dict[str, str]) -> Answer:
-        if request.method == "POST" and "uploads" in query:
-            number = uuid.uuid4().hex
-            with self._lock:
-                self._uploads[number] = {}
-                self._begun[number] = request.key.partition("/")[2], time.time()
-            return _xml(
-                "<InitiateMultipartUploadResult>"
-                f"<UploadId>{number}</UploadId></InitiateMultipartUploadResult>"
-            )
-        with self._lock:
-            parts = self._uploads.get(query["uploadId"])
-            if parts is None:
-                return failure(404, "NoSuchUpload")
-            if request.method == "PUT":
-                part = parts[int(query["partNumber"])] = _Value((request.body,))
-                return Answer(200, {"ETag": part.etag})
-            if request.method == "DELETE":
-                self._forget_upload(query["uploadId"])
-                return Answer(204)
-            if request.method == "GET":
-                rows = "".join(
-                    f"<Part><PartNumber>{n}</PartNumber><Size>{part.nbytes}</Size></Part>"
-                    for n, part in sorted(parts.items())
-                )
-                return _xml(f"<ListPartsResult>{rows}</ListPartsResult>")
-            wanted = [
-                int(found.text or 0)
-                for found in ET.fromstring(bytes(request.body)).iter()  # noqa: S314  # from the test itself
-                if found.tag.endswith("PartNumber")
-            ]
-            if not wanted or any(number not in parts for number in wanted):
-                return failure(400, "InvalidPart")
-        answer = self._put(request, tuple(parts[number].pieces[0] for number in wanted))
-        if answer.status != 200:
-            return answer
-        with self._lock:
-            self._uploads.pop(query["uploadId"], None)
-        return _xml(
-            "<CompleteMultipartUploadResult>"
-            f"<ETag>{answer.headers['ETag']}</ETag></CompleteMultipartUploadResult>"
-        )
-
     def _bucket(self, request: Request, bucket: str, query: dict[str, str]) -> Answer:
         if request.method != "GET":
             return Answer(200)
-        if "uploads" in query:
-            with self._lock:
-                found = "".join(
-                    f"<Upload><Key>{escape(key)}</Key><UploadId>{number}</UploadId>"
-                    f"<Initiated>{_time(begun_s)}</Initiated></Upload>"
-                    for number, (key, begun_s) in self._begun.items()
-                    if number in self._uploads and key.startswith(query.get("prefix", ""))
-                )
-            return _xml(f"<ListMultipartUploadsResult>{found}</ListMultipartUploadsResult>")
         start = f"{bucket}/{query.get('prefix', '')}"
         after = query.get("continuation-token", "")
         limit = int(query.get("max-keys", PAGE_KEYS))
@@ -266,11 +197,6 @@ class Values:
         key = name.removeprefix(f"{bucket}/")
         return quote(key) if query.get("encoding-type") == "url" else escape(key)
 
-    def _forget_upload(self, number: str) -> None:
-        self._begun.pop(number, None)
-        for part in self._uploads.pop(number).values():
-            self._drop(part)
-
     def _leave(self, value: _Value) -> None:
         with self._lock:
             value.readers -= 1
@@ -283,9 +209,8 @@ class Values:
             return
         value.is_gone = True
         if value.readers == 0 and self._spare_bytes + value.nbytes <= SPARE_BYTES_MAX:
-            for piece in value.pieces:
-                self._spare[len(piece)].append(piece)
-                self._spare_bytes += len(piece)
+            self._spare[value.nbytes].append(value.content)
+            self._spare_bytes += value.nbytes
 
 
 def _time(seconds: float) -> str:
@@ -302,8 +227,8 @@ After = Callable[[Request, Answer], Answer | bytes | None]
 
 
 class QuickS3(Listener):
-    """GET (``Range``, ``If-Match``), PUT and completed uploads (``If-None-Match: *``), HEAD,
-    DELETE, listings, uploads in parts. Bucket in the path. A context manager.
+    """GET (``Range``, ``If-Match``), PUT (``If-None-Match: *``), HEAD, DELETE, listings. Bucket in
+    the path. A context manager.
 
     ``tls`` is a folder of ``make_certificates``.
     """

@@ -11,7 +11,6 @@ from objkv.stores.s3.store import S3Limits, S3Store
 from objkv.telemetry import NullRecorder, Recorder
 
 MIB = 1 << 20
-PART = 5 * MIB
 BUCKET = "kv-cache"
 
 
@@ -39,9 +38,8 @@ def store_of(
     recorder: Recorder | None = None,
     **settings: Any,
 ) -> S3Store:
-    """Without ranges or hedging and with small parts, unless the settings say so."""
+    """Without ranges or hedging, unless the settings say so."""
     plain: dict[str, Any] = {
-        "multipart_bytes": PART,
         "ranges_max": 0,
         "hedge_percent_max": 0,
     } | settings
