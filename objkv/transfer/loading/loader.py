@@ -46,7 +46,7 @@ WINDOW, _WINDOW_BYTES = 64, 512 << 20
 _WINDOW_SHARE = 2
 """Divisor: of a small arena, they take at most this fraction."""
 _BATCH_BYTES = 128 << 20
-"""Pages copied before the thread looks for more urgent loads."""
+"""Pages of this rank that are copied before the thread looks for more urgent loads."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
 _KEPT: list[AgentConnection] = []
@@ -241,6 +241,8 @@ class Loader:
         again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
         the cache is on one."""
         self._last_layers = {g: len(group.layers) - 1 for g, group in groups.items()}
+        self._own_bytes = {g: group.raw_bytes for g, group in groups.items()}
+        """Pages of a chunk that this rank has. A payload may have those of other ranks too."""
         self._layouts = PayloadLayouts(groups)
         self._lane, self._limits, self._recorder = lane, limits, recorder
         self._clock, self._tracing = clock, tracing
@@ -515,21 +517,23 @@ class Loader:
 
     def _next(self) -> list[_Reading]:
         """Take the next payloads of one job from the queue, as many as there is room for."""
-        count, nbytes = self._room()
-        nbytes, taken = min(nbytes, _BATCH_BYTES), 0
+        count, room = self._room()
+        copied = taken = 0
         batch: list[_Reading] = []
         while self._waiting and len(batch) < count:
             job, index = self._waiting[0]
             if batch and job is not batch[0].job:
                 break
-            if nbytes <= 0 and (batch or self._reading):
+            if (room <= 0 or copied >= _BATCH_BYTES) and (batch or self._reading):
                 break
             self._waiting.popleft()
             taken += not job.plan.moves.further[index]
             if not job.wanted(index):
                 continue
             batch.append(_Reading(job, index, self._layouts, self._lane))
-            nbytes -= batch[-1].wanted.record.raw_bytes
+            nbytes = batch[-1].wanted.record.raw_bytes
+            room -= nbytes
+            copied += min(nbytes, self._own_bytes[batch[-1].wanted.claim.key.group])
         with self._lock:
             self._moves -= taken
         return batch
