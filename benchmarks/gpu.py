@@ -38,7 +38,7 @@ from benchmarks.harness import (
 from benchmarks.sample import kv_like
 from objkv.agent.core import CoreLimits
 from objkv.agent.memory.arena import PAGE
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.cli.command import Session
 from objkv.codec import payload, seal
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
@@ -47,7 +47,7 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import make_worker_side, use_batched_copies
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -173,7 +173,7 @@ class OnePrompt:
         )
         nbytes = len(self._pages)
         self._headers[claim.key.path()] = bytes(encoded[:-nbytes])
-        return ShardRecord(len(encoded), nbytes, "none", False, header.checksum, 0)
+        return shard_record(header)
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
@@ -242,7 +242,8 @@ class Rig:
         config = load_config({"pinned_bytes_max": _PINNED_BYTES}, environ={})
         recorder = NullRecorder()
         settings = CacheSettings("bench", ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
-        cache = ChunkCache(cast("WriteStore", self._store), None, MemoryIndex(), settings, recorder)
+        index = MemoryIndex()
+        cache = ChunkCache(cast("WriteStore", self._store), None, index, settings, recorder)
         nbytes = self.chunks * (len(self._store.slab) // PAGE + 2) * PAGE
         self._agent = InsideAgent(cache, nbytes, CoreLimits(8, self.chunks), recorder)
         self._worker = make_worker_side(
@@ -258,7 +259,12 @@ class Rig:
             for move in _moves(self.chunks, scattered=order == "scattered"):
                 key = ChunkKey(NAMESPACE, move.prefix_hash, 0)
                 claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-                loads.append(LoadMove(move, None, self._store.add(claim)))
+                loads.append(LoadMove(move, None))
+                record = self._store.add(claim)
+                entry = ChunkEntry(
+                    NAMESPACE, move.prefix_hash, move.parent_hash, move.token_start, move.token_end
+                )
+                index.publish(entry, {key.field: record}, ttl_s=3600)
             self._loads[order] = loads
 
     def __enter__(self) -> Self:

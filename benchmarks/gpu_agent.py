@@ -34,12 +34,13 @@ from torch.nn import functional
 from benchmarks.sample import kv_like
 from benchmarks.worker import BOUND_S, LOOK_S, NOTHING, Side, step_of, stores
 from objkv.assembly.backends import Backends, open_backends
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Provenance, encode, read_header
 from objkv.config import load_config
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import use_batched_copies
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord
+from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
@@ -72,6 +73,7 @@ class Prompts:
 
     def __init__(self, backends: Backends, group: PagedGroup) -> None:
         self._group, self._requests = group, 0
+        self.raw_bytes = group.raw_bytes
         self._base = np.frombuffer(kv_like(group.raw_bytes), np.uint8)
         order = list(range(1, 1 + CHUNKS * BLOCKS))
         random.Random(0).shuffle(order)  # not a secret
@@ -107,9 +109,12 @@ class Prompts:
             pages = self._pages(prompt, chunk)
             payload = encode(claim, self._group.layers, pages, codec="none", provenance=provenance)
             backends.bulk.put(key.path(), payload)
-            header = read_header(payload)
-            record = ShardRecord(len(payload), header.raw_bytes, "none", False, header.checksum, 1)
-            moves.append(LoadMove(move, None, record))
+            entry = ChunkEntry(
+                NAMESPACE, move.prefix_hash, move.parent_hash, move.token_start, move.token_end
+            )
+            record = shard_record(read_header(payload))
+            backends.index.publish(entry, {key.field: record}, ttl_s=3600)
+            moves.append(LoadMove(move, None))
         return moves
 
     def plan(self, prompt: int, chunks: int = CHUNKS) -> StepPlan:
@@ -170,7 +175,7 @@ def resident(
             )
             side = Side(inner, {"agent": agent.url}, GEOMETRY, caches)
             prompts = stored(settings, caches)
-            nbytes = prompts.prompts[0][0].record.raw_bytes
+            nbytes = prompts.raw_bytes
             settle(side, prompts, (0, 0))
             host = torch.empty(256 << 20, dtype=torch.uint8)
             plain = torch.empty(256 << 20, dtype=torch.uint8, device=device)
@@ -363,7 +368,7 @@ def decode(
                 )
         fetched = agents["agent"].metrics()["load_bytes_total"] - before
         fetched /= max(1, len(loads["agent"])) * CHUNKS
-        nbytes = prompts.prompts[0][0].record.raw_bytes
+        nbytes = prompts.raw_bytes
         numbers[f"{kind} fetched share"] = fetched / nbytes
         base = percentiles(steps["alone"])
         for name, seconds in steps.items():

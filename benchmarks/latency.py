@@ -27,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -39,11 +40,11 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import (
     Opening,
-    PayloadRequest,
     Urgency,
     pack_opening,
     unpack_opening,
 )
+from objkv.codec.payload import Claim
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
@@ -101,13 +102,13 @@ class Bystander:
     def __init__(self, socket: str, chunks: int) -> None:
         self._socket = socket
         self._chunks = chunks
-        self._wanted: dict[str, PayloadRequest] = {}
+        self._wanted: dict[str, Claim] = {}
         """Of the first two prompts."""
         open_ = AgentConnection.open
 
-        def remember(agent: AgentConnection, wanted: list[PayloadRequest], **how: Any) -> Any:
+        def remember(agent: AgentConnection, wanted: list[Claim], **how: Any) -> Any:
             if len(self._wanted) < 2 * chunks:
-                self._wanted |= {one.claim.key.path(): one for one in wanted}
+                self._wanted |= {one.key.path(): one for one in wanted}
             return open_(agent, wanted, **how)
 
         mock.patch.object(AgentConnection, "open", remember).start()
@@ -131,7 +132,7 @@ def fetch(socket: str, message: str) -> None:
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     agent = AgentConnection(path, wants_arena=True)
 
-    def read(prompt: list[PayloadRequest]) -> float:
+    def read(prompt: Sequence[Claim]) -> float:
         """Wait for all of a prompt. Returns how many payloads the agent had to fetch."""
         wait_until(lambda: not metrics_of(path)["leased_bytes"])
         before = metrics_of(path)["fills_total"]

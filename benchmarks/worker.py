@@ -123,7 +123,7 @@ def stored(index: ReadIndex, namespace: str, saves: Sequence[SaveMove]) -> list[
         assert time.monotonic() < end, "saves did not end"
         time.sleep(1e-3)
     return [
-        LoadMove(save.move, None, record.shards[str(save.move.group)])
+        LoadMove(save.move, None)
         for save, record in zip(saves, records, strict=True)
         if record is not None
     ]

@@ -50,7 +50,7 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     if waiting + unit.chunks > room or now < replica.closed_until_s:
         counts.dropped += unit.chunks
         return False
-    if not _ask(world, replica, unit, now, commands=3):  # lease, publish, release
+    if not _ask(world, replica, unit, now, commands=2):  # lease, publish
         counts.dropped += unit.chunks
         return False
     nbytes = unit.chunks * world.chunk_bytes

@@ -105,7 +105,7 @@ class ObjkvWorker(Worker):
     def get(self, names: Sequence[str]) -> None:
         """Look the records up, load all values, as one request of the engine would."""
         moves = [
-            LoadMove(_move(name, i), None, shards["0"])
+            LoadMove(_move(name, i), None)
             for i, (name, shards) in enumerate(zip(names, self._find(names), strict=True))
             if shards is not None
         ]

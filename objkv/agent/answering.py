@@ -20,6 +20,7 @@ from objkv.agent.calls import (
     read_shards,
     record_text,
 )
+from objkv.agent.found import FoundRecords
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MALFORMED, PrefetchOrder
@@ -46,13 +47,15 @@ class NodeLookups:
         self,
         index: WriteIndex,
         held: HeldPayloads,
+        records: FoundRecords,
         board: AnswerBoard,
         *,
         ttl_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``ttl_s``: how long an answer is valid."""
+        """``records``: keeps what is found. ``ttl_s``: how long an answer is valid."""
         self._index, self._held, self.board = index, held, board
+        self._records = records
         self._ttl_s, self._clock = ttl_s, clock
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
@@ -88,6 +91,8 @@ class NodeLookups:
         self, draft: Draft, found: Sequence[Shards | None], fields: tuple[str, ...], now: float
     ) -> bytes:
         """Return the text of a block of the answer. It is on the board then."""
+        if not draft.is_void:
+            self._records.add(zip(draft.hashes, found, strict=True))
         text = b"\n".join(written_rows(found, fields))
         is_whole = {len(fields)} == {0 if one is None else len(one) for one in found}
         ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)

@@ -38,7 +38,6 @@ from objkv.agent.messages import (
     MessageKind,
     OpenAnswer,
     Opening,
-    PayloadRequest,
     ProtocolError,
     Urgency,
     find_max,
@@ -58,6 +57,7 @@ from objkv.agent.messages import (
 )
 from objkv.agent.peers import connect_to
 from objkv.background import Alarm, Question, Steps, wait_for
+from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import Shards
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -186,7 +186,7 @@ class AgentConnection:
         return self._is_lost
 
     def open(
-        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         """Open payloads of one namespace for reading, in order: at most ``OPEN_MAX``. Each lease
         must be released."""
@@ -200,10 +200,10 @@ class AgentConnection:
         if leases:
             self._send(pack_release(leases))
 
-    def reject(self, wanted: PayloadRequest) -> None:
+    def reject(self, claim: Claim) -> None:
         """Report that a resident payload is not what its key promises a reader. Its record is
         forgotten, and this copy is not served any more."""
-        self._send(pack_rejection(wanted))
+        self._send(pack_rejection(claim))
 
     def commit(self, commit: Commit) -> CommitStatus:
         """Hand over a payload in the outbox, or a part of one. Its memory may be reused when this
@@ -240,15 +240,13 @@ class AgentConnection:
         now = time.time()
         blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
         unknown = [number for number, block in enumerate(blocks) if block is None]
-        at_once = max(1, find_max(len(fields)) // scope.chunks)
-        while unknown:
-            some = [parts[number] for number in unknown[:at_once]]
+        at_once = find_max(len(fields)) // scope.chunks
+        for first in range(0, len(unknown), at_once):
+            numbers = unknown[first : first + at_once]
+            some = [parts[number] for number in numbers]
             answer = yield Question(self, pack_find(namespace, some, fields))
-            answers = self._found(answer, some, fields)
-            at_once = len(answers)
-            for number, block in zip(unknown[:at_once], answers, strict=True):
+            for number, block in zip(numbers, self._found(answer, some, fields), strict=True):
                 blocks[number] = block
-            del unknown[:at_once]
         return list(chain.from_iterable(block for block in blocks if block is not None))
 
     def _kept(
@@ -275,14 +273,13 @@ class AgentConnection:
     def _found(
         self, answer: bytes, parts: Sequence[bytes], fields: tuple[str, ...]
     ) -> list[FoundBlock]:
-        """Read what the agent answers about some blocks of prefix hashes: it may be less than
-        all."""
+        """Read what the agent answers about some blocks of prefix hashes."""
         if self._read(partial(kind_of, answer)) is MessageKind.FAILED:
             raise StoreUnavailable(f"lookup by the agent: {unpack_text(answer)}")
         texts = self._read(partial(unpack_found, answer, len(parts)))
         return [
             self._read(partial(read_block, text, len(part) // PREFIX_HASH_BYTES, fields))
-            for text, part in zip(texts, parts, strict=False)
+            for text, part in zip(texts, parts, strict=True)
         ]
 
     def call(self, message: bytes) -> Steps[bytes]:

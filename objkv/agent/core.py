@@ -6,20 +6,35 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from threading import Condition, Lock, Thread, get_ident
 from time import monotonic
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
 from objkv.agent.disk import Disk
-from objkv.agent.fill import UNKNOWN, WHOLE, Cuts, Fill, KnownShape, MissError, Source, Staging
+from objkv.agent.fill import (
+    UNKNOWN,
+    WHOLE,
+    Cuts,
+    Fill,
+    KnownShape,
+    MissError,
+    PayloadRequest,
+    Source,
+    Staging,
+)
+from objkv.agent.found import FoundRecords
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.messages import MissReason, PayloadRequest, Urgency, is_held
+from objkv.agent.messages import MissReason, Urgency, is_held
 from objkv.agent.queue import FetchJob, FetchQueue, Priority
 from objkv.agent.spill import Spill
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
-from objkv.errors import ObjkvError, PayloadError, ValueTooLong
+from objkv.codec.payload import Claim
+from objkv.errors import ObjkvError, PayloadError, StoreError, ValueTooLong
+from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 
@@ -65,14 +80,16 @@ class Core:
         """The core closes ``disk``, and neither ``cache`` nor ``arena``. ``changed``: called for a
         chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
         were held back are to be saved. Neither may wait."""
-        self.arena_cache = ArenaCache(arena, recorder, changed, came_due, disk)
+        self.found = FoundRecords()
+        """The records of payloads that clients may open."""
+        self._answers_changed = changed
+        self.arena_cache = ArenaCache(arena, recorder, self.record_changed, came_due, disk)
         self.spill: Spill | None = None
         """The tier below the arena; None if there is none."""
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
             self.spill = Spill(self.arena_cache, disk, cache.seal, readers, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
-        self._record_changed = changed
         self._trouble = Trouble(logger, "loads")
         self._changed = Condition(Lock())
         self._fetches = FetchQueue()
@@ -91,7 +108,7 @@ class Core:
     def open(
         self,
         client: Waiter,
-        wanted: Sequence[PayloadRequest],
+        wanted: Sequence[Claim],
         *,
         deadline_s: float,
         urgency: Urgency,
@@ -109,7 +126,7 @@ class Core:
         return opened
 
     def _open(
-        self, client: Waiter, wanted: Sequence[PayloadRequest], due: Priority
+        self, client: Waiter, wanted: Sequence[Claim], due: Priority
     ) -> list[CachedPayload | MissReason]:
         ahead = due.urgency is Urgency.PREFETCH
         opened: list[CachedPayload | MissReason] = []
@@ -118,7 +135,7 @@ class Core:
         lost: list[CachedPayload] = []
         with self._changed:  # a client that finds a payload must be able to hasten it
             for one in wanted:
-                lease = self.arena_cache.open(one.claim.key.path(), client, ahead=ahead)
+                lease = self.arena_cache.open(one.key.path(), client, ahead=ahead)
                 resident, is_new = lease or (None, False)
                 if resident is None or (
                     not is_new
@@ -152,13 +169,22 @@ class Core:
             self._changed.notify()
         return True
 
-    def reject(self, wanted: PayloadRequest) -> None:
-        """Stop serving this copy of a payload, and forget its record."""
-        key = wanted.claim.key
+    def reject(self, claim: Claim) -> None:
+        """Stop serving this copy of a payload, and forget its record. May wait for the index."""
+        key = claim.key
         self.arena_cache.forget(key.path())
         if self.spill is not None:
             self.spill.forget(key.path())
-        self._reject(wanted, corrupt=True)
+        record = self.found.of(key)
+        if record is None:
+            with suppress(StoreError):
+                record = self._cache.record_of(key)
+        self._reject(key, record, corrupt=True)
+
+    def record_changed(self, prefix_hash: bytes) -> None:
+        """A lookup of a chunk has another outcome from now on. Never waits."""
+        self.found.forget(prefix_hash)
+        self._answers_changed(prefix_hash)
 
     def keep(self, one: CachedPayload, *, was_read: bool) -> None:
         """Have a payload written to the disk, if it is READY, and such payloads are."""
@@ -188,14 +214,12 @@ class Core:
             self.spill.close(seconds)
         return not join_all(self._threads, seconds)
 
-    def _queue(
-        self, client: Waiter, one: CachedPayload, wanted: PayloadRequest, due: Priority
-    ) -> bool:
+    def _queue(self, client: Waiter, one: CachedPayload, claim: Claim, due: Priority) -> bool:
         if len(self._fetches) >= self._limits.queue_max:
             self._fetches.discard(self.arena_cache.give_up)
         if self._closed or len(self._fetches) >= self._limits.queue_max or self._is_stuck():
             return False
-        self._fetches.add(client, one, wanted, due)
+        self._fetches.add(client, one, claim, self.found.of(claim.key), due)
         self._changed.notify()
         return True
 
@@ -258,12 +282,17 @@ class Core:
         miss."""
         if self.arena_cache.give_up(job.one):
             return None
-        key = job.wanted.claim.key
+        key = job.claim.key
         fill, reason = job.fill, MissReason.STORE
         try:
             with EndsBy(job.deadline):
                 if fill is None:
-                    fill = self._from_disk(job, staging) or self._new_fill(self._stored(job))
+                    record = job.record or self._look_up(job)
+                    fill = self._from_disk(job, record, staging)
+                if fill is None:
+                    if is_held(record):  # it was only in this node's memory, and is not any more
+                        record = self._look_up(job)
+                    fill = self._new_fill(job, record)
                 is_over = fill.is_complete
                 reason = MissReason.NONE if is_over else self._fill(fill, job.deadline, staging)
             if fill.header is not None:
@@ -297,11 +326,11 @@ class Core:
         is_over = job.one.deadline <= max(job.deadline, monotonic())
         return not layers and not is_over and reason in (MissReason.LATE, MissReason.STORE)
 
-    def _new_fill(self, job: FetchJob, source: Source | None = None) -> Fill:
-        key = job.wanted.claim.key
+    def _new_fill(self, job: FetchJob, record: ShardRecord, source: Source | None = None) -> Fill:
+        key = job.claim.key
         return Fill(
             job.one,
-            job.wanted,
+            PayloadRequest(job.claim, record),
             self.arena_cache,
             self._cache,
             self._known.get((key.namespace, key.field), UNKNOWN),
@@ -309,39 +338,37 @@ class Core:
             cuts=self._limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
         )
 
-    def _from_disk(self, job: FetchJob, staging: Staging) -> Fill | None:
+    def _from_disk(self, job: FetchJob, record: ShardRecord, staging: Staging) -> Fill | None:
         """Return the complete fill; None if the payload has to come from the stores."""
         if self.spill is None or monotonic() >= job.deadline:
             return None
         self.spill.disk.untie(job.one.key)
-        if (source := self.spill.source(job.wanted)) is None:
+        source = self.spill.source(PayloadRequest(job.claim, record))
+        if source is None:
             return None
-        fill = self._new_fill(job, source)
+        fill = self._new_fill(job, record, source)
         if self.spill.read(fill, staging):
             return fill
         self.arena_cache.retract(job.one)
         return None
 
-    def _stored(self, job: FetchJob) -> FetchJob:
-        """Return the job with the payload's record in the index, if it has one that is only this
-        node's: that payload was in memory, and has been evicted. Raises ``MissError``."""
-        if not is_held(job.wanted.record):
-            return job
-        claim = job.wanted.claim
+    def _look_up(self, job: FetchJob) -> ShardRecord:
+        """Return the payload's record in the index. Raises ``MissError``."""
         try:
-            record = self._cache.record_of(claim.key)
+            record = self._cache.record_of(job.claim.key)
         except Exception as exc:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:
-                logger.exception("payload not found, unexpectedly key=%s", claim.key.path())
+                logger.exception("payload not found, unexpectedly key=%s", job.one.key)
             late = monotonic() >= job.deadline
             raise MissError(MissReason.LATE if late else MissReason.STORE) from exc
         if record is None:
-            self._recorder.count("agent_unsaved_misses")
+            if job.record is not None:
+                self._recorder.count("agent_unsaved_misses")
             raise MissError(MissReason.MISSING)
-        return job._replace(wanted=PayloadRequest(claim, record))
+        return record
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
         wanted, claim = fill.wanted, fill.wanted.claim
@@ -354,7 +381,7 @@ class Core:
         except (PayloadError, ValueTooLong) as exc:
             logger.warning("payload refused key=%s reason=%s", claim.key.path(), exc)
             self._recorder.count("load_corrupt")
-            self._reject(wanted, corrupt=True)
+            self._reject(claim.key, wanted.record, corrupt=True)
             return MissReason.CORRUPT
         except MissError:
             raise
@@ -364,7 +391,7 @@ class Core:
             return MissReason.LATE if monotonic() >= deadline else MissReason.STORE
         if not is_stored:
             self._recorder.count("load_ghosts")
-            self._reject(wanted, corrupt=False)
+            self._reject(claim.key, wanted.record, corrupt=False)
             return MissReason.MISSING
         if fill.is_complete:
             assert fill.header is not None
@@ -375,11 +402,10 @@ class Core:
                 self._cache.link.gets.observe(fill.header.nbytes, monotonic() - began)
         return MissReason.NONE
 
-    def _reject(self, wanted: PayloadRequest, *, corrupt: bool) -> None:
+    def _reject(self, key: ChunkKey, record: ShardRecord | None, *, corrupt: bool) -> None:
         """Forget a record, also in what lookups remember: it would be a miss again and again."""
-        key = wanted.claim.key
-        self._cache.reject(key, {key.field: wanted.record}, corrupt=corrupt)
-        self._record_changed(key.prefix_hash)
+        self._cache.reject(key, record, corrupt=corrupt)
+        self.record_changed(key.prefix_hash)
 
     def _remember(self, shard: tuple[str, str], shape: KnownShape) -> None:
         """Keep one tuple of layers per shard, since the header's parser goes by its identity, and

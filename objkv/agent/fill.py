@@ -16,9 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
-from objkv.agent.messages import MissReason, PayloadRequest
+from objkv.agent.messages import MissReason
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import (
+    Claim,
     Header,
     LayerSpec,
     digest,
@@ -28,6 +29,7 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import PayloadError, TransferError
+from objkv.index.base import ShardRecord
 from objkv.stores.base import Arrived, copy_bytes
 
 _LENGTH_BYTES = 8
@@ -58,6 +60,15 @@ class Cuts:
 
 
 WHOLE = Cuts(parts_max=1)
+
+
+@dataclass(frozen=True, slots=True)
+class PayloadRequest:
+    """A payload to fetch."""
+
+    claim: Claim
+    record: ShardRecord
+    """Its record, which gives its size, and is forgotten if the payload is not as promised."""
 
 
 class KnownShape(NamedTuple):
@@ -134,7 +145,7 @@ class Fill:
         """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._source = one, wanted, source
         self._arena_cache, self._cache, self._known = arena_cache, cache, known
-        is_plain = source is not None or wanted.record.codec == "none"
+        is_plain = source is not None or wanted.record.is_plain
         self._is_direct = is_plain and cache.seal is None
         self.nbytes = wanted.record.nbytes if source is None else source.nbytes
         """Length of the payload where it is read."""

@@ -6,11 +6,10 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 """
 
 import struct
-from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from itertools import accumulate, product
+from itertools import product
 from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
@@ -19,11 +18,11 @@ from objkv.codec.join import Place
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, Shards
-from objkv.index.fields import WrittenShards, decode_shard, encode_shard
+from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-VERSION: Final = 6
+VERSION: Final = 7
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
@@ -44,11 +43,7 @@ MALFORMED: Final = (
 )
 """What reading JSON that another process wrote may raise."""
 _NAMESPACE_CHARS = 32
-_FIND_RECORDS = 512
-_RECORD_BYTES_MAX = 400
-"""An encoded shard record is shorter."""
-_FIELD_CHARS_MAX = 100
-"""As is the name of a shard."""
+_FIND_RECORDS = MESSAGE_BYTES_MAX // (SHARD_BYTES_MAX + 1)
 
 
 class ProtocolError(TransferError):
@@ -124,15 +119,6 @@ class Urgency(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class PayloadRequest:
-    """A payload that a client requested."""
-
-    claim: Claim
-    record: ShardRecord
-    """Its record, which gives its size, and is forgotten if the payload is not as promised."""
-
-
-@dataclass(frozen=True, slots=True)
 class PrefetchOrder:
     """When and how much to prefetch."""
 
@@ -182,7 +168,7 @@ class Opening(NamedTuple):
 
     urgency: Urgency
     deadline_ms: int
-    wanted: Sequence[PayloadRequest]
+    wanted: Sequence[Claim]
 
 
 class OpenAnswer(NamedTuple):
@@ -242,7 +228,7 @@ def unpack_text(message: bytes) -> str:
     return message[1:].decode(errors="replace")
 
 
-def pack_rejection(wanted: PayloadRequest) -> bytes:
+def pack_rejection(wanted: Claim) -> bytes:
     """Return the message that a payload is not what its key promises."""
     return pack_opening(Opening(Urgency.IN_STEP, 0, (wanted,)), MessageKind.REJECT)
 
@@ -251,20 +237,19 @@ def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> byte
     """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
-    namespace = wanted[0].claim.key.namespace
+    namespace = wanted[0].key.namespace
     fields = dict[str, int]()
-    entries, records = [], []
-    for one in wanted:
-        claim, key = one.claim, one.claim.key
+    entries = []
+    for claim in wanted:
+        key = claim.key
         assert key.namespace == namespace
         number = fields.setdefault(key.field, len(fields))
         places = claim.token_start, claim.token_end
         entries.append(_ENTRY.pack(key.prefix_hash, claim.parent_hash, *places, number))
-        records.append(encode_shard(one.record))
     names = "\n".join(fields).encode()
     counts = len(wanted), len(names)
     head = _OPENING.pack(kind, urgency, deadline_ms, namespace.encode(), *counts)
-    return _bounded(b"".join((head, names, *entries, b"\n".join(records))))
+    return _bounded(b"".join((head, names, *entries)))
 
 
 def unpack_opening(message: bytes) -> Opening:
@@ -273,19 +258,16 @@ def unpack_opening(message: bytes) -> Opening:
         _, urgency, deadline_ms, name, number, size = _OPENING.unpack_from(message)
         at = _OPENING.size + size
         fields = message[_OPENING.size : at].decode().split("\n")
-        end = at + number * _ENTRY.size
-        records = message[end:].split(b"\n")
         namespace = _namespace(name)
-        if not 0 < number <= OPEN_MAX or len(records) != number:
-            raise ProtocolError(f"an opening of {number} payloads with {len(records)} records")
+        if not 0 < number <= OPEN_MAX or len(message) != at + number * _ENTRY.size:
+            raise ProtocolError(f"an opening of {number} payloads in {len(message)} bytes")
         wanted = []
-        for entry, text in zip(_ENTRY.iter_unpack(message[at:end]), records, strict=True):
+        for entry in _ENTRY.iter_unpack(message[at:]):
             prefix_hash, parent_hash, start, stop, field = entry
-            record = decode_shard(text) if len(text) <= _RECORD_BYTES_MAX else None
-            if record is None or start >= stop:
-                raise ProtocolError("an invalid record or range of tokens")
+            if start >= stop:
+                raise ProtocolError("an invalid range of tokens")
             key = ChunkKey.of(namespace, prefix_hash, fields[field])
-            wanted.append(PayloadRequest(Claim(key, parent_hash, start, stop), record))
+            wanted.append(Claim(key, parent_hash, start, stop))
         return Opening(Urgency(urgency), deadline_ms, wanted)
     except (struct.error, ValueError, IndexError) as exc:
         raise ProtocolError(f"an invalid opening: {exc}") from exc
@@ -399,8 +381,8 @@ def unpack_committed(message: bytes) -> CommitStatus:
 
 
 def find_max(fields: int) -> int:
-    """Return how many chunks one FIND may ask for. Their answer fits nearly always."""
-    return max(1, _FIND_RECORDS // fields) if 0 < fields <= FIELDS_MAX else 0
+    """Return how many chunks one FIND may ask for."""
+    return _FIND_RECORDS // fields if 0 < fields <= FIELDS_MAX else 0
 
 
 def pack_find(namespace: str, hashes: Sequence[bytes], fields: Sequence[str]) -> bytes:
@@ -425,17 +407,15 @@ def unpack_find(message: bytes) -> tuple[str, bytes, tuple[str, ...]]:
 
 
 def pack_found(texts: Sequence[bytes]) -> bytes:
-    """Return the answer to FIND: the texts of as many leading blocks as fit. One always does."""
-    ends = accumulate(len(text) + 1 for text in texts)
-    count = bisect_right(list(ends), MESSAGE_BYTES_MAX)
-    return bytes((MessageKind.FOUND,)) + b";".join(texts[:count])
+    """Return the answer to FIND, with the text of each block."""
+    return _bounded(bytes((MessageKind.FOUND,)) + b";".join(texts))
 
 
 def unpack_found(message: bytes, count: int) -> list[bytes]:
-    """Read the texts of one or more leading blocks of ``count``."""
+    """Read the texts of ``count`` blocks."""
     _expect(message, MessageKind.FOUND)
     texts = message[1:].split(b";")
-    if len(texts) > count:
+    if len(texts) != count:
         raise ProtocolError(f"{len(texts)} blocks instead of {count}")
     return texts
 

@@ -22,7 +22,7 @@ import numpy as np
 
 from objkv.agent.client import AgentConnection, ArenaLease, Connect
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import MissReason, PayloadRequest, Urgency
+from objkv.agent.messages import MissReason, Urgency
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
 from objkv.cache.chunks import SaveOutcome
@@ -36,7 +36,6 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, TransferError
-from objkv.index.base import ShardRecord
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
@@ -105,8 +104,6 @@ class PayloadTransfer:
     layers: tuple[LayerSpec, ...]
     deadline: float
     """Time on the clock of reader or writer until which it is of use."""
-    record: ShardRecord | None = field(default=None, kw_only=True)
-    """Its index record. A read needs it."""
     token_digest: str = field(default="0" * 64, kw_only=True)
     """See ``Provenance``."""
 
@@ -116,10 +113,9 @@ class PayloadTransfer:
         return True
 
     @property
-    def request(self) -> PayloadRequest:
-        """What the agent is asked for."""
-        assert self.record is not None
-        return PayloadRequest(self.claim, self.record)
+    def nbytes(self) -> int:
+        """Bytes of its pages."""
+        return sum(layer.nbytes for layer in self.layers)
 
     def take(self, pages: Sequence[memoryview]) -> None:
         """Copy or use the verified pages of each layer, which change when this returns. May raise
@@ -131,7 +127,7 @@ class PayloadTransfer:
 
     def end(self, outcome: Any, nbytes: int) -> None:
         """Called once, last. Must not raise. ``outcome``: a ``ReadOutcome``, or a ``WriteOutcome``.
-        ``nbytes``: of the stored payload that was read or that the agent has a copy of, else 0."""
+        ``nbytes``: of the payload that was read or that the agent has a copy of, else 0."""
 
 
 class PayloadReader:
@@ -242,7 +238,7 @@ class PayloadReader:
         """Whether one besides those that are open, and ``more``, may be opened: one of any size,
         further ones within the bounds."""
         reads = *more, *(read for read, _ in self._open)
-        taken = [read.request.record.raw_bytes for read in reads]
+        taken = [read.nbytes for read in reads]
         nbytes = min(_OPEN_BYTES_MAX, (agent.arena.nbytes - BOARD_BYTES) // _OPEN_SHARE)
         return not taken or (len(taken) < _OPEN_MAX and sum(taken) < nbytes)
 
@@ -264,7 +260,7 @@ class PayloadReader:
             return
         try:
             leases = agent.open(
-                [one.request for one in batch],
+                [one.claim for one in batch],
                 deadline_s=max(one.deadline for one in batch) - self._clock(),
                 urgency=Urgency.BETWEEN_STEPS,
             )
@@ -318,7 +314,7 @@ class PayloadReader:
             pages = [frame_pages(header, n, payload, None) for n in range(len(header.frames))]
         except PayloadError as exc:
             logger.warning("payload refused key=%s reason=%s", read.claim.key.path(), exc)
-            agent.reject(read.request)  # before it ends: it may be made and saved again at once
+            agent.reject(read.claim)  # before it ends: it may be made and saved again at once
             return ReadOutcome.CORRUPT
         try:
             read.take(pages)
@@ -329,8 +325,7 @@ class PayloadReader:
 
     def _end(self, read: PayloadTransfer, outcome: ReadOutcome) -> None:
         try:
-            is_read = outcome is ReadOutcome.READ
-            read.end(outcome, read.request.record.nbytes if is_read else 0)
+            read.end(outcome, read.nbytes if outcome is ReadOutcome.READ else 0)
         except Exception:  # the other reads go on
             logger.exception("load not ended, unexpectedly")
 
@@ -447,7 +442,7 @@ class PayloadWriter:
     def _hand_over(self, payload: PayloadTransfer) -> tuple[WriteOutcome, int]:
         claim, layers = payload.claim, payload.layers
         start = header_room(layers)
-        end = start + sum(layer.nbytes for layer in layers)
+        end = start + payload.nbytes
         if end > self._memory.nbytes:
             raise TransferError(f"a payload of {end} bytes, the outbox has {self._memory.nbytes}")
         payload.write(self._memory[start:end].data)

@@ -13,14 +13,9 @@ from threading import Lock
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import (
-    MissReason,
-    PayloadRequest,
-    PrefetchOrder,
-    Urgency,
-    is_held,
-)
+from objkv.agent.messages import MissReason, PrefetchOrder, Urgency, is_held
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
@@ -155,7 +150,7 @@ class Prefetches:
         taken = self._reserve(wanted, missing, order)
         opened = self._core.open(
             self,
-            taken,
+            [one.claim for one in taken],
             deadline_s=order.deadline_s,
             urgency=Urgency.PREFETCH,
             priority=order.priority,
@@ -241,6 +236,7 @@ class Prefetches:
             if record is None:
                 break
             found.append(record)
+        self._core.found.add((record.prefix_hash, record.shards) for record in found)
         return found
 
 

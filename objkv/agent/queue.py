@@ -9,10 +9,14 @@ from typing import NamedTuple
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.fill import Fill
-from objkv.agent.messages import PayloadRequest, Urgency
+from objkv.agent.messages import Urgency
+from objkv.codec.payload import Claim
+from objkv.index.base import ShardRecord
 
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
+_TYPICAL_BYTES = 1 << 20
+"""Of a payload whose record has to be looked up."""
 
 
 class Priority(NamedTuple):
@@ -34,7 +38,9 @@ class FetchJob(NamedTuple):
     """The client's bytes so far, on a clock that all clients share."""
     number: int
     one: CachedPayload
-    wanted: PayloadRequest
+    claim: Claim
+    record: ShardRecord | None
+    """The payload's record; None if no lookup of this node has found it lately."""
     deadline: float
     overdue: float
     """When it goes first, if no forward pass waits for it."""
@@ -60,16 +66,20 @@ class FetchQueue:
         return len(self._jobs)
 
     def add(
-        self, client: object, one: CachedPayload, wanted: PayloadRequest, due: Priority
+        self,
+        client: object,
+        one: CachedPayload,
+        claim: Claim,
+        record: ShardRecord | None,
+        due: Priority,
     ) -> None:
         """Queue a payload."""
         turn = max(self._due.get(client, 0), self._clock)
-        self._due[client] = turn + wanted.record.nbytes
+        self._due[client] = turn + (_TYPICAL_BYTES if record is None else record.nbytes)
         now = monotonic()
         overdue = now + _OVERDUE_SHARE * (due.deadline - now)
-        self._push(
-            FetchJob(*due[:2], turn, next(self._numbers), one, wanted, due.deadline, overdue)
-        )
+        number, deadline = next(self._numbers), due.deadline
+        self._push(FetchJob(*due[:2], turn, number, one, claim, record, deadline, overdue))
 
     def add_rest(self, job: FetchJob) -> None:
         """Queue the rest of a payload, behind the beginnings of others of its urgency."""

@@ -6,7 +6,7 @@ payload that comes back soon after its eviction joins the main queue at once. A 
 queue is spared as often as it was read, at most three times. A read only counts.
 
 Source: Yang et al., "FIFO queues are all you need for cache eviction", SOSP 2023, which keeps a
-tenth on probation. ``docs/decisions/0035`` compares sizes, LRU and SIEVE on a request trace.
+tenth on probation. Decision 35 compares them on a request trace.
 """
 
 from collections import OrderedDict

@@ -376,8 +376,9 @@ class NodeSaves:
         try:
             payload, header = self._encode(save.resident)
             outcome = self._cache.save(save.claim, payload, header)
-        finally:
+        except BaseException:
             self._cache.release_lease(key)
+            raise
         seconds = monotonic() - began
         self._recorder.observe("save_seconds", seconds)
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")

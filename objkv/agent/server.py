@@ -26,7 +26,6 @@ from objkv.agent.messages import (
     MessageKind,
     MissReason,
     OpenAnswer,
-    PayloadRequest,
     ProtocolError,
     Urgency,
     find_max,
@@ -48,6 +47,7 @@ from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, Alarm, Pool, join_all
+from objkv.codec.payload import Claim
 from objkv.errors import StoreError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Trouble
@@ -90,7 +90,7 @@ class AgentSession:
         self.alarm.ring()
 
     def lease(
-        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
     ) -> list[OpenAnswer]:
         """Open payloads, see ``Core.open``."""
         answers = []

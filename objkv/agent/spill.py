@@ -15,9 +15,8 @@ from time import monotonic
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.disk import HELD_BACK, Disk
-from objkv.agent.fill import Fill, Source, Staging
+from objkv.agent.fill import Fill, PayloadRequest, Source, Staging
 from objkv.agent.held_back import read_held
-from objkv.agent.messages import PayloadRequest
 from objkv.background import Pool
 from objkv.codec.payload import HEADER_BYTES_MAX, recode
 from objkv.codec.seal import Seal

@@ -82,6 +82,7 @@ class NodeAgent:
         self.lookups = NodeLookups(
             self._backends.index,
             self.core.arena_cache.held,
+            self.core.found,
             self._board,
             ttl_s=LOOKUP_TTL_S,
         )
@@ -93,7 +94,7 @@ class NodeAgent:
             prefetches,
             policy,
             ttl_s=config.ttl_s,
-            changed=self._board.discard,
+            changed=self.core.record_changed,
         )
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)

@@ -48,7 +48,6 @@ class ChunkSize(NamedTuple):
 class LoadTime:
     """Duration of a load on its slowest worker."""
 
-    nbytes: int
     seconds: float
     """From plan to last byte."""
     first_s: float
@@ -65,12 +64,12 @@ class _TierCost:
         self.last_s = 0.0
         """Time of the last admitted load, on the clock of ``AdmissionPolicy``."""
 
-    def observe(self, load: LoadTime) -> None:
+    def observe(self, nbytes: int, load: LoadTime) -> None:
         self.latency.observe(1, max(load.first_s, 1e-9))
         # In a small load the time after the first byte is too short to measure. The whole duration
         # is then the upper bound.
         moving_s = load.seconds - load.first_s
-        self.moving.observe(load.nbytes, moving_s if moving_s > 0 else load.seconds)
+        self.moving.observe(nbytes, moving_s if moving_s > 0 else load.seconds)
 
 
 class AdmissionPolicy:
@@ -89,10 +88,10 @@ class AdmissionPolicy:
         self._tiers: dict[Tier, _TierCost] = {"hot": _TierCost(), "bulk": _TierCost()}
         self._prefill = Typical()
 
-    def loaded(self, tier: Tier, load: LoadTime) -> None:
-        """Record a successful load from ``tier``."""
-        if load.nbytes > 0 and 0 <= load.first_s <= load.seconds > 0:
-            self._tiers[tier].observe(load)
+    def loaded(self, tier: Tier, nbytes: int, load: LoadTime) -> None:
+        """Record a successful load of ``nbytes``, as stored, from ``tier``."""
+        if nbytes > 0 and 0 <= load.first_s <= load.seconds > 0:
+            self._tiers[tier].observe(nbytes, load)
 
     def computed(self, tokens: int, seconds: float) -> None:
         """Record that a step computed ``tokens`` in ``seconds``."""

@@ -20,6 +20,7 @@ from objkv.codec.payload import Header
 from objkv.errors import PayloadError
 from objkv.index.base import (
     ChunkEntry,
+    Lease,
     Record,
     Savings,
     ShardRecord,
@@ -30,8 +31,6 @@ from objkv.keys.chunk import payload_path
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
 _LOOKS_MAX = 3
-_NOT_READ = "none"
-"""Placeholder for a codec whose header has not been read."""
 
 
 class BulkIndex:
@@ -109,7 +108,14 @@ class BulkIndex:
         """See ``ReadIndex``."""
         self._store.close()
 
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def publish(
+        self,
+        chunk: ChunkEntry,
+        shards: Mapping[str, ShardRecord],
+        *,
+        ttl_s: int,
+        lease: Lease | None = None,
+    ) -> None:
         """Does nothing: payloads are found by their files."""
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
@@ -193,9 +199,9 @@ def _of_file(entry: Entry) -> ShardRecord:
     return ShardRecord(
         nbytes=entry.nbytes,
         raw_bytes=entry.nbytes,
-        codec=_NOT_READ,
+        is_plain=True,  # as far as is known: the header has not been read
         hot=False,
-        header_checksum=xxhash.xxh3_128_hexdigest(f"{entry.nbytes} {entry.modified_s!r}".encode()),
+        header_checksum=xxhash.xxh3_64_hexdigest(f"{entry.nbytes} {entry.modified_s!r}".encode()),
         created_s=int(entry.modified_s),
     )
 

@@ -7,7 +7,7 @@ correctness.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
@@ -20,7 +20,7 @@ from objkv.cache.speed import LinkSpeed
 from objkv.codec.payload import Claim, Header, header_bytes_needed, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
-from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.index.base import ChunkEntry, Lease, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived, Buffer, Entry, ReadStore, WriteStore
 from objkv.telemetry import Recorder
@@ -286,8 +286,8 @@ class ChunkCache:
             return True
 
     def release_lease(self, key: ChunkKey) -> None:
-        """Give the lease back early, so that another process can save the payload, also soon after
-        a save that succeeded: it may be found corrupt. If that fails, it expires."""
+        """Give the lease of a save that failed back early, so that another process can save the
+        payload. If that fails, it expires."""
         try:
             self._index.release(key.path(), self._settings.writer)
         except StoreError:
@@ -310,10 +310,11 @@ class ChunkCache:
         return None if shards is None else shards.get(key.field)
 
     def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        """Store ``payload``, then publish its record. Call it while holding the lease. No reference
-        to ``payload`` is kept.
+        """Store ``payload``, then publish its record, which gives the lease back. Call it while
+        holding that. No reference to ``payload`` is kept.
 
-        Raises ``StoreError`` if the bulk store fails; no record is published then.
+        Raises ``StoreError`` if the bulk store fails; no record is published then, and the lease is
+        still held.
         """
         path = claim.key.path()
         if path in self._suspects:
@@ -336,23 +337,22 @@ class ChunkCache:
         if self._room is not None:
             self._room.close()
 
-    def reject(self, key: ChunkKey, records: Mapping[str, ShardRecord], *, corrupt: bool) -> None:
-        """Forget the record of ``key``, because the payload was missing or ``corrupt``. Never
-        raises.
+    def reject(self, key: ChunkKey, record: ShardRecord | None, *, corrupt: bool) -> None:
+        """Forget the ``record`` of ``key``, if there is one, because the payload was missing or
+        ``corrupt``. Never raises.
 
         The next save of a corrupt payload by this process replaces it.
         """
         path = key.path()
         self.in_flight.forget(path)
-        expected = records.get(key.field)
         if corrupt:
             self._suspects.add(path)
-        if expected is None:
+        if record is None:
             return
-        if corrupt and expected.hot:
+        if corrupt and record.hot:
             self.hot.distrust(path)
         try:
-            self._index.forget(key.namespace, key.prefix_hash, key.field, expected)
+            self._index.forget(key.namespace, key.prefix_hash, key.field, record)
         except StoreError:
             self._recorder.count("forget_errors")
 
@@ -379,10 +379,12 @@ class ChunkCache:
             key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
         )
         record = replace(shard_record(header), hot=hot)
+        lease, ttl_s = Lease(key.path(), self._settings.writer), self._settings.ttl_s
         try:
-            self._index.publish(chunk, {key.field: record}, ttl_s=self._settings.ttl_s)
+            self._index.publish(chunk, {key.field: record}, ttl_s=ttl_s, lease=lease)
         except StoreError:
             self._recorder.count("publish_errors")
+            self.release_lease(key)
         else:
             # If it was found corrupt meanwhile, the next save repairs it.
             if key.path() not in self._suspects:
@@ -394,8 +396,8 @@ def shard_record(header: Header) -> ShardRecord:
     return ShardRecord(
         nbytes=header.nbytes,
         raw_bytes=header.raw_bytes,
-        codec=header.codec,
+        is_plain=header.codec == "none",
         hot=False,
-        header_checksum=header.checksum,
+        header_checksum=header.checksum[:16],
         created_s=header.provenance.created_s,
     )

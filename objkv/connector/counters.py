@@ -21,7 +21,7 @@ COUNTERS = {
     "admission_cut": "Matches loaded without their tail because recomputing it measured faster.",
     "admission_refused_tokens": "Stored tokens computed because recomputing them measured faster.",
     "loads": "Load plans that ended, one per request and worker.",
-    "load_bytes": "Payload bytes loaded and verified.",
+    "load_bytes": "Bytes of payloads loaded and verified, uncompressed.",
     "load_failures": "Load plans that failed in whole or in part while their request waited.",
     "load_failed_blocks": "Blocks recomputed after a failed load.",
     "load_ghosts": "Indexed payloads that were missing from the store.",

@@ -9,7 +9,7 @@ Every method may be called from many threads. It blocks until it returns, or rai
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,12 +20,13 @@ class ShardRecord:
     """Length of the whole payload, including the header."""
     raw_bytes: int
     """Length of its pages before compression."""
-    codec: str
+    is_plain: bool
+    """Whether its pages are neither compressed nor encrypted."""
     hot: bool
     """Whether the hot store received a copy too; the bulk store always has one."""
     header_checksum: str
-    """The payload header's own checksum, 32 hex digits. It distinguishes payloads of two writers.
-    """
+    """The first 16 hex digits of the payload header's own checksum. They distinguish payloads of
+    two writers."""
     created_s: int
     """Seconds since the epoch, by the writer's clock."""
 
@@ -129,6 +130,13 @@ Shards = Mapping[str, ShardRecord]
 they are read."""
 
 
+class Lease(NamedTuple):
+    """A lease and its owner, see ``WriteIndex.lease``."""
+
+    name: str
+    owner: str
+
+
 class ReadIndex(Protocol):
     """An index that can be read."""
 
@@ -176,12 +184,19 @@ class ReadIndex(Protocol):
 class WriteIndex(ReadIndex, Protocol):
     """An index that can also be written."""
 
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def publish(
+        self,
+        chunk: ChunkEntry,
+        shards: Mapping[str, ShardRecord],
+        *,
+        ttl_s: int,
+        lease: Lease | None = None,
+    ) -> None:
         """Add or replace these shard fields of the chunk's record. The record then lives for
         ``ttl_s`` seconds from now, or until its pin ends if that is later.
 
         Call this only after the payloads can be read. Atomic per record: readers see all of these
-        fields or none.
+        fields or none. ``lease``: one of this chunk's payloads, given back in the same call.
         """
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:

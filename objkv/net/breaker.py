@@ -2,7 +2,7 @@
 for it.
 
 Reads and writes have separate breakers: a full disk, a read-only replica or a lost primary stops
-writes, and reads continue. No lock is held during a call. See ``docs/decisions/0020`` and ``0026``.
+writes, and reads continue. No lock is held during a call. See decision 20 in ``docs/decisions.md``.
 """
 
 import logging

@@ -1,9 +1,9 @@
 """Deadlines of calls, and sockets that respect them.
 
 A client library supports only time-outs, each for one piece that is sent or received: a server that
-sends a byte now and then never exceeds one. So clients use deadline sockets
-(``docs/decisions/0020``). objkv's own readers wait in the kernel instead: one call, while Python
-would poll, receive a little and repeat (``docs/decisions/0009``).
+sends a byte now and then never exceeds one. So clients use deadline sockets (decision 20 in
+``docs/decisions.md``). objkv's own readers wait in the kernel instead: one call, while Python would
+poll, receive a little and repeat (decision 9).
 """
 
 import math

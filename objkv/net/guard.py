@@ -5,7 +5,7 @@
 A call that the role forbids goes no further. Waiting for a slot is neither recorded nor counted
 against the server, because only this process is busy. Metrics count calls that reach the store, and
 not those that a breaker refuses. The deadline is innermost, so it bounds only the call itself. See
-``docs/decisions/0026``.
+decision 26 in ``docs/decisions.md``.
 """
 
 import time

@@ -2,7 +2,7 @@
 
 Python decrypts TLS on one core per process, however many threads it has. A fetching process moves
 bytes from its own connections to memory that it shares with the agent that started it, and nothing
-else: guards, verification and counters stay with the agent. See ``docs/decisions/0040``.
+else: guards, verification and counters stay with the agent. See decision 40.
 
 The memory belongs to this process alone, and it is never the agent's arena. An agent copies what
 has arrived, and verifies the copy. So a process that writes late, or after its agent has given it

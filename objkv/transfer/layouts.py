@@ -206,6 +206,14 @@ class PayloadLayouts:
         rows = need.layer_start - own.layer_start, need.layer_end - own.layer_start
         return range(shape.rows * rows[0], shape.rows * rows[1])
 
+    def nbytes(self, source: Source) -> int:
+        """Return about how many bytes a payload has: right for all whose layers are alike."""
+        group = self._groups[source.group]
+        held, own = source.shard or _whole(group), group.shape.rank_shard.shard
+        layers = (held.layer_end - held.layer_start) / (own.layer_end - own.layer_start)
+        nbytes = sum(layer.nbytes for layer in group.layers)
+        return int(nbytes * layers * _ranks(group, held))
+
     def expected(self, source: Source, nbytes: int) -> tuple[LayerSpec, ...]:
         """Return the frames that a payload of ``nbytes`` most probably has: the same object as long
         as that does not change."""
@@ -232,10 +240,14 @@ class PayloadLayouts:
 
 def row_bytes_max(group: PagedGroup) -> int:
     """Return the size of the largest row of any payload of the group."""
+    return max(int(layer.nbytes * _ranks(group, _whole(group))) for layer in group.layers)
+
+
+def _ranks(group: PagedGroup, held: Shard) -> float:
+    """Return how many times the heads and tokens of this rank a payload has."""
     own = group.shape.rank_shard.shard
-    whole = _whole(group)
-    heads = (whole.head_end - whole.head_start) / (own.head_end - own.head_start)
-    return max(int(layer.nbytes * heads * own.tokens.size) for layer in group.layers)
+    heads = (held.head_end - held.head_start) / (own.head_end - own.head_start)
+    return heads * own.tokens.size / held.tokens.size
 
 
 def bits_of(layers: range) -> int:

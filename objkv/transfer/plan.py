@@ -6,7 +6,6 @@ tokens has 128 chunks, and as objects these take milliseconds to plan, to pickle
 rank's forward thread, to unpickle.
 """
 
-from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from objkv.index.base import ShardRecord
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
@@ -53,8 +51,6 @@ class LoadMove:
     move: ChunkMove
     shard: Shard | None
     """What the payload has of the group. None: all of it."""
-    record: ShardRecord
-    """The payload's index record. It gives sizes, and identifies the record if it is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,71 +63,6 @@ class SaveMove:
     """None unless ``store_tokens`` is set."""
     again: bool = False
     """Whether an earlier save of the chunk was dropped, or is not stored any more."""
-
-
-class RecordColumns:
-    """Shard records in columns. A record is made when it is read. Thread-safe."""
-
-    __slots__ = ("_checksums", "_codecs", "_numbers")
-
-    def __init__(
-        self, numbers: npt.NDArray[Any] | bytes, codecs: Sequence[str], checksums: str
-    ) -> None:
-        """
-        Args:
-            numbers: ``[records]`` of ``NUMBERS``, contiguous.
-            codecs: the names to which ``codec`` refers.
-            checksums: all header checksums, divided by spaces.
-        """
-        self._numbers, self._codecs = np.frombuffer(numbers, self.NUMBERS), codecs
-        self._checksums: str | list[str] = checksums
-
-    NUMBERS = np.dtype(
-        [
-            ("nbytes", "<i8"),
-            ("raw_bytes", "<i8"),
-            ("created_s", "<i8"),
-            ("codec", "<i2"),
-            ("hot", "?"),
-        ]
-    )
-
-    @classmethod
-    def pack(cls, records: Sequence[ShardRecord]) -> "RecordColumns":
-        """Return these records in columns."""
-        numbers = np.empty(len(records), cls.NUMBERS)
-        # Comprehensions: half the time of attrgetter, and this is most of planning a load.
-        numbers["nbytes"] = array("q", [record.nbytes for record in records])
-        numbers["raw_bytes"] = array("q", [record.raw_bytes for record in records])
-        numbers["created_s"] = array("q", [record.created_s for record in records])
-        numbers["hot"] = np.frombuffer(bytes([record.hot for record in records]), np.bool_)
-        names = [record.codec for record in records]
-        codecs = tuple(dict.fromkeys(names))
-        numbers["codec"] = 0 if len(codecs) == 1 else [codecs.index(name) for name in names]
-        return cls(numbers, codecs, " ".join([record.header_checksum for record in records]))
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, at: int) -> ShardRecord:
-        if isinstance(checksums := self._checksums, str):
-            self._checksums = checksums = checksums.split(" ")
-        nbytes, raw_bytes, created_s, codec, hot = self._numbers[at].item()
-        return ShardRecord(nbytes, raw_bytes, self._codecs[codec], hot, checksums[at], created_s)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        text = self._checksums if isinstance(self._checksums, str) else " ".join(self._checksums)
-        return RecordColumns, (self._numbers.tobytes(), self._codecs, text)
-
-    @property
-    def nbytes(self) -> npt.NDArray[np.int64]:
-        """Sizes of the payloads, ``[records]`` int64."""
-        return self._numbers["nbytes"]
-
-    @property
-    def hot(self) -> npt.NDArray[np.bool_]:
-        """Whether the hot store received a copy, ``[records]`` bool."""
-        return self._numbers["hot"]
 
 
 class Source(NamedTuple):
@@ -158,9 +89,7 @@ class Row(IntEnum):
     IDS = 7
     """Position of the first block id."""
     IDS_END = 8
-    RECORD = 9
-    """Position of the payload's record."""
-    FILL = 10
+    FILL = 9
     """The same for all moves that fill the same blocks from several payloads."""
 
 
@@ -177,7 +106,6 @@ class LoadMoves:
         hashes: bytes,
         block_ids: npt.NDArray[np.int64] | bytes,
         sources: tuple[Source, ...],
-        records: RecordColumns,
     ) -> None:
         """
         Args:
@@ -188,7 +116,6 @@ class LoadMoves:
         """
         self._table = np.frombuffer(table, np.int32).reshape(len(Row), -1)
         self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
-        self._records = records
         self.sources = sources
         """Which payloads the moves of this load read, usually one source per group."""
         self._made: dict[int, ChunkMove] = {}
@@ -202,11 +129,11 @@ class LoadMoves:
     def __getitem__(self, index: int) -> LoadMove:
         column = self._table[:, index].tolist()
         shard = self.sources[column[Row.SOURCE]].shard
-        return LoadMove(self._move(column), shard, self._records[column[Row.RECORD]])
+        return LoadMove(self._move(column), shard)
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
-        return LoadMoves, (*columns, self.sources, self._records)
+        return LoadMoves, (*columns, self.sources)
 
     @cached_property
     def chunks(self) -> list[int]:
@@ -231,18 +158,6 @@ class LoadMoves:
         fill = self._table[Row.FILL]
         return [False, *(fill[1:] == fill[:-1]).tolist()][: len(self)]
 
-    @cached_property
-    def hot(self) -> list[bool]:
-        """Whether the hot store received a copy of each move's payload."""
-        return list(self._records.hot[self._table[Row.RECORD]].tolist())
-
-    def nbytes(self) -> tuple[int, int]:
-        """Return the bytes of the payloads that are listed as hot, and of the others."""
-        at = self._table[Row.RECORD]
-        nbytes = self._records.nbytes[at]
-        hot = int(nbytes[self._records.hot[at]].sum())
-        return hot, int(nbytes.sum()) - hot
-
     def each(self, of_source: Sequence[T]) -> list[T]:
         """Return for each move what ``of_source`` has for its source."""
         if len(of_source) == 1:  # nearly always, on the forward thread
@@ -255,7 +170,7 @@ class LoadMoves:
             return self
         table = self._table[:, np.array(wanted)[self._table[Row.SOURCE]]]
         columns = np.ascontiguousarray(table), self._hashes, self._block_ids
-        return LoadMoves(*columns, sources=self.sources, records=self._records)
+        return LoadMoves(*columns, sources=self.sources)
 
     def prefix_hashes(self) -> list[bytes]:
         """Return the different prefix hashes of the moves, in order."""

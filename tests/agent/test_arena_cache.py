@@ -29,7 +29,7 @@ CLAIMS = {
     for number in range(1, 7)
 }
 KEYS = list(CLAIMS)
-RECORD = ShardRecord(PAGE, PAGE, "none", False, "unsaved:", 1)
+RECORD = ShardRecord(PAGE, PAGE, True, False, "unsaved:", 1)
 
 
 @dataclass(eq=False)

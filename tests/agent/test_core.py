@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from objkv.agent import core
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.fill import Staging
+from objkv.agent.fill import PayloadRequest, Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
 from objkv.agent.messages import (
     CommitStatus,
     MissReason,
-    PayloadRequest,
     Urgency,
 )
 from objkv.cache.bulk_index import BulkIndex
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
@@ -29,7 +29,7 @@ from tests.agent.consistency import is_consistent, threads_of
 from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import NAMESPACE, record_of
+from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
 
@@ -110,7 +110,7 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
     provenance = replace(found.provenance, tokens=tuple(range(1000, 3000)))
     longer = encode(first.claim, found.frames.layers, RIGHT, codec=codec, provenance=provenance)  # type: ignore[arg-type]
     node.store.put(first.claim.key.path(), longer)
-    first = PayloadRequest(first.claim, record_of(read_header(longer)))
+    first = PayloadRequest(first.claim, shard_record(read_header(longer)))
     lie = replace(third.record, raw_bytes=third.record.raw_bytes + 8192)
     for wanted in (second, first, PayloadRequest(third.claim, lie), second):
         (one,) = fetch(node, wanted)
@@ -275,9 +275,10 @@ class Slow:
         client: Sleeper | None = None,
         deadline_s: float = PATIENCE_S,
     ) -> Sequence[CachedPayload | MissReason]:
+        self.node.found(*self.wanted)
         return self.node.core.open(
             client or Sleeper(),
-            [self.wanted[number] for number in numbers],
+            [self.wanted[number].claim for number in numbers],
             deadline_s=deadline_s,
             urgency=urgency,
             priority=priority,

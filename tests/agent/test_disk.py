@@ -19,8 +19,9 @@ from objkv.agent import spill as spill_module
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import PAGE, CellState
-from objkv.agent.messages import CommitStatus, PayloadRequest, Urgency
+from objkv.agent.messages import CommitStatus, Urgency
 from objkv.assembly.backends import open_backends
 from objkv.codec.seal import Seal
 from objkv.config import Config
@@ -407,7 +408,7 @@ def test_a_refused_payload_leaves_the_disk_too(
     node = make()
     wanted = node.save()[0]
     node.load(wanted)
-    node.core.reject(wanted)
+    node.core.reject(wanted.claim)
     node.settle()
     assert (len(node.disk), files(tmp_path)) == (0, [])
 
@@ -429,7 +430,7 @@ def test_a_payload_that_is_refused_while_it_is_written_is_not_kept(
         slowly.setattr(module.os, "write", slow)
         (one,) = fetch(node, wanted)
         assert writing.wait(PATIENCE_S)
-        node.core.reject(wanted)
+        node.core.reject(wanted.claim)
         go_on.set()
         node.settle()
     node.arena_cache.release(one)
@@ -645,8 +646,6 @@ def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
             load_all(agent, wanted)
             wait_until(lambda: len(files(tmp_path)) == 3)
             agent.kill()
-        for key in keys:
-            assert backends.bulk.delete(key.path())
         with AgentProcess(urls) as agent:
             load_all(agent, wanted)
             numbers = agent.end()

@@ -9,11 +9,13 @@ from functools import partial
 import pytest
 
 from objkv.agent.client import AgentConnection
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import PayloadRequest, Urgency
+from objkv.agent.messages import Urgency
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.fetchers import open_s3, process_count
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.config import load_config
 from objkv.index.base import ChunkEntry
@@ -22,7 +24,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
 from tests.agent.world import ended, pages_at
 from tests.support.agents import AgentProcess
-from tests.support.samples import CHUNK, NAMESPACE, record_of
+from tests.support.samples import CHUNK, NAMESPACE
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.process import has_ended
 from tests.support.servers.quick_s3 import QuickS3
@@ -83,7 +85,7 @@ def stored(backends: Backends, codec: str) -> Iterator[PayloadRequest]:
         provenance = Provenance(token_digest(TOKENS[start:end]), "host-1:42", 1_700_000_000)
         payload = encode(claim, LAYERS, pages(number), codec=codec, provenance=provenance)
         backends.bulk.put(key.path(), payload)
-        record = record_of(read_header(payload))
+        record = shard_record(read_header(payload))
         entry = ChunkEntry(namespace, prefix_hash, parent, start, end)
         backends.index.publish(entry, {key.field: record}, ttl_s=3_600)
         yield PayloadRequest(claim, record)
@@ -95,7 +97,7 @@ def load(agent: AgentProcess, wanted: Sequence[PayloadRequest]) -> int:
     client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
     misses = 0
     for first in range(0, len(wanted), TOGETHER):
-        some = wanted[first : first + TOGETHER]
+        some = [one.claim for one in wanted[first : first + TOGETHER]]
         leases = client.open(some, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
         for number, lease in enumerate(leases, first):
             progress = ended(client, lease)

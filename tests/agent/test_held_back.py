@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import (
     CommitStatus,
     MissReason,
-    PayloadRequest,
     PrefetchOrder,
     is_held,
 )
@@ -377,7 +377,7 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
     gets = sum(node.store.gets.values())
     assert node.read([wanted]) == [MissReason.MISSING]
     assert sum(node.store.gets.values()) == gets, "the store is not asked for it"
-    node.reader.reject(wanted)
+    node.reader.reject(wanted.claim)
     assert len(list(node.index.scan(NAMESPACE))) == before
     assert node.read(others[-1:]) == [MissReason.NONE]
 
@@ -555,7 +555,7 @@ def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(
 ) -> None:
     node, made = make(), payloads()
     node.commit(made)
-    node.reader.reject(node.find(made)[0])
+    node.reader.reject(node.find(made)[0].claim)
     wait_until(lambda: node.find(made) == [])
     assert node.held == set(paths(made)[1:])
 
@@ -589,7 +589,7 @@ def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
     claim = read_header(made[1]).claim
     other = "0.L0-2_H2-4"
     assert other != claim.key.field
-    record = ShardRecord(5, 5, "none", False, "00", 1)
+    record = ShardRecord(5, 5, True, False, "00", 1)
     entry = ChunkEntry(
         NAMESPACE,
         claim.key.prefix_hash,

@@ -229,7 +229,7 @@ def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolde
     node.commit(made)
     node.settle()
     wanted = node.find(made)
-    node.core.reject(wanted[0])
+    node.core.reject(wanted[0].claim)
     assert paths(made)[0] not in node.held
     assert node.find(made) == []
 

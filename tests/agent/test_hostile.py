@@ -13,6 +13,7 @@ from objkv.agent import core as core_module
 from objkv.agent import messages as m
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import (
@@ -24,7 +25,6 @@ from objkv.agent.memory.arena import (
 from objkv.agent.messages import (
     CommitStatus,
     MissReason,
-    PayloadRequest,
     PrefetchOrder,
     Urgency,
 )
@@ -95,7 +95,7 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
 def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: Node) -> None:
     wanted, gate, first = node.save()[0], gated(node), node.connect()
     (lease,) = opened(first, [wanted])
-    first.reject(wanted)
+    first.reject(wanted.claim)
     key = wanted.claim.key
     wait_until(lambda: node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None])
     gate.set()
@@ -168,6 +168,7 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
 ) -> None:
     one, client = node.save(codec=codec)[0], node.connect()
     wanted = PayloadRequest(one.claim, replace(one.record, nbytes=nbytes))
+    node.found(wanted)
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
     assert progress.state is CellState.FAILED
@@ -181,6 +182,7 @@ def test_a_payload_that_is_longer_than_its_header_says_is_a_miss(node: Node, cod
     path, longer = one.claim.key.path(), one.record.nbytes + 1
     node.store.put(path, bytes(node.store.get(path) or b"") + bytes(1))
     wanted = PayloadRequest(one.claim, replace(one.record, nbytes=longer))
+    node.found(wanted)
     (lease,) = opened(client, [wanted])
     progress = ended(client, lease)
     assert (progress.state, progress.reason) == (CellState.FAILED, MissReason.CORRUPT)
@@ -229,7 +231,8 @@ def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: st
 def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock = greeted(node)
     wanted = node.save()
-    sock.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, wanted)))
+    claims = [one.claim for one in wanted]
+    sock.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, claims)))
     m.unpack_opened(sock.recv(1000), 3)
     sock.send(b"")
     assert sock.recv(100) == b""
@@ -327,7 +330,7 @@ def test_memory_of_kv_is_in_no_core_dump_and_no_child(node: Node) -> None:
 @pytest.mark.parametrize("count", [1, FIELDS_MAX, FIELDS_MAX + 1, 700])
 def test_lookups_of_any_number_of_fields_are_answered(node: Node, count: int) -> None:
     fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
-    record = ShardRecord(10**17, 10**17, "x" * 100, False, "f" * 100, 10**17)
+    record = ShardRecord(10**17, 10**17, False, False, "f" * 32, 10**17)
     hashes = [bytes([n] * 20) for n in range(40)]
     shards = {fields[0]: record, fields[-1]: record}
     for number, one in enumerate(hashes[:-1]):
@@ -345,7 +348,7 @@ def test_lookups_of_any_number_of_fields_are_answered(node: Node, count: int) ->
 def test_a_question_that_is_too_large_ends_no_conversation(node: Node) -> None:
     sock = greeted(node)
     for fields in (("0.L0-1_H0-1",), tuple(map(str, range(9000)))):
-        sock.send(m.pack_find(NAMESPACE, [bytes(20)] * 600, fields))
+        sock.send(m.pack_find(NAMESPACE, [bytes(20)] * 700, fields))
         assert m.kind_of(sock.recv(m.MESSAGE_BYTES_MAX)) is m.MessageKind.FAILED
     sock.close()
 

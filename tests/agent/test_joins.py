@@ -19,7 +19,7 @@ from objkv.agent import messages as m
 from objkv.agent.memory.arena import PAGE
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox, Outbox
-from objkv.cache.chunks import SaveOutcome
+from objkv.cache.chunks import SaveOutcome, shard_record
 from objkv.codec.join import Place
 from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
 from objkv.keys.chunk import ChunkKey
@@ -140,7 +140,7 @@ def test_a_payload_is_saved_when_its_last_part_has_come(node: Node, order: Seque
     assert not len(node.saves.joins)
     (record,) = node.index.find(NAMESPACE, [claim_of(0).key.prefix_hash], ("0",))
     assert record is not None
-    assert record["0"].header_checksum == read_header(stored(node)[PATH]).checksum
+    assert record["0"] == shard_record(read_header(stored(node)[PATH]))
 
 
 def test_parts_that_come_at_once_are_one_payload(node: Node) -> None:

@@ -141,6 +141,12 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
 ) -> None:
     monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
     ended = threading.Event()
+
+    def is_healthy() -> bool:
+        with suppress(OSError):  # as between the bind of a socket and its listening
+            return Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
+        return False
+
     with NodeAgent(config, path, MemoryRecorder()) as agent:
         running = threading.Thread(target=agent.run, args=(ended.wait,))
         running.start()
@@ -148,9 +154,8 @@ def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
         for _ in range(2):
             for file in path.parent.iterdir():  # the lock too, as whoever cleans a folder does
                 file.unlink()
-            wait_until(lambda: is_listening(path) and http_path(path).exists())
+            wait_until(lambda: is_listening(path) and is_healthy())
             AgentConnection(path, wants_arena=True).close()
-            assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
             with pytest.raises(AgentRuns):
                 AgentSocket(path)
         assert not before.has_ended()
@@ -561,7 +566,7 @@ def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
     field, hashes = "0.L0-1_H0-1", [bytes(20)]
     with closing(SqliteIndex(tmp_path / "i")) as index:
         entry = ChunkEntry(NAMESPACE, hashes[0], hashes[0], 0, 16)
-        record = ShardRecord(1, 1, "none", False, "0" * 32, 1)
+        record = ShardRecord(1, 1, True, False, "0" * 32, 1)
         index.publish(entry, {field: record}, ttl_s=3600)
     with (
         AgentProcess(settings) as agent,

@@ -24,7 +24,6 @@ from objkv.agent.messages import (
     Commit,
     CommitStatus,
     MissReason,
-    PayloadRequest,
     PrefetchOrder,
     Urgency,
 )
@@ -142,7 +141,7 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(number=clients, some=st.lists(chunks, min_size=1, max_size=4), urgency=urgencies)
     def open(self, number: int, some: list[int], urgency: Urgency) -> None:
         peer = self.peer(number)
-        wanted: list[PayloadRequest] = [self.wanted[n] for n in some]
+        wanted = [self.wanted[n].claim for n in some]
         leases: list[ArenaLease] = peer.agent.open(wanted, deadline_s=PATIENCE_S, urgency=urgency)
         for chunk, one in zip(some, leases, strict=True):
             if one.number:
@@ -174,7 +173,7 @@ class AgentMachine(RuleBasedStateMachine):
 
     @rule(number=clients, chunk=chunks)
     def reject(self, number: int, chunk: int) -> None:
-        self.peer(number).agent.reject(self.wanted[chunk])
+        self.peer(number).agent.reject(self.wanted[chunk].claim)
 
     @rule(number=clients)
     def go(self, number: int) -> None:

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.messages import Commit, CommitStatus, PayloadRequest
+from objkv.agent.fill import PayloadRequest
+from objkv.agent.messages import Commit, CommitStatus
 from objkv.agent.payloads import (
     PayloadReader,
     PayloadTransfer,
@@ -38,7 +39,7 @@ class Read(PayloadTransfer):
         deadline: float = PATIENCE_S,
         fails: bool = False,
     ) -> None:
-        super().__init__(wanted.claim, layers, deadline, record=wanted.record)
+        super().__init__(wanted.claim, layers, deadline)
         self.dropped, self.fails = False, fails
         self.pages: list[bytes] = []
         self.outcomes: list[tuple[ReadOutcome, int]] = []
@@ -61,7 +62,7 @@ class Read(PayloadTransfer):
     def outcome(self) -> ReadOutcome:
         wait_until(lambda: bool(self.outcomes))
         ((outcome, nbytes),) = self.outcomes
-        assert nbytes == (self.request.record.nbytes if outcome is ReadOutcome.READ else 0)
+        assert nbytes == (self.nbytes if outcome is ReadOutcome.READ else 0)
         return outcome
 
 

@@ -41,7 +41,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
     wait_until(lambda: node.core._is_stuck())
     for one in wanted[:2]:  # the one that hangs, and another
         (found,) = node.core.open(
-            Sleeper(), [one], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
+            Sleeper(), [one.claim], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
         )
         failed = isinstance(found, CachedPayload) and found.state is CellState.FAILED
         assert failed or found is MissReason.NO_ROOM

@@ -50,9 +50,16 @@ def raising(error: Exception) -> Callable[..., bool]:
     return put
 
 
-def test_a_save_is_made_under_its_lease(make: Callable[..., Node]) -> None:
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_save_is_made_under_its_lease_which_its_record_gives_back(
+    publishes: bool, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = make()
     put, was_leased = node.store.put_if_absent, list[bool]()
+    if publishes:
+        monkeypatch.setattr(node.cache, "release_lease", lambda key: pytest.fail("a third call"))
+    else:
+        monkeypatch.setattr(node.index, "publish", down)
 
     def seen(key: str, value: Any) -> bool:
         was_leased.append(not node.index.lease(key, "another", ttl_ms=60_000))

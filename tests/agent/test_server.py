@@ -92,7 +92,8 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
 ) -> None:
     wanted, honest, liar = node.save(), node.connect(), greeted(node)
     leases = opened(honest, wanted[:1])
-    liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, wanted)))
+    claims = [one.claim for one in wanted]
+    liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, claims)))
     m.unpack_opened(liar.recv(1000), 3)
     wait_until(lambda: node.arena_cache.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
     liar.send(message)
@@ -165,7 +166,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
-    (held,) = first.open(wanted[:1], deadline_s=1e9, urgency=Urgency.IN_STEP)
+    (held,) = first.open([wanted[0].claim], deadline_s=1e9, urgency=Urgency.IN_STEP)
     (resident,) = node.arena_cache.seen([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
@@ -337,7 +338,9 @@ def test_a_node_that_saves_and_refuses_all_the_time_answers_from_memory(
         desk.hand_over(other)
         key = read_header(other).claim.key
         node.saves.drain(PATIENCE_S)
-        node.core.reject(node.wanted([key])[0])
+        (one,) = node.wanted([key])
+        node.found(one)
+        node.core.reject(one.claim)
     assert len(asked) == 1, "a change of one chunk voids what was answered about others"
     desk.close()
 

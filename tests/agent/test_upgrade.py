@@ -131,8 +131,7 @@ def next_one(node: Node) -> Iterator[Callable[[], Node]]:
 
     def replace() -> Node:
         node.path.unlink()
-        made.append(Node(path=node.path, store=node.store))
-        made[-1].index = node.index
+        made.append(Node(path=node.path, store=node.store, index=node.index))
         return made[-1].listen()
 
     yield replace

@@ -21,10 +21,11 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.messages import Commit, CommitStatus, PayloadRequest, SavedPart, Urgency
+from objkv.agent.messages import Commit, CommitStatus, SavedPart, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -129,7 +130,9 @@ class Node:
             policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
-        self.lookups = NodeLookups(self.index, self.arena_cache.held, board, ttl_s=30.0)
+        self.lookups = NodeLookups(
+            self.index, self.arena_cache.held, self.core.found, board, ttl_s=30.0
+        )
         board.vouch(FAR_S)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
@@ -143,7 +146,7 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        changed, policy = self.lookups.board.discard, self.saves.policy
+        changed, policy = self.core.record_changed, self.saves.policy
         calls = NodeCalls(self.index, self.store, prefetches, policy, ttl_s=3600, changed=changed)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts)
@@ -179,11 +182,18 @@ class Node:
         urgency: Urgency = Urgency.BETWEEN_STEPS,
     ) -> list[CachedPayload]:
         """Begin to load payloads, as a client of their own does; those that are taken."""
-        found = self.core.open(Sleeper(), wanted, deadline_s=deadline_s, urgency=urgency)
+        self.found(*wanted)
+        claims = [one.claim for one in wanted]
+        found = self.core.open(Sleeper(), claims, deadline_s=deadline_s, urgency=urgency)
         return [one for one in found if isinstance(one, CachedPayload)]
 
     def wanted(self, keys: Sequence[ChunkKey]) -> list[PayloadRequest]:
         return wanted_of(self.index, keys)
+
+    def found(self, *wanted: PayloadRequest) -> None:
+        """A lookup of this node has just found these records."""
+        keys = [(one.claim.key, one.record) for one in wanted]
+        self.core.found.add((key.prefix_hash, {key.field: record}) for key, record in keys)
 
     def close(self) -> None:
         self.core.close(PATIENCE_S)
@@ -278,7 +288,8 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
 
 
 def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
-    return client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+    claims = [one.claim for one in wanted]
+    return client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
 
 def pages_at(view: memoryview, progress: Progress) -> list[bytes]:

@@ -37,9 +37,9 @@ def taught(
     admission = AdmissionPolicy(lambda: "auto", recorder or NullRecorder(), clock=clock)
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 2_000 / prefill)
-        admission.loaded("bulk", LoadTime(10 * MB, latency_s + 10 / bulk_mb_s, latency_s))
+        admission.loaded("bulk", 10 * MB, LoadTime(latency_s + 10 / bulk_mb_s, latency_s))
         if hot_mb_s is not None:
-            admission.loaded("hot", LoadTime(MB, 1 / hot_mb_s, 0.0))
+            admission.loaded("hot", MB, LoadTime(1 / hot_mb_s, 0.0))
     assert admission.admit(chunks(1)) == 1
     if hot_mb_s is not None:
         assert admission.admit(chunks(1, tier="hot")) == 1
@@ -52,7 +52,7 @@ def test_always_and_never_ask_nobody() -> None:
         admission = AdmissionPolicy(lambda mode=mode: mode, NullRecorder(), clock=ManualClock(1e6))
         for _ in range(9):
             admission.computed(2_000, 1e-9)
-            admission.loaded("bulk", LoadTime(1, 100.0, 99.0))
+            admission.loaded("bulk", 1, LoadTime(100.0, 99.0))
         assert admission.admit(chunks(9)) == admitted
 
 
@@ -97,15 +97,15 @@ def test_a_store_that_recovered_is_used_again() -> None:
     admission = taught(clock, bulk_mb_s=20)
     assert admission.admit(chunks(4)) == 0
     for _ in range(200):
-        admission.loaded("bulk", LoadTime(10 * MB, 0.01, 0.001))
+        admission.loaded("bulk", 10 * MB, LoadTime(0.01, 0.001))
     assert admission.admit(chunks(4)) == 4
 
 
 def test_one_load_or_step_that_took_very_long_changes_nothing() -> None:
     admission = taught(ManualClock(1e6))
     for _ in range(20):
-        admission.loaded("bulk", LoadTime(10 * MB, 0.1, 0.0))
-    admission.loaded("bulk", LoadTime(10 * MB, 120.0, 60.0))
+        admission.loaded("bulk", 10 * MB, LoadTime(0.1, 0.0))
+    admission.loaded("bulk", 10 * MB, LoadTime(120.0, 60.0))
     assert admission.admit(chunks(8)) == 8
     admission = taught(ManualClock(1e6), bulk_mb_s=20)
     for _ in range(20):
@@ -119,13 +119,13 @@ def test_a_store_that_was_slow_for_long_is_used_again_after_a_few_good_loads() -
     clock = ManualClock(1e6)
     admission = taught(clock)
     for _ in range(1_000):
-        admission.loaded("bulk", LoadTime(10 * MB, 120.0, 60.0))
+        admission.loaded("bulk", 10 * MB, LoadTime(120.0, 60.0))
     assert admission.admit(chunks(8)) == 0
     probes = 0
     while admission.admit(chunks(8)) == 0:
         clock.advance(RETRY_S)
         assert admission.admit(chunks(8)) == 8
-        admission.loaded("bulk", LoadTime(10 * MB, 0.1, 0.0))
+        admission.loaded("bulk", 10 * MB, LoadTime(0.1, 0.0))
         probes += 1
         assert probes <= 5
 
@@ -134,7 +134,7 @@ def test_loads_and_steps_that_took_no_time_are_not_counted() -> None:
     admission = AdmissionPolicy(lambda: "auto", NullRecorder(), clock=ManualClock(1e6))
     for _ in range(OBSERVATIONS_MIN):
         admission.computed(2_000, 0.0)
-        admission.loaded("bulk", LoadTime(MB, 0.0, 0.0))
+        admission.loaded("bulk", MB, LoadTime(0.0, 0.0))
     assert admission.seconds_per_token is None
     assert admission.admit(chunks(8)) == 8
     assert admission.admit(chunks(8)) == 8

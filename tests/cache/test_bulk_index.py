@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome, shard_record
 from objkv.cache.match import covered
 from objkv.cache.parts import PartsIndex
 from objkv.codec.payload import Claim, read_header
@@ -110,8 +110,8 @@ def test_records_for_operators_are_what_the_headers_say(
     assert set(record.shards) == set(SIDES)
     payload = store.get(first.path())
     assert payload is not None
-    assert record.shards[SIDES[0]].header_checksum == read_header(payload).checksum
-    assert record.shards[SIDES[0]].codec == "blosc"
+    assert record.shards[SIDES[0]] == shard_record(read_header(payload))
+    assert not record.shards[SIDES[0]].is_plain
     assert {one.prefix_hash for one in index.scan(NAMESPACE)} == set(HASHES)
     assert index.namespaces() == [NAMESPACE]
     assert index.lookup(NAMESPACE, [b"\x09" * 20]) == [None]
@@ -205,7 +205,7 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     cache = ChunkCache(store, None, index, settings, MemoryRecorder())
     [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
     assert shards is not None
-    cache.reject(key, shards, corrupt=True)
+    cache.reject(key, shards[key.field], corrupt=True)
     assert index.find(NAMESPACE, HASHES, [FIELD])[0] is None
     assert cache.save(claim, payload, header) is SaveOutcome.SAVED
     assert file.read_bytes() == payload

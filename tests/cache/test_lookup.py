@@ -25,7 +25,7 @@ NS = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(3)]
 PATIENCE_S = 120
 """For other threads to come, on a machine that is busy with other things."""
-SHARD = ShardRecord(100, 80, "none", False, "0" * 32, 1)
+SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 FIELD = "0.L0-2_H0-4"
 LIMITS = LookupLimits(deadline_s=1.0, queue_max=2, age_max_s=30.0)
 

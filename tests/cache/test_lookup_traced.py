@@ -28,7 +28,7 @@ def test_one_lookup_is_one_span_of_the_requests_trace(
     fault: str, description: str | None, counts: tuple[int | None, int | None]
 ) -> None:
     index, (tracing, exporter) = FlakyIndex(MemoryIndex()), collected()
-    record = ShardRecord(100, 80, "none", False, "0" * 32, 1)
+    record = ShardRecord(100, 80, True, False, "0" * 32, 1)
     chunk = ChunkEntry(NAMESPACE, HASHES[0], b"p" * 20, 0, 64)
     index.publish(chunk, {FIELD: record}, ttl_s=60)
     lookups = LookupService(

@@ -11,7 +11,7 @@ from objkv.cache.match import covered, needed_from, stored_blocks, usable_chunks
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 
-SHARD = ShardRecord(100, 80, "none", False, "0" * 32, 1)
+SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 FULL = GroupIdentity("full", None, ("a", "b"), heads=4, content=16, block_size=32)
 WINDOW = GroupIdentity("sliding_window", 100, ("c",), heads=4, content=16, block_size=32)
 LOCAL = GroupIdentity("chunked_local", 96, ("d",), heads=4, content=16, block_size=32)

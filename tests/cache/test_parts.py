@@ -16,7 +16,7 @@ from tests.support.steps import complete
 
 NS, OTHER = "0" * 32, "1" * 32
 HASHES = [bytes([i]) * 20 for i in range(1, 9)]
-SHARD = ShardRecord(100, 80, "none", False, "0" * 32, 1)
+SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 GROUP = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=4, content=16, block_size=16)
 HALVES = ("0.L0-4_H0-2", "0.L0-4_H2-4")
 STAGES = ("0.L0-2_H0-4", "0.L2-4_H0-4")

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, encode, read_header
 from objkv.codec.seal import Seal, SealKey
 from objkv.index.base import ChunkEntry
@@ -14,7 +15,7 @@ from objkv.keys.identity import Identity, sealed_extra
 from objkv.keys.prefix import root_hash
 from tests.cli.conftest import Machine, Ran, Run
 from tests.codec.payloads import LAYERS, PROVENANCE, pages_of
-from tests.support.samples import CHUNK, IDENTITY, record_of, save_identity
+from tests.support.samples import CHUNK, IDENTITY, save_identity
 
 OURS, ACMES = (Random(seed).randbytes(32) for seed in (1, 2))
 WAYS = ("signed", "encrypted")
@@ -35,7 +36,7 @@ def put(machine: Machine, identity: Identity, seal: Seal | None) -> ChunkKey:
     )
     machine.bulk.put(key.path(), payload)
     chunk = ChunkEntry(namespace, key.prefix_hash, claim.parent_hash, 0, CHUNK)
-    machine.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3600)
+    machine.index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3600)
     return key
 
 

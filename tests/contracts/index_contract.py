@@ -16,12 +16,14 @@ import pytest
 
 from objkv.index.base import (
     ChunkEntry,
+    Lease,
     PruneIndex,
     Record,
     Savings,
     ShardRecord,
     Usage,
 )
+from objkv.keys.chunk import payload_path
 from tests.contracts.clock import ManualClock
 
 LONG_S = 1_000
@@ -54,9 +56,9 @@ def shard(nbytes: int = 4096) -> ShardRecord:
     return ShardRecord(
         nbytes=nbytes,
         raw_bytes=nbytes - 1,
-        codec="none",
+        is_plain=True,
         hot=nbytes % 2 == 0,
-        header_checksum=f"{nbytes:032x}",
+        header_checksum=f"{nbytes:016x}",
         created_s=1_700_000_000,
     )
 
@@ -322,6 +324,22 @@ class IndexContract:
         index.release("x", "me")
         assert index.lease("x", "you", ttl_ms=LONG_S * 1000)
 
+    def test_a_payload_that_is_published_gives_its_saver_s_lease_back(
+        self, index: PruneIndex
+    ) -> None:
+        one, *others = (payload_path(NAMESPACE, prefix_hash(n), FIELD) for n in (1, 2, 3))
+        for name in (one, *others, "x"):
+            assert index.lease(name, "me", ttl_ms=LONG_S * 1000)
+        shards = {FIELD: shard(5)}
+        index.publish(chunk(1), shards, ttl_s=LONG_S)
+        index.publish(chunk(1), shards, ttl_s=LONG_S, lease=Lease(one, "you"))
+        assert not index.lease(one, "you", ttl_ms=LONG_S * 1000)
+        index.publish(chunk(1), shards, ttl_s=LONG_S, lease=Lease(one, "me"))
+        assert index.lease(one, "you", ttl_ms=LONG_S * 1000)
+        assert usage(index) == {NAMESPACE: (5, 1)}
+        for name in (*others, "x"):
+            assert not index.lease(name, "you", ttl_ms=LONG_S * 1000)
+
     def test_a_payload_is_seen_again_from_its_second_sighting_on(self, index: PruneIndex) -> None:
         assert index.sight([], ttl_s=LONG_S) == []
         assert index.sight(["a", "b"], ttl_s=LONG_S) == [False, False]
@@ -411,7 +429,12 @@ class IndexContract:
 
     def test_what_is_found_is_what_is_looked_up(self, index: PruneIndex) -> None:
         """However late the caller decodes the mapping."""
-        kinds = [shard(1), replace(shard(), codec="", header_checksum=""), shard(10**17), shard(99)]
+        kinds = [
+            shard(1),
+            replace(shard(), is_plain=False, header_checksum=""),
+            shard(10**17),
+            shard(99),
+        ]
         for number, kind in enumerate(kinds):
             index.publish(chunk(number + 1), {FIELD: kind, OTHER_FIELD: shard()}, ttl_s=LONG_S)
         hashes = [prefix_hash(number + 1) for number in range(len(kinds))]

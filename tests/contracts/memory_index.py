@@ -8,6 +8,7 @@ from threading import Lock
 
 from objkv.index.base import (
     ChunkEntry,
+    Lease,
     Record,
     Savings,
     ShardRecord,
@@ -84,7 +85,14 @@ class MemoryIndex:
     def close(self) -> None:
         """Does nothing."""
 
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def publish(
+        self,
+        chunk: ChunkEntry,
+        shards: Mapping[str, ShardRecord],
+        *,
+        ttl_s: int,
+        lease: Lease | None = None,
+    ) -> None:
         """See ``WriteIndex``."""
         assert shards
         key = (chunk.namespace, chunk.prefix_hash)
@@ -102,6 +110,8 @@ class MemoryIndex:
             )
             self._keep(key, record, ttl_s)
             self._purge()
+        if lease is not None:
+            MemoryIndex.release(self, *lease)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """See ``WriteIndex``."""

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import FOLDER
-from objkv.agent.messages import Opening, PayloadRequest, Urgency, pack_opening
+from objkv.agent.messages import Opening, Urgency, pack_opening
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
@@ -271,14 +271,11 @@ class AgentRounds:
         """Kill a process that holds leases of all payloads, or is about to."""
         plan = self._reader.load_plan(range(CHUNKS), 1)
         wanted = [
-            PayloadRequest(
-                Claim(
-                    ChunkKey(NAMESPACE, HASHES[n], 0),
-                    load.move.parent_hash,
-                    load.move.token_start,
-                    load.move.token_end,
-                ),
-                load.record,
+            Claim(
+                ChunkKey(NAMESPACE, HASHES[n], 0),
+                load.move.parent_hash,
+                load.move.token_start,
+                load.move.token_end,
             )
             for n, load in enumerate(plan.moves)
         ]

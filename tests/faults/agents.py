@@ -11,7 +11,7 @@ from threading import Event
 
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import PayloadRequest, Urgency
+from objkv.agent.messages import Urgency
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim
 from objkv.config import load_config
@@ -63,7 +63,7 @@ class AgentPlace(Place):
         }
         self._agent_settings = {name: str(value) for name, value in (self._stores | own).items()}
         self._processes = processes
-        self._fillers: list[PayloadRequest] = []
+        self._fillers: list[Claim] = []
         self._held = 0
         self._is_frozen = False
         self.agent = self._start()
@@ -145,7 +145,7 @@ class AgentPlace(Place):
         if name == "agent-full" and not self._fillers:
             self._fillers = self._store_fillers()
 
-    def _store_fillers(self, width: int = 8) -> list[PayloadRequest]:
+    def _store_fillers(self, width: int = 8) -> list[Claim]:
         """Store more payloads than the arena has room for; what to open."""
         nbytes = int(self._agent_settings["agent_memory_bytes"])
         tokens = range(CHUNK * (nbytes // max(4096, 128 * width) + 1))
@@ -158,7 +158,7 @@ class AgentPlace(Place):
             records = index.lookup(NAMESPACE, [key.prefix_hash for key in keys])
         assert None not in records
         return [
-            PayloadRequest(_claim(key, record.parent_hash, number), record.shards[key.field])
+            _claim(key, record.parent_hash, number)
             for number, (key, record) in enumerate(zip(keys, records, strict=True))
             if record is not None
         ]
@@ -275,7 +275,7 @@ def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
     return Claim(key, parent_hash, number * CHUNK, (number + 1) * CHUNK)
 
 
-def _opened(client: AgentConnection, wanted: list[PayloadRequest]) -> list[ArenaLease]:
+def _opened(client: AgentConnection, wanted: list[Claim]) -> list[ArenaLease]:
     """Leases of payloads whose fetch has ended."""
     leases = client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
     for lease in leases:

@@ -62,7 +62,7 @@ from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 from tests.support.payloads import open_payload
-from tests.support.plans import NOT_STORED, packed
+from tests.support.plans import packed
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -480,13 +480,7 @@ class Engine:
         self.free = list(range(1, NUM_BLOCKS))
 
     def _load_plan(self, request: Request) -> LoadPlan:
-        found = self.index.lookup(
-            namespace(request.epoch), hashes(request.epoch)[: request.loading]
-        )
-        moves = []
-        for chunk, record in enumerate(found):
-            known = NOT_STORED if record is None else record.shards["0"]
-            moves.append(LoadMove(self._move(request, chunk), None, known))
+        moves = [LoadMove(self._move(request, chunk), None) for chunk in range(request.loading)]
         return LoadPlan(request.name, namespace(request.epoch), packed(moves), request.sync)
 
     def _save_plan(self, request: Request, chunks: range) -> SavePlan:

@@ -41,14 +41,14 @@ _LOOK_EVERY = 50
 def _wanted() -> list[Any]:
     node = Node()
     try:
-        return node.save()
+        return [one.claim for one in node.save()]
     finally:
         node.close()
 
 
 WANTED = _wanted()
-HASHES = [one.claim.key.prefix_hash for one in WANTED]
-FIELDS = (WANTED[0].claim.key.field, "1.L0-2_H0-2")
+HASHES = [one.key.prefix_hash for one in WANTED]
+FIELDS = (WANTED[0].key.field, "1.L0-2_H0-2")
 
 
 _JOINED = ChunkKey(NAMESPACE, bytes(20), 0)

@@ -40,12 +40,12 @@ def _shard(value: bytes) -> str:
 
 def _some_reply(random: Random) -> dict[bytes, bytes]:
     """What ``HGETALL`` may answer."""
-    fields = [b"0.L0-2_H0-4", b"parent", b"tokens", b"hits", b"touched", b"pin", b"0", b"x.L"]
+    fields = [b"0.L0-2_H0-4", b"p", b"t", b"h", b"u", b"pin", b"0", b"x.L"]
     values = [
-        *_SHARDS, b"01" * 20, b"0-256", b"256-512", b"0", b"7", b"-1", b"", b"1e9", b"9" * 5000,
+        *_SHARDS, b"\1" * 20, b"0-256", b"256-512", b"0", b"7", b"-1", b"", b"1e9", b"9" * 5000,
         b"\xd9\xa3", b" 1", b"1_0", b"0-0", b"nan",
     ]  # fmt: skip
-    reply = dict(zip(fields, (_SHARDS[1], b"01" * 20, b"0-256", b"3", b"1700000000"), strict=False))
+    reply = dict(zip(fields, (_SHARDS[1], b"\1" * 20, b"0-256", b"3", b"1700000000"), strict=False))
     for _ in range(random.randrange(5)):
         name = random.choice([*fields, random.randbytes(random.randrange(12))])
         reply[name] = spoiled(random, values)

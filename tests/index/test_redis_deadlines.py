@@ -27,7 +27,7 @@ from tests.support.servers.listener import DROP_S, Scripted, Serve, full_listene
 
 HASH = b"h" * 20
 FIELD = "0.L0-2_H0-2"
-SHARD = ShardRecord(1, 1, "none", hot=False, header_checksum="0" * 32, created_s=1)
+SHARD = ShardRecord(1, 1, True, hot=False, header_checksum="0" * 32, created_s=1)
 CHUNK = ChunkEntry("ab", HASH, HASH, 0, 16)
 
 ANSWERS = {

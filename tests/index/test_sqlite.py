@@ -172,7 +172,7 @@ def test_the_file_of_another_objkv_is_refused_with_what_to_do(tmp_path: Path, ve
     SqliteIndex(path).check()
     with sqlite3.connect(path) as connection:
         connection.execute(f"PRAGMA user_version = {version}")
-    with pytest.raises(StoreDenied, match=rf"another objkv \(schema {version}, supported: 4\)"):
+    with pytest.raises(StoreDenied, match=rf"another objkv \(schema {version}, supported: 5\)"):
         SqliteIndex(path).check()
 
 

@@ -71,7 +71,7 @@ def test_pythons_memory_does_not_grow_with_the_store() -> None:
 def chain(number: int) -> Record:
     """Return a record of a chain of 50 chunks."""
     place = number % 50
-    shard = ShardRecord(5_000, 4_000, "none", False, "", 0)
+    shard = ShardRecord(5_000, 4_000, True, False, "", 0)
     start = place * CHUNK
     own, parent = (n.to_bytes(20, "big") for n in (number, max(0, number - 1)))
     return Record(own, parent, start, start + CHUNK, {FIELD: shard})

@@ -131,7 +131,7 @@ def test_records_that_lie_about_their_parents_make_no_loop() -> None:
     claims[b"\4" * 20] = (b"\3" * 20, 32, 16)  # ends before it starts
     for prefix_hash, (parent, start, end) in claims.items():
         bulk.put(ChunkKey(NAMESPACE, prefix_hash, 0).path(), bytes(5_000))
-        shard = ShardRecord(5_000, 4_000, "none", False, "0" * 32, 0)
+        shard = ShardRecord(5_000, 4_000, True, False, "0" * 32, 0)
         entry = ChunkEntry(NAMESPACE, prefix_hash, parent, start, end)
         index.publish(entry, {FIELD: shard}, ttl_s=100)
     report = Auditor(bulk, index).all()

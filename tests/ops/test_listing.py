@@ -19,7 +19,7 @@ from tests.support.samples import (
     save_identity,
 )
 
-SHARD = ShardRecord(10, 20, "none", False, "0" * 32, 5)
+SHARD = ShardRecord(10, 20, True, False, "0" * 32, 5)
 
 
 def test_a_namespace_is_described_and_summed(bulk: MemoryStore, index: MemoryIndex) -> None:

@@ -73,7 +73,7 @@ def test_an_empty_store_says_what_may_be_wrong() -> None:
 
 def test_hex_digits_also_find_a_namespace_of_the_index_alone(bulk: MemoryStore) -> None:
     index = MemoryIndex()
-    shard = ShardRecord(1, 1, "none", False, "", 1)
+    shard = ShardRecord(1, 1, True, False, "", 1)
     for name in (GHOST, GHOST[:31] + "f"):
         index.publish(
             ChunkEntry(name, bytes(20), bytes(20), 0, 16), {"0.L0-1_H0-1": shard}, ttl_s=9

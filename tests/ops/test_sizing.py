@@ -83,7 +83,7 @@ def test_what_is_kept_is_what_is_saved_times_how_long_it_lives() -> None:
 def test_requests_and_money_follow_from_it() -> None:
     found = sized()
     assert (found.puts_per_s, found.gets_per_s) == (16, 2 * 7)
-    assert found.redis_commands_per_s == 2 * (15 + 7) + 16 * 3
+    assert found.redis_commands_per_s == 2 * (15 + 7) + 16 * 2
     assert found.storage_month == pytest.approx(found.bulk_bytes / 1e9 * 0.02)
     assert found.requests_month == pytest.approx((16 * 5 + 14 * 1) / 1000 * 30 * DAY)
     assert found.month == found.storage_month + found.requests_month

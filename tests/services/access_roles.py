@@ -121,7 +121,7 @@ def write(config: Config) -> None:
             assert record.hits == 1
             records = record.shards
             cache = open_cache(ends, recorder, "first")
-            cache.reject(KEY, records, corrupt=True)
+            cache.reject(KEY, records[KEY.field], corrupt=True)
             assert index.lookup(NAMESPACE, [HASH]) == [None]
             assert cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
         no_errors(recorder)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex
 from objkv.keys.chunk import ChunkKey
@@ -25,7 +26,7 @@ from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditView, AuditWalk
 from objkv.ops.runs import Unit, WorkPool
 from objkv.stores.base import PruneStore, ReadStore
-from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, record_of, save, save_identity
+from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, save, save_identity
 
 Prompt = tuple[int, ...]
 """One number for each chunk."""
@@ -58,7 +59,7 @@ def save_with_tokens(bulk: PruneStore, index: PruneIndex, tokens: Sequence[int])
     payload = encode(claim, layers, pages, codec="none", provenance=told)
     bulk.put_if_absent(key.path(), payload)
     chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, 0, CHUNK)
-    index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
+    index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
 
 
 def prefixes(prompts: Sequence[Prompt]) -> set[Prompt]:

@@ -10,7 +10,7 @@ from objkv import background
 from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import Commit, CommitStatus, Drop, PayloadRequest, SavedPart, Urgency
+from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart, Urgency
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
@@ -107,7 +107,7 @@ class InsideConnection:
         """Such a part never comes."""
 
     def open(
-        self, wanted: Sequence[PayloadRequest], *, deadline_s: float, urgency: Urgency
+        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease]:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
         return leases_of(answers, self.arena.board)
@@ -115,8 +115,8 @@ class InsideConnection:
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)
 
-    def reject(self, wanted: PayloadRequest) -> None:
-        self.core.reject(wanted)
+    def reject(self, claim: Claim) -> None:
+        self.core.reject(claim)
 
     def wait(self, seconds: float, also: Alarm) -> bool:
         return background.wait_for([self._holder.alarm, also], seconds)

@@ -36,7 +36,7 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent, InsideJoin
-from tests.support.plans import NOT_STORED, packed
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -258,14 +258,12 @@ class Replica(Worker):
     def load_plan(
         self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
     ) -> LoadPlan:
-        """A plan whose records come from the index; blocks follow each other."""
+        """A plan whose blocks follow each other."""
         moves = []
         for c in chunks:
-            (record,) = self.index.lookup(NAMESPACE, [HASHES[c]])
-            known = record.shards.get("0", NOT_STORED) if record else NOT_STORED
             cut = skip if c == chunks[0] else 0
             move = self.move(c, first_block, cut=cut, base=chunks[0])
-            moves.append(LoadMove(move, None, known))
+            moves.append(LoadMove(move, None))
         return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:

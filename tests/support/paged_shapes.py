@@ -22,7 +22,7 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, Save
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.inside import InsideJoin
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
-from tests.support.plans import NOT_STORED, packed
+from tests.support.plans import packed
 
 CONTENT = 4
 LAYOUTS = {
@@ -187,9 +187,8 @@ class ShapedRank(Worker):
             if cut < each:
                 known = dict(record.shards) if record else {}
                 move = self._move(chunk, cut, ids[cut:])
-                for shard in payloads_of(known, 0, self.model.identity) or (None,):
-                    field = "0" if shard is None else f"0.{shard}"
-                    moves.append(LoadMove(move, shard, known.get(field, NOT_STORED)))
+                shards = payloads_of(known, 0, self.model.identity) or (None,)
+                moves += [LoadMove(move, shard) for shard in shards]
         return LoadPlan("r", NAMESPACE, packed(moves), sync)
 
     def load(self, index: MemoryIndex, *, skip: int = 0, sync: bool = False) -> LoadOutcome:

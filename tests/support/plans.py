@@ -5,17 +5,14 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from objkv.index.base import ShardRecord
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, RecordColumns, Row, Source
-
-NOT_STORED = ShardRecord(1000, 1000, "none", False, "0" * 32, 1)
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, Row, Source
 
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:
     """Return these moves in columns."""
     hashes, sources = dict[bytes, int](), dict[Source, int]()
-    ids, records = array("q"), list[ShardRecord]()
+    ids = array("q")
     columns: list[list[int]] = []
     last: ChunkMove | None = None
     for load in moves:
@@ -36,11 +33,9 @@ def packed(moves: Iterable[LoadMove]) -> LoadMoves:
                 move.first_block,
                 first_id,
                 len(ids),
-                len(records),
                 fill,
             ]
         )
-        records.append(load.record)
     assert all(len(one) == PREFIX_HASH_BYTES for one in hashes)
     table = np.array(columns, np.int32).reshape(-1, len(Row)).T
     return LoadMoves(
@@ -48,5 +43,4 @@ def packed(moves: Iterable[LoadMove]) -> LoadMoves:
         b"".join(hashes),
         np.array(ids, np.int64),
         sources=tuple(sources),
-        records=RecordColumns.pack(records),
     )

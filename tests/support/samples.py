@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any, Final
 
-from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
-from objkv.index.base import ChunkEntry, PruneIndex, ShardRecord, WriteIndex
+from objkv.cache.chunks import shard_record
+from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
+from objkv.index.base import ChunkEntry, PruneIndex, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import (
     NAMESPACE_HEX,
@@ -75,7 +76,7 @@ def save(
             payload = payload_of(key, chunk, tokens, codec, width=width)
             bulk.put_if_absent(key.path(), payload)
             if index is not None:
-                index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
+                index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
             keys.append(key)
     return keys
 
@@ -91,17 +92,6 @@ def payload_of(
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
     provenance = Provenance(digest, "host-1:4242", CREATED_S + chunk.token_start)
     return bytes(encode(claim, layers, pages, codec=codec, provenance=provenance))
-
-
-def record_of(header: Header) -> ShardRecord:
-    return ShardRecord(
-        nbytes=header.nbytes,
-        raw_bytes=header.raw_bytes,
-        codec=header.codec,
-        hot=False,
-        header_checksum=header.checksum,
-        created_s=header.provenance.created_s,
-    )
 
 
 def view_of(

@@ -36,7 +36,7 @@ ONE_LAYER = GroupIdentity("full", None, ("l0",), heads=1, content=8, block_size=
 GEOMETRY = Geometry((ONE_LAYER,), SIZE, SIZE, tp_size=1)
 FIELD = "0"
 IDENTITY = Identity("m", "w", 0, "default", None, "bfloat16", (ONE_LAYER,), "canonical", SIZE)
-RECORD = ShardRecord(9, 9, "none", False, "0" * 32, 1)
+RECORD = ShardRecord(9, 9, True, False, "0" * 32, 1)
 OPENED: list[SchedulerSide | WorkerSide] = []
 """They are closed at the end of their test."""
 PATIENCE_MS = 120_000

@@ -12,11 +12,12 @@ from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import AgentConnection
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
+from objkv.keys.chunk import ChunkKey
 from objkv.transfer import lanes
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.job import LoadJob
-from objkv.transfer.plan import LoadMove, LoadPlan
+from objkv.transfer.plan import LoadPlan
 from tests.agent.consistency import is_consistent
 from tests.agent.reader import load_by_agent
 from tests.agent.world import Node, WatchedStore
@@ -24,7 +25,7 @@ from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
-from tests.support.plans import NOT_STORED, packed
+from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -64,9 +65,9 @@ class World:
         assert self.node.server is not None
         self.node.core.close(PATIENCE_S)
         self.node.server.close()
-        old, self.node = self.node, Node(memory=1 << 21, path=self.node.path, store=self.node.store)
+        old = self.node
         self.former.append(old)
-        self.node.index = old.index
+        self.node = Node(memory=1 << 21, path=old.path, store=old.store, index=old.index)
         self.node.path.unlink()
         self.node.listen()
 
@@ -223,9 +224,11 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
 
 
 def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
-    plan = world.reader.load_plan(range(1), 1)
-    moves = tuple(LoadMove(load.move, None, NOT_STORED) for load in plan.moves)
-    outcome = world.reader.outcome(LoadPlan("r", plan.namespace, packed(moves), sync=False))
+    key = ChunkKey.parse(world.writer.path(0))
+    (shards,) = world.node.index.find(NAMESPACE, [key.prefix_hash], (key.field,))
+    assert shards is not None
+    world.node.index.forget(NAMESPACE, key.prefix_hash, key.field, shards[key.field])
+    outcome = world.reader.load(range(1), 1)
     assert outcome.failed_blocks
     assert outcome.rejected
 

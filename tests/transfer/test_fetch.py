@@ -18,13 +18,13 @@ from objkv.cache.match import stored_blocks
 from objkv.codec.payload import read_header
 from objkv.codec.values import digest
 from objkv.errors import StoreUnavailable
+from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Topology
 from objkv.stores.base import Arrived, WriteStore
 from objkv.stores.local import LocalStore
 from objkv.transfer.paging import GroupShape, PagedGroup, Quantised
-from objkv.transfer.plan import LoadPlan
 from tests.codec.payloads import rechecked
 from tests.codec.seals import SEALS, other_seal
 from tests.contracts.memory_index import MemoryIndex
@@ -44,7 +44,6 @@ from tests.support.paged_cache import (
     same_blocks,
     stores,
 )
-from tests.support.plans import packed
 from tests.test_tracing import collected
 
 LARGE = GroupIdentity(
@@ -178,18 +177,23 @@ def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
     reader = Replica(store, index, seed=2, group=LARGE, hot=hot, cuts=IN_PARTS)
     writer.save(range(1))
     hot.put(writer.path(0), store.get(writer.path(0)) or b"")
-    plan = promised_hot(reader.load_plan(range(1), MINE[0], sync=sync))
-    assert not reader.outcome(plan).failed
+    promise_hot(writer, 0)
+    assert not reader.outcome(reader.load_plan(range(1), MINE[0], sync=sync)).failed
     assert same_blocks(reader.caches, MINE, writer.caches, THEIRS)
     counted = "hot_misses" if sync and forgets else "hot_errors"
     assert reader.recorder.value(counted)
     assert reader.recorder.value("hot_hits") == (1 if sync else 0)
 
 
-def promised_hot(plan: LoadPlan) -> LoadPlan:
-    (load,) = plan.moves
-    load = replace(load, record=replace(load.record, hot=True))
-    return replace(plan, moves=packed([load]))
+def promise_hot(replica: Replica, chunk: int) -> None:
+    """The record of a chunk says that the hot store has a copy."""
+    key = ChunkKey.parse(replica.path(chunk))
+    (record,) = replica.index.lookup(NAMESPACE, [key.prefix_hash])
+    assert record is not None
+    span = record.token_start, record.token_end
+    entry = ChunkEntry(NAMESPACE, key.prefix_hash, record.parent_hash, *span)
+    shards = {key.field: replace(record.shards[key.field], hot=True)}
+    replica.index.publish(entry, shards, ttl_s=60)
 
 
 def test_a_load_of_which_bytes_came_tells_how_many_and_when() -> None:
@@ -398,7 +402,7 @@ def test_a_forger_who_makes_checksums_right_gets_nothing_loaded(kind: str, *, sy
         store.put(writer.path(0), forged)
         outcome = reader.load(range(1), first_block=9, sync=sync)
         assert outcome.failed_blocks >= {9, 10}
-        writer.cache.reject(ChunkKey.parse(writer.path(0)), {}, corrupt=True)
+        writer.cache.reject(ChunkKey.parse(writer.path(0)), None, corrupt=True)
         store.put(writer.path(0), first)
         writer.save(range(1))
     # The layers before it were good, and are of no use: their blocks were told as failed.

@@ -12,7 +12,7 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE
-from tests.support.plans import NOT_STORED, packed
+from tests.support.plans import packed
 from tests.support.waiting import at_once, wait_until
 from tests.transfer.test_saver import HungMark
 
@@ -28,7 +28,7 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
         blocks = (3 + 2 * c, 4 + 2 * c)
         at = c * CHUNK
         move = ChunkMove(c, 0, HASHES[c], parent, at, at + CHUNK, 0, blocks)
-        moves.append(LoadMove(move, None, NOT_STORED))
+        moves.append(LoadMove(move, None))
     plan = LoadPlan("r", NAMESPACE, packed(moves), sync)
     return LoadJob(plan, [ALL_LAYERS] * len(plan.moves), clock() + 5.0, clock)
 

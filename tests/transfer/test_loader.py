@@ -33,7 +33,7 @@ from tests.support.paged_cache import (
     stores,
 )
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
-from tests.transfer.test_fetch import MINE, THEIRS, promised_hot
+from tests.transfer.test_fetch import MINE, THEIRS, promise_hot
 from tests.transfer.test_saver import HungLane, HungMark
 
 
@@ -271,8 +271,8 @@ def test_what_bulk_writes_over_a_hot_copy_that_broke_off_is_not_copied_unverifie
     payload[read_header(payload).frames[0].offset] ^= 1
     store.put(path, payload)
     before = replica.snapshot()
-    plan = promised_hot(replica.load_plan(range(1), MINE[0], sync=sync))
-    outcome = replica.outcome(plan)
+    promise_hot(replica, 0)
+    outcome = replica.outcome(replica.load_plan(range(1), MINE[0], sync=sync))
     replica.close()
     if not outcome.failed:
         assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)

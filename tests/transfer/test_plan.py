@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.index.base import ShardRecord
 from objkv.keys.topology import Shard
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, Source
 from tests.support.device import ON_HOST
@@ -15,15 +14,6 @@ from tests.support.plans import packed
 pytestmark = ON_HOST
 
 SHARDS = (None, *[Shard(0, 1, head, head + 1) for head in range(3)])
-RECORDS = st.builds(
-    ShardRecord,
-    nbytes=st.integers(0, 2**40),
-    raw_bytes=st.integers(0, 2**40),
-    codec=st.sampled_from(("none", "lz4", "blosc")),
-    hot=st.booleans(),
-    header_checksum=st.sampled_from(("", "0" * 32, "abcdef" * 20)),
-    created_s=st.integers(0, 2**33),
-)
 
 
 @st.composite
@@ -45,7 +35,7 @@ def move_lists(draw: st.DrawFn) -> list[LoadMove]:
             block_ids=tuple(range(first, first + draw(st.integers(1, 8)))),
         )
         shards = draw(st.lists(st.sampled_from(SHARDS), min_size=1, unique=True))
-        moves += [LoadMove(move, shard, draw(RECORDS)) for shard in shards]
+        moves += [LoadMove(move, shard) for shard in shards]
     return moves
 
 
@@ -65,7 +55,6 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
     columns = packed(moves)
     assert columns.chunks == [load.move.chunk for load in moves]
     assert columns.groups == [load.move.group for load in moves]
-    assert columns.hot == [load.record.hot for load in moves]
     spans = [(load.move.token_start, load.move.token_end) for load in moves]
     assert columns.token_spans == spans
     for i, load in enumerate(moves):
@@ -78,8 +67,6 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
     assert columns.each(columns.sources) == sources
     names = [load.move.prefix_hash for load in moves]
     assert columns.prefix_hashes() == list(dict.fromkeys(names))
-    nbytes = [sum(o.record.nbytes for o in moves if o.record.hot is hot) for hot in (True, False)]
-    assert columns.nbytes() == tuple(nbytes)
 
 
 @settings(max_examples=20)
@@ -93,12 +80,11 @@ def test_a_rank_keeps_the_moves_of_the_payloads_that_it_reads(
     assert kept.groups == [group] * len(kept)
 
 
-def test_a_plan_of_many_records_is_sent_as_a_few_strings() -> None:
+def test_a_plan_of_many_moves_is_sent_as_a_few_strings() -> None:
     """Objects for all of them would take milliseconds of each worker's forward thread."""
-    record = ShardRecord(10, 10, "none", False, "0" * 32, 1)
     shards = [Shard(0, 80, head, head + 1) for head in range(8)]
     moves = [
-        LoadMove(move, shard, record)
+        LoadMove(move, shard)
         for c in range(128)
         for move in (ChunkMove(c, 0, bytes([c]) * 20, bytes([c + 1]) * 20, c, c + 1, 0, (c + 1,)),)
         for shard in shards

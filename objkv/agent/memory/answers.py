@@ -18,12 +18,11 @@ from xxhash import xxh3_64_intdigest, xxh3_128_digest
 
 from objkv.agent.memory.arena import PAGE, make_mapped, map_sent
 from objkv.errors import ConfigError
+from objkv.index.fields import SHARD_BYTES_MAX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
 BLOCK_MAX: Final = 32
 """Chunks per block, or as many as fit. The last one of a prompt may have fewer."""
-RECORD_BYTES: Final = 200
-"""Bound of a record's text."""
 _SLOTS = 1024
 _SLOT_BYTES = 32_768
 _KEY_BYTES = 16
@@ -34,8 +33,7 @@ _CHECK = struct.Struct("<Q")
 TEXT_AT: Final = _HEAD.size + _CHECK.size
 """Position of a text in its slot."""
 TEXT_BYTES_MAX: Final = _SLOT_BYTES - TEXT_AT
-"""Longer texts are not kept."""
-FIELDS_MAX: Final = TEXT_BYTES_MAX // RECORD_BYTES
+FIELDS_MAX: Final = TEXT_BYTES_MAX // (SHARD_BYTES_MAX + 1)
 """Fields of one lookup, so that a block has a chunk at least. Others are looked up in turns."""
 _TOTAL = PAGE + _SLOTS * _SLOT_BYTES
 
@@ -44,9 +42,9 @@ class Scope:
     """Lookups of one namespace and some shard fields."""
 
     def __init__(self, namespace: str, fields: Sequence[str]) -> None:
+        """``fields``: from 1 to ``FIELDS_MAX``."""
         self._text = "\n".join((namespace, *fields, "")).encode()
-        fitting = TEXT_BYTES_MAX // (RECORD_BYTES * max(1, len(fields)))
-        self.chunks = max(1, min(BLOCK_MAX, fitting))
+        self.chunks = min(BLOCK_MAX, FIELDS_MAX // len(fields))
         """Chunks per block."""
 
     def blocks(self, hashes: bytes) -> list[bytes]:
@@ -116,13 +114,13 @@ class AnswerBoard:
         return draft
 
     def write(self, draft: Draft, text: bytes, span: tuple[float, float]) -> None:
-        """Keep a block's answer, unless it is too long, or something has changed about one of its
-        chunks since its lookup began. ``span``: from when until when it is valid, in seconds since
-        the epoch."""
+        """Keep a block's answer, unless something has changed about one of its chunks since its
+        lookup began. ``span``: from when until when it is valid, in seconds since the epoch."""
+        assert len(text) <= TEXT_BYTES_MAX
         at = _place(draft.key)
         head = _HEAD.pack(draft.key, *span, len(text), xxh3_64_intdigest(text))
         with self._lock:
-            if draft.is_void or len(text) > TEXT_BYTES_MAX:
+            if draft.is_void:
                 self._unlink(draft)
                 return
             if (before := self._at.get(at)) is not None:

@@ -52,7 +52,7 @@ HELD_BYTES_MAX = 256 << 20
 """Bytes of outputs held for waiting requests, and the same again for outputs to be saved. That is
 36 outputs of 7 MiB: 1,024 rows of 3,584 bfloat16 values, for one photo."""
 ITEM_BYTES_MAX = HELD_BYTES_MAX // 4
-"""Limit for one output, which crosses to the workers in one message (docs/decisions/0013)."""
+"""Limit for one output, which crosses to the workers in one message (decision 13)."""
 NAME = "outputs"
 """What an encoder cache reads and writes, in names of threads."""
 

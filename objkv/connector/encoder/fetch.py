@@ -25,7 +25,6 @@ from objkv.cache.lookup import LOOKUP_QUEUE_MAX
 from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, Pages
 from objkv.errors import StoreError
-from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 
@@ -61,6 +60,8 @@ class WantedOutput(PayloadTransfer):
     owners: set[str] = field(default_factory=set)
     """Requests that need it. Without owners it is forgotten."""
     state: State = State.WAITING
+    is_stored: bool = False
+    """Whether its lookup found that it is stored."""
     pages: Pages | None = None
     began: float = 0.0
     """When it had memory."""
@@ -68,11 +69,6 @@ class WantedOutput(PayloadTransfer):
     @property
     def is_needed(self) -> bool:
         return self.state is State.WAITING
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its pages."""
-        return self.layers[0].nbytes
 
     def take(self, pages: Sequence[memoryview]) -> None:
         self.pages = np.frombuffer(pages[0], np.uint8).copy()  # nothing can take a copy away
@@ -178,7 +174,7 @@ class EncoderFetcher:
         if entry is None:
             return State.ABSENT
         if entry.state is State.WAITING and self.is_late(entry.deadline):
-            state = State.ABSENT if entry.record is None else State.STORED
+            state = State.STORED if entry.is_stored else State.ABSENT
             self._settle(entry, state, "load_deadlines")
         return entry.state
 
@@ -266,11 +262,11 @@ class EncoderFetcher:
         try:
             for entry in batch:
                 if entry.is_needed:
-                    entry.record = yield from self._find(entry.claim.key)
+                    entry.is_stored = yield from self._is_stored(entry.claim.key)
         finally:  # also after an exception, because requests wait for the entries
             with self._changed:
                 for entry in batch:
-                    if entry.record is None:
+                    if not entry.is_stored:
                         self._settle(entry, State.ABSENT)
                     elif self._reader is None:
                         self._settle(entry, State.STORED)
@@ -279,17 +275,17 @@ class EncoderFetcher:
                     self._settle(entry, State.STORED, "load_refused")
                 self._read()
 
-    def _find(self, key: ChunkKey) -> Steps[ShardRecord | None]:
-        """Return an output's index record. None if there is none, or no answer."""
+    def _is_stored(self, key: ChunkKey) -> Steps[bool]:
+        """Whether the index has an output. False if there is no answer."""
         try:
             find = self._index.find(key.namespace, [key.prefix_hash], [key.field])
             (found,) = yield from find
         except StoreError as exc:
             self._recorder.count("lookup_errors")
             self._trouble.failed(exc)
-            return None
+            return False
         self._trouble.worked()
-        return found[key.field] if found else None
+        return bool(found)
 
     def _read(self) -> None:
         """Read the outputs that now have memory. The lock is held."""

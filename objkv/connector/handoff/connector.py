@@ -233,7 +233,6 @@ class HandoffConnector:
         (shards,) = self._ask(find)
         if shards is None:
             return None
-        one.record = shards[key.field]
         self._reader.read([one])
         return stage.scatter(prompt, one.pages) if one.wait() is ReadOutcome.READ else None
 

@@ -7,7 +7,7 @@ cannot be planned, the workers report that it failed. Source: vLLM 0.31-0.33, ``
 """
 
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -15,6 +15,7 @@ from objkv.cache.admission import LoadTime
 from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.planning import BlockTable
 from objkv.connector.kv.requests import Usable
+from objkv.index.base import ShardRecord
 from objkv.transfer.plan import LoadPlan
 
 _NULL_BLOCK = 0
@@ -27,6 +28,10 @@ class StartedLoad:
     plan: LoadPlan
     tokens: int
     """How many tokens it loads. 0 if its request has ended."""
+    hot_bytes: int
+    """Bytes of the payloads with a hot copy, as stored."""
+    bulk_bytes: int
+    """Bytes of the others."""
     sent_at: float = 0.0
     slowest: LoadTime | None = None
 
@@ -72,9 +77,12 @@ class ReliedLoads:
         """Whether loads between steps were sent and have neither failed nor ended."""
         return bool(self._started)
 
-    def plan(self, plan: LoadPlan, tokens: int) -> None:
-        """Record the load of ``tokens`` for which vLLM has allocated blocks."""
-        self._planned[plan.request_id] = StartedLoad(plan, tokens)
+    def plan(self, plan: LoadPlan, tokens: int, records: Sequence[ShardRecord]) -> None:
+        """Record the load of ``tokens`` for which vLLM has allocated blocks. ``records``: of its
+        payloads."""
+        hot = sum([record.nbytes for record in records if record.hot])
+        bulk = sum([record.nbytes for record in records]) - hot
+        self._planned[plan.request_id] = StartedLoad(plan, tokens, hot, bulk)
 
     def lose(self, request_id: str, blocks: BlockTable, match: Usable | None) -> None:
         """Record that such a load cannot be planned. ``blocks``: all blocks of the request.

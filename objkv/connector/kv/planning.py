@@ -14,14 +14,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain
-from objkv.transfer.plan import (
-    ChunkMove,
-    LoadMoves,
-    RecordColumns,
-    Row,
-    SaveMove,
-    Source,
-)
+from objkv.transfer.plan import ChunkMove, LoadMoves, Row, SaveMove, Source
 
 BlockTable = Sequence[Sequence[int]]
 """The request's physical blocks per group, in token order. 0, the null block, stands for a block
@@ -49,9 +42,11 @@ def load_moves(
     span: tuple[int, int],
     *,
     draft_end: int | None = None,
-) -> LoadMoves:
-    """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order.
-    ``draft_end``: the end of those whose draft is stored. Default: ``end``.
+) -> tuple[LoadMoves, list[ShardRecord]]:
+    """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order, and
+    the index record of each of their payloads.
+
+    ``draft_end``: the end of the tokens whose draft is stored. Default: ``end``.
 
     Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
     allocated the blocks that tokens after ``end`` need, and null blocks for the others.
@@ -78,7 +73,6 @@ def load_moves(
         # Nearly always one payload has all of the group.
         payloads = [stored.of(records[first + chunk], group) for chunk in runs.chunks.tolist()]
         table = np.repeat(table, [len(some) for some in payloads], axis=1)
-        table[Row.RECORD] = np.arange(len(found), len(found) + table.shape[1])
         flat = [one for some in payloads for one in some]
         table[Row.SOURCE] = [sources.setdefault(source, len(sources)) for source, _ in flat]
         found += [record for _, record in flat]
@@ -88,12 +82,12 @@ def load_moves(
         fills_before += len(runs.starts)
     table = np.concatenate(tables, axis=1)
     if len(tables) > 1:
-        table = table.take(np.argsort(table[Row.CHUNK], kind="stable"), axis=1)
+        order = np.argsort(table[Row.CHUNK], kind="stable")
+        table, found = table.take(order, axis=1), [found[n] for n in order.tolist()]
     table[Row.TOKEN_START] = table[Row.CHUNK] * size
     table[Row.TOKEN_END] = table[Row.TOKEN_START] + size
     hashes = b"".join((chain.parent(first), *chain.hashes(first, last)))
-    columns = RecordColumns.pack(found)
-    return LoadMoves(table, hashes, np.concatenate(ids), sources=tuple(sources), records=columns)
+    return LoadMoves(table, hashes, np.concatenate(ids), sources=tuple(sources)), found
 
 
 class _Runs(NamedTuple):

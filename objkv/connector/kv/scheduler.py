@@ -32,12 +32,12 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
 from objkv.connector.wiring import locality
-from objkv.index.base import Shards, WriteIndex
+from objkv.index.base import ShardRecord, Shards, WriteIndex
 from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_TRACING, Tracing
-from objkv.transfer.plan import LoadPlan
+from objkv.transfer.plan import LoadMoves, LoadPlan
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
@@ -81,13 +81,20 @@ def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
         recorder.count("local_hit_tokens", tracked.local)
 
 
-def count_load(recorder: Recorder, plan: LoadPlan, span: tuple[int, int], draft_end: int) -> None:
+def count_load(
+    recorder: Recorder,
+    moves: LoadMoves,
+    records: Sequence[ShardRecord],
+    span: tuple[int, int],
+    draft_end: int,
+) -> None:
     """Count a planned load of tokens ``[start, end)`` by the store that has them: the hot store or
-    the bulk store. ``draft_end``: the end of those whose draft KV is stored."""
+    the bulk store. ``records``: of the payload of each move. ``draft_end``: the end of those whose
+    draft KV is stored."""
     start, end = span
-    spans, moves_hot = plan.moves.token_spans, plan.moves.hot
+    spans = moves.token_spans
     # A chunk is only as fast as its slowest group.
-    cold = {chunk for chunk, hot in zip(spans, moves_hot, strict=True) if not hot}
+    cold = {chunk for chunk, record in zip(spans, records, strict=True) if not record.hot}
     hot = sum(min(end, last) - max(start, first) for first, last in set(spans) - cold)
     recorder.count("hits")
     recorder.count("hit_tokens", end - start)
@@ -260,13 +267,13 @@ class SchedulerSide:
         assert usable is not None
         span = (usable.computed, usable.computed + tokens)
         tracked.accounted = span[1]
-        payloads, records = self.requests.payloads, usable.records
-        draft_end = stored_draft_end(self._geometry, payloads, records, span)
-        moves = load_moves(
+        payloads = self.requests.payloads
+        draft_end = stored_draft_end(self._geometry, payloads, usable.records, span)
+        moves, records = load_moves(
             self._geometry,
             payloads,
             tracked.hashes.chain,
-            records,
+            usable.records,
             blocks,
             span,
             draft_end=draft_end,
@@ -281,8 +288,8 @@ class SchedulerSide:
         )
         if plan.blanks:
             self._saves.drafts.lost(tracked, draft_end)
-        count_load(self._recorder, plan, span, draft_end)
-        self._loads.plan(plan, tokens)
+        count_load(self._recorder, moves, records, span, draft_end)
+        self._loads.plan(plan, tokens, records)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Return the plan of everything that the workers do in this step.

@@ -18,7 +18,6 @@ from objkv.connector.kv.loads import StartedLoad
 from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, Shards
-from objkv.transfer.plan import LoadPlan
 
 _HOT: Tier = "hot"
 _BULK: Tier = "bulk"
@@ -71,8 +70,10 @@ class Timing:
         worker reported it."""
         if (took := load.slowest) is None or not load.tokens:
             return None
-        tier, share = self._tier_of(load.plan)
-        self._admission.loaded(tier, replace(took, nbytes=int(took.nbytes * share)))
+        # A load from both tiers measures bulk, which determines when it ends. If mixed loads were
+        # ignored and every prompt began with hot chunks, bulk would never be measured.
+        tier, nbytes = (_BULK, load.bulk_bytes) if load.bulk_bytes else (_HOT, load.hot_bytes)
+        self._admission.loaded(tier, nbytes, took)
         month = strftime("%Y-%m", gmtime(self._wall()))
         token_s, gpus = self._admission.seconds_per_token, self._geometry.ranks
         savings = Savings(load.plan.namespace, month, loads=1, tokens=load.tokens)
@@ -109,15 +110,6 @@ class Timing:
     def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
         nbytes, hot = self._payloads.size(shards)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
-
-    def _tier_of(self, plan: LoadPlan) -> tuple[Tier, float]:
-        """Return the tier that a plan's load measures, and the share of its bytes from that tier.
-
-        A load from both tiers measures bulk, which determines when it ends. If mixed loads were
-        ignored and every prompt began with hot chunks, bulk would never be measured.
-        """
-        hot, bulk = plan.moves.nbytes()
-        return (_BULK, bulk / (bulk + hot)) if bulk else (_HOT, 1.0)
 
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:

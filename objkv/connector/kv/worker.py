@@ -280,8 +280,7 @@ class WorkerSide:
         if outcome.failed:
             self._report.failed.add(outcome.request_id)
         elif outcome.first_s is not None:
-            time = LoadTime(outcome.nbytes, outcome.seconds, outcome.first_s)
-            self._report.loaded[outcome.request_id] = time
+            self._report.loaded[outcome.request_id] = LoadTime(outcome.seconds, outcome.first_s)
 
 
 def _all_of(plan: LoadPlan) -> LostLoad:

@@ -21,7 +21,6 @@ from objkv.agent.payloads import PayloadTransfer, ReadOutcome, WriteOutcome
 from objkv.codec.payload import LAYER_BYTES_MAX, Claim, LayerSpec
 from objkv.codec.values import DTYPE_BYTES
 from objkv.errors import ConfigError, TransferError
-from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Recorder
@@ -150,14 +149,12 @@ class TierJobs:
                 self._end(job)
         return job, taken
 
-    def row(
-        self, job: Job, namespace: str, key: bytes, row: int, record: ShardRecord | None = None
-    ) -> "JobRow":
-        """Return one chunk of a job, to be loaded or saved. A load needs its record."""
+    def row(self, job: Job, namespace: str, key: bytes, row: int) -> "JobRow":
+        """Return one chunk of a job, to be loaded or saved."""
         # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
         claim = Claim(chunk_key(namespace, key), _NO_PARENT, 0, self.rows.tokens)
         layers, deadline = (self.rows.layer,), job.deadline
-        return JobRow(claim, layers, deadline, self, job, key, row, record=record)
+        return JobRow(claim, layers, deadline, self, job, key, row)
 
     def settle(self, job: Job, key: bytes, *, done: bool, noted: bool = False) -> None:
         """A chunk has ended. Thread-safe. No effect after its job has."""

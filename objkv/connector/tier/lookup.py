@@ -18,7 +18,6 @@ from objkv.background import Steps, StepThread, in_steps
 from objkv.cache.lookup import FindIndex, LookupLimits
 from objkv.connector.tier.jobs import chunk_key
 from objkv.errors import StoreError
-from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 
@@ -36,7 +35,7 @@ class _Verdict:
     """Set last, by the background thread or by the scheduler's thread."""
     is_open: bool = False
     """Whether the answer to its question ended before it."""
-    record: ShardRecord | None = None
+    is_stored: bool = False
     answered_at: float = 0.0
 
 
@@ -85,8 +84,8 @@ class TierLookups:
                     self._new[key] = [verdict]
                 return LookupResult.RETRY
             self._recorder.count("lookup_deadlines")
-            self._answer(verdict, None)
-        return LookupResult.MISS if verdict.record is None else LookupResult.HIT
+            self._answer(verdict, is_stored=False)
+        return LookupResult.HIT if verdict.is_stored else LookupResult.MISS
 
     def flush(self) -> None:
         """Look up the new keys of the planned step."""
@@ -96,10 +95,10 @@ class TierLookups:
                 self._recorder.count("lookup_refused", len(verdicts))
                 self._miss(verdicts)
 
-    def record(self, key: bytes) -> ShardRecord | None:
-        """Return the record that the lookup of a chunk found."""
+    def has_found(self, key: bytes) -> bool:
+        """Whether the lookup of a chunk found that it is stored."""
         verdict = self._known.get(key)
-        return None if verdict is None else verdict.record
+        return verdict is not None and verdict.is_stored
 
     def deny(self, keys: Iterable[bytes]) -> None:
         """Make later lookups of these keys miss, because their load failed."""
@@ -135,13 +134,13 @@ class TierLookups:
             and self._clock() - verdict.answered_at > self._limits.age_max_s
         )
 
-    def _answer(self, verdict: _Verdict, record: ShardRecord | None) -> None:
-        verdict.record, verdict.answered_at = record, self._clock()
+    def _answer(self, verdict: _Verdict, *, is_stored: bool) -> None:
+        verdict.is_stored, verdict.answered_at = is_stored, self._clock()
         verdict.answered = True
 
     def _miss(self, verdicts: Iterable[_Verdict]) -> None:
         for verdict in verdicts:
-            self._answer(verdict, None)
+            self._answer(verdict, is_stored=False)
 
     def _find(self, questions: Sequence[Sequence[_Verdict]]) -> Steps[None]:
         """Look up keys, those of one namespace and group in one call."""
@@ -157,12 +156,12 @@ class TierLookups:
                 continue
             has_ended = False
             for verdict, shards in zip(left, found, strict=True):
-                record = None if shards is None else shards.get(key.field)
-                if record is None and has_ended and self._ends_early:
+                is_stored = shards is not None and key.field in shards
+                if has_ended and not is_stored and self._ends_early:
                     verdict.is_open = True
                 elif not verdict.answered:  # else it was late
-                    self._answer(verdict, record)
-                has_ended |= record is None
+                    self._answer(verdict, is_stored=is_stored)
+                has_ended |= not is_stored
 
 
 def _note_failure(error: Exception) -> None:

@@ -279,11 +279,10 @@ class ObjKVTier(SecondaryTierManager):
         jobs, loads = self._loads, list[JobRow]()
         job, taken = jobs.begin(job_metadata.job_id, keys, refuse=namespace is None)
         for key, row in zip(taken, rows, strict=False):
-            record = self._lookups.record(key)
-            if namespace is None or record is None:  # not found, or not looked up
+            if namespace is None or not self._lookups.has_found(key):
                 jobs.settle(job, key, done=False)
             else:
-                loads.append(jobs.row(job, namespace, key, row, record))
+                loads.append(jobs.row(job, namespace, key, row))
         self._reader.read(loads)
 
     @guarded(tuple[JobResult, ...]())

@@ -20,6 +20,7 @@ from redis import exceptions
 from objkv.errors import StoreError
 from objkv.index.base import (
     ChunkEntry,
+    Lease,
     Record,
     Savings,
     ShardRecord,
@@ -44,6 +45,7 @@ from objkv.index.redis.scripts import (
     RELEASE,
     SIGHT,
     TOUCH,
+    Keys,
     Script,
 )
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -111,6 +113,7 @@ class PendingTotals:
 Client = redis.Redis | redis.RedisCluster
 _SCAN_KEYS = 1_000
 _TOKENS = re.compile(rb"(\d{1,15})-(\d{1,15})")
+_PATH = re.compile(rf"([^/]+)/../([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})/(.+)")
 
 
 class RedisIndex:
@@ -206,7 +209,7 @@ class RedisIndex:
 
     def check(self) -> None:
         """See ``ReadIndex``. Runs a script, which needs most of the rights that objkv needs."""
-        self._run("check", RELEASE, f"{self._prefix}:l:check", "nobody")
+        self._run("check", RELEASE, (self._lease("check"),), "nobody")
 
     def close(self) -> None:
         """See ``ReadIndex``."""
@@ -218,23 +221,31 @@ class RedisIndex:
             self._finder.close()
             self.client.close()
 
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def publish(
+        self,
+        chunk: ChunkEntry,
+        shards: Mapping[str, ShardRecord],
+        *,
+        ttl_s: int,
+        lease: Lease | None = None,
+    ) -> None:
         """See ``WriteIndex``."""
         assert shards
-        assert all(field[:1].isdigit() for field in shards)  # the record's own fields are words
-        args: list[str | bytes | int] = [ttl_s * 1000]
-        args += ["parent", chunk.parent_hash.hex()]
-        args += ["tokens", f"{chunk.token_start}-{chunk.token_end}"]
+        assert all(field[:1].isdigit() for field in shards)  # the record's own fields are letters
+        args: list[str | bytes | int] = [ttl_s * 1000, "" if lease is None else lease.owner]
+        args += ["p", chunk.parent_hash, "t", f"{chunk.token_start}-{chunk.token_end}"]
         for field, shard in shards.items():
             args += [field, encode_shard(shard)]
-        key = self._chunk(chunk.namespace, chunk.prefix_hash)
-        nbytes, payloads = self._run("publish", PUBLISH, key, *args)
+        keys: Keys = (self._chunk(chunk.namespace, chunk.prefix_hash),)
+        if lease is not None:
+            keys = (*keys, self._lease(lease.name))
+        nbytes, payloads = self._run("publish", PUBLISH, keys, *args)
         self._totals.add(chunk.namespace, nbytes, payloads)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
         """See ``WriteIndex``; one pipelined round trip."""
         keys = [self._chunk(namespace, prefix_hash) for prefix_hash in dict.fromkeys(prefix_hashes)]
-        self._run_all("touch", TOUCH, keys, ttl_s * 1000, int(self._clock()))
+        self._run_all("touch", TOUCH, [(key,) for key in keys], ttl_s * 1000, int(self._clock()))
 
     def credit(self, savings: Savings) -> None:
         """See ``WriteIndex``. Sends the sums every few seconds."""
@@ -245,33 +256,33 @@ class RedisIndex:
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""
         key = self._chunk(namespace, prefix_hash)
-        gone = bool(self._run("forget", FORGET, key, field, encode_shard(expected)))
+        gone = bool(self._run("forget", FORGET, (key,), field, encode_shard(expected)))
         if gone:
             self._totals.add(namespace, -expected.nbytes, -1)
         return gone
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
         """See ``WriteIndex``. Extends the owner's lease."""
-        return bool(self._run("lease", LEASE, f"{self._prefix}:l:{name}", owner, ttl_ms))
+        return bool(self._run("lease", LEASE, (self._lease(name),), owner, ttl_ms))
 
     def release(self, name: str, owner: str) -> None:
         """See ``WriteIndex``."""
-        self._run("release", RELEASE, f"{self._prefix}:l:{name}", owner)
+        self._run("release", RELEASE, (self._lease(name),), owner)
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one pipelined round trip."""
-        keys = [f"{self._prefix}:s:{sighting_name(name)}" for name in names]
+        keys = [(f"{self._prefix}:s:{sighting_name(name)}",) for name in names]
         replies = self._run_all("sight", SIGHT, keys, ttl_s * 1000)
         return [reply == 1 for reply in replies]
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""
         ttl_ms = max(ttl_s * 1000, int((until_s - self._clock()) * 1000))
-        return bool(self._run("pin", PIN, self._chunk(namespace, prefix_hash), until_s, ttl_ms))
+        return bool(self._run("pin", PIN, (self._chunk(namespace, prefix_hash),), until_s, ttl_ms))
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
         """See ``PruneIndex``. Also removes malformed records."""
-        found, nbytes, payloads = self._run("drop", DROP, self._chunk(namespace, prefix_hash))
+        found, nbytes, payloads = self._run("drop", DROP, (self._chunk(namespace, prefix_hash),))
         self._totals.add(namespace, -nbytes, -payloads)
         return bool(found)
 
@@ -288,23 +299,31 @@ class RedisIndex:
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
         return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
 
-    def _run(self, verb: str, script: Script, key: str, *args: str | bytes | int) -> Any:
-        """Return the script's reply for one key, see ``_run_all``."""
+    def _lease(self, name: str) -> str:
+        """Return the key of a lease. A cluster keeps that of a payload where the chunk's record is:
+        it looks only at what is in braces."""
+        if (path := _PATH.fullmatch(name)) is None:
+            return f"{self._prefix}:l:{name}"
+        namespace, prefix_hash, payload = path.groups()
+        return f"{self._prefix}:l:{{{self._prefix}:i:{namespace}:{prefix_hash}}}:{payload}"
+
+    def _run(self, verb: str, script: Script, keys: Keys, *args: str | bytes | int) -> Any:
+        """Return the script's reply for the keys of one call, see ``_run_all``."""
         with translated(f"redis index, {verb}"), suppress(exceptions.NoScriptError):
             run: Callable[..., object] = self.client.execute_command
             if not self._totals.is_due():  # a pipeline costs half as much again
-                return run(*script.known(key, *args))
-        return self._run_all(verb, script, [key], *args)[0]
+                return run(*script.known(keys, *args))
+        return self._run_all(verb, script, [keys], *args)[0]
 
     def _run_all(
-        self, verb: str, script: Script, keys: Sequence[str], *args: str | bytes | int
+        self, verb: str, script: Script, calls: Sequence[Keys], *args: str | bytes | int
     ) -> list[Any]:
-        """Return the script's replies for all keys, in order, after one pipelined round trip. Due
-        changes of the totals share it."""
-        known = [script.known(key, *args) for key in keys]
+        """Return the script's replies for the keys of each call, in order, after one pipelined
+        round trip. Due changes of the totals share it."""
+        known = [script.known(keys, *args) for keys in calls]
         replies = self._flushed(verb, self._totals, self._totals.take(), *known)
         unknown = [n for n, one in enumerate(replies) if isinstance(one, exceptions.NoScriptError)]
-        again = self._pipelined(verb, [script.full(keys[place], *args) for place in unknown])
+        again = self._pipelined(verb, [script.full(calls[place], *args) for place in unknown])
         for place, reply in zip(unknown, again, strict=True):
             replies[place] = reply
         return [_checked(verb, reply) for reply in replies]
@@ -383,9 +402,8 @@ def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
         if name[:1].isdigit() and (shard := decode_shard(value)):
             shards[name.decode("utf-8", "replace")] = shard
     try:
-        tokens = _TOKENS.fullmatch(reply[b"tokens"])
-        parent_hash = bytes.fromhex(reply[b"parent"].decode("ascii"))
-        hits, touched_s = int(reply.get(b"hits", 0)), int(reply.get(b"touched", 0))
+        tokens, parent_hash = _TOKENS.fullmatch(reply[b"t"]), reply[b"p"]
+        hits, touched_s = int(reply.get(b"h", 0)), int(reply.get(b"u", 0))
         pinned_until_s = int(reply.get(b"pin", 0))
     except (KeyError, ValueError):
         return None

@@ -1,4 +1,5 @@
-"""Lua scripts that Redis runs atomically. Each touches one key, so clusters run them too.
+"""Lua scripts that Redis runs atomically. Each touches one key, or a chunk's record and a lease,
+which a cluster keeps in the same place.
 
 Scripts are sent by digest. A server without the script gets its text with ``EVAL``, which also
 caches it. ``redis.pcall`` returns a table if a key has another type, and so is not objkv's. Such a
@@ -7,6 +8,8 @@ key is treated as absent, and replaced when a chunk is published.
 
 import hashlib
 from dataclasses import dataclass, field
+
+Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +24,13 @@ class Script:
         digest = hashlib.sha1(self.text.encode("ascii"), usedforsecurity=False).hexdigest()
         object.__setattr__(self, "sha", digest)
 
-    def known(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
+    def known(self, keys: Keys, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
         """Return the command for a server that has the script cached."""
-        return ("EVALSHA", self.sha, 1, key, *args)
+        return ("EVALSHA", self.sha, len(keys), *keys, *args)
 
-    def full(self, key: str, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
+    def full(self, keys: Keys, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
         """Return the command for any server."""
-        return ("EVAL", self.text, 1, key, *args)
+        return ("EVAL", self.text, len(keys), *keys, *args)
 
 
 _LIVE = """\
@@ -39,7 +42,7 @@ redis.call('PEXPIRE', KEYS[1], string.format('%.0f', ttl))
 """
 """Sets the record's time to live, in ms. Does not shorten the rest of a pin."""
 _SIZE = """\
-local function size(shard) return tonumber(string.match(shard, '^%[(%d+),')) or 0 end
+local function size(shard) return tonumber(string.match(shard, '^(%d+) ')) or 0 end
 """
 
 PUBLISH = Script(f"""\
@@ -47,23 +50,25 @@ PUBLISH = Script(f"""\
 local kind = redis.call('TYPE', KEYS[1])['ok']
 if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
 local nbytes, payloads = 0, 0
-for i = 2, #ARGV, 2 do
+for i = 3, #ARGV, 2 do
   if string.find(ARGV[i], '^%d') then
     local was = redis.call('HGET', KEYS[1], ARGV[i])
     nbytes = nbytes + size(ARGV[i + 1]) - (was and size(was) or 0)
     payloads = payloads + (was and 0 or 1)
   end
 end
-redis.call('HSET', KEYS[1], unpack(ARGV, 2))
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
 {_LIVE}
+if KEYS[2] and redis.pcall('GET', KEYS[2]) == ARGV[2] then redis.call('DEL', KEYS[2]) end
 return {{nbytes, payloads}}
 """)
-"""ARGV: time to live in ms, then fields and values. Returns the changes in bytes and payloads."""
+"""KEYS: the record, and perhaps a lease that ends. ARGV: time to live in ms, the lease's owner,
+then fields and values. Returns the changes in bytes and payloads."""
 
 TOUCH = Script(f"""\
-if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
-local hits = tonumber(redis.call('HGET', KEYS[1], 'hits')) or 0
-redis.call('HSET', KEYS[1], 'hits', string.format('%.0f', hits + 1), 'touched', ARGV[2])
+if redis.pcall('HEXISTS', KEYS[1], 'p') ~= 1 then return 0 end
+local hits = tonumber(redis.call('HGET', KEYS[1], 'h')) or 0
+redis.call('HSET', KEYS[1], 'h', string.format('%.0f', hits + 1), 'u', ARGV[2])
 {_LIVE}
 return 1
 """)
@@ -81,7 +86,7 @@ return 1
 """ARGV: field, the value it must have."""
 
 PIN = Script("""\
-if redis.pcall('HEXISTS', KEYS[1], 'parent') ~= 1 then return 0 end
+if redis.pcall('HEXISTS', KEYS[1], 'p') ~= 1 then return 0 end
 if ARGV[1] == '0' then
   redis.call('HDEL', KEYS[1], 'pin')
 else

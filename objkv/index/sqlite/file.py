@@ -18,19 +18,14 @@ from threading import Lock
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import ends_s
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 APPLICATION_ID = 0x6F6B7631
 """``okv1``: distinguishes an index from other SQLite files."""
 
 
-def nbytes_of(value: str) -> str:
-    """Return the SQL expression for a shard's size: the first number after the bracket."""
-    return f"CAST(substr({value}, 2) AS INTEGER)"
-
-
 def _added(row: str, sign: str) -> str:
     """Return the statement that adds or subtracts (``sign``) a ``row``, ``old`` or ``new``."""
-    nbytes = nbytes_of(f"{row}.value")
+    nbytes = f"CAST({row}.value AS INTEGER)"  # the number with which it begins
     return (
         f"INSERT INTO totals VALUES ({row}.namespace, {sign}{nbytes}, {sign}1) "
         "ON CONFLICT (namespace) DO UPDATE SET "

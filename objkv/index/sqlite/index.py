@@ -11,6 +11,7 @@ from typing import Any
 
 from objkv.index.base import (
     ChunkEntry,
+    Lease,
     Record,
     Savings,
     ShardRecord,
@@ -24,7 +25,7 @@ from objkv.index.fields import (
     savings_fields,
     sighting_name,
 )
-from objkv.index.sqlite.file import SqliteFile, nbytes_of
+from objkv.index.sqlite.file import SqliteFile
 
 _HASHES_MAX = 30_000
 """Limit per statement; SQLite itself allows 32,766 variables."""
@@ -57,9 +58,9 @@ _TOUCH = f"""
 UPDATE chunks AS c SET hits = hits + 1, touched_s = ?, ends_s = max(?, pinned_s)
 WHERE namespace = ? AND {_LIVE} AND hash IN
 """
-_USAGE = f"""
+_USAGE = """
 WITH expired AS (
-  SELECT namespace, sum({nbytes_of("s.value")}) AS nbytes, count(*) AS payloads
+  SELECT namespace, sum(CAST(s.value AS INTEGER)) AS nbytes, count(*) AS payloads
   FROM chunks c JOIN shards s USING (namespace, hash)
   WHERE c.ends_s <= ? GROUP BY namespace)
 SELECT namespace, t.nbytes - ifnull(e.nbytes, 0) AS nbytes,
@@ -75,6 +76,7 @@ INSERT INTO leases (name, owner, ends_s) VALUES (?, ?, ?)
 ON CONFLICT (name) DO UPDATE SET owner = excluded.owner, ends_s = excluded.ends_s
 WHERE leases.owner = excluded.owner OR leases.ends_s <= ?
 """
+_RELEASE = "DELETE FROM leases WHERE name = ? AND owner = ?"
 # Sightings end like leases, so they are in their table. No lease has such a name: leases are named
 # by paths, and by words.
 _SIGHTED = "SELECT count(*) FROM leases WHERE name = ? AND ends_s > ?"
@@ -177,7 +179,14 @@ class SqliteIndex:
         """See ``ReadIndex``."""
         self._file.close()
 
-    def publish(self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def publish(
+        self,
+        chunk: ChunkEntry,
+        shards: Mapping[str, ShardRecord],
+        *,
+        ttl_s: int,
+        lease: Lease | None = None,
+    ) -> None:
         """See ``WriteIndex``."""
         assert shards
         now = self._clock()
@@ -195,6 +204,8 @@ class SqliteIndex:
                 _PUBLISH_SHARD,
                 [(*key, field, encode_shard(shard)) for field, shard in shards.items()],
             )
+            if lease is not None:
+                connection.execute(_RELEASE, lease)
             _purge(connection, now)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
@@ -242,7 +253,7 @@ class SqliteIndex:
     def release(self, name: str, owner: str) -> None:
         """See ``WriteIndex``."""
         with self._file.write() as connection:
-            connection.execute("DELETE FROM leases WHERE name = ? AND owner = ?", (name, owner))
+            connection.execute(_RELEASE, (name, owner))
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one transaction."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import PayloadRequest, Urgency
+from objkv.agent.messages import Urgency
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
 from objkv.errors import TransferError
@@ -37,20 +37,18 @@ class AgentReader:
     """Reads payloads as a worker does: it opens them, checks their headers, copies their frames
     from the agent's memory, and ends the leases."""
 
-    def __init__(
-        self, socket: Path, samples: Sequence[PayloadSample], wanted: Sequence[PayloadRequest]
-    ) -> None:
-        """``wanted``: the samples, as a request for them. Raises ``TransferError``."""
+    def __init__(self, socket: Path, samples: Sequence[PayloadSample]) -> None:
+        """Raises ``TransferError``."""
         self._agent = AgentConnection(socket, wants_arena=True)
-        self._layers, self._wanted = samples[0].layers, wanted
+        self._layers, self._claims = samples[0].layers, [sample.claim for sample in samples]
         self._payloads = [sample.payload for sample in samples]
         self._targets = [make_slab(sample) for sample in samples]
 
     def load(self) -> None:
         """Load the payloads once. Raises ``TransferError`` if the agent cannot get one."""
         agent = self._agent
-        leases = agent.open(self._wanted, deadline_s=_DEADLINE_S, urgency=Urgency.BETWEEN_STEPS)
-        for lease, wanted, target in zip(leases, self._wanted, self._targets, strict=True):
+        leases = agent.open(self._claims, deadline_s=_DEADLINE_S, urgency=Urgency.BETWEEN_STEPS)
+        for lease, claim, target in zip(leases, self._claims, self._targets, strict=True):
             progress = lease.progress
             while progress.state is CellState.FILLING:
                 # Read first: the wait for an earlier payload may have consumed the event.
@@ -61,7 +59,7 @@ class AgentReader:
                 raise TransferError("the agent has no payload: does it use the same store?")
             payload = agent.arena.view[progress.offset : progress.offset + progress.nbytes]
             head = payload[: header_bytes_needed(payload[:8])]
-            frames = read_claimed(head, wanted.claim, self._layers).frames
+            frames = read_claimed(head, claim, self._layers).frames
             at = 0
             for start, end in zip(frames.starts, frames.ends, strict=True):
                 copy_bytes(target[at : at + end - start], payload[start:end], end - start)
@@ -88,7 +86,6 @@ def bench_agent(
         samples = make_samples(effort.bulk, _PAYLOADS, namespace=namespace)
         keys = [sample.claim.key for sample in samples]
         stack.enter_context(removed(bulk, [key.path() for key in keys]))
-        wanted = []
         for sample, key in zip(samples, keys, strict=True):
             bulk.put(key.path(), sample.payload)
             record = shard_record(read_header(sample.payload))
@@ -96,10 +93,8 @@ def bench_agent(
             entry = ChunkEntry(namespace, key.prefix_hash, claim.parent_hash, 0, claim.token_end)
             stack.callback(index.forget, namespace, key.prefix_hash, key.field, record)
             index.publish(entry, {key.field: record}, ttl_s=TTL_S)
-            wanted.append(PayloadRequest(claim, record))
         readers = [
-            stack.enter_context(closing(AgentReader(socket, samples, wanted)))
-            for _ in range(max(_READERS))
+            stack.enter_context(closing(AgentReader(socket, samples))) for _ in range(max(_READERS))
         ]
         nbytes = sum(len(sample.payload) for sample in samples)
         what = f"{_PAYLOADS} payloads of {effort.bulk.name}"

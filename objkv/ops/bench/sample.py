@@ -27,7 +27,7 @@ FOLDER = "bench"
 """The first folder of the keys in ``PayloadSample``."""
 CHUNK_TOKENS = 256
 FIELD = "0.L0-32_H0-8"
-RECORD = ShardRecord((32 << 20) + 12_288, 32 << 20, "none", False, "0" * 32, 1)
+RECORD = ShardRecord((32 << 20) + 12_288, 32 << 20, True, False, "0" * 16, 1)
 _CONTENT, _BLOCK_TOKENS = 256, 16
 
 

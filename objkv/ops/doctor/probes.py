@@ -177,7 +177,7 @@ class _IndexProbe:
         self._hash = secrets.token_bytes(PREFIX_HASH_BYTES)
         self._field = "0.L0-1_H0-1"
         self._lease = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
-        self._shard = ShardRecord(1, 1, "none", False, secrets.token_hex(16), int(time.time()))
+        self._shard = ShardRecord(1, 1, True, False, secrets.token_hex(8), int(time.time()))
 
     def steps(self) -> Sequence[Step]:
         volatile = "another program removes keys: use a database that no other program flushes"

@@ -255,7 +255,7 @@ def _client_config(config: Config) -> ClientConfig:
         read_timeout=attempt_s * (1 - _CONNECT_SHARE),
         retries={"mode": "standard", "total_max_attempts": ATTEMPTS - 1},
         # Payloads have their own checksums, and many servers refuse or ignore S3's. A hash of the
-        # body in the signature triples the time of a put on loopback: see docs/decisions/0009.
+        # body in the signature triples the time of a put on loopback: see decision 9.
         s3={
             "addressing_style": config.s3_addressing,
             "payload_signing_enabled": config.s3_signed_payloads,

@@ -35,7 +35,7 @@ class Absence:
     """Whether a refusal (403) means that a key does not exist. Thread-safe.
 
     S3 returns 404 for a missing key to anyone with permission to list, and 403 to all others. See
-    ``docs/decisions/0031``. The keys of one store are all under one prefix.
+    decision 31. The keys of one store are all under one prefix.
 
     If the permission to list has a condition on the prefix, some servers (Ceph 16.2) return 403,
     because a get names no prefix. Servers that honour the condition allow a listing of this one

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 UNSIGNED = "UNSIGNED-PAYLOAD"
-"""Used instead of a hash of the body, also over http: see ``docs/decisions/0009``."""
+"""Used instead of a hash of the body, also over http: see decision 9 in ``docs/decisions.md``."""
 
 _EMPTY = sha256().hexdigest()
 _SOUGHT = "objkv-sought"

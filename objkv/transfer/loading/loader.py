@@ -18,7 +18,7 @@ from time import monotonic, sleep
 
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import MissReason, PayloadRequest, Urgency
+from objkv.agent.messages import MissReason, Urgency
 from objkv.background import Alarm, join_all, wait_for
 from objkv.codec.payload import Claim, Header, frame_pages, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
@@ -90,11 +90,11 @@ class _Reading:
         load = job.plan.moves[index]
         move = load.move
         key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, load.shard)
-        claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        self.wanted = PayloadRequest(claim, load.record)
-        """What to ask the agent for."""
+        self.claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
         self.job, self.index = job, index
         self._source, self._layouts = Source(move.group, load.shard), layouts
+        self.nbytes = layouts.nbytes(self._source)
+        """Bytes of the payload in the arena, or about as many until it is there."""
         self._layout: PayloadLayout | None = None
         self._move, self._lane = move, lane
         self._placed: BlockRuns | None = None
@@ -123,7 +123,7 @@ class _Reading:
             return
         if self._came_ns:
             span.part("objkv.copy", self._came_ns, now_ns())
-        span.end(error, bytes=self.wanted.record.nbytes)
+        span.end(error, bytes=self.nbytes)
 
     def read(
         self,
@@ -136,6 +136,7 @@ class _Reading:
         """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
         this rank expects or, with ``verify``, a frame is not what its checksum promises, and
         ``SlabsExhaustedError`` if the device cannot read more for now."""
+        self.nbytes = progress.nbytes
         payload = arena[progress.offset : progress.offset + progress.nbytes]
         header = self._header or self._read_header(payload)
         layout = self._layout
@@ -160,7 +161,7 @@ class _Reading:
         """Read what every payload has in front of its frames. Raises ``PayloadError``."""
         source, nbytes = self._source, len(payload)
         expected = self._layouts.expected(source, nbytes)
-        header = read_claimed(payload, self.wanted.claim, expected)
+        header = read_claimed(payload, self.claim, expected)
         found = header.frames
         if found.ends[-1] != nbytes or set(found.codecs) != {"none"}:
             raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
@@ -490,7 +491,7 @@ class Loader:
 
     def _room(self) -> tuple[int, int]:
         """Return how many payloads, and how many bytes, may be opened besides those that are."""
-        nbytes = sum([one.wanted.record.raw_bytes for one in self._reading])
+        nbytes = sum([one.nbytes for one in self._reading])
         limit = min(_WINDOW_BYTES, self._window_bytes)
         return WINDOW - len(self._reading), limit - nbytes
 
@@ -501,7 +502,7 @@ class Loader:
         job = batch[0].job
         self._reading += batch
         leases = agent.open(
-            [one.wanted for one in batch],
+            [one.claim for one in batch],
             deadline_s=job.deadline - self._clock(),
             urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
         )
@@ -530,10 +531,10 @@ class Loader:
             taken += not job.plan.moves.further[index]
             if not job.wanted(index):
                 continue
-            batch.append(_Reading(job, index, self._layouts, self._lane))
-            nbytes = batch[-1].wanted.record.raw_bytes
-            room -= nbytes
-            copied += min(nbytes, self._own_bytes[batch[-1].wanted.claim.key.group])
+            one = _Reading(job, index, self._layouts, self._lane)
+            batch.append(one)
+            room -= one.nbytes
+            copied += min(one.nbytes, self._own_bytes[one.claim.key.group])
         with self._lock:
             self._moves -= taken
         return batch
@@ -570,10 +571,9 @@ class Loader:
             if streams and progress.frames > one.frames:
                 one.read(progress, agent.arena.view, self.on_device, verify=self._verify)
             if is_ready:
-                nbytes = one.wanted.record.nbytes
                 one.end()
-                self._recorder.count("load_bytes", nbytes)
-                if job.done(one.index, nbytes):
+                self._recorder.count("load_bytes", one.nbytes)
+                if job.done(one.index, one.nbytes):
                     self._over.set()
             elif progress.state is CellState.FAILED:
                 reason = MissReason(progress.reason)
@@ -587,7 +587,7 @@ class Loader:
         except PayloadError as exc:
             logger.warning("payload refused request=%s reason=%s", job.plan.request_id, exc)
             self._recorder.count("load_corrupt")
-            agent.reject(one.wanted)  # before it fails: it may be made and saved again at once
+            agent.reject(one.claim)  # before it fails: it may be made and saved again at once
             self._fail(one, "corrupt", rejected=True)
         except TransferError:
             raise

@@ -87,7 +87,7 @@ def replicas(draw: st.DrawFn) -> tuple[list[list[Step]], dict[str, Fate], bool]:
             step = told[received[rank]][rank]
             step.received.add(name)
             if rank not in failed:
-                step.report.loaded[name] = LoadTime(100, float(chance.randint(1, 9)), 0.5)
+                step.report.loaded[name] = LoadTime(float(chance.randint(1, 9)), 0.5)
                 continue
             step.report.failed.add(name)
             step.report.rejected.add((NAMESPACE, HASHES[number % len(HASHES)]))

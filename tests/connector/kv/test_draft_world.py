@@ -25,7 +25,7 @@ from objkv.keys.prefix import PrefixChain, PromptExtras
 BLOCK, CHUNK = 2, 8
 NUMBER = 70_000
 NAMESPACE = "0" * 32
-RECORD = ShardRecord(1, 1, "none", False, "", 0)
+RECORD = ShardRecord(1, 1, True, False, "", 0)
 WINDOWS = (3, 4, 5, 8, 9, 17)
 
 
@@ -119,7 +119,7 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
         if identity.kind == "sliding_window":  # vLLM gives these null blocks
             for b in range(needed_from(identity, end) // BLOCK):
                 blocks[shape.table(g)][b] = 0
-    moves = load_moves(shape, payloads, chain, records, blocks, span, draft_end=draft_end)
+    moves, _ = load_moves(shape, payloads, chain, records, blocks, span, draft_end=draft_end)
     filled: dict[tuple[int, int], Any] = {}
     for one in moves:
         g = shape.position(one.move.group)

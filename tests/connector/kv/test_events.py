@@ -37,7 +37,7 @@ NAMESPACE = "0" * 32
 CHUNK = 64
 FULL = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=4, content=8, block_size=16)
 WINDOW = GroupIdentity("sliding_window", 32, ("e", "f"), heads=2, content=8, block_size=32)
-RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+RECORD = ShardRecord(10, 10, True, False, "0" * 32, 1)
 
 
 def request(name: str = "r", tokens: int = 4 * CHUNK + 3, unit: int = 16, **more: Any) -> Request:
@@ -92,9 +92,9 @@ class World:
         """A step plans to load these chunks."""
         groups = range(len(self.geometry.groups))
         moves = [move(chunk, group) for chunk in chunks for group in groups]
-        loads = packed(LoadMove(one, None, RECORD) for one in moves)
+        loads = packed(LoadMove(one, None) for one in moves)
         plan = LoadPlan(self.request.request_id, NAMESPACE, loads, sync)
-        self.loads.plan(plan, CHUNK)
+        self.loads.plan(plan, CHUNK, [RECORD] * len(moves))
         self.log.planned(StepPlan(*self.loads.send()), self._find)
 
     def report(self, received: set[str] | None = None, **told: Any) -> None:
@@ -225,10 +225,10 @@ def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int,
             world.report(rejected={(NAMESPACE, prefix_hash(chunk))})
         elif action == "load" and len(there[chunk]) == 2:
             world.load(chunk)
-            world.report({"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})
+            world.report({"r"}, loaded={"r": LoadTime(1.0, 0.5)})
         elif action == "fail":
             world.load(chunk, sync=sync)
-            world.report(failed={"r"}, loaded={"r": LoadTime(1, 1.0, 0.5)})  # on another rank
+            world.report(failed={"r"}, loaded={"r": LoadTime(1.0, 0.5)})  # on another rank
             world.report({"r"})
         elif action == "reset":
             world.log.reset()
@@ -244,7 +244,7 @@ def test_a_router_never_believes_more_than_is_stored(steps: list[tuple[str, int,
 def test_what_was_loaded_is_told_once_it_is_there() -> None:
     world = World(JOINED[4])
     world.load(0, 1)
-    world.report(loaded={"r": LoadTime(1, 1.0, 0.5)})  # one of several workers, perhaps
+    world.report(loaded={"r": LoadTime(1.0, 0.5)})  # one of several workers, perhaps
     assert not world.listen()
     world.report({"r"})
     assert len(world.listen()) == 4

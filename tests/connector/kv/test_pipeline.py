@@ -29,7 +29,7 @@ from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores
 from tests.support.plans import packed
 from tests.support.servers.redis import wait_until
-from tests.support.sides import RECORD, worker_side
+from tests.support.sides import worker_side
 
 try:
     from vllm.v1.core import kv_cache_planning as planning  # since 0.33
@@ -239,7 +239,7 @@ def test_a_stage_without_anything_to_share_starts_and_reports_loads_as_ended() -
     move = ChunkMove(0, 0, HASHES[0], bytes(20), 0, CHUNK, first_block=0, block_ids=(9, 10))
     save = SaveMove(move, token_digest(tuple(TOKENS[:CHUNK])), None)
     worker.end_forward(StepPlan(saves=(SavePlan("r", NAMESPACE, (save,)),)))
-    load = LoadPlan("q", NAMESPACE, packed([LoadMove(move, None, RECORD)]), sync=False)
+    load = LoadPlan("q", NAMESPACE, packed([LoadMove(move, None)]), sync=False)
     worker.start_loads(StepPlan(loads=(load,)))
     wait_until(lambda: bool(worker.results(StepPlan(), set()).finished_recving), "the load to end")
     assert worker.take_failed_blocks() == set()

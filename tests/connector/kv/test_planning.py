@@ -20,7 +20,7 @@ FULL = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=BLOCK
 WINDOW = GroupIdentity("sliding_window", 65, ("b",), heads=2, content=16, block_size=BLOCK)
 LOCAL = GroupIdentity("chunked_local", 192, ("c",), heads=2, content=16, block_size=BLOCK)
 STATE = GroupIdentity("mamba", None, ("d",), heads=1, content=16, block_size=BLOCK, state="s")
-SHARD = ShardRecord(100, 80, "none", False, "0" * 32, 1)
+SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 TOKENS = list(range(CHUNKS * CHUNK))
 PER_CHUNK = CHUNK // BLOCK
 
@@ -45,6 +45,12 @@ TABLE = [100 + i for i in range(CHUNKS * PER_CHUNK)]
 def loads_of(
     groups: tuple[GroupIdentity, ...], known: list[Any], tables: list[list[int]], *span: int
 ) -> LoadMoves:
+    return planned(groups, known, tables, *span)[0]
+
+
+def planned(
+    groups: tuple[GroupIdentity, ...], known: list[Any], tables: list[list[int]], *span: int
+) -> tuple[LoadMoves, list[ShardRecord]]:
     shape = geometry(*groups)
     return load_moves(shape, StoredPayloads(shape), chain(), known, tables, (span[0], span[1]))
 
@@ -76,9 +82,10 @@ def test_a_load_carries_what_the_index_promised_of_its_group_only() -> None:
         {name: replace(SHARD, nbytes=10 * chunk + n) for n, name in enumerate(names)}
         for chunk in range(CHUNKS)
     ]
-    loads = loads_of((FULL, WINDOW), known, [TABLE, TABLE], CHUNK, 3 * CHUNK)
+    loads, found = planned((FULL, WINDOW), known, [TABLE, TABLE], CHUNK, 3 * CHUNK)
     halves = Shard(0, 1, 0, 1), Shard(0, 1, 1, 2)
-    assert [(one.move.chunk, one.move.group, one.shard, one.record) for one in loads] == [
+    both = zip(loads, found, strict=True)
+    assert [(one.move.chunk, one.move.group, one.shard, record) for one, record in both] == [
         (chunk, group, shard, known[chunk][name])
         for chunk in (1, 2)
         for group, shard, name in zip((0, 0, 1), (*halves, None), names, strict=False)

@@ -46,7 +46,7 @@ BETWEEN = LoadPlan("b", "0" * 32, packed([]), sync=False)
 def planned(loads: ReliedLoads, *plans: LoadPlan) -> None:
     """A step is planned with these loads."""
     for plan in plans:
-        loads.plan(plan, 64)
+        loads.plan(plan, 64, [])
     loads.send()
 
 
@@ -154,7 +154,7 @@ def test_a_load_is_credited_in_the_index_once_it_has_succeeded(mode: str) -> Non
         between = loads_between_steps(side, name)
         report = StepReport(failed={name})
         if seconds is not None:
-            report = StepReport(loaded={name: LoadTime(100, seconds, 0.1)})
+            report = StepReport(loaded={name: LoadTime(seconds, 0.1)})
         finished = {name} if between else set()
         output = KVConnectorOutput(kv_connector_worker_meta=report, finished_recving=finished)
         side.update(output)
@@ -177,7 +177,7 @@ def test_a_load_within_a_step_counts_if_the_next_step_is_planned_before_its_repo
     side = scheduler_side(index, roles={"steps_in_flight": 2}, load_mode="layerwise")
     assert not loads_between_steps(side, "r")
     side.plan_step(step({"r": 1}, ()))
-    report = StepReport(loaded={"r": LoadTime(100, 0.5, 0.1)})
+    report = StepReport(loaded={"r": LoadTime(0.5, 0.1)})
     side.update(KVConnectorOutput(kv_connector_worker_meta=report))
     wait_until(lambda: bool(index.savings()))
     wait_until(lambda: touched == [2])
@@ -209,11 +209,11 @@ def test_a_prompt_with_an_image_that_only_has_a_number_is_neither_loaded_nor_sav
 # Where tokens come from.
 
 
-def load(chunk: int, *, hot: bool, group: int = 0) -> LoadMove:
+def load(chunk: int, *, hot: bool, group: int = 0) -> tuple[LoadMove, ShardRecord]:
     names = bytes([chunk]) * 20, bytes([chunk]) * 20
     move = ChunkMove(chunk, group, *names, chunk * 64, chunk * 64 + 64, 0, (chunk + 1,))
-    record = ShardRecord(100, 80, "none", hot, "0" * 32, 1)
-    return LoadMove(move, None, record)
+    record = ShardRecord(100, 80, True, hot, "0" * 32, 1)
+    return LoadMove(move, None), record
 
 
 @pytest.fixture
@@ -243,8 +243,8 @@ def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder)
 def test_tokens_to_load_are_hot_or_in_bulk_and_nothing_else(
     recorder: MemoryRecorder, moves: Any, span: tuple[int, int], hot: int, bulk: int
 ) -> None:
-    plan = LoadPlan("r", "n" * 32, packed(moves), sync=False)
-    count_load(recorder, plan, span, span[1] - 5)
+    some, records = zip(*moves, strict=True)
+    count_load(recorder, packed(some), records, span, span[1] - 5)
     assert recorder.drain() == {
         "hits": 1,
         "hit_tokens": hot + bulk,

@@ -23,7 +23,7 @@ from tests.support.steps import complete
 NS = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(1, 4)]
 CHUNK = 64
-SHARD = ShardRecord(100, 80, "none", True, "0" * 32, 1)
+SHARD = ShardRecord(100, 80, True, True, "0" * 32, 1)
 FULL = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=4, content=16, block_size=16)
 WINDOW = GroupIdentity("sliding_window", 32, ("e",), heads=4, content=16, block_size=16)
 LATENT = GroupIdentity("mla", None, ("f",), heads=1, content=16, block_size=16)

@@ -1,5 +1,6 @@
 """How steps and loads are timed, and where an admitted load ends."""
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
@@ -17,8 +18,8 @@ from tests.contracts.clock import ManualClock
 from tests.support.plans import packed
 
 GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
-COLD = ShardRecord(100, 100, "none", False, "0" * 32, 1)
-HOT = ShardRecord(100, 100, "none", True, "0" * 32, 1)
+COLD = ShardRecord(100, 100, True, False, "0" * 32, 1)
+HOT = ShardRecord(100, 100, True, True, "0" * 32, 1)
 
 
 class Notes:
@@ -28,7 +29,7 @@ class Notes:
         self.limit = limit
         self.decided: bool | None = None
         self.steps: list[tuple[int, float]] = []
-        self.loads: list[tuple[Tier, LoadTime]] = []
+        self.loads: list[tuple[Tier, int, LoadTime]] = []
         self.asked: list[ChunkSize] = []
         self.waiting = 0
         self.seconds_per_token: float | None = None
@@ -36,8 +37,8 @@ class Notes:
     def computed(self, tokens: int, seconds: float) -> None:
         self.steps.append((tokens, seconds))
 
-    def loaded(self, tier: Tier, load: LoadTime) -> None:
-        self.loads.append((tier, load))
+    def loaded(self, tier: Tier, nbytes: int, load: LoadTime) -> None:
+        self.loads.append((tier, nbytes, load))
 
     def admit(self, chunks: list[ChunkSize], *, waiting: int) -> int:
         self.asked, self.waiting = list(chunks), waiting
@@ -53,10 +54,10 @@ class TimedLoads:
         self.timing = Timing(admission, geometry, steps_in_flight=2, payloads=payloads, **clocks)
         self.loads = ReliedLoads(16, 1.0)
 
-    def planned(self, *plans: LoadPlan, tokens: int = 64) -> None:
+    def planned(self, *plans: tuple[LoadPlan, Sequence[ShardRecord]], tokens: int = 64) -> None:
         """A step has these loads."""
-        for one in plans:
-            self.loads.plan(one, tokens)
+        for plan, records in plans:
+            self.loads.plan(plan, tokens, records)
         self.loads.send()
 
     def told(self, *received: str, **report: Any) -> list[Savings]:
@@ -80,11 +81,13 @@ def timing(notes: Notes, clock: ManualClock) -> Timing:
     return TimedLoads(notes, clock=clock).timing
 
 
-def plan(request_id: str, *records: ShardRecord, sync: bool = False) -> LoadPlan:
+def plan(
+    request_id: str, *records: ShardRecord, sync: bool = False
+) -> tuple[LoadPlan, Sequence[ShardRecord]]:
     name = bytes(20)
     move = ChunkMove(0, 0, name, name, 0, 64, 0, (1,))
-    moves = [LoadMove(move, None, one) for one in records]
-    return LoadPlan(request_id, "n" * 32, packed(moves), sync)
+    moves = packed([LoadMove(move, None)] * len(records))
+    return LoadPlan(request_id, "n" * 32, moves, sync), records
 
 
 def run(timing: Timing, clock: ManualClock, scheduled: list[int], seconds: float) -> None:
@@ -112,12 +115,12 @@ def test_a_step_takes_from_its_plan_or_the_end_of_the_one_before_to_its_result(
 def test_a_load_is_told_for_the_tier_that_all_of_it_came_from(notes: Notes) -> None:
     """One from both tells of bulk with the bytes from there: where every prompt begins with the
     same hot chunks, nothing else ever would."""
-    world, load = TimedLoads(notes), LoadTime(100, 1.0, 0.5)
+    world, load = TimedLoads(notes), LoadTime(1.0, 0.5)
     world.planned(plan("hot", HOT, HOT), plan("cold", COLD), plan("both", HOT, COLD, HOT, HOT))
     names = ("hot", "cold", "nobody")
     world.told(*names, loaded=dict.fromkeys(names, load))
-    world.told("hot", "both", loaded={"hot": load, "both": LoadTime(400, 1.0, 0.5)})
-    assert notes.loads == [("hot", load), ("bulk", load), ("bulk", load)]
+    world.told("hot", "both", loaded=dict.fromkeys(["hot", "both"], load))
+    assert notes.loads == [("hot", 200, load), ("bulk", 100, load), ("bulk", 100, load)]
 
 
 def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) -> None:
@@ -125,7 +128,7 @@ def test_a_load_is_credited_with_the_computing_that_it_replaced(notes: Notes) ->
 
     def saved(request_id: str, tokens: int, *, sync: bool = False) -> list[Savings]:
         world.planned(plan(request_id, COLD, sync=sync), tokens=tokens)
-        found = world.told(loaded={request_id: LoadTime(100, 0.25, 0.1)})
+        found = world.told(loaded={request_id: LoadTime(0.25, 0.1)})
         assert bool(found) is sync  # it is over when it is reported
         return found + world.told(request_id)
 
@@ -163,7 +166,7 @@ def test_a_step_that_waited_for_loads_says_nothing_of_computing(
 
 
 def test_a_load_that_failed_or_whose_request_ended_teaches_nothing(notes: Notes) -> None:
-    world, load = TimedLoads(notes), LoadTime(100, 1.0, 0.5)
+    world, load = TimedLoads(notes), LoadTime(1.0, 0.5)
     world.planned(plan("failed", COLD), plan("ended", COLD))
     world.loads.request_ended("ended")
     world.told(failed={"failed"})
@@ -176,13 +179,13 @@ def test_a_worker_that_ends_its_part_in_an_earlier_step_does_not_speak_for_the_s
 ) -> None:
     world = TimedLoads(notes, tp_size=2)
     world.planned(plan("r", COLD))
-    quick, slow = LoadTime(100, 1.0, 0.5), LoadTime(90, 2.0, 0.1)
+    quick, slow = LoadTime(1.0, 0.5), LoadTime(2.0, 0.1)
     for time in (quick, slow, quick):
         world.told(loaded={"r": time})
     assert notes.loads == []
     world.told("r")
     world.told("r")
-    assert notes.loads == [("bulk", slow)]
+    assert notes.loads == [("bulk", 100, slow)]
 
 
 @pytest.mark.parametrize(

@@ -211,10 +211,8 @@ def move(block: int) -> ChunkMove:
 def load(rank: StateRank, places: Places, block: int) -> Any:
     (record,) = places[1].lookup(NAMESPACE, [HASH])
     assert record is not None
-    one, moves = move(block), []
-    for shard in payloads_of(record.shards, 0, rank.identity):
-        name = "0" if shard is None else f"0.{shard}"
-        moves.append(LoadMove(one, shard, record.shards[name]))
+    one = move(block)
+    moves = [LoadMove(one, shard) for shard in payloads_of(record.shards, 0, rank.identity)]
     return rank.outcome(LoadPlan("r", NAMESPACE, packed(moves), sync=False))
 
 

@@ -20,7 +20,7 @@ from tests.support.servers.redis import wait_until
 
 NAMESPACE = "0" * 32
 ROWS = Rows(row_layer(8, "bfloat16"), 16, memoryview(bytes(8)))
-RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+RECORD = ShardRecord(10, 10, True, False, "0" * 32, 1)
 
 
 def key(number: int) -> bytes:

@@ -24,7 +24,7 @@ from objkv.agent.memory.arena import PAGE
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import open_bulk, open_index
-from objkv.cache.chunks import CacheSettings, ChunkCache
+from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.codec.payload import (
     Claim,
     Provenance,
@@ -38,7 +38,7 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.errors import TransferError
-from objkv.index.base import ShardRecord
+from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest
@@ -136,7 +136,7 @@ class OrderRig:
         self.geometry = Geometry((group,), CHUNK_TOKENS, layout.block_size, tp_size=1)
         self.caches: Pages = layout.caches(device, setup.blocks)
         self._open_worker()
-        self._records: dict[int, ShardRecord] = {}
+        self._stored = set[int]()
 
     def _open_stores(self) -> None:
         self._folder = TemporaryDirectory(prefix="objkv-")
@@ -382,13 +382,11 @@ class OrderRig:
         ``blank``: blocks that it zeroes."""
         count = self.setup.layout.chunk_blocks
         moves = [
-            LoadMove(
-                self._move(NAMESPACE, chunk, first + at * count),
-                None,
-                self._record(chunk),
-            )
+            LoadMove(self._move(NAMESPACE, chunk, first + at * count), None)
             for at, chunk in enumerate(chunks)
         ]
+        for chunk in chunks:
+            self._store(chunk)
         blanks = (Blank(0, tuple(blank)),) if blank else ()
         return LoadPlan(request, NAMESPACE, packed(moves), sync, blanks=blanks)
 
@@ -457,18 +455,19 @@ class OrderRig:
     def _content(self, chunk: int) -> Pages:
         return content_of(chunk, tuple(layer.shape for layer in self.pages.layers))
 
-    def _record(self, chunk: int) -> ShardRecord:
-        """Store a chunk if it is not stored yet, and return its index record."""
-        if chunk not in self._records:
+    def _store(self, chunk: int) -> None:
+        """Store a chunk if it is not stored yet."""
+        if chunk not in self._stored:
             claim = self._claim(NAMESPACE, chunk)
             pages = [page.view(torch.uint8).numpy().data for page in self._content(chunk)]
             provenance = Provenance(token_digest(()), "rig", 0)
             payload = encode(claim, self.pages.layers, pages, codec="none", provenance=provenance)
             self.bulk.put(claim.key.path(), payload)
-            checksum = read_header(payload).checksum
-            nbytes = self.pages.raw_bytes
-            self._records[chunk] = ShardRecord(len(payload), nbytes, "none", False, checksum, 0)
-        return self._records[chunk]
+            span = claim.token_start, claim.token_end
+            entry = ChunkEntry(NAMESPACE, claim.key.prefix_hash, claim.parent_hash, *span)
+            record = shard_record(read_header(payload))
+            self._index.publish(entry, {claim.key.field: record}, ttl_s=3600)
+            self._stored.add(chunk)
 
     def damage(self, chunk: int) -> None:
         """Flip a bit of the last layer of a stored chunk."""

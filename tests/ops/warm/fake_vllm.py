@@ -10,13 +10,14 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
+from objkv.cache.chunks import shard_record
 from objkv.codec.payload import read_header
 from objkv.index.base import ChunkEntry, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
 from objkv.stores.base import WriteStore
-from tests.support.samples import CHUNK, IDENTITY, payload_of, record_of, save_identity
+from tests.support.samples import CHUNK, IDENTITY, payload_of, save_identity
 
 MODEL = "tiny"
 ADAPTER, ADAPTER_DIGEST = "lawyer", bytes(range(32))
@@ -68,7 +69,7 @@ class Place:
             key = ChunkKey(namespace, name, 0)
             payload = payload_of(key, chunk, tokens, "none")
             self.bulk.put_if_absent(key.path(), payload)
-            self.index.publish(chunk, {key.field: record_of(read_header(payload))}, ttl_s=3_600)
+            self.index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
             parent = name
 
 
