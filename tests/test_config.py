@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from objkv.assembly.backends import open_backends
-from objkv.background import at_once
 from objkv.config import (
     Config,
     load_config,
@@ -20,7 +19,7 @@ from objkv.config import (
 )
 from objkv.config.schema import BASIC, TOPICS
 from objkv.config.sources import _SERVICE_LINK
-from objkv.connector.model.weights import DigestCache, local_folder, open_digests
+from objkv.connector.model.weights import local_folder
 from objkv.errors import ConfigError
 from objkv.ops.demo import DemoFolder
 from objkv.redact import without_secrets
@@ -71,7 +70,6 @@ def test_without_a_home_only_what_lies_there_by_default_is_refused(
     config = load_config(environ=given | {"OBJKV_INDEX_URL": "bulk:"})
     with open_backends(config, NullRecorder()) as backends:
         assert backends.bulk.get("none") is None
-    assert at_once(open_digests().remembered("test", [], lambda: "digest")) == "digest"
     assert local_folder("~somebody/model", None) is None
 
 
@@ -235,7 +233,7 @@ def test_the_default_folder_has_a_quota_and_no_other_place(
 
 
 def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
     def modes(folder: Path) -> set[int]:
         return {
@@ -246,20 +244,15 @@ def test_folders_below_the_cache_are_private_whichever_part_of_objkv_comes_first
     there.mkdir(mode=0o755)
     before = os.umask(0o022)
     try:
-        make_private(there / "cache" / "objkv" / "digests")
-        make_private(there / "cache" / "objkv" / "digests")
+        make_private(there / "cache" / "objkv" / "made")
+        make_private(there / "cache" / "objkv" / "made")
         with DemoFolder(tmp_path / "demo" / "objkv" / "demo").prepared(()):
             pass
-        (tmp_path / "weights").touch()
-        monkeypatch.setattr("objkv.connector.model.weights._are_settled", lambda _: True)
-        cache = DigestCache(tmp_path / "digests" / "objkv")
-        at_once(cache.remembered("test", [tmp_path / "weights"], lambda: "0" * 40))
     finally:
         os.umask(before)
     assert there.stat().st_mode & 0o777 == 0o755  # what is there keeps its mode
     assert modes(there / "cache") == {0o700}
     assert (tmp_path / "demo" / "objkv").stat().st_mode & 0o777 == 0o700
-    assert modes(tmp_path / "digests") == {0o700}
 
 
 TOKEN = "sixteen-or-more-characters"

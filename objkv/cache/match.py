@@ -4,18 +4,17 @@ The tokens that a model needs from before the end of a match depend on the kind 
 groups. A payload holds only the blocks that some possible end needs.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
 from objkv.index.base import Record, Shards
 from objkv.keys.chunk import parse_field
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Shard, TokenPart, cover
+from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
 
 ENTRIES_MAX: Final = 64
 """Of a record that a lookup reads whole; those with more are ignored. Any process that may write to
-the index can add entries, and replicas need one per group and rank on another node."""
+the index can add entries, and replicas need one per group and node."""
 Stored = Callable[[Shards, int, GroupIdentity], bool]
 """Returns whether the found shards of a chunk hold everything that a reader needs of one group."""
 
@@ -107,34 +106,64 @@ def ends_within(group: GroupIdentity, chunk_tokens: int, end: int) -> bool:
     return group.kind != "mamba" and all(start >= held_from for start in starts)
 
 
-def covered(shards: Shards, number: int, group: GroupIdentity) -> bool:
+def covered(shards: Collection[str], number: int, group: GroupIdentity) -> bool:
     """Whether the payloads of a chunk together hold all layers, heads and tokens of the group."""
     # Nearly always one payload does, and a prompt has thousands of chunks.
     return str(number) in shards or bool(payloads_of(shards, number, group))
 
 
 def payloads_of(
-    fields: Iterable[str], number: int, group: GroupIdentity
+    fields: Iterable[str],
+    number: int,
+    group: GroupIdentity,
+    reads: Callable[[TokenPart], bool] = lambda tokens: True,
 ) -> tuple[Shard | None, ...]:
     """Return what those payloads hold that together hold a whole group: the one that has all of it
-    (None), or as few as possible with parts of it. Empty if there are none. ``number``: of the
-    group; fields of another form, or with more than the group has, are ignored."""
-    held = list(shards_of(fields, number))
-    if None in held:
-        return (None,)
-    whole = Shard(0, len(group.layers), 0, group.heads)
-    parts = [
-        shard
-        for shard in held
-        if shard and shard.layer_end <= whole.layer_end and shard.head_end <= whole.head_end
-    ]
-    for size, interleave in sorted({(s.tokens.size, s.tokens.interleave) for s in parts}):
-        needs = [replace(whole, tokens=TokenPart(n, size, interleave)) for n in range(size)]
-        found = [cover(need, parts) for need in needs]
-        if all(found):
-            chosen = (part.source for some in found for part in some or ())
-            return tuple(dict.fromkeys(chosen))
+    (None), or a few that each have other layers, heads or tokens. Empty if there are none.
+    ``number``: of the group; fields of another form are ignored. ``reads``: whether payloads with
+    these tokens are of use."""
+    by_tokens: dict[TokenPart, list[Shard]] = {}
+    for shard in shards_of(fields, number):
+        if not reads(ALL_TOKENS if shard is None else shard.tokens):
+            continue
+        if shard is None:
+            return (None,)
+        by_tokens.setdefault(shard.tokens, []).append(shard)
+    divisions: dict[tuple[int, int], list[tuple[Shard, ...]]] = {}
+    for tokens, shards in sorted(by_tokens.items()):
+        if found := _tiles(group, shards):
+            divisions.setdefault((tokens.size, tokens.interleave), []).append(found)
+    for (size, _), parts in divisions.items():
+        if len(parts) == size:
+            return tuple(shard for part in parts for shard in part)
     return ()
+
+
+_Tiles = Mapping[tuple[int, int], tuple[Shard, ...]]
+"""What has each span of layers or of heads, ``[start, end)``."""
+
+
+def _tiles(group: GroupIdentity, shards: Iterable[Shard]) -> tuple[Shard, ...]:
+    """Return some of the shards that have every head of every layer of the group once; none if that
+    is not possible. Like the payloads of a replica, they divide the layers, and each of these
+    divisions the heads."""
+    rows: dict[tuple[int, int], dict[tuple[int, int], tuple[Shard, ...]]] = {}
+    for shard in shards:
+        row = rows.setdefault((shard.layer_start, shard.layer_end), {})
+        row[shard.head_start, shard.head_end] = (shard,)
+    whole = {layers: _chain(group.heads, heads) for layers, heads in rows.items()}
+    return _chain(len(group.layers), {layers: some for layers, some in whole.items() if some})
+
+
+def _chain(end: int, tiles: _Tiles) -> tuple[Shard, ...]:
+    """Return as few shards as possible whose spans follow one another from 0 to ``end``."""
+    best: dict[int, tuple[Shard, ...]] = {0: ()}
+    for start, stop in sorted(tiles):
+        if start in best:
+            longer = best[start] + tiles[start, stop]
+            if stop not in best or len(longer) < len(best[stop]):
+                best[stop] = longer
+    return best.get(end, ())
 
 
 def shards_to_read(record: Record | None, groups: int) -> Shards | None:

@@ -1,6 +1,6 @@
 """Finds payloads that have only a part of a group, which a reader cannot ask for by name.
 
-Lookups ask for payloads with all of a group. A replica on several nodes writes parts, and their
+Lookups ask for payloads with all of a group. A replica on several nodes writes one per node, whose
 names depend on its shape. So the whole record of the first chunk that lacks something is read too,
 and the chunks from there on are looked up by the names in it. Where nothing is stored in parts,
 that is one more small call per ``again_s``.
@@ -20,8 +20,6 @@ from objkv.index.base import Record, Shards
 _AGAIN_S: Final = 30.0
 _KEPT_S: Final = 600.0
 """How long the names of parts are asked for after they were last found."""
-_TURNS_MAX: Final = 4
-"""A prompt whose chunks have parts of more shapes than this ends there."""
 
 
 class RecordIndex(FindIndex, Protocol):
@@ -60,33 +58,41 @@ class PartsIndex:
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> Steps[list[Shards | None]]:
-        """Find ``fields``, and the parts of leading chunks that lack something."""
+        """Find ``fields``, and the parts of leading chunks that lack something. If those are of
+        several shapes that were not met before, only up to the second of them."""
         found = list((yield from in_steps(self._inner.find(namespace, prefix_hashes, fields))))
         if namespace != self._namespace:
             self._namespace, self._parts, self._due = namespace, (), -inf
-        parts = self._parts if self._clock() < self._parts_end else ()
-        at = 0
-        for _ in range(_TURNS_MAX):
-            if not parts and self._clock() < self._due:
-                break
-            at += self._count_stored(found[at:])
-            if at == len(found):
-                break
-            if not parts:
-                found[at] = _both(found[at], (yield from self._read(namespace, prefix_hashes[at])))
-                if not self._is_stored(found[at] or {}):
-                    break
-                names = sorted(set(found[at] or ()).difference(fields))
+        if self._parts and self._clock() < self._parts_end:
+            yield from self._add(found, namespace, prefix_hashes, fields)
+        at = self._count_stored(found)
+        if at == len(found) or self._clock() < self._due:
+            return found
+        record = yield from self._read(namespace, prefix_hashes[at])
+        found[at] = {**(found[at] or {}), **record} or None
+        if self._is_stored(found[at] or {}):
+            names = sorted(record.keys() - set(fields))
+            if names:
                 self._parts = tuple(dict.fromkeys((*names, *self._parts)))[:ENTRIES_MAX]
-                self._due = -inf
-                # Without any it was saved just now, or the index answered nothing beyond a gap.
-                parts = tuple(names or fields)
-            more = yield from in_steps(self._inner.find(namespace, prefix_hashes[at:], parts))
-            if any(more):
                 self._parts_end = self._clock() + _KEPT_S
-            found[at:] = map(_both, found[at:], more)
-            parts = ()
+            self._due = -inf
+            yield from self._add(found, namespace, prefix_hashes, fields)
         return found
+
+    def _add(
+        self,
+        found: list[Shards | None],
+        namespace: str,
+        prefix_hashes: Sequence[bytes],
+        fields: Sequence[str],
+    ) -> Steps[None]:
+        """Find the chunks from the first on that lacks something again, by the names of parts, too.
+        The index may not have looked beyond it before."""
+        at, names = self._count_stored(found), (*fields, *self._parts)
+        if at < len(found):
+            found[at:] = yield from in_steps(self._inner.find(namespace, prefix_hashes[at:], names))
+            if any(one and one.keys() - set(fields) for one in found[at:]):
+                self._parts_end = self._clock() + _KEPT_S
 
     def _count_stored(self, found: Sequence[Shards | None]) -> int:
         """Return how many leading chunks lack nothing."""
@@ -95,16 +101,12 @@ class PartsIndex:
                 return number
         return len(found)
 
-    def _read(self, namespace: str, prefix_hash: bytes) -> Steps[Shards | None]:
-        """Return all shards of a chunk; None if it has too many, or the index does not answer:
-        what was found by name is right all the same."""
+    def _read(self, namespace: str, prefix_hash: bytes) -> Steps[Shards]:
+        """Return all shards of a chunk; none if it has too many, or the index does not answer: what
+        was found by name is right all the same."""
         self._due = self._clock() + self._again_s  # for lookups that begin meanwhile, too
         try:
             (record,) = yield from in_steps(self._inner.lookup(namespace, [prefix_hash]))
         except StoreError:
-            return None
-        return None if record is None or len(record.shards) > ENTRIES_MAX else record.shards
-
-
-def _both(one: Shards | None, other: Shards | None) -> Shards | None:
-    return {**one, **other} if one and other else one or other
+            return {}
+        return {} if record is None or len(record.shards) > ENTRIES_MAX else record.shards

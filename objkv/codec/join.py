@@ -61,8 +61,6 @@ class Join:
     def __init__(self, header: Header, place: Place) -> None:
         """``header``: of the part that came first. Raises ``PayloadError``."""
         place.check()
-        if header.claim.key.shard is not None:
-            raise PayloadError(f"a part of a payload that is not whole: {header.claim}")
         self.claim = header.claim
         self._provenance = header.provenance
         self._place = place._replace(first=0, skipped=0)

@@ -170,7 +170,7 @@ class Config(BaseModel):
     sleep. If false, call ``reset_prefix_cache(reset_connector=True)`` after each such change."""
     weights_digest: Literal["sampled", "full"] = "sampled"
     """How weights are identified. ``sampled``: headers and some pages of each safetensors tensor,
-    all bytes of other files. ``full``: all bytes, a minute per 100 GB at the first start. Use the
+    all bytes of other files. ``full``: all bytes, a minute per 100 GB at each start. Use the
     same value on all replicas: the two never share KV."""
     ttl_s: int = Field(default=14_400, ge=1)
     """How long an index record lives after its last save or hit. At the default, S3 Standard

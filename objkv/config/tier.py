@@ -15,18 +15,9 @@ class TierOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    weights: str | None = None
-    """Name of the weights if they cannot be read here: a digest or a release."""
-    revision: str | None = None
-    """The revision given to vLLM, if its configuration cannot be found."""
     settings: dict[str, str] = Field(default_factory=dict)
     """Names and values in the identity for which the operator is responsible, such as
     ``adapters``."""
-    engine_unseen: bool = False
-    """Start even if vLLM's configuration cannot be found. ``settings`` must then list every vLLM
-    setting that changes KV (``quantization``, ``hf_overrides``, ``dtype``)."""
-    queue_max: int = Field(default=4096, ge=1)
-    """Chunks that may wait to be loaded, and as many to be saved. They wait in vLLM's memory."""
     locality: Literal["LOCAL", "REMOTE"] | None = None
     """Locality in KV events. Requests may select tiers by it."""
     enable_kv_events: bool = False

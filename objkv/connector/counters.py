@@ -65,7 +65,7 @@ ENCODER_COUNTERS = {
     "load_deadlines": "Outputs not loaded because they exceeded their deadline.",
     "load_refused": "Outputs not loaded: queue or memory full, lookups stuck, or unexpected form.",
     "load_oversized": "Outputs too large to load.",
-    "load_seconds_sum": "Seconds from when outputs had memory until they were verified.",
+    "load_seconds_sum": "Seconds from when outputs were found until they were verified.",
     "load_seconds_count": "Outputs in load_seconds_sum.",
     "lookup_errors": "Lookups that failed in the index.",
     "saves_accepted": "Outputs that the node agent took.",
@@ -79,7 +79,6 @@ ENCODER_COUNTERS = {
     "save_unsupported": "Outputs not saved: too large, or in a form that no reader could verify.",
     "background_errors": "Records not renewed, and documents not stored.",
     "admission_switch_errors": "Failed reads of an operator's switch for loads.",
-    "adapters_unknown": "Requests not shared because their adapter could not be identified.",
 }
 TIER_COUNTERS = {
     "loads": "Chunks loaded, verified and given to vLLM.",

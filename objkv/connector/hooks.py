@@ -38,12 +38,12 @@ PATCHED = {
     "add_lora": _CORE,
     "remove_lora": _CORE,
     "reset_encoder_cache": _CORE,
-    "reset_prefix_cache": _CORE,
     "sleep": _WORKER,
     "wake_up": _WORKER,
     "discard": _WORKER,
 }
 """Module and class of each patched method. Read against vLLM 0.31-0.33."""
+_followers: dict[str, WeakSet[Any]] = {name: WeakSet() for name in PATCHED}
 
 
 def evict_failed(
@@ -141,8 +141,9 @@ _CHANGES_NOTHING = frozenset(
 class Listener(Protocol):
     """A scheduler's side that is informed of changes of weights and adapters."""
 
-    adapters: "Adapters"
-    """The adapters in use."""
+    @property
+    def adapters(self) -> "Adapters | None":
+        """The adapters in use. None if they do not matter."""
 
     @property
     def open(self) -> bool:
@@ -166,14 +167,11 @@ class EngineHooks:
         ``patches``: whether vLLM's classes may be wrapped."""
         self._side = side
         self._manager = manager
-        _engine_hooks.add(self)
         wrapped = patches and [
-            wrap("collective_rpc", _engine_hooks, after=EngineHooks.workers_called),
-            wrap("add_lora", _engine_hooks, before=EngineHooks.adapter_loaded),
-            wrap("remove_lora", _engine_hooks, after=EngineHooks.adapter_unloaded),
+            wrap("collective_rpc", self, after=EngineHooks.workers_called),
+            wrap("add_lora", self, before=EngineHooks.adapter_loaded),
+            wrap("remove_lora", self, after=EngineHooks.adapter_unloaded),
         ]
-        if patches:
-            wrap("reset_prefix_cache", _engine_hooks, after=EngineHooks.prefix_reset)
         if not wrapped or not all(wrapped):
             logger.warning(
                 "weights that change in place are not noticed in this version of vLLM, or with "
@@ -198,33 +196,15 @@ class EngineHooks:
         if not self._side.open and holds_no_prefix(self._manager()):
             self._side.reset(clean=True)
 
-    def prefix_reset(self, reset_running_requests: bool = False, *_args: Any, **_more: Any) -> None:
-        """Explain why vLLM fails to drop the blocks of all requests, if it has failed.
-
-        It preempts those that run. Requests that wait for a load keep their blocks, and so do ended
-        ones until they are saved. A paused engine makes no steps, so it never learns that a load
-        has ended. Source: vLLM 0.32, ``reset_prefix_cache`` in ``v1/core/sched/scheduler.py``, and
-        ``_finish_pause`` in ``v1/engine/core.py``.
-        """
-        manager = self._manager()
-        if reset_running_requests and manager is not None and not holds_nothing(manager):
-            logger.warning(
-                "vLLM cannot drop blocks that a load, a save or a step still uses, so this call "
-                "fails: call it again, after pause_generation(mode='keep') once the engine resumed"
-            )
-
     def adapter_loaded(self, lora_request: Any, **_more: Any) -> None:
         """Forward that vLLM is about to read an adapter's files."""
-        self._side.adapters.loaded(lora_request)
+        if self._side.adapters is not None:
+            self._side.adapters.loaded(lora_request)
 
     def adapter_unloaded(self, lora_id: int, **_more: Any) -> None:
         """Forward that vLLM has unloaded an adapter."""
-        self._side.adapters.unloaded(lora_id)
-
-
-_engine_hooks: WeakSet[EngineHooks] = WeakSet()
-_encoder_sides: "WeakSet[EncoderSchedulerSide]" = WeakSet()
-_sleepers: "WeakSet[ObjKVConnector]" = WeakSet()
+        if self._side.adapters is not None:
+            self._side.adapters.unloaded(lora_id)
 
 
 def follow_sleep(sleeper: "ObjKVConnector", *, patches: bool = True) -> None:
@@ -244,19 +224,15 @@ def follow_sleep(sleeper: "ObjKVConnector", *, patches: bool = True) -> None:
 
     if not patches or hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
         return
-    _sleepers.add(sleeper)
-    wrap("sleep", _sleepers, before=lambda one, *_, **__: one.unregister_kv_caches())
-    wrap("discard", _sleepers, before=discards)
-    wrap("wake_up", _sleepers, after=wakes)
+    wrap("sleep", sleeper, before=lambda one, *_, **__: one.unregister_kv_caches())
+    wrap("discard", sleeper, before=discards)
+    wrap("wake_up", sleeper, after=wakes)
 
 
 def follow_encoder_resets(side: "EncoderSchedulerSide", *, patches: bool = True) -> None:
     """Call a side when vLLM drops its own encoder outputs, as it does after weights changed."""
     if patches:
-        _encoder_sides.add(side)
-        wrap(
-            "reset_encoder_cache", _encoder_sides, after=lambda one, *_, **__: one.outputs_dropped()
-        )
+        wrap("reset_encoder_cache", side, after=lambda one, *_, **__: one.outputs_dropped())
 
 
 def may_change_weights(method: Any, args: Any = ()) -> bool:
@@ -281,14 +257,16 @@ def may_change_weights(method: Any, args: Any = ()) -> bool:
 
 def wrap(
     name: str,
-    followers: Iterable[object],
+    follower: object,
     *,
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
 ) -> bool:
     """Wrap a method in ``PATCHED``, once per class, so that ``before`` and ``after`` are called
-    with each follower and the method's arguments, even if it raises. Returns False if this version
-    of vLLM lacks the method."""
+    with each follower and the method's arguments, even if it raises. All followers of a method,
+    which are not kept alive, have the same. Returns False if this version of vLLM lacks the
+    method."""
+    _followers[name].add(follower)
     module, owner_name = PATCHED[name]
     owner = getattr(import_module(module), owner_name)
     original = owner.__dict__.get(name)
@@ -299,8 +277,8 @@ def wrap(
 
     def tell(act: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> None:
         if act is not None:
-            for follower in list(followers):
-                guarded(None)(act)(follower, *args, **kwargs)
+            for one in list(_followers[name]):
+                guarded(None)(act)(one, *args, **kwargs)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,9 @@ CHUNK_CHARS: Final = 82
 
 
 @lru_cache(maxsize=4096)
-def _field(group: int, shard: Shard | None) -> str:
+def field_of(group: int, shard: Shard | None) -> str:
+    """Return the field of a payload in its chunk's index record: ``<group>``, or
+    ``<group>.<shard>``."""
     return str(group) if shard is None else f"{group}.{shard}"
 
 
@@ -57,13 +59,13 @@ class ChunkKey:
 
     @property
     def field(self) -> str:
-        """The payload's field in the chunk's index record: ``<group>``, or ``<group>.<shard>``."""
-        return _field(self.group, self.shard)
+        """See ``field_of``."""
+        return field_of(self.group, self.shard)
 
     def path(self) -> str:
         """Return ``<namespace>/<aa>/<hash>/<field>.safetensors``. The hash comes early so that S3
         spreads the load."""
-        return payload_path(self.namespace, self.prefix_hash, _field(self.group, self.shard))
+        return payload_path(self.namespace, self.prefix_hash, field_of(self.group, self.shard))
 
     @property
     def chunk_text(self) -> str:

@@ -42,16 +42,13 @@ def encoder_root(namespace: str) -> bytes:
     return field_digest(ENCODER_SCHEME.encode("ascii"), namespace.encode("ascii"))
 
 
-def encoder_hash(
-    namespace: str, identifier: str, *, lora_digest: bytes | None = None, salt: str | None = None
-) -> bytes:
+def encoder_hash(namespace: str, identifier: str, *, salt: str | None = None) -> bytes:
     """Return the hash of one item's output, 20 bytes.
 
     ``identifier`` is vLLM's and may contain any text from a client: no text raises, and no two
-    texts encode alike. ``lora_digest`` is of the adapter that the encoder ran with, if any.
-    ``salt`` is the request's.
+    texts encode alike. ``salt`` is the request's.
     """
-    extras = PromptExtras(lora_digest=lora_digest, salt=salt).of_chunk(0, 1)
+    extras = PromptExtras(salt=salt).of_chunk(0, 1)
     return field_digest(
         ENCODER_SCHEME.encode("ascii"),
         namespace.encode("ascii"),

@@ -1,11 +1,7 @@
 """Shards: the layers and KV heads that one payload holds, whatever the TP and PP shape."""
 
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import groupby
-from operator import or_
+from dataclasses import dataclass
 
 _SHARD = re.compile(
     r"L(0|[1-9][0-9]*)-(0|[1-9][0-9]*)_H(0|[1-9][0-9]*)-(0|[1-9][0-9]*)"
@@ -92,11 +88,6 @@ class Shard:
         part = TokenPart(rank, size, interleave)
         return cls(layer_start, layer_end, head_start, head_end, part)
 
-    @property
-    def cells(self) -> int:
-        """Layers times heads: the payload's size, in units of one head of one layer."""
-        return (self.layer_end - self.layer_start) * (self.head_end - self.head_start)
-
     def overlaps(self, other: "Shard") -> bool:
         """Whether the two have a cell in common."""
         layers = self.layer_start < other.layer_end and other.layer_start < self.layer_end
@@ -110,131 +101,6 @@ def frame_name(layer: str, shard: Shard) -> str:
     'layers.3@H4-8_T1of2'
     """
     return f"{layer}@{str(shard).partition('_')[2]}"
-
-
-def parse_share(name: str, layer: str, whole: Shard) -> Shard:
-    """Return what a frame has of ``whole``: all of its heads and tokens if its name is the layer's,
-    or else what the name says. Raises ValueError for any other name."""
-    if name == layer:
-        return whole
-    before, _, share = name.rpartition("@")
-    shard = Shard.parse(f"L{whole.layer_start}-{whole.layer_end}_{share}")
-    if before != layer:
-        raise ValueError(f"{name!r} is no frame of {layer!r}")
-    return shard
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The part of one stored payload that is read."""
-
-    source: Shard
-    take: Shard
-    """Layers x heads, counted as in ``source``; inside both ``source`` and the reader's need."""
-
-
-_PAYLOADS_PER_NEED = 16
-"""Cost of one more payload as a fraction of the reader's need: a separate payload with a 16th of
-the need is still read if the alternative is one payload of twice the size."""
-
-
-def cover(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
-    """Return the parts of ``held`` that together are exactly ``need``, or None if they do not
-    suffice.
-
-    No two parts overlap. They are ordered by layer, then by head. A source whose share is not one
-    rectangle has several parts. The order of ``held`` does not matter, and its shards may overlap.
-    Shards of different divisions of the tokens are not combined.
-
-    ``need`` itself is used alone if it is held. Otherwise sources are chosen greedily by the cells
-    they add relative to their cost: all their bytes, needed or not, plus a sixteenth of ``need``
-    per payload. So sources inside ``need`` come first, the largest of them before others. In the
-    end, sources that the others make redundant are dropped.
-
-    For example, a rank of a replica with two ranks reads from one with four, then from one with
-    one:
-
-    >>> four = [Shard(0, 32, head, head + 2) for head in (0, 2, 4, 6)]
-    >>> [str(part.source) for part in cover(Shard(0, 32, 4, 8), four) or ()]
-    ['L0-32_H4-6', 'L0-32_H6-8']
-    >>> [str(part.take) for part in cover(Shard(0, 32, 4, 8), [Shard(0, 32, 0, 8)]) or ()]
-    ['L0-32_H4-8']
-    """
-    near = {shard for shard in held if need.overlaps(shard)}
-    if need in near:
-        return (Part(need, need),)
-    for size, interleave in sorted({(s.tokens.size, s.tokens.interleave) for s in near}):
-        parts: list[Part] | None = []
-        for tokens in need.tokens.sources(size, interleave):
-            some = _cover_tokens(replace(need, tokens=tokens), near)
-            parts = None if some is None or parts is None else [*parts, *some]
-        if parts:
-            return tuple(parts)
-    return None
-
-
-def _cover_tokens(need: Shard, held: Iterable[Shard]) -> tuple[Part, ...] | None:
-    """Return a cover by shards with the same tokens as ``need``."""
-    near = {shard for shard in held if shard.tokens == need.tokens}
-    masks = {source: _mask(need, source) for source in near}
-    chosen = _chosen(need, masks)
-    if chosen is None:
-        return None
-    left = _mask(need, need)
-    parts = []
-    for source in chosen:
-        parts += [Part(source, take) for take in _rectangles(need, masks[source] & left)]
-        left &= ~masks[source]
-    return tuple(sorted(parts, key=lambda part: part.take))
-
-
-def _chosen(need: Shard, masks: dict[Shard, int]) -> list[Shard] | None:
-    """Return enough of the sources, the best first, or None if all do not suffice."""
-    left, chosen = _mask(need, need), list[Shard]()
-    while left:
-        worths = (
-            (-(mask & left).bit_count() / (_PAYLOADS_PER_NEED * source.cells + need.cells), source)
-            for source, mask in masks.items()
-        )
-        worth, source = min(worths, default=(0, need))
-        if not worth:
-            return None
-        chosen.append(source)
-        left &= ~masks[source]
-    kept = list(chosen)
-    for source in reversed(chosen):  # drop those that the others make redundant
-        others = reduce(or_, (masks[other] for other in kept if other != source), 0)
-        if masks[source] & ~others == 0:
-            kept.remove(source)
-    return kept
-
-
-def _mask(need: Shard, source: Shard) -> int:
-    """Return the cells of ``need`` that ``source`` has, one bit each, with the heads of its first
-    layer lowest."""
-    width = need.head_end - need.head_start
-    first, last = max(need.layer_start, source.layer_start), min(need.layer_end, source.layer_end)
-    start, end = max(need.head_start, source.head_start), min(need.head_end, source.head_end)
-    row = (1 << (end - start)) - 1 << (start - need.head_start)
-    rows = ((1 << width * (last - first)) - 1) // ((1 << width) - 1)  # the lowest bit of each row
-    return row * rows << width * (first - need.layer_start)
-
-
-def _rectangles(need: Shard, mask: int) -> Iterator[Shard]:
-    """Yield the cells of a mask as rectangles: consecutive equal rows together, and each run of
-    heads."""
-    width, layers = need.head_end - need.head_start, range(need.layer_start, need.layer_end)
-    rows = [mask >> width * place & (1 << width) - 1 for place in range(len(layers))]
-    for row, group in groupby(layers, lambda layer: rows[layer - need.layer_start]):
-        same = list(group)
-        for heads in re.finditer("1+", f"{row:b}"[::-1]):
-            yield Shard(
-                same[0],
-                same[-1] + 1,
-                need.head_start + heads.start(),
-                need.head_start + heads.end(),
-                need.tokens,
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +137,8 @@ class Topology:
     tokens."""
     interleave: int = 1
     """``cp_kv_cache_interleave_size``."""
+    nodes: int = 1
+    """How many nodes the ranks are on, as many ranks on each, in their order."""
 
     def __post_init__(self) -> None:
         assert self.tp_size > 0
@@ -298,11 +166,6 @@ class Topology:
         return self.tp_size * len(self.layers)
 
     @property
-    def columns(self) -> int:
-        """How many ranks have different parts of one layer."""
-        return min(self.tp_size, self.heads) * self.dcp_size
-
-    @property
     def _copies(self) -> int:
         """How many ranks of a stage have the same heads."""
         return max(1, self.tp_size // self.heads)
@@ -323,3 +186,30 @@ class Topology:
             tp_rank % self._copies // self.dcp_size,
             self._copies // self.dcp_size,
         )
+
+    def joined(self, rank: int) -> tuple[Shard, int]:
+        """Return what the ranks of a node have together, and in how many different shards, for a
+        ``rank`` that holds one.
+
+        It is the rank's own shard if together they have no rectangle, or if another node has some
+        of it, but not all: then a node does not write all of it alone.
+        """
+        own, each = self.held(rank), self.size // self.nodes
+        assert own is not None
+        is_even = not self.size % self.nodes and not each % self.dcp_size
+        if not is_even or not _divides(each, self.tp_size) or not _divides(each, self._copies):
+            return own.shard, 1
+        first = rank // each * each
+        ranks = map(self.held, range(first, first + each))
+        held = {share.shard for share in ranks if share is not None}
+        whole = Shard(
+            min(shard.layer_start for shard in held),
+            max(shard.layer_end for shard in held),
+            min(shard.head_start for shard in held),
+            max(shard.head_end for shard in held),
+        )
+        return whole, len(held)
+
+
+def _divides(one: int, other: int) -> bool:
+    return not one % other or not other % one

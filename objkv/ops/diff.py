@@ -125,14 +125,6 @@ _REASONS: dict[str, tuple[str, str]] = {
         "images, audio and videos are preprocessed differently",
         "start both with the same --mm-processor-kwargs",
     ),
-    "extra.mm_encoder_attn_dtype": (
-        "the image encoders compute attention in different dtypes",
-        "start both with the same --mm-encoder-attn-dtype",
-    ),
-    "extra.mm_encoder_fp8_scales": (
-        "the fp8 scales of the image encoders differ",
-        "start both with copies of one file as --mm-encoder-fp8-scale-path",
-    ),
     "extra.video_pruning": (
         "videos are pruned differently",
         "start both with the same --video-pruning-rate and method",

@@ -18,9 +18,9 @@ from objkv.codec.payload import LayerSpec, check_layers
 from objkv.codec.values import Frames
 from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
-from objkv.keys.topology import Part, Shard, TokenPart, cover, frame_name, parse_share
+from objkv.keys.topology import Shard, TokenPart, frame_name
 from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
-from objkv.transfer.paging import PagedGroup
+from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, Source
 
 _KEPT_MAX = 1024
@@ -37,19 +37,18 @@ class _Column:
     """The frames of one column, and where they belong in the rank's pages."""
 
     def __init__(
-        self, group: PagedGroup, part: Part, filled: range, read: tuple[LayerSpec, ...]
+        self, group: PagedGroup, share: Shard, filled: range, read: tuple[LayerSpec, ...]
     ) -> None:
-        """``part``: what the column has, and what is taken of it. ``filled``: the rank's rows.
-        ``read``: the frames that fill them."""
+        """``share``: what the column has. ``filled``: the rank's rows. ``read``: the frames that
+        fill them."""
         own, shape = group.shape.rank_shard.shard, group.shape
-        take, source = part.take, part.source
-        of_source = source.head_start, source.head_end, source.tokens
-        has_same = of_source == (own.head_start, own.head_end, own.tokens)
+        of_share = share.head_start, share.head_end, share.tokens
+        has_same = of_share == (own.head_start, own.head_end, own.tokens)
         self.recasts = not has_same or read[0].shape[2] != group.layers[0].shape[2]
-        first = take.head_start - source.head_start
-        self._heads = (first, first + take.head_end - take.head_start)
-        heads = slice(take.head_start - own.head_start, take.head_end - own.head_start)
-        slots, self._tokens = _selection(own.tokens, source.tokens)
+        first, end = max(own.head_start, share.head_start), min(own.head_end, share.head_end)
+        self._heads = (first - share.head_start, end - share.head_start)
+        heads = slice(first - own.head_start, end - own.head_start)
+        slots, self._tokens = _selection(own.tokens, share.tokens)
         ours = group.pages.cut(filled)
         words = [np.dtype(ARRAY_WORDS[cache.dtype]) for cache in ours.caches]
         self._forms = [_form(*both) for both in zip(read, words, strict=True)]
@@ -102,34 +101,33 @@ class PayloadLayout:
         Raises ``PayloadError`` if those are not such payloads'."""
         self.layers = found
         self._group = group
-        held, rows = shard or _whole(group), group.shape.rows
+        shape, held = group.shape, shard or group.shape.whole
         names = _row_names(group, held)
         columns, rest = divmod(len(found), len(names))
         if rest or not columns:
             raise PayloadError(f"{len(found)} frames for {len(names)} layers")
-        shares = _shares(found[:columns], names[0], held)
+        shares = _shares(columns, found[0].shape[1], held)
         check_layers(found, _specs(group, names, shares, found[0].shape[2]))
-        own = group.shape.rank_shard.shard
-        need = _common(own, held)
-        parts = None if need is None else cover(need, shares)
-        if need is None or parts is None or not all(_is_dealt(group, part) for part in parts):
+        own, layers = shape.rank_shard.shard, _common_layers(shape, held)
+        tokens = own.tokens.sources(shares[0].tokens.size, shares[0].tokens.interleave)
+        self._places = [
+            place
+            for place, share in enumerate(shares)
+            if share.tokens in tokens and share.overlaps(own)
+        ]
+        read = [shares[place] for place in self._places]
+        if not layers or not read or not all(_is_dealt(group, share) for share in read):
             raise ForeignLayoutError(f"payloads in {', '.join(map(str, shares))}, read as {own}")
         self.columns = columns
         """Frames in each row."""
-        self.rows = range(
-            rows * (need.layer_start - held.layer_start),
-            rows * (need.layer_end - held.layer_start),
-        )
+        self.rows = _rows(shape, layers, held)
         """The rows that this rank needs."""
-        start = rows * (need.layer_start - own.layer_start)
-        self.filled = range(start, start + len(self.rows))
+        self.filled = _rows(shape, layers, own)
         """The rank's rows that they fill."""
-        places = {share: place for place, share in enumerate(shares)}
-        self._places = [places[part.source] for part in parts]
-        self._first, self._last = min(self._places), max(self._places)
+        self._first, self._last = self._places[0], self._places[-1]
         self._columns = [
-            _Column(group, part, self.filled, self._of_column(found, place))
-            for part, place in zip(parts, self._places, strict=True)
+            _Column(group, share, self.filled, self._of_column(found, place))
+            for share, place in zip(read, self._places, strict=True)
         ]
         within = list(zip(*[self._of_column(found, n) for n in range(columns)], strict=True))
         self._offsets = [
@@ -199,17 +197,13 @@ class PayloadLayouts:
         group = self._groups.get(source.group)
         if group is None:
             return range(0)
-        own, shape = group.shape.rank_shard.shard, group.shape
-        need = _common(own, source.shard or _whole(group))
-        if need is None:
-            return range(0)
-        rows = need.layer_start - own.layer_start, need.layer_end - own.layer_start
-        return range(shape.rows * rows[0], shape.rows * rows[1])
+        layers = _common_layers(group.shape, source.shard or group.shape.whole)
+        return _rows(group.shape, layers, group.shape.rank_shard.shard) if layers else layers
 
     def nbytes(self, source: Source) -> int:
         """Return about how many bytes a payload has: right for all whose layers are alike."""
         group = self._groups[source.group]
-        held, own = source.shard or _whole(group), group.shape.rank_shard.shard
+        held, own = source.shard or group.shape.whole, group.shape.rank_shard.shard
         layers = (held.layer_end - held.layer_start) / (own.layer_end - own.layer_start)
         nbytes = sum(layer.nbytes for layer in group.layers)
         return int(nbytes * layers * _ranks(group, held))
@@ -240,7 +234,7 @@ class PayloadLayouts:
 
 def row_bytes_max(group: PagedGroup) -> int:
     """Return the size of the largest row of any payload of the group."""
-    return max(int(layer.nbytes * _ranks(group, _whole(group))) for layer in group.layers)
+    return max(int(layer.nbytes * _ranks(group, group.shape.whole)) for layer in group.layers)
 
 
 def _ranks(group: PagedGroup, held: Shard) -> float:
@@ -255,43 +249,36 @@ def bits_of(layers: range) -> int:
     return (1 << layers.stop) - (1 << layers.start)
 
 
-def _shares(first: tuple[LayerSpec, ...], name: str, held: Shard) -> list[Shard]:
-    """Return what the columns of a payload have, from the frames of its first row. Raises
-    ``PayloadError`` unless they are all heads and tokens that it holds, each once."""
-    try:
-        shares = [parse_share(layer.name, name, held) for layer in first]
-    except ValueError as exc:
-        raise PayloadError(str(exc)) from exc
-    by_tokens: dict[TokenPart, list[Shard]] = {}
-    for share in shares:
-        by_tokens.setdefault(share.tokens, []).append(share)
-    division = {(tokens.size, tokens.interleave) for tokens in by_tokens}
-    is_whole = len(division) == 1 and (
-        len(by_tokens) == shares[0].tokens.size or set(by_tokens) == {held.tokens}
-    )
-    for some in by_tokens.values():
-        ends = [held.head_start, *(share.head_end for share in some)]
-        is_whole = is_whole and ends == [*(share.head_start for share in some), held.head_end]
-    if not is_whole:
-        raise PayloadError(f"frames {', '.join(map(str, shares))} are not all of {held}")
-    return shares
+def _shares(columns: int, heads: int, held: Shard) -> list[Shard]:
+    """Return what the columns of a payload have, each ``heads`` of them. Raises ``PayloadError``
+    unless they can be all heads and tokens that it holds, each once."""
+    total = held.head_end - held.head_start
+    parts, rest = divmod(columns * heads, total)
+    if rest or total % heads or not parts or parts > 1 < held.tokens.size:
+        raise PayloadError(f"{columns} frames of {heads} heads in each row, of {held}")
+    tokens = [held.tokens] if parts == 1 else [TokenPart(rank, parts) for rank in range(parts)]
+    layers = held.layer_start, held.layer_end
+    starts = range(held.head_start, held.head_end, heads)
+    return [Shard(*layers, start, start + heads, part) for start in starts for part in tokens]
 
 
-def _common(own: Shard, held: Shard) -> Shard | None:
-    """Return what a payload has of a rank; None if it has nothing of it. If its tokens are dealt in
-    a way that the rank cannot read, the rank still needs it, so that loading it fails."""
-    tokens, sources = own.tokens, own.tokens.sources(held.tokens.size, held.tokens.interleave)
+def _common_layers(shape: GroupShape, held: Shard) -> range:
+    """Return the layers of which a payload has something that the rank needs. If its tokens are
+    dealt in a way that the rank cannot read, the rank still needs it, so that loading it fails."""
+    own = shape.rank_shard.shard
+    sources = own.tokens.sources(held.tokens.size, held.tokens.interleave)
     if not own.overlaps(held) or (sources and held.tokens not in sources):
-        return None
-    if sources and held.tokens.size > tokens.size:
-        tokens = held.tokens
-    return Shard(
+        return range(0)
+    return range(
         max(own.layer_start, held.layer_start),
         min(own.layer_end, held.layer_end),
-        max(own.head_start, held.head_start),
-        min(own.head_end, held.head_end),
-        tokens,
     )
+
+
+def _rows(shape: GroupShape, layers: range, shard: Shard) -> range:
+    """Return the rows of some layers among those of a shard."""
+    first = shard.layer_start
+    return range(shape.rows * (layers.start - first), shape.rows * (layers.stop - first))
 
 
 def _form(layer: LayerSpec, word: np.dtype[Any]) -> Form:
@@ -311,9 +298,9 @@ def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int
     return slice(None), ((own.rank - source.rank) // source.size, step)
 
 
-def _is_dealt(group: PagedGroup, part: Part) -> bool:
+def _is_dealt(group: PagedGroup, share: Shard) -> bool:
     """Whether the tokens of a column fill the same slots of every block of the rank."""
-    shape, tokens = group.shape, part.source.tokens
+    shape, tokens = group.shape, share.tokens
     if tokens == shape.rank_shard.shard.tokens:
         return True
     ranks = max(1, tokens.size // shape.rank_shard.shard.tokens.size)
@@ -325,11 +312,6 @@ def _tokens_of(group: PagedGroup, share: Shard) -> int:
     shape = group.shape
     own = shape.rank_shard.shard.tokens
     return shape.blocks * shape.block_size * own.size // share.tokens.size
-
-
-def _whole(group: PagedGroup) -> Shard:
-    own, shape = group.shape.rank_shard.shard, group.shape
-    return Shard(0, len(shape.model_layers) or own.layer_end, 0, shape.heads or own.head_end)
 
 
 def _row_names(group: PagedGroup, held: Shard) -> list[str]:

@@ -67,19 +67,28 @@ class GroupShape:
     divisible: bool = False
     """Whether tokens can be moved into blocks of another size, so that replicas with different
     block sizes share. True if pages are canonical and the group keeps all tokens."""
+    payload: Shard | None = None
+    """What the payloads have that the rank writes, alone or with others. None: all of the group."""
     joined: int = 1
-    """How many shards of ranks become one payload, which has all of the group. 0: the rank's own
-    shard is a payload."""
-    columns: int = 1
-    """How many of these have different parts of one layer."""
+    """How many different shards of ranks become one payload."""
     parts: tuple[PartView, ...] = ()
     """Parts of a state that is split over ranks. Each is a frame of a payload, and ``[heads, rows,
     nbytes]`` of a page. Empty: a layer is one frame."""
 
     @property
-    def payload_shard(self) -> Shard | None:
-        """What the payloads have that the rank writes. None: all of the group."""
-        return None if self.joined else self.rank_shard.shard
+    def whole(self) -> Shard:
+        """All of the group."""
+        own = self.rank_shard.shard
+        return Shard(0, len(self.model_layers) or own.layer_end, 0, self.heads or own.head_end)
+
+    @property
+    def columns(self) -> int:
+        """How many of the joined shards have different parts of one layer."""
+        if self.joined == 1:
+            return 1
+        own, payload = self.rank_shard.shard, self.payload or self.whole
+        heads = payload.head_end - payload.head_start
+        return heads // (own.head_end - own.head_start) * own.tokens.size
 
     @property
     def rows(self) -> int:
@@ -125,18 +134,19 @@ class PagedGroup:
         """Each layer's ``[num_blocks, heads, block_size, content]`` as integer words."""
 
     def _place(self) -> Place:
-        shape, shard = self.shape, self.shape.rank_shard.shard
-        columns, rows = shape.columns, shape.rows
-        layers = len(shape.model_layers) or shard.layer_end
+        shape, own = self.shape, self.shape.rank_shard.shard
+        payload, columns, rows = shape.payload or shape.whole, shape.columns, shape.rows
+        layers = payload.layer_end - payload.layer_start
+        before = own.layer_start - payload.layer_start
         layer_bytes = columns * sum(layer.nbytes for layer in self.layers[:rows])
-        head = shard.head_start // (shard.head_end - shard.head_start)
-        column = head * shard.tokens.size + shard.tokens.rank
+        head = (own.head_start - payload.head_start) // (own.head_end - own.head_start)
+        column = head * own.tokens.size + own.tokens.rank
         return Place(
             shape.joined,
             layers * rows * columns,
-            shard.layer_start * rows * columns + column,
+            before * rows * columns + column,
             columns,
-            shard.layer_start * layer_bytes,
+            before * layer_bytes,
             layers * layer_bytes,
         )
 

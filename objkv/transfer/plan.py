@@ -80,17 +80,13 @@ class Row(IntEnum):
     SOURCE = 1
     """Position in ``sources``."""
     HASH = 2
-    """Position of the prefix hash among the plan's hashes."""
-    PARENT = 3
-    """Position of the parent's hash among them."""
-    TOKEN_START = 4
-    TOKEN_END = 5
-    FIRST_BLOCK = 6
-    IDS = 7
+    """Position of the prefix hash among the plan's hashes. The parent's precedes it."""
+    TOKEN_START = 3
+    TOKEN_END = 4
+    FIRST_BLOCK = 5
+    IDS = 6
     """Position of the first block id."""
-    IDS_END = 8
-    FILL = 9
-    """The same for all moves that fill the same blocks from several payloads."""
+    IDS_END = 7
 
 
 class LoadMoves:
@@ -110,7 +106,7 @@ class LoadMoves:
         """
         Args:
             table: ``[len(Row), moves]`` int32, contiguous.
-            hashes: prefix hashes, one after another.
+            hashes: prefix hashes, each behind its parent, one after another.
             block_ids: ``[blocks]`` int64, contiguous: physical block ids, none of them the null
                 block.
         """
@@ -118,7 +114,6 @@ class LoadMoves:
         self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
         self.sources = sources
         """Which payloads the moves of this load read, usually one source per group."""
-        self._made: dict[int, ChunkMove] = {}
 
     def __len__(self) -> int:
         return int(self._table.shape[1])
@@ -128,8 +123,18 @@ class LoadMoves:
 
     def __getitem__(self, index: int) -> LoadMove:
         column = self._table[:, index].tolist()
-        shard = self.sources[column[Row.SOURCE]].shard
-        return LoadMove(self._move(column), shard)
+        source = self.sources[column[Row.SOURCE]]
+        move = ChunkMove(
+            chunk=column[Row.CHUNK],
+            group=source.group,
+            prefix_hash=self._hash(column[Row.HASH]),
+            parent_hash=self._hash(column[Row.HASH] - 1),
+            token_start=column[Row.TOKEN_START],
+            token_end=column[Row.TOKEN_END],
+            first_block=column[Row.FIRST_BLOCK],
+            block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
+        )
+        return LoadMove(move, source.shard)
 
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
@@ -152,12 +157,6 @@ class LoadMoves:
         starts, ends = self._table[Row.TOKEN_START], self._table[Row.TOKEN_END]
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
-    @cached_property
-    def further(self) -> list[bool]:
-        """Whether each move only adds a further payload to the blocks of the move before it."""
-        fill = self._table[Row.FILL]
-        return [False, *(fill[1:] == fill[:-1]).tolist()][: len(self)]
-
     def each(self, of_source: Sequence[T]) -> list[T]:
         """Return for each move what ``of_source`` has for its source."""
         if len(of_source) == 1:  # nearly always, on the forward thread
@@ -174,29 +173,13 @@ class LoadMoves:
 
     def prefix_hashes(self) -> list[bytes]:
         """Return the different prefix hashes of the moves, in order."""
-        return [self._hash(at) for at in dict.fromkeys(self._table[Row.HASH].tolist())]
+        return list(dict.fromkeys(map(self._hash, self._table[Row.HASH].tolist())))
 
     def blocks_from(self, chunk: int) -> frozenset[int]:
         """Return the physical block ids of all moves of ``chunk`` and later chunks."""
         table = self._table[:, self._table[Row.CHUNK] >= chunk]
         spans = zip(table[Row.IDS].tolist(), table[Row.IDS_END].tolist(), strict=True)
         return frozenset(block for a, b in spans for block in self._block_ids[a:b].tolist())
-
-    def _move(self, column: list[int]) -> ChunkMove:
-        # One object for all payloads of the same blocks.
-        if (move := self._made.get(column[Row.FILL])) is None:
-            move = ChunkMove(
-                chunk=column[Row.CHUNK],
-                group=self.sources[column[Row.SOURCE]].group,
-                prefix_hash=self._hash(column[Row.HASH]),
-                parent_hash=self._hash(column[Row.PARENT]),
-                token_start=column[Row.TOKEN_START],
-                token_end=column[Row.TOKEN_END],
-                first_block=column[Row.FIRST_BLOCK],
-                block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
-            )
-            move = self._made.setdefault(column[Row.FILL], move)
-        return move
 
     def _hash(self, at: int) -> bytes:
         return self._hashes[at * PREFIX_HASH_BYTES : (at + 1) * PREFIX_HASH_BYTES]

@@ -121,8 +121,8 @@ class Saver:
                 group = self._groups.get(save.move.group)
                 if group is None or not group.shape.rank_shard.writes(save.move.prefix_hash):
                     continue
-                shard = group.shape.payload_shard
-                key = ChunkKey(plan.namespace, save.move.prefix_hash, save.move.group, shard)
+                payload = group.shape.payload
+                key = ChunkKey(plan.namespace, save.move.prefix_hash, save.move.group, payload)
                 part = None if group.place is None else SavedPart(plan.number, group.place)
                 if is_full:  # not a drop, which the scheduler would plan again for the next step
                     self._skip(key, part, "save_over_quota")

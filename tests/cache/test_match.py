@@ -1,15 +1,18 @@
 """Which prefix is usable, given the found shards."""
 
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise, product
 from math import lcm
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.match import covered, needed_from, stored_blocks, usable_chunks
+from objkv.cache.match import covered, needed_from, payloads_of, stored_blocks, usable_chunks
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
+from objkv.keys.topology import Shard
 
 SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 FULL = GroupIdentity("full", None, ("a", "b"), heads=4, content=16, block_size=32)
@@ -37,13 +40,56 @@ def test_with_dcp_all_tokens_are_needed() -> None:
     assert covered(shards(*parts), 0, FULL)
     assert not covered(shards(*parts[:3]), 0, FULL)
     assert not covered(shards(*parts[:3], "0.L0-2_H0-4_T0of2"), 0, FULL)
-    assert covered(shards(*parts[:3], "0.L0-2_H0-4_T1of2"), 0, FULL)
+    assert not covered(shards(*parts[:3], "0.L0-2_H0-4_T1of2"), 0, FULL), "of another division"
     assert not covered(shards(*parts[:3], "0.L0-2_H0-4_T3of4i2"), 0, FULL)
     assert covered(shards("0.L0-2_H0-4", *parts[:3]), 0, FULL)
 
 
 def test_a_field_of_another_form_is_ignored() -> None:
     assert not covered(shards("0.whatever", "rubbish"), 0, FULL)
+
+
+def test_a_division_of_the_tokens_that_no_replica_has_takes_no_time() -> None:
+    """Any process that may write to the index can name one."""
+    assert not covered(shards(f"0.L0-2_H0-4_T0of{10**15}"), 0, FULL)
+
+
+WIDE = replace(FULL, layers=tuple("abcdef"), heads=6)
+spans = st.tuples(st.integers(0, 6), st.integers(0, 7)).filter(lambda pair: pair[0] < pair[1])
+parts = st.tuples(spans, spans).map(lambda t: Shard(*t[0], *t[1]))
+
+
+@st.composite
+def replicas(draw: st.DrawFn) -> list[Shard]:
+    """The payloads of a replica: stages of any length, each with the heads in equal parts."""
+    cuts = sorted(draw(st.sets(st.integers(1, 5), max_size=3)))
+    stages = pairwise([0, *cuts, 6])
+    each = draw(st.sampled_from((1, 2, 3, 6)))
+    return [Shard(*stage, head, head + each) for stage in stages for head in range(0, 6, each)]
+
+
+def cells(shard: Shard) -> list[tuple[int, int]]:
+    layers = range(shard.layer_start, shard.layer_end)
+    return list(product(layers, range(shard.head_start, shard.head_end)))
+
+
+@given(st.lists(replicas(), max_size=3), st.lists(parts, max_size=6), st.data())
+def test_the_payloads_of_a_replica_are_found_among_others(
+    written: list[list[Shard]], strange: list[Shard], data: st.DataObject
+) -> None:
+    """Each cell once, and no more payloads than the replica with the fewest has."""
+    there = {shard for one in written for shard in one} | set(strange)
+    there -= data.draw(st.sets(st.sampled_from(sorted(there)), max_size=1)) if there else set()
+    found = payloads_of([f"0.{shard}" for shard in there], 0, WIDE)
+    mixed = data.draw(st.permutations(sorted(there)))
+    assert payloads_of([f"0.{shard}" for shard in mixed], 0, WIDE) == found
+    complete = [one for one in written if {*one} <= there]
+    assert bool(found) or not complete
+    if found:
+        counted = Counter(cell for shard in found if shard for cell in cells(shard))
+        assert counted == Counter(product(range(6), range(6)))
+        assert {*found} <= there
+        assert all(len(found) <= len(one) for one in complete)
 
 
 @pytest.mark.parametrize(

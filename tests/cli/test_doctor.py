@@ -64,7 +64,7 @@ def test_vllms_configuration_is_checked_and_its_stores_are_probed(run: Run, tmp_
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "connectors": [connector(tmp_path), tier(tmp_path, {"queue_max": 9, "codec": "lz4"})]
+            "connectors": [connector(tmp_path), tier(tmp_path, {"locality": "LOCAL"})]
         },
     }
     (tmp_path / "kv.json").write_text(json.dumps(several))
@@ -88,8 +88,8 @@ def test_vllms_configuration_is_checked_and_its_stores_are_probed(run: Run, tmp_
         ({"kv_connector_module_path": "objkv"}, "'objkv.connector'"),
         ({"kv_connector_extra_config": {"bulk_ulr": "x"}}, "'bulk_url'"),
         ({"kv_connector_extra_config": [1]}, "form"),
-        (tier(Path("/x"), {"queue_maxx": 1}), "queue_maxx"),
-        (tier(Path("/x"), {"queue_max": 0}), "queue_max"),
+        (tier(Path("/x"), {"localityy": 1}), "localityy"),
+        (tier(Path("/x"), {"locality": "HERE"}), "locality"),
         (tier(Path("/x"), {"module_path": "objkv"}), "'objkv.connector.tier'"),
         (tier(Path("/x"), {}, spec_name=None), "spec_name"),
         (tier(Path("/x"), {}, cpu_bytes_to_use=0), "cpu_bytes_to_use"),

@@ -148,11 +148,10 @@ def test_a_part_that_is_sealed_is_refused(seal: Seal) -> None:
         assert is_refused(some)
 
 
-def test_a_part_of_a_payload_that_is_not_whole_is_refused() -> None:
-    shard = Shard(0, 3, 0, 2)
-    pieces = GRID.pieces(replace(WHOLE, key=replace(WHOLE.key, shard=shard)))
-    with pytest.raises(PayloadError, match="not whole"):
-        joined(pieces)
+def test_ranks_of_one_of_several_nodes_join_their_shard() -> None:
+    claim = replace(WHOLE, key=replace(WHOLE.key, shard=Shard(0, 3, 0, 2)))
+    assert read_header(joined(GRID.pieces(claim))).claim == claim
+    assert is_refused([*GRID.pieces(claim)[:-1], GRID.pieces()[-1]])
 
 
 def replaced(piece: Piece, *layers: LayerSpec) -> Piece:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import PropertyMock, patch
@@ -10,6 +11,7 @@ from unittest.mock import PropertyMock, patch
 import pytest
 import torch
 from vllm.config import ParallelConfig
+from vllm.distributed import parallel_state
 
 from objkv.agent.outbox import Outbox
 from objkv.assembly.backends import is_far
@@ -21,8 +23,11 @@ from objkv.connector.kv import wiring
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.wiring import Pools, open_slabs, plan_pools
 from objkv.connector.kv.worker import Rank
+from objkv.connector.model.groups import Geometry
+from objkv.connector.model.identity import placed
 from objkv.connector.wiring import count_nodes, may_save, replica_of
 from objkv.errors import ConfigError
+from objkv.keys.identity import GroupIdentity
 from objkv.transfer.layouts import row_bytes_max
 from objkv.transfer.paging import PagedGroup
 from tests.support.paged_cache import GROUP, paged_group
@@ -127,6 +132,36 @@ def test_ranks_of_ray_are_on_several_nodes_if_one_has_too_few_devices(
     parallel = ParallelConfig(tensor_parallel_size=ranks, distributed_executor_backend="mp")
     parallel.distributed_executor_backend = "ray"
     assert count_nodes(parallel) == nodes
+
+
+@pytest.mark.parametrize(
+    ("ray", "nodes", "node_count", "rank", "local_rank", "is_as_assumed"),
+    [
+        (True, 2, 2, 5, 1, True),
+        (True, 2, 2, 5, 2, False),
+        (True, 2, 3, 5, 1, False),
+        (True, 1, 1, 5, 5, True),
+        (True, 1, 2, 5, 1, False),
+        (False, 2, 3, 5, 2, True),
+    ],
+)
+def test_ranks_that_ray_has_put_elsewhere_write_payloads_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    ray: bool,
+    nodes: int,
+    node_count: int,
+    rank: int,
+    local_rank: int,
+    is_as_assumed: bool,
+) -> None:
+    world = SimpleNamespace(rank_in_group=rank, local_rank=local_rank)
+    monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
+    monkeypatch.setattr(parallel_state, "get_node_count", lambda: node_count)
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(use_ray=ray))
+    group = GroupIdentity("full", None, ("a",), heads=8, content=8, block_size=16)
+    one = Geometry((group,), 64, 16, tp_size=8, nodes=nodes)
+    assert placed(config, one) == (one if is_as_assumed else replace(one, nodes=8))
 
 
 def test_an_agent_of_one_replica_knows_what_share_of_its_machine_the_replica_has(

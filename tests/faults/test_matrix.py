@@ -16,7 +16,6 @@ from unittest.mock import patch
 import pytest
 
 from objkv.assembly import agent, backends
-from objkv.connector.tier import manager
 from objkv.net.breaker import Patience
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.columns import COLUMNS, Column
@@ -130,7 +129,6 @@ def _hasty(*pauses_s: float) -> Iterator[None]:
     with (
         patch.object(backends, "Patience", partial(Patience, 1, *pauses_s)),
         patch.object(agent, "LOOKUP_TTL_S", 0.0),
-        patch.object(manager, "LOOKUP_TTL_S", 0.0),
     ):
         yield
 

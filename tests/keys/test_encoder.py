@@ -79,8 +79,7 @@ def test_the_document_is_not_one_of_kv() -> None:
 
 @pytest.mark.parametrize("item", VECTORS["items"], ids=lambda item: repr(item["identifier"])[:20])
 def test_an_item_has_the_published_hash(item: dict[str, Any]) -> None:
-    lora = None if item["lora_digest"] is None else bytes.fromhex(item["lora_digest"])
-    found = encoder_hash(NAMESPACE, item["identifier"], lora_digest=lora, salt=item["salt"])
+    found = encoder_hash(NAMESPACE, item["identifier"], salt=item["salt"])
     assert found.hex() == item["hash"]
 
 
@@ -106,17 +105,15 @@ def test_the_key_is_that_of_a_chunk_of_one_shard() -> None:
     assert key.field == ENCODER_FIELD
 
 
-Name = tuple[str, bytes | None, str | None]
+Name = tuple[str, str | None]
 names = st.tuples(
-    st.text(st.characters(), max_size=12),
-    st.none() | st.binary(min_size=32, max_size=32),
-    st.none() | st.text(st.characters(), max_size=6),
+    st.text(st.characters(), max_size=12), st.none() | st.text(st.characters(), max_size=6)
 )
 
 
 @given(names, names)
 def test_different_items_have_different_names(one: Name, other: Name) -> None:
-    hashes = [encoder_hash(NAMESPACE, i, lora_digest=d, salt=s) for i, d, s in (one, other)]
+    hashes = [encoder_hash(NAMESPACE, i, salt=s) for i, s in (one, other)]
     assert (hashes[0] == hashes[1]) is (one == other)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
-from objkv.keys.topology import Shard, Topology, cover
+from objkv.keys.topology import Shard, Topology
 
 TP_SIZES, PP_SIZES, HEADS = range(1, 17), range(1, 9), range(1, 33)
 LAYERS = (1, 2, 3, 7, 8, 9, 13, 16, 23, 32)
@@ -25,20 +25,20 @@ def possible(heads: int) -> list[int]:
 
 
 @st.composite
-def two_shapes(draw: st.DrawFn) -> tuple[Topology, Topology]:
+def shapes(draw: st.DrawFn) -> Topology:
+    """Of any TP, PP and DCP size, on any number of nodes."""
     heads = draw(st.sampled_from(HEADS))
-    layers = draw(st.sampled_from(LAYERS))
-
-    def stages() -> tuple[int, ...]:
-        pp_size = draw(st.sampled_from(PP_SIZES))
-        cuts = sorted(
-            draw(st.lists(st.integers(0, layers), min_size=pp_size - 1, max_size=pp_size - 1))
-        )
-        return tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
-
-    tp_sizes = st.sampled_from(possible(heads))
-    one = Topology(draw(tp_sizes), heads, stages())
-    return one, Topology(draw(tp_sizes), heads, stages())
+    layers, pp_size = draw(st.sampled_from(LAYERS)), draw(st.sampled_from(PP_SIZES))
+    cuts = sorted(
+        draw(st.lists(st.integers(0, layers), min_size=pp_size - 1, max_size=pp_size - 1))
+    )
+    stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+    tp_size = draw(st.sampled_from(possible(heads)))
+    copies = max(1, tp_size // heads)
+    dcp_size = draw(st.sampled_from([n for n in range(1, copies + 1) if copies % n == 0]))
+    ranks = tp_size * pp_size
+    nodes = draw(st.sampled_from([1, 2, 4, *(n for n in range(1, ranks + 1) if ranks % n == 0)]))
+    return Topology(tp_size, heads, stages, dcp_size, 1, nodes)
 
 
 def cells(shard: Shard) -> Cells:
@@ -90,20 +90,52 @@ def test_every_size_alone() -> None:
         check(Topology(1, 1, stages), HASHES[0])
 
 
-@given(two_shapes(), prefix_hashes)
-def test_every_shape_holds_and_saves_all_and_covers_every_other(
-    shapes: tuple[Topology, Topology], prefix_hash: bytes
-) -> None:
-    reader, writer = shapes
-    check(writer, prefix_hash)
-    held = (writer.held(rank) for rank in writers(writer, prefix_hash))
-    saved = [share.shard for share in held if share]
-    for rank in range(reader.size):
-        if need := reader.held(rank):
-            parts = cover(need.shard, saved)
-            assert parts is not None
-            taken = Counter(cell for part in parts for cell in cells(part.take))
-            assert taken == Counter(cells_of(reader, rank))
+@given(shapes(), prefix_hashes)
+def test_every_shape_holds_and_saves_all(shape: Topology, prefix_hash: bytes) -> None:
+    if shape.dcp_size == 1:
+        check(shape, prefix_hash)
+    saved = dict[Shard, list[int]]()
+    for rank in writers(shape, prefix_hash):
+        saved.setdefault(shape.joined(rank)[0], []).append(rank)
+    counted = Counter[tuple[int, int, int]]()
+    for payload, ranks in saved.items():
+        own = [share.shard for rank in ranks if (share := shape.held(rank))]
+        has = [(*cell, one.tokens.rank) for one in own for cell in cells(one)]
+        tokens = range(shape.dcp_size) if payload.tokens.size == 1 else [payload.tokens.rank]
+        assert sorted(has) == sorted((*cell, n) for cell in cells(payload) for n in tokens)
+        assert {shape.joined(rank)[1] for rank in ranks} == {len(ranks)}
+        if len(ranks) > 1:
+            assert len({rank * shape.nodes // shape.size for rank in ranks}) == 1
+        counted.update(has)
+    sizes = sum(shape.layers), shape.heads, shape.dcp_size
+    assert counted == Counter(product(*map(range, sizes)))
+
+
+@pytest.mark.parametrize(
+    ("shape", "payloads"),
+    [
+        (Topology(16, 16, (4,), nodes=2), "L0-4_H0-8 L0-4_H8-16"),
+        (Topology(16, 8, (4,), nodes=2), "L0-4_H0-4 L0-4_H4-8"),
+        (Topology(16, 2, (4,), nodes=4), "L0-4_H0-1 L0-4_H1-2"),
+        (Topology(16, 1, (4,), nodes=2), "L0-4_H0-1"),
+        (Topology(4, 4, (3, 2), nodes=2), "L0-3_H0-4 L3-5_H0-4"),
+        (Topology(2, 4, (3, 2, 1, 1), nodes=2), "L0-5_H0-4 L5-7_H0-4"),
+        (Topology(4, 4, (3, 2), nodes=4), "L0-3_H0-2 L0-3_H2-4 L3-5_H0-2 L3-5_H2-4"),
+        (Topology(4, 4, (0, 2), nodes=2), "L0-2_H0-4"),
+        (Topology(8, 2, (4,), 4, nodes=2), "L0-4_H0-1 L0-4_H1-2"),
+        (Topology(8, 1, (4,), 2, nodes=4), "L0-4_H0-1"),
+        # No rectangles, or such as others have some of.
+        (Topology(4, 1, (4,), 4, nodes=2), " ".join(f"L0-4_H0-1_T{n}of4" for n in range(4))),
+        (Topology(2, 2, (1, 1, 1), nodes=2), " ".join(f"L{n}-{n + 1}_H{h}-{h + 1}"
+                                                      for n in range(3) for h in range(2))),
+        (Topology(12, 4, (1,), nodes=3), " ".join(f"L0-1_H{n}-{n + 1}" for n in range(4))),
+        (Topology(3, 3, (1,), nodes=2), " ".join(f"L0-1_H{n}-{n + 1}" for n in range(3))),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_ranks_of_a_node_write_one_payload(shape: Topology, payloads: str) -> None:
+    held = [rank for rank in range(shape.size) if shape.held(rank) is not None]
+    assert {str(shape.joined(rank)[0]) for rank in held} == {*payloads.split()}
 
 
 def test_each_replica_saves_as_many_chunks_as_the_others() -> None:

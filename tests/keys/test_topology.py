@@ -1,109 +1,12 @@
-"""The parts that a reader takes of other shapes' shards, compared with counting cell by cell."""
+"""How ranks of context parallelism divide tokens, compared with counting token by token."""
 
 from collections import Counter
-from itertools import pairwise
-from random import Random
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.keys.topology import Part, Shard, TokenPart, Topology, cover
-
-LAYERS, HEADS = 6, 6
-
-
-def shards(layers: int = LAYERS, heads: int = HEADS) -> st.SearchStrategy[Shard]:
-    def span(size: int) -> st.SearchStrategy[tuple[int, int]]:
-        pairs = [(a, b) for a in range(size) for b in range(a + 1, size + 1)]
-        return st.sampled_from(pairs)
-
-    return st.tuples(span(layers), span(heads)).map(lambda t: Shard(*t[0], *t[1]))
-
-
-def cells(shard: Shard) -> set[tuple[int, int]]:
-    return {
-        (layer, head)
-        for layer in range(shard.layer_start, shard.layer_end)
-        for head in range(shard.head_start, shard.head_end)
-    }
-
-
-def grid(layers: int, heads: int, *, pp: int, tp: int) -> list[Shard]:
-    return [
-        Shard(
-            p * layers // pp,
-            (p + 1) * layers // pp,
-            t * heads // tp,
-            (t + 1) * heads // tp,
-        )
-        for p in range(pp)
-        for t in range(tp)
-    ]
-
-
-@given(shards(), st.lists(shards(), max_size=12))
-@example(Shard(0, 2, 0, 2), [Shard(0, 2, 0, 1), Shard(0, 1, 0, 2), Shard(1, 2, 1, 2)])
-def test_parts_are_the_need_exactly_or_it_cannot_be_reached(need: Shard, held: list[Shard]) -> None:
-    parts = cover(need, held)
-    reach = set().union(*(cells(shard) for shard in held)) if held else set()
-    assert (parts is not None) == (cells(need) <= reach)
-    if parts is None:
-        return
-    counted = Counter(cell for part in parts for cell in cells(part.take))
-    assert counted == Counter(cells(need))
-    for part in parts:
-        assert part.source in held
-        assert cells(part.take) <= cells(part.source)
-
-
-@given(shards(), st.lists(shards(), max_size=12), st.randoms(use_true_random=False))
-def test_a_cover_has_one_order_and_no_source_in_vain(
-    need: Shard, held: list[Shard], random: Random
-) -> None:
-    found = cover(need, held)
-    shuffled = held * 2
-    random.shuffle(shuffled)
-    assert cover(need, shuffled) == found == cover(need, frozenset(held))
-    assert cover(need, [*held, need]) == (Part(need, need),)
-    for one, other in pairwise(found or ()):
-        assert one.take < other.take
-    sources = {part.source for part in found or ()}
-    for source in sources:
-        others = set().union(*(cells(other) for other in sources - {source}))
-        assert not cells(need) <= others
-
-
-def test_of_two_ways_to_be_covered_the_one_with_fewer_payloads_is_taken() -> None:
-    need = Shard(0, 32, 0, 8)
-    held = grid(32, 8, pp=1, tp=8) + grid(32, 8, pp=2, tp=1)
-    parts = cover(need, held)
-    assert parts == tuple(Part(shard, shard) for shard in grid(32, 8, pp=2, tp=1))
-
-
-def test_small_payloads_are_preferred_to_one_that_is_mostly_superfluous() -> None:
-    need = Shard(0, 32, 0, 2)
-    small = [Shard(0, 32, 0, 1), Shard(0, 32, 1, 2)]
-    assert cover(need, [Shard(0, 32, 0, 8), *small]) == tuple(Part(one, one) for one in small)
-
-
-def test_a_payload_that_others_make_superfluous_is_left_out() -> None:
-    whole, half = grid(32, 8, pp=1, tp=8), Shard(0, 16, 0, 8)
-    parts = cover(Shard(0, 32, 0, 8), [half, *whole])
-    assert parts == tuple(Part(shard, shard) for shard in whole)
-
-
-def test_a_source_whose_share_is_no_rectangle_has_several_parts() -> None:
-    corner, rest = Shard(0, 5, 0, 5), Shard(1, 6, 1, 6)
-    slivers = [Shard(0, 1, 5, 6), Shard(5, 6, 0, 1)]
-    assert cover(Shard(0, 6, 0, 6), [corner, rest, *slivers]) == (
-        Part(slivers[0], slivers[0]),
-        Part(corner, corner),
-        Part(rest, Shard(1, 5, 5, 6)),
-        Part(slivers[1], slivers[1]),
-        Part(rest, Shard(5, 6, 1, 6)),
-    )
-
+from objkv.keys.topology import Shard, TokenPart, Topology
 
 divisions = st.tuples(st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4, 8])).map(
     lambda pair: (pair[0] * pair[1], pair[1])
@@ -132,25 +35,26 @@ def test_with_dcp_the_writers_save_every_token_of_every_layer_once(
 
 
 @given(divisions, divisions)
-def test_with_dcp_a_cover_has_all_tokens_of_the_need(
+def test_parts_of_another_division_have_all_tokens_of_a_rank(
     one: tuple[int, int], other: tuple[int, int]
 ) -> None:
-    writer, reader = (Topology(tp, 1, (2,), dcp) for tp, dcp in (one, other))
-    held = [share.shard for rank in range(writer.size) if (share := writer.held(rank))]
+    reader, size = Topology(one[0], 1, (2,), one[1]), other[1]
     for rank in range(reader.size):
         share = reader.held(rank)
         assert share is not None
-        parts = cover(share.shard, held)
-        assert parts is not None
-        found = set().union(*(tokens_of(part.source.tokens) for part in parts))
-        assert found >= tokens_of(share.shard.tokens)
-        missing = [shard for shard in held if shard.tokens != parts[0].source.tokens]
-        assert cover(share.shard, missing) is None
+        own, sources = share.shard.tokens, share.shard.tokens.sources(size, 1)
+        assert set().union(*map(tokens_of, sources)) >= tokens_of(own)
+        assert all(tokens_of(source) & tokens_of(own) for source in sources)
+        if size >= own.size:
+            assert set().union(*map(tokens_of, sources)) == tokens_of(own)
 
 
 def test_tokens_that_are_dealt_out_otherwise_are_not_combined() -> None:
-    dealt = [Shard(0, 1, 0, 1, TokenPart(rank, 4)) for rank in range(4)]
-    assert cover(Shard(0, 1, 0, 1, TokenPart(0, 4, 2)), dealt) is None
+    assert TokenPart(0, 4, 2).sources(4, 2) == (TokenPart(0, 4, 2),)
+    for other in ((4, 1), (2, 2), (2, 1), (1, 1)):
+        assert not TokenPart(0, 4, 2).sources(*other)
+    assert not TokenPart(0, 4).sources(4, 2)
+    assert not TokenPart(0, 4).sources(3, 1)
 
 
 def test_names_of_parts_of_the_tokens_are_read_in_one_form_only() -> None:

@@ -13,7 +13,7 @@ from objkv.cache.match import payloads_of
 from objkv.codec.payload import payload_bytes_max
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.keys.topology import Topology
+from objkv.keys.topology import Shard, Topology
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loader import LoadLimits
@@ -117,8 +117,10 @@ class ShapedRank(Worker):
             (model.layers // shape.pp,) * shape.pp,
             shape.dcp,
             shape.interleave,
+            shape.nodes,
         )
-        cut = topology.held(pp_rank * shape.tp + tp_rank)
+        self.number = pp_rank * shape.tp + tp_rank
+        cut = topology.held(self.number)
         assert cut is not None
         self.rank = cut
         self.heads = range(cut.shard.head_start, cut.shard.head_end)
@@ -211,10 +213,8 @@ class ShapedRank(Worker):
 
     def _group_shape(self) -> GroupShape:
         model, size, topology = self.model, self.shape.block_size, self.topology
-        held = map(topology.held, range(topology.size))
-        shards = {share.shard for share in held if share is not None}
         is_dealt = self.shape.dcp == 1 or (self.shape.interleave == 1 and model.divisible)
-        is_joined = is_dealt and self.shape.nodes == 1
+        payload, joined = topology.joined(self.number) if is_dealt else (self.rank.shard, 1)
         names = model.names[self.layers.start : self.layers.stop]
         return GroupShape(
             names,
@@ -224,8 +224,8 @@ class ShapedRank(Worker):
             model_layers=model.names,
             heads=model.heads,
             divisible=model.divisible,
-            joined=len(shards) if is_joined else 0,
-            columns=topology.columns if is_joined else 1,
+            payload=None if payload == Shard(0, model.layers, 0, model.heads) else payload,
+            joined=joined,
         )
 
     def _move(self, chunk: int, first_block: int, ids: tuple[int, ...]) -> ChunkMove:

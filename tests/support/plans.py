@@ -11,29 +11,33 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, Row, Source
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:
     """Return these moves in columns."""
-    hashes, sources = dict[bytes, int](), dict[Source, int]()
+    hashes, places = list[bytes](), dict[tuple[bytes, bytes], int]()
+    sources = dict[Source, int]()
     ids = array("q")
     columns: list[list[int]] = []
     last: ChunkMove | None = None
     for load in moves:
         move = load.move
         if move is not last:
-            fill, first_id = len(columns), len(ids)
+            first_id = len(ids)
             ids.extend(move.block_ids)
         last = move
-        source = Source(move.group, load.shard)
+        source, name = Source(move.group, load.shard), (move.parent_hash, move.prefix_hash)
+        if name not in places:
+            if hashes[-1:] != [move.parent_hash]:
+                hashes.append(move.parent_hash)
+            hashes.append(move.prefix_hash)
+            places[name] = len(hashes) - 1
         columns.append(
             [
                 move.chunk,
                 sources.setdefault(source, len(sources)),
-                hashes.setdefault(move.prefix_hash, len(hashes)),
-                hashes.setdefault(move.parent_hash, len(hashes)),
+                places[name],
                 move.token_start,
                 move.token_end,
                 move.first_block,
                 first_id,
                 len(ids),
-                fill,
             ]
         )
     assert all(len(one) == PREFIX_HASH_BYTES for one in hashes)

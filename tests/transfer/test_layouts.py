@@ -167,6 +167,7 @@ shapes = st.builds(
     block_size=st.sampled_from([2, 4, 8, 16]),
     layout=st.sampled_from(sorted(LAYOUTS)),
     codec=st.sampled_from(["none", "lz4", "blosc"]),
+    nodes=st.sampled_from([1, 1, 2, 4]),
 ).map(of_few_ranks)
 
 
@@ -228,7 +229,7 @@ def partly(now: torch.Tensor, right: torch.Tensor, before: torch.Tensor) -> bool
 
 
 SPANNING = ShapeOfReplica(tp=8, nodes=2)
-"""A replica whose ranks are on several nodes: each has payloads of its own."""
+"""A replica whose ranks are on several nodes: each has a payload of its own."""
 
 
 def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
@@ -244,9 +245,9 @@ def test_a_chunk_of_which_a_shard_is_missing_is_not_loaded() -> None:
         assert outcome.rejected == {(NAMESPACE, MODEL.hashes[1])}
 
 
-def test_a_chunk_in_several_payloads_takes_one_place_in_the_queue() -> None:
+def test_a_chunk_in_several_payloads_is_a_miss_if_the_queue_does_not_take_all_of_them() -> None:
     store, index = saved(MODEL, SPANNING)
-    queue_max = MODEL.chunks
+    queue_max = 2 * MODEL.chunks
     with ShapedReplica(MODEL, ShapeOfReplica(), store, index, queue_max=queue_max) as other:
         (rank,) = other.ranks
         for _ in range(3):  # what was taken has left its place

@@ -7,7 +7,6 @@ thread polls and never waits for either.
 """
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -59,12 +58,14 @@ class WantedOutput(PayloadTransfer):
     """Called by the thread that reads."""
     owners: set[str] = field(default_factory=set)
     """Requests that need it. Without owners it is forgotten."""
+    held_bytes: int = 0
+    """Memory that it has."""
     state: State = State.WAITING
     is_stored: bool = False
     """Whether its lookup found that it is stored."""
     pages: Pages | None = None
     began: float = 0.0
-    """When it had memory."""
+    """When its read began."""
 
     @property
     def is_needed(self) -> bool:
@@ -77,56 +78,13 @@ class WantedOutput(PayloadTransfer):
         self.ended(self, outcome, nbytes)
 
 
-class OutputMemory:
-    """A bounded number of bytes for outputs, granted to batches in the order in which they ask.
+class EncoderFetcher:
+    """Fetches outputs. Only the scheduler's thread calls public methods.
 
     vLLM queries for all of its waiting requests in one step, and frees memory request by request. A
-    batch has the outputs that one request was the first to need. It gets memory for all of them at
-    once, and none before the batches ahead of it: so the first request that waits can always have
-    what it waits for. Not thread-safe: the caller holds one lock around every call.
+    request gets memory for all outputs that it is the first to need at once, in the order in which
+    requests ask, and has none while it waits: so the first one can always have what it waits for.
     """
-
-    def __init__(self, nbytes_max: int) -> None:
-        self._nbytes_max = nbytes_max
-        self._taken: dict[WantedOutput, int] = {}
-        self._batches: deque[list[WantedOutput]] = deque()
-        self.held_bytes = 0
-
-    def ask(self, batch: Sequence[WantedOutput]) -> Sequence[WantedOutput]:
-        """Queue a batch. Returns those for which there can never be memory together with the
-        others."""
-        kept: list[WantedOutput] = []
-        refused: list[WantedOutput] = []
-        nbytes = 0
-        for one in batch:
-            fits = nbytes + one.nbytes <= self._nbytes_max
-            (kept if fits else refused).append(one)
-            nbytes += one.nbytes * fits
-        self._batches.append(kept)
-        return refused
-
-    def grant(self) -> list[WantedOutput]:
-        """Return the outputs that now have memory. Call it whenever a batch is queued, or an output
-        frees memory or is not needed any more."""
-        granted: list[WantedOutput] = []
-        while self._batches:
-            batch = {one: one.nbytes for one in self._batches[0] if one.is_needed}
-            nbytes = sum(batch.values())
-            if self.held_bytes + nbytes > self._nbytes_max:
-                break
-            self._batches.popleft()
-            self.held_bytes += nbytes
-            self._taken |= batch
-            granted += batch
-        return granted
-
-    def free(self, one: WantedOutput) -> None:
-        """Free an output's memory. Idempotent."""
-        self.held_bytes -= self._taken.pop(one, 0)
-
-
-class EncoderFetcher:
-    """Fetches outputs. Only the scheduler's thread calls public methods."""
 
     def __init__(
         self,
@@ -143,15 +101,19 @@ class EncoderFetcher:
             reader: on the same clock; ``close`` closes it. None: outputs are looked up only.
             config: its ``encoder_deadline_ms`` is for an output. Requests are refused while
                 ``LOOKUP_QUEUE_MAX`` outputs wait, and other jobs while as many are in progress.
-            held_bytes_max: memory for outputs that are held or read, without one copy of an output
-                that is not needed any more.
+            held_bytes_max: memory for outputs that are held or fetched, without one copy of an
+                output that is not needed any more.
         """
         self._index, self._reader = index, reader
         self._config, self._recorder, self._clock = config, recorder, clock
         self._trouble = Trouble(logger, "lookups of encoder outputs")
         self._changed = Condition()
         self._entries: dict[EncoderOutput, WantedOutput] = {}
-        self.memory = OutputMemory(held_bytes_max)
+        self._nbytes_max = held_bytes_max
+        self.held_bytes = 0
+        """Memory of all outputs. Changes with the lock held."""
+        self.queue: dict[str, float] = {}
+        """Requests that wait for memory, in order, and until when."""
         self._thread = StepThread(
             "objkv-lookup-outputs",
             answer_s=CALL_S,
@@ -160,12 +122,13 @@ class EncoderFetcher:
 
     def want(self, owner: str, outputs: Sequence[EncoderOutput]) -> bool:
         """Fetch outputs for ``owner``, except those already fetched or in progress. Returns whether
-        none is in progress."""
+        nothing is waited for."""
         known = [self._entries.get(output) for output in outputs]
         if not all(entry is not None and owner in entry.owners for entry in known):
             # New, or preempted since: it queues for memory with all that it needs, and holds none.
-            self.drop(owner, outputs)
-            self._fetch(owner, outputs)
+            self._release(owner, outputs)
+            if not self._fetch(owner, outputs):
+                return False
         return not any(self.state(output) is State.WAITING for output in outputs)
 
     def state(self, output: EncoderOutput) -> State:
@@ -187,11 +150,8 @@ class EncoderFetcher:
 
     def drop(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
         """Remove ``owner`` from the owners of outputs. Those without owners are forgotten."""
-        for output in outputs:
-            if (entry := self._entries.get(output)) is not None:
-                entry.owners.discard(owner)
-                if not entry.owners:
-                    self.forget(output)
+        self.queue.pop(owner, None)
+        self._release(owner, outputs)
 
     def forget(self, output: EncoderOutput) -> None:
         """Forget an output, although requests need it: vLLM has it now. Its read is discarded."""
@@ -217,83 +177,99 @@ class EncoderFetcher:
         return self._clock() >= deadline
 
     def wait(self, seconds: float) -> None:
-        """Block until a state changes, for at most ``seconds``. Returns at once if no output
+        """Block until a state changes, for at most ``seconds``. Returns at once if nothing
         waits."""
         with self._changed:
-            if any(entry.is_needed for entry in self._entries.values()):
+            if self.queue or any(entry.is_needed for entry in self._entries.values()):
                 self._changed.wait(seconds)
 
     def close(self) -> None:
         """Stop the threads."""
         self._thread.close(0.0)
-        with self._changed:  # or each that a closed reader ends would let it read the next
-            for entry in self._entries.values():
-                self._settle(entry, State.ABSENT)
         if self._reader is not None:
             self._reader.close()
 
-    def _fetch(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
-        fresh = []
+    def _release(self, owner: str, outputs: Iterable[EncoderOutput]) -> None:
+        for output in outputs:
+            if (entry := self._entries.get(output)) is not None:
+                entry.owners.discard(owner)
+                if not entry.owners:
+                    self.forget(output)
+
+    def _fetch(self, owner: str, outputs: Iterable[EncoderOutput]) -> bool:
+        """Fetch what no other request needs, once there is memory for all of it. Returns False
+        until then. What exceeds all memory is treated as missing, and everything after the
+        deadline."""
+        deadline = self.queue.setdefault(owner, self.deadline())
+        is_late = self.is_late(deadline)
+        fits, nbytes = set[EncoderOutput](), 0
+        for output in outputs:
+            size = output.layer.nbytes
+            if not is_late and output not in self._entries and nbytes + size <= self._nbytes_max:
+                fits.add(output)
+                nbytes += size
+        if self.held_bytes + nbytes > self._nbytes_max or not (is_late or self._is_first(owner)):
+            return False
+        del self.queue[owner]
+        waiting = sum(entry.is_needed for entry in self._entries.values())
+        for output in outputs:
+            entry = self._entries.get(output)
+            if entry is None:
+                entry = WantedOutput(output.claim, (output.layer,), deadline, self._ended)
+                self._entries[output] = entry
+                if output in fits and waiting < LOOKUP_QUEUE_MAX:
+                    self._begin(entry)
+                else:
+                    self._settle(
+                        entry, State.ABSENT, "load_deadlines" if is_late else "load_refused"
+                    )
+            entry.owners.add(owner)
+        return True
+
+    def _is_first(self, owner: str) -> bool:
+        """Whether it is the turn of ``owner``. A request whose deadline has passed lets others go
+        first: vLLM may not query for it any more."""
+        while (first := next(iter(self.queue))) != owner and self.is_late(self.queue[first]):
+            self.queue[first] = self.queue.pop(first)
+        return first == owner
+
+    def _begin(self, entry: WantedOutput) -> None:
         with self._changed:
-            waiting = sum(entry.is_needed for entry in self._entries.values())
-            for output in outputs:
-                if (entry := self._entries.get(output)) is None:
-                    layers, deadline = (output.layer,), self.deadline()
-                    entry = WantedOutput(output.claim, layers, deadline, self._ended)
-                    self._entries[output] = entry
-                    fresh.append(entry)
-                entry.owners.add(owner)
-            is_full = waiting >= LOOKUP_QUEUE_MAX
-            if fresh and (is_full or not self._thread.run(partial(self._look_up, fresh))):
-                for entry in fresh:
-                    self._settle(entry, State.ABSENT, "load_refused")
+            entry.held_bytes = entry.layers[0].nbytes
+            self.held_bytes += entry.held_bytes
+        if not self._thread.run(partial(self._look_up, entry)):
+            self._settle(entry, State.ABSENT, "load_refused")
 
     def _note_failure(self, error: Exception) -> None:
         self._recorder.count("background_errors")
         if not isinstance(error, StoreError):
             logger.error("encoder job failed unexpectedly", exc_info=error)
 
-    def _look_up(self, batch: list[WantedOutput]) -> Steps[None]:
-        """Look up the outputs of a request, and queue for the memory of those that are stored.
+    def _look_up(self, entry: WantedOutput) -> Steps[None]:
+        """Look an output up, and have it read if it is stored.
 
-        Outputs are looked up one by one. A folder that is its own index ends its answer at the
-        first missing key of several, as is right for prefixes.
+        By itself: a folder that is its own index ends its answer at the first missing key of
+        several, as is right for prefixes.
         """
+        key = entry.claim.key
         try:
-            for entry in batch:
-                if entry.is_needed:
-                    entry.is_stored = yield from self._is_stored(entry.claim.key)
-        finally:  # also after an exception, because requests wait for the entries
-            with self._changed:
-                for entry in batch:
-                    if not entry.is_stored:
-                        self._settle(entry, State.ABSENT)
-                    elif self._reader is None:
-                        self._settle(entry, State.STORED)
-                        self._touch(entry.claim.key)
-                for entry in self.memory.ask([one for one in batch if one.is_needed]):
-                    self._settle(entry, State.STORED, "load_refused")
-                self._read()
-
-    def _is_stored(self, key: ChunkKey) -> Steps[bool]:
-        """Whether the index has an output. False if there is no answer."""
-        try:
-            find = self._index.find(key.namespace, [key.prefix_hash], [key.field])
-            (found,) = yield from find
+            (found,) = yield from self._index.find(key.namespace, [key.prefix_hash], [key.field])
+            entry.is_stored = bool(found)
+            self._trouble.worked()
         except StoreError as exc:
             self._recorder.count("lookup_errors")
             self._trouble.failed(exc)
-            return False
-        self._trouble.worked()
-        return bool(found)
-
-    def _read(self) -> None:
-        """Read the outputs that now have memory. The lock is held."""
-        granted = self.memory.grant()
-        if self._reader is not None and granted:
-            for entry in granted:
-                entry.began = self._clock()
-            self._reader.read(granted)
+        finally:  # also after another exception, because requests wait for the output
+            if not entry.is_stored:
+                self._settle(entry, State.ABSENT)
+        if not entry.is_stored:
+            return
+        if self._reader is None:
+            self._settle(entry, State.STORED)
+            self._touch(key)
+        else:
+            entry.began = self._clock()
+            self._reader.read([entry])
 
     def _ended(self, entry: WantedOutput, outcome: ReadOutcome, nbytes: int) -> None:
         """A read has ended. Called by the thread that reads."""
@@ -323,6 +299,5 @@ class EncoderFetcher:
     def _free(self, entry: WantedOutput) -> None:
         """Free its memory, unless a request may use it. The lock is held."""
         if entry.state is not State.HELD:
-            entry.pages = None
-            self.memory.free(entry)
-            self._read()
+            self.held_bytes -= entry.held_bytes
+            entry.held_bytes, entry.pages = 0, None

@@ -16,7 +16,7 @@ from objkv.connector.model.identity import (
     names_media,
     refuse_external_launcher,
 )
-from objkv.connector.model.media import scales_follow_media
+from objkv.connector.model.media import has_fp8_encoder
 from objkv.connector.model.weights import local_folder, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.encoder import EncoderIdentity
@@ -71,10 +71,10 @@ def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
     and for engines whose outputs or ranks may disagree."""
     refuse_external_launcher(vllm_config)
     model, lora = vllm_config.model_config, vllm_config.lora_config
-    if scales_follow_media(model.multimodal_config):
+    if has_fp8_encoder(model.multimodal_config):
         raise ConfigError(
-            "objkv cannot share the outputs of an fp8 encoder whose scales depend on earlier "
-            "images: set --mm-encoder-fp8-scale-path, or run it without ec_transfer_config"
+            "objkv cannot share the outputs of an fp8 encoder, whose scales may depend on earlier "
+            "images: unset --mm-encoder-attn-dtype, or run it without ec_transfer_config"
         )
     dtype = DTYPE_NAMES.get(model.dtype)
     if dtype is None:

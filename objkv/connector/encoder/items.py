@@ -90,7 +90,7 @@ class OutputForm:
     media_named: bool
     """Whether an image's identifier depends on its content, so that it is the same everywhere."""
     tower_lora: bool
-    """Whether adapters change encoder outputs."""
+    """Whether adapters change encoder outputs. Those of requests with one are not shared then."""
 
 
 class Item(NamedTuple):

@@ -22,7 +22,6 @@ from objkv.connector.encoder.items import (
     Pages,
 )
 from objkv.connector.guard import guarded
-from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
 from objkv.keys.encoder import EncoderIdentity, encoder_hash
@@ -45,13 +44,10 @@ class _Tracked:
     """One request with media. ``request`` is owned by vLLM and never changed here."""
 
     request: "Request"
-    namespace: str
-    deadline: float
-    """Time until which its items must have names."""
     end: int
     """Tokens up to the end of its last item. Nothing beyond it is loaded or saved."""
-    items: dict[str, Item] | None = None
-    """Items by identifier. None until they have names."""
+    items: dict[str, Item]
+    """Items by identifier."""
 
 
 class EncoderSchedulerSide:
@@ -75,8 +71,6 @@ class EncoderSchedulerSide:
         self._fetcher, self._recorder, self._steps = fetcher, recorder, steps
         self._loads_any, self._saves_any = loads, saves
         self._reported: dict[str, float] = {}
-        # No adapter is read if adapters do not change encoder outputs.
-        self.adapters = Adapters(fetcher.submit if form.tower_lora else lambda _job: False)
         self._form = form
         self._tracked: dict[str, _Tracked] = {}
         self._asking: _Tracked | None = None
@@ -105,11 +99,9 @@ class EncoderSchedulerSide:
         tracked = self._asking = self._track(request)
         if computed >= tracked.end or not self._asks:
             return True
-        if (items := self._items(tracked)) is None:
-            return self._fetcher.is_late(tracked.deadline)
         needed = [
             item.output
-            for identifier, item in items.items()
+            for identifier, item in tracked.items.items()
             if item.end > computed and item.output.width and identifier not in self._local
         ]
         return self._fetcher.want(request.request_id, needed)
@@ -122,7 +114,7 @@ class EncoderSchedulerSide:
         """
         tracked = self._asking
         self._local.pop(identifier, None)  # vLLM does not query for outputs that it has
-        if tracked is None or (item := (tracked.items or {}).get(identifier)) is None:
+        if tracked is None or (item := tracked.items.get(identifier)) is None:
             return False
         state = self._fetcher.state(item.output)
         if not self._loads_any:
@@ -175,7 +167,6 @@ class EncoderSchedulerSide:
 
     def finish(self, request: "Request") -> None:
         """Forget a request that ended, possibly while it waited."""
-        self.adapters.ended(request.request_id)
         if (tracked := self._tracked.pop(request.request_id, None)) is not None:
             self._drop(tracked)
 
@@ -183,6 +174,10 @@ class EncoderSchedulerSide:
     def _asks(self) -> bool:
         """Whether stored outputs are used at all."""
         return self.switch.mode != "never"
+
+    @property
+    def adapters(self) -> None:
+        """Outputs that adapters change are not shared."""
 
     @property
     def open(self) -> bool:
@@ -195,7 +190,6 @@ class EncoderSchedulerSide:
         ``clean`` has no effect: outputs are saved only when they are encoded, and vLLM does not
         query for outputs that it has. See ``ReplicaNamespace.renew``.
         """
-        self.adapters.forget()
         for tracked in self._tracked.values():
             self._drop(tracked)
         self._promised.clear()
@@ -223,37 +217,22 @@ class EncoderSchedulerSide:
             self.namespace.announce()
             places = (feature.mm_position for feature in request.mm_features)
             end = max((place.offset + place.length for place in places), default=0)
-            tracked = _Tracked(request, self.namespace.name, self._fetcher.deadline(), end)
+            tracked = _Tracked(request, end, self._items(request, self.namespace.name))
             self._tracked[request.request_id] = tracked
         return tracked
 
-    def _items(self, tracked: _Tracked) -> dict[str, Item] | None:
-        if tracked.items is None:
-            tracked.items = self._name(tracked.request, tracked.namespace)
-        return tracked.items
-
-    def _name(self, request: "Request", namespace: str) -> dict[str, Item] | None:
-        """Return a request's items by identifier, none if they must not be shared. None while its
-        adapter is unknown."""
-        lora = None
+    def _items(self, request: "Request", namespace: str) -> dict[str, Item]:
+        """Return a request's items by identifier, none if they must not be shared."""
         if not self._form.media_named or request.resumable:
             return {}  # a resumable session may get more images later
         if self._form.tower_lora and request.lora_request is not None:
-            try:
-                lora = self.adapters.digest(request.request_id, request.lora_request)
-            except UnknownAdapterError:
-                self._recorder.count("adapters_unknown")
-                return {}
-            if lora is None:
-                return None
+            return {}
         items: dict[str, Item] = {}
         for index, feature in enumerate(request.mm_features):
             place, identifier = feature.mm_position, feature.identifier
             end = place.offset + place.length
             if (known := items.get(identifier)) is None:
-                name = encoder_hash(
-                    namespace, identifier, lora_digest=lora, salt=request.cache_salt
-                )
+                name = encoder_hash(namespace, identifier, salt=request.cache_salt)
                 embeds = request.get_num_encoder_embeds(index)
                 known = Item(self._output(namespace, name, embeds, feature.modality), end)
             items[identifier] = Item(known.output, max(known.end, end))
@@ -270,14 +249,14 @@ class EncoderSchedulerSide:
 
     def _drop(self, tracked: _Tracked) -> None:
         """Forget a request's items. It loads and saves nothing from now on."""
-        outputs = (item.output for item in (tracked.items or {}).values())
+        outputs = (item.output for item in tracked.items.values())
         self._fetcher.drop(tracked.request.request_id, outputs)
         tracked.items = {}
 
     @guarded(None)
     def _plan_save(self, request: "Request", identifier: str) -> None:
         """Plan the save of an output that is encoded, unless it is stored."""
-        item = (self._items(self._track(request)) or {}).get(identifier)
+        item = self._track(request).items.get(identifier)
         if item is None:
             return
         state = self._fetcher.state(item.output)

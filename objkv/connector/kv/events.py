@@ -1,6 +1,6 @@
 """KV events: reports the chunks that this replica has found in the store, in vLLM's format.
 
-A chunk is reported as ``BlockStored`` when all shards of one of its groups are in the index, or
+A chunk is reported as ``BlockStored`` when payloads with all of one of its groups are stored, or
 when a load of it succeeded. The event has the hashes that vLLM gives the same blocks on the device.
 A chunk is reported as ``BlockRemoved`` when it is found missing, or when this replica no longer
 tracks it. Both have their own medium, so they do not affect the device's blocks. vLLM must have KV
@@ -23,7 +23,7 @@ from vllm.distributed.kv_events import (
 )
 from vllm.v1.core import kv_cache_utils
 
-from objkv.cache.match import stored_blocks
+from objkv.cache.match import covered, stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport
@@ -135,7 +135,7 @@ class EventLog:
             ttl_s: life of a record. A chunk that this replica has not saved or loaded for this long
                 is reported as removed.
         """
-        self._fields = [_table_fields(geometry, group) for group in range(geometry.target_count)]
+        self._of_table = [_table_groups(geometry, group) for group in range(geometry.target_count)]
         self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
         self._ttl_s, self._clock = ttl_s, clock
         self._pending: OrderedDict[Name, _Pending] = OrderedDict()
@@ -251,7 +251,8 @@ class EventLog:
             return
         pending.shards.add(shard)
         for group, event in list(pending.events.items()):
-            if self._fields[group] <= pending.shards:
+            groups = self._of_table[group]
+            if all(covered(pending.shards, g, self._geometry.groups[g]) for g in groups):
                 del pending.events[group]
                 self._report(name, group, event)
         if not pending.events:
@@ -307,11 +308,11 @@ def open_event_log(
     return EventLog(geometry, hash_tokens, locality(config), ttl_s=config.ttl_s)
 
 
-def _table_fields(geometry: Geometry, group: int) -> frozenset[str]:
-    """Return the fields of all of the target's groups with the same block table."""
+def _table_groups(geometry: Geometry, group: int) -> list[int]:
+    """Return those of the target's groups with the same block table that have payloads."""
     groups = range(geometry.target_count)
-    own = (geometry.fields(g) for g in groups if geometry.table(g) == geometry.table(group))
-    return frozenset[str]().union(*own)
+    alike = (g for g in groups if geometry.table(g) == geometry.table(group))
+    return [g for g in alike if stored_blocks(geometry.groups[g], geometry.chunk_tokens)]
 
 
 def _shrink(book: OrderedDict[Any, Any]) -> None:

@@ -56,7 +56,7 @@ def load_moves(
     # A draft's blocks before the end may be in the payload of one more chunk.
     first, last = start // size, min(-(-(end + geometry.lag) // size), len(records))
     chunks = np.arange(first, last)
-    tables, ids, ids_before, fills_before = [], [], 0, 0
+    tables, ids, ids_before = [], [], 0
     sources, found = dict[Source, int](), list[ShardRecord]()
     for group, identity in enumerate(geometry.groups):
         until = end if draft_end is None or not geometry.is_draft(group) else draft_end
@@ -65,11 +65,9 @@ def load_moves(
         table = np.zeros((len(Row), len(runs.starts)), np.int32)
         table[Row.CHUNK] = first + runs.chunks
         table[Row.HASH] = runs.chunks + 1  # the parent of the first chunk precedes its hash
-        table[Row.PARENT] = runs.chunks
         table[Row.FIRST_BLOCK] = runs.first_blocks
         table[Row.IDS] = ids_before + runs.starts
         table[Row.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
-        table[Row.FILL] = fills_before + np.arange(len(runs.starts))
         # Nearly always one payload has all of the group.
         payloads = [stored.of(records[first + chunk], group) for chunk in runs.chunks.tolist()]
         table = np.repeat(table, [len(some) for some in payloads], axis=1)
@@ -79,7 +77,6 @@ def load_moves(
         tables.append(table)
         ids.append(runs.ids)
         ids_before += len(runs.ids)
-        fills_before += len(runs.starts)
     table = np.concatenate(tables, axis=1)
     if len(tables) > 1:
         order = np.argsort(table[Row.CHUNK], kind="stable")

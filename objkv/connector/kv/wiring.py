@@ -25,6 +25,7 @@ from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     names_media,
     pipeline_rank,
+    placed,
     read_identity,
     safe_load_mode,
     tensor_rank,
@@ -54,8 +55,8 @@ logger = logging.getLogger(__name__)
 _PAGE = 4096
 _PINNED_SHARE = 8
 """Divisor: by default all workers of a host take at most this fraction of its memory."""
-_LOAD_QUEUE_MAX = 4096
-"""Chunks of a worker that may wait to be loaded, those of some long prompts. Further ones are
+_LOAD_QUEUE_MAX = 8192
+"""Payloads of a worker that may wait to be loaded, those of some long prompts. Further ones are
 misses: they would wait until their deadline."""
 _SAVE_QUEUE_MIN = 64
 """Chunks of a worker that may wait to be saved, if two steps have fewer."""
@@ -155,7 +156,7 @@ def open_worker_side(
     )
     return make_worker_side(
         config,
-        geometry,
+        placed(vllm_config, geometry),
         rank,
         link.connect,
         recorder=recorder,

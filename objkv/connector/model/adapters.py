@@ -8,24 +8,15 @@ Source: vLLM 0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in ``lora/work
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from objkv.background import Steps
-from objkv.connector.model.weights import (
-    FileIdentity,
-    adapter_digest,
-    adapter_files,
-    identify,
-    local_folder,
-    open_digests,
-)
+from objkv.connector.model.weights import adapter_digest, adapter_files, local_folder
 
 logger = logging.getLogger(__name__)
-
-_KIND = "objkv-adapter-1"
 
 
 class UnknownAdapterError(Exception):
@@ -41,6 +32,7 @@ class _Answer:
 
 
 _Key = tuple[str, int, bool]
+_Versions = list[tuple[str, int, int, int, int, int]]
 
 
 class Adapters:
@@ -118,7 +110,7 @@ class _Adapter:
 
     def __init__(self, key: _Key) -> None:
         self._key = key
-        self._known: tuple[bytes, tuple[FileIdentity, ...]] | None = None
+        self._known: tuple[bytes, _Versions] | None = None
         """The digest, and the files it was computed from."""
         self._failed = False
         self.asked = False
@@ -146,8 +138,8 @@ class _Adapter:
         folder = local_folder(path, None, "adapter_config.json") or Path(path)
         files = adapter_files(folder)
         if self._known is None:
-            before = identify(files)
-            text = yield from open_digests().remembered(_KIND, files, lambda: adapter_digest(files))
+            before = _versions(files)
+            text = yield from adapter_digest(files)
             if text is None:
                 return None
             digest = bytes.fromhex(text)
@@ -155,9 +147,20 @@ class _Adapter:
                 digest = hashlib.sha256(digest + b"3d").digest()
             self._known = digest, before
         digest, before = self._known
-        if before != identify(files):
+        if before != _versions(files):
             logger.warning(
                 "adapter changed in place, loading and saving nothing with it path=%s", path
             )
             return None
         return digest
+
+
+def _versions(paths: Sequence[Path]) -> _Versions:
+    """Identify versions of files without reading them, from one ``stat`` each. Raises
+    ``OSError``."""
+    found = []
+    for path in paths:
+        stat = (real := path.resolve()).stat()
+        times = stat.st_mtime_ns, stat.st_ctime_ns  # a copy may preserve the first
+        found.append((str(real), stat.st_size, *times, stat.st_ino, stat.st_dev))
+    return found

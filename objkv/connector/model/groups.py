@@ -25,10 +25,10 @@ from objkv.cache.match import keeps_all, stored_blocks
 from objkv.connector.model.drafts import Draft
 from objkv.connector.model.parts import LayerPart
 from objkv.errors import ConfigError
-from objkv.keys.chunk import effective_chunk_tokens, parse_field
+from objkv.keys.chunk import effective_chunk_tokens, field_of
 from objkv.keys.identity import GroupIdentity, GroupKind
 from objkv.keys.states import ITEM_BYTES, SplitState, StatePart, StateTensor
-from objkv.keys.topology import ALL_TOKENS, Shard, Topology
+from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart, Topology
 from objkv.transfer.paging import GroupShape
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Geometry:
     dcp_interleave: int = 1
     """1 without it."""
     nodes: int = 1
-    """How many nodes the ranks are on."""
+    """How many nodes the ranks are on, as many ranks on each, in their order."""
 
     @property
     def target_count(self) -> int:
@@ -154,56 +154,54 @@ class Geometry:
         """Return the distribution of a group over the ranks."""
         identity = self.groups[group]
         layers = self.stages[group] if self.stages else (len(identity.layers),)
-        return Topology(self.tp_size, identity.heads, layers, self.dcp_size, self.dcp_interleave)
+        return Topology(
+            self.tp_size, identity.heads, layers, self.dcp_size, self.dcp_interleave, self.nodes
+        )
 
-    def shards(self, group: int) -> tuple[Shard, ...]:
-        """Return the different shards that the ranks of this replica hold, in their order."""
-        held = map(self.topology(group).held, range(self.ranks))
-        return tuple(dict.fromkeys(share.shard for share in held if share is not None))
+    def joined(self, group: int, rank: int) -> tuple[Shard | None, int]:
+        """Return what the payload has that a rank writes of a group, None for all, and how many
+        different shards of ranks become that payload. The rank must hold a shard.
 
-    def is_joined(self, group: int) -> bool:
-        """Whether the ranks' shards become one payload that has all of the group: all ranks are on
-        one node, and any other replica can take its tokens."""
-        return len(self.shards(group)) == 1 or (self.nodes == 1 and self._is_readable(group))
+        The ranks of a node write one payload, unless others could not take its tokens apart, or
+        ``Topology.joined`` forbids it.
+        """
+        topology, identity = self.topology(group), self.groups[group]
+        share = topology.held(rank)
+        assert share is not None
+        shard, count = topology.joined(rank) if self._is_dealt_for_all(group) else (share.shard, 1)
+        whole = Shard(0, len(identity.layers), 0, identity.heads)
+        return (None if shard == whole else shard), count
 
-    def _is_readable(self, group: int) -> bool:
-        """Whether this replica can combine any division of the tokens that others can combine, and
-        they can combine its own."""
-        if self.dcp_size == 1:
-            return True
-        is_dealt = self.dcp_interleave == 1 and self.is_divisible(group)
-        return is_dealt and not _BLOCK_TOKENS % self.dcp_size
+    def reads(self, group: int, tokens: TokenPart) -> bool:
+        """Whether this replica can read payloads of a group that have these tokens."""
+        is_own = (tokens.size, tokens.interleave) == (self.dcp_size, self.dcp_interleave)
+        return is_own or (self._is_dealt_for_all(group) and self._is_combinable(group, tokens))
+
+    def _is_dealt_for_all(self, group: int) -> bool:
+        """Whether replicas that divide the tokens otherwise can read what this one writes."""
+        return self._is_combinable(group, TokenPart(0, self.dcp_size, self.dcp_interleave))
+
+    def _is_combinable(self, group: int, tokens: TokenPart) -> bool:
+        """Whether ranks can combine these tokens with those of any division of which this is
+        true."""
+        is_dealt = tokens.interleave == 1 and not _BLOCK_TOKENS % tokens.size
+        return tokens == ALL_TOKENS or (is_dealt and self.is_divisible(group))
 
     def fields(self, group: int) -> frozenset[str]:
         """Return the index fields of the payloads that this replica writes."""
         if not stored_blocks(self.groups[group], self.chunk_tokens):
             return frozenset()
-        number = self.number(group)
-        if self.is_joined(group):
-            return frozenset((str(number),))
-        return frozenset(f"{number}.{shard}" for shard in self.shards(group))
+        number, topology = self.number(group), self.topology(group)
+        held = [rank for rank in range(self.ranks) if topology.held(rank) is not None]
+        return frozenset(field_of(number, self.joined(group, rank)[0]) for rank in held)
 
     def all_fields(self) -> frozenset[str]:
         """Return the index fields of all payloads that this replica may read."""
         groups = range(len(self.groups))
-        wholes = (str(self.number(g)) for g in groups if self.fields(g) and self._is_readable(g))
-        return frozenset().union(wholes, *(self.fields(group) for group in groups))
-
-    def reads(self, field: str) -> bool:
-        """Whether this replica can read payloads of an index field, which may be any text."""
-        try:
-            number, shard = parse_field(field)
-        except ValueError:
-            return False
-        group = self.position(number)
-        if group is None:
-            return False
-        tokens = ALL_TOKENS if shard is None else shard.tokens
-        is_dealt = tokens.interleave == 1 and not _BLOCK_TOKENS % tokens.size
-        return field in self.fields(group) or (
-            self._is_readable(group)
-            and (tokens == ALL_TOKENS or (is_dealt and self.is_divisible(group)))
+        wholes = (
+            str(self.number(g)) for g in groups if self.fields(g) and self.reads(g, ALL_TOKENS)
         )
+        return frozenset().union(wholes, *(self.fields(group) for group in groups))
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
         """Return the expected shape of a group's tensors on a rank.
@@ -212,15 +210,16 @@ class Geometry:
         rank then ignores the group.
         """
         identity = self.groups[group]
-        share = self.topology(group).held(pp_rank * self.tp_size + tp_rank)
+        rank = pp_rank * self.tp_size + tp_rank
+        share = self.topology(group).held(rank)
         blocks = stored_blocks(identity, self.chunk_tokens)
         if share is None or not blocks:
             return None
         split = SplitState.parse(identity.state)
-        is_joined = self.is_joined(group)
+        payload, joined = self.joined(group, rank)
         return GroupShape(
-            joined=len(self.shards(group)) if is_joined else 0,
-            columns=self.topology(group).columns if is_joined else 1,
+            payload=payload,
+            joined=joined,
             parts=split.views(self.tp_size) if split else (),
             layers=identity.layers[share.shard.layer_start : share.shard.layer_end],
             blocks=blocks,

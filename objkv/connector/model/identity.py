@@ -19,7 +19,7 @@ from vllm.platforms import current_platform
 from objkv.config import Config
 from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
-from objkv.connector.model.media import encoder_settings, kv_dtype_name, scales_follow_media
+from objkv.connector.model.media import has_fp8_encoder, kv_dtype_name
 from objkv.connector.model.parts import LayerPart, PipelineStages, read_parts, whole_groups
 from objkv.connector.model.weights import read_weights
 from objkv.connector.wiring import count_nodes
@@ -181,6 +181,24 @@ def pipeline_rank(vllm_config: "VllmConfig") -> int:
     return int(get_pp_group().rank_in_group)
 
 
+def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:
+    """Return the geometry of this worker. Ray may have put the ranks elsewhere than the scheduler
+    assumes: then each rank counts as alone on its node, because an agent would wait for parts that
+    go to another.
+
+    Ray sorts ranks by node. Source: vLLM 0.31-0.33, ``_init_workers_ray`` in
+    ``v1/executor/ray_executor.py``.
+    """
+    from vllm.distributed.parallel_state import get_node_count, get_world_group
+
+    if geometry.ranks == 1 or not vllm_config.parallel_config.use_ray:
+        return geometry
+    world, each = get_world_group(), geometry.ranks // geometry.nodes
+    if get_node_count() == geometry.nodes and world.local_rank == world.rank_in_group % each:
+        return geometry
+    return replace(geometry, nodes=geometry.ranks)
+
+
 def warn_of_outer_policy(vllm_config: "VllmConfig") -> None:
     """Log a warning if another connector wraps this one and a failed load would fail its request.
 
@@ -232,10 +250,10 @@ def names_media(vllm_config: "VllmConfig") -> bool:
     ``renderers/base.py``.
     """
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
-    if scales_follow_media(multimodal):
+    if has_fp8_encoder(multimodal):
         logger.warning(
-            "prompts with images are not shared, because the encoder's fp8 scales depend on "
-            "earlier images: set --mm-encoder-fp8-scale-path"
+            "prompts with images are not shared, because the encoder's fp8 scales may depend on "
+            "earlier images: unset --mm-encoder-attn-dtype"
         )
         return False
     if (
@@ -316,7 +334,6 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
     multimodal = getattr(model, "multimodal_config", None)
     if multimodal is not None and multimodal.mm_processor_kwargs:
         extra["mm_processor_kwargs"] = _text(multimodal.mm_processor_kwargs)
-    extra |= encoder_settings(multimodal)
     if rate := getattr(multimodal, "video_pruning_rate", None):
         extra["video_pruning"] = f"{getattr(multimodal, 'video_pruning_method', 'evs')} {rate}"
     extra |= _adapter_settings(getattr(vllm_config, "lora_config", None), model.dtype)

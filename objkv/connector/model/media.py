@@ -1,13 +1,11 @@
 """Scales of quantised KV caches and of fp8 encoders.
 
-An fp8 encoder takes its scales from a file. Without a file it uses the largest values of its last
-16 calls, so the output for an image depends on the earlier images of the same process. Source: vLLM
-0.32, ``MMEncoderAttention`` in ``model_executor/layers/attention/mm_encoder_attention.py``.
+Unless an fp8 encoder takes its scales from a file, it uses the largest values of its last 16 calls,
+so the output for an image depends on the earlier images of the same process. Source: vLLM 0.32,
+``MMEncoderAttention`` in ``model_executor/layers/attention/mm_encoder_attention.py``.
 """
 
-import hashlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -79,33 +77,7 @@ def _layer_scales(name: str, layer: Any) -> str:
         raise ConfigError(f"the KV cache of {name} cannot be shared: {exc}") from exc
 
 
-def encoder_settings(multimodal: Any) -> dict[str, str]:
-    """Return settings that change encoder outputs. The file of scales is identified by its content.
-
-    ``multimodal``: vLLM's ``MultiModalConfig`` or None. Raises ``ConfigError`` if the file cannot
-    be read.
-    """
-    dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)  # not every version has it
-    if dtype is None:
-        return {}
-    found = {"mm_encoder_attn_dtype": str(dtype)}
-    if path := _scale_file(multimodal):
-        try:
-            content = Path(path).read_bytes()
-        except OSError as exc:
-            raise ConfigError(
-                f"cannot read the encoder's fp8 scales, see --mm-encoder-fp8-scale-path: {exc}"
-            ) from exc
-        found["mm_encoder_fp8_scales"] = f"sha256:{hashlib.sha256(content).hexdigest()[:40]}"
-    return found
-
-
-def scales_follow_media(multimodal: Any) -> bool:
-    """Whether an encoder's output for an image depends on earlier images."""
-    dtype = getattr(multimodal, "mm_encoder_attn_dtype", None)
-    return dtype is not None and not _scale_file(multimodal)
-
-
-def _scale_file(multimodal: Any) -> str | None:
-    path: str | None = getattr(multimodal, "mm_encoder_fp8_scale_path", None)
-    return path
+def has_fp8_encoder(multimodal: Any) -> bool:
+    """Whether an encoder's output for an image may depend on earlier images. ``multimodal``: vLLM's
+    ``MultiModalConfig`` or None."""
+    return getattr(multimodal, "mm_encoder_attn_dtype", None) is not None  # not every version

@@ -11,136 +11,16 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from objkv.background import Steps, at_once, in_steps
-from objkv.config import Config, cache_folder, make_private
+from objkv.background import Steps
+from objkv.config import Config
 from objkv.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-_ENTRIES_MAX = 1024
-"""Most cached entries, about 100 bytes each: enough for a thousand adapters. The oldest are deleted
-first."""
-_SETTLED_NS = 2_000_000_000
-"""A file that changed this recently may change again without a new time stamp, because file systems
-have a resolution of up to two seconds. ``git`` treats its index the same way."""
-
-
-@dataclass(frozen=True, slots=True)
-class FileIdentity:
-    """Identifies a file's version without reading it."""
-
-    path: str
-    """Absolute path with links resolved."""
-    size: int
-    mtime_ns: int
-    ctime_ns: int
-    """Changes even if a copy preserves ``mtime_ns``."""
-    inode: int
-    device: int
-
-
-def identify(paths: Sequence[Path]) -> tuple[FileIdentity, ...]:
-    """Return the identities of files in order, from one ``stat`` each. Raises ``OSError``."""
-    found = []
-    for path in paths:
-        real = path.resolve()
-        stat = real.stat()
-        times = stat.st_mtime_ns, stat.st_ctime_ns
-        found.append(FileIdentity(str(real), stat.st_size, *times, stat.st_ino, stat.st_dev))
-    return tuple(found)
-
-
-class DigestCache:
-    """A disk cache of digests of unchanged files. Safe for concurrent processes.
-
-    An entry that is missing, damaged, owned by another user or made for other files is ignored and
-    raises nothing.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        """``folder``: None to cache nothing."""
-        self._folder = folder
-
-    def remembered(
-        self,
-        kind: str,
-        paths: Sequence[Path],
-        compute: Callable[[], Steps[str | None] | str | None],
-    ) -> Steps[str | None]:
-        """Return the cached digest of the files, or ``compute()`` and cache it unless it is None.
-
-        ``kind``: the kind of digest and its recipe. Raises the exceptions of ``compute`` and
-        ``stat``. Files that change during the call or just before it are not cached.
-        """
-        files = identify(paths)
-        if self._folder is None:
-            return (yield from in_steps(compute()))
-        values = json.dumps([kind, [astuple(file) for file in files]])
-        entry = self._folder / f"{hashlib.sha256(values.encode()).hexdigest()}.txt"
-        if (known := _read(entry)) is not None:
-            return known
-        digest = yield from in_steps(compute())
-        if digest is not None and _are_settled(files) and identify(paths) == files:
-            try:
-                self._write(entry, _content(entry, digest))
-            except OSError as exc:  # a full or read-only disk: it is computed again next time
-                logger.info("digest not remembered path=%s reason=%s", entry, exc)
-        return digest
-
-    def _write(self, entry: Path, content: str) -> None:
-        make_private(entry.parent)
-        descriptor, partial = tempfile.mkstemp(dir=entry.parent, suffix=".partial")
-        try:
-            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                file.write(content)
-            os.replace(partial, entry)
-        except BaseException:
-            Path(partial).unlink(missing_ok=True)
-            raise
-        entries = list(entry.parent.glob("*.txt"))
-        if len(entries) > _ENTRIES_MAX:
-            entries.sort(key=lambda path: path.stat().st_mtime_ns)
-            for path in entries[:-_ENTRIES_MAX]:
-                path.unlink(missing_ok=True)
-
-
-def open_digests() -> DigestCache:
-    """Return the digest cache that this user's replicas on this machine share. It caches nothing
-    for a user without a home."""
-    try:
-        return DigestCache(cache_folder() / "digests")
-    except ConfigError:
-        return DigestCache(None)
-
-
-def _read(entry: Path) -> str | None:
-    """Return the digest of an undamaged entry of this user."""
-    try:
-        if entry.stat().st_uid != os.geteuid():
-            return None
-        content = entry.read_text("utf-8")
-    except (OSError, ValueError):
-        return None
-    digest = content.partition(" ")[2]
-    return digest if content == _content(entry, digest) else None
-
-
-def _content(entry: Path, digest: str) -> str:
-    """Return the content of an undamaged entry."""
-    return f"{hashlib.sha256(f'{entry.name} {digest}'.encode()).hexdigest()} {digest}"
-
-
-def _are_settled(files: Sequence[FileIdentity]) -> bool:
-    newest = max((max(file.mtime_ns, file.ctime_ns) for file in files), default=0)
-    return time.time_ns() - newest > _SETTLED_NS
-
 
 _SCHEMES = {False: "objkv-weights-sampled-2", True: "objkv-weights-full-1"}
 """Names of the recipes for digests: sampled (False) and full (True). A new recipe needs a new
@@ -161,50 +41,40 @@ _THREADS_MAX = 4
 
 
 def weights_digest(folder: Path, *, full: bool = False) -> str | None:
-    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``,
-    cached on this machine. None if ``folder`` has no weights. Raises ``OSError``."""
+    """Return the digest of configuration and weights in ``folder``, ``sampled:…`` or ``full:…``.
+    None if ``folder`` has no weights. Raises ``OSError``."""
     weights = sorted(p for p in folder.iterdir() if p.suffix in _WEIGHT_SUFFIXES and p.is_file())
     if not weights:
         return None
-    configs = [path for name in _CONFIG_FILES if (path := folder / name).is_file()]
-    kind = "full" if full else "sampled"
-
-    def compute() -> str:
-        digest = hashlib.sha256(_SCHEMES[full].encode())
-        for path in configs:
+    digest = hashlib.sha256(_SCHEMES[full].encode())
+    for path in (folder / name for name in _CONFIG_FILES):
+        if path.is_file():
             _add(digest, path.name.encode(), path.read_bytes())
-        contents = _whole(weights) if full else _sampled(weights)
-        for path, content in zip(weights, contents, strict=True):
-            _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
-        return f"{kind}:{digest.hexdigest()[:40]}"
-
-    return at_once(open_digests().remembered(_SCHEMES[full], [*configs, *weights], compute))
+    contents = _whole(weights) if full else _sampled(weights)
+    for path, content in zip(weights, contents, strict=True):
+        _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
+    return f"{'full' if full else 'sampled'}:{digest.hexdigest()[:40]}"
 
 
 def read_weights(vllm_config: Any, config: Config, *, draft: bool = False) -> str:
-    """Return the identity of an engine's weights, or of its draft's. Raises ``ConfigError`` if they
-    cannot be identified. ``vllm_config``: of any version."""
+    """Return the digest of an engine's weights, or of its draft's, or their revision if they cannot
+    be read here. Raises ``ConfigError``, which names the fix, without either. ``vllm_config``: of
+    any version."""
     model, fix = vllm_config.model_config, "set --revision"
     if draft:
         model = vllm_config.speculative_config.draft_model_config
         fix = "set the draft's 'revision'"
     if vllm_config.load_config.load_format == "dummy":
         return f"dummy:seed={model.seed}"
-    return identify_weights(model.model, model.revision, config, fix)
-
-
-def identify_weights(model: str, revision: str | None, config: Config, fix: str) -> str:
-    """Return the digest of a model's weights, cached on this machine, or its revision if they
-    cannot be read here. Raises ``ConfigError``, which names ``fix``, without either."""
-    folder, full = local_folder(model, revision), config.weights_digest == "full"
-    digest = None if folder is None else weights_digest(folder, full=full)
-    if digest is not None:
+    folder = local_folder(model.model, model.revision)
+    full = config.weights_digest == "full"
+    if folder is not None and (digest := weights_digest(folder, full=full)) is not None:
         return digest
-    if revision is not None:
-        return f"revision:{revision}"
+    if model.revision is not None:
+        return f"revision:{model.revision}"
     raise ConfigError(
-        f"objkv cannot identify the weights of {model!r}, because it cannot read them here: serve "
-        f"from a local folder or {fix}"
+        f"objkv cannot identify the weights of {model.model!r}, because it cannot read them here: "
+        f"serve from a local folder or {fix}"
     )
 
 

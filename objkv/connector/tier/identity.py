@@ -2,26 +2,22 @@
 
 A tier has less information than a connector. Its keys are vLLM's own block hashes, so its
 namespaces differ from those of ``ObjKVConnector``. It must search the call stack for the engine's
-configuration. If it cannot find it, the operator must list everything in ``settings``. Read against
-vLLM 0.32-0.33.
+configuration. Read against vLLM 0.32-0.33.
 """
 
 import platform
 import sys
-import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from itertools import islice
 from traceback import walk_stack
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.version import __version__ as vllm_version
 
 from objkv.config import Config
-from objkv.config.tier import TierOptions
 from objkv.connector.model.drafts import WITHOUT_KV
 from objkv.connector.model.identity import (
     further_settings,
@@ -29,122 +25,83 @@ from objkv.connector.model.identity import (
     refuse_external_launcher,
 )
 from objkv.connector.model.media import kv_dtype_name
-from objkv.connector.model.weights import identify_weights, read_weights
+from objkv.connector.model.weights import read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.core.kv_cache_manager import KVCacheManager
-    from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.config import OffloadingConfig
 
 
 _DEPTH_MAX = 200
-"""Number of callers to search. vLLM 0.32 has the configuration in the sixth."""
-_LLM_GRACE_S = 5
-"""Time between SIGTERM and SIGKILL for an engine without a server. Source: vLLM 0.32-0.33,
-``shutdown`` in ``v1/utils.py``."""
+"""Number of callers to search. vLLM 0.32 has its connector in the fifth."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierEngine:
-    """The engine that makes a tier, as found in the tier's callers."""
+def find_connector(spec: "OffloadingSpec") -> "KVConnectorBase_V1":
+    """Return vLLM's connector, alone or one of several, that is being made with ``spec`` by a
+    caller of this function.
 
-    config: VllmConfig
-    connector: "weakref.ref[KVConnectorBase_V1] | None" = None
-    """vLLM's connector, if found. A weak reference, because the connector owns the tier."""
-    core: "weakref.ref[EngineCoreProc] | None" = None
-    """The engine, if it is in a process of its own."""
-
-    @property
-    def ends(self) -> bool:
-        """Whether the process is shutting down."""
-        core = None if self.core is None else self.core()
-        return core is not None and not core.is_running()
-
-    @property
-    def grace_s(self) -> float:
-        """Time until vLLM kills the process then. A server without the option kills it at once."""
-        return float(self.config.shutdown_timeout or _LLM_GRACE_S)
-
-    def manager(self) -> "KVCacheManager | None":
-        """Return vLLM's manager, or None until the connector is bound to it."""
-        connector = None if self.connector is None else self.connector()
-        return getattr(connector, "_kv_cache_manager", None)
-
-
-def find_engine(spec: "OffloadingSpec") -> TierEngine | None:
-    """Find the engine whose connector is being made with ``spec`` by a caller of this function.
-
-    Also finds one of several connectors. None if there is no such caller; the tier then does not
-    start unless ``engine_unseen`` is set. vLLM gives a tier the form of the rows, but not the other
-    settings that change their KV: overrides of the model's configuration, quantization, adapters.
-    Names that an operator must remember would not separate replicas reliably. But a tier is made
-    while vLLM makes its connector, so the configuration is a local variable of a caller. It is
-    recognised because its ``kv_connector_extra_config`` is the object in ``spec``. Source: vLLM
-    0.32-0.33, ``build_offloading_config``, and ``OffloadingConnectorScheduler.__init__`` in
-    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
+    vLLM gives a tier the form of the rows, but not the other settings that change their KV:
+    overrides of the model's configuration, quantization, adapters. Names that an operator must
+    remember would not separate replicas reliably. But a tier is made while vLLM makes its
+    connector, which has the configuration. It is recognised because its
+    ``kv_connector_extra_config`` is the object in ``spec``. Raises ``ConfigError`` if there is no
+    such caller. Source: vLLM 0.32-0.33, ``build_offloading_config``, and
+    ``OffloadingConnector.__init__`` in
+    ``distributed/kv_transfer/kv_connector/v1/offloading_connector.py``.
     """
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.v1.engine.core import EngineCoreProc  # makes its scheduler and thereby the connector
 
-    config: VllmConfig | None = None
-    connector: weakref.ref[KVConnectorBase_V1] | None = None
     for frame, _ in islice(walk_stack(sys._getframe(1)), _DEPTH_MAX):
-        found, maker = frame.f_locals.get("vllm_config"), frame.f_locals.get("self")
-        if config is not None and isinstance(maker, EngineCoreProc):
-            return TierEngine(config, connector, weakref.ref(maker))
-        if connector is None and _is_of(found, spec.config.extra_config):
-            config = config or found
-            if isinstance(maker, KVConnectorBase_V1):
-                connector = weakref.ref(maker)
-    return None if config is None else TierEngine(config, connector)
+        maker = frame.f_locals.get("self")
+        if isinstance(maker, KVConnectorBase_V1):
+            transfer = maker._vllm_config.kv_transfer_config
+            if transfer.kv_connector_extra_config is spec.config.extra_config:
+                return maker
+    raise ConfigError(
+        "objkv's secondary tier cannot find vLLM's configuration in this version of vLLM: use "
+        "ObjKVConnector"
+    )
 
 
 def engine_settings(
-    engine: TierEngine, config: Config, named: frozenset[str]
+    vllm_config: "VllmConfig", config: Config, named: frozenset[str]
 ) -> tuple[tuple[str, str], ...]:
     """Return settings that change KV and that vLLM does not give to a tier, as sorted text.
 
     A draft's KV is in the rows, so they include its method, tokens and weights, unless the operator
     has named it. Raises ``ConfigError`` if its weights cannot be identified.
     """
-    found = dict(further_settings(engine.config))
-    found["quantization"] = str(engine.config.model_config.quantization)
-    draft = engine.config.speculative_config
+    found = dict(further_settings(vllm_config))
+    found["quantization"] = str(vllm_config.model_config.quantization)
+    draft = vllm_config.speculative_config
     if draft is not None and draft.method not in WITHOUT_KV and "speculative" not in named:
         found["draft_method"] = draft.method
         found["draft_tokens"] = str(draft.num_speculative_tokens)
-        found["draft_weights"] = read_weights(engine.config, config, draft=True)
+        found["draft_weights"] = read_weights(vllm_config, config, draft=True)
     return tuple(sorted(found.items()))
 
 
-def refuse_unshareable(engine: TierEngine, named: frozenset[str]) -> None:
+def refuse_unshareable(vllm_config: "VllmConfig", named: frozenset[str]) -> None:
     """Raise ``ConfigError``, which names the fix, if vLLM's keys omit something that determines KV.
 
     ``named``: names in ``settings``, for which the operator is responsible.
     """
-    config = engine.config
-    refuse_external_launcher(config)
-    if not names_media(config):
+    refuse_external_launcher(vllm_config)
+    if not names_media(vllm_config):
         raise ConfigError(
-            "objkv's secondary tier cannot identify images, because vLLM only numbers them: turn "
-            "prefix caching on, or set --mm-processor-cache-gb above 0"
+            "objkv's secondary tier cannot identify images here: turn prefix caching on or set "
+            "--mm-processor-cache-gb above 0, and unset --mm-encoder-attn-dtype"
         )
-    if config.lora_config is not None and "adapters" not in named:
+    if vllm_config.lora_config is not None and "adapters" not in named:
         raise ConfigError(
             "objkv's secondary tier cannot identify LoRA adapters, because vLLM gives it their "
             "names and paths but not their content: set 'adapters' in the tier's 'settings' to a "
             "release name and change it whenever an adapter changes, or run without LoRA"
         )
-
-
-def _is_of(found: Any, extra: Any) -> bool:
-    if not isinstance(found, VllmConfig) or found.kv_transfer_config is None:
-        return False
-    return found.kv_transfer_config.kv_connector_extra_config is extra
 
 
 class TierAdapters:
@@ -160,27 +117,22 @@ class TierAdapters:
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
-        self._numbers: dict[str, int | None] = {}
-        """Number by loaded name, None after unloading. Never forgotten, because there are few
+        self._numbers: dict[str, int] = {}
+        """Number by loaded name, -1 after unloading. Never forgotten, because there are few
         names."""
-        self._unknown = False
-        """Whether an adapter with an unknown name was unloaded."""
 
     def loaded(self, lora_request: Any) -> None:
         """Record that vLLM is about to read an adapter's files."""
         name, number = lora_request.lora_name, lora_request.lora_int_id
-        is_new = name not in self._numbers and not self._unknown
-        is_same = self._numbers.get(name) == number  # which vLLM does not read again
+        before = self._numbers.get(name, number)  # vLLM does not read the same number again
         self._numbers[name] = number
-        if getattr(lora_request, "load_inplace", False) or not (is_new or is_same):
+        if before != number or getattr(lora_request, "load_inplace", False):
             self._changed()
 
     def unloaded(self, number: int) -> None:
         """Record that vLLM has unloaded the adapter with that ``lora_int_id``."""
         names = [name for name, of in self._numbers.items() if of == number]
-        self._unknown = self._unknown or not names
-        for name in names:
-            self._numbers[name] = None
+        self._numbers |= dict.fromkeys(names, -1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +165,8 @@ class TierIdentity(NamespaceIdentity):
     none_hash: str
     """First hash of vLLM's chain of block hashes. It depends on algorithm and seed."""
     engine: tuple[tuple[str, str], ...]
-    """Sorted (name, value) pairs of other vLLM settings. Empty if they were not found. ``extra`` is
-    the operator's ``settings``."""
+    """Sorted (name, value) pairs of other vLLM settings. ``extra`` is the operator's ``settings``.
+    """
 
     def __post_init__(self) -> None:
         NamespaceIdentity.__post_init__(self)
@@ -229,31 +181,22 @@ class TierIdentity(NamespaceIdentity):
 
 def read_tier_identity(
     spec: "OffloadingSpec",
-    engine: TierEngine | None,
+    vllm_config: "VllmConfig",
     row_bytes: int,
     config: Config,
-    options: TierOptions,
+    settings: Mapping[str, str],
 ) -> TierIdentity:
     """Return the identity without ``none_hash``, which vLLM chooses after it has made its tiers.
 
-    Reads the model's files, which may take seconds. Raises ``ConfigError`` if the weights cannot be
-    identified, if the engine is not supported, or if it is not found and ``engine_unseen`` is not
-    set.
+    ``settings``: the operator's. Reads the model's files, which may take seconds. Raises
+    ``ConfigError`` if the weights cannot be identified, or if the engine is not supported.
     """
     given: OffloadingConfig = spec.config
-    named = frozenset(options.settings)
-    if engine is not None:
-        refuse_unshareable(engine, named)
-    elif not options.engine_unseen:
-        raise ConfigError(
-            "objkv's secondary tier cannot find vLLM's configuration in this version of vLLM: list "
-            "all settings that change KV in the tier's 'settings' (quantization, hf_overrides, "
-            "dtype, adapters, ...) and set 'engine_unseen' to true, or use ObjKVConnector"
-        )
-    name = given.model.name
+    named = frozenset(settings)
+    refuse_unshareable(vllm_config, named)
     return TierIdentity(
-        model=name_model(name, config.model_id),
-        weights=_weights(name, engine, config, options),
+        model=name_model(given.model.name, config.model_id),
+        weights=read_weights(vllm_config, config),
         kv_dtype=kv_dtype_name(given.model.dtype),
         groups=tuple(
             TierGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names))
@@ -268,8 +211,8 @@ def read_tier_identity(
         none_hash="",
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
-        engine=() if engine is None else engine_settings(engine, config, named),
-        extra=sealed_extra(tuple(sorted(options.settings.items())), config.seals),
+        engine=engine_settings(vllm_config, config, named),
+        extra=sealed_extra(tuple(sorted(settings.items())), config.seals),
     )
 
 
@@ -283,21 +226,6 @@ def none_hash() -> str | None:
 
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
     return chosen.hex() if isinstance(chosen, bytes) else None
-
-
-def _weights(name: str, engine: TierEngine | None, config: Config, options: TierOptions) -> str:
-    model = None if engine is None else engine.config.model_config
-    if model is not None and options.revision not in (None, model.revision):
-        raise ConfigError(
-            f"the tier's 'revision' is {options.revision!r}, but vLLM's is {model.revision!r}: "
-            "remove it from the tier's options"
-        )
-    if options.weights is not None:
-        return options.weights
-    if engine is not None:
-        return read_weights(engine.config, config)
-    fix = "set 'weights' or 'revision' in the tier's options"
-    return identify_weights(name, options.revision, config, fix)
 
 
 def _layout(spec: "OffloadingSpec") -> str:

@@ -3,14 +3,13 @@
 A row contains one chunk's bytes of all ranks and layers, in vLLM's own order. It is the single
 frame of a payload, which is named by vLLM's key and verified before the copy.
 
-vLLM's memory is touched only inside ``JobRow.touch``, which refuses after the job has ended. A job
-can therefore be ended at once, whatever its rows wait for. Their results are then discarded.
+vLLM's memory is touched only under ``TierJobs.copying``, and not after the job has ended. A job can
+therefore be ended at once, whatever its rows wait for. Their results are then discarded.
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from threading import Condition, Lock
 from time import monotonic
@@ -26,6 +25,8 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
+_QUEUE_MAX = 4096
+"""Rows that may wait to be loaded, and as many to be saved. They wait in vLLM's memory."""
 _GROUP_BYTES = 4
 _NO_PARENT = bytes(PREFIX_HASH_BYTES)
 _SAFETENSORS = {"bfloat16": "BF16", "float16": "F16", "half": "F16", "float32": "F32"}
@@ -82,7 +83,7 @@ class Job:
     """A job, and its outcome after it has ended."""
 
     job_id: int
-    keys: tuple[bytes, ...]
+    keys: Sequence[bytes]
     started: float
     deadline: float
     waiting: int
@@ -102,7 +103,7 @@ class Job:
 
 class TierJobs:
     """The jobs of one direction. The scheduler's thread calls ``begin``, ``take_finished``,
-    ``give_up``, ``finish`` and ``close``. Only ``close`` waits for rows."""
+    ``give_up`` and ``close``. Only ``close`` waits for rows."""
 
     def __init__(
         self,
@@ -110,15 +111,15 @@ class TierJobs:
         rows: Rows,
         recorder: Recorder,
         *,
-        queue_max: int,
         deadline_s: float,
+        queue_max: int = _QUEUE_MAX,
         clock: Callable[[], float] = monotonic,
     ) -> None:
         """
         Args:
             name: ``load`` or ``save``, which is part of the counters' names.
-            queue_max: rows that may wait. Further ones are refused and fail.
             deadline_s: the remaining rows of a job that takes longer fail.
+            queue_max: rows that may wait. Further ones are refused and fail.
         """
         self.rows, self.recorder = rows, recorder
         self.name, self._clock = name, clock
@@ -130,33 +131,34 @@ class TierJobs:
         self._jobs: dict[int, Job] = {}
         self._ended: list[Job] = []
         self._closed = False
-        self._finish_by: float | None = None
 
     def begin(
-        self, job_id: int, keys: Sequence[bytes], *, refuse: bool = False
-    ) -> tuple[Job, Sequence[bytes]]:
-        """Begin a job. Returns its first chunks, each of which must be settled. The others, for
-        which there is no room, fail, and with ``refuse`` all of them."""
+        self, job_id: int, namespace: str | None, keys: Sequence[bytes], rows: Iterable[int]
+    ) -> list["JobRow"]:
+        """Begin a job. Returns its first chunks, each of which must end. The others, for which
+        there is no room, fail, and without a namespace all of them."""
         now = self._clock()
         with self._changed:
-            room = 0 if self._closed or refuse else max(0, self._queue_max - self._waiting())
+            is_refused = self._closed or namespace is None
+            room = 0 if is_refused else max(0, self._queue_max - self._waiting())
             taken = keys[:room]
             if refused := len(keys) - len(taken):
                 self.recorder.count(f"{self.name}_refused", refused)
-            job = Job(job_id, tuple(keys), now, now + self._deadline_s, len(taken))
+            job = Job(job_id, keys, now, now + self._deadline_s, len(taken))
             self._jobs[job_id] = job
             if not taken:
                 self._end(job)
-        return job, taken
-
-    def row(self, job: Job, namespace: str, key: bytes, row: int) -> "JobRow":
-        """Return one chunk of a job, to be loaded or saved."""
+        if namespace is None:
+            return []
         # vLLM's key has neither the chunk's parent nor its position. Its hash depends on both.
-        claim = Claim(chunk_key(namespace, key), _NO_PARENT, 0, self.rows.tokens)
-        layers, deadline = (self.rows.layer,), job.deadline
-        return JobRow(claim, layers, deadline, self, job, key, row)
+        claims = (Claim(chunk_key(namespace, k), _NO_PARENT, 0, self.rows.tokens) for k in taken)
+        layers = (self.rows.layer,)
+        return [
+            JobRow(claim, layers, job.deadline, self, job, key, int(row))
+            for claim, key, row in zip(claims, taken, rows, strict=False)
+        ]
 
-    def settle(self, job: Job, key: bytes, *, done: bool, noted: bool = False) -> None:
+    def settle(self, job: Job, key: bytes, *, done: bool, noted: bool) -> None:
         """A chunk has ended. Thread-safe. No effect after its job has."""
         with self._changed:
             if not job.open:
@@ -186,39 +188,17 @@ class TierJobs:
         with self._changed:
             self._abort(list(self._jobs.values()))
 
-    def finish(self, seconds: float) -> None:
-        """End the jobs and refuse further ones when ``seconds`` have passed since the first call.
-        Both calls log the remaining rows, because the process may be killed in between."""
-        if self._finish_by is None:
-            self._finish_by = self._clock() + seconds
-            if waiting := self._waiting():
-                logger.warning(
-                    "tier still busy at shutdown what=%ss chunks=%d seconds_max=%.1f",
-                    self.name,
-                    waiting,
-                    seconds,
-                )
-        if self._clock() >= self._finish_by:
-            self._stop()
-
-    def close(self, drain_deadline_s: float) -> None:
-        """Let the jobs end within ``drain_deadline_s``, unless ``finish`` was called, and refuse
-        others. Idempotent."""
-        self.finish(drain_deadline_s)
-        assert self._finish_by is not None
+    def close(self, drain_s: float) -> None:
+        """Let the jobs end within ``drain_s``, and refuse others. Idempotent."""
         with self._changed:
-            self._changed.wait_for(lambda: not self._jobs, self._finish_by - self._clock())
-        self._stop()
+            self._changed.wait_for(lambda: not self._jobs, drain_s)
+            self._closed = True
+            if waiting := self._waiting():
+                logger.warning("tier given up at shutdown what=%ss chunks=%d", self.name, waiting)
+        self.give_up()
 
     def _waiting(self) -> int:
-        return sum(job.waiting for job in list(self._jobs.values()))
-
-    def _stop(self) -> None:
-        with self._changed:
-            if (waiting := self._waiting()) and not self._closed:
-                logger.warning("tier given up at shutdown what=%ss chunks=%d", self.name, waiting)
-            self._closed = True
-        self.give_up()
+        return sum(job.waiting for job in self._jobs.values())
 
     def _abort(self, jobs: Sequence[Job]) -> None:
         """End jobs, with the lock held. Waits for a copy in progress, within memory only."""
@@ -249,25 +229,22 @@ class JobRow(PayloadTransfer):
         """Whether its job is still open."""
         return self.job.open
 
-    @contextmanager
-    def touch(self) -> Iterator[bool]:
-        """Enter a context that yields whether vLLM's memory may be touched. It must be short,
-        because ending a job waits for it."""
-        with self.jobs.copying:
-            yield self.job.open
-
     def take(self, pages: Sequence[memoryview]) -> None:
         """See ``PayloadTransfer``."""
-        with self.touch() as allowed:
-            if allowed:
+        with self.jobs.copying:
+            if self.job.open:
                 np.copyto(self.jobs.rows.view(self.row), np.frombuffer(pages[0], np.uint8))
 
     def write(self, pages: memoryview) -> None:
         """See ``PayloadTransfer``."""
-        with self.touch() as allowed:
-            if not allowed:
+        with self.jobs.copying:
+            if not self.job.open:
                 raise TransferError("a job ended while it was saved")
             np.copyto(np.frombuffer(pages, np.uint8), self.jobs.rows.view(self.row))
+
+    def settle(self, *, done: bool, noted: bool = False) -> None:
+        """It has ended. No effect after its job has."""
+        self.jobs.settle(self.job, self.key, done=done, noted=noted)
 
     def end(self, outcome: ReadOutcome | WriteOutcome, nbytes: int) -> None:
         """See ``PayloadTransfer``. Notes payloads that were missing or corrupt, and those that the
@@ -282,4 +259,4 @@ class JobRow(PayloadTransfer):
         if self.is_needed:
             self.jobs.recorder.count(counter)
             self.jobs.recorder.count(f"{self.jobs.name}_bytes", nbytes)
-        self.jobs.settle(self.job, self.key, done=is_done, noted=is_noted)
+        self.settle(done=is_done, noted=is_noted)

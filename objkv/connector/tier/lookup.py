@@ -22,21 +22,15 @@ from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
-_KEYS_MAX = 1 << 20
-"""Most keys to remember, about 300 bytes each. Further ones are misses."""
 
 
 @dataclass(slots=True, eq=False)
 class _Verdict:
     key: ChunkKey
     deadline: float
-    askers: set[str]
     answered: bool = False
     """Set last, by the background thread or by the scheduler's thread."""
-    is_open: bool = False
-    """Whether the answer to its question ended before it."""
     is_stored: bool = False
-    answered_at: float = 0.0
 
 
 class TierLookups:
@@ -51,37 +45,29 @@ class TierLookups:
         ends_early: bool = False,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``limits.age_max_s``: new requests do not use answers older than this. ``ends_early``:
-        whether the index ends its answer to several keys at the first missing one."""
+        """``ends_early``: whether the index ends its answer to several keys at the first missing
+        one. They are looked up one by one then: vLLM reads a window from its end."""
         self._index, self._recorder, self._limits, self._clock = index, recorder, limits, clock
         self._ends_early = ends_early
         self._thread = StepThread(
             "objkv-tier-lookup", answer_s=CALL_S, queue_max=limits.queue_max, failed=_note_failure
         )
-        self._known: dict[bytes, _Verdict] = {}
-        self._asked: dict[str, set[bytes]] = {}
+        self._asked: dict[str, dict[bytes, _Verdict]] = {}
+        """By request and key. What several requests ask for, the agent answers from memory."""
         self._new: dict[object, list[_Verdict]] = {}
-        """Keys to look up, by request and group, or one by one."""
+        """Keys to look up, by request, and by group or one by one."""
 
     def ask(self, request_id: str, namespace: str, key: bytes) -> LookupResult:
         """Return whether the chunk is stored, or RETRY while that is unknown."""
-        verdict = self._known.get(key)
-        if verdict is None or self._is_stale(verdict, request_id):
-            if verdict is None and len(self._known) >= _KEYS_MAX:
-                self._recorder.count("lookup_refused")
-                return LookupResult.MISS
-            askers = set() if verdict is None else verdict.askers
+        verdicts = self._asked.setdefault(request_id, {})
+        verdict = verdicts.get(key)
+        if verdict is None:
             deadline = self._clock() + self._limits.deadline_s
-            verdict = self._known[key] = _Verdict(chunk_key(namespace, key), deadline, askers)
-            self._new.setdefault((request_id, verdict.key.group), []).append(verdict)
-        if request_id not in verdict.askers:
-            verdict.askers.add(request_id)
-            self._asked.setdefault(request_id, set()).add(key)
+            verdict = verdicts[key] = _Verdict(chunk_key(namespace, key), deadline)
+            part = key if self._ends_early else verdict.key.group
+            self._new.setdefault((request_id, part), []).append(verdict)
         if not verdict.answered:
             if self._clock() < verdict.deadline:
-                if verdict.is_open:  # as of a window, which vLLM reads from its end
-                    verdict.is_open = False
-                    self._new[key] = [verdict]
                 return LookupResult.RETRY
             self._recorder.count("lookup_deadlines")
             self._answer(verdict, is_stored=False)
@@ -95,27 +81,25 @@ class TierLookups:
                 self._recorder.count("lookup_refused", len(verdicts))
                 self._miss(verdicts)
 
-    def has_found(self, key: bytes) -> bool:
-        """Whether the lookup of a chunk found that it is stored."""
-        verdict = self._known.get(key)
+    def has_found(self, request_id: str, key: bytes) -> bool:
+        """Whether a request's lookup of a chunk found that it is stored."""
+        verdict = self._asked.get(request_id, {}).get(key)
         return verdict is not None and verdict.is_stored
 
-    def deny(self, keys: Iterable[bytes]) -> None:
-        """Make later lookups of these keys miss, because their load failed."""
-        self._miss([self._known[key] for key in keys if key in self._known])
+    def deny(self, keys: Sequence[bytes]) -> None:
+        """Make further lookups of these keys by present requests miss, because their load
+        failed."""
+        for verdicts in self._asked.values():
+            self._miss([verdicts[key] for key in keys if key in verdicts])
 
     def forget(self, request_id: str) -> None:
-        """Forget a request that ended, and the keys that only this request looked up."""
-        for key in self._asked.pop(request_id, ()):
-            if (verdict := self._known.get(key)) is not None:
-                verdict.askers.discard(request_id)
-                if not verdict.askers:
-                    del self._known[key]
+        """Forget a request that ended."""
+        self._asked.pop(request_id, None)
 
     def clear(self) -> None:
         """Forget all answers."""
-        for memory in (self._known, self._asked, self._new):
-            memory.clear()
+        self._asked.clear()
+        self._new.clear()
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         """See ``StepThread.run``. A ``StoreError`` of the job is dropped."""
@@ -125,17 +109,8 @@ class TierLookups:
         """Stop the thread."""
         self._thread.close(0.0)
 
-    def _is_stale(self, verdict: _Verdict, request_id: str) -> bool:
-        """Whether an answer is too old for a new request. Without this check overlapping requests
-        could use one old answer for ever."""
-        return (
-            verdict.answered
-            and request_id not in verdict.askers
-            and self._clock() - verdict.answered_at > self._limits.age_max_s
-        )
-
     def _answer(self, verdict: _Verdict, *, is_stored: bool) -> None:
-        verdict.is_stored, verdict.answered_at = is_stored, self._clock()
+        verdict.is_stored = is_stored
         verdict.answered = True
 
     def _miss(self, verdicts: Iterable[_Verdict]) -> None:
@@ -154,14 +129,9 @@ class TierLookups:
                 self._recorder.count("lookup_errors")
                 self._miss(left)
                 continue
-            has_ended = False
             for verdict, shards in zip(left, found, strict=True):
-                is_stored = shards is not None and key.field in shards
-                if has_ended and not is_stored and self._ends_early:
-                    verdict.is_open = True
-                elif not verdict.answered:  # else it was late
-                    self._answer(verdict, is_stored=is_stored)
-                has_ended |= not is_stored
+                if not verdict.answered:  # else it was late
+                    self._answer(verdict, is_stored=shards is not None and key.field in shards)
 
 
 def _note_failure(error: Exception) -> None:

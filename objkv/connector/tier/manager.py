@@ -8,10 +8,10 @@ raises. Read against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Describe
 """
 
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from time import monotonic
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
@@ -30,9 +30,9 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from objkv.agent.payloads import PayloadReader, PayloadWriter, WriteOutcome
-from objkv.assembly.link import AgentLink, Replica
+from objkv.assembly.link import AgentLink
 from objkv.background import Steps
-from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits
+from objkv.cache.lookup import LookupLimits
 from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config.tier import TierOptions, read_options
@@ -43,7 +43,7 @@ from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.tier.identity import (
     TierAdapters,
     TierIdentity,
-    find_engine,
+    find_connector,
     none_hash,
     read_tier_identity,
 )
@@ -55,6 +55,7 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.kv_offload.base import (
         OffloadingSpec,
         OffloadKey,
@@ -65,8 +66,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-_MARGIN_S = 0.5
-"""How long before vLLM kills the process saves are dropped and logged."""
 
 
 class TierNamespace(ReplicaNamespace[TierIdentity]):
@@ -89,11 +88,6 @@ class TierNamespace(ReplicaNamespace[TierIdentity]):
     def current(self) -> str | None:
         """The current namespace, None while nothing may be loaded or saved."""
         return self.name if self.identity.none_hash and self.open else None
-
-    @property
-    def idle(self) -> bool:
-        """Whether no request is in progress."""
-        return not self._live
 
     def begin(self, request_id: str) -> None:
         """Record a new request. The first one sets the namespace, because vLLM chooses its hash
@@ -163,14 +157,15 @@ class ObjKVTier(SecondaryTierManager):
         own, resolved = read_options(options)
         config = self._config = resolved.config
         self._set_events(own, offloading_spec)
-        self._row_count, row_bytes = _shape(primary_kv_view)
-        engine = self._engine = find_engine(offloading_spec)
-        identity = read_tier_identity(offloading_spec, engine, row_bytes, config, own)
+        rows, row_bytes = _shape(primary_kv_view)
+        connector = find_connector(offloading_spec)
+        self._connector = weakref.ref(connector)  # which owns the tier
+        vllm_config = connector._vllm_config
+        identity = read_tier_identity(offloading_spec, vllm_config, row_bytes, config, own.settings)
         layer = row_layer(row_bytes, identity.kv_dtype)
         self._rows = Rows(layer, identity.chunk_tokens(), primary_kv_view.cast("B"))
         self._recorder = numbers = MemoryRecorder()
-        replica = Replica(offloading_spec.config.engine_id)
-        self._open(replica if engine is None else replica_of(engine.config), own.queue_max)
+        self._open(vllm_config)
         # These have the verbs that replicas use; the rest is for operators.
         submit, documents = self._lookups.submit, cast("WriteStore", self._link.calls)
         writes = config.role != "reader"
@@ -183,14 +178,10 @@ class ObjKVTier(SecondaryTierManager):
         self._hooks = EngineHooks(self, lambda: None, patches=config.vllm_patches)
         logger.info(
             "objkv tier ready rows=%d row_bytes=%d weights=%s",
-            self._row_count,
+            rows,
             row_bytes,
             identity.weights,
         )
-        if engine is None:
-            logger.warning(
-                "vLLM's configuration was not found: only 'settings' distinguish replicas"
-            )
 
     def _set_events(self, options: TierOptions, spec: "OffloadingSpec") -> None:
         if options.locality is not None:
@@ -201,22 +192,21 @@ class ObjKVTier(SecondaryTierManager):
             self._events_enabled = False
         self._events: list[OffloadingEvent] = []
 
-    def _open(self, replica: Replica, queue_max: int) -> None:
+    def _open(self, vllm_config: "VllmConfig") -> None:
         """Begin the lookups and the jobs. Waits for an agent."""
         config, rows, recorder = self._config, self._rows, self._recorder
-        link = self._link = AgentLink(config, replica)
+        link = self._link = AgentLink(config, replica_of(vllm_config))
         nbytes_max = payload_bytes_max((rows.layer,))
         self._writer = PayloadWriter(link.connect, nbytes_max, "chunks", writer=writer_name(self))
         self._reader = PayloadReader(link.connect, "chunks")
         link.await_agent()
-        limits = LookupLimits(config.lookup_deadline_ms / 1000, age_max_s=LOOKUP_TTL_S)
+        limits = LookupLimits(config.lookup_deadline_ms / 1000)
         # A folder that is its own index ends its answers early.
         is_folder = config.index_url == "bulk:"
         self._lookups = TierLookups(link.calls, recorder, limits, ends_early=is_folder)
         load_s, save_s = config.load_deadline_ms / 1000, config.save_deadline_ms / 1000
-        self._loads = TierJobs("load", rows, recorder, queue_max=queue_max, deadline_s=load_s)
-        self._saves = TierJobs("save", rows, recorder, queue_max=queue_max, deadline_s=save_s)
-        self._kill_at: float | None = None
+        self._loads = TierJobs("load", rows, recorder, deadline_s=load_s)
+        self._saves = TierJobs("save", rows, recorder, deadline_s=save_s)
 
     # Requests.
 
@@ -243,46 +233,30 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def on_schedule_end(self, context: "ScheduleEndContext") -> None:
-        """Send the lookups of this step. While the engine ends, save queued chunks within
-        ``drain_deadline_ms`` and drop the rest, because vLLM goes on stepping until all are done or
-        it is killed."""
+        """Send the lookups of this step."""
         self._lookups.flush()
-        if self._engine is None or not self._engine.ends:
-            return
-        now, drain_s = monotonic(), self._config.drain_deadline_ms / 1000
-        if self._kill_at is None:
-            self._kill_at = now + self._engine.grace_s
-        left_s = max(0.0, self._kill_at - _MARGIN_S - now)
-        if self.namespace.idle or left_s <= drain_s:
-            self._saves.finish(min(drain_s, left_s))
 
     # Jobs.
 
     def submit_store(self, job_metadata: "TransferJob") -> None:
         """Save rows in the background, unless they are stored. Rows without room in the queue are
         dropped. A reader saves nothing."""
-        namespace, keys, rows = self._read(job_metadata)
-        jobs = self._saves
-        job, taken = jobs.begin(job_metadata.job_id, keys, refuse=namespace is None)
-        if namespace is None or self._config.role == "reader":
-            for key in taken:
-                jobs.settle(job, key, done=True)
-            return
-        saves = [jobs.row(job, namespace, *one) for one in zip(taken, rows, strict=False)]
-        if not self._lookups.submit(partial(self._save_new, namespace, saves)):
+        saves = self._begin(self._saves, job_metadata)
+        if self._config.role == "reader":
+            for one in saves:
+                one.settle(done=True)
+        elif saves and not self._lookups.submit(partial(self._save_new, saves)):
             self._save(saves)
 
     def submit_load(self, job_metadata: "TransferJob") -> None:
         """Load chunks that were found into rows, in the background. Each key succeeds or fails
         separately."""
-        namespace, keys, rows = self._read(job_metadata)
-        jobs, loads = self._loads, list[JobRow]()
-        job, taken = jobs.begin(job_metadata.job_id, keys, refuse=namespace is None)
-        for key, row in zip(taken, rows, strict=False):
-            if namespace is None or not self._lookups.has_found(key):
-                jobs.settle(job, key, done=False)
+        loads = []
+        for one in self._begin(self._loads, job_metadata):
+            if self._lookups.has_found(job_metadata.req_context.req_id, one.key):
+                loads.append(one)
             else:
-                loads.append(jobs.row(job, namespace, key, row))
+                one.settle(done=False)
         self._reader.read(loads)
 
     @guarded(tuple[JobResult, ...]())
@@ -301,11 +275,8 @@ class ObjKVTier(SecondaryTierManager):
     def drain_jobs(self) -> None:
         """End all jobs at once and leave the namespace, because vLLM calls this when it resets its
         caches and weights may have changed. Earlier KV is never loaded or saved again."""
-        engine = self._engine
-        if engine is not None and engine.connector is not None:
-            self.reset(clean=holds_nothing(engine.manager()))
-        else:  # without a request in progress no block is held
-            self.reset(clean=self.namespace.idle)
+        connector = self._connector()
+        self.reset(clean=holds_nothing(getattr(connector, "_kv_cache_manager", None)))
 
     @property
     def open(self) -> bool:
@@ -365,25 +336,17 @@ class ObjKVTier(SecondaryTierManager):
 
     # Internal methods.
 
-    def _read(self, job: "TransferJob") -> tuple[str | None, tuple[bytes, ...], list[int]]:
-        """Return a job's namespace, keys and rows. Without a namespace nothing of it is done."""
-        keys = tuple(job.keys)
-        try:
-            rows = [int(row) for row in job.chunk_ids]
-            assert len(rows) == len(keys)
-            assert all(0 <= row < self._row_count for row in rows)
-            return self.namespace.of(job.req_context.req_id), keys, rows
-        except Exception:  # vLLM expects an outcome for every job
-            logger.exception("invalid tier job job=%s", job.job_id)
-            return None, keys, []
+    def _begin(self, jobs: TierJobs, job: "TransferJob") -> Sequence[JobRow]:
+        namespace = self.namespace.of(job.req_context.req_id)
+        return jobs.begin(job.job_id, namespace, tuple(job.keys), job.chunk_ids)
 
-    def _save_new(self, namespace: str, saves: Sequence[JobRow]) -> Steps[None]:
+    def _save_new(self, saves: Sequence[JobRow]) -> Steps[None]:
         """Save the chunks that are not stored already. On the lookup thread."""
         names = [one.claim.key for one in saves]
         fields = sorted({name.field for name in names})
+        hashes = [name.prefix_hash for name in names]
         try:
-            find = self._link.calls.find(namespace, [name.prefix_hash for name in names], fields)
-            found = yield from find
+            found = yield from self._link.calls.find(names[0].namespace, hashes, fields)
         except StoreError:
             self._recorder.count("lookup_errors")
             found = [None] * len(names)

@@ -11,7 +11,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from operator import attrgetter
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
@@ -76,7 +75,7 @@ class LoadLimits:
     """Bounds of the loader."""
 
     queue_max: int
-    """Moves that may wait. A plan fails from the first move beyond this limit."""
+    """Moves that may wait. A plan fails from the first move beyond this limit, with its chunk."""
     deadline_s: float
     """For loads between steps."""
     step_deadline_s: float
@@ -304,12 +303,12 @@ class Loader:
 
     def _begin(self, job: LoadJob) -> None:
         """Queue the moves of a job, from the first on, as many as the queue takes."""
-        count, further = len(job.plan.moves), job.plan.moves.further
+        count = len(job.plan.moves)
         with self._lock:
             serves = not self._closed and self.agent is not None and self.agent.is_open
             if serves:
-                taken = _first_of(further, self._limits.queue_max - self._moves)
-                self._moves += taken - sum(further[:taken])
+                taken = min(count, max(0, self._limits.queue_max - self._moves))
+                self._moves += taken
                 self._came.append((job, taken))
                 self._alarm.ring()
         if not serves:
@@ -511,7 +510,7 @@ class Loader:
             self._reading = self._reading[: -len(batch)]
             self._waiting.extendleft((job, one.index) for one in reversed(batch))
             with self._lock:
-                self._moves += sum(not job.plan.moves.further[one.index] for one in batch)
+                self._moves += len(batch)
             return
         for one, lease in zip(batch, leases, strict=True):
             one.lease = lease
@@ -528,7 +527,7 @@ class Loader:
             if room <= 0 and (batch or self._reading):
                 break
             self._waiting.popleft()
-            taken += not job.plan.moves.further[index]
+            taken += 1
             if not job.wanted(index):
                 continue
             batch.append(_Reading(job, index, self._layouts, self._lane))
@@ -660,15 +659,6 @@ class Loader:
         except _CopyUnknownError:
             return False
         return True
-
-
-def _first_of(further: Sequence[bool], room: int) -> int:
-    """Return how many leading moves take at most ``room`` places. Further payloads of a chunk take
-    none."""
-    if len(further) <= room:
-        return len(further)
-    taken = accumulate(not one for one in further)
-    return next((index for index, places in enumerate(taken) if places > room), len(further))
 
 
 def _is_past(mark: Mark | None) -> bool:

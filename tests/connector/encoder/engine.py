@@ -21,7 +21,6 @@ def engine(folder: Path, role: str = "ec_both", **more: Any) -> Any:
         mm_processor_kwargs=more.pop("mm_processor_kwargs", None),
         media_io_kwargs=more.pop("media_io_kwargs", {}),
         mm_encoder_attn_dtype=more.pop("mm_encoder_attn_dtype", None),
-        mm_encoder_fp8_scale_path=more.pop("mm_encoder_fp8_scale_path", None),
         video_pruning_rate=more.pop("video_pruning_rate", None),
         mm_processor_cache_gb=4,
     )

@@ -148,7 +148,7 @@ def test_a_bug_costs_an_encode_not_the_engine(start: Any, monkeypatch: pytest.Mo
     one.worker.save_caches({}, "x")
 
 
-@pytest.mark.parametrize("broken", ["_track", "_items"])
+@pytest.mark.parametrize("broken", ["_track", "_output"])
 def test_a_save_that_cannot_be_planned_is_not_made(start: Any, broken: str) -> None:
     """vLLM encodes the image in any case."""
     first = start()

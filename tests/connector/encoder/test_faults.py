@@ -123,7 +123,7 @@ def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Pla
         second.close()
         assert second.encoded == ["x"]
         assert second.saved == second.count("save_existed") == 0
-        assert second.fetcher.memory.held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -> None:
@@ -140,7 +140,7 @@ def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -
         place.store.mend()
         second.close()
         assert not second.fetcher._entries
-        assert second.fetcher.memory.held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_a_promise_that_was_not_taken_up_holds_until_its_request_ends(place: Place) -> None:
@@ -152,7 +152,7 @@ def test_a_promise_that_was_not_taken_up_holds_until_its_request_ends(place: Pla
         assert second.side.has_item("x")
         assert not second.plan(1).loads
         assert second.see(seen) == []
-        assert second.fetcher.memory.held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None:

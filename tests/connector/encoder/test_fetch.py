@@ -1,16 +1,18 @@
 """Memory for outputs that come all at once: who waits for it, who gets it, who gives up."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.encoder.fetch import OutputMemory, State, WantedOutput
+from objkv.agent.payloads import PayloadTransfer, ReadOutcome
+from objkv.background import Steps, at_once
+from objkv.connector.encoder.fetch import EncoderFetcher, State
 from objkv.connector.encoder.items import EncoderOutput
-from objkv.index.base import ChunkEntry
-from objkv.keys.encoder import ENCODER_FIELD, encoder_hash, encoder_root
+from objkv.index.base import ShardRecord
+from objkv.telemetry import MemoryRecorder
 from tests.connector.encoder.world import (
     EMBEDS,
     IDENTITY,
@@ -22,7 +24,9 @@ from tests.connector.encoder.world import (
     request,
     saved,
 )
+from tests.contracts.clock import ManualClock
 
+RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
 ITEM = 2 * EMBEDS * WIDTH
 
 
@@ -38,13 +42,8 @@ def until(second: Replica, what: Callable[[], bool]) -> None:
 
 
 def parked(second: Replica) -> int:
-    """How many outputs wait for memory."""
-    return waiting(second.fetcher.memory)
-
-
-def waiting(memory: OutputMemory) -> int:
-    """How many outputs wait."""
-    return sum(one.is_needed for batch in memory._batches for one in batch)
+    """How many requests wait for memory."""
+    return len(second.fetcher.queue)
 
 
 def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Place) -> None:
@@ -63,7 +62,7 @@ def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Plac
             second.step()
         assert (second.encoded, second.count("hits")) == ([], 12)
         assert second.count("load_refused") == 0
-        assert second.fetcher.memory.held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_requests_that_hold_what_the_other_waits_for_do_not_wait_for_ever(place: Place) -> None:
@@ -78,7 +77,7 @@ def test_requests_that_hold_what_the_other_waits_for_do_not_wait_for_ever(place:
             second.side.finish(seen)
             waiting.remove(seen)
         assert not second.encoded
-        assert second.fetcher.memory.held_bytes == parked(second) == 0
+        assert second.fetcher.held_bytes == parked(second) == 0
 
 
 def full(place: Place, second: Replica) -> Any:
@@ -105,7 +104,6 @@ def test_the_wait_for_memory_ends_at_the_deadline(place: Place, limits: Limits) 
         second.clock.advance(0.2)
         assert second.see(seen) == ["y"]
         assert second.count("load_deadlines") == 1
-        assert second.saved == second.count("save_existed") == 0  # it is stored
         assert parked(second) == 0
 
 
@@ -118,7 +116,7 @@ def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(
         assert parked(second) == 0
         assert second.see(holder) == []
         assert second.count("loads") == 1
-        assert second.fetcher.memory.held_bytes == 0
+        assert second.fetcher.held_bytes == 0
 
 
 def test_what_never_fits_is_not_waited_for(place: Place) -> None:
@@ -126,87 +124,109 @@ def test_what_never_fits_is_not_waited_for(place: Place) -> None:
     with replica(place, limits=Limits(held_bytes_max=room_for(1) - 1)) as second:
         assert second.see(request("b", "x")) == ["x"]
         assert second.count("load_refused") == 1
-        assert second.count("save_existed") == 0
 
 
-def test_any_number_may_wait_for_memory_at_the_end(place: Place, limits: Limits) -> None:
-    """Each of them ended within the call that ended the one before, and there are 1,000 calls."""
-    namespace, names = IDENTITY.namespace(), [f"image-{number}" for number in range(400)]
-    (found,) = place.index.find(namespace, [encoder_hash(namespace, "x")], (ENCODER_FIELD,))
-    assert found is not None
-    for name in names:
-        hashes = encoder_hash(namespace, name), encoder_root(namespace)
-        place.index.publish(ChunkEntry(namespace, *hashes, 0, EMBEDS), found, ttl_s=3600)
+def test_one_that_vllm_does_not_ask_for_any_more_lets_others_go_first(
+    place: Place, limits: Limits
+) -> None:
+    """Its prompt's KV is found to cover the image, for example."""
     with replica(place, limits=limits) as second:
         holder = full(place, second)
-        for name in names:
-            assert not second.side.is_ready(request(f"r-{name}", name), 0)
-        until(second, lambda: parked(second) == 1 + len(names))
-        second.close()
         second.side.finish(holder)
-        assert parked(second) == second.fetcher.memory.held_bytes == 0
+        assert not second.side.is_ready(request("c", "x"), 0)
+        second.clock.advance(5.1)
+        assert second.see(request("d", "x")) == []
+
+
+class Index:
+    """An index, and an agent that reads what it has, when they are told to."""
+
+    def __init__(self) -> None:
+        self.lookups: list[Steps[None]] = []
+        self.reads: list[PayloadTransfer] = []
+        self.unfinished = 0
+
+    def find(self, _namespace: str, hashes: list[bytes], fields: list[str]) -> Steps[Any]:
+        yield None
+        return [{fields[0]: RECORD} if hashes[0][0] % 4 else None]
+
+    def touch(self, *_args: Any, **_more: Any) -> None:
+        pass
+
+    def run(self, job: Callable[[], Steps[None] | None]) -> bool:
+        if (work := job()) is not None:
+            self.lookups.append(work)
+        return True
+
+    def read(self, payloads: list[PayloadTransfer]) -> None:
+        self.reads += payloads
+
+    def look(self) -> None:
+        for one in [one for one in self.reads if not one.is_needed]:
+            self.reads.remove(one)
+            one.end(ReadOutcome.UNWANTED, 0)
+
+    def close(self, *_args: Any) -> None:
+        pass
 
 
 class Crowd:
-    """Requests and their outputs, as a fetcher with its threads moves them."""
+    """Requests and their outputs, as threads move them in any order."""
 
     def __init__(self, nbytes_max: int, requests: list[set[int]], sizes: list[int]) -> None:
-        self.room, self.nbytes_max = OutputMemory(nbytes_max), nbytes_max
-        self.entries = {i: entry(i, sizes[i]) for i in set().union(*requests)}
-        self.requests = {f"r{i}": images for i, images in enumerate(requests)}
-        self.found: list[list[int]] = []
-        """What each request was the first to want, to be looked up."""
-        known = set[int]()
-        for images in requests:
-            self.found.append(sorted(images - known))
-            known |= images
-        self.reading: list[int] = []
+        self.nbytes_max, index = nbytes_max, Index()
+        config = Limits().config()
+        fetcher = EncoderFetcher(
+            cast("Any", index),
+            cast("Any", index),
+            config,
+            MemoryRecorder(),
+            held_bytes_max=nbytes_max,
+            clock=ManualClock(),
+        )
+        fetcher._thread.close(0.0)
+        fetcher._thread = cast("Any", index)
+        self.index, self.fetcher = index, fetcher
+        self.requests = {
+            f"r{i}": [output(image, sizes[image]) for image in sorted(images)]
+            for i, images in enumerate(requests)
+        }
 
     def moves(self) -> list[Callable[[], None]]:
-        """What can happen next."""
-        asks = [self.ask] if self.found else []
-        reads = [lambda image=image: self.read(image) for image in self.reading]
-        runs = [
-            lambda name=name: self.run(name)
-            for name, images in self.requests.items()
-            if all(self.state(image) is not State.WAITING for image in images)
-        ]
-        return [*asks, *reads, *runs]
+        """What can happen next besides vLLM's asking."""
+        lookups = [lambda one=one: self.look_up(one) for one in self.index.lookups]
+        reads = [lambda one=one: self.read(one) for one in self.index.reads]
+        return [*lookups, *reads]
 
-    def state(self, image: int) -> State:
-        return self.entries[image].state if image in self.entries else State.ABSENT
+    def look_up(self, work: Steps[None]) -> None:
+        self.index.lookups.remove(work)
+        at_once(work)
 
-    def ask(self) -> None:
-        """The lookup of the next request has ended."""
-        for one in self.room.ask([self.entries[image] for image in self.found.pop(0)]):
-            one.state = State.STORED
-        self.share()
+    def read(self, one: PayloadTransfer) -> None:
+        self.index.reads.remove(one)
+        is_right = one.claim.key.prefix_hash[0] % 3 != 0
+        if is_right:
+            one.take([memoryview(bytes(one.layers[0].nbytes))])
+        one.end(ReadOutcome.READ if is_right else ReadOutcome.CORRUPT, 0)
 
-    def read(self, image: int) -> None:
-        self.reading.remove(image)
-        one = self.entries[image]
-        one.state = State.ABSENT if image % 3 == 0 else State.HELD
-        if one.state is not State.HELD:
-            self.room.free(one)
-        self.share()
-
-    def run(self, name: str) -> None:
-        """Its outputs are taken, and others that wanted them have them from vLLM."""
-        for image in self.requests.pop(name):
-            one = self.entries.pop(image, None)
-            if one is not None:
-                one.state = State.ABSENT
-                self.room.free(one)
-        self.share()
-
-    def share(self) -> None:
-        self.reading += [one.claim.key.prefix_hash[0] for one in self.room.grant()]
-        assert self.room.held_bytes <= self.nbytes_max
+    def step(self) -> bool:
+        """vLLM asks for all of its requests, and runs the first that is ready; whether one was."""
+        ready = [name for name, wanted in self.requests.items() if self.fetcher.want(name, wanted)]
+        assert self.fetcher.held_bytes <= self.nbytes_max
+        if not ready:
+            return False
+        wanted = self.requests.pop(ready[0])
+        for one in wanted:
+            if self.fetcher.state(one) is State.HELD:
+                assert len(self.fetcher.take(one)) == one.layer.nbytes
+            else:
+                self.fetcher.forget(one)
+        self.fetcher.drop(ready[0], wanted)
+        return True
 
 
-def entry(image: int, rows: int) -> WantedOutput:
-    output = EncoderOutput(IDENTITY.namespace(), bytes([image]) * 20, rows, 1, "U8")
-    return WantedOutput(output.claim, (output.layer,), 0.0, lambda *_: None)
+def output(image: int, rows: int) -> EncoderOutput:
+    return EncoderOutput(IDENTITY.namespace(), bytes([image]) * 20, rows, 1, "U8")
 
 
 @given(st.data())
@@ -217,7 +237,11 @@ def test_whoever_wants_what_somebody_can_always_go_on(data: st.DataObject) -> No
     requests = data.draw(st.lists(images, min_size=1, max_size=6))
     crowd = Crowd(data.draw(st.integers(1, 12)), requests, sizes)
     while crowd.requests:
+        has_run = crowd.step() or crowd.step()  # one may free memory after another has asked
         moves = crowd.moves()
-        assert moves
-        data.draw(st.sampled_from(moves))()
-    assert crowd.room.held_bytes == waiting(crowd.room) == 0
+        assert has_run or moves
+        if moves:
+            data.draw(st.sampled_from(moves))()
+    while moves := crowd.moves():
+        moves[0]()
+    assert crowd.fetcher.held_bytes == len(crowd.fetcher.queue) == 0

@@ -51,7 +51,6 @@ def test_what_only_the_kv_cache_depends_on_does_not_matter(folder: Path) -> None
         {"hf_overrides": {"x": 1}},
         {"mm_processor_kwargs": {"max_pixels": 9}},
         {"media_io_kwargs": {"video": {"num_frames": 9}}},
-        {"mm_encoder_attn_dtype": "fp8"},
         {"video_pruning_rate": 0.5},
         {"config": CONFIG.model_copy(update={"tenant": "other"})},
         {"config": CONFIG.model_copy(update={"weights_epoch": 1})},
@@ -111,7 +110,7 @@ def test_who_encodes_counts_on_what_was_measured_and_others_on_the_configuration
 
 
 def test_fp8_encoders_whose_scales_follow_images_share_nothing(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--mm-encoder-fp8-scale-path"):
+    with pytest.raises(ConfigError, match="--mm-encoder-attn-dtype"):
         form_of(folder, mm_encoder_attn_dtype="fp8")
 
 

@@ -7,6 +7,7 @@ loaded wrong, or not at all, is seen at the step that would have used it. All gr
 storage, as vLLM's do, so that a block that was another group's holds rubbish.
 """
 
+import copy
 import hashlib
 import itertools
 import pickle
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import torch
 
@@ -98,11 +99,11 @@ class Engine:
         self.layout = layout
         self._config = self._configured(folder, settings)
         extra = self._config.kv_transfer_config.kv_connector_extra_config
-        self.agent: ServedAgent | None = None
-        """Its own; None if the settings name one."""
+        self.agents: list[ServedAgent] = []
+        """Its own, one for each node; none if the settings name one."""
         if "agent" not in settings:
-            self.agent = ServedAgent(extra)
-            extra["agent"] = self.agent.url
+            self.agents = [ServedAgent(extra) for _ in range(layout.nodes)]
+            extra["agent"] = self.agents[0].url
         self._kv = kv_cache_config(layout)
         own = load_config(self._config.kv_transfer_config.kv_connector_extra_config)
         self.geometry = read_geometry(self._config, self._kv, own)
@@ -112,15 +113,25 @@ class Engine:
         self.caches: list[dict[str, torch.Tensor]] = []
         """Caches of each rank."""
         self._storages: list[torch.Tensor] = []
-        for rank in range(layout.tp_size):
-            with patch.object(parallel_state, "get_tensor_model_parallel_rank", return_value=rank):
-                worker = ObjKVConnector(self._config, KVConnectorRole.WORKER, self._kv)
-                caches, storage = caches_of(layout, self._kv)
+        for rank in range(layout.ranks):
+            stage, tp_rank = divmod(rank, layout.tp_size)
+            kv = kv_cache_config(layout, stage)
+            with (
+                patch.object(
+                    parallel_state, "get_tensor_model_parallel_rank", return_value=tp_rank
+                ),
+                patch.object(
+                    parallel_state, "get_pp_group", return_value=Mock(rank_in_group=stage)
+                ),
+            ):
+                node = rank * layout.nodes // layout.ranks
+                worker = ObjKVConnector(self._on_node(node), KVConnectorRole.WORKER, kv)
+                caches, storage = caches_of(layout, kv)
                 worker.register_kv_caches(caches)
             self.workers.append(worker)
             self.caches.append(caches)
             self._storages.append(storage)
-        self._aggregator = KVOutputAggregator(layout.tp_size)
+        self._aggregator = KVOutputAggregator(layout.ranks)
         self.scheduler: Any = Scheduler(
             vllm_config=self._config,
             kv_cache_config=generate_scheduler_kv_cache_config([self._kv]),
@@ -140,8 +151,8 @@ class Engine:
         for worker in self.workers:
             worker.shutdown()
         self.scheduler.shutdown()
-        if self.agent is not None:
-            self.agent.close()
+        for agent in self.agents:
+            agent.close()
 
     @property
     def worker(self) -> Any:
@@ -150,6 +161,20 @@ class Engine:
 
     def _configured(self, folder: Path, settings: dict[str, Any]) -> Any:
         return engine_config(self.layout, folder, settings)
+
+    @property
+    def agent(self) -> ServedAgent | None:
+        """That of the first node."""
+        return self.agents[0] if self.agents else None
+
+    def _on_node(self, node: int) -> Any:
+        """The configuration of a node's ranks."""
+        config = copy.copy(self._config)
+        transfer = config.kv_transfer_config = copy.copy(config.kv_transfer_config)
+        if self.agents:
+            urls = {"agent": self.agents[node].url}
+            transfer.kv_connector_extra_config = transfer.kv_connector_extra_config | urls
+        return config
 
     def run(
         self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 3, **transfer: Any
@@ -166,8 +191,8 @@ class Engine:
         """Wait until everything that was taken out is stored, or with an agent of another process
         handed over."""
         assert all(worker.worker.saver.drain(_PATIENCE_S) for worker in self.workers)
-        if self.agent is not None:
-            self.agent.settle()
+        for agent in self.agents:
+            agent.settle()
 
     def forget(self) -> None:
         """Drop the replica's own prefix cache."""

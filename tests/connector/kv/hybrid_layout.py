@@ -16,7 +16,7 @@ _HEADS = 4
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's groups, each of one layer, and how vLLM is run."""
+    """A model's groups, each of one layer unless it has ``layers``, and how vLLM is run."""
 
     kinds: tuple[tuple[str, int], ...]
     """Per group its kind, and its window in tokens; 0 where it has none. Of ``compressed`` and
@@ -26,11 +26,21 @@ class Layout:
     num_blocks: int = 64
     step_tokens: int = 32
     retention: int | None = 0
+    layers: int = 0
+    """Of a model with one group: how many of these it has. They may be in as many stages."""
     tp_size: int = 1
+    pp_size: int = 1
     dcp_size: int = 1
     dcp_interleave: int = 1
+    nodes: int = 1
+    """How many nodes the ranks are on, each with an agent of its own."""
     head_size: int = 1
     """Numbers per token of a head, which are all equal. Of layers with one head see ``words``."""
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of all stages."""
+        return self.tp_size * self.pp_size
 
     @property
     def rank_heads(self) -> int:
@@ -51,6 +61,7 @@ class Layer:
     words: int
     """Numbers per token or state, at most 4."""
     layout: Layout
+    stage: int = 0
 
     @property
     def heads(self) -> int:
@@ -90,12 +101,21 @@ class Layer:
         dcp_rank = token // layout.dcp_interleave % layout.dcp_size
         for rank in range(dcp_rank, layout.tp_size, layout.dcp_size):
             first = rank * self.heads // layout.tp_size
-            yield rank, slice(first, first + min(self.heads, layout.rank_heads))
+            yield (
+                self.stage * layout.tp_size + rank,
+                slice(first, first + min(self.heads, layout.rank_heads)),
+            )
 
 
 def layers_of(layout: Layout) -> list[Layer]:
     """The layers of a model: one per group, or two of different widths."""
     layers = []
+    if layout.layers:
+        ((kind, window),), (size,) = layout.kinds, layout.block_sizes
+        for number in range(layout.layers):
+            stage = number * layout.pp_size // layout.layers
+            layers.append(Layer(f"layers.{number}", 0, kind, window, size, 4, layout, stage))
+        return layers
     for i, ((kind, window), size) in enumerate(zip(layout.kinds, layout.block_sizes, strict=True)):
         widths = (4, 2) if kind in ("sparse", "compressed") else (4,)
         for j, words in enumerate(widths):
@@ -114,9 +134,13 @@ def caches_of(layout: Layout, kv: Any) -> tuple[dict[str, torch.Tensor], torch.T
     )
     specs = _specs(layout)
     caches = {}
-    for tensor in kv.kv_cache_tensors:
-        (name,) = tensor.layers
-        spec, start = specs[name], tensor.offset
+    places = [
+        (name, tensor.offset + place * tensor.layer_stride)
+        for tensor in kv.kv_cache_tensors
+        for place, name in enumerate(tensor.layers)
+    ]
+    for name, start in places:
+        spec = specs[name]
         if not hasattr(spec, "dtype"):
             shape, strides = (
                 (layout.num_blocks, 1, 1, spec.state_content_size_bytes),
@@ -184,7 +208,13 @@ def _page_bytes(layout: Layout) -> int:
     return 24 * layout.head_size * max(layout.block_sizes) + 32
 
 
-def kv_cache_config(layout: Layout) -> Any:
+def _stride(layout: Layout) -> int:
+    """Bytes from one block to the next."""
+    return _page_bytes(layout) * max(1, layout.layers)
+
+
+def kv_cache_config(layout: Layout, stage: int = 0) -> Any:
+    """What vLLM gives the ranks of a stage."""
     from vllm.v1.kv_cache_interface import (
         KVCacheConfig,
         KVCacheGroupSpec,
@@ -192,17 +222,25 @@ def kv_cache_config(layout: Layout) -> Any:
         UniformTypeKVCacheSpecs,
     )
 
-    page, specs = _page_bytes(layout), _specs(layout)
+    page, specs = _stride(layout), _specs(layout)
     groups, tensors = [], []
     for table in range(len(layout.kinds)):
-        names = [layer.name for layer in layers_of(layout) if layer.table == table]
+        names = [
+            layer.name
+            for layer in layers_of(layout)
+            if layer.table == table and layer.stage == stage
+        ]
         own = {name: specs[name] for name in names}
-        spec = own[names[0]] if len(own) == 1 else UniformTypeKVCacheSpecs.from_specs(own)
+        spec = (
+            own[names[0]]
+            if len(own) == 1 or layout.layers
+            else UniformTypeKVCacheSpecs.from_specs(own)
+        )
         groups.append(KVCacheGroupSpec(names, spec))
         offset = 0
-        for name in names:
-            nbytes = own[name].page_size_bytes
-            tensors.append(KVCacheTensor(page * layout.num_blocks, [name], nbytes, page, offset))
+        for alike in [names] if layout.layers else [[name] for name in names]:
+            nbytes = own[alike[0]].page_size_bytes
+            tensors.append(KVCacheTensor(page * layout.num_blocks, alike, nbytes, page, offset))
             offset += nbytes
     return KVCacheConfig(
         num_blocks=layout.num_blocks,
@@ -220,7 +258,12 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
     config.scheduler_config = copy.copy(config.scheduler_config)
     config.parallel_config = copy.copy(config.parallel_config)
     config.parallel_config.tensor_parallel_size = layout.tp_size
-    config.parallel_config.world_size = layout.tp_size
+    config.parallel_config.pipeline_parallel_size = layout.pp_size
+    config.parallel_config.world_size = layout.ranks
+    config.parallel_config.nnodes = layout.nodes
+    config.model_config = copy.copy(config.model_config)
+    config.model_config.model_arch_config = copy.copy(config.model_config.model_arch_config)
+    config.model_config.model_arch_config.total_num_hidden_layers = max(1, layout.layers)
     config.parallel_config.decode_context_parallel_size = layout.dcp_size
     config.parallel_config.cp_kv_cache_interleave_size = layout.dcp_interleave
     states = [i for i, (kind, _) in enumerate(layout.kinds) if kind == "mamba"]

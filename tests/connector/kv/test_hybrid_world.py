@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import version as vllm_version
 
-from objkv.cache.match import stored_blocks
+from objkv.cache.match import payloads_of, stored_blocks
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.transfer.plan import LoadOutcome
@@ -73,8 +73,8 @@ def best_end(engine: Engine, folder: Path, prompt: Sequence[int]) -> int:
         digest = hashes[token // size].hex()
         group = identities[g]
         held_from = (token // size + 1) * size - stored_blocks(group, size) * group.block_size
-        stored = folder / "chunks" / namespace / digest[:2] / digest / f"{g}.safetensors"
-        return stored.exists() and token >= held_from
+        stored = (folder / "chunks" / namespace / digest[:2] / digest).glob("*.safetensors")
+        return token >= held_from and bool(payloads_of([one.stem for one in stored], g, group))
 
     def reads(group: GroupIdentity, end: int) -> list[int]:
         window = group.window or 0

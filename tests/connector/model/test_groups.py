@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.parts import LayerPart
 from objkv.errors import ConfigError
+from objkv.keys.chunk import field_of
 from objkv.keys.identity import GroupIdentity
 
 PLAIN: dict[str, Any] = {
@@ -165,6 +166,13 @@ STAGES = ((1, 1),)
         (
             HEADS,
             {"tp_size": 2, "stages": STAGES, "nodes": 2},
+            "0.L0-1_H0-4 0.L1-2_H0-4",
+        ),
+        (HEADS, {"tp_size": 4, "nodes": 2}, "0.L0-2_H0-2 0.L0-2_H2-4"),
+        (HEADS, {"tp_size": 8, "dcp_size": 2, "nodes": 2}, "0.L0-2_H0-2 0.L0-2_H2-4"),
+        (
+            HEADS,
+            {"tp_size": 2, "stages": STAGES, "nodes": 4},
             "0.L0-1_H0-2 0.L0-1_H2-4 0.L1-2_H0-2 0.L1-2_H2-4",
         ),
         (LATENT, {"tp_size": 4}, "0"),
@@ -172,24 +180,25 @@ STAGES = ((1, 1),)
         (LATENT, {"tp_size": 4, "dcp_size": 2}, "0"),
         (LATENT, {"tp_size": 16, "dcp_size": 16}, "0"),
         (LATENT, {"tp_size": 4, "dcp_size": 2, "stages": STAGES}, "0"),
-        (LATENT, {"tp_size": 4, "dcp_size": 2, "nodes": 2}, "0.L0-2_H0-1_T0of2 0.L0-2_H0-1_T1of2"),
+        (LATENT, {"tp_size": 4, "dcp_size": 2, "nodes": 2}, "0"),
+        (LATENT, {"tp_size": 2, "dcp_size": 2, "nodes": 2}, "0.L0-2_H0-1_T0of2 0.L0-2_H0-1_T1of2"),
         (replace(LOCAL, window=192), {"tp_size": 2}, ""),
     ],
 )
-def test_ranks_of_one_node_write_one_payload_of_a_group(
+def test_ranks_of_a_node_write_one_payload_of_a_group(
     group: GroupIdentity, sizes: dict[str, Any], fields: str
 ) -> None:
     """``fields``: of the payloads that they write."""
     one = Geometry((group,), 192, 96, canonical=True, **sizes)
     assert one.fields(0) == {*fields.split()}
     assert one.all_fields() == ({"0", *fields.split()} if fields else frozenset())
-    if fields:
-        assert one.is_joined(0) == (fields == "0")
     for rank in range(one.ranks):
         pp_rank, tp_rank = divmod(rank, one.tp_size)
         shape = one.shape(0, tp_rank, pp_rank)
         assert (shape is None) == (not fields)
-        assert shape is None or shape.joined == (len(one.shards(0)) if fields == "0" else 0)
+        if shape is not None:
+            assert field_of(0, shape.payload) in fields.split()
+            assert shape.joined == one.topology(0).joined(rank)[1]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
@@ -209,7 +218,7 @@ def test_tokens_that_others_cannot_combine_are_written_and_read_in_parts_only(
 ) -> None:
     group = replace(LATENT, page=page)
     one = Geometry((group,), 192, 96, tp_size=6, canonical=canonical, nodes=nodes, **sizes)
-    assert not one.is_joined(0)
+    assert {one.joined(0, rank)[1] for rank in range(6)} == {1}
     assert one.fields(0) == one.all_fields() == {f"0.L0-2_H0-1_{part}" for part in parts.split()}
 
 
@@ -218,7 +227,6 @@ def test_each_group_is_joined_or_not_and_drafts_have_numbers_of_their_own() -> N
     drafted = DraftGroups(1, 70_000, lags=True)
     one = Geometry((HEADS, LATENT), 192, 96, tp_size=2, drafted=drafted, nodes=2)
     halves = {"0.L0-2_H0-2", "0.L0-2_H2-4"}
-    assert (one.is_joined(0), one.is_joined(1)) == (False, True)
     assert (one.fields(0), one.fields(1)) == (halves, {"70000"})
     assert one.all_fields() == halves | {"0", "70000"}
     assert replace(one, nodes=1).all_fields() == {"0", "70000"}

@@ -175,7 +175,7 @@ class StateRank(Worker):
             slab_bytes=room,
             codec=codec,
             cuts=Cuts(3, 1),
-            arena_bytes=4 * (room + 4096),
+            arena_bytes=4 * (room + (64 << 10)),  # a header of all ranks' frames may be longer
             joins=joins,
         )
 

@@ -1,24 +1,15 @@
-"""Which weights these are: digests of files, and how they are remembered."""
+"""Which weights these are: digests of files."""
 
 import json
-import os
 import shutil
 import struct
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.background import at_once
-from objkv.connector.model import weights as module
-from objkv.connector.model.weights import (
-    DigestCache,
-    local_folder,
-    weights_digest,
-)
+from objkv.connector.model.weights import local_folder, weights_digest
 
 PAGE = 4096
 
@@ -97,117 +88,3 @@ def test_a_folder_below_home_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "ada").mkdir()
     assert local_folder("~/ada", None) == tmp_path / "ada"
     assert local_folder("s3://bucket/model", None) is None
-
-
-LONG_AGO = (1_000_000_000, 1_000_000_000)
-
-
-class Computed:
-    """Counts how often somebody had to compute."""
-
-    times = 0
-
-    def __call__(self) -> str:
-        self.times += 1
-        return "d"
-
-
-@pytest.fixture
-def weights(tmp_path: Path) -> Path:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"weights")
-    os.utime(path, LONG_AGO)
-    return path
-
-
-@pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DigestCache:
-    """Files of a test are new; to this cache they are as old as those of a model."""
-    monkeypatch.setattr(module, "_SETTLED_NS", -1)
-    return DigestCache(tmp_path / "made" / "digests")
-
-
-def remembered(
-    cache: DigestCache, kind: str, paths: list[Path], compute: Callable[[], str]
-) -> str | None:
-    return at_once(cache.remembered(kind, paths, compute))
-
-
-def test_what_was_computed_once_is_remembered_by_every_process(
-    cache: DigestCache, weights: Path, tmp_path: Path
-) -> None:
-    """Unless by another recipe or of other files."""
-    compute, beside = Computed(), tmp_path / "config.json"
-    for one in (cache, cache, DigestCache(tmp_path / "made" / "digests")):
-        assert remembered(one, "k", [weights], compute) == "d"
-    assert compute.times == 1
-    beside.write_text("{}")
-    remembered(cache, "l", [weights], compute)
-    remembered(cache, "k", [weights, beside], compute)
-    assert compute.times == 3
-
-
-def test_a_file_that_changed_is_read_again_though_size_and_time_are_kept(
-    cache: DigestCache, weights: Path
-) -> None:
-    """It was exchanged, and then written in place."""
-    compute = Computed()
-    remembered(cache, "k", [weights], compute)
-    other = weights.with_suffix(".new")
-    other.write_bytes(b"WEIGHTS")
-    os.utime(other, LONG_AGO)
-    other.rename(weights)
-    remembered(cache, "k", [weights], compute)
-    assert compute.times == 2
-    time.sleep(0.02)  # a tick of the file system's clock: within one, ``_SETTLED_NS`` protects
-    with weights.open("r+b") as file:
-        file.write(b"w")
-    os.utime(weights, LONG_AGO)
-    remembered(cache, "k", [weights], compute)
-    assert compute.times == 3
-
-
-def test_a_file_that_changes_while_it_is_read_is_not_remembered(
-    cache: DigestCache, weights: Path
-) -> None:
-    def compute() -> str:
-        weights.write_bytes(b"longer than it was")
-        return "mixed"
-
-    assert remembered(cache, "k", [weights], compute) == "mixed"
-    assert remembered(cache, "k", [weights], Computed()) == "d"
-
-
-@pytest.mark.parametrize(
-    "content", [b"\xff", b"null", b'{"digest": "e"}', b'{"digest": 7}', b"[" * 100_000]
-)
-def test_a_damaged_entry_is_none_and_is_replaced(
-    cache: DigestCache, weights: Path, tmp_path: Path, content: bytes
-) -> None:
-    compute = Computed()
-    remembered(cache, "k", [weights], compute)
-    [entry] = (tmp_path / "made" / "digests").iterdir()
-    entry.write_bytes(content)
-    assert remembered(cache, "k", [weights], compute) == "d"
-    assert remembered(cache, "k", [weights], compute) == "d"
-    assert compute.times == 2
-
-
-def test_what_is_somebody_elses_just_written_or_cannot_be_kept_is_computed_again(
-    cache: DigestCache, weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compute = Computed()
-    remembered(cache, "k", [weights], compute)
-    with monkeypatch.context() as other:
-        other.setattr(os, "geteuid", lambda: 424_242)
-        remembered(cache, "k", [weights], compute)
-    assert compute.times == 2
-    (tmp_path / "file").write_text("no folder")
-    for _ in range(2):
-        assert remembered(DigestCache(tmp_path / "file"), "k", [weights], compute) == "d"
-    assert compute.times == 4
-    monkeypatch.setattr(module, "_SETTLED_NS", 3600 * 10**9)
-    weights.write_bytes(b"new")
-    for _ in range(2):
-        remembered(cache, "k", [weights], compute)
-    assert compute.times == 6

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from vllm.v1.engine.core import EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
 from objkv.agent.messages import Commit
@@ -147,7 +146,8 @@ def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> No
 
 
 def test_a_full_queue_refuses_some_chunks_and_takes_the_others(world: World) -> None:
-    engine = world.engine({"queue_max": 4, "save_deadline_ms": 60_000})
+    engine = world.engine({"save_deadline_ms": 60_000})
+    engine.tier._saves._queue_max = 4
     came = world.hang(engine)
     engine.compute(engine.begin(), {offload_key(0): row(0)})
     wait_until(lambda: bool(came), "the first to be handed over")
@@ -198,7 +198,9 @@ def test_a_reset_does_not_wait_for_the_store(world: World) -> None:
 
 
 @pytest.mark.slow
-def test_a_shutdown_while_busy_is_bounded_and_lets_go_of_vllms_memory(world: World) -> None:
+def test_a_shutdown_while_busy_is_bounded_and_lets_go_of_vllms_memory(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
     engine = world.engine({"drain_deadline_ms": 1})
     world.hang(engine)
     engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(4)})
@@ -206,54 +208,7 @@ def test_a_shutdown_while_busy_is_bounded_and_lets_go_of_vllms_memory(world: Wor
     memory = region.mmap_obj
     engine.manager.shutdown()
     assert memory.closed
-
-
-class Core(EngineCoreProc):
-    """An engine in a process of its own, without a model, that makes a replica's offloading."""
-
-    def __init__(self, world: "World", **options: Any) -> None:
-        self.shutdown_state = EngineShutdownState.RUNNING
-        self.offloading: Engine = world.engine(**options)
-
-    def terminate(self) -> None:
-        """It receives SIGTERM, and steps while it has work."""
-        self.shutdown_state = EngineShutdownState.REQUESTED
-        self.offloading.end_step()
-
-
-@pytest.mark.parametrize(("timeout_s", "drain_ms", "ended"), [(1, 60_000, False), (600, 1, True)])
-def test_an_engine_that_ends_drops_saves_before_vllm_kills_it_and_logs_how_many(
-    world: World, timeout_s: int, drain_ms: int, ended: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    seen = {"shutdown_timeout": timeout_s}
-    core = Core(world, tier={"drain_deadline_ms": drain_ms}, engine=seen)
-    engine = core.offloading
-    world.hang(engine)
-    request = engine.begin()
-    engine.compute(request, {offload_key(n): row(n) for n in range(4)})
-    engine.end_step()
-    assert engine.manager.has_pending_work()
-    if ended:
-        engine.end(request)
-    core.terminate()
-    engine.settle()  # although the agent does not answer
-    assert "tier still busy at shutdown what=saves chunks=4" in caplog.text
     assert "tier given up at shutdown what=saves chunks=4" in caplog.text
-    world.gate.set()
-    engine.save(9)
-    assert engine.counted("save_refused") == 1
-
-
-def test_an_engine_that_ends_saves_what_is_queued(
-    world: World, caplog: pytest.LogCaptureFixture
-) -> None:
-    core = Core(world)
-    engine, content = core.offloading, {offload_key(n): row(n) for n in range(6)}
-    engine.compute(engine.begin(), content)
-    core.terminate()
-    engine.settle()
-    assert engine.counted("saves") == 6
-    assert "given up" not in caplog.text
 
 
 def test_jobs_that_end_after_the_shutdown_fail(world: World) -> None:
@@ -276,9 +231,8 @@ def test_a_load_of_a_request_that_ended_still_ends(world: World) -> None:
     ("options", "word"),
     [
         ({"bulk_urll": "x"}, "bulk_url"),
-        ({"queue_max": 0}, "queue_max"),
         ({"locality": "HERE"}, "locality"),
-        ({"weights": None}, "weights"),
+        ({"settings": {"adapters": 1}}, "settings"),
     ],
 )
 def test_a_wrong_option_is_told_at_the_start(

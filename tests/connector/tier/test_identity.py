@@ -31,7 +31,6 @@ def namespace(engine: Engine) -> str:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"tier": {"weights": "release-2"}},
         {"tier": {"tenant": "other"}},
         {"tier": {"weights_epoch": 1}},
         {"tier": {"model_id": "other"}},
@@ -67,32 +66,14 @@ def test_what_the_operator_or_vllm_says_keeps_engines_apart(
     ],
 )
 def test_what_the_engine_was_told_keeps_engines_apart(engines: Any, engine: dict[str, Any]) -> None:
-    plain = engines({"weights": None}, engine={"model_config": {"revision": "v1"}})
-    other = {"model_config": {"revision": "v1"} | engine.get("model_config", {})}
-    assert namespace(plain) != namespace(engines({"weights": None}, engine=engine | other))
-
-
-def test_an_engine_that_is_not_seen_is_refused_unless_the_operator_answers_for_it(
-    engines: Any,
-) -> None:
-    with pytest.raises(ConfigError, match="engine_unseen"):
-        engines(engine=None)
-    unseen = engines({"engine_unseen": True}, engine=None)
-    assert namespace(unseen) != namespace(engines({"engine_unseen": True}))
-    assert namespace(engines({"engine_unseen": True})) == namespace(engines())
-
-
-def test_unseen_weights_are_read_where_the_operator_says(engines: Any) -> None:
-    options = {"engine_unseen": True, "weights": None, "revision": "v1"}
-    assert engines(options, engine=None).tier.namespace.open
-    with pytest.raises(ConfigError, match="'weights' or 'revision'"):
-        engines(options | {"revision": None}, engine=None)
+    assert namespace(engines()) != namespace(engines(engine=engine))
 
 
 @pytest.mark.parametrize(
     ("engine", "word"),
     [
         ({"lora_config": {"lora_dtype": "auto"}}, "'adapters'"),
+        ({"model_config": {"revision": None}}, "weights"),
         ({"speculative_config": DRAFT | {"draft_model_config": UNREADABLE}}, "the draft"),
         (
             {
@@ -138,11 +119,6 @@ def test_what_the_operator_names_is_not_refused(engines: Any) -> None:
     assert namespace(engines({"settings": settings | {"adapters": "2"}}, engine=engine)) != first
     alone = {"parallel_config": {"distributed_executor_backend": "external_launcher"}}
     assert engines(engine=alone).tier.namespace.open
-
-
-def test_a_revision_that_is_not_vllms_is_refused(engines: Any) -> None:
-    with pytest.raises(ConfigError, match="'revision'"):
-        engines({"revision": "v1"}, engine={"model_config": {"revision": "v2"}})
 
 
 def test_certified_bytes_are_shared_whatever_the_ranks(engines: Any) -> None:

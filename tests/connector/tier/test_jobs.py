@@ -2,6 +2,8 @@
 
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from vllm.v1.kv_offload.base import LookupResult
 from objkv.cache.lookup import LookupLimits
 from objkv.connector.tier.jobs import JobRow, Rows, TierJobs, chunk_key, row_layer
 from objkv.connector.tier.lookup import TierLookups
+from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
@@ -33,12 +36,7 @@ def make(name: str = "load", **bounds: Any) -> TierJobs:
 
 
 def begin(jobs: TierJobs, job_id: int, *numbers: int) -> list[JobRow]:
-    job, taken = jobs.begin(job_id, [key(n) for n in numbers])
-    return [jobs.row(job, NAMESPACE, *one) for one in zip(taken, numbers, strict=False)]
-
-
-def settle(one: JobRow, *, done: bool = True, noted: bool = False) -> None:
-    one.jobs.settle(one.job, one.key, done=done, noted=noted)
+    return jobs.begin(job_id, NAMESPACE, [key(n) for n in numbers], numbers)
 
 
 @settings(deadline=None, max_examples=40)
@@ -60,7 +58,7 @@ def test_every_job_has_one_outcome_which_tells_of_every_key(
     assert len(chunks) == min(queue_max, first)
     for chunk in data.draw(st.permutations(chunks)):
         assert chunk.is_needed
-        settle(chunk, done=chunk.row not in bad, noted=chunk.row in bad)
+        chunk.settle(done=chunk.row not in bad, noted=chunk.row in bad)
     found = {outcome.job_id: outcome for outcome in jobs.take_finished()}
     assert found.keys() == expected.keys()
     taken = {chunk.row for chunk in chunks}
@@ -74,36 +72,31 @@ def test_every_job_has_one_outcome_which_tells_of_every_key(
 
 
 def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
-    inside, leave = threading.Event(), threading.Event()
-    allowed: list[bool] = []
-    jobs = make()
-    (chunk,) = begin(jobs, 1, 1)
-
-    def copy() -> None:
-        with chunk.touch() as first:
-            allowed.append(first)
-            inside.set()
-            leave.wait(60)
-
-    copying, giving_up = threading.Thread(target=copy), threading.Thread(target=jobs.give_up)
-    copying.start()
-    assert inside.wait(60)
-    (other,) = begin(jobs, 2, 2)
-    settle(other)
-    assert [job.job_id for job in jobs.take_finished()] == [2]
-    assert copying.is_alive()
-    giving_up.start()
-    giving_up.join(0.05)
-    assert giving_up.is_alive()
-    leave.set()
+    memory = bytearray(8)
+    jobs = TierJobs("load", replace(ROWS, memory=memoryview(memory)), NullRecorder(), deadline_s=60)
+    (chunk,) = begin(jobs, 1, 0)
+    new = memoryview(b"new page")
+    copying, giving_up = Thread(target=chunk.take, args=[[new]]), Thread(target=jobs.give_up)
+    with jobs.copying:  # as another copy
+        copying.start()
+        (other,) = begin(jobs, 2, 2)
+        other.settle(done=True)
+        assert [job.job_id for job in jobs.take_finished()] == [2]
+        giving_up.start()
+        giving_up.join(0.05)
+        assert copying.is_alive()
+        assert giving_up.is_alive()
+        assert memory == bytes(8)
     giving_up.join(60)
     copying.join(60)
-    settle(chunk)
-    with chunk.touch() as second:
-        allowed.append(second)
+    memory[:] = bytes(8)
+    chunk.take([new])
+    assert memory == bytes(8)
+    with pytest.raises(TransferError):
+        chunk.write(memoryview(bytearray(8)))
+    chunk.settle(done=True)
     (outcome,) = jobs.take_finished()
-    assert outcome.failed == [key(1)]
-    assert allowed == [True, False]
+    assert outcome.failed == [key(0)]
     assert not chunk.is_needed
 
 
@@ -118,7 +111,7 @@ def test_a_job_past_its_deadline_ends_and_what_waits_of_it_gives_its_place_to_ot
     assert recorder.value("save_deadlines") == 3
     assert first.deadline < clock()
     for chunk in begin(jobs, 3, 4, 5, 6):
-        settle(chunk)
+        chunk.settle(done=True)
     (third,) = jobs.take_finished()
     assert not third.failed
     assert recorder.value("save_refused") == 0
@@ -129,7 +122,7 @@ class World:
 
     def __init__(self, **limits: Any) -> None:
         self.index, self.clock, self.recorder = MemoryIndex(), ManualClock(), MemoryRecorder()
-        values: dict[str, Any] = {"deadline_s": 1, "queue_max": 8, "age_max_s": 30} | limits
+        values: dict[str, Any] = {"deadline_s": 1, "queue_max": 8} | limits
         self.lookups = TierLookups(
             self.index, self.recorder, LookupLimits(**values), clock=self.clock
         )
@@ -161,19 +154,14 @@ def test_nothing_is_asked_before_the_step_is_planned() -> None:
     world.lookups.close()
 
 
-def test_an_answer_lives_as_long_as_who_asked_and_is_not_told_to_the_new_when_old() -> None:
+def test_an_answer_is_one_requests_until_it_ends() -> None:
     world = World()
     assert world.answers("a", [1]) == [LookupResult.MISS]
     world.store(1)
-    assert world.answers("b", [1]) == [LookupResult.MISS]
-    world.clock.advance(31)
-    assert world.answers("b", [1]) == [LookupResult.MISS]
-    assert world.answers("c", [1]) == [LookupResult.HIT]
-    for request in "abc":
-        world.lookups.forget(request)
-    chunk = chunk_key(NAMESPACE, key(1))
-    assert world.index.forget(NAMESPACE, chunk.prefix_hash, chunk.field, RECORD)
-    assert world.answers("d", [1]) == [LookupResult.MISS]
+    assert world.answers("a", [1]) == [LookupResult.MISS]
+    assert world.answers("b", [1]) == [LookupResult.HIT]
+    world.lookups.forget("a")
+    assert world.answers("a", [1]) == [LookupResult.HIT]
     world.lookups.close()
 
 

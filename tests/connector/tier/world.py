@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_offload.base import (
@@ -85,7 +86,7 @@ def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
         },
         "model_config": {
             "model": told.model.name,
-            "revision": None,
+            "revision": "release-1",
             "seed": 0,
             "dtype": "torch.bfloat16",
             "quantization": None,
@@ -105,12 +106,20 @@ def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
     }
     config: VllmConfig = object.__new__(VllmConfig)
     config.speculative_config = config.lora_config = None
-    config.shutdown_timeout = changes.pop("shutdown_timeout", 0)
     for name, values in parts.items():
         setattr(config, name, SimpleNamespace(**values | changes.pop(name, {})))
     for name, value in changes.items():
         setattr(config, name, SimpleNamespace(**value))
     return config
+
+
+class Connector(OffloadingConnector):
+    """vLLM's connector of a scheduler, as far as a tier knows it."""
+
+    def __init__(self, spec: TieringOffloadingSpec, vllm_config: VllmConfig) -> None:
+        self._vllm_config = vllm_config
+        self._kv_cache_manager = SimpleNamespace(usage=0)
+        self.manager: TieringOffloadingManager = spec.get_manager()
 
 
 class Engine:
@@ -123,7 +132,6 @@ class Engine:
             "module_path": "objkv.connector.tier",
             "bulk_url": f"file://{folder}/chunks",
             "index_url": f"sqlite://{folder}/index.sqlite",
-            "weights": "release-1",
             "codec": "none",
             "lookup_deadline_ms": 60_000,  # a busy machine is no slow index
         } | (tier or {})
@@ -139,18 +147,14 @@ class Engine:
         told = offloading_config(extra, **changes)
         self.spec = TieringOffloadingSpec(told)
         try:
-            self.manager = self._make(None if seen is None else engine_config(told, **seen))
+            self.connector = Connector(self.spec, engine_config(told, **seen))
         except BaseException:
             self.lose_agent()
             raise
+        self.manager = self.connector.manager
         (self.tier,) = self.manager.secondary_tiers
         assert isinstance(self.tier, ObjKVTier)
         self._requests = 0
-
-    def _make(self, vllm_config: VllmConfig | None) -> TieringOffloadingManager:
-        """With the engine's configuration where vLLM's scheduler has it: a local of this name."""
-        manager: TieringOffloadingManager = self.spec.get_manager()
-        return manager
 
     @property
     def agent(self) -> ServedAgent:
@@ -166,6 +170,7 @@ class Engine:
     def begin(self) -> ReqContext:
         """A new request."""
         self._requests += 1
+        self.connector._kv_cache_manager.usage += 1
         context = ReqContext(req_id=f"r{self._requests}")
         self.manager.on_new_request(context)
         return context
@@ -238,6 +243,7 @@ class Engine:
 
     def end(self, context: ReqContext) -> None:
         """The request ended."""
+        self.connector._kv_cache_manager.usage -= 1
         self.manager.on_request_finished(context)
 
     def close(self) -> None:
