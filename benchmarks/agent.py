@@ -1,6 +1,6 @@
 """Measure what loads from a node agent's memory leave to the engine's other threads.
 
-    python -m benchmarks.agent [--rounds N] [--json]
+    python -m benchmarks.agent [--rounds N] [--ranks N] [--json]
 
 A worker loads a gigabyte into a paged cache while another thread of its process counts. How much
 less it counts than alone is the time for which loads held the interpreter's lock, and what the two
@@ -12,11 +12,15 @@ millisecond, as a share of what it is alone: so much longer a scheduler's slowes
 its copies and system calls, which do not hold the lock; ``processor_ms_per_gb`` includes the system
 calls. A busy machine disturbs them little, a slow hour of a shared one as much as everything else:
 ``counting_ms`` is how long one thread takes to count to 20,000.
+
+With ``--ranks`` the ranks of a replica, a process each, save the prompt together and load it at the
+same moment. Nothing else runs then.
 """
 
 import argparse
 import json
 import math
+import multiprocessing
 import os
 import resource
 import statistics
@@ -24,6 +28,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -46,7 +51,6 @@ CHUNK, BLOCK, CHUNKS = 256, 16, 32
 GROUP = GroupIdentity(
     "full", None, tuple(f"l{n}" for n in range(32)), heads=8, content=256, block_size=BLOCK
 )
-GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
 NAMESPACE = "0123456789abcdef" * 2
 TOKENS = list(range(1000, 1000 + CHUNKS * CHUNK))
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
@@ -170,6 +174,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -180,23 +185,70 @@ def main() -> None:
             "agent_memory_bytes": "2GiB",
         }
         agent = stack.enter_context(AgentProcess(settings, fresh=True))
-        paged, caches = paged_group(
-            GROUP, chunk_tokens=CHUNK, num_blocks=1 + CHUNKS * CHUNK // BLOCK, seed=1
-        )
-        side = Side(stack, {"agent": agent.url}, GEOMETRY, caches)
-        (plan,) = step_of(NAMESPACE, saved(side)).loads
-        document = measure(side.worker.loader, plan, options.rounds, CHUNKS * paged.raw_bytes / 1e9)
+        if options.ranks > 1:
+            document = measure_ranks(agent.url, options.ranks, options.rounds)
+        else:
+            side, gigabytes = opened(stack, agent.url)
+            (plan,) = step_of(NAMESPACE, saved(side)).loads
+            document = measure(side.worker.loader, plan, options.rounds, gigabytes)
     show({"agent": document}, as_json=options.json)
 
 
-def saved(side: Side) -> list[LoadMove]:
+def opened(stack: ExitStack, url: str, rank: int = 0, ranks: int = 1) -> tuple[Side, float]:
+    """A worker, and the gigabytes of the prompt that it has."""
+    blocks = 1 + CHUNKS * CHUNK // BLOCK
+    paged, caches = paged_group(
+        GROUP, chunk_tokens=CHUNK, num_blocks=blocks, seed=1 + rank, tp=(rank, ranks)
+    )
+    geometry = Geometry((GROUP,), CHUNK, BLOCK, tp_size=ranks)
+    side = Side(stack, {"agent": url}, geometry, caches, rank)
+    return side, CHUNKS * paged.raw_bytes / 1e9
+
+
+def saved(side: Side, await_others: Callable[[], object] = lambda: None) -> list[LoadMove]:
     """Save the prompt; the moves that load it."""
     saves = []
     for chunk in range(CHUNKS):
         digest = token_digest(tuple(TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]))
         saves.append(SaveMove(move(chunk), digest, None))
+        await_others()  # an agent joins few payloads at a time
         side.save(NAMESPACE, saves[-1:])
     return stored(side.index, NAMESPACE, saves)
+
+
+def measure_ranks(url: str, ranks: int, rounds: int) -> dict[str, float]:
+    """Medians over rounds in which all ranks load the prompt at the same moment."""
+    context = multiprocessing.get_context("fork")
+    barrier, found = context.Barrier(ranks, timeout=BOUND_S), context.Queue()
+
+    def run(rank: int) -> None:
+        with ExitStack() as stack:
+            side, gigabytes = opened(stack, url, rank, ranks)
+            (plan,) = step_of(NAMESPACE, saved(side, barrier.wait)).loads
+            for number in range(rounds + 1):
+                barrier.wait()
+                begun, processor = time.perf_counter(), time.process_time()
+                ended = begun + load_once(side.worker.loader, plan)
+                found.put((number, gigabytes, begun, ended, time.process_time() - processor))
+
+    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    loads = defaultdict[int, list[list[float]]](list)
+    for _ in range((rounds + 1) * ranks):
+        number, *load = found.get(timeout=BOUND_S)
+        loads[number].append(load)
+    for process in processes:
+        process.join(BOUND_S)
+    rates, costs = list[float](), list[float]()
+    for number in range(1, rounds + 1):  # the first fills caches
+        sizes, begun, ended, processor = zip(*loads[number], strict=True)
+        rates.append(sum(sizes) / (max(ended) - min(begun)))
+        costs.append(1e3 * sum(processor) / sum(sizes))
+    return {
+        "gb_per_s": statistics.median(rates),
+        "processor_ms_per_gb": statistics.median(costs),
+    }
 
 
 def measure(loads: Loader, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:

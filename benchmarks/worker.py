@@ -1,6 +1,5 @@
 """A replica's worker and its agent without an engine, as benchmarks time them."""
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -55,12 +54,13 @@ class Side:
         settings: Mapping[str, str],
         geometry: Geometry,
         caches: Sequence[torch.Tensor],
+        rank: int = 0,
     ) -> None:
         """``settings``: with the ``agent`` to use. ``caches``: the paged cache, a tensor a layer.
-        The worker ends with ``stack``."""
+        The worker ends with ``stack``. All ranks of an agent are one replica's."""
         bounds = dict.fromkeys(_WAITS, str(int(1000 * BOUND_S)))
         config = load_config({"pinned_bytes_max": str(2 << 30), **bounds, **settings}, environ={})
-        link = AgentLink(config, Replica(f"bench {os.getpid()}"))
+        link = AgentLink(config, Replica("bench"))
         assert link.await_agent(BOUND_S), "there is no agent"
         stack.callback(link.calls.close)
         self.index: Any = Completed(link.calls)
@@ -70,7 +70,7 @@ class Side:
         self.worker = make_worker_side(
             config,
             geometry,
-            Rank(0, "bench", 1),
+            Rank(rank, "bench", 1),
             link.connect,
             recorder=NullRecorder(),
             kv_caches=dict(zip(group.layers, caches, strict=True)),

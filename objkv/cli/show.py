@@ -77,7 +77,7 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
             return [ChunkKey.parse(text)]
         except ValueError as exc:
             raise ConfigError(
-                f"{exc}; a path looks like namespace/aa/hash/group.shard.safetensors"
+                f"{exc}; a path looks like namespace/aa/hash/group.safetensors"
             ) from exc
     if not is_beginning(text):
         raise ConfigError(
@@ -117,7 +117,7 @@ def _print(out: Printer, reports: list[PayloadReport]) -> None:
             rows += [
                 ("tokens", f"{report.token_start:,}-{report.token_end:,}"),
                 ("group", report.group),
-                ("shard", report.shard),
+                ("shard", report.shard or "all of the group"),
                 ("parent", parent),
                 ("codec", f"{report.codec}, {report.ratio} of the raw size"),
                 ("size", f"{size(report.nbytes)} (header {size(report.header_bytes)})"),

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tests.cli.conftest import Machine, Run
-from tests.support.samples import NAMESPACE
+from tests.support.samples import CHUNK, NAMESPACE, save, save_identity
 
 
 def path_of(home: Path, digest: str) -> Path:
@@ -19,6 +19,18 @@ def test_a_chunk_is_shown_with_all_its_payloads(run: Run, machine: Machine) -> N
         assert words in ran.out
     whole = ("--namespace", NAMESPACE, "--index-url", "redis://127.0.0.1:1")
     assert run("show", digest[:12], *whole).code == 0, "it needs no index"
+
+
+def test_a_payload_without_a_shard_is_shown_to_have_all_of_the_group(
+    run: Run, machine: Machine
+) -> None:
+    save_identity(machine.bulk)
+    (key,) = save(machine.bulk, None, range(CHUNK))
+    ran = run("show", key.path())
+    assert [line for line in ran.out.splitlines() if line.startswith("shard")] == [
+        "shard            all of the group"
+    ]
+    assert "group.safetensors" in run("show", "a/b").err, "the form of its name"
 
 
 def test_what_is_corrupt_or_missing_is_1_and_told(run: Run, machine: Machine, home: Path) -> None:

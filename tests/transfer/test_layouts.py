@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import product
-from typing import Any
 
 import pytest
 import torch
@@ -10,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.transfer import lanes
-from objkv.transfer.loading import loader
 from objkv.transfer.plan import LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
-from tests.support.inside import InsideConnection
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedReplica, ShapeOfReplica
 from tests.support.plans import packed
@@ -261,24 +258,6 @@ def test_a_chunk_in_several_payloads_is_a_miss_if_the_queue_does_not_take_all_of
         each = MODEL.chunk // 4
         last = 1 + 2 * rank.blocks - each
         assert rank.load(index).failed_blocks == frozenset(range(last, last + each))
-
-
-def test_a_rank_counts_its_own_pages_of_the_payloads_that_it_opens_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    opened, inner = list[int](), InsideConnection.open
-
-    def counted(self: InsideConnection, wanted: Any, **how: Any) -> Any:
-        opened.append(len(wanted))
-        return inner(self, wanted, **how)
-
-    monkeypatch.setattr(InsideConnection, "open", counted)
-    store, index = saved(MODEL, ShapeOfReplica(tp=8))
-    with ShapedReplica(MODEL, ShapeOfReplica(tp=8), store, index) as other:
-        rank = other.ranks[0]
-        monkeypatch.setattr(loader, "_BATCH_BYTES", 2 * rank.paged.raw_bytes)
-        assert not rank.load(index).failed
-    assert opened == [2, 1]
 
 
 @ON_HOST
