@@ -79,7 +79,7 @@ class NodeLookups:
         try:
             found = iter(self._held.find(namespace, asked, fields, look_up) if asked else ())
             return [
-                self._kept(one, list(islice(found, len(one.hashes))), fields, now)
+                self._kept(scope, one, list(islice(found, len(one.hashes))), now)
                 if isinstance(one, Draft)
                 else one
                 for one in texts
@@ -88,13 +88,13 @@ class NodeLookups:
             self.board.end(drafts)
 
     def _kept(
-        self, draft: Draft, found: Sequence[Shards | None], fields: tuple[str, ...], now: float
+        self, scope: Scope, draft: Draft, found: Sequence[Shards | None], now: float
     ) -> bytes:
         """Return the text of a block of the answer. It is on the board then."""
         if not draft.is_void:
-            self._records.add(zip(draft.hashes, found, strict=True))
-        text = b"\n".join(written_rows(found, fields))
-        is_whole = {len(fields)} == {0 if one is None else len(one) for one in found}
+            self._records.add(scope.namespace, zip(draft.hashes, found, strict=True))
+        text = b"\n".join(written_rows(found, scope.fields))
+        is_whole = {len(scope.fields)} == {0 if one is None else len(one) for one in found}
         ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
         if ttl_s:
             self.board.write(draft, text, (now, now + ttl_s))

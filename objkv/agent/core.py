@@ -171,12 +171,12 @@ class Core:
 
     def reject(self, claim: Claim) -> None:
         """Stop serving this copy of a payload, and forget its record. May wait for the index."""
-        key = claim.key
+        key, held = claim.key, self.arena_cache.held
+        record, is_held_back = self.found.of(key), key.path() in held
         self.arena_cache.forget(key.path())
         if self.spill is not None:
             self.spill.forget(key.path())
-        record = self.found.of(key)
-        if record is None:
+        if record is None and not is_held_back:
             with suppress(StoreError):
                 record = self._cache.record_of(key)
         self._reject(key, record, corrupt=True)
@@ -219,7 +219,8 @@ class Core:
             self._fetches.discard(self.arena_cache.give_up)
         if self._closed or len(self._fetches) >= self._limits.queue_max or self._is_stuck():
             return False
-        self._fetches.add(client, one, claim, self.found.of(claim.key), due)
+        record = self.found.of(claim.key) or self.arena_cache.held.record_of(one.key)
+        self._fetches.add(client, one, claim, record, due)
         self._changed.notify()
         return True
 

@@ -122,6 +122,11 @@ class HeldPayloads:
             self._nbytes += record.nbytes
         self._changed(key.prefix_hash)
 
+    def record_of(self, path: str) -> ShardRecord | None:
+        """Return the record of a payload that no store has yet."""
+        one = self._by_path.get(path)
+        return None if one is None else one.record
+
     def written(self) -> dict[str, bytes]:
         """Return those that the disk has, by path, each as a line for ``read_held``."""
         if self._disk is None:

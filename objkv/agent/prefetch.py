@@ -236,7 +236,8 @@ class Prefetches:
             if record is None:
                 break
             found.append(record)
-        self._core.found.add((record.prefix_hash, record.shards) for record in found)
+        shards = ((record.prefix_hash, record.shards) for record in found)
+        self._core.found.add(namespace, shards)
         return found
 
 

@@ -308,10 +308,14 @@ def _is_dealt(group: PagedGroup, share: Shard) -> bool:
 
 
 def _tokens_of(group: PagedGroup, share: Shard) -> int:
-    """Return how many tokens a frame of a share has."""
+    """Return how many tokens a frame of a share has. Raises ``PayloadError`` if they cannot be
+    divided so."""
     shape = group.shape
     own = shape.rank_shard.shard.tokens
-    return shape.blocks * shape.block_size * own.size // share.tokens.size
+    tokens, rest = divmod(shape.blocks * shape.block_size * own.size, share.tokens.size)
+    if rest or not tokens:
+        raise PayloadError(f"tokens divided among {share.tokens.size} ranks")
+    return tokens
 
 
 def _row_names(group: PagedGroup, held: Shard) -> list[str]:
@@ -324,7 +328,8 @@ def _specs(
     group: PagedGroup, names: Sequence[str], shares: Sequence[Shard], block_size: int
 ) -> tuple[LayerSpec, ...]:
     """Return the frames that a payload must have, derived from this rank's first layer, because all
-    layers of a group are alike. ``block_size``: what the payload has, if the rank can read it."""
+    layers of a group are alike. Raises ``PayloadError`` if there can be no such frames.
+    ``block_size``: what the payload has, if the rank can read it."""
     shape, like = group.shape, group.layers[0]
     # This rank does not know the scales of other ranks' layers, and reads nothing of those layers.
     own_names = part_names(shape.layers, len(shape.parts))
@@ -340,6 +345,8 @@ def _specs(
             size = like.shape[2]
             if shape.divisible and tokens % block_size == 0:
                 size = block_size
+            if tokens < size:
+                raise PayloadError(f"frames of {tokens} tokens, but blocks of {size}")
             form = (tokens // size, heads, size, like.shape[3])
         name = frame_name(names[row], share) if len(shares) > 1 else names[row]
         return LayerSpec(name, like.dtype, form, scales.get(names[row], unknown))

@@ -11,7 +11,6 @@ pages are mapped before, and pauses follow.
 
 import ctypes
 import logging
-from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -234,10 +233,9 @@ class DeviceFrames:
     def take(
         self, payload: memoryview, starts: Sequence[int], ends: Sequence[int]
     ) -> tuple[memoryview, Sequence[int], Slab | None]:
-        """Return memory in which the device can read the first spans of a payload now, where each
-        of them starts in it, and the slab that it is in, if any. The caller returns that when the
-        device has read it. All spans if their windows are registered, else as many as fit into a
-        slab.
+        """Return memory in which the device can read some of the first spans of a payload now, at
+        least one, where each of them starts in it, and the slab that it is in, if any. The caller
+        returns that when the device has read it.
 
         Raises ``SlabsExhaustedError`` if all slabs are being read. Never waits for the device.
 
@@ -251,9 +249,19 @@ class DeviceFrames:
         base = _address(payload)
         if windows.has(base + starts[0], ends[-1] - starts[0]):
             return payload, starts, None
+        count = _leading(ends, lambda n: windows.has(base + starts[0], ends[n] - starts[0]))
+        if count:
+            return payload, starts[:count], None
         sizes = [end - start for start, end in zip(starts, ends, strict=True)]
-        count = bisect(list(accumulate(sizes)), self._slabs.slab_bytes)
-        assert count, "a row is larger than a slab"
+        after = list(accumulate(sizes))
+        assert sizes[0] <= self._slabs.slab_bytes, "a row is larger than a slab"
+
+        def needs_slab(n: int) -> bool:
+            # The first span does, even if its window has been registered since it was looked up.
+            is_near = n and windows.has(base + starts[n], sizes[n])
+            return after[n] <= self._slabs.slab_bytes and not is_near
+
+        count = _leading(ends, needs_slab)
         slab = self._slabs.lease()
         copies = list(accumulate(sizes[: count - 1], initial=0))
         room = np.frombuffer(slab.view, np.uint8)
@@ -265,3 +273,8 @@ class DeviceFrames:
 
 def _address(memory: memoryview) -> int:
     return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
+
+
+def _leading(ends: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """Return how many of the first frames satisfy ``holds``, which gets their number."""
+    return next((n for n in range(len(ends)) if not holds(n)), len(ends))

@@ -163,7 +163,7 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
         assert (one.state, one.reason) == (CellState.FAILED, MissReason.CORRUPT)
         assert node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
         node.arena_cache.release(one)
-        assert node.arena_cache.leased() == 0
+        wait_until(lambda: not node.arena_cache.leased())
     finally:
         node.close()
 

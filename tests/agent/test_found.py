@@ -8,9 +8,11 @@ import pytest
 from objkv.agent.found import FoundRecords
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from tests.agent.world import Node, down, ended, opened
+from tests.contracts.clock import ManualClock
 from tests.support.samples import NAMESPACE
 from tests.support.steps import complete
 
@@ -24,15 +26,34 @@ def key(number: int, field: str = "0") -> ChunkKey:
 def test_the_last_chunks_are_kept_each_as_it_was_last_found() -> None:
     found = FoundRecords(chunks_max=2)
     first, second, third = (key(number).prefix_hash for number in range(3))
-    found.add([(first, {"0": RECORD}), (second, None), (third, {"0": RECORD, "1": RECORD})])
+    found.add(
+        NAMESPACE, [(first, {"0": RECORD}), (second, None), (third, {"0": RECORD, "1": RECORD})]
+    )
     assert len(found) == 2
     later = replace(RECORD, nbytes=5)
-    found.add([(first, {"0": later}), (second, {"0": RECORD})])
+    found.add(NAMESPACE, [(first, {"0": later}), (second, {"0": RECORD})])
     assert [found.of(key(number)) for number in range(3)] == [later, RECORD, None]
     found.forget(first)
     found.forget(third)
     assert found.of(key(0)) is None
     assert found.of(key(1, "1")) is None, "another payload of the chunk"
+
+
+def test_answers_for_several_replicas_are_kept_each_for_a_while() -> None:
+    clock = ManualClock()
+    found, chunk, later = FoundRecords(clock=clock), key(1).prefix_hash, replace(RECORD, nbytes=5)
+    found.add(NAMESPACE, [(chunk, {"0": RECORD})])
+    clock.advance(LOOKUP_TTL_S / 2)
+    found.add(NAMESPACE, [(chunk, {"1": RECORD})])  # another group of the chunk
+    found.add("b" * 32, [(chunk, {"0": later})])  # a tier's chunk has the same hash for all models
+    assert (found.of(key(1)), found.of(key(1, "1"))) == (RECORD, RECORD)
+    assert found.of(ChunkKey.of("b" * 32, chunk, "0")) == later
+    clock.advance(LOOKUP_TTL_S / 2)
+    assert (found.of(key(1)), found.of(key(1, "1"))) == (None, RECORD)
+    for number in range(20):
+        found.add(f"{number:032x}", [(chunk, {"0": RECORD})])
+    assert found.of(key(1, "1")) is None
+    assert found.of(ChunkKey.of(f"{19:032x}", chunk, "0")) == RECORD
 
 
 @pytest.fixture

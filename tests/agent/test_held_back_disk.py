@@ -14,6 +14,7 @@ from objkv.agent.messages import MissReason, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.spill import Spill
 from objkv.codec.payload import read_header
+from objkv.index.base import ChunkEntry, ShardRecord
 from tests.agent.consistency import fetches_of
 from tests.agent.test_disk import adds_up
 from tests.agent.test_held_back import Holder, Service, find, paths, read
@@ -222,6 +223,32 @@ def test_a_payload_for_which_there_was_no_room_is_still_found(
     assert node.read(node.find(made)) == [MissReason.NO_ROOM] * len(made)
     node.arena_cache.allot = allot  # type: ignore[method-assign]
     assert node.held == set(paths(made))
+
+
+def test_the_next_agent_reads_from_disk_what_its_clients_had_looked_up_before(
+    make: Callable[..., DiskHolder],
+) -> None:
+    first, made = make(), payloads()
+    first.keep(made)
+    wanted = first.find(made)
+    first.close()
+    node = make()
+    wait_until(lambda: len(node.held) == len(made))
+    assert node.read(wanted) == [MissReason.NONE] * len(made), "no lookup of this agent found them"
+
+
+def test_a_rejected_payload_that_is_held_back_leaves_the_record_of_another_node(
+    make: Callable[..., DiskHolder],
+) -> None:
+    node, made = make(), payloads()
+    node.commit(made)
+    claim = read_header(made[0]).claim
+    key, record = claim.key, ShardRecord(1, 2, True, False, "ab" * 8, 3)
+    span = claim.token_start, claim.token_end
+    entry = ChunkEntry(NAMESPACE, key.prefix_hash, claim.parent_hash, *span)
+    node.index.publish(entry, {key.field: record}, ttl_s=100)
+    node.core.reject(claim)
+    assert node.cache.record_of(key) == record
 
 
 def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolder]) -> None:

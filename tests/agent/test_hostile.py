@@ -95,6 +95,7 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
 def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: Node) -> None:
     wanted, gate, first = node.save()[0], gated(node), node.connect()
     (lease,) = opened(first, [wanted])
+    wait_until(lambda: bool(node.store.gets))
     first.reject(wanted.claim)
     key = wanted.claim.key
     wait_until(lambda: node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None])

@@ -192,8 +192,8 @@ class Node:
 
     def found(self, *wanted: PayloadRequest) -> None:
         """A lookup of this node has just found these records."""
-        keys = [(one.claim.key, one.record) for one in wanted]
-        self.core.found.add((key.prefix_hash, {key.field: record}) for key, record in keys)
+        for key, record in [(one.claim.key, one.record) for one in wanted]:
+            self.core.found.add(key.namespace, [(key.prefix_hash, {key.field: record})])
 
     def close(self) -> None:
         self.core.close(PATIENCE_S)

@@ -143,33 +143,17 @@ def test_ranks_of_ray_are_on_several_nodes_if_one_has_too_few_devices(
 
 
 @pytest.mark.parametrize(
-    ("ray", "nodes", "node_count", "rank", "local_rank", "is_as_assumed"),
-    [
-        (True, 2, 2, 5, 1, True),
-        (True, 2, 2, 5, 2, False),
-        (True, 2, 3, 5, 1, False),
-        (True, 1, 1, 5, 5, True),
-        (True, 1, 2, 5, 1, False),
-        (False, 2, 3, 5, 2, True),
-    ],
+    ("ray", "assumed", "node_count", "expected"),
+    [(True, 2, 2, 8), (True, 1, 3, 8), (True, 2, 1, 1), (False, 2, 3, 2)],
 )
-def test_ranks_that_ray_has_put_elsewhere_write_payloads_of_their_own(
-    monkeypatch: pytest.MonkeyPatch,
-    *,
-    ray: bool,
-    nodes: int,
-    node_count: int,
-    rank: int,
-    local_rank: int,
-    is_as_assumed: bool,
+def test_ranks_that_ray_has_put_on_several_nodes_write_payloads_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, *, ray: bool, assumed: int, node_count: int, expected: int
 ) -> None:
-    world = SimpleNamespace(rank_in_group=rank, local_rank=local_rank)
-    monkeypatch.setattr(parallel_state, "get_world_group", lambda: world)
     monkeypatch.setattr(parallel_state, "get_node_count", lambda: node_count)
     config: Any = SimpleNamespace(parallel_config=SimpleNamespace(use_ray=ray))
     group = GroupIdentity("full", None, ("a",), heads=8, content=8, block_size=16)
-    one = Geometry((group,), 64, 16, tp_size=8, nodes=nodes)
-    assert placed(config, one) == (one if is_as_assumed else replace(one, nodes=8))
+    one = Geometry((group,), 64, 16, tp_size=8, nodes=assumed)
+    assert placed(config, one) == replace(one, nodes=expected)
 
 
 def test_an_agent_of_one_replica_knows_what_share_of_its_machine_the_replica_has(

@@ -9,6 +9,7 @@ that the device has registered.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import numpy as np
@@ -16,8 +17,8 @@ import torch
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
-from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.loading.loader import Loader
+from objkv.transfer.plan import LoadMove, LoadMoves, LoadPlan
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 from tests.support.arenas import CanBeLost, SpoilingArenaCache
@@ -214,6 +215,17 @@ class WatchedLane:
         return Mark(self.stream, self.stream.given, self._compute)
 
 
+class _KeptMoves(LoadMoves):
+    """Makes each move once, so that its blocks are known by their sequence."""
+
+    def __init__(self, moves: LoadMoves) -> None:
+        super().__init__(*moves.__reduce__()[1])
+        self._made = [super(_KeptMoves, self).__getitem__(n) for n in range(len(moves))]
+
+    def __getitem__(self, index: int) -> LoadMove:
+        return self._made[index]
+
+
 class WatchedLoader(Loader):
     """A loader of plans whose blocks are whose they are when they are submitted."""
 
@@ -221,10 +233,11 @@ class WatchedLoader(Loader):
         self._hands = hands
         super().__init__(*given, **named)
 
-    def _begin(self, job: LoadJob) -> None:
-        for load in job.plan.moves:
+    def submit(self, plan: LoadPlan, after: Any = None) -> None:
+        moves = _KeptMoves(plan.moves)
+        for load in moves:
             self._hands.plan(load.move.block_ids)
-        super()._begin(job)
+        super().submit(replace(plan, moves=moves), after)
 
 
 class WatchedPool(SlabPool):

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from threading import Event
+from typing import Any
 
 from objkv.assembly.backends import Backends
 from objkv.index.base import ChunkEntry, ShardRecord
@@ -27,11 +28,11 @@ def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
     DamagedStore(backends).plant(Defects(good=16, orphan=8, ghost=8))
     owners, ended, published, publish = count(), Event(), set[str](), index.publish
 
-    def noted(chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int) -> None:
+    def noted(chunk: ChunkEntry, shards: Mapping[str, ShardRecord], **how: Any) -> None:
         time.sleep(0.002)  # so that sweeps come between a payload and its record
         key = ChunkKey.of(chunk.namespace, chunk.prefix_hash, next(iter(shards)))
         published.add(key.path())
-        publish(chunk, shards, ttl_s=ttl_s)
+        publish(chunk, shards, **how)
 
     index.publish = noted  # type: ignore[method-assign]
 

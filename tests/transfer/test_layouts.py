@@ -8,8 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from objkv.codec.payload import LayerSpec
+from objkv.errors import PayloadError
+from objkv.keys.topology import Topology
 from objkv.transfer import lanes
-from objkv.transfer.plan import LoadPlan
+from objkv.transfer.layouts import PayloadLayouts
+from objkv.transfer.paging import GroupShape, PagedGroup
+from objkv.transfer.plan import LoadPlan, Source
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
@@ -270,3 +275,12 @@ def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
         assert not rank.load(index).failed
         moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
         assert not rank.outcome(LoadPlan("r", NAMESPACE, packed(moves), sync=False)).failed
+
+
+def test_frames_that_divide_a_block_are_a_fault_of_the_payload() -> None:
+    share = Topology(1, 2, (1,)).held(0)
+    assert share is not None
+    group = PagedGroup(GroupShape(("a",), 1, 16, share), [torch.zeros(4, 2, 16, 4)])
+    found = tuple(LayerSpec(name, "F32", (1, 2, 16, 4)) for name in "ab")
+    with pytest.raises(PayloadError, match="tokens"):
+        PayloadLayouts({0: group}).of(Source(0), 1, found)

@@ -41,8 +41,9 @@ _TOTAL = PAGE + _SLOTS * _SLOT_BYTES
 class Scope:
     """Lookups of one namespace and some shard fields."""
 
-    def __init__(self, namespace: str, fields: Sequence[str]) -> None:
+    def __init__(self, namespace: str, fields: tuple[str, ...]) -> None:
         """``fields``: from 1 to ``FIELDS_MAX``."""
+        self.namespace, self.fields = namespace, fields
         self._text = "\n".join((namespace, *fields, "")).encode()
         self.chunks = min(BLOCK_MAX, FIELDS_MAX // len(fields))
         """Chunks per block."""

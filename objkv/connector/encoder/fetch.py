@@ -129,6 +129,8 @@ class EncoderFetcher:
             self._release(owner, outputs)
             if not self._fetch(owner, outputs):
                 return False
+        else:  # it waits for nothing that it does not have, as after an image became vLLM's
+            self.queue.pop(owner, None)
         return not any(self.state(output) is State.WAITING for output in outputs)
 
     def state(self, output: EncoderOutput) -> State:

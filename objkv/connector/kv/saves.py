@@ -220,7 +220,8 @@ class SavePlanner:
             is_stored=partial(self._is_stored, tracked, again),
             again=again,
         )
-        name, puts = request.request_id, tracked.limits.puts
+        # What only some nodes hold back, the others cannot load.
+        name, puts = request.request_id, tracked.limits.puts or self._geometry.nodes > 1
         if not moves:
             return None
         self._number += 1

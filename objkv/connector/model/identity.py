@@ -182,21 +182,15 @@ def pipeline_rank(vllm_config: "VllmConfig") -> int:
 
 
 def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:
-    """Return the geometry of this worker. Ray may have put the ranks elsewhere than the scheduler
-    assumes: then each rank counts as alone on its node, because an agent would wait for parts that
-    go to another.
-
-    Ray sorts ranks by node. Source: vLLM 0.31-0.33, ``_init_workers_ray`` in
-    ``v1/executor/ray_executor.py``.
+    """Return the geometry of this worker. Ray may put any number of ranks on a node. If they are on
+    several nodes, each rank therefore counts as alone on its own, because an agent would wait for
+    parts that go to another. All ranks decide alike.
     """
-    from vllm.distributed.parallel_state import get_node_count, get_world_group
+    from vllm.distributed.parallel_state import get_node_count
 
     if geometry.ranks == 1 or not vllm_config.parallel_config.use_ray:
         return geometry
-    world, each = get_world_group(), geometry.ranks // geometry.nodes
-    if get_node_count() == geometry.nodes and world.local_rank == world.rank_in_group % each:
-        return geometry
-    return replace(geometry, nodes=geometry.ranks)
+    return replace(geometry, nodes=1 if get_node_count() == 1 else geometry.ranks)
 
 
 def warn_of_outer_policy(vllm_config: "VllmConfig") -> None:

@@ -26,7 +26,7 @@ from tests.connector.encoder.world import (
 )
 from tests.contracts.clock import ManualClock
 
-RECORD = ShardRecord(10, 10, "none", False, "0" * 32, 1)
+RECORD = ShardRecord(10, 10, True, False, "0" * 16, 1)
 ITEM = 2 * EMBEDS * WIDTH
 
 
@@ -227,6 +227,18 @@ class Crowd:
 
 def output(image: int, rows: int) -> EncoderOutput:
     return EncoderOutput(IDENTITY.namespace(), bytes([image]) * 20, rows, 1, "U8")
+
+
+def test_a_request_that_needs_nothing_any_more_lets_others_have_memory() -> None:
+    """As after the image that it waited for was computed for another one."""
+    crowd = Crowd(4, [], [])
+    fetcher, first, other = crowd.fetcher, output(1, 4), output(5, 4)
+    assert not fetcher.want("first", [first])
+    assert not fetcher.want("second", [output(2, 4)])
+    assert fetcher.want("second", [])
+    fetcher.drop("first", [first])
+    fetcher.want("third", [other])
+    assert fetcher.state(other) is State.WAITING
 
 
 @given(st.data())

@@ -20,6 +20,7 @@ from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.sides import (
+    GEOMETRY,
     RECORD,
     SIZE,
     Jobs,
@@ -204,6 +205,14 @@ def test_no_more_is_saved_than_is_allowed(asked: dict[str, Any], saved: int) -> 
     one.plan_load(prompt, (), 0)
     plans = one.plan_step(step({"r": 3 * SIZE}, [3, 4, 5, 6, 7, 8])).saves
     assert sum(len(plan.moves) for plan in plans) == saved
+
+
+def test_what_only_some_nodes_would_hold_back_is_put_at_once() -> None:
+    one = scheduler_side(geometry=replace(GEOMETRY, tp_size=2, nodes=2))
+    ask(one, prompt := request(2 * SIZE))
+    one.plan_load(prompt, (), 0)
+    (plan,) = one.plan_step(step({"r": 2 * SIZE}, list(range(1, 9)))).saves
+    assert plan.puts
 
 
 @pytest.mark.parametrize("puts", [False, True])
