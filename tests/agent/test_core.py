@@ -61,7 +61,8 @@ def fetch(
 
 def right(node: Node, one: CachedPayload) -> bool:
     progress = Progress(one.state, ALL_FRAMES, one.offset, one.nbytes, one.reason)
-    if one.cell >= 0:
+    if one.cell >= 0:  # the board is written after the payload's own state
+        wait_until(lambda: node.arena.board.read(one.cell).state is not CellState.FILLING)
         progress = node.arena.board.read(one.cell)
     assert progress.state is CellState.READY
     return pages_at(node.arena.view, progress) == RIGHT

@@ -22,6 +22,7 @@ from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.cache.chunks import SaveOutcome, shard_record
 from objkv.codec.join import Place
 from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
+from objkv.codec.values import RAW_BYTES_MAX
 from objkv.keys.chunk import ChunkKey
 from tests.agent.consistency import is_consistent
 from tests.agent.world import PATIENCE_S, Desk, Node, outbox_of, payloads
@@ -418,7 +419,7 @@ def test_open_joins_take_at_most_a_quarter_of_the_arena(
 
 
 def test_a_payload_that_is_too_large_for_the_arena_has_no_room(node: Node) -> None:
-    for nbytes in (1 << 20, 16 << 30):
+    for nbytes in (1 << 20, RAW_BYTES_MAX):
         payload, place = PIECES[0]
         piece = Piece(payload, place._replace(nbytes=nbytes))
         assert hand_over(node, piece, nbytes) is CommitStatus.NO_ROOM

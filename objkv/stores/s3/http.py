@@ -394,7 +394,10 @@ class HttpConnection:
             while b"\r\n\r\n" not in raw:
                 if len(raw) > HEAD_BYTES_MAX:
                     raise ValueError("the head of the response does not end")
-                raw += self.receive(_HEAD_READ_BYTES)
+                more = self._bounded(self.socket.recv, _HEAD_READ_BYTES)
+                if not more:
+                    raise ConnectionError("the response ended early")
+                raw += more
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
             return HttpResponse(self, raw, has_body=has_body)
