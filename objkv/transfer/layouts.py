@@ -8,6 +8,7 @@ its group is refused.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from itertools import accumulate
 from operator import mul
 from typing import Any
@@ -191,6 +192,7 @@ class PayloadLayouts:
         self._known: dict[tuple[Source, int], PayloadLayout] = {}
         """The last layout of payloads of one source and length."""
         self._all: dict[tuple[Source, tuple[LayerSpec, ...]], PayloadLayout] = {}
+        self._counted = lru_cache(_KEPT_MAX)(self._count)
 
     def filled(self, source: Source) -> range:
         """Return the rank's rows that payloads of a source fill; none if it needs none of them."""
@@ -202,6 +204,9 @@ class PayloadLayouts:
 
     def nbytes(self, source: Source) -> int:
         """Return about how many bytes a payload has: right for all whose layers are alike."""
+        return self._counted(source)
+
+    def _count(self, source: Source) -> int:
         group = self._groups[source.group]
         held, own = source.shard or group.shape.whole, group.shape.rank_shard.shard
         layers = (held.layer_end - held.layer_start) / (own.layer_end - own.layer_start)

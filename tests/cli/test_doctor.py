@@ -64,7 +64,10 @@ def test_vllms_configuration_is_checked_and_its_stores_are_probed(run: Run, tmp_
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "connectors": [connector(tmp_path), tier(tmp_path, {"locality": "LOCAL"})]
+            "connectors": [
+                connector(tmp_path),
+                tier(tmp_path, {"codec": "lz4"}),
+            ]
         },
     }
     (tmp_path / "kv.json").write_text(json.dumps(several))
