@@ -396,7 +396,7 @@ class HttpConnection:
                     raise ValueError("the head of the response does not end")
                 more = self._bounded(self.socket.recv, _HEAD_READ_BYTES)
                 if not more:
-                    raise ConnectionError("the response ended early")
+                    raise ConnectionError("the response ended in its head")
                 raw += more
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
