@@ -13,6 +13,7 @@ from tests.engine.job import Generate, Job, Settle
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
 from tests.engine.tiered import offloading
+from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 PROMPTS = (prompt_of(600), prompt_of(257, seed=1))
@@ -35,10 +36,12 @@ def several(*connectors: dict[str, Any], **outer: Any) -> Job:
     return Job(steps=STEPS, connector=connector | {"kv_connector_extra_config": extra})
 
 
-def contents(store: SharedStore) -> dict[str, str]:
-    """The path of every payload of a store, and a digest of the KV in it."""
+def contents(store: SharedStore, count: int = 0) -> dict[str, str]:
+    """The path of every payload of a store, and a digest of the KV in it. Waits until there are
+    ``count``: agents save on after their replicas have ended."""
+    wait_until(lambda: not count or len(store.payloads()) >= count)
     found = {}
-    for path in store.payloads() if store.bulk.exists() else ():
+    for path in store.payloads():
         digest = hashlib.sha256()
         for name, layer in sorted(load_file(path).items()):
             digest.update(name.encode() + layer.tobytes())
@@ -67,7 +70,7 @@ def two_stores(folder: Path) -> Values:
     values["second"] = run_replica(both, folder)
     values["third"] = run_replica(several(one(stores[2]), one(stores[1])), folder)
     values["tier"] = run_replica(several(offloading(tiered), one(empty)), folder)
-    return values | {"contents": [contents(store) for store in (*stores, empty)]}
+    return values | {"contents": [contents(store, 3) for store in (*stores, empty)]}
 
 
 def test_all_stores_receive_the_same_and_the_first_that_has_a_prompt_serves_it() -> None:
@@ -91,7 +94,7 @@ def test_one_of_several_connectors_loads_what_a_tier_saved() -> None:
 def one_of_two_is_bad(folder: Path) -> Values:
     store, empty = SharedStore(folder / "good"), SharedStore(folder / "empty")
     values: Values = {"first": run_replica(Job(steps=STEPS, connector=one(store)), folder)}
-    values["good"] = contents(store)
+    values["good"] = contents(store, 3)
     bad = [spoiled_copy(store, folder / f"bad-{number}") for number in range(3)]
     layers = one(bad[2], load_mode="layerwise")
     jobs = {
@@ -100,7 +103,7 @@ def one_of_two_is_bad(folder: Path) -> Values:
         "layerwise": several(layers, one(empty), **RECOMPUTE),
     }
     values |= {name: run_replica(job, folder) for name, job in jobs.items()}
-    return values | {"beside it": contents(empty)}
+    return values | {"beside it": contents(empty, len(values["good"]))}
 
 
 def test_with_the_outer_policy_left_alone_a_bad_payload_fails_its_request_and_we_warn() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from threading import Event, Lock
-from time import sleep
 
 from objkv.connector.kv.metadata import StepPlan
 from tests.device.ordering.rig import OrderRig, Scenario
@@ -10,6 +9,9 @@ from tests.device.ordering.setup import LAYERS, WHOLE, Pages, Setup, equal
 
 _SLOW_S = 0.1
 """How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
+_LINGER_S = 0.5
+"""How long a thread of a load stands still before it queues copies. Longer than the other thread
+takes to write on a busy machine."""
 _FIRST = 8
 """First block of the loads."""
 _CHUNKS = range(4)
@@ -248,14 +250,14 @@ def _stays_written(rig: OrderRig) -> bool:
 def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
     """Whether the blocks keep what their next owner writes after ``stop`` was called, while a
     thread of the load stood still just before it queued copies."""
-    has_entered, has_left, lingers = Event(), Event(), Lock()
+    has_entered, has_left, is_written, lingers = Event(), Event(), Event(), Lock()
 
     def linger(call: str) -> None:
         # One thread only: lanes share a GPU, so that what several add would exceed a bound.
         if call == "scatter" and lingers.acquire(blocking=False):
             rig.delay_loads(3 * _SLOW_S)
             has_entered.set()
-            sleep(_SLOW_S / 2)
+            is_written.wait(_LINGER_S)
         if call == "mark":
             has_left.set()
 
@@ -264,6 +266,7 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
     rig.wait_until(has_entered.is_set)
     stop()
     _write(rig)
+    is_written.set()
     rig.wait_until(has_left.is_set)
     rig.synchronize()
     return rig.holds(_read(rig), _OWNER)
