@@ -24,8 +24,8 @@ _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _CHUNKS_AT_ONCE = 500
 
 
-GHOSTS_UNSEEN: Final = (
-    "records whose payloads are gone (ghosts) are not seen, because this user may not list the "
+MISSING_UNSEEN: Final = (
+    "records whose payloads are missing are not seen, because this user may not list the "
     "keys of the index: to see them, use the role sweeper"
 )
 
@@ -71,4 +71,4 @@ class ListedIndex(GuardedIndex):
         if SCAN_DENIED not in str(denied):
             raise denied
         self.is_denied = True
-        logger.warning("index keys not scanned, bulk store listed instead: %s", GHOSTS_UNSEEN)
+        logger.warning("index keys not scanned, bulk store listed instead: %s", MISSING_UNSEEN)

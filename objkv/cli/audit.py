@@ -5,7 +5,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,41 +13,24 @@ import typer
 
 from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
-from objkv.cli.audit_answers import show_answers
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, check_file, priced
 from objkv.cli.output import Printer, age, counted, plain, size
-from objkv.cli.upkeep import (
-    WORKERS,
-    Deadline,
-    OneNamespace,
-    Upkeep,
-    Workers,
-    upkeep,
-)
+from objkv.cli.upkeep import WORKERS, OneNamespace, Workers, upkeep
 from objkv.errors import ConfigError
 from objkv.keys.tokenizer import load_tokenizer
-from objkv.ops.audit.audit import (
-    ROOTS_MAX,
-    Audit,
-    AuditOptions,
-    Places,
-    audit_options,
-    audit_view,
-    find_places,
-    walk_stages,
-)
+from objkv.ops.audit.audit import ROOTS_MAX, Audit, audit_options, audit_stages
 from objkv.ops.audit.report import (
     JSON_FORMAT,
-    AuditFinding,
     AuditReport,
     NamespaceAudit,
-    RootAudit,
+    SavingsAudit,
     verdict,
 )
-from objkv.ops.audit.spool import AuditSpool
-from objkv.ops.audit.walk import AuditWalk
-from objkv.ops.formats import dollars, share
+from objkv.ops.formats import dollars, duration, moment, share
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.findings import Finding
+from objkv.ops.inventory.tree import RootAudit
 
 
 def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
@@ -78,14 +61,13 @@ def show_report(out: Printer, report: AuditReport, *, limit: int, html: Path | N
             {
                 "command": "audit",
                 "format": JSON_FORMAT,
-                "complete": report.ending == "complete",
                 "verdict": verdict(report),
                 "html": None if html is None else str(html),
                 **plain(report),
             }
         )
         return
-    if not report.namespaces and report.ending == "complete":
+    if not report.namespaces:
         out.line(f"nothing is stored in {report.bulk_url} yet")
     else:
         _totals(out, report)
@@ -94,14 +76,11 @@ def show_report(out: Printer, report: AuditReport, *, limit: int, html: Path | N
         _roots(out, report, limit)
         _findings(out, report, limit)
         _costs(out, report)
-        show_answers(out, report, limit)
+        _answers(out, report, limit)
     for problem in report.problems:
         out.line(problem, "yellow")
     if html is not None:
         out.line(f"HTML report: {html}")
-    if report.ending != "complete":
-        why = "interrupted" if report.ending == "interrupted" else "the deadline has passed"
-        out.line(f"incomplete, {why}", "yellow")
 
 
 def _totals(out: Printer, report: AuditReport) -> None:
@@ -213,9 +192,7 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
     ]
     out.line()
     if not rows:
-        is_whole = report.ending == "complete"
-        scope = "names and records" if is_whole else "names and records that were read"
-        out.line(f"no faults in the {scope}; payload bytes were not checked (use objkv verify)")
+        out.line("nothing is wrong; payload bytes were not checked (use objkv verify)")
         return
     out.table(("finding", ">count", ">bytes", ">young", "~what to do"), rows)
     named = _named(report.findings.first, limit)
@@ -225,7 +202,7 @@ def _findings(out: Printer, report: AuditReport, limit: int) -> None:
         out.line(f"{left:,} more; --json lists the first 100 of each kind")
 
 
-def _named(first: Sequence[AuditFinding], limit: int) -> list[AuditFinding]:
+def _named(first: Sequence[Finding], limit: int) -> list[Finding]:
     """Return ``limit`` findings in their order, spread evenly over the kinds."""
     seen: Counter[str] = Counter()
     turns = []
@@ -260,21 +237,49 @@ def _counted(value: int | None, one: str) -> str:
     return f"- {one}s" if value is None else counted(value, one)
 
 
+_HASH = 12
+
+
+def _answers(out: Printer, report: AuditReport, limit: int) -> None:
+    """Print a line each for savings and lifecycle rules, and at most ``limit`` pins."""
+    savings, lifecycle = report.savings, report.lifecycle
+    if savings.tokens is not None:
+        out.line(f"saved: {_saved(savings)}")
+    elif report.totals.hits:
+        out.line("saved: unknown, no replica has reported what its loads saved")
+    if lifecycle is not None and lifecycle.status in ("none", "unknown"):
+        out.line(f"lifecycle rules: {lifecycle.detail}")
+    if report.pins:
+        out.line()
+        rows = [
+            (pin.leaf[:_HASH], pin.namespace[:8], pin.tokens, pin.by or "(unknown)",
+             moment(pin.created_s), moment(pin.until_s))
+            for pin in report.pins[:limit]
+        ]  # fmt: skip
+        out.table(("pinned", "namespace", ">tokens", "by", "since", "until"), rows)
+        if len(report.pins) > limit:
+            out.line(f"{len(report.pins) - limit:,} more")
+
+
+def _saved(savings: SavingsAudit) -> str:
+    since = f"{counted(savings.tokens or 0, 'token')} loaded since {savings.first_month}"
+    if savings.gpu_s is None:
+        return f"{since}; GPU time unknown, no replica has measured how fast it computes"
+    usd = "" if savings.usd is None else f", {dollars(savings.usd)}"
+    of = ""
+    if savings.timed_tokens != savings.tokens:
+        of = f" for the {savings.timed_tokens:,} that were timed"
+    return (
+        f"{since}: {duration(savings.gpu_s)} of GPU time{usd}{of} "
+        f"(computing {duration(savings.compute_gpu_s)}, loading {duration(savings.load_gpu_s)})"
+    )
+
+
 LIMIT = 20
 _HEADLINES = {
     "corrupt": ("corrupt payloads were found", "red"),
     "faults": ("faults were found", "yellow"),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class _Wish:
-    """One run's options, except those that shape the report."""
-
-    namespace: str | None
-    html: Path | None
-    limit: int
-    deadline_s: float | None
 
 
 @command
@@ -320,7 +325,6 @@ def audit(
             min=0, help="Price of one GPU for an hour, to price what loads saved.", metavar="USD"
         ),
     ] = None,
-    deadline_s: Deadline = None,
     workers: Workers = WORKERS,
 ) -> int:
     """Report stored chunks: owner, age, usage, cost and faults.
@@ -342,45 +346,18 @@ def audit(
         show_text=show_text,
         workers=workers,
     )
-    wish = _Wish(namespace, html, limit, deadline_s)
-    return _audited(session, options, wish)
-
-
-def _audited(session: Session, options: AuditOptions, wish: _Wish) -> int:
     with (
-        upkeep(
-            session,
-            "audit",
-            writes=False,
-            workers=options.workers,
-            namespace=wish.namespace,
-            deadline_s=wish.deadline_s,
-        ) as run,
-        closing(AuditSpool()) as spool,
+        upkeep(session, "audit", writes=False, workers=workers, namespace=namespace) as run,
+        closing(Inventory()) as inventory,
     ):
-        report = _report(run, spool, options)
-        if wish.html is not None:
-            write_html(report, wish.html, private=options.show_text)
-        show_report(session.out, report, limit=wish.limit, html=wish.html)
-        return run.code(FOUND if verdict(report) in ("corrupt", "faults") else FINE)
-
-
-def _report(run: Upkeep, spool: AuditSpool, options: AuditOptions) -> AuditReport:
-    view = audit_view(run.view, lambda: read_lifecycle(run.session.config))
-    walk = AuditWalk(view, spool, options.workers)
-    places: Places | None = None
-    with run.interruptible():
-        with run.session.out.waiting("reading namespaces"):
-            places = find_places(view, run.namespace)
-        _walk(run, walk, places)
-    if places is None:
-        raise KeyboardInterrupt
-    ending = run.pool.ending
-    assert ending != "limit"
-    with run.session.out.waiting("computing figures"):
-        return Audit(view, spool, places, options).report(ending, walk.problems)
-
-
-def _walk(run: Upkeep, walk: AuditWalk, places: Places) -> None:
-    for what, units in walk_stages(walk, places):
-        run.run(what, units)
+        walk = run.walk(inventory)
+        for what, units in audit_stages(walk):
+            run.run(what, units)
+        if run.pool.ending != "complete":
+            raise KeyboardInterrupt  # numbers of a part of the store would mislead
+        with session.out.waiting("computing figures"):
+            report = Audit(walk, options, lambda: read_lifecycle(session.config)).report()
+        if html is not None:
+            write_html(report, html, private=show_text)
+        show_report(session.out, report, limit=limit, html=html)
+        return FINE if verdict(report) == "fine" else FOUND

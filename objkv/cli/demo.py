@@ -32,7 +32,6 @@ from objkv.ops.demo import (
 )
 from objkv.ops.doctor.doctor import installed_version
 from objkv.ops.formats import printable
-from objkv.ops.listing import list_namespaces
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
 
@@ -224,10 +223,11 @@ def _serve() -> str:
 def count_stored(place: DemoFolder) -> DemoStore:
     """Return the totals of the replicas' store."""
     with open_backends(load_config(environ=place.settings), NullRecorder()) as backends:
-        namespaces = list_namespaces(backends.bulk, backends.index)
+        names = backends.index.namespaces()
+        records = {one.prefix_hash: one for name in names for one in backends.index.scan(name)}
     return DemoStore(
-        chunks=sum(found.chunks for found in namespaces),
-        tokens=sum(found.tokens or 0 for found in namespaces),
-        nbytes=sum(found.nbytes for found in namespaces),
+        chunks=len(records),
+        tokens=sum(one.token_end - one.token_start for one in records.values()),
+        nbytes=sum(one.nbytes for one in records.values()),
         settings=place.settings,
     )

@@ -1,26 +1,29 @@
 """``objkv ls``: namespaces, or the prefixes stored in one."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import closing
+from itertools import islice
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, age, counted, plain, size
+from objkv.cli.upkeep import WORKERS
 from objkv.errors import ConfigError
+from objkv.ops.inventory import tree as trees
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.tree import Branch, PrefixSummary, make_tree
+from objkv.ops.inventory.walk import Places, ReadView, Walk, find_places
 from objkv.ops.listing import (
-    Branch,
-    BulkCount,
     NamespaceSummary,
-    PrefixSummary,
     TenantTotals,
-    count_bulk,
+    counted_namespaces,
     find_namespace,
     list_namespaces,
-    list_prefixes,
     list_tenants,
-    list_tree,
 )
+from objkv.ops.runs import Unit, WorkPool
 
 if TYPE_CHECKING:
     from objkv.assembly.backends import Backends
@@ -65,34 +68,17 @@ def ls(
             raise ConfigError("give the namespace once: as NAMESPACE or with -n")
         namespace = namespace_option
     session.has_bulk()
-    if bulk:
-        _show_namespaces(session, _counted(session, namespace), None, limit)
-        return FINE
-    if namespace is None and not (prefixes or tree):
-        _show_namespaces(session, *_indexed(session), limit)
-        return FINE
-    with session.backends() as backends, session.out.waiting("reading the index"):
-        if namespace is None:
-            names = backends.index.namespaces()
-            _check_bucket(session, backends, names)
+    with session.backends() as backends:
+        if bulk:
+            _show_namespaces(session, _counted(session, backends, namespace), limit, source="bulk")
+        elif namespace is None and not (prefixes or tree):
+            with session.out.waiting("reading the index"):
+                found = list_namespaces(backends.bulk, backends.index)
+            _check_bucket(session, backends, found)
+            _show_namespaces(session, found, limit, source="index")
         else:
-            names = [find_namespace(backends.bulk, backends.index, namespace)]
-        if tree:
-            branches = [(n, branch) for n in names for branch in list_tree(backends.index, n)]
-        else:
-            found = [(n, prefix) for n in names for prefix in list_prefixes(backends.index, n)]
-    if tree:
-        _show_tree(session, branches, limit)
-    else:
-        _show_prefixes(session, found, limit)
+            _show_chunks(session, backends, namespace, limit, tree=tree)
     return FINE
-
-
-def _indexed(session: Session) -> tuple[BulkCount, list[TenantTotals]]:
-    with session.backends() as backends, session.out.waiting("reading the index"):
-        found = tuple(list_namespaces(backends.bulk, backends.index))
-        _check_bucket(session, backends, found)
-        return BulkCount(found, 0, 0), list_tenants(backends.bulk, backends.index)
 
 
 def _check_bucket(session: Session, backends: "Backends", found: Sequence[object]) -> None:
@@ -102,48 +88,81 @@ def _check_bucket(session: Session, backends: "Backends", found: Sequence[object
         backends.bulk.check()
 
 
-def _counted(session: Session, namespace: str | None) -> BulkCount:
-    with session.backends() as backends, session.out.counting("entries counted") as progress:
-        name = ""
-        if namespace is not None:
-            name = find_namespace(backends.bulk, backends.index, namespace)
-        return count_bulk(backends.bulk, namespace=name, progress=progress)
+def _counted(
+    session: Session, backends: "Backends", namespace: str | None
+) -> list[NamespaceSummary]:
+    """Count the payloads in the bulk store, whatever the index knows."""
+    view = ReadView(backends.bulk, backends.index, is_own_index=True)
+    if namespace is not None:
+        namespace = find_namespace(view.bulk, view.index, namespace)
+    with closing(Inventory()) as inventory:
+        walk = Walk(view, inventory, find_places(view, namespace))
+        _walked(session, "counting payloads", walk.payloads())
+        return counted_namespaces(inventory, walk.places)
+
+
+def _walked(session: Session, what: str, units: Iterable[Unit]) -> None:
+    pool = WorkPool(workers=WORKERS)
+    with session.out.steps(what) as on_progress:
+        pool.run(units, on_progress)
+    if pool.ending != "complete":
+        raise KeyboardInterrupt
+
+
+def _show_chunks(
+    session: Session, backends: "Backends", namespace: str | None, limit: int, *, tree: bool
+) -> None:
+    """Show the tree of prefixes, or its chains, of one namespace or of all."""
+    if namespace is None:
+        names = backends.index.namespaces()
+        _check_bucket(session, backends, names)
+    else:
+        names = [find_namespace(backends.bulk, backends.index, namespace)]
+    view = ReadView(backends.bulk, backends.index, is_own_index=False)
+    places = Places(namespaces={}, old=frozenset(), indexed=names)
+    with closing(Inventory()) as inventory:
+        _walked(session, "reading the index", Walk(view, inventory, places).records())
+        with session.out.waiting("joining chunks"):
+            make_tree(inventory, "recorded")
+        [(nodes, ends)] = inventory.some("SELECT count(*), total(kids = 0) FROM temp.nodes")
+        if tree:
+            every = ((name, one) for name in names for one in trees.branches(inventory, name))
+            shown = list(islice(every, limit))
+            _show_tree(session, shown, nodes - len(shown))
+        else:
+            chains = ((name, one) for name in names for one in trees.prefixes(inventory, name))
+            some = list(islice(chains, limit))
+            _show_prefixes(session, some, int(ends) - len(some))
 
 
 def _show_namespaces(
-    session: Session, count: BulkCount, tenants: list[TenantTotals] | None, limit: int
+    session: Session, found: Sequence[NamespaceSummary], limit: int, *, source: str
 ) -> None:
-    """Print the namespaces. ``tenants`` are the index's totals; None if ``--bulk`` counted."""
-    out, source = session.out, "bulk" if tenants is None else "index"
-    shown, omitted = _cut(count.namespaces, limit)
+    out, shown, omitted = session.out, found[:limit], max(0, len(found) - limit)
+    tenants, quota_bytes = list_tenants(found), session.config.quota_bytes
     if out.machine:
-        document = {
-            "source": source,
-            "namespaces": shown,
-            "omitted": omitted,
-            "other_entries": count.other_entries,
-            "other_bytes": count.other_bytes,
-        }
-        if tenants is not None:
-            document |= {"tenants": tenants, "quota_bytes": session.config.quota_bytes}
-        out.document(document)
+        out.document(
+            {
+                "source": source,
+                "namespaces": shown,
+                "omitted": omitted,
+                "tenants": tenants,
+                "quota_bytes": quota_bytes,
+            }
+        )
         return
     if not shown:
         out.line(f"nothing is stored in {session.config.public()[f'{source}_url']} yet")
     else:
-        columns = (
-            "namespace", "model", "tenant", ">chunks", ">bytes", ">hits", ">newest", ">oldest",
-            ">tokens", ">chunk", "kv dtype",
-        )  # fmt: skip
-        out.table(columns, [_namespace_row(summary) for summary in shown])
+        columns = ["namespace", "model", "tenant", ">bytes", ">payloads", ">chunk", "kv dtype"]
+        if source == "bulk":
+            columns += [">chunks", ">tokens", ">newest", ">oldest"]
+        out.table(columns, [_namespace_row(one)[: len(columns)] for one in shown])
     for summary in shown:
         if summary.problem:
             out.line(f"{summary.namespace}: {summary.problem}", "yellow")
-    for tenant in tenants or ():
-        out.line(_tenant_line(tenant, session.config.quota_bytes))
-    if count.other_entries:
-        others = counted(count.other_entries, "other entry", "other entries")
-        out.line(f"{others}, {size(count.other_bytes)}")
+    for tenant in tenants:
+        out.line(_tenant_line(tenant, quota_bytes))
     _print_omitted(out, omitted)
 
 
@@ -159,22 +178,21 @@ def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:
         summary.namespace,
         summary.model,
         summary.tenant,
-        summary.chunks,
         size(summary.nbytes),
-        summary.hits,
-        age(summary.newest_s),
-        age(summary.oldest_s),
-        summary.tokens,
+        summary.payloads,
         summary.chunk_tokens,
         summary.kv_dtype,
+        summary.chunks,
+        summary.tokens,
+        age(summary.newest_s),
+        age(summary.oldest_s),
     )
 
 
 def _show_prefixes(
-    session: Session, found: Sequence[tuple[str, PrefixSummary]], limit: int
+    session: Session, shown: Sequence[tuple[str, PrefixSummary]], omitted: int
 ) -> None:
     out = session.out
-    shown, omitted = _cut(found, limit)
     if out.machine:
         rows: list[Any] = [{"namespace": name, **plain(prefix)} for name, prefix in shown]
         out.document({"prefixes": rows, "omitted": omitted})
@@ -208,9 +226,8 @@ def _prefix_row(namespace: str, prefix: PrefixSummary) -> Sequence[object]:
     )
 
 
-def _show_tree(session: Session, found: Sequence[tuple[str, Branch]], limit: int) -> None:
+def _show_tree(session: Session, shown: Sequence[tuple[str, Branch]], omitted: int) -> None:
     out = session.out
-    shown, omitted = _cut(found, limit)
     if out.machine:
         rows: list[Any] = [{"namespace": name, **plain(branch)} for name, branch in shown]
         out.document({"branches": rows, "omitted": omitted})
@@ -248,10 +265,6 @@ def _branch_row(branch: Branch, open_levels: Sequence[bool]) -> tuple[object, ..
         age(branch.newest_s),
         branch.leaves,
     )
-
-
-def _cut(rows: Sequence[Any], limit: int) -> tuple[Sequence[Any], int]:
-    return rows[:limit], max(0, len(rows) - limit)
 
 
 def _print_omitted(out: Printer, omitted: int) -> None:

@@ -1,30 +1,24 @@
 """``objkv rebuild``: rebuild the index from the bulk store alone."""
 
+from collections.abc import Mapping
+from contextlib import closing
 from typing import Annotated
 
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, size
-from objkv.cli.upkeep import (
-    WORKERS,
-    OneNamespace,
-    Upkeep,
-    Workers,
-    upkeep,
-)
-from objkv.ops.backends_view import StoredNamespace, read_namespace, stored_namespaces, stored_parts
+from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
+from objkv.ops.backends_view import StoredNamespace
+from objkv.ops.inventory.file import Inventory
 from objkv.ops.rebuild import Rebuild
 
-_COUNTS = ("restored", "corrected", "present", "written", "unreadable", "foreign", "other")
 _MEANS = {
     "restored": "had no record",
     "corrected": "had a wrong record",
     "present": "had a correct record",
     "written": "were being written by others",
-    "unreadable": "are damaged or not from objkv; objkv sweep removes them without a record",
-    "foreign": "belong to another key; objkv sweep removes them without a record",
-    "other": "entries are not payloads",
+    "corrupt": "are unreadable or belong to another key; objkv sweep removes them",
 }
 
 
@@ -43,32 +37,26 @@ def rebuild(
     """
     if session.config.index_url.startswith("bulk:"):
         return _nothing_to_do(session)
-    with upkeep(
-        session,
-        "rebuild",
-        writes=apply,
-        workers=workers,
-        namespace=namespace,
-    ) as run:
-        bulk, found, is_empty = run.view.bulk, dict[str, StoredNamespace](), False
+    with (
+        upkeep(session, "rebuild", writes=apply, workers=workers, namespace=namespace) as run,
+        closing(Inventory()) as inventory,
+    ):
+        found: Mapping[str, StoredNamespace] = {}
         with run.interruptible():
-            with session.out.waiting("reading namespaces"):
-                names = [one for one in stored_namespaces(bulk) if run.namespace in (None, one)]
-                is_empty = not names
-                found = run.with_keys({name: read_namespace(bulk, name) for name in names})
-                # If the index has lost records, its totals say little.
-                parts = stored_parts(bulk, list(found))
+            walk = run.walk(inventory, only_sealed_here=True)
+            found = walk.places.namespaces
+            run.run("listing payloads", walk.payloads())
             work = Rebuild(run.view, apply=apply)
-            run.run("restoring records", work.parts(parts, found))
-            run.run("looking for records lost since", work.lost(parts, found))
+            run.run("restoring records", work.parts(inventory, found))
+            run.run("looking for records lost since", work.lost(inventory, found))
             run.run("restoring pins and totals", work.namespaces(found))
-        if is_empty and not session.out.machine:
+        if not found and run.pool.ending == "complete" and not session.out.machine:
             run.report_nothing()
         else:
             _show(run, len(found), apply=apply)
         counts = run.counters.counts
         is_left = not apply and (counts["restored"] or counts["corrected"])
-        return run.code(FOUND if is_left or counts["unreadable"] or counts["foreign"] else FINE)
+        return run.code(FOUND if is_left or counts["corrupt"] else FINE)
 
 
 def _nothing_to_do(session: Session) -> int:
@@ -82,7 +70,7 @@ def _nothing_to_do(session: Session) -> int:
 
 def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
     counters, out = run.counters, run.session.out
-    numbers = {kind: counters.counts[kind] for kind in _COUNTS}
+    numbers = {kind: counters.counts[kind] for kind in _MEANS}
     if out.machine:
         document = run.report(
             "rebuild",
@@ -96,7 +84,7 @@ def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
         return
     rows = [
         (kind, numbers[kind], size(counters.nbytes[kind]), _MEANS[kind])
-        for kind in _COUNTS
+        for kind in _MEANS
         if numbers[kind] or kind == "restored"
     ]
     out.table(("", ">payloads", ">bytes", "~"), rows)

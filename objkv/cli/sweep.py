@@ -1,6 +1,7 @@
 """``objkv sweep``: find and delete unreachable and evictable data."""
 
 from collections.abc import Collection, Iterator
+from contextlib import closing
 from dataclasses import replace
 from typing import Annotated
 
@@ -11,21 +12,17 @@ from objkv.cli.options import time_option
 from objkv.cli.output import counted, size
 from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
 from objkv.errors import ConfigError
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.findings import MEANINGS, Doubt, find_doubts
+from objkv.ops.inventory.walk import Walk
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
-from objkv.ops.sweep.survey import Doubt, find_doubts, survey
 from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
 _MEANS: dict[Category, str] = {
-    "orphan": "payloads without a record",
-    "ghost": "records without a payload",
-    "expired": "payloads unused for ttl_s",
+    **{kind: MEANINGS[kind] for kind in CATEGORIES if kind != "over_quota"},
     "over_quota": "payloads at the ends of the least used prefixes",
-    "old_epoch": "payloads of an earlier weights_epoch or format",
-    "stranger": "payloads without an identity document; deleted only if named",
-    "temporary": "leftovers of killed writers",
-    "quarantined": "payloads quarantined by objkv verify",
 }
 
 
@@ -47,8 +44,9 @@ def sweep(
         float | None,
         time_option("Keep data younger than this instead of the setting sweep_grace_s", "--grace"),
     ] = None,
-    strangers: Annotated[
-        bool, typer.Option("--strangers", help="Let --apply delete the category stranger, too.")
+    unidentified: Annotated[
+        bool,
+        typer.Option("--unidentified", help="Let --apply delete the category unidentified, too."),
     ] = False,
     force: Annotated[
         bool,
@@ -65,42 +63,51 @@ def sweep(
         apply=apply,
         grace_s=config.sweep_grace_s if grace_s is None else grace_s,
         only=_categories(only),
-        strangers=strangers or "stranger" in (only or ()),
+        unidentified=unidentified or "unidentified" in (only or ()),
         force=force,
         removals_max=limit,
     )
-    with upkeep(
-        session,
-        "sweep",
-        writes=apply,
-        workers=workers,
-        namespace=namespace,
-    ) as run:
-        found = None
-        doubts: tuple[Doubt, ...] = ()
+    with (
+        upkeep(session, "sweep", writes=apply, workers=workers, namespace=namespace) as run,
+        closing(Inventory()) as inventory,
+    ):
+        is_empty, doubts = False, tuple[Doubt, ...]()
         with run.interruptible():
-            with session.out.waiting("reading namespaces"):
-                found = survey(run.view, run.namespace)
-                if not force:
-                    doubts = find_doubts(run.view, found)
-            if any(one.namespace is None for one in doubts):
-                limits = replace(limits, apply=False)
-            remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
-            work = Sweep(run.view, found, limits, remover, doubts=doubts, workers=workers)
-            run.run("sweeping leftovers", work.leftovers())
-            run.run("sweeping payloads", work.parts())
-            run.run("sweeping records", work.ghosts())
-            if namespace is None:  # a tenant's quota covers all of its namespaces
-                run.run("sweeping tenants over quota", work.quotas(config.quota_bytes))
-            run.run("sweeping documents", work.documents())
+            walk = run.walk(inventory)
+            is_empty = not walk.places.every
+            run.run("reading records", walk.records())
+            run.run("listing payloads", walk.payloads())
+            run.run("listing leftovers", walk.leftovers())
+            if run.pool.ending == "complete":
+                doubts = _sweep(run, walk, limits, quota_bytes=config.quota_bytes)
         is_found = any(run.counters.counts[category] for category in CATEGORIES)
-        is_empty = found is not None and not found.namespaces and not found.indexed
         if is_empty and not is_found and not session.out.machine:
             run.report_nothing()
         else:
-            _show(run, limits.apply, doubts)
-        is_left = bool(doubts) or (is_found and not limits.apply)
+            is_applied = apply and not any(one.namespace is None for one in doubts)
+            _show(run, is_applied, doubts)
+        is_left = bool(doubts) or (is_found and not apply)
         return run.code(FOUND if is_left else FINE)
+
+
+def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) -> tuple[Doubt, ...]:
+    """Sweep what the walk found, and return what was kept because it looks like a mistake."""
+    doubts = tuple[Doubt, ...]()
+    walk.judge(ttl_s=run.view.ttl_s)
+    if not limits.force and not run.view.is_own_index:
+        doubts = find_doubts(walk.inventory, ttl_s=run.view.ttl_s)
+    if any(one.namespace is None for one in doubts):
+        limits = replace(limits, apply=False)
+    remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
+    work = Sweep(run.view, walk, limits, remover, doubts=doubts)
+    run.run("sweeping leftovers", work.leftovers())
+    run.run("sweeping payloads", work.parts())
+    run.run("sweeping records", work.missing())
+    if run.namespace is None:  # a tenant's quota covers all of its namespaces
+        run.run("sweeping tenants over quota", work.quotas(quota_bytes))
+    run.run("sweeping documents", work.documents())
+    run.run("counting records", work.totals())
+    return doubts
 
 
 def _categories(only: list[str] | None) -> tuple[Category, ...]:
@@ -115,7 +122,7 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt]) -> None:
     counts, nbytes = counters.counts, counters.nbytes
     beside = {
         name: counts[name]
-        for name in ("young", "pinned", "doubted", "busy", "changed", "documents", "other")
+        for name in ("young", "pinned", "doubted", "busy", "changed", "documents")
     }
     if out.machine:
         categories = {one: {"payloads": counts[one], "nbytes": nbytes[one]} for one in CATEGORIES}
@@ -161,10 +168,10 @@ def _some(counters: Counters) -> Iterator[tuple[str, str]]:
 
 def _removed(counters: Counters) -> str:
     """Describe the deletions; a record has no bytes in the bulk store."""
-    ghosts = min(counters.counts["ghost"], counters.counts["removed"])
-    entries = counters.counts["removed"] - ghosts
-    parts = [f"{entries:,}, {size(counters.nbytes['removed'])}"] if entries or not ghosts else []
-    parts += [f"{counted(ghosts, 'record')} of missing payloads"] if ghosts else []
+    forgotten = min(counters.counts["missing"], counters.counts["removed"])
+    entries = counters.counts["removed"] - forgotten
+    parts = [f"{entries:,}, {size(counters.nbytes['removed'])}"] if entries or not forgotten else []
+    parts += [f"{counted(forgotten, 'record')} of missing payloads"] if forgotten else []
     if documents := counters.counts["documents"]:
         parts.append(f"{counted(documents, 'document')} of old epochs or ended pins")
     return "; ".join(parts)

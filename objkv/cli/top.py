@@ -21,14 +21,13 @@ from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
 from objkv.cli.options import time_option
-from objkv.cli.output import Printer, age, counted, plain, size
+from objkv.cli.output import Printer, counted, plain, size
 from objkv.cli.tables import HASH_DIGITS, shortened
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable
 from objkv.ops.top.nodes import NodeRow
-from objkv.ops.top.prefixes import HotPrefix, PrefixLook
 from objkv.ops.top.rates import Flow, ReplicaRow
 from objkv.ops.top.scrape import MetricsSource
 from objkv.ops.top.watch import FleetWatch, View
@@ -64,11 +63,8 @@ _DROPPED_FOR_NOTES: Final[dict[tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 """Columns also omitted if the notes (such as why a replica is down) do not fit otherwise."""
 _NOTES_MIN = 24
-PREFIX_COLUMNS: Final = (
-    "namespace", "root", ">hits", ">hits/s", ">shared", ">stored", ">bytes", ">used",
-)  # fmt: skip
 _HEADINGS = 8
-"""Lines that are neither replicas nor prefixes, besides the summary and problems."""
+"""Lines that are no replicas, besides the summary and problems."""
 
 
 @dataclass(slots=True)
@@ -99,7 +95,7 @@ class Showing:
 def screen(
     view: View | None, showing: Showing, clock: str, size_cells: tuple[int, int]
 ) -> RenderableType:
-    """Return the screen, cut to the terminal's size. Replicas get most of the rows."""
+    """Return the screen, cut to the terminal's size."""
     width, height = size_cells
     head = _head(view, showing, clock)
     if view is None:
@@ -109,8 +105,7 @@ def screen(
     nodes = sorted(view.nodes, key=lambda row: row.state == "up")[: max(0, (room - 4) // 2)]
     room -= len(nodes) + 2 if nodes else 0
     rows = sort_rows(view.rows, showing.sort)
-    replicas = rows[showing.top :][: max(1, min(len(rows), room * 2 // 3))]
-    left = room - len(replicas)
+    replicas = rows[showing.top :][: max(1, min(len(rows), room))]
     parts: list[RenderableType] = [head, _summary(view, width), Text()]
     if rows:
         cells = [replica_cells(row) for row in replicas]
@@ -123,10 +118,6 @@ def screen(
     if nodes:
         cells = [node_cells(row) for row in nodes]
         parts += [_fitted_table(NODE_COLUMNS, cells, width), Text()]
-    if view.prefixes is not None:
-        parts.append(Text(prefix_heading(view.prefixes), style="bold"))
-        shown = view.prefixes.prefixes[: max(0, left)]
-        parts.append(_table(PREFIX_COLUMNS, [prefix_cells(prefix) for prefix in shown]))
     parts += [Text(printable(problem), style="yellow") for problem in view.problems]
     return Group(*parts)
 
@@ -244,26 +235,6 @@ def node_cells(row: NodeRow) -> list[str]:
         f"{row.prefetch_unused:,.0f}",
         ", ".join([*opened, *map(str, row.puts)]),
     ]
-
-
-def prefix_cells(prefix: HotPrefix) -> list[str]:
-    """One prefix's row as text."""
-    return [
-        prefix.namespace,
-        prefix.root.hex(),
-        f"{prefix.hits:,}",
-        "" if prefix.hits_per_s is None else f"{prefix.hits_per_s:.1f}",
-        f"{prefix.shared_tokens:,}",
-        f"{prefix.tokens:,}",
-        size(prefix.nbytes),
-        age(prefix.touched_s) if prefix.touched_s else "never",
-    ]
-
-
-def prefix_heading(found: PrefixLook) -> str:
-    """The heading of the table of prefixes."""
-    more = "" if found.whole else " (the index has more)"
-    return f"hottest prefixes among {found.records:,} chunks{more}"
 
 
 def percent(share: float | None) -> str:
@@ -398,7 +369,7 @@ def top(
         ),
     ] = None,
     no_index: Annotated[
-        bool, typer.Option("--no-index", help="Do not read hot prefixes from the index.")
+        bool, typer.Option("--no-index", help="Do not read stored totals from the index.")
     ] = False,
     every: Annotated[
         float, time_option("Time between updates", "--every", least=0.2, most=3600, shown="2s")
@@ -464,8 +435,6 @@ def _once(out: Printer, watch: FleetWatch, every_s: float, *, look: bool) -> int
             if look:
                 watch.look_now()
             time.sleep(every_s)
-            if look:
-                watch.look_now()
             view = watch.tick()
     finally:
         watch.__exit__(None, None, None)
@@ -492,10 +461,6 @@ def _print(out: Printer, view: View) -> None:
         if view.rows:
             out.line()
         out.table(*_notes_third(NODE_COLUMNS, [node_cells(row) for row in view.nodes]))
-    if view.prefixes is not None and view.prefixes.prefixes:
-        out.line()
-        out.line(prefix_heading(view.prefixes), "bold")
-        out.table(PREFIX_COLUMNS, [prefix_cells(prefix) for prefix in view.prefixes.prefixes])
     for problem in view.problems:
         out.line(problem, "yellow")
 

@@ -3,7 +3,7 @@ threads and the end of the report."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -16,13 +16,10 @@ from objkv.codec.seal import Seal
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.ops.backends_view import (
-    BackendsView,
-    StoredNamespace,
-    expected_payloads,
-    read_namespace,
-)
+from objkv.ops.backends_view import BackendsView, read_namespace
 from objkv.ops.doctor.access import COMMAND_ROLES
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.walk import Places, Walk, find_places, read_view
 from objkv.ops.listing import find_namespace
 from objkv.ops.runs import Counters, Unit, WorkPool
 
@@ -60,9 +57,12 @@ class Upkeep:
         with self.session.out.steps(what) as on_progress:
             self.pool.run(units, on_progress)
 
-    def expected(self) -> dict[str, int]:
-        """Return the expected number of payloads per namespace, for the progress."""
-        return expected_payloads(self.view.index, is_own_index=self.view.is_own_index)
+    def walk(self, inventory: Inventory, *, only_sealed_here: bool = False) -> Walk:
+        """Return the walk that fills ``inventory``. ``only_sealed_here``: see ``_with_keys``."""
+        view = read_view(self.view)
+        with self.session.out.waiting("reading namespaces"):
+            places = find_places(view, self.namespace)
+        return Walk(view, inventory, self._with_keys(places) if only_sealed_here else places)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -72,11 +72,11 @@ class Upkeep:
         except KeyboardInterrupt:
             self.pool.halt("interrupted")
 
-    def with_keys(self, found: dict[str, StoredNamespace]) -> dict[str, StoredNamespace]:
-        """Return the namespaces whose sealing keys are configured here and print a note for each
-        other one. Raises ``ConfigError`` if no namespace remains."""
+    def _with_keys(self, places: Places) -> Places:
+        """Leave out the namespaces whose sealing keys are not configured here, with a note for
+        each. Raises ``ConfigError`` if no namespace remains."""
         left, skipped = {}, dict[str, str]()
-        for name, namespace in found.items():
+        for name, namespace in places.namespaces.items():
             try:
                 self.view.seal_of(namespace)
             except ConfigError as exc:
@@ -87,7 +87,8 @@ class Upkeep:
             raise ConfigError("; ".join(dict.fromkeys(skipped.values())))
         for name, why in skipped.items():
             self.session.out.note(f"{name} is skipped: {why}")
-        return left
+        indexed = [name for name in places.indexed if name not in skipped]
+        return replace(places, namespaces=left, indexed=indexed)
 
     @property
     def counters(self) -> Counters:

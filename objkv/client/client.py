@@ -22,13 +22,13 @@ from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
-from objkv.ops.audit.audit import Audit, audit_options, audit_view, find_places, walk_stages
+from objkv.ops.audit.audit import Audit, audit_options, audit_stages
 from objkv.ops.audit.report import AuditReport
-from objkv.ops.audit.spool import AuditSpool
-from objkv.ops.audit.walk import AuditWalk
 from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import explain_match
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.walk import Walk, find_places, read_view
 from objkv.ops.listing import find_namespace
 from objkv.ops.match import match_prompt
 from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins
@@ -206,7 +206,6 @@ class Client:
         self,
         namespace: str | None = None,
         *,
-        deadline_s: float | None = None,
         on_progress: Callable[[str, int, int | None], None] = lambda stage, done, total: None,
     ) -> AuditReport:
         """Compare the bulk store with the index, and report contents, owners, usage, cost and
@@ -217,14 +216,13 @@ class Client:
 
         Args:
             namespace: as for ``match``.
-            deadline_s: start no new work after this time; ``ending`` is then ``deadline``.
             on_progress: called with a stage's name, the number of its items that were begun, and
                 the expected number of all, or None if it is unknown.
         """
         backends, config = self._backends, self._config
         from objkv import __version__  # late: objkv itself offers this module
 
-        view = audit_view(
+        view = read_view(
             BackendsView.of(
                 config,
                 (backends.bulk, backends.hot),
@@ -232,21 +230,20 @@ class Client:
                 backends.admin,
                 command="audit",
                 seal_of=open_seals(config),
-            ),
-            partial(read_lifecycle, config),
+            )
         )
-        with closing(AuditSpool()) as spool:
-            walk = AuditWalk(view, spool, _WORKERS)
+        with closing(Inventory()) as inventory:
             only = None
             if namespace is not None:
                 only = find_namespace(view.bulk, view.index, namespace)
-            places = find_places(view, only)
-            pool = WorkPool(workers=_WORKERS, deadline_s=deadline_s)
-            for stage, units in walk_stages(walk, places):
+            walk = Walk(view, inventory, find_places(view, only), _WORKERS)
+            pool = WorkPool(workers=_WORKERS)
+            for stage, units in audit_stages(walk):
                 pool.run(units, partial(on_progress, stage))
-            assert pool.ending != "limit"
+            if pool.ending != "complete":
+                raise KeyboardInterrupt
             options = audit_options(config, __version__)
-            return Audit(view, spool, places, options).report(pool.ending, walk.problems)
+            return Audit(walk, options, partial(read_lifecycle, config)).report()
 
     def pin(
         self,

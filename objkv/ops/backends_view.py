@@ -43,8 +43,7 @@ _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 HANDOFF_LAYOUT = "handoff-1"
 """Page layout of namespaces for prompts in transfer between engines, which have no chunks."""
-_DOCUMENT_BYTES_MAX = 4 << 20
-"""Longest identity document."""
+_TEXT_MAX = 200
 _NO_TOTALS: Final[Mapping[str, int]] = {}
 
 
@@ -109,6 +108,12 @@ class StoredNamespace:
     """How its payloads are sealed: ``signed``, ``encrypted``."""
     is_old_format: bool = False
     """Whether its payloads have a format that is not read any more."""
+    model: str | None = None
+    """As the next two, untrusted; None if the document is unreadable or has none."""
+    kv_dtype: str | None = None
+    chunk_tokens: int | None = None
+    problem: str | None = None
+    """What is wrong with the document, in a sentence."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -131,7 +136,8 @@ class StoredPayload:
     """A payload and the record of its chunk."""
 
     key: ChunkKey
-    entry: Entry
+    entry: Entry | None
+    """None if only the index has it."""
     record: Record | None
     """None also if the bulk store is its own index."""
 
@@ -143,22 +149,46 @@ class StoredPayload:
 
 def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
     """Read the namespace ``name`` from its identity document."""
-    document = bulk.get_range(identity_path(name), 0, _DOCUMENT_BYTES_MAX)
-    if document is None or sha256(document).hexdigest()[:NAMESPACE_HEX] != name:
-        return StoredNamespace(name, is_known=False)
+    try:
+        document = identity_document(bulk, name)
+    except PayloadError as exc:
+        return StoredNamespace(name, is_known=False, problem=str(exc))
+    if document is None:
+        return StoredNamespace(name, is_known=False, problem="no identity document")
+    damaged = StoredNamespace(
+        name, False, problem="its identity document is damaged or of another namespace"
+    )
+    if sha256(document).hexdigest()[:NAMESPACE_HEX] != name:
+        return damaged
     try:
         values = json.loads(document)
         epoch, tenant = values.pop("weights_epoch"), values["tenant"]
         if type(epoch) is not int or type(tenant) is not str:
-            return StoredNamespace(name, is_known=False)
+            return damaged
         is_chunks = values.get("hash") == HASH_SCHEME
-        has_chunks = is_chunks and values.get("page_layout") != HANDOFF_LAYOUT
-        seals = seals_of(values.get("extra"))
-        is_old = values["format"] < FORMAT
-        rest = canonical_json(values)
-        return StoredNamespace(name, True, tenant, epoch, rest, has_chunks, seals, is_old)
+        return StoredNamespace(
+            name,
+            is_known=True,
+            tenant=tenant,
+            weights_epoch=epoch,
+            rest=canonical_json(values),
+            has_chunks=is_chunks and values.get("page_layout") != HANDOFF_LAYOUT,
+            seals=seals_of(values.get("extra")),
+            is_old_format=values["format"] < FORMAT,
+            model=_text(values.get("model")),
+            kv_dtype=_text(values.get("kv_dtype")),
+            chunk_tokens=_number(values.get("chunk_tokens")),
+        )
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
-        return StoredNamespace(name, is_known=False)
+        return damaged
+
+
+def _text(value: object) -> str | None:
+    return value[:_TEXT_MAX] if isinstance(value, str) else None
+
+
+def _number(value: object) -> int | None:
+    return value if type(value) is int and 0 < value < 1 << 40 else None
 
 
 def stored_namespaces(bulk: ReadStore) -> list[str]:
@@ -193,32 +223,15 @@ def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[Chunk
             yield None, entry
 
 
-def stored_payloads(
-    view: BackendsView, part: NamespacePart, *, other: Callable[[Entry], None] = lambda entry: None
-) -> Iterator[list[StoredPayload]]:
-    """Yield the payloads in ``part`` with their records, a few hundred at a time.
-
-    ``other`` is called with entries that are not payloads. About 1 KiB of memory per payload.
-    """
-    batch: list[tuple[ChunkKey, Entry]] = []
-    for key, entry in stored_entries(view.bulk, part):
-        if key is None:
-            other(entry)
-            continue
-        batch.append((key, entry))
-        if len(batch) == CHUNKS_AT_ONCE:
-            yield _with_records(view, batch)
-            batch = []
-    if batch:
-        yield _with_records(view, batch)
-
-
-def _with_records(view: BackendsView, batch: list[tuple[ChunkKey, Entry]]) -> list[StoredPayload]:
+def with_records(
+    view: BackendsView, namespace: str, payloads: Sequence[tuple[ChunkKey, Entry | None]]
+) -> list[StoredPayload]:
+    """Return these payloads of one namespace with their records of now, in one round trip."""
     if view.is_own_index:
-        return [StoredPayload(key, entry, None) for key, entry in batch]
-    hashes = list(dict.fromkeys(key.prefix_hash for key, _ in batch))
-    found = dict(zip(hashes, view.index.lookup(batch[0][0].namespace, hashes), strict=True))
-    return [StoredPayload(key, entry, found[key.prefix_hash]) for key, entry in batch]
+        return [StoredPayload(key, entry, None) for key, entry in payloads]
+    hashes = list(dict.fromkeys(key.prefix_hash for key, _ in payloads))
+    found = dict(zip(hashes, view.index.lookup(namespace, hashes), strict=True))
+    return [StoredPayload(key, entry, found[key.prefix_hash]) for key, entry in payloads]
 
 
 def recorded(index: ReadIndex, key: ChunkKey) -> tuple[Record | None, ShardRecord | None]:

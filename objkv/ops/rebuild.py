@@ -8,25 +8,28 @@ run at the same time.
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
+from typing import Final
 
 from objkv.cache.chunks import shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
-from objkv.index.base import Record, ShardRecord, Usage
+from objkv.index.base import Record, ShardRecord
 from objkv.index.guarded import for_operators
 from objkv.ops.backends_view import (
     BackendsView,
-    NamespacePart,
     StoredNamespace,
     StoredPayload,
     publish_payload,
     recorded,
-    stored_payloads,
+    with_records,
 )
-from objkv.ops.runs import Check, Counters, Unit
+from objkv.ops.inventory.file import Inventory, Slice
+from objkv.ops.runs import Check, Counters, Unit, count_exactly
 
+_PAYLOADS: Final = "nbytes IS NOT NULL"
 HOT_ASK_BYTES_MAX = 1 << 20
 """Larger payloads are not searched in the hot store."""
 
@@ -44,74 +47,73 @@ class Rebuild:
         self._clock = clock
 
     def parts(
-        self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
+        self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (wrong records),
-        ``present``, ``written`` (by others meanwhile) and ``other`` (not payloads). Findings are
-        ``unreadable`` and ``foreign`` (claiming another key)."""
-        for part in parts:
+        ``present`` and ``written`` (by others meanwhile). Findings are ``corrupt``: unreadable, or
+        claiming another key."""
+        for part in inventory.slices(_PAYLOADS):
             seal = self._view.seal_of(namespaces[part.namespace])
-            work = self._part_work(part, seal)
-            yield Unit(work, items=part.payloads)
+            yield Unit(self._part_work(inventory, part, seal), items=part.number)
 
     def lost(
-        self, parts: list[NamespacePart], namespaces: Mapping[str, StoredNamespace]
+        self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace]
     ) -> Iterator[Unit]:
         """Restore records missing again although their part is done: the index may have lost them
         during this run. Counts only ``restored``, a second time. Reads no
         headers of payloads with a record."""
-        for part in parts if self._apply else ():
+        for part in inventory.slices(_PAYLOADS) if self._apply else ():
             seal = self._view.seal_of(namespaces[part.namespace])
-            work = self._lost_work(part, seal)
-            yield Unit(work, items=part.payloads)
+            yield Unit(self._lost_work(inventory, part, seal), items=part.number)
 
     def namespaces(self, namespaces: Iterable[str]) -> Iterator[Unit]:
         """Restore pins and totals. Counts ``pins``."""
         for name in namespaces if self._apply else ():
-            yield Unit(self._namespace_work(name))
+            yield count_exactly(self._view, name, self._clock)
+            yield Unit(partial(self._restore_pins, name))
 
     def _part_work(
-        self, part: NamespacePart, seal: Seal | None
+        self, inventory: Inventory, part: Slice, seal: Seal | None
     ) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
-            def other(_: object) -> None:
-                counters.count("other")
-
-            batches = stored_payloads(self._view, part, other=other)
-            for batch in batches:
-                for stored in batch:
-                    check()
-                    self._restore(stored, seal, counters)
+            for stored in self._stored(inventory, part):
+                check()
+                self._restore(stored, seal, counters)
 
         return work
 
     def _lost_work(
-        self, part: NamespacePart, seal: Seal | None
+        self, inventory: Inventory, part: Slice, seal: Seal | None
     ) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
-            for batch in stored_payloads(self._view, part):
-                for stored in batch:
-                    check()
-                    if stored.shard is None:
-                        found = Counters()  # other counts and findings were reported already
-                        self._restore(stored, seal, found)
-                        counters.counts["restored"] += found.counts["restored"]
-                        counters.nbytes["restored"] += found.nbytes["restored"]
+            for stored in self._stored(inventory, part):
+                check()
+                if stored.shard is None:
+                    found = Counters()  # other counts and findings were reported already
+                    self._restore(stored, seal, found)
+                    counters.counts["restored"] += found.counts["restored"]
+                    counters.nbytes["restored"] += found.nbytes["restored"]
 
         return work
 
+    def _stored(self, inventory: Inventory, part: Slice) -> Iterator[StoredPayload]:
+        for items in inventory.items(part, _PAYLOADS):
+            found = [(one.key, one.entry) for one in items]
+            yield from with_records(self._view, part.namespace, found)
+
     def _restore(self, stored: StoredPayload, seal: Seal | None, counters: Counters) -> None:
         entry, known = stored.entry, stored.shard
+        assert entry is not None
         try:
             header = stored_header(self._view.bulk, entry, seal)
         except PayloadError as exc:
-            counters.find("unreadable", entry.key, entry.nbytes, str(exc))
+            counters.find("corrupt", entry.key, entry.nbytes, str(exc))
             return
         if header is None:  # deleted meanwhile
             return
         if header.claim.key != stored.key:
             claimed = f"claims to be {header.claim.key.path()}"
-            counters.find("foreign", entry.key, entry.nbytes, claimed)
+            counters.find("corrupt", entry.key, entry.nbytes, claimed)
             return
         if known is not None and is_same(known, header) and is_chunk_same(stored.record, header):
             counters.count("present", entry.nbytes)
@@ -130,6 +132,7 @@ class Rebuild:
             # Both may have changed since they were read; under the lease they stay unchanged.
             if recorded(view.index, key)[1] != stored.shard:
                 return False
+            assert stored.entry is not None
             now = stored_header(view.bulk, stored.entry, seal)
             if now is None or now.checksum != header.checksum:
                 return False
@@ -145,20 +148,7 @@ class Rebuild:
         copy = hot.head(header.claim.key.path())
         return copy is not None and copy.nbytes == header.nbytes
 
-    def _namespace_work(self, name: str) -> Callable[[Counters, Check], None]:
-        view = self._view
-
-        def work(counters: Counters, check: Check) -> None:
-            nbytes = payloads = 0
-            for record in view.index.scan(name):
-                check()
-                nbytes, payloads = nbytes + record.nbytes, payloads + len(record.shards)
-            for_operators(view.admin).set_usage(Usage(name, nbytes, payloads, int(self._clock())))
-            self._restore_pins(name, counters)
-
-        return work
-
-    def _restore_pins(self, namespace: str, counters: Counters) -> None:
+    def _restore_pins(self, namespace: str, counters: Counters, check: Check) -> None:
         now_s = self._clock()
         for prefix_hash, until_s in read_pins(self._view.bulk, namespace).items():
             if until_s > now_s and for_operators(self._view.admin).pin(

@@ -8,8 +8,12 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Event, Lock
-from time import monotonic
+from time import monotonic, time
 from typing import Literal, Protocol
+
+from objkv.index.base import Usage
+from objkv.index.guarded import for_operators
+from objkv.ops.backends_view import BackendsView
 
 FINDINGS_MAX = 10_000
 
@@ -210,3 +214,16 @@ class WorkPool:
         finally:
             with self._lock:
                 self.counters.add(found)
+
+
+def count_exactly(view: BackendsView, name: str, clock: Callable[[], float] = time) -> Unit:
+    """Return the unit that counts the records of a namespace and sets its totals."""
+
+    def work(counters: Counters, check: Check) -> None:
+        nbytes = payloads = 0
+        for record in view.index.scan(name):
+            check()
+            nbytes, payloads = nbytes + record.nbytes, payloads + len(record.shards)
+        for_operators(view.admin).set_usage(Usage(name, nbytes, payloads, int(clock())))
+
+    return Unit(work)

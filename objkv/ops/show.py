@@ -113,7 +113,7 @@ def choose_chunk(found: Collection[tuple[str, bytes]], beginning: str) -> tuple[
 
 
 def promised_payloads(index: ReadIndex, namespace: str, prefix_hash: bytes) -> list[ChunkKey]:
-    """Return the payloads in the chunk's record; some may be ghosts."""
+    """Return the payloads in the chunk's record; some may be missing."""
     [record] = index.lookup(namespace, [prefix_hash])
     return [] if record is None else list(record_keys(namespace, record))
 

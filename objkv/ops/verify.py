@@ -10,10 +10,9 @@ checked again, and an entry is deleted only if it is unchanged.
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import islice
 from threading import Lock
+from typing import Final
 
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError, StoreError
@@ -22,87 +21,44 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     QUARANTINE,
     BackendsView,
-    NamespacePart,
     StoredNamespace,
-    looks,
     publish_payload,
-    record_keys,
-    stored_entries,
-    stored_payloads,
 )
+from objkv.ops.inventory.file import Inventory, Slice
 from objkv.ops.retrying import once, pauses
 from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
 
-LISTED_MAX = 2_000
-
-
-@dataclass(frozen=True, slots=True)
-class VerifySample:
-    """A random sample of payloads."""
-
-    keys: list[ChunkKey]
-    chosen_of: int
-    """The approximate number it was chosen from: a scan of a changing index may repeat keys."""
+RECORDED: Final = "recorded IS NOT NULL"
+"""What is verified, unless the store is its own index: then all payloads are."""
+PAYLOADS: Final = "nbytes IS NOT NULL"
+_SAMPLE = """
+SELECT n.name, f.hash, f.field FROM (
+  SELECT ns, hash, field, row_number() OVER () AS number FROM temp.found WHERE {where}) f
+JOIN temp.chosen USING (number) JOIN main.namespaces n ON n.id = f.ns
+"""
 
 
 def choose_sample(
-    view: BackendsView,
-    names: Sequence[str],
-    parts: Sequence[NamespacePart],
-    *,
-    size: int,
-    seed: int | None,
-) -> VerifySample:
-    """Return ``size`` payloads, chosen uniformly at random. Scans all records (or all entries if
-    the folder is its own index) and keeps no more keys than it returns."""
-    chance, chosen = random.Random(seed), list[ChunkKey]()  # noqa: S311  # not a secret
-    number = -1
-    for number, key in enumerate(_every_key(view, names, parts)):
-        if len(chosen) < size:
-            chosen.append(key)
-        elif (place := chance.randrange(number + 1)) < size:
-            chosen[place] = key
-    return VerifySample(list(dict.fromkeys(chosen)), number + 1)
-
-
-def unindexed(view: BackendsView, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
-    """Count about ``LISTED_MAX`` payloads as ``listed``, and those without a record as
-    ``unindexed``: a sample of records never contains them."""
-
-    def work(counters: Counters, check: Check) -> None:
-        for part in parts:
-            for batch in stored_payloads(view, part):
-                check(len(batch))
-                for stored in batch:
-                    counters.count("listed")
-                    if stored.shard is None:
-                        counters.count("unindexed", stored.entry.nbytes)
-                if counters.counts["listed"] >= LISTED_MAX:
-                    return
-
-    if not view.is_own_index:
-        yield Unit(work)
-
-
-def _every_key(
-    view: BackendsView, names: Sequence[str], parts: Sequence[NamespacePart]
-) -> Iterator[ChunkKey]:
-    if view.is_own_index:
-        for part in parts:
-            yield from (key for key, _ in stored_entries(view.bulk, part) if key is not None)
-        return
-    for name in names:
-        for record in view.index.scan(name):
-            yield from record_keys(name, record)
+    inventory: Inventory, where: str, *, size: int, seed: int | None
+) -> tuple[list[ChunkKey], int]:
+    """Return ``size`` payloads for which ``where`` holds, chosen uniformly at random, and the
+    number that they were chosen from."""
+    every = inventory.count(where)
+    chance = random.Random(seed)  # noqa: S311  # not a secret
+    inventory.run("DROP TABLE IF EXISTS temp.chosen")
+    inventory.run("CREATE TEMP TABLE chosen (number INTEGER PRIMARY KEY)")
+    for number in chance.sample(range(1, every + 1), min(size, every)):
+        inventory.run("INSERT INTO temp.chosen VALUES (?)", (number,))
+    rows = inventory.some(_SAMPLE.format(where=where))
+    return [ChunkKey.of(*row) for row in rows], every
 
 
 COPY_BYTES_MAX = 1 << 30
 """Larger entries are deleted without a copy: no payload is that large."""
 MOST_AT_LEAST = 20
 """The minimum number of bad payloads before they can count as most of them."""
-_RECORDS_AT_ONCE = 250
 _FINDINGS_AT_ONCE = 100
 _NO_NAMESPACE = StoredNamespace("", is_known=False)
 
@@ -129,8 +85,8 @@ class _Share:
 
 
 class Verify:
-    """Makes the units of work of ``objkv verify``. They count the verdicts ``ok``, ``unindexed``
-    and ``changed``; every other verdict is a finding. ``settle`` also counts ``quarantined``,
+    """Makes the units of work of ``objkv verify``. They count the verdicts ``ok`` and
+    ``changed``; every other verdict is a finding. ``settle`` also counts ``quarantined``,
     ``forgotten`` and ``mended`` (repaired)."""
 
     def __init__(
@@ -140,34 +96,28 @@ class Verify:
         *,
         quarantine: bool,
         budget: Budget,
-        workers: int,
         force: bool = False,
     ) -> None:
-        """``workers``: concurrent HEAD requests of a unit of ``missing``. ``force``: quarantine
-        even if most payloads are bad."""
+        """``force``: quarantine even if most payloads are bad."""
         self._view = view
         self._namespaces = namespaces
         self._quarantine = quarantine
         self._budget = budget
         self._checker = Checker(view, budget)
-        self._workers = workers
         self._force = force
         self._lock = Lock()
         self._payloads, self._records = _Share(), _Share()
         self.refusal: str | None = None
         """Why bad payloads must not be quarantined without ``force``; None if they may be."""
 
-    def parts(self, parts: Sequence[NamespacePart]) -> Iterator[Unit]:
-        """Check every indexed payload; every payload if the folder is its own index."""
+    def parts(self, inventory: Inventory, parts: Sequence[Slice], where: str) -> Iterator[Unit]:
+        """Check the payloads of ``parts`` for which ``where`` holds."""
         for part in parts:
-            yield Unit(self._part_work(part), items=part.payloads)
+            yield Unit(self._part_work(inventory, part, where), items=part.number)
 
-    def missing(self, names: Sequence[str], totals: Mapping[str, int]) -> Iterator[Unit]:
-        """Find the records of these namespaces whose payloads are gone. ``totals``: the expected
-        number of payloads per namespace."""
-        for name in names:
-            items = totals.get(name, 0)
-            yield Unit(self._missing_work(name), items=items)
+    def refuse_missing(self, records: int, missing: int) -> None:
+        """Raise ``ConfigError``, or note why, if most of the records have no payload."""
+        self._judge_all(self._records, records, missing, "they are missing")
 
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
         """Check the payloads of these keys."""
@@ -215,38 +165,22 @@ class Verify:
 
         return work
 
-    def _part_work(self, part: NamespacePart) -> Callable[[Counters, Check], None]:
+    def _part_work(
+        self, inventory: Inventory, part: Slice, where: str
+    ) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
-            for batch in stored_payloads(self._view, part):
-                for stored in batch:
+            for items in inventory.items(part, where):
+                for one in items:
                     check()
-                    if stored.shard is None and not self._view.is_own_index:
-                        counters.count("unindexed", stored.entry.nbytes)
-                    else:
-                        self._verify(stored.key, counters)
+                    self._verify(one.key, counters, is_listed=one.entry is not None)
 
         return work
 
-    def _missing_work(self, name: str) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            bulk = self._view.bulk
-            records = self._view.index.scan(name)
-            with ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-heads") as pool:
-                while batch := list(islice(records, _RECORDS_AT_ONCE)):
-                    keys = [key for record in batch for key in record_keys(name, record)]
-                    check(len(keys))
-                    found = looks(bulk, pool, keys, at_once=self._workers)
-                    gone = [key for key, one in zip(keys, found, strict=True) if one is None]
-                    self._judge_all(self._records, len(keys), len(gone), "they are missing")
-                    for key in gone:
-                        self._tell(key, self._checker.check(key, self._seal(key))[0], counters)
-
-        return work
-
-    def _verify(self, key: ChunkKey, counters: Counters) -> None:
+    def _verify(self, key: ChunkKey, counters: Counters, *, is_listed: bool = True) -> None:
         checked, _ = self._checker.check(key, self._seal(key))
-        is_wrong = checked.verdict in ("corrupt", "foreign", "missing")
-        self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
+        if is_listed:
+            is_wrong = checked.verdict in ("corrupt", "missing")
+            self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
         if checked.verdict != "changed":
             counters.count(f"seen {key.namespace}")
         if checked.is_of_other_keys:

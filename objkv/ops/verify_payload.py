@@ -18,8 +18,8 @@ from objkv.ops.backends_view import BackendsView, recorded
 from objkv.ops.rebuild import is_chunk_same, is_same
 from objkv.stores.base import Entry
 
-Verdict = Literal["ok", "missing", "corrupt", "foreign", "mismatch", "hot", "changed"]
-"""``foreign``: belongs to another key. ``mismatch``: the payload is right but differs from its
+Verdict = Literal["ok", "missing", "corrupt", "mismatch", "hot", "changed"]
+"""``mismatch``: the payload is right but differs from its
 record. ``hot``: the copy in the hot store differs. ``changed``: no longer stored."""
 
 LARGE_BYTES = 64 << 20
@@ -123,7 +123,7 @@ class Checker:
                     return Checked("changed", 0)
                 header = self.read(payload, seal)
                 if header.claim.key != key:
-                    return Checked("foreign", nbytes, f"claims to be {header.claim.key.path()}")
+                    return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
                 if record is None:
                     return Checked("ok", nbytes, header=header)
                 if not is_same(record.shards[key.field], header) or not is_chunk_same(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from objkv.cache.switch import SWITCH_PATH, AdmissionSwitch
-from objkv.ops.audit.findings import foreign_folders
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Machine, Run
 from tests.support.samples import NAMESPACE, TOKENS
@@ -68,11 +67,11 @@ def test_an_explained_match_names_the_order(machine: Machine, run: Run) -> None:
     assert "nothing is loaded now: admission is never" in ran.out
 
 
-def test_neither_an_audit_nor_a_sweep_takes_the_order_for_a_stranger(
-    machine: Machine, run: Run
-) -> None:
+def test_neither_an_audit_nor_a_sweep_calls_the_order_foreign(machine: Machine, run: Run) -> None:
     machine.fill()
     run("admission", "never")
-    assert foreign_folders(machine.bulk.folders(""), [NAMESPACE]) == []
+    assert not any(
+        "not created by objkv" in one for one in run("audit", "--json").document["problems"]
+    )
     assert run("sweep", "--apply", "--force", "--grace", "0").code == 0
     assert followed(machine) == "never"

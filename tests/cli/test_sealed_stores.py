@@ -81,7 +81,7 @@ def test_each_namespace_is_verified_as_it_is_sealed(
     assert "signature" in str(finding)
     machine.index.drop(SEALED.namespace(), keys["sealed"].prefix_hash)
     rebuilt = run("rebuild", "--apply", "--json").document
-    assert (rebuilt["restored"], rebuilt["unreadable"]) == (0, 1)
+    assert (rebuilt["restored"], rebuilt["corrupt"]) == (0, 1)
 
 
 def test_without_keys_what_is_sealed_is_left_alone(

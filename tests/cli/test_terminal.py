@@ -75,7 +75,9 @@ def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
     run: Run, ends: Backends, machine: Machine, home: Path
 ) -> None:
     whole, *_ = machine.fill()
-    DamagedStore(ends).plant(Defects(good=20, frame=2, header=1, orphan=3, ghost=2, stranger=2))
+    DamagedStore(ends).plant(
+        Defects(good=20, frame=2, header=1, orphan=3, missing=2, unidentified=2)
+    )
     prompt = home / "prompt.json"
     prompt.write_text(json.dumps(TOKENS))
     [leaf] = [one["leaf"] for one in run("ls", NAMESPACE, "--json").document["prefixes"]][:1]

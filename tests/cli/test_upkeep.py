@@ -46,7 +46,7 @@ def test_a_folder_that_is_its_own_index_is_verified_and_swept(run: Run, tmp_path
         planted = DamagedStore(ends).plant(
             Defects(good=10, header=1, frame=1, short=1, foreign=1, old_epoch=2)
         )
-        wrong = planted_as(planted, corrupt=("header", "frame", "short"), foreign=("foreign",))
+        wrong = planted_as(planted, corrupt=("header", "frame", "short", "foreign"))
         for options in (("--all",), ("--sample", "50")):
             assert found(run("verify", "--json", *options, *urls).document) == wrong
         old = {"old_epoch": planted["old_epoch"]}
@@ -173,8 +173,8 @@ def test_no_more_is_removed_than_the_limit_says(run: Run, ends: Backends) -> Non
 
 
 def test_only_the_categories_that_were_named_are_swept(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, ghost=2, old_epoch=2))
-    run("sweep", "--apply", "--grace", "0", "--only", "ghost", "--only", "old_epoch")
+    planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, missing=2, old_epoch=2))
+    run("sweep", "--apply", "--grace", "0", "--only", "missing", "--only", "old_epoch")
     left = found(run("sweep", "--grace", "0", "--json").document)
     assert left == {"orphan": planted["orphan"]}
 
@@ -227,7 +227,7 @@ def test_an_index_that_is_lost_while_it_is_rebuilt_is_rebuilt_all_the_same(
         assert first.code == 2
         wipe(ends)
         again = run("rebuild", "--apply", "--workers", "1", "--json")
-        assert again.document["unreadable"] == 1
+        assert again.document["corrupt"] == 1
     left_over = records(ends, NAMESPACE)
     assert len(before) - len(left_over) <= 1  # the one with an unreadable header
     assert all(left_over[key].shards == before[key].shards for key in left_over)
@@ -311,7 +311,7 @@ def test_an_index_that_knows_little_is_no_fine_one(
 
 
 def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, stranger=6, old_epoch=1))
+    planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, unidentified=6, old_epoch=1))
     other = replace(IDENTITY, tenant="other")
     ends.bulk.put(identity_path(other.namespace()), other.canonical())
     for path in planted["good"][:5]:  # whole payloads that the index does not know
@@ -320,9 +320,9 @@ def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Ba
         ends.bulk.put(path.replace(NAMESPACE, other.namespace()), payload)
     look = run("sweep", "--grace", "0", "--json")
     assert (look.code, len(look.document["doubts"])) == (1, 1)
-    swept = run("sweep", "--apply", "--strangers", "--grace", "0", "--json")
+    swept = run("sweep", "--apply", "--unidentified", "--grace", "0", "--json")
     assert found(swept.document) == {
-        kind: planted[kind] for kind in ("orphan", "stranger", "old_epoch")
+        kind: planted[kind] for kind in ("orphan", "unidentified", "old_epoch")
     }
     assert (swept.code, swept.document["removed"], swept.document["kept"]["doubted"]) == (1, 9, 5)
     assert swept.document["doubts"][0]["namespace"] == other.namespace()
@@ -331,12 +331,12 @@ def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Ba
     assert (forced.code, forced.document["removed"]) == (0, 5)
 
 
-def test_strangers_alone_are_seen_and_swept_when_named(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=4, stranger=30))
+def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=4, unidentified=30))
     assert found(run("sweep", "--grace", "0", "--json").document) == {
-        "stranger": planted["stranger"]
+        "unidentified": planted["unidentified"]
     }
-    swept = run("sweep", "--apply", "--only", "stranger", "--grace", "0", "--json")
+    swept = run("sweep", "--apply", "--only", "unidentified", "--grace", "0", "--json")
     assert (swept.code, swept.document["removed"]) == (0, 30)
 
 
@@ -354,10 +354,10 @@ def advice(report: Any) -> dict[str, list[list[str]]]:
 @pytest.mark.parametrize(
     "defects",
     [
-        Defects(good=8, orphan=2, ghost=2, old_epoch=2, stranger=9, short=1, empty=1),
-        Defects(good=0, orphan=3, stranger=2),
-        Defects(good=0, ghost=5),
-        Defects(good=0, stranger=3),
+        Defects(good=8, orphan=2, missing=2, old_epoch=2, unidentified=9, short=1, empty=1),
+        Defects(good=0, orphan=3, unidentified=2),
+        Defects(good=0, missing=5),
+        Defects(good=0, unidentified=3),
     ],
 )
 def test_the_advice_of_an_audit_fixes_what_it_is_about(
@@ -365,7 +365,7 @@ def test_the_advice_of_an_audit_fixes_what_it_is_about(
 ) -> None:
     DamagedStore(ends).plant(defects)
     monkeypatch.setenv("OBJKV_SWEEP_GRACE_S", "0")
-    for _ in range(4):  # what verify quarantines is a leftover afterwards
+    for _ in range(4):  # what verify quarantines is found afterwards
         every = advice(run("audit", "--json").document)
         if not every:
             break
@@ -375,7 +375,7 @@ def test_the_advice_of_an_audit_fixes_what_it_is_about(
         assert ran.code in (0, 1), ran.err
         assert kind not in advice(run("audit", "--json").document), ran.out
     else:
-        assert set(advice(run("audit", "--json").document)) <= {"old_epoch", "leftover"}
+        assert set(advice(run("audit", "--json").document)) <= {"old_epoch", "quarantined"}
 
 
 @pytest.mark.slow

@@ -229,7 +229,7 @@ class SharedClientContract(ClientContract):
     ) -> None:
         stages: list[str] = []
         report = client.audit(on_progress=lambda stage, done, total: stages.append(stage))
-        assert (report.ending, report.totals.chunks) == ("complete", 3)
+        assert report.totals.chunks == 3
         assert [one.model for one in report.namespaces] == ["acme/tiny"]
         assert report.problems == client.audit("acme/tiny").problems
         assert stages

@@ -55,9 +55,9 @@ class Defects:
 
     good: int = _planted(64, "Intact payloads with a record.")
     orphan: int = _planted(0, "Payloads without a record.")
-    ghost: int = _planted(0, "Records without a payload.")
+    missing: int = _planted(0, "Records without a payload.")
     old_epoch: int = _planted(0, "Payloads of the same model's previous epoch.")
-    stranger: int = _planted(0, "Payloads of a namespace without an identity document.")
+    unidentified: int = _planted(0, "Payloads of a namespace without an identity document.")
     header: int = _planted(0, "Payloads with a flipped bit in the header.")
     frame: int = _planted(0, "Payloads with a flipped bit in a frame.")
     short: int = _planted(0, "Payloads whose last byte is missing.")
@@ -117,7 +117,7 @@ class DamagedStore:
         namespace = self._identity.namespace()
         if kind == "old_epoch":
             namespace = old.namespace()
-        if kind == "stranger":
+        if kind == "unidentified":
             namespace = "5" * 32
         chunk, tokens = self._next(namespace)
         key = ChunkKey(namespace, chunk.prefix_hash, 0, SHARDS[self._made % len(SHARDS)])
@@ -130,14 +130,14 @@ class DamagedStore:
         if kind == "foreign":
             other = ChunkKey(namespace, bytes(20), 0, key.shard)
             payload = make_payload(other, chunk, tokens, codec="none", seal=self._seal)
-        if kind != "ghost":
+        if kind != "missing":
             self._ends.bulk.put_if_absent(key.path(), payload)
         if kind == "mismatch":
             record = replace(record, header_checksum="0" * 32)
         if kind == "hot" and self._ends.hot is not None:
             self._ends.hot.put(key.path(), _flipped(payload, len(payload) - 1))
             record = replace(record, hot=True)
-        if kind not in ("orphan", "stranger"):
+        if kind not in ("orphan", "unidentified"):
             self._ends.index.publish(chunk, {key.field: record}, ttl_s=self._ttl_s)
         return key.path()
 

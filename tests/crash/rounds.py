@@ -41,7 +41,7 @@ class Seen:
     """By scenario, how many there were to be killed at."""
     hit: Counter[str] = field(default_factory=Counter)
     """By scenario, kills at one of them: no step comes again before each has been hit once."""
-    ghosts: int = 0
+    missing: int = 0
     """Records of payloads that are gone."""
     orphans: int = 0
     leftovers: int = 0
@@ -63,7 +63,7 @@ class Rounds:
         self._wanted: list[Save] = []
         self._promised: set[str] = set()
         """Payloads that were saved before anything was killed."""
-        self._ghosts_planted = 0
+        self._missing_planted = 0
         self.seen = Seen()
         self._took_s = 0.05
 
@@ -75,7 +75,7 @@ class Rounds:
         scenario = self._random.choices(scenarios, [SCENARIOS[one] for one in scenarios])[0]
         self.seen.rounds[scenario] += 1
         self._place.wipe()
-        self._wanted, self._promised, self._ghosts_planted = [], set(), 0
+        self._wanted, self._promised, self._missing_planted = [], set(), 0
         lost = getattr(self, f"_{scenario}")()
         time.sleep(LEASE_MS / 1000)  # what the killed process held ends by itself
         self._settle(lost or "")
@@ -118,7 +118,7 @@ class Rounds:
         if self._place.config.index_url != "bulk:":
             self._place.used.admin.drop(NAMESPACE, wanted[0].key.prefix_hash)
             self._place.used.bulk.delete(wanted[1].key.path())
-            self._ghosts_planted = 1
+            self._missing_planted = 1
             wanted = wanted[2:]
         self._promised = {save.key.path() for save in wanted}
         self._step_kill("sweep", lambda: sweep_all(self._place.view_of(self._place.fresh)).counts)
@@ -190,9 +190,9 @@ class Rounds:
         view = self._place.view
         verified = verify_all(view)
         _demand(verified, WRONG, "verify")
-        self.seen.ghosts += verified.counts["missing"]
+        self.seen.missing += verified.counts["missing"]
         # A record is written last, and no server here loses payloads that it acknowledged.
-        if verified.counts["missing"] > self._ghosts_planted:
+        if verified.counts["missing"] > self._missing_planted:
             raise Violation(f"records without payloads: {verified.findings}")
         records = _records(self._place)
         if lost != "index" and (gone := self._promised - _payloads(records)):
@@ -224,7 +224,7 @@ class Rounds:
     def _what_is_stored_is_found_again(self) -> None:
         """An index that lost what it had: every payload of the bucket is indexed again."""
         restored = rebuild_all(self._place.view)
-        _demand(restored, ("unreadable", "foreign"), "rebuild after a loss")
+        _demand(restored, ("corrupt",), "rebuild after a loss")
         stored = {e.key for e in self._place.used.bulk.scan("") if e.key.endswith(".safetensors")}
         if stored != _payloads(_records(self._place)):
             raise Violation(f"not indexed again: {sorted(stored)}")
@@ -247,7 +247,7 @@ class Rounds:
         for prefix_hash in before:
             self._place.used.admin.drop(NAMESPACE, prefix_hash)
         restored = rebuild_all(self._place.view)
-        _demand(restored, ("unreadable", "foreign", "written"), "rebuild")
+        _demand(restored, ("corrupt", "written"), "rebuild")
         if _records(self._place) != before:
             raise Violation(f"rebuilt {_records(self._place)}, was {before}")
         self.seen.restored += restored.counts["restored"]

@@ -65,7 +65,7 @@ def table(seen: list[tuple[str, Seen]]) -> str:
     """Markdown, a row for each place."""
     head = (
         "place", "rounds", "kills", "at distinct calls", "steps hit, of save, sweep, rebuild",
-        "indexed, read, right", "ghosts", "orphans swept", "leftovers swept", "records rebuilt",
+        "indexed, read, right", "missing", "orphans swept", "leftovers swept", "records rebuilt",
     )  # fmt: skip
     rows = [head, ("---",) * len(head)]
     for name, one in seen:
@@ -76,7 +76,7 @@ def table(seen: list[tuple[str, Seen]]) -> str:
         rows.append(
             (
                 name, one.rounds.total(), one.kills, len(one.sites), steps, one.indexed,
-                one.ghosts, one.orphans, one.leftovers, one.restored,
+                one.missing, one.orphans, one.leftovers, one.restored,
             )
         )  # fmt: skip
     return "\n".join("| " + " | ".join(map(str, row)) + " |" for row in rows)

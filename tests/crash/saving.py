@@ -10,17 +10,17 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes, root_hash
-from objkv.ops.backends_view import BackendsView, read_namespace, stored_namespaces, stored_parts
+from objkv.ops.backends_view import BackendsView
 from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
-from objkv.ops.sweep.survey import survey
 from objkv.ops.sweep.sweep import Sweep
-from objkv.ops.verify import Verify
+from objkv.ops.verify import PAYLOADS, RECORDED, Verify
 from objkv.ops.verify_payload import Budget
 from objkv.telemetry import NullRecorder
 from tests.contracts.damage import CHUNK, IDENTITY, SHARDS, make_payload
 from tests.crash.places import LEASE_MS
+from tests.support.samples import walked
 
 NAMESPACE = IDENTITY.namespace()
 LARGE_ITEMS = 96 << 10
@@ -81,10 +81,9 @@ def sweep_all(view: BackendsView) -> Counters:
     """As ``objkv sweep --apply --force --grace 0``."""
     pool = WorkPool(workers=2)
     limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
-    found = survey(view)
     remover = Remover(view, limits, lambda: None)
-    work = Sweep(view, found, limits, remover)
-    for units in (work.leftovers(), work.parts(), work.ghosts(), work.documents()):
+    work = Sweep(view, walked(view), limits, remover)
+    for units in (work.leftovers(), work.parts(), work.missing(), work.documents(), work.totals()):
         pool.run(units)
     return pool.counters
 
@@ -92,22 +91,18 @@ def sweep_all(view: BackendsView) -> Counters:
 def rebuild_all(view: BackendsView) -> Counters:
     """As ``objkv rebuild``."""
     pool = WorkPool(workers=2)
-    found = {name: read_namespace(view.bulk, name) for name in stored_namespaces(view.bulk)}
-    work = Rebuild(view, apply=True)
-    parts = stored_parts(view.bulk, list(found))
-    pool.run(work.parts(parts, found))
-    pool.run(work.lost(parts, found))
+    walk = walked(view)
+    work, found = Rebuild(view, apply=True), walk.places.namespaces
+    pool.run(work.parts(walk.inventory, found))
+    pool.run(work.lost(walk.inventory, found))
     pool.run(work.namespaces(found))
     return pool.counters
 
 
 def verify_all(view: BackendsView) -> Counters:
     """As ``objkv verify --all``."""
-    pool = WorkPool(workers=2)
-    names = stored_namespaces(view.bulk)
-    found = {name: read_namespace(view.bulk, name) for name in names}
-    work = Verify(view, found, quarantine=False, budget=Budget(1 << 30), workers=2)
-    pool.run(work.parts(stored_parts(view.bulk, names)))
-    if not view.is_own_index:
-        pool.run(work.missing(view.index.namespaces(), {}))
+    pool, walk = WorkPool(workers=2), walked(view)
+    work = Verify(view, walk.places.namespaces, quarantine=False, budget=Budget(1 << 30))
+    where = PAYLOADS if view.is_own_index else RECORDED
+    pool.run(work.parts(walk.inventory, walk.inventory.slices(where), where))
     return pool.counters

@@ -98,16 +98,14 @@ def test_a_rule_that_ends_before_a_pin_is_a_conflict_in_the_report() -> None:
     save_prompts(bulk, index, [(0,)])
     one = pin((0,), 900 + 30 * DAY_S, "ada")
     bulk.put(one.path(), one.document())
-    auditor = Auditor(bulk, index, clock=ManualClock(1_000.0))
-    auditor.view = replace(auditor.view, lifecycle=rules(14))
-    report = auditor.all()
+    report = Auditor(bulk, index, clock=ManualClock(1_000.0), lifecycle=rules(14)).all()
     assert report.lifecycle is not None
     assert (report.lifecycle.status, report.lifecycle.expire_days) == ("conflicts", 14)
     assert any("a pin lasts longer" in problem for problem in report.problems)
     assert Auditor(bulk, index).all().lifecycle is None
 
 
-def test_ghosts_that_this_user_cannot_see_are_in_the_report() -> None:
+def test_missing_payloads_that_this_user_cannot_see_are_in_the_report() -> None:
     class Unscannable(MemoryIndex):
         def scan(self, namespace: str) -> Any:
             raise StoreDenied(f"redis index, scan: {SCAN_DENIED}")
@@ -117,5 +115,5 @@ def test_ghosts_that_this_user_cannot_see_are_in_the_report() -> None:
     save_prompts(bulk, index, [(0, 1)])
     report = Auditor(bulk, ListedIndex(index, CallPolicy(), bulk)).all()
     assert report.totals.records == 2
-    assert any("(ghosts) are not seen" in problem for problem in report.problems)
-    assert not any("ghosts" in one for one in Auditor(bulk, MemoryIndex()).all().problems)
+    assert any("are missing are not seen" in problem for problem in report.problems)
+    assert not any("not seen" in one for one in Auditor(bulk, MemoryIndex()).all().problems)

@@ -73,12 +73,12 @@ def test_a_whole_match_was_stopped_by_nothing(
     assert short.untold == ()
 
 
-def test_a_record_without_its_payload_is_a_ghost_and_ends_the_match_before_the_index_says(
+def test_a_record_without_its_payload_is_missing_and_ends_the_match_before_the_index_says(
     bulk: MemoryStore, index: MemoryIndex, stored: list[str]
 ) -> None:
     bulk.delete(stored[1])
     why = explain(bulk, index)
-    assert (why.cause, why.chunk, why.served_tokens) == ("ghost", 1, CHUNK)
+    assert (why.cause, why.chunk, why.served_tokens) == ("missing", 1, CHUNK)
     assert why.prefix_hash == HASHES[1]
     assert stored[1] in why.evidence[0]
 
@@ -123,7 +123,7 @@ def test_a_payload_without_a_record_is_old_or_young(
 ) -> None:
     forget(index, 1)
     why = explain(bulk, index, age_s=age_s)
-    assert (why.cause, why.chunk) == ("unindexed", 1)
+    assert (why.cause, why.chunk) == ("orphan", 1)
     assert words in why.sentence
     assert any("rebuild" in one for one in why.advice)
 

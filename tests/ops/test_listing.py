@@ -2,10 +2,16 @@
 
 from dataclasses import replace
 
+import pytest
+
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.identity import identity_path
 from objkv.keys.prefix import prefix_hashes
-from objkv.ops.listing import count_bulk, list_namespaces, list_prefixes, list_tree
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree, prefixes
+from objkv.ops.inventory.walk import ReadView, Walk, find_places
+from objkv.ops.listing import counted_namespaces, list_namespaces
+from objkv.ops.runs import WorkPool
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import (
@@ -22,18 +28,35 @@ from tests.support.samples import (
 SHARD = ShardRecord(10, 20, True, False, "0" * 32, 5)
 
 
-def test_a_namespace_is_described_and_summed(bulk: MemoryStore, index: MemoryIndex) -> None:
+def tree_of(index: MemoryIndex) -> Inventory:
+    inventory = Inventory()
+    inventory.add_records(NAMESPACE, index.scan(NAMESPACE), has_hits=True)
+    make_tree(inventory, "recorded")
+    return inventory
+
+
+def list_tree(index: MemoryIndex, namespace: str) -> list[Branch]:
+    return list(branches(tree_of(index), namespace))
+
+
+def list_prefixes(index: MemoryIndex, namespace: str) -> list[PrefixSummary]:
+    return list(prefixes(tree_of(index), namespace))
+
+
+def test_a_namespace_is_described_by_its_totals_and_no_record_is_read(
+    bulk: MemoryStore, index: MemoryIndex, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_identity(bulk)
     keys = save(bulk, index, shards=(LEFT, RIGHT))
-    index.touch(NAMESPACE, [keys[0].prefix_hash], ttl_s=60)
+    usage = index.usage()
+    monkeypatch.setattr(index, "scan", lambda _: pytest.fail("read the records"))
+    monkeypatch.setattr(index, "usage", lambda: usage)
     [summary] = list_namespaces(bulk, index)
     assert (summary.namespace, summary.model, summary.tenant) == (NAMESPACE, "acme/tiny", "default")
     assert (summary.kv_dtype, summary.chunk_tokens) == ("bfloat16", CHUNK)
-    assert (summary.chunks, summary.payloads, summary.tokens) == (3, 6, 3 * CHUNK)
+    assert summary.payloads == 6
     assert summary.nbytes == sum(len(bulk.get(key.path()) or b"") for key in keys)
-    assert (summary.oldest_s, summary.newest_s) == (CREATED_S, CREATED_S + 2 * CHUNK)
-    assert summary.hits == 1
-    assert summary.problem is None
+    assert (summary.chunks, summary.tokens, summary.problem) == (None, None, None)
 
 
 def test_a_namespace_without_a_readable_document_is_still_listed(
@@ -41,29 +64,25 @@ def test_a_namespace_without_a_readable_document_is_still_listed(
 ) -> None:
     save(bulk, index)
     [summary] = list_namespaces(bulk, index)
-    assert (summary.model, summary.problem) == (
-        None,
-        "no identity document; check that bulk_url and index_url belong together",
-    )
+    assert (summary.model, summary.problem) == (None, "no identity document")
     bulk.put(identity_path(NAMESPACE), b"{}")
     [summary] = list_namespaces(bulk, index)
     assert summary.model is None
-    assert "not an identity document" in (summary.problem or "")
-    assert summary.chunks == 3
+    assert "damaged" in (summary.problem or "")
+    assert summary.payloads == 3
 
 
 def test_the_bulk_store_is_counted_without_the_index(bulk: MemoryStore) -> None:
     save_identity(bulk)
     keys = save(bulk, None, shards=(LEFT, RIGHT))
-    bulk.put("somebody/elses.txt", b"12345")
-    seen: list[int] = []
-    count = count_bulk(bulk, progress=seen.append)
-    [summary] = count.namespaces
+    view = ReadView(bulk, MemoryIndex(), is_own_index=True)
+    inventory = Inventory()
+    walk = Walk(view, inventory, find_places(view))
+    WorkPool(workers=2).run(walk.payloads())
+    [summary] = counted_namespaces(inventory, walk.places)
     assert (summary.chunks, summary.payloads, summary.tokens) == (3, 6, 3 * CHUNK)
     assert summary.nbytes == sum(len(bulk.get(key.path()) or b"") for key in keys)
-    assert summary.hits is None
-    assert (count.other_entries, count.other_bytes) == (1, 5)
-    assert seen == [8]
+    assert summary.newest_s is not None
 
 
 def test_prefixes_are_chains_from_root_to_leaf(bulk: MemoryStore, index: MemoryIndex) -> None:
@@ -99,7 +118,7 @@ def test_records_that_name_each_other_as_parents_end(index: MemoryIndex) -> None
     one, two = b"1" * 20, b"2" * 20
     entry = ChunkEntry(NAMESPACE, one, two, 0, CHUNK)
     index.publish(entry, {"0.L0-1_H0-1": SHARD}, ttl_s=60)
-    index.publish(replace(entry, prefix_hash=two, parent_hash=one), {"0.x": SHARD}, ttl_s=60)
+    index.publish(replace(entry, prefix_hash=two, parent_hash=one), {"0": SHARD}, ttl_s=60)
     assert [p.chunks for p in list_prefixes(index, NAMESPACE)] == [1, 1]
 
 

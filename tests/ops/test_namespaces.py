@@ -1,6 +1,5 @@
 """Finding a namespace by model, tenant or the first hex digits."""
 
-import json
 import re
 from dataclasses import replace
 
@@ -8,26 +7,29 @@ import pytest
 
 from objkv.errors import UnclearName
 from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import HANDOFF_LAYOUT
 from objkv.ops.listing import find_namespace
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save_identity
 
-LLAMA_A, LLAMA_B, QWEN, STRAY, GHOST = (digit * 32 for digit in "abcde")
+MODELS = [
+    replace(IDENTITY, model=model, tenant=tenant)
+    for model, tenant in (
+        ("meta-llama/Llama-3.1-8B", "red"),
+        ("meta-llama/Llama-3.1-8B", "blue"),
+        ("Qwen/Qwen3-8B", "blue"),
+    )
+]
+LLAMA_A, LLAMA_B, QWEN = (identity.namespace() for identity in MODELS)
+STRAY, GONE = "d" * 32, "e" * 32
 
 
 @pytest.fixture
 def bulk() -> MemoryStore:
     store = MemoryStore()
-    for name, model, tenant in (
-        (LLAMA_A, "meta-llama/Llama-3.1-8B", "red"),
-        (LLAMA_B, "meta-llama/Llama-3.1-8B", "blue"),
-        (QWEN, "Qwen/Qwen3-8B", "blue"),
-    ):
-        document = {"model": model, "tenant": tenant}
-        store.put(identity_path(name), json.dumps(document).encode())
+    for identity in MODELS:
+        save_identity(store, identity)
     store.put(f"{STRAY}/00/{'0' * 40}/0.L0-1_H0-1.safetensors", b"x")
     return store
 
@@ -36,8 +38,8 @@ def bulk() -> MemoryStore:
     ("wanted", "name"),
     [
         (QWEN, QWEN),
-        ("c", QWEN),
-        ("cccccccc", QWEN),
+        (QWEN[:6], QWEN),
+        (QWEN[:12], QWEN),
         ("Qwen/Qwen3-8B", QWEN),
         ("Qwen3-8B", QWEN),
         ("Qw", QWEN),
@@ -46,7 +48,7 @@ def bulk() -> MemoryStore:
         ("blue/Llama-3.1-8B", LLAMA_B),
         ("red/", LLAMA_A),
         ("ddd", STRAY),
-        (GHOST, GHOST),
+        (GONE, GONE),
     ],
 )
 def test_one_namespace_has_many_names(bulk: MemoryStore, wanted: str, name: str) -> None:
@@ -74,21 +76,21 @@ def test_an_empty_store_says_what_may_be_wrong() -> None:
 def test_hex_digits_also_find_a_namespace_of_the_index_alone(bulk: MemoryStore) -> None:
     index = MemoryIndex()
     shard = ShardRecord(1, 1, True, False, "", 1)
-    for name in (GHOST, GHOST[:31] + "f"):
+    for name in (GONE, GONE[:31] + "f"):
         index.publish(
             ChunkEntry(name, bytes(20), bytes(20), 0, 16), {"0.L0-1_H0-1": shard}, ttl_s=9
         )
-        if name == GHOST:
-            assert find_namespace(bulk, index, "eee") == GHOST
+        if name == GONE:
+            assert find_namespace(bulk, index, "eee") == GONE
     with pytest.raises(UnclearName, match="2 namespaces match eeeeeeee") as caught:
         find_namespace(bulk, index, "eeeeeeee")
-    assert re.fullmatch(f"{GHOST}  unknown model  tenant –  –  1 B", caught.value.choices[0])
+    assert re.fullmatch(f"{GONE}  unknown model  tenant –  –  1 B", caught.value.choices[0])
 
 
 def test_an_unknown_whole_name_is_refused_where_it_must_exist(bulk: MemoryStore) -> None:
     assert find_namespace(bulk, MemoryIndex(), QWEN, must_exist=True) == QWEN
     with pytest.raises(UnclearName, match="no namespace matches e"):
-        find_namespace(bulk, MemoryIndex(), GHOST, must_exist=True)
+        find_namespace(bulk, MemoryIndex(), GONE, must_exist=True)
 
 
 def test_an_empty_name_never_stands_for_the_only_namespace() -> None:

@@ -16,16 +16,17 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import FORMAT, identity_path
 from objkv.ops.backends_view import read_namespace
+from objkv.ops.inventory.findings import Doubt, find_doubts
+from objkv.ops.inventory.walk import old_epochs
 from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
-from objkv.ops.sweep.survey import find_doubts, old_epochs, survey
 from objkv.ops.sweep.sweep import SWEPT_PERCENT, Sweep
 from objkv.stores.base import Unfinished
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import save_in_format, view_of
+from tests.support.samples import save_in_format, view_of, walked
 
 NAMESPACE = IDENTITY.namespace()
 
@@ -39,25 +40,33 @@ class World:
         self.view = view_of(self.bulk, self.index)
 
     def sweep(
-        self, *, quota_bytes: int = 0, force: bool = False, strangers: bool = True
+        self,
+        *,
+        quota_bytes: int = 0,
+        force: bool = False,
+        unidentified: bool = True,
+        after_the_walk: Callable[[], object] = lambda: None,
     ) -> Counters:
         """All categories, whatever its age."""
         pool = WorkPool(workers=2)
-        limits = SweepLimits(apply=True, grace_s=-1, strangers=strangers, force=force)
-        found = survey(self.view)
+        limits = SweepLimits(apply=True, grace_s=-1, unidentified=unidentified, force=force)
         remover = Remover(self.view, limits, lambda: pool.halt("limit"))
-        work = Sweep(self.view, found, limits, remover)
+        walk = walked(self.view)
+        after_the_walk()
+        work = Sweep(self.view, walk, limits, remover)
         quotas = work.quotas(quota_bytes)
-        for units in (work.leftovers(), work.parts(), work.ghosts(), quotas, work.documents()):
+        for units in (work.leftovers(), work.parts(), work.missing(), quotas, work.documents()):
             pool.run(units)
         return pool.counters
 
     def rebuild(self) -> Counters:
         pool = WorkPool(workers=2)
-        found = survey(self.view)
-        work = Rebuild(self.view, apply=True)
-        pool.run(work.parts(list(found.parts), found.namespaces))
+        walk = walked(self.view)
+        pool.run(Rebuild(self.view, apply=True).parts(walk.inventory, walk.places.namespaces))
         return pool.counters
+
+    def doubts(self) -> tuple[Doubt, ...]:
+        return find_doubts(walked(self.view).inventory, ttl_s=self.view.ttl_s)
 
 
 class MeddledIndex(MemoryIndex):
@@ -94,6 +103,32 @@ def test_an_orphan_that_is_announced_meanwhile_stays() -> None:
     assert world.bulk.get(path) is not None
 
 
+def test_an_orphan_that_got_a_record_after_the_walk_is_judged_by_it() -> None:
+    world = World(Defects(good=8, orphan=1))
+    [path] = world.planted["orphan"]
+    counters = world.sweep(after_the_walk=lambda: publish(world, path))
+    assert not counters.counts
+    assert world.bulk.get(path) is not None
+
+
+def test_a_record_that_was_forgotten_after_the_walk_is_no_finding() -> None:
+    world = World(Defects(good=8, missing=1))
+    key = ChunkKey.parse(world.planted["missing"][0])
+    counters = world.sweep(after_the_walk=lambda: world.index.drop(NAMESPACE, key.prefix_hash))
+    assert not counters.counts
+
+
+def test_what_was_used_after_the_walk_is_not_evicted() -> None:
+    world = World(Defects(good=8))
+    hashes = [one.prefix_hash for one in world.index.scan(NAMESPACE)]
+    later = time.time() + 500
+    world.index._clock = lambda: later
+    counters = world.sweep(
+        quota_bytes=1, after_the_walk=lambda: world.index.touch(NAMESPACE, hashes, ttl_s=10_000)
+    )
+    assert (counters.counts["changed"], counters.counts["removed"]) == (8, 0)
+
+
 def test_an_orphan_that_is_written_anew_meanwhile_stays() -> None:
     world = World(Defects(good=8, orphan=1))
     [path] = world.planted["orphan"]
@@ -115,9 +150,9 @@ def test_what_somebody_saves_right_now_is_busy() -> None:
     assert world.index.lease(path, "saver", ttl_ms=1), "the sweep keeps no lease"
 
 
-def test_a_ghost_whose_payload_comes_meanwhile_stays() -> None:
-    world = World(Defects(good=8, ghost=1))
-    [path] = world.planted["ghost"]
+def test_a_record_whose_payload_comes_meanwhile_stays() -> None:
+    world = World(Defects(good=8, missing=1))
+    [path] = world.planted["missing"]
     world.index.meddle = lambda: world.bulk.put(path, b"here it is")
     assert world.sweep().counts["changed"] == 1
     key = ChunkKey.parse(path)
@@ -137,10 +172,10 @@ def test_a_record_is_forgotten_before_its_payload_is_deleted() -> None:
 
 
 def test_what_has_no_document_goes_only_if_that_is_asked_for() -> None:
-    world = World(Defects(good=8, stranger=1))
-    [path] = world.planted["stranger"]
-    counts = world.sweep(strangers=False).counts
-    assert (counts["stranger"], counts["removed"]) == (1, 0)
+    world = World(Defects(good=8, unidentified=1))
+    [path] = world.planted["unidentified"]
+    counts = world.sweep(unidentified=False).counts
+    assert (counts["unidentified"], counts["removed"]) == (1, 0)
     assert world.bulk.get(path) is not None
     assert world.sweep().counts["removed"] == 1
     assert world.bulk.get(path) is None
@@ -155,7 +190,7 @@ def test_old_epochs_that_are_in_use_stay() -> None:
     counters, remover = Counters(), Remover(world.view, limits, lambda: None)
     for late_s, left in ((900, [used, unused]), (1_100, [used]), (1_600, [])):
         clock = partial(lambda late_s: time.time() + late_s, late_s)
-        for unit in Sweep(world.view, survey(world.view), limits, remover, clock=clock).parts():
+        for unit in Sweep(world.view, walked(world.view), limits, remover, clock=clock).parts():
             unit.work(counters, lambda: None)
         assert [key for key in (used, unused) if world.bulk.get(key.path())] == left
 
@@ -213,14 +248,14 @@ def test_an_end_that_looks_wiped_is_not_believed() -> None:
     records = [one.prefix_hash for one in world.index.scan(NAMESPACE)]
     for prefix_hash in records[:7]:
         world.index.drop(NAMESPACE, prefix_hash)
-    [doubt] = find_doubts(world.view, survey(world.view))
+    [doubt] = world.doubts()
     assert (doubt.namespace, "most payloads" in doubt.why) == (NAMESPACE, True)
     for prefix_hash in records[7:]:
         world.index.drop(NAMESPACE, prefix_hash)
-    [doubt] = find_doubts(world.view, survey(world.view))
+    [doubt] = world.doubts()
     assert (doubt.namespace, "was wiped" in doubt.why) == (None, True)
     assert world.rebuild().counts["restored"] == 10
-    assert find_doubts(world.view, survey(world.view)) == ()
+    assert world.doubts() == ()
 
 
 def test_a_rebuild_leaves_to_savers_what_they_are_saving() -> None:
@@ -259,8 +294,8 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
         index.totals[name] = Usage(name, 10_000, 9, 0)
     limits = SweepLimits(apply=True, grace_s=-1)
     remover = Remover(world.view, limits, lambda: None)
-    work = Sweep(world.view, survey(world.view, only), limits, remover, workers=1)
-    WorkPool(workers=1).run(work.ghosts())
+    work = Sweep(world.view, walked(world.view, only), limits, remover)
+    WorkPool(workers=1).run(work.totals())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
     assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
 
@@ -290,7 +325,7 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
     remover = Remover(view, limits, lambda: None)
     pool = WorkPool(workers=1)
-    pool.run(Sweep(view, survey(view, mine), limits, remover).leftovers())
+    pool.run(Sweep(view, walked(view, mine), limits, remover).leftovers())
     assert {finding.key for finding in pool.counters.findings} == {
         f"{mine}/00/~{mine}", quarantined[mine],
     }  # fmt: skip

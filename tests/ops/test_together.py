@@ -25,7 +25,7 @@ ROUNDS = 6
 def test_what_is_saved_stays_whoever_sweeps_and_rebuilds_meanwhile() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     backends = Backends(bulk, None, index)
-    DamagedStore(backends).plant(Defects(good=16, orphan=8, ghost=8))
+    DamagedStore(backends).plant(Defects(good=16, orphan=8, missing=8))
     owners, ended, published, publish = count(), Event(), set[str](), index.publish
 
     def noted(chunk: ChunkEntry, shards: Mapping[str, ShardRecord], **how: Any) -> None:

@@ -1,6 +1,7 @@
 """What verifying does while somebody writes, and in which order it takes payloads out of use. That
 it finds what is there: ``tests/cli/test_upkeep.py``."""
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Thread
@@ -14,12 +15,12 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.retrying import retrying
 from objkv.ops.runs import Counters
-from objkv.ops.verify import Verify, choose_sample
+from objkv.ops.verify import RECORDED, Verify, choose_sample
 from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
 from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import view_of
+from tests.support.samples import view_of, walked
 
 
 class World:
@@ -35,7 +36,7 @@ class World:
         return ChunkKey.parse(self.planted[kind][0])
 
     def verify(self, key: ChunkKey) -> Counters:
-        work = Verify(self.view, {}, quarantine=True, budget=Budget(1 << 20), workers=2)
+        work = Verify(self.view, {}, quarantine=True, budget=Budget(1 << 20))
         counters = Counters()
         for unit in work.sample([key]):
             unit.work(counters, lambda items=1: None)
@@ -247,15 +248,13 @@ def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:
 def test_a_sample_takes_every_payload_as_often_as_any_other() -> None:
     world = World()
     DamagedStore(Backends(world.bulk, None, world.index), seed=5).plant(Defects(good=7))
-    seen: dict[ChunkKey, int] = {}
-    names = world.index.namespaces()
+    inventory, seen = walked(world.view).inventory, Counter[ChunkKey]()
     for seed in range(300):
-        for key in choose_sample(world.view, names, [], size=2, seed=seed).keys:
-            seen[key] = seen.get(key, 0) + 1
+        seen.update(choose_sample(inventory, RECORDED, size=2, seed=seed)[0])
     assert len(seen) == 10
     assert all(30 <= times <= 90 for times in seen.values())
-    sample = choose_sample(world.view, names, [], size=50, seed=1)
-    assert (len(sample.keys), sample.chosen_of) == (10, 10)
+    keys, chosen_of = choose_sample(inventory, RECORDED, size=50, seed=1)
+    assert (len({*keys}), chosen_of) == (10, 10)
 
 
 def test_a_record_of_nothing_is_no_key() -> None:
@@ -264,4 +263,5 @@ def test_a_record_of_nothing_is_no_key() -> None:
     [record] = [one for one in world.index.scan(world.planted.namespace) if one.nbytes][:1]
     shard = next(iter(record.shards.values()))
     world.index.publish(entry, {"0.nonsense": shard, "x.L0-1_H0-1": shard}, ttl_s=10)
-    assert choose_sample(world.view, ["f" * 32], [], size=5, seed=1).keys == []
+    inventory = walked(world.view, "f" * 32).inventory
+    assert choose_sample(inventory, RECORDED, size=5, seed=1) == ([], 0)

@@ -406,7 +406,7 @@ def rules(s3_server: S3Server) -> Iterator[Callable[[int], None]]:
     client.close()
 
 
-def test_lifecycle_rules_and_ghosts_are_seen_with_a_sweepers_rights(
+def test_lifecycle_rules_and_missing_payloads_are_seen_with_a_sweepers_rights(
     fleet: Fleet, home: None, rules: Callable[[int], None]
 ) -> None:
     with fleet.everything() as ends:
@@ -430,7 +430,7 @@ def test_lifecycle_rules_and_ghosts_are_seen_with_a_sweepers_rights(
     assert audited("sweeper")["status"] == "fits"
     for role, sees in (("reader", False), ("sweeper", True)):
         verified = json.loads(run_as(fleet, role, "verify", "--json"))
-        assert verified["ghosts_seen"] is sees, "a reader cannot tell a ghost from a refusal"
+        assert verified["missing_seen"] is sees, "a reader cannot tell missing from refused"
 
 
 def test_all_defects_are_found_and_mended_on_real_servers(

@@ -5,7 +5,7 @@ and one unknown; times, texts and numbers fit together.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -18,14 +18,13 @@ from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_heade
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.audit.audit import Audit, AuditOptions, find_places
-from objkv.ops.audit.report import (
-    AuditReport,
-)
-from objkv.ops.audit.spool import AuditSpool
-from objkv.ops.audit.walk import AuditView, AuditWalk
-from objkv.ops.runs import Unit, WorkPool
-from objkv.stores.base import PruneStore, ReadStore
+from objkv.ops.audit.audit import Audit, AuditOptions
+from objkv.ops.audit.report import AuditReport
+from objkv.ops.doctor.lifecycle import ReadRules
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.walk import ReadView, Walk, find_places
+from objkv.ops.runs import WorkPool
+from objkv.stores.base import PruneStore, ReadStore, Unfinished
 from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, save, save_identity
 
 Prompt = tuple[int, ...]
@@ -78,48 +77,38 @@ class Auditor:
         bulk: ReadStore,
         index: ReadIndex,
         *,
-        spool: AuditSpool | None = None,
         is_own_index: bool = False,
-        clock: Callable[[], float] | None = None,
+        only: str | None = None,
+        clock: Callable[[], float] = time.time,
+        unfinished: Callable[[], Iterable[Unfinished]] = tuple,
+        lifecycle: ReadRules = lambda: None,
         **options: Any,
     ) -> None:
-        self.view = AuditView(bulk, index, is_own_index)
-        self.spool = spool or AuditSpool(clock=clock or time.time)
+        view = ReadView(bulk, index, is_own_index, unfinished=unfinished)
+        self.inventory = Inventory(clock=clock)
         self.pool = WorkPool(workers=2)
-        self.walk = AuditWalk(self.view, self.spool, 2)
-        self.options = replace(OPTIONS, **options)
-        self.clock = clock
-        self.places = find_places(self.view)
+        self.walk = Walk(view, self.inventory, find_places(view, only), 2, clock)
+        self._report = Audit(self.walk, replace(OPTIONS, **options), lifecycle, clock)
 
     def records(self) -> None:
-        self._run(self.walk.records(self.places.indexed, self.places.totals))
+        self.pool.run(self.walk.records())
 
     def payloads(self) -> None:
-        namespaces = {name: one.namespace for name, one in self.places.facts.items()}
-        self._run(self.walk.payloads(self.places.parts, namespaces))
+        self.pool.run(self.walk.payloads(headers=self.walk.view.is_own_index))
 
     def again(self) -> None:
         """List leftovers and recheck suspected faults."""
-        self._run(self.walk.leftovers(self.places.only))
-        if not self.view.is_own_index:
-            self._run(self.walk.second_looks([*self.places.facts, *self.places.indexed]))
+        self.pool.run(self.walk.leftovers())
+        self.pool.run(self.walk.second_looks())
 
     def report(self) -> AuditReport:
-        ending = self.pool.ending
-        assert ending != "limit"
-        more = {} if self.clock is None else {"clock": self.clock}
-        return Audit(self.view, self.spool, self.places, self.options, **more).report(
-            ending, self.walk.problems
-        )
+        return self._report.report()
 
     def all(self) -> AuditReport:
         self.records()
         self.payloads()
         self.again()
         return self.report()
-
-    def _run(self, units: Iterator[Unit]) -> None:
-        self.pool.run(units)
 
 
 OPTIONS = AuditOptions(

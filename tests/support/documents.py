@@ -24,7 +24,9 @@ from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
 from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.gpu_check import GpuReport
-from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
+from objkv.ops.inventory.findings import Doubt
+from objkv.ops.inventory.tree import Branch, PrefixSummary
+from objkv.ops.listing import NamespaceSummary, TenantTotals
 from objkv.ops.match import MatchReport
 from objkv.ops.models.verdict import ModelVerdict
 from objkv.ops.pin import PinList, Pinned
@@ -33,7 +35,6 @@ from objkv.ops.show import PayloadReport, Verdict
 from objkv.ops.size.model import Preset
 from objkv.ops.size.sizing import Layout, Load, Sizing
 from objkv.ops.sweep.remove import Category
-from objkv.ops.sweep.survey import Doubt
 from objkv.ops.top.watch import View
 from objkv.ops.warm.report import WarmReport
 
@@ -57,10 +58,8 @@ class AuditKeys(TypedDict):
     command: Literal["audit"]
     format: int
     """Version of this document's format."""
-    complete: bool
-    """Whether everything was looked at."""
     verdict: AuditVerdict
-    """The worst finding; ``fine`` only of a complete audit."""
+    """The worst finding."""
     html: str | None
     """The file that ``--html`` wrote."""
 
@@ -143,13 +142,9 @@ class NamespacesKeys(TypedDict):
     namespaces: list[NamespaceSummary]
     omitted: int
     """Rows beyond ``--limit``."""
-    other_entries: int
-    """Entries that are neither a payload nor ``identity.json``; counted with ``--bulk``."""
-    other_bytes: int
-    tenants: NotRequired[list[TenantTotals]]
-    """Not with ``--bulk``."""
-    quota_bytes: NotRequired[int]
-    """0: no quota. Not with ``--bulk``."""
+    tenants: list[TenantTotals]
+    quota_bytes: int
+    """0: no quota."""
 
 
 class OfNamespace(TypedDict):
@@ -211,12 +206,8 @@ class RebuildKeys(TypedDict):
     """Payloads whose record was right."""
     written: int
     """Payloads that a replica is saving."""
-    unreadable: int
-    """Payloads that are damaged or not of objkv."""
-    foreign: int
-    """Payloads whose header claims another key."""
-    other: int
-    """Entries other than payloads."""
+    corrupt: int
+    """Payloads that are damaged, not of objkv, or whose header claims another key."""
     pins: int
     """Pinned chunks."""
 
@@ -273,8 +264,6 @@ class KeptTotals(TypedDict):
     changed: int
     """Replaced since they were found."""
     documents: int
-    other: int
-    """Entries that are not objkv's."""
 
 
 class SweepKeys(TypedDict):
@@ -311,24 +300,24 @@ class VerifyKeys(TypedDict):
     refusal: str | None
     """With ``--quarantine`` only: why ``--apply`` would be refused; null if it would not."""
     chosen_of: int | None
-    """About how many payloads the sample was chosen from; null with ``--all``."""
+    """How many payloads the sample was chosen from; null with ``--all``."""
     checked: int
     checked_bytes: int
-    ghosts_seen: bool
+    missing_seen: bool
     """Whether records without a payload can be seen with the rights of this user."""
     ok: int
     missing: int
     """Records without a payload."""
     corrupt: int
-    """Payloads with a wrong length, header, frame or seal."""
-    foreign: int
-    """Whole payloads of another key."""
+    """Payloads with a wrong length, header, frame or seal, and payloads of another key."""
     mismatch: int
     """Right payloads with a wrong record."""
     hot: int
     """Copies in the hot store that differ from the payload."""
-    unindexed: int
-    """Payloads without a record."""
+    orphan: int
+    """Payloads without a record, which are not checked."""
+    expired: int
+    """Payloads that were not used for ``ttl_s``, so their records ran out; not checked."""
     changed: int
     """Payloads that were replaced while they were checked."""
     quarantined: int

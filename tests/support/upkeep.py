@@ -10,7 +10,7 @@ from tests.cli.conftest import Run
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
 
 ALL = Defects(
-    good=40, orphan=3, ghost=4, old_epoch=5, stranger=2, header=2, frame=3, short=2, empty=1,
+    good=40, orphan=3, missing=4, old_epoch=5, unidentified=2, header=2, frame=3, short=2, empty=1,
     foreign=2, mismatch=3, hot=2,
 )  # fmt: skip
 CORRUPT = ("header", "frame", "short", "empty")
@@ -43,29 +43,29 @@ def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
     planted = DamagedStore(ends).plant(ALL)
     ends.index.usage()  # so that this process keeps back nothing of what it has added
     wrong = planted_as(
-        planted, corrupt=CORRUPT, foreign=("foreign",), missing=("ghost",), mismatch=("mismatch",),
+        planted, corrupt=(*CORRUPT, "foreign"), missing=("missing",), mismatch=("mismatch",),
         hot=("hot",),
     )  # fmt: skip
     verified = run("verify", "--all", "--json")
     assert found(verified.document) == wrong
     assert verified.code == 1
-    assert verified.document["unindexed"] == ALL.orphan + ALL.stranger
+    assert (verified.document["orphan"], verified.document["expired"]) == (ALL.orphan, 0)
     assert verified.document["ok"] == ALL.good + ALL.old_epoch
 
     useless = planted_as(
-        planted, orphan=("orphan",), ghost=("ghost",), old_epoch=("old_epoch",),
-        stranger=("stranger",),
+        planted, orphan=("orphan",), missing=("missing",), old_epoch=("old_epoch",),
+        unidentified=("unidentified",),
     )  # fmt: skip
     swept = run("sweep", "--grace", "0", "--json")
     assert found(swept.document) == useless
     assert (swept.code, swept.document["removed"]) == (1, 0)
 
     rebuilt = run("rebuild", "--json")
-    unreadable = planted_as(planted, unreadable=("header", "short", "empty"), foreign=("foreign",))
+    unreadable = planted_as(planted, corrupt=("header", "short", "empty", "foreign"))
     assert found(rebuilt.document) == unreadable
     counted = {kind: rebuilt.document[kind] for kind in ("restored", "corrected", "present")}
     assert counted == {
-        "restored": ALL.orphan + ALL.stranger,
+        "restored": ALL.orphan + ALL.unidentified,
         "corrected": ALL.mismatch,
         "present": ALL.good + ALL.old_epoch + ALL.frame + len(planted["hot"]),
     }
@@ -74,9 +74,9 @@ def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
     assert (mended.code, found(mended.document)) == (0, wrong)
     right = run("verify", "--all", "--json")
     assert (right.code, found(right.document)) == (0, {})
-    removed = run("sweep", "--apply", "--strangers", "--grace", "0", "--json")
+    removed = run("sweep", "--apply", "--unidentified", "--grace", "0", "--json")
     taken_away = sorted(path for kind in (*CORRUPT, "foreign") for path in planted[kind])
-    del useless["ghost"]  # verify has forgotten them
+    del useless["missing"]  # verify has forgotten them
     useless["quarantined"] = [f"quarantine/{path}" for path in taken_away]
     assert found(removed.document) == useless
     nothing = run("sweep", "--grace", "0", "--json")

@@ -1,65 +1,42 @@
-"""Compares the bulk store with the index and reports contents, owners, usage, cost and faults.
+"""Reports contents, owners, usage, cost and faults of everything stored, from an inventory.
 
-An audit changes nothing and reads no payload. It first walks the bulk store and the index into a
-spool, then rechecks suspected faults, because replicas keep writing, and then computes the figures.
-A walk that stopped early yields the figures of the parts it covered.
+An audit changes nothing and reads no payload.
 """
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tokenizers import Tokenizer
 
-from objkv.cache.listed_index import GHOSTS_UNSEEN, is_listed
+from objkv.cache.listed_index import MISSING_UNSEEN, is_listed
 from objkv.config import Config
 from objkv.config.prices import LIST_PRICES, Prices
-from objkv.ops.audit.answers import LifecycleAudit
 from objkv.ops.audit.figures import (
     Basis,
-    depth_audits,
     figures,
     namespace_audits,
-    read_ages,
     read_cost,
     savings_audit,
     tenant_audits,
     totals,
 )
-from objkv.ops.audit.findings import (
-    Walked,
-    foreign_folders,
-    lost_namespaces,
-    problems,
-    read_findings,
-    with_force,
-)
-from objkv.ops.audit.identities import Facts, read_facts
 from objkv.ops.audit.pins import read_active_pins
-from objkv.ops.audit.report import (
-    AuditReport,
-    Ending,
-    RootAudit,
-    TreeNode,
-)
-from objkv.ops.audit.spool import AuditSpool, make_chunks
+from objkv.ops.audit.report import AuditReport, LifecycleAudit
 from objkv.ops.audit.text import TextReader, with_texts
-from objkv.ops.audit.tree import Tree, read_roots, read_tree
-from objkv.ops.audit.walk import AuditView, AuditWalk, part_unit, records_unit
-from objkv.ops.backends_view import (
-    BackendsView,
-    NamespacePart,
-    expected_payloads,
-    stored_namespaces,
-    stored_parts,
-)
 from objkv.ops.doctor.lifecycle import LifecycleVerdict, ReadRules, judge_rules
+from objkv.ops.formats import noun
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.findings import Doubt, find_doubts, listed, read_findings
+from objkv.ops.inventory.tree import RootAudit, Tree, TreeNode, make_tree, read_roots, read_tree
+from objkv.ops.inventory.walk import Places, ReadView, Walk
 from objkv.ops.retrying import once
 from objkv.ops.runs import Unit
-from objkv.ops.sweep.survey import old_epochs, with_earlier
 
 ROOTS_MAX = 50
+_FEW = 20
+"""Up to this many findings may be chance even if they are the majority."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,186 +75,150 @@ def audit_options(config: Config, version: str) -> AuditOptions:
     )
 
 
-def audit_view(view: BackendsView, lifecycle: ReadRules) -> AuditView:
-    """Return the read-only part of ``view``. ``lifecycle`` reads the bucket's lifecycle rules."""
-    return AuditView(
-        bulk=view.bulk,
-        index=view.index,
-        is_own_index=view.is_own_index,
-        seal_of=view.seal_of,
-        unfinished=view.bulk.unfinished,
-        lifecycle=lifecycle,
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """The places that a walk covers, by name."""
-
-    facts: Mapping[str, Facts]
-    """Facts of each namespace that has a folder in the bulk store."""
-    old: frozenset[str]
-    """Namespaces of an earlier format, or with a successor of a later epoch, in the walk or outside
-    it."""
-    parts: Sequence[NamespacePart]
-    indexed: Sequence[str]
-    """Namespaces that have records in the index."""
-    others: Sequence[str] = ()
-    """Folders of the bulk store that objkv did not create."""
-    only: str | None = None
-    """The one namespace to walk; None for all."""
-    totals: Mapping[str, int] = field(default_factory=dict)
-    """The expected number of payloads per namespace."""
-
-    def units(self) -> list[str]:
-        """Return the names of all units of the walk."""
-        return ["leftovers", *map(records_unit, self.indexed), *map(part_unit, self.parts)]
-
-
-def find_places(view: AuditView, only: str | None = None) -> Places:
-    """Return the places of all namespaces, or of the namespace ``only``."""
-    every = stored_namespaces(view.bulk)
-    names = [name for name in every if only in (None, name)]
-    indexed = [] if view.is_own_index else view.index.namespaces()
-    documents = {name: read_facts(view.bulk, name) for name in every}
-    totals = expected_payloads(view.index, is_own_index=view.is_own_index)
-    return Places(
-        facts={name: documents[name] for name in names},
-        old=old_epochs(one.namespace for one in documents.values()),
-        parts=stored_parts(view.bulk, names, totals),
-        totals=totals,
-        indexed=[name for name in indexed if only in (None, name)],
-        others=() if only else foreign_folders(view.bulk.folders(""), every),
-        only=only,
-    )
-
-
-def walk_stages(walk: AuditWalk, places: Places) -> Iterator[tuple[str, Iterable[Unit]]]:
-    """Yield the stages of a walk in order, each with a name for people."""
-    namespaces = {name: one.namespace for name, one in places.facts.items()}
-    yield "reading records", walk.records(places.indexed, places.totals)
-    yield "listing payloads", walk.payloads(places.parts, namespaces)
-    yield "listing leftovers", walk.leftovers(places.only)
-    if not walk.view.is_own_index:
-        every = sorted({*namespaces, *places.indexed})
-        yield "rechecking findings", walk.second_looks(every)
+def audit_stages(walk: Walk) -> Iterator[tuple[str, Iterable[Unit]]]:
+    """Yield the stages of the walk of an audit in order, each with a name for people."""
+    yield "reading records", walk.records()
+    yield "listing payloads", walk.payloads(headers=walk.view.is_own_index)
+    yield "listing leftovers", walk.leftovers()
+    yield "rechecking findings", walk.second_looks()
 
 
 @dataclass(slots=True)
 class Audit:
-    """The figures of a walk, complete or not."""
+    """The report of a walk that is done."""
 
-    view: AuditView
-    spool: AuditSpool
-    places: Places
+    walk: Walk
     options: AuditOptions
+    lifecycle: ReadRules = lambda: None
+    """Reads the bucket's lifecycle rules."""
     clock: Callable[[], float] = time.time
 
-    def walked(self) -> dict[str, Walked]:
-        """Return how much of each namespace the walk covered."""
-        done = self.spool.done
-        parts: dict[str, bool] = {}
-        for part in self.places.parts:
-            parts[part.namespace] = parts.get(part.namespace, True) and part_unit(part) in done
-        # A namespace missing from the index counts as read: it has no records.
-        return {
-            name: Walked(
-                has_records=not self.view.is_own_index
-                and parts.get(name, True)
-                and (name not in self.places.indexed or records_unit(name) in done),
-                is_known=name in self.places.facts and self.places.facts[name].namespace.is_known,
-                is_old=name in self.places.old,
-            )
-            for name in sorted({*self.places.facts, *self.places.indexed})
-        }
+    @property
+    def view(self) -> ReadView:
+        """The store and the index."""
+        return self.walk.view
 
-    def report(self, ending: Ending, met: Collection[str] = ()) -> AuditReport:
-        """Return the report. ``met``: a message for each part that the walk could not read.
+    @property
+    def inventory(self) -> Inventory:
+        """What the walk found."""
+        return self.walk.inventory
 
-        Raises ``StoreError``, ``ConfigError``.
-        """
-        now_s, options, has_index = self.clock(), self.options, not self.view.is_own_index
-        make_chunks(self.spool)
-        found = figures(self.spool, now_s)
-        walked = self.walked()
-        findings, wrong = read_findings(
-            self.spool,
-            walked,
-            expired_s=now_s - options.ttl_s,
-            young_s=self.spool.begun_s - options.grace_s,
+    @property
+    def places(self) -> Places:
+        """The places that were walked."""
+        return self.walk.places
+
+    def report(self) -> AuditReport:
+        """Return the report. Raises ``StoreError``, ``ConfigError``."""
+        now_s, options, inventory = self.clock(), self.options, self.inventory
+        has_index, places = not self.view.is_own_index, self.places
+        self.walk.judge(ttl_s=options.ttl_s)
+        make_tree(inventory, "nbytes")
+        found = figures(inventory, now_s)
+        doubts = find_doubts(inventory, ttl_s=options.ttl_s) if has_index else ()
+        findings, wrong = read_findings(inventory, places, doubts, grace_s=options.grace_s)
+        namespaces = namespace_audits(
+            found, places.namespaces, places.every, wrong, has_index=has_index
         )
-        facts = self.places.facts
-        kept = with_earlier(
-            lost_namespaces(self.spool, expired_s=now_s - options.ttl_s),
-            {name: one.namespace for name, one in facts.items()},
-            self.places.old,
-        )
-        every_name: dict[str, Facts | None] = {**dict.fromkeys(walked), **facts}
-        namespaces = namespace_audits(found, every_name, wrong, has_index=has_index)
         tree, nodes, roots = self._shapes(has_index=has_index)
         every = totals(namespaces, found, has_index=has_index)
         answers, unread = self._answers(now_s)
         basis = Basis(options.prices, now_s, has_index)
         report = AuditReport(
             made_s=int(now_s),
-            begun_s=int(self.spool.begun_s),
+            begun_s=int(inventory.begun_s),
             version=options.version,
             bulk_url=options.bulk_url,
             index_url=options.index_url,
-            ending=ending,
-            parts_done=sum(unit in self.spool.done for unit in self.places.units()),
-            parts=len(self.places.units()),
             totals=every,
             namespaces=namespaces,
             tenants=tenant_audits(namespaces, options.quota_bytes),
-            depths=depth_audits(self.spool, namespaces, has_index=has_index),
             roots=roots,
             roots_omitted=max(0, every.roots - len(roots)),
             tree=nodes,
-            ages=read_ages(self.spool, now_s, has_index=has_index),
-            cost=read_cost(self.spool, namespaces, found, basis),
-            findings=with_force(findings, every, wrong, kept),
-            namespace=self.places.only,
+            cost=read_cost(inventory, namespaces, found, basis),
+            findings=findings,
+            namespace=places.only,
             **answers,
             problems=(),
         )
-        omitted, others = tree.namespaces_omitted, self.places.others
-        met = [*sorted(met), *unread]
-        found_problems = problems(
-            report, walked, others=others, met=met, namespaces_omitted=omitted
-        )
-        return replace(report, problems=found_problems)
+        met = [*sorted(self.walk.problems), *unread]
+        return replace(report, problems=tuple(self._problems(report, tree, doubts, met)))
 
     def _answers(self, now_s: float) -> tuple[dict[str, Any], list[str]]:
         """Return the report's fields about savings, pins and lifecycle rules, and sentences about
         what could not be read. Raises ``StoreError``."""
-        view, facts, options = self.view, self.places.facts, self.options
-        pins, unreadable = read_active_pins(view.bulk, facts, now_s=now_s)
+        view, options, only = self.view, self.options, self.places.only
+        pins, unreadable = read_active_pins(view.bulk, self.places.namespaces, now_s=now_s)
         pinned_s = max((pin.until_s - pin.created_s for pin in pins), default=0)
-        rules = judge_rules(view.lifecycle, options.ttl_s, pinned_s=pinned_s)
-        only = self.places.only
+        rules = judge_rules(self.lifecycle, options.ttl_s, pinned_s=pinned_s)
         savings = [one for one in view.index.savings() if only in (None, one.namespace)]
         fields = {
             "savings": savings_audit(savings, options.prices.gpu_hour),
             "pins": pins,
             "lifecycle": None if rules is None else _lifecycle(rules),
         }
-        ghosts = [GHOSTS_UNSEEN] if is_listed(once(view.index)) else []
+        unseen = [MISSING_UNSEEN] if is_listed(once(view.index)) else []
         conflict = [rules.detail] if rules is not None and rules.status == "conflicts" else []
-        return fields, [*ghosts, *conflict, *unreadable]
+        return fields, [*unseen, *conflict, *unreadable]
 
     def _shapes(
         self, *, has_index: bool
     ) -> tuple[Tree, tuple[TreeNode, ...], tuple[RootAudit, ...]]:
-        facts, options = self.places.facts, self.options
-        tenants = {name: fact.tenant for name, fact in facts.items()}
-        roots = read_roots(self.spool, tenants, most=options.roots_max, has_index=has_index)
-        tree = read_tree(self.spool)
+        namespaces, options = self.places.namespaces, self.options
+        tenants = {name: one.tenant for name, one in namespaces.items()}
+        roots = read_roots(self.inventory, tenants, most=options.roots_max, has_index=has_index)
+        tree = read_tree(self.inventory)
         if options.tokenizer is None:
             return tree, tree.nodes, roots
-        namespaces = {name: fact.namespace for name, fact in facts.items()}
         reader = TextReader(self.view, namespaces, options.tokenizer, options.show_text)
-        return tree, *with_texts(self.spool, tree, roots, reader, workers=options.workers)
+        return tree, *with_texts(self.inventory, tree, roots, reader, workers=options.workers)
+
+    def _problems(
+        self, report: AuditReport, tree: Tree, doubts: Collection[Doubt], met: Collection[str]
+    ) -> Iterator[str]:
+        """Yield what qualifies the numbers, in sentences, worst first. ``met``: what could not be
+        read."""
+        places, payloads = self.places, report.totals.payloads
+        yield from (one.why for one in doubts)
+        missing = next(one.count for one in report.findings.counts if one.kind == "missing")
+        if payloads and missing > _FEW and missing > payloads:
+            yield (
+                f"{missing:,} records have no payload, more than there are payloads: check "
+                "whether a lifecycle rule empties the bucket"
+            )
+        yield from _of_namespaces(report, places)
+        yield from met
+        if omitted := tree.namespaces_omitted:
+            yield f"the tree omits the {omitted} smallest {noun(omitted, 'namespace')}"
+        if report.totals.records is None and payloads:
+            yield (
+                "the bulk store is its own index: nothing expires, hits are not counted, and "
+                "chunks are described by the headers of their payloads"
+            )
+        if places.others:
+            yield f"{listed(places.others)}: not created by objkv, not included"
+
+
+def _of_namespaces(report: AuditReport, places: Places) -> Iterator[str]:
+    unknown = [one.namespace for one in report.namespaces if not one.is_known and one.payloads]
+    if unknown:
+        yield f"{listed(unknown)}: payloads without a valid identity document"
+    if old := sorted(places.old & places.namespaces.keys()):
+        yield (
+            f"{listed(old)}: from an earlier weights_epoch or format; objkv sweep --apply deletes "
+            f"{noun(len(old), 'it', 'them')}"
+        )
+    if gone := sum(one.token_start > 0 for one in report.roots):
+        yield (
+            f"{gone} of the largest {len(report.roots)} "
+            f"{noun(len(report.roots), 'prefix', 'prefixes')} "
+            f"{noun(gone, 'has lost its', 'have lost their')} first chunks, so the remaining "
+            "chunks cannot be loaded"
+        )
+    for tenant in report.tenants:
+        if tenant.quota_bytes is not None and tenant.nbytes > tenant.quota_bytes:
+            yield f"tenant {tenant.tenant} exceeds its quota"
 
 
 def _lifecycle(found: LifecycleVerdict) -> LifecycleAudit:

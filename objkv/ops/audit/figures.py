@@ -1,4 +1,4 @@
-"""The figures of an audit by namespace, tenant and depth and in total, from the spool's tables."""
+"""The figures of an audit by namespace and tenant and in total, from the inventory."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -7,26 +7,24 @@ from typing import Any, Final, TypeVar
 
 from objkv.config.prices import Prices
 from objkv.index.base import Savings
-from objkv.ops.audit.answers import SavingsAudit, SavingsMonth
-from objkv.ops.audit.identities import Facts
 from objkv.ops.audit.report import (
-    AgeBucket,
-    AgesAudit,
     AuditTotals,
     CostAudit,
-    DepthAudit,
     NamespaceAudit,
+    SavingsAudit,
+    SavingsMonth,
     TenantAudit,
     TenantCost,
 )
-from objkv.ops.audit.spool import AuditSpool
+from objkv.ops.backends_view import StoredNamespace
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.findings import FAULTS, NamespaceFindings
 
 T = TypeVar("T", int, float)
-DEPTHS_ALONE = 64
-"""Depths that are reported one by one."""
 _COUNTED = ("roots", "chunks", "payloads", "nbytes", "oldest_s", "newest_s")
 _USE = ("hits", "used_chunks", "unused_bytes", "last_used_s")
 """Values that only an index has."""
+_NO_FOLDER = StoredNamespace("", False, problem="the bulk store has no folder for it")
 _SUMS = ("tokens", "hits", "used_chunks", "unused_bytes")
 _BY_NAMESPACE = """
 SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(payloads),
@@ -37,11 +35,6 @@ SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(p
   sum(recorded_bytes), sum(hot_payloads), sum(hot_bytes),
   total(hits * cold_payloads * 2592000.0 / max(? - oldest_s, 86400))
 FROM temp.chunks GROUP BY ns
-"""
-_BY_DEPTH = """
-SELECT start / (ends - start) AS depth, count(*), sum(ends - start), sum(nbytes), sum(hits),
-  sum(hits > 0), sum(kids > 1), sum(kids = 0)
-FROM temp.chunks WHERE ns = ? AND start IS NOT NULL GROUP BY depth ORDER BY depth
 """
 
 
@@ -78,11 +71,11 @@ class NamespaceFigures:
         return (self.known_tokens or 0) + self.unknown_chunks * (chunk_tokens or 0)
 
 
-def figures(spool: AuditSpool, now_s: float) -> dict[str, NamespaceFigures]:
+def figures(inventory: Inventory, now_s: float) -> dict[str, NamespaceFigures]:
     """Return the figures by namespace, with a few hundred bytes of memory per namespace."""
-    names = namespace_names(spool)
+    names = inventory.names()
     found = {}
-    for ns, *values in spool.rows(_BY_NAMESPACE, (int(now_s),)):
+    for ns, *values in inventory.rows(_BY_NAMESPACE, (int(now_s),)):
         has_hits = values[6] is not None
         values[8] = (values[8] or 0) if has_hits else None
         values[12] = values[12] or None
@@ -90,48 +83,43 @@ def figures(spool: AuditSpool, now_s: float) -> dict[str, NamespaceFigures]:
     return found
 
 
-def namespace_names(spool: AuditSpool) -> dict[int, str]:
-    """Return the namespaces by their numbers in the spool."""
-    return {int(ns): str(name) for ns, name in spool.rows("SELECT id, name FROM namespaces")}
-
-
 def namespace_audits(
     found: Mapping[str, NamespaceFigures],
-    facts: Mapping[str, Facts | None],
-    wrong: Mapping[tuple[str, str], int],
+    known: Mapping[str, StoredNamespace],
+    names: Sequence[str],
+    wrong: Mapping[tuple[str, str], NamespaceFindings],
     *,
     has_index: bool,
 ) -> tuple[NamespaceAudit, ...]:
     """Return the namespaces, largest first.
 
     Args:
-        facts: None for namespaces that only the index has.
-        wrong: number of findings by kind and namespace.
+        known: those that have a folder in the bulk store.
+        names: all, also those that only the index has.
+        wrong: findings by kind and namespace.
     """
     audits = []
-    for name in sorted({*found, *facts}):
-        one, fact = found.get(name, NamespaceFigures(name)), facts.get(name)
-        known = fact is not None and fact.namespace.is_known
+    for name in sorted({*found, *names}):
+        one = found.get(name, NamespaceFigures(name))
+        space = known.get(name, _NO_FOLDER)
+        own = {kind: n for (kind, where), n in wrong.items() if where == name}
         counted: dict[str, Any] = {field: getattr(one, field) for field in _COUNTED}
         counted |= {field: getattr(one, field) if has_index else None for field in _USE}
         audits.append(
             NamespaceAudit(
                 namespace=name,
-                model=fact.model if fact else None,
-                tenant=fact.tenant if fact else None,
-                kv_dtype=fact.kv_dtype if fact else None,
-                chunk_tokens=fact.chunk_tokens if fact else None,
-                weights_epoch=fact.namespace.weights_epoch if fact and known else None,
-                is_known=known,
-                problem=fact.problem if fact else "the bulk store has no folder for it",
+                model=space.model,
+                tenant=space.tenant,
+                kv_dtype=space.kv_dtype,
+                chunk_tokens=space.chunk_tokens,
+                weights_epoch=space.weights_epoch if space.is_known else None,
+                is_known=space.is_known,
+                problem=space.problem,
                 **counted,
-                tokens=one.tokens(fact.chunk_tokens if fact else None),
+                tokens=one.tokens(space.chunk_tokens),
                 pinned=one.pinned,
-                ghosts=wrong.get(("ghost", name), 0),
-                orphans=wrong.get(("orphan", name), 0) + wrong.get(("expired", name), 0),
-                corrupt=wrong.get(("corrupt", name), 0),
-                strangers=wrong.get(("stranger", name), 0),
-                expired=wrong.get(("expired", name), 0),
+                findings={kind: n.count for kind, n in own.items()},
+                faults=sum(n.count - n.young for kind, n in own.items() if kind in FAULTS),
             )
         )
     return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.namespace)))
@@ -193,40 +181,6 @@ def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
     }
 
 
-def depth_audits(
-    spool: AuditSpool, namespaces: Sequence[NamespaceAudit], *, has_index: bool
-) -> tuple[DepthAudit, ...]:
-    """Return the depths, in the order of ``namespaces``."""
-    numbers = {name: ns for ns, name in namespace_names(spool).items()}
-    audits: list[DepthAudit] = []
-    for name in (one.namespace for one in namespaces if one.namespace in numbers):
-        buckets: dict[int, list[int]] = {}
-        for depth, *values in spool.rows(_BY_DEPTH, (numbers[name],)):
-            bucket = buckets.setdefault(_bucket(depth), [0] * len(values))
-            for place, value in enumerate(values):
-                bucket[place] += value or 0
-        for depth, (chunks, tokens, nbytes, hits, used, branches, leaves) in buckets.items():
-            audits.append(
-                DepthAudit(
-                    namespace=name,
-                    depth=depth,
-                    depth_end=depth + 1 if depth < DEPTHS_ALONE else 2 * depth,
-                    chunks=chunks,
-                    tokens=tokens,
-                    nbytes=nbytes,
-                    hits=hits if has_index else None,
-                    used_chunks=used if has_index else None,
-                    branches=branches,
-                    leaves=leaves,
-                )
-            )
-    return tuple(audits)
-
-
-def _bucket(depth: int) -> int:
-    return depth if depth < DEPTHS_ALONE else 1 << (depth.bit_length() - 1)
-
-
 def added(values: Iterable[T | None]) -> T | None:
     """Return the sum of the known values; None if all are unknown."""
     known = [value for value in values if value is not None]
@@ -236,9 +190,8 @@ def added(values: Iterable[T | None]) -> T | None:
 _DAY_S = 86_400
 _MONTH_DAYS = 30
 _GB = 1e9
-_AGE_STARTS_S = (0, 3_600, 6 * 3_600, _DAY_S, 3 * _DAY_S, 7 * _DAY_S, 30 * _DAY_S, 90 * _DAY_S)
 _DAY_PAYLOADS = """
-SELECT ns, count(*) FROM main.payloads WHERE modified_s / 86400 = ? GROUP BY ns
+SELECT ns, count(*) FROM main.payloads WHERE CAST(modified_s AS INTEGER) / 86400 = ? GROUP BY ns
 """
 
 
@@ -252,50 +205,17 @@ class Basis:
     """Whether hits are counted."""
 
 
-def read_ages(spool: AuditSpool, now_s: float, *, has_index: bool) -> AgesAudit:
-    """Return chunks by age and by last use."""
-    never = None, None
-    if has_index:
-        counted = "SELECT count(*), ifnull(sum(nbytes), 0) FROM temp.chunks WHERE hits = 0"
-        never = spool.some(counted)[0]
-    return AgesAudit(
-        age=_buckets(spool, "newest_s", now_s),
-        last_use=_buckets(spool, "touched_s", now_s) if has_index else (),
-        never_used_chunks=never[0],
-        never_used_bytes=never[1],
-    )
-
-
-def _buckets(spool: AuditSpool, column: str, now_s: float) -> tuple[AgeBucket, ...]:
-    bounds = [*zip(_AGE_STARTS_S, (*_AGE_STARTS_S[1:], None), strict=True)]
-    # A chunk from the future, by a wrong clock, is in the youngest bucket.
-    cases = " ".join(
-        f"WHEN {column} > {int(now_s) - end} THEN {number}"
-        for number, (_, end) in enumerate(bounds)
-        if end is not None
-    )
-    statement = (
-        f"SELECT CASE {cases} ELSE {len(bounds) - 1} END AS bucket, count(*), sum(nbytes) "  # noqa: S608  # our own numbers
-        f"FROM temp.chunks WHERE {column} > 0 GROUP BY bucket"
-    )
-    found = {bucket: (chunks, nbytes) for bucket, chunks, nbytes in spool.rows(statement)}
-    return tuple(
-        AgeBucket(start, end, *found.get(number, (0, 0)))
-        for number, (start, end) in enumerate(bounds)
-    )
-
-
 def read_cost(
-    spool: AuditSpool,
+    inventory: Inventory,
     namespaces: Sequence[NamespaceAudit],
     found: Mapping[str, NamespaceFigures],
     basis: Basis,
 ) -> CostAudit:
     """Return the monthly cost and each tenant's share of it."""
     prices, now_s, has_index = basis.prices, basis.now_s, basis.has_index
-    names = namespace_names(spool)
+    names = inventory.names()
     yesterday = int(now_s) // _DAY_S - 1
-    puts = Counter({names[ns]: count for ns, count in spool.rows(_DAY_PAYLOADS, (yesterday,))})
+    puts = Counter({names[ns]: count for ns, count in inventory.rows(_DAY_PAYLOADS, (yesterday,))})
     by_tenant: dict[str | None, list[float]] = {}
     gets = 0.0
     for one in namespaces:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from objkv.cache.pins import Pin, scan_pins
 from objkv.errors import PayloadError
-from objkv.ops.audit.answers import PinAudit
+from objkv.ops.audit.report import PinAudit
 from objkv.stores.base import ReadStore
 
 PINS_MAX = 1_000

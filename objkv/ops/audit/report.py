@@ -6,13 +6,13 @@ times are seconds since the epoch, and token ranges are ``[start, end)``. Texts 
 code that shows them masks or escapes them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from objkv.config.prices import Prices
-from objkv.ops.audit.answers import LifecycleAudit, PinAudit, SavingsAudit
-
-NodeKind = Literal["chunks", "other"]
+from objkv.ops.inventory.findings import Findings
+from objkv.ops.inventory.tree import RootAudit, TreeNode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,26 +77,16 @@ class NamespaceAudit(StoredAudit):
     weights_epoch: int | None
     is_known: bool
     """Whether its identity document exists and matches its name; otherwise its payloads are
-    strangers."""
+    unidentified."""
     problem: str | None
     """The problem with the identity document, in a sentence."""
     pinned: int | None
     """Pinned chunks."""
-    ghosts: int
-    """Records without a payload."""
-    orphans: int
-    """Payloads without a record, including expired ones."""
-    corrupt: int
-    """Payloads with a wrong length or header."""
-    strangers: int
-    """Payloads without a valid identity document."""
-    expired: int
-    """Orphans written more than ``ttl_s`` ago."""
-
-    @property
-    def faults(self) -> int:
-        """Findings that should not exist. The next sweep removes all other findings."""
-        return self.ghosts + self.orphans - self.expired + self.corrupt + self.strangers
+    findings: Mapping[str, int]
+    """How many it has of each kind of finding, without those of which it has none."""
+    faults: int
+    """Those of them that should not exist: without young orphans, and without what the next sweep
+    removes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,136 +100,8 @@ class TenantAudit(StoredAudit):
     """The quota in this command's settings; None for no limit."""
 
 
-@dataclass(frozen=True, slots=True)
-class DepthAudit:
-    """The chunks of a namespace at ``[depth, depth_end)``, counted in chunks from the first."""
-
-    namespace: str
-    depth: int
-    """0 for the first chunk of a prompt."""
-    depth_end: int
-    """End of the range. Depths up to 63 are separate; after that, ranges double."""
-    chunks: int
-    tokens: int
-    nbytes: int
-    hits: int | None
-    used_chunks: int | None
-    branches: int
-    """Chunks with more than one stored continuation."""
-    leaves: int
-    """Chunks without a stored continuation."""
-
-
-@dataclass(frozen=True, slots=True)
-class RootAudit:
-    """The first chunk of a prefix and all chunks that continue it."""
-
-    namespace: str
-    tenant: str | None
-    hash: str
-    """Prefix hash of the first stored chunk, hex."""
-    token_start: int
-    """0, or more if the first chunks are gone; then no reader can use the rest."""
-    token_end_max: int
-    """Token at which the longest chain ends."""
-    chunks: int
-    nbytes: int
-    shared_chunks: int
-    """Chunks from the root to the first branch, which all prompts below share."""
-    shared_tokens: int
-    """Tokens of these chunks."""
-    branches: int
-    """Chunks with more than one stored continuation."""
-    leaves: int
-    """Ends of chains; at least this many different prompts were saved."""
-    depth_max: int
-    """Chunks of the longest chain."""
-    hits: int | None
-    """Hits of all chunks."""
-    hits_max: int | None
-    """Hits of the most used chunk."""
-    used_chunks: int | None
-    """Chunks that were hit at least once."""
-    reuse: float | None
-    """Bytes loaded by hits per byte stored; 1 means that each byte was loaded once on average."""
-    oldest_s: int | None
-    newest_s: int | None
-    last_used_s: int | None
-    label: str | None
-    """First words of its text, if texts were requested and token ids are stored."""
-
-
-@dataclass(frozen=True, slots=True)
-class TreeNode:
-    """Successive chunks without a branch between them, or small siblings folded into one node.
-
-    A node's numbers exclude its children, except that a folded node covers everything below it.
-    """
-
-    id: int
-    """Unique; a parent's id is lower than its children's."""
-    parent: int | None
-    """None for the root of a tree."""
-    kind: NodeKind
-    """``other`` for smaller siblings and everything below them, folded into one node."""
-    namespace: str
-    hash: str
-    """Prefix hash of the node's last chunk, hex; empty for ``other``."""
-    depth: int
-    """Chunks before the node in its chain; for ``other``, chunks before its folded nodes."""
-    token_start: int
-    token_end: int
-    """End of the node's tokens; for ``other``, the end of the longest folded chain."""
-    chunks: int
-    nbytes: int
-    hits: int | None
-    """Hits of all its chunks."""
-    hits_max: int | None
-    """Hits of its most used chunk: at least this many prompts passed through the node."""
-    last_used_s: int | None
-    newest_s: int | None
-    leaves: int
-    """Ends of chains at the node and below it."""
-    children: int
-    """Continuations, shown or folded; 0 for a leaf and for ``other``."""
-    folded: int
-    """Number of siblings that an ``other`` node replaces; else 0."""
-    label: str | None
-    """A short name for people."""
-    text: str | None
-    """First words of its text, redacted unless requested; None if unavailable."""
-
-
-JSON_FORMAT: Final = 1
+JSON_FORMAT: Final = 2
 """Format number of the JSON document. It increases when a field changes its meaning."""
-FindingKind = Literal["ghost", "orphan", "stranger", "corrupt", "expired", "old_epoch", "leftover"]
-"""The next sweep removes the last three kinds; the others should not exist. ``expired``: not used
-for ``ttl_s``, so its record ran out. ``old_epoch``: from weights or a format no longer served.
-``leftover``: neither a payload nor a document, or in quarantine."""
-Ending = Literal["complete", "interrupted", "deadline"]
-
-
-@dataclass(frozen=True, slots=True)
-class AgeBucket:
-    """Chunks whose age is in ``[start_s, end_s)``."""
-
-    start_s: int
-    end_s: int | None
-    """None for no upper bound."""
-    chunks: int
-    nbytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class AgesAudit:
-    """Chunks by age and by last use; both have their buckets in the same order."""
-
-    age: tuple[AgeBucket, ...]
-    """By time since the chunk's newest payload was written."""
-    last_use: tuple[AgeBucket, ...]
-    """By time since the chunk's last hit; empty if hits are not counted."""
-    never_used_chunks: int | None
-    never_used_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,41 +135,77 @@ class CostAudit:
 
 
 @dataclass(frozen=True, slots=True)
-class AuditFinding:
-    """One finding."""
+class SavingsMonth:
+    """The savings by loads in one namespace and month."""
 
-    kind: FindingKind
-    key: str
-    """Path in the bulk store, also of a payload that is missing."""
-    nbytes: int
+    namespace: str
+    month: str
+    """UTC, ``2026-11``."""
+    loads: int
+    tokens: int
+    """Tokens loaded instead of computed."""
+    gpu_s: float | None
+    """GPU seconds saved; None if no load was timed."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavingsAudit:
+    """The savings by loads, as the replicas that loaded measured them. They outlive the chunks.
+
+    Measured are the loads, their duration, and how long the same replica computed a token of a
+    prompt at that time. Assumed is that it would have computed every loaded token at this pace.
+    """
+
+    first_month: str | None
+    """Since when replicas have reported; None, like all sums, if none has."""
+    loads: int | None
+    tokens: int | None
+    timed_tokens: int | None
+    """Loaded tokens of replicas that had measured how fast they compute; the following numbers
+    cover only these."""
+    compute_gpu_s: float | None
+    """Computing time of these tokens, times the GPUs of the replica."""
+    load_gpu_s: float | None
+    """Duration of their loads, times the GPUs of the replica, as if all GPUs had waited."""
+    gpu_s: float | None
+    """GPU seconds saved: the difference. Below 0, loading cost more than it saved."""
+    usd: float | None
+    """Price of ``gpu_s``; None without a price per GPU hour."""
+    months: tuple[SavingsMonth, ...]
+    """By namespace, then by month."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinAudit:
+    """A pinned prefix."""
+
+    namespace: str
+    leaf: str
+    """Hash of its last chunk, hex."""
+    tokens: int
+    chunks: int
+    by: str | None
+    """Who pinned it, by their own statement; None if pinned by an older version."""
+    created_s: int
+    until_s: int
+
+
+LifecycleStatus = Literal["fits", "conflicts", "none", "unknown"]
+
+
+@dataclass(frozen=True, slots=True)
+class LifecycleAudit:
+    """Whether the bucket's lifecycle rules fit the settings."""
+
+    status: LifecycleStatus
+    """``none``: no rule deletes payloads. ``unknown``: the rules could not be read."""
+    expire_days: int | None
+    """Age at which a rule deletes payloads."""
     detail: str
+    """The findings in sentences, with what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class FindingCount:
-    """The findings of one kind."""
-
-    kind: FindingKind
-    count: int
-    nbytes: int
-    young: int
-    """Orphans written after the walk began or up to ``sweep_grace_s`` before; their records may
-    still be published."""
-    remedy: str
-    """The command that fixes it, in a sentence."""
-
-
-@dataclass(frozen=True, slots=True)
-class FindingsAudit:
-    """Findings by kind, in the order of ``FindingKind``, and the first few by name."""
-
-    counts: tuple[FindingCount, ...]
-    first: tuple[AuditFinding, ...]
-    omitted: int
-    """Findings that are counted but not in ``first``."""
-
-
-AuditVerdict = Literal["corrupt", "faults", "interrupted", "deadline", "fine"]
+AuditVerdict = Literal["corrupt", "faults", "fine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,27 +222,18 @@ class AuditReport:
     """Without secrets."""
     index_url: str
     """Without secrets."""
-    ending: Ending
-    """Unless ``complete``, all numbers cover only the parts that were read."""
-    parts_done: int
-    """Parts that were read."""
-    parts: int
-    """Parts of the whole walk: folders of the bulk store and namespaces of the index."""
     totals: AuditTotals
     namespaces: tuple[NamespaceAudit, ...]
     """Largest first."""
     tenants: tuple[TenantAudit, ...]
     """Largest first."""
-    depths: tuple[DepthAudit, ...]
-    """In the order of ``namespaces``, then by depth."""
     roots: tuple[RootAudit, ...]
     """Largest first, as many as requested."""
     roots_omitted: int
     tree: tuple[TreeNode, ...]
     """Parents before children; at most 2,000 nodes."""
-    ages: AgesAudit
     cost: CostAudit
-    findings: FindingsAudit
+    findings: Findings
     namespace: str | None
     """The one namespace that was audited; None for all."""
     savings: SavingsAudit
@@ -356,15 +245,10 @@ class AuditReport:
     """Sentences that qualify the numbers, worst first."""
 
 
-_FAULTS: Final[tuple[FindingKind, ...]] = ("ghost", "orphan", "stranger")
-
-
 def verdict(report: AuditReport) -> AuditVerdict:
-    """Return the worst finding, for headlines and exit codes. Young orphans are no
-    faults: their records may still be published."""
-    found = {one.kind: one.count - one.young for one in report.findings.counts}
-    if found.get("corrupt"):
+    """Return the worst finding, for headlines and exit codes. Young orphans are no faults: their
+    records may still be published."""
+    found = {one.kind: one.faults for one in report.findings.counts}
+    if found["corrupt"]:
         return "corrupt"
-    if any(found.get(kind) for kind in _FAULTS):
-        return "faults"
-    return "fine" if report.ending == "complete" else report.ending
+    return "faults" if any(found.values()) else "fine"

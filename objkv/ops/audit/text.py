@@ -3,7 +3,7 @@
 The text is a user's prompt, so by default only its length is reported.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
@@ -11,14 +11,12 @@ from tokenizers import Tokenizer
 
 from objkv.cache.chunks import stored_header
 from objkv.errors import ConfigError, PayloadError
-from objkv.keys.chunk import ChunkKey
+from objkv.keys.chunk import ChunkKey, payload_path
 from objkv.keys.prefix import token_digest
-from objkv.ops.audit.findings import payload_path
-from objkv.ops.audit.report import RootAudit, TreeNode
-from objkv.ops.audit.spool import AuditSpool
-from objkv.ops.audit.tree import Tree
-from objkv.ops.audit.walk import AuditView
 from objkv.ops.backends_view import StoredNamespace
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.tree import RootAudit, Tree, TreeNode
+from objkv.ops.inventory.walk import ReadView
 from objkv.stores.base import Entry
 
 TEXT_MAX = 160
@@ -27,7 +25,8 @@ _TOKENS_MAX = 64
 """Tokens of a chunk to decode for them."""
 _AT_ONCE = 64
 _PAYLOAD = """
-SELECT field, nbytes, modified_s FROM payloads WHERE ns = ? AND hash = ? ORDER BY field LIMIT 1
+SELECT field, nbytes, modified_s FROM payloads WHERE ns = ? AND hash = ? AND nbytes > 0
+ORDER BY field LIMIT 1
 """
 
 
@@ -35,7 +34,7 @@ SELECT field, nbytes, modified_s FROM payloads WHERE ns = ? AND hash = ? ORDER B
 class TextReader:
     """Reads the first words of a chunk's text."""
 
-    view: AuditView
+    view: ReadView
     namespaces: Mapping[str, StoredNamespace]
     tokenizer: Tokenizer
     show: bool
@@ -73,21 +72,19 @@ class TextReader:
 
 
 def with_texts(
-    spool: AuditSpool,
+    inventory: Inventory,
     tree: Tree,
     roots: Sequence[RootAudit],
     reader: TextReader,
     *,
     workers: int,
-    check: Callable[[], None] = lambda: None,
 ) -> tuple[tuple[TreeNode, ...], tuple[RootAudit, ...]]:
     """Return the nodes and ``roots`` with the text of their first chunks, one header read each."""
-    heads = {*tree.heads.values(), *((one.namespace, bytes.fromhex(one.hash)) for one in roots)}
+    heads = {*tree.heads.values(), *((one.namespace, bytes.fromhex(one.first)) for one in roots)}
     texts: dict[tuple[str, bytes], str | None] = {}
     with ThreadPoolExecutor(workers, thread_name_prefix="objkv-texts") as pool:
         for some in _batches(sorted(heads)):
-            check()
-            entries = [_entry(spool, head) for head in some]
+            entries = [_entry(inventory, head) for head in some]
             read = pool.map(
                 lambda head, entry: None if entry is None else reader.text(head[0], entry),
                 some,
@@ -99,7 +96,7 @@ def with_texts(
         for node in tree.nodes
     )
     labelled = (
-        replace(one, label=texts[one.namespace, bytes.fromhex(one.hash)] or one.label)
+        replace(one, label=texts[one.namespace, bytes.fromhex(one.first)] or one.label)
         for one in roots
     )
     return nodes, tuple(labelled)
@@ -110,9 +107,9 @@ def _batches(heads: list[tuple[str, bytes]]) -> Iterator[list[tuple[str, bytes]]
         yield heads[start : start + _AT_ONCE]
 
 
-def _entry(spool: AuditSpool, head: tuple[str, bytes]) -> Entry | None:
+def _entry(inventory: Inventory, head: tuple[str, bytes]) -> Entry | None:
     namespace, prefix_hash = head
-    rows = spool.some(_PAYLOAD, (spool.namespace(namespace), prefix_hash))
+    rows = inventory.some(_PAYLOAD, (inventory.namespace(namespace), prefix_hash))
     for text, nbytes, modified_s in rows:
         return Entry(payload_path(namespace, prefix_hash, text), nbytes, modified_s)
     return None

@@ -86,20 +86,21 @@ def without_extras(
 
 Cause = Literal[
     "nothing",
-    "ghost",
+    "missing",
     "corrupt",
     "quarantined",
     "incomplete",
-    "unindexed",
+    "orphan",
     "elsewhere",
     "other_extras",
     "parted",
     "gone",
     "unknown",
 ]
-"""``nothing``: the match did not end early. ``incomplete``: some layers, heads or groups are not
-stored. ``unindexed``: stored without a record. ``parted``: other prompts continue here with other
-tokens. ``gone``: it was stored once. ``unknown``: there is no trace of it."""
+"""``nothing``: the match did not end early. ``missing``: a record without a payload.
+``incomplete``: some layers, heads or groups are not stored. ``orphan``: stored without a record.
+``parted``: other prompts continue here with other tokens. ``gone``: it was stored once.
+``unknown``: there is no trace of it."""
 
 
 @dataclass(frozen=True, slots=True)

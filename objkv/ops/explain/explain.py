@@ -111,7 +111,7 @@ def _first_spoilt(question: Question, usable: int) -> tuple[int, Findings] | Non
         for key in () if record is None else record_keys(report.namespace, record):
             entry = bulk.head(key.path())
             if entry is None:
-                return "ghost", key.path()
+                return "missing", key.path()
             if problem := _header_problem(bulk, entry, question.seal):
                 return "corrupt", f"{key.path()}: {problem}"
         return None
@@ -133,14 +133,14 @@ def _header_problem(bulk: ReadStore, entry: Entry, seal: Seal | None) -> str | N
 
 
 def _spoilt(kind: str, detail: str) -> Findings:
-    if kind == "ghost":
+    if kind == "missing":
         return Findings(
-            "ghost",
-            "the index has a record of it, but its payload is not in the bulk store (a ghost)",
+            "missing",
+            "the index has a record of it, but its payload is missing in the bulk store",
             [f"missing: {detail}"],
             [
                 "replicas forget the record at their next load; objkv sweep --apply forgets all "
-                "ghosts"
+                "missing payloads"
             ],
             ["who deleted it: a lifecycle rule, a person, or a sweep with another index"],
         )
@@ -161,7 +161,7 @@ def _stopped(question: Question, number: int) -> Findings:
     beginning = chunk.prefix_hash.hex()
     found = find_payloads(question.bulk, [question.report.namespace], beginning)
     if keys := found.get((question.report.namespace, chunk.prefix_hash)):
-        return _unindexed(question, keys)
+        return _unrecorded(question, keys)
     folder = f"{QUARANTINE}/{question.report.namespace}/{beginning[:2]}/{beginning}/"
     if quarantined := next(iter(question.bulk.scan(folder)), None):
         days = (question.clock() - quarantined.modified_s) / 86_400
@@ -189,7 +189,7 @@ def _incomplete(question: Question, number: int) -> Findings:
     )
 
 
-def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
+def _unrecorded(question: Question, keys: Sequence[ChunkKey]) -> Findings:
     reports = [inspect_payload(question.bulk, key, question.seal) for key in keys]
     corrupt = [one for one in reports if one.verdict == "corrupt"]
     if corrupt:
@@ -214,7 +214,7 @@ def _unindexed(question: Question, keys: Sequence[ChunkKey]) -> Findings:
             "replica is saving the chunk now"
         )
     return Findings(
-        "unindexed",
+        "orphan",
         sentence,
         evidence,
         ["objkv rebuild --apply restores its record; a longer ttl_s keeps records longer"],

@@ -76,14 +76,17 @@ METRICS = {
     "objkv_scan_oldest_timestamp_seconds": MetricSpec(
         "gauge", "Time at which the oldest payload was written.", OF_NAMESPACE
     ),
-    "objkv_scan_orphans": MetricSpec("gauge", "Number of payloads without a record.", OF_NAMESPACE),
-    "objkv_scan_orphan_bytes": MetricSpec(
-        "gauge", "Bytes of payloads without a record.", OF_NAMESPACE
+    "objkv_scan_findings": MetricSpec(
+        "gauge",
+        "Number of findings by their word in objkv audit; orphans only after the grace time.",
+        ("finding", *OF_NAMESPACE),
+    ),
+    "objkv_scan_finding_bytes": MetricSpec(
+        "gauge", "Bytes of these findings.", ("finding", *OF_NAMESPACE)
     ),
     "objkv_scan_pinned_payloads": MetricSpec(
         "gauge", "Number of payloads of pinned chunks.", OF_NAMESPACE
     ),
-    "objkv_scan_quarantined_payloads": MetricSpec("gauge", "Number of payloads in quarantine."),
 }
 """By full name. Metrics named ``objkv_scan_…`` exist only with ``--scan-every``."""
 _LABEL_CHARS_MAX = 200
@@ -182,32 +185,45 @@ class StoreCollector(Collector):
             return
         page.add("objkv_scan_timestamp_seconds", scan.ended_s)
         page.add("objkv_scan_seconds", scan.seconds)
-        page.add("objkv_scan_quarantined_payloads", scan.quarantined)
         rows = {
             name: {
                 "objkv_scan_payloads": float(counted.payloads),
                 "objkv_scan_bytes": float(counted.nbytes),
                 "objkv_scan_oldest_timestamp_seconds": counted.oldest_s,
-                "objkv_scan_orphans": float(counted.orphans),
-                "objkv_scan_orphan_bytes": float(counted.orphan_bytes),
                 "objkv_scan_pinned_payloads": float(counted.pinned),
             }
             for name, counted in scan.namespaces.items()
         }
         self._add_rows(page, rows, by="objkv_scan_bytes")
+        kinds: defaultdict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+        for (kind, name), found in scan.findings.items():
+            kinds[kind][name] = {
+                "objkv_scan_findings": float(found.count - found.young),
+                "objkv_scan_finding_bytes": float(found.nbytes),
+            }
+        for kind, of in kinds.items():
+            self._add_rows(page, of, by="objkv_scan_finding_bytes", first=(kind,))
 
-    def _add_rows(self, page: "_Page", rows: Mapping[str, dict[str, float]], *, by: str) -> None:
-        """Add the largest namespaces individually, and the others as one."""
+    def _add_rows(
+        self,
+        page: "_Page",
+        rows: Mapping[str, dict[str, float]],
+        *,
+        by: str,
+        first: tuple[str, ...] = (),
+    ) -> None:
+        """Add the largest namespaces individually, and the others as one. ``first``: labels before
+        the namespace's."""
         largest = sorted(rows, key=lambda name: (-rows[name][by], name))
         shown = largest[: self._watched.namespaces_max]
         for name in shown:
             origin = self._watch.origin(name)
             for metric, value in rows[name].items():
-                page.add(metric, value, name, origin.tenant, origin.model)
+                page.add(metric, value, *first, name, origin.tenant, origin.model)
         if rest := largest[self._watched.namespaces_max :]:
             for metric in rows[rest[0]]:
                 value = _together(metric)(rows[name][metric] for name in rest)
-                page.add(metric, value, OTHER, "", "")
+                page.add(metric, value, *first, OTHER, "", "")
 
 
 def _together(metric: str) -> Callable[[Iterable[float]], float]:

@@ -1,40 +1,41 @@
-"""Counts the payloads in the bulk store and those without a record, for ``--scan-every`` only.
+"""Takes an inventory of store and index from time to time, for ``--scan-every`` only.
 
-A scan lists everything once, with one request per 1,000 payloads, and reads as many index records.
-It changes nothing and keeps a few numbers per namespace.
+A scan lists everything once, with one request per 1,000 payloads, and reads all index records. It
+changes nothing.
 """
 
 import logging
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 
 from objkv.errors import ObjkvError
-from objkv.ops.backends_view import (
-    QUARANTINE,
-    BackendsView,
-    StoredPayload,
-    stored_namespaces,
-    stored_parts,
-)
-from objkv.ops.backends_view import stored_payloads as payloads_of
+from objkv.ops.backends_view import BackendsView
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.findings import NamespaceFindings, read_findings
+from objkv.ops.inventory.walk import Walk, find_places, read_view
+from objkv.ops.runs import WorkPool
 
 logger = logging.getLogger(__name__)
 
 _STOP_S = 5.0
+_WORKERS = 4
+_COUNTED = """
+SELECT p.ns, count(*), sum(p.nbytes), min(p.modified_s), count(CASE WHEN c.pinned THEN 1 END)
+FROM main.payloads p LEFT JOIN main.chunks c USING (ns, hash)
+WHERE p.nbytes IS NOT NULL GROUP BY p.ns
+"""
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Counted:
-    """The counts of one namespace."""
+    """The payloads of one namespace in the bulk store."""
 
     payloads: int = 0
     nbytes: int = 0
     oldest_s: float = 0.0
-    orphans: int = 0
-    orphan_bytes: int = 0
     pinned: int = 0
 
 
@@ -43,13 +44,10 @@ class Scan:
     """A complete scan."""
 
     namespaces: Mapping[str, Counted]
-    quarantined: int
+    findings: Mapping[tuple[str, str], NamespaceFindings]
+    """By kind and namespace; the latter is empty for what belongs to none."""
     ended_s: float
     seconds: float
-
-
-class _Stopped(Exception):
-    """The scan was stopped."""
 
 
 @dataclass(slots=True)
@@ -67,6 +65,7 @@ class Scans:
     failures: int = 0
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
+    _pool: WorkPool | None = None
 
     def start(self) -> None:
         """Start the first scan now, in the background."""
@@ -76,6 +75,8 @@ class Scans:
     def stop(self) -> None:
         """Stop, and abandon a running scan."""
         self._stopping.set()
+        if self._pool is not None:
+            self._pool.halt("interrupted")
         if self._thread is not None:
             self._thread.join(_STOP_S)
 
@@ -85,43 +86,32 @@ class Scans:
 
     def scan(self) -> None:
         """Scan once. Called by the thread, and by tests."""
-        begun_s = self.clock()
+        begun_s, pool = self.clock(), WorkPool(workers=_WORKERS)
+        self._pool = pool
         try:
-            namespaces = self._count(begun_s)
-            quarantined = sum(1 for _ in self.view.bulk.scan(f"{QUARANTINE}/"))
+            with closing(Inventory(clock=self.clock)) as inventory:
+                view = read_view(self.view)
+                walk = Walk(view, inventory, find_places(view), _WORKERS, self.clock)
+                for units in (walk.records(), walk.payloads(), walk.leftovers()):
+                    pool.run(() if self._stopping.is_set() else units)
+                if self._stopping.is_set() or pool.ending != "complete":
+                    return
+                self.last = self._scan(walk, begun_s)
         except ObjkvError as exc:
             self.failures += 1
             logger.warning("scan not finished reason=%s", exc)
             return
-        except _Stopped:
-            return
-        ended_s = self.clock()
-        self.last = Scan(namespaces, quarantined, ended_s, ended_s - begun_s)
         self.found(self.last)
 
-    def _count(self, begun_s: float) -> dict[str, Counted]:
-        counted: defaultdict[str, Counted] = defaultdict(Counted)
-        for name in stored_namespaces(self.view.bulk):
-            of = counted[name]
-            for part in stored_parts(self.view.bulk, [name]):
-                for batch in payloads_of(self.view, part):
-                    if self._stopping.is_set():
-                        raise _Stopped
-                    for stored in batch:
-                        self._add(of, stored, begun_s)
-        return dict(counted)
-
-    def _add(self, of: Counted, stored: StoredPayload, begun_s: float) -> None:
-        entry = stored.entry
-        of.payloads += 1
-        of.nbytes += entry.nbytes
-        of.oldest_s = min(of.oldest_s or entry.modified_s, entry.modified_s)
-        if stored.record is not None and stored.record.pinned:
-            of.pinned += 1
-        is_old = entry.modified_s < begun_s - self.grace_s
-        if stored.shard is None and is_old and not self.view.is_own_index:
-            of.orphans += 1
-            of.orphan_bytes += entry.nbytes
+    def _scan(self, walk: Walk, begun_s: float) -> Scan:
+        walk.judge(ttl_s=self.view.ttl_s)
+        inventory = walk.inventory
+        names = inventory.names()
+        rows = inventory.rows(_COUNTED)
+        counted = {names[ns]: Counted(*values) for ns, *values in rows}
+        _, found = read_findings(inventory, walk.places, (), grace_s=self.grace_s)
+        ended_s = self.clock()
+        return Scan(counted, found, ended_s, ended_s - begun_s)
 
     def _go_on(self) -> None:
         while not self._stopping.is_set():

@@ -4,7 +4,6 @@ Threads check the backends, and scrapes read the last results: a scrape never wa
 and a hanging backend blocks only its own thread. Full listings are in ``scan``.
 """
 
-import json
 import logging
 import threading
 import time
@@ -237,7 +236,4 @@ def _origin(bulk: ReadStore, namespace: str) -> Origin | None:
         found = read_namespace(bulk, namespace)
     except ValueError:  # the index names a namespace that cannot be a key
         return Origin()
-    if not found.is_known:
-        return None
-    model = json.loads(found.rest).get("model")
-    return Origin(found.tenant or "", model if isinstance(model, str) else "")
+    return Origin(found.tenant or "", found.model or "") if found.is_known else None

@@ -20,7 +20,14 @@ from objkv.ops.runs import Counters, Halted
 from objkv.stores.base import Entry, Unfinished
 
 Category = Literal[
-    "orphan", "ghost", "expired", "over_quota", "old_epoch", "stranger", "temporary", "quarantined"
+    "orphan",
+    "missing",
+    "expired",
+    "over_quota",
+    "old_epoch",
+    "unidentified",
+    "temporary",
+    "quarantined",
 ]
 CATEGORIES: tuple[Category, ...] = get_args(Category)
 
@@ -36,7 +43,7 @@ class SweepLimits:
     put_s: float = 600.0
     """Longer than any put takes: younger temporary data is kept even if ``grace_s`` is shorter."""
     only: Collection[Category] = CATEGORIES
-    strangers: bool = False
+    unidentified: bool = False
     """Whether payloads in namespaces without an identity document are removed too."""
     force: bool = False
     """Whether to proceed even if the index or bucket looks empty or mismatched."""
@@ -94,8 +101,8 @@ class Remover:
 
     def record(self, key: ChunkKey, shard: ShardRecord, counters: Counters) -> None:
         """Forget the record of a missing payload."""
-        if not self._may("ghost"):
-            counters.find("ghost", key.path(), shard.nbytes)
+        if not self._may("missing"):
+            counters.find("missing", key.path(), shard.nbytes)
             return
         view, path = self._view, key.path()
         lease = Lease(view, path, clock=self._clock)
@@ -113,7 +120,7 @@ class Remover:
         finally:
             lease.release()
         if is_forgotten:
-            counters.find("ghost", path, shard.nbytes)
+            counters.find("missing", path, shard.nbytes)
             counters.count("removed")
         else:
             counters.count("changed")
@@ -136,7 +143,7 @@ class Remover:
 
     def _may(self, kind: Category) -> bool:
         """Whether to remove one more. Raises ``Halted`` when the limit is reached."""
-        if not self._limits.apply or (kind == "stranger" and not self._limits.strangers):
+        if not self._limits.apply or (kind == "unidentified" and not self._limits.unidentified):
             return False
         with self._lock:
             if self._left is None:

@@ -13,7 +13,6 @@ from typing import Final, Self
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex
 from objkv.ops.top.nodes import NodeRow, node_of
-from objkv.ops.top.prefixes import PrefixLook, look
 from objkv.ops.top.rates import Flow, ReplicaRow, row_of, total_of
 from objkv.ops.top.scrape import MetricsSource, Scrape
 
@@ -45,7 +44,6 @@ class View:
     stored: StoredTotals | None
     ends: tuple[tuple[str, bool], ...]
     """Backends reported by the exporter, and whether each is up."""
-    prefixes: PrefixLook | None
     problems: tuple[str, ...]
     """Failures of exporter and index, one sentence each."""
     nodes: tuple[NodeRow, ...] = ()
@@ -74,7 +72,6 @@ class FleetWatch:
         self._last: dict[MetricsSource, Scrape] = {}
         self._hit_rates: deque[float | None] = deque(maxlen=_HISTORY)
         self._lock = Lock()
-        self._look: PrefixLook | None = None
         self._usage: StoredTotals | None = None
         self._look_problem: str | None = None
         self._ended = Event()
@@ -126,7 +123,6 @@ class FleetWatch:
         """Read the index once. Never raises."""
         assert self._index is not None
         try:
-            found = look(self._index, self._clock(), self._look)
             usages = self._index.usage()
             stored = StoredTotals(
                 sum(usage.nbytes for usage in usages),
@@ -139,7 +135,7 @@ class FleetWatch:
                 self._look_problem = f"the index does not answer: {exc}"
             return
         with self._lock:
-            self._look, self._usage, self._look_problem = found, stored, None
+            self._usage, self._look_problem = stored, None
 
     def _look_again(self) -> None:
         while not self._ended.is_set():
@@ -154,7 +150,7 @@ class FleetWatch:
         nodes: tuple[NodeRow, ...],
     ) -> View:
         with self._lock:
-            found, stored, problem = self._look, self._usage, self._look_problem
+            stored, problem = self._usage, self._look_problem
         problems = [problem] if problem else []
         ends: tuple[tuple[str, bool], ...] = ()
         if told is not None and told.problem is not None:
@@ -168,7 +164,7 @@ class FleetWatch:
             )
             stored = _stored(told) or stored
         rates = tuple(self._hit_rates)
-        return View(rows, total, rates, stored, ends, found, tuple(problems), nodes)
+        return View(rows, total, rates, stored, ends, tuple(problems), nodes)
 
 
 def _stored(told: Scrape) -> StoredTotals | None:

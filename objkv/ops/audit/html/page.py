@@ -15,13 +15,12 @@ from jinja2 import Environment, FunctionLoader, StrictUndefined
 from markupsafe import Markup
 
 from objkv.ops import formats
-from objkv.ops.audit.html import plots
-from objkv.ops.audit.html.remarks import FAULTS, KINDS, name_of, remarks
-from objkv.ops.audit.report import AuditReport, TreeNode, verdict
+from objkv.ops.audit.report import AuditReport, verdict
+from objkv.ops.inventory.findings import FAULTS, MEANINGS
+from objkv.ops.inventory.tree import TreeNode
 
 _BADGES: Final = {
-    "corrupt": "Corrupt payloads", "faults": "Faults found", "interrupted": "Interrupted",
-    "deadline": "Timed out", "fine": "No faults",
+    "corrupt": "Corrupt payloads", "faults": "Faults found", "fine": "No faults",
 }  # fmt: skip
 _FORMATS: Final = (
     "ago", "brief", "count", "dollars", "duration", "moment", "noun", "sentence", "share", "size",
@@ -50,7 +49,6 @@ def html_report(report: AuditReport) -> str:
             style=Markup(style),  # noqa: S704  # a file of this package
             script=Markup(script),  # noqa: S704  # a file of this package
             tree=_data(_tree(report)),
-            remarks=remarks(report),
             verdict=verdict(report),
         )
     )
@@ -67,9 +65,7 @@ def _environment() -> Environment:
         finalize=_masked,
     )
     environment.globals.update({name: getattr(formats, name) for name in _FORMATS})
-    environment.globals.update(
-        badges=_BADGES, kinds=KINDS, fault_kinds=FAULTS, name_of=name_of, plots=plots
-    )
+    environment.globals.update(badges=_BADGES, meanings=MEANINGS, fault_kinds=FAULTS)
     return environment
 
 

@@ -1,0 +1,307 @@
+"""What is wrong in an inventory: one word and one remedy for each finding, in all commands.
+
+The words are conditions in SQL (``found`` in ``file``). An item has one word: the one whose remedy
+removes or mends it.
+"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Literal, get_args
+
+from objkv.keys.chunk import payload_path
+from objkv.ops.formats import span
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.inventory.walk import Places, with_earlier
+
+FindingKind = Literal[
+    "missing", "orphan", "unidentified", "corrupt", "expired", "old_epoch", "temporary",
+    "quarantined", "other",
+]  # fmt: skip
+"""The last five are ordinary: the next sweep removes them, except for ``other``."""
+FAULTS: Final[tuple[FindingKind, ...]] = ("missing", "orphan", "unidentified", "corrupt")
+"""Findings that should not exist. An orphan that is ``young`` is none yet."""
+MEANINGS: Final[dict[FindingKind, str]] = {
+    "missing": "records without a payload",
+    "orphan": "payloads without a record, which no reader can find",
+    "unidentified": "payloads of namespaces without a valid identity document",
+    "corrupt": "payloads with a wrong length or header",
+    "expired": "payloads that were not used for ttl_s, so their records ran out",
+    "old_epoch": "payloads of an earlier weights_epoch or format",
+    "temporary": "files of killed writers",
+    "quarantined": "payloads that objkv verify moved to quarantine",
+    "other": "files that are not objkv's",
+}
+REMEDIES: Final[dict[FindingKind, str]] = {
+    "missing": "objkv sweep --apply forgets them; until then each one costs a failed load",
+    "orphan": "objkv rebuild --apply restores their records, or objkv sweep --apply deletes them",
+    "unidentified": "objkv sweep --apply --unidentified deletes them",
+    "corrupt": "objkv verify --all --quarantine --apply quarantines them",
+    "expired": "objkv sweep --apply deletes them",
+    "old_epoch": "objkv sweep --apply deletes them",
+    "temporary": "objkv sweep --apply deletes them",
+    "quarantined": "objkv sweep --apply deletes them",
+    "other": "objkv leaves them alone",
+}
+FIRST_MAX: Final = 100
+"""Findings listed by name, per kind."""
+_DOUBTED: Final[tuple[FindingKind, ...]] = ("orphan", "expired", "old_epoch")
+"""Kinds that a sweep keeps in a namespace that seems to have lost its records."""
+_GRACED: Final[tuple[FindingKind, ...]] = (
+    "orphan", "unidentified", "old_epoch", "temporary", "quarantined",
+)  # fmt: skip
+"""Kinds that a sweep keeps until they are older than ``sweep_grace_s``."""
+_COUNTS = """
+SELECT kind, ns, count(*), sum(size), sum(at_s > ?), max(at_s) FROM (
+  SELECT kind, ns, ifnull(nbytes, recorded) AS size, ifnull(modified_s, created_s) AS at_s
+    FROM temp.found WHERE kind NOT IN ('sound', 'gone')
+  UNION ALL SELECT kind, ns, nbytes, modified_s FROM main.others)
+GROUP BY kind, ns
+"""
+_FIRST = """
+SELECT ns, hash, field, ifnull(nbytes, recorded), problem, nbytes, recorded FROM temp.found
+WHERE kind = ? LIMIT ?
+"""
+_OTHERS = "SELECT key, name, nbytes, detail FROM main.others WHERE kind = ? LIMIT ?"
+# By what a sweep judges a namespace: what was there before the walk began, and is not superseded.
+_KNOWN = """
+SELECT n.name, count(*), count(p.recorded), sum(young), sum(young AND p.recorded IS NULL)
+FROM (SELECT *, modified_s > ? AND modified_s <= ? AS young FROM main.payloads
+    WHERE nbytes IS NOT NULL) p
+JOIN main.namespaces n ON n.id = p.ns WHERE n.is_known AND NOT n.is_old GROUP BY p.ns
+"""
+_STORED = """
+SELECT count(*), count(p.nbytes) FROM main.payloads p JOIN main.namespaces n ON n.id = p.ns
+WHERE p.recorded IS NOT NULL AND NOT n.is_old
+"""
+_YOUNG_MIN = 4
+_MOST = 0.5
+_NAMES_SHOWN = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Doubt:
+    """Why some data looks unreachable by mistake, so that a sweep keeps it unless forced."""
+
+    namespace: str | None
+    """None if index and bulk store do not match at all: then a sweep deletes nothing."""
+    why: str
+    is_of_bulk: bool = False
+    """Whether it is the bulk store that looks emptied or wrong, and not the index."""
+
+
+def find_doubts(inventory: Inventory, *, ttl_s: float) -> tuple[Doubt, ...]:
+    """Return what seems useless only because the other backend lacks most of it: that backend was
+    probably wiped, or is the wrong one.
+
+    A payload younger than ``ttl_s`` has a record, unless its writer was killed. Payloads of
+    unidentified namespaces are not judged by the index. Needs an index that was read.
+    """
+    begun_s = inventory.begun_s
+    doubts, seen, known = [], 0, 0
+    for name, payloads, recorded, young, lost in inventory.rows(_KNOWN, (begun_s - ttl_s, begun_s)):
+        seen, known = seen + payloads, known + recorded
+        if young >= _YOUNG_MIN and lost > _MOST * young:
+            doubts.append(
+                Doubt(
+                    name,
+                    f"the index has no record of most payloads in {name} that are younger than "
+                    f"ttl_s ({lost:,} of {young:,}): it looks wiped, or belongs to another bucket; "
+                    "run objkv rebuild --apply, or objkv sweep with --force to delete them",
+                )
+            )
+    if seen and not known:
+        doubts = [
+            Doubt(
+                None,
+                "the index has no record of any payload: it was wiped, belongs to another bucket, "
+                "or all records have expired; run objkv rebuild --apply, or objkv sweep with "
+                "--force to delete all",
+            )
+        ]
+    [(records, stored)] = inventory.some(_STORED)
+    if records and not stored:
+        doubts.append(
+            Doubt(
+                None,
+                "the bulk store has none of the payloads recorded in the index: it belongs to "
+                "another index, or was emptied; objkv sweep with --force removes the records",
+                is_of_bulk=True,
+            )
+        )
+    return tuple(doubts)
+
+
+def doubted(doubts: Collection[Doubt], places: Places) -> frozenset[str]:
+    """Return the doubted namespaces, with their earlier epochs."""
+    return with_earlier({one.namespace for one in doubts if one.namespace is not None}, places)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One finding."""
+
+    kind: FindingKind
+    key: str
+    """Path in the bulk store, also of a payload that is missing."""
+    nbytes: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class FindingCount:
+    """The findings of one kind."""
+
+    kind: FindingKind
+    count: int
+    nbytes: int
+    young: int
+    """Orphans written after the walk began or up to ``sweep_grace_s`` before; their records may
+    still be published."""
+    remedy: str
+    """The command that fixes it, in a sentence."""
+
+    @property
+    def faults(self) -> int:
+        """Those that should not exist."""
+        return self.count - self.young if self.kind in FAULTS else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """Findings by kind, in the order of ``FindingKind``, and the first few by name."""
+
+    counts: tuple[FindingCount, ...]
+    first: tuple[Finding, ...]
+    omitted: int
+    """Findings that are counted but not in ``first``."""
+
+
+@dataclass(slots=True)
+class _Kind:
+    count: int = 0
+    nbytes: int = 0
+    recent: int = 0
+    newest_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceFindings:
+    """The findings of one kind in one namespace."""
+
+    count: int
+    young: int
+    nbytes: int
+
+
+def read_findings(
+    inventory: Inventory, places: Places, doubts: Collection[Doubt], *, grace_s: float
+) -> tuple[Findings, Mapping[tuple[str, str], NamespaceFindings]]:
+    """Return all findings, and their numbers by kind and namespace."""
+    young_s, names = inventory.begun_s - grace_s, inventory.names()
+    by_kind: dict[str, _Kind] = {kind: _Kind() for kind in get_args(FindingKind)}
+    wrong: dict[tuple[str, str], NamespaceFindings] = {}
+    for kind, ns, count, nbytes, recent, newest_s in inventory.rows(_COUNTS, (young_s,)):
+        one = by_kind[kind]
+        one.count, one.nbytes, one.recent = (
+            one.count + count,
+            one.nbytes + nbytes,
+            one.recent + recent,
+        )
+        one.newest_s = max(one.newest_s, newest_s)
+        young = recent if kind == "orphan" else 0
+        wrong[kind, names.get(ns, "")] = NamespaceFindings(count, young, nbytes)
+    counts = tuple(
+        FindingCount(
+            kind,
+            one.count,
+            one.nbytes,
+            one.recent if kind == "orphan" else 0,
+            _remedy(kind, one, doubts, places, wrong, young_s),
+        )
+        for kind in get_args(FindingKind)
+        if (one := by_kind[kind]) is not None
+    )
+    first = [
+        one for kind, found in by_kind.items() if found.count for one in _first(inventory, kind)
+    ]
+    total = sum(one.count for one in counts)
+    return Findings(counts, tuple(first), total - len(first)), wrong
+
+
+def _first(inventory: Inventory, kind: Any) -> list[Finding]:
+    names = inventory.names()
+    found = [
+        Finding(
+            kind, payload_path(names[ns], prefix_hash, field), size, problem or _why(kind, *sizes)
+        )
+        for ns, prefix_hash, field, size, problem, *sizes in inventory.some(
+            _FIRST, (kind, FIRST_MAX)
+        )
+    ]
+    return found + [
+        Finding(kind, f"{key} ({name})" if name else key, nbytes, detail)
+        for key, name, nbytes, detail in inventory.some(_OTHERS, (kind, FIRST_MAX))
+    ]
+
+
+def _why(kind: FindingKind, nbytes: int | None, recorded: int | None) -> str:
+    if kind != "corrupt":
+        return MEANINGS[kind].replace("payloads", "payload", 1).replace("records", "record", 1)
+    if recorded is not None and nbytes != recorded:
+        return f"{nbytes} bytes, but its record states {recorded}"
+    return "shorter than any header"
+
+
+def _remedy(
+    kind: FindingKind,
+    found: _Kind,
+    doubts: Collection[Doubt],
+    places: Places,
+    wrong: Mapping[tuple[str, str], NamespaceFindings],
+    young_s: float,
+) -> str:
+    """Return the advice that a sweep follows, also where it would keep something for now, or
+    altogether unless forced."""
+    remedy = REMEDIES[kind]
+    if any(one.namespace is None for one in doubts):
+        remedy = remedy.replace("sweep --apply", "sweep --apply --force")
+    elif kind in _DOUBTED:
+        kept = {
+            name: wrong[kind, name].count
+            for name in sorted(doubted(doubts, places))
+            if (kind, name) in wrong
+        }
+        remedy = _with_kept(remedy, found.count, kept)
+    if kind not in _GRACED or not found.recent:
+        return remedy
+    number = "all" if found.recent == found.count else f"{found.recent:,}"
+    # One minute more, because spans are rounded down.
+    wait = span(max(60, found.newest_s - young_s + 60))
+    are = "is" if number == "1" else "are"
+    return (
+        f"{remedy}; {number} {are} younger than sweep_grace_s, so a sweep keeps them for up to "
+        f"{wait} more"
+    )
+
+
+def _with_kept(remedy: str, count: int, kept: Mapping[str, int]) -> str:
+    """Return ``remedy`` with the command that also deletes what a sweep keeps. ``kept``: findings
+    of this kind by namespace."""
+    if not kept:
+        return remedy
+    names = list(kept)
+    command = f"sweep --apply --force -n {names[0]}"
+    if kept[names[0]] == count:
+        return remedy.replace("sweep --apply", command)
+    others = f" (and so for {listed(names[1:])})" if names[1:] else ""
+    return (
+        f"{remedy}; a sweep keeps {sum(kept.values()):,} of them, because most young payloads of "
+        f"their namespace have no record: objkv {command} deletes them{others}"
+    )
+
+
+def listed(names: Collection[str]) -> str:
+    """Return the first names, and how many more there are."""
+    shown = ", ".join(list(names)[:_NAMES_SHOWN])
+    more = len(names) - _NAMES_SHOWN
+    return f"{shown} and {more:,} more" if more > 0 else shown

@@ -1,0 +1,306 @@
+"""Walks the index and the bulk store into an inventory. Nothing is changed, and no payload is read.
+
+Records are read before payloads are listed: a payload is put before its record is published, so a
+record whose payload is not listed afterwards has lost it. What was saved in between looks as if it
+had no record; therefore commands that delete look each item up again.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+
+from objkv.cache.chunks import shard_record, stored_header
+from objkv.cache.pins import read_pins
+from objkv.cache.switch import OPERATOR_FOLDER
+from objkv.codec.seal import Seal
+from objkv.errors import ConfigError, PayloadError
+from objkv.index.base import ReadIndex, Record
+from objkv.keys.chunk import ChunkKey
+from objkv.ops.backends_view import (
+    CHUNKS_AT_ONCE,
+    QUARANTINE,
+    BackendsView,
+    NamespacePart,
+    StoredNamespace,
+    expected_payloads,
+    looks,
+    read_namespace,
+    stored_entries,
+    stored_namespaces,
+    stored_parts,
+)
+from objkv.ops.inventory.file import Inventory
+from objkv.ops.runs import Check, Counters, Unit
+from objkv.stores.base import Entry, ReadStore, Unfinished
+
+LOOKED_TWICE_MAX = 2_000
+"""Findings to look at again per kind and namespace, the newest: with more of them, a few changes do
+not matter."""
+# The newest first: replicas write meanwhile.
+_DOUBTFUL = (
+    "SELECT hash, field FROM payloads WHERE ns = ? AND recorded IS NOT NULL"
+    " AND (nbytes IS NULL OR nbytes <> recorded) ORDER BY created_s DESC LIMIT ?",
+    "SELECT hash, field FROM payloads WHERE ns = ? AND recorded IS NULL"
+    " ORDER BY modified_s DESC LIMIT ?",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadView:
+    """The store and the index, as far as an inventory uses them: read-only."""
+
+    bulk: ReadStore
+    index: ReadIndex
+    is_own_index: bool
+    seal_of: Callable[[StoredNamespace], Seal | None] = lambda namespace: None
+    """See ``BackendsView.seal_of``."""
+    unfinished: Callable[[], Iterable[Unfinished]] = tuple
+    """Unfinished writes of killed writers in the bulk store."""
+
+
+def read_view(view: BackendsView) -> ReadView:
+    """Return the read-only part of ``view``."""
+    return ReadView(
+        bulk=view.bulk,
+        index=view.index,
+        is_own_index=view.is_own_index,
+        seal_of=view.seal_of,
+        unfinished=view.bulk.unfinished,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """The places that a walk covers, by name."""
+
+    namespaces: Mapping[str, StoredNamespace]
+    """Those that have a folder in the bulk store."""
+    old: frozenset[str]
+    """Namespaces of an earlier format, or with a successor of a later epoch, in the walk or outside
+    it."""
+    indexed: Sequence[str]
+    """Namespaces that have records in the index."""
+    others: Sequence[str] = ()
+    """Folders of the bulk store that objkv did not create."""
+    only: str | None = None
+    """The one namespace to walk; None for all."""
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """The expected number of payloads per namespace."""
+
+    @property
+    def every(self) -> list[str]:
+        """All namespaces, of the bulk store or of the index only."""
+        return sorted({*self.namespaces, *self.indexed})
+
+
+def find_places(view: ReadView, only: str | None = None, *, has_index: bool = True) -> Places:
+    """Return the places of all namespaces, or of the namespace ``only``. ``has_index``: False to
+    ask nothing of the index."""
+    has_index = has_index and not view.is_own_index
+    every = stored_namespaces(view.bulk)
+    known = {name: read_namespace(view.bulk, name) for name in every}
+    own = {*every, QUARANTINE, OPERATOR_FOLDER}
+    indexed = view.index.namespaces() if has_index else []
+    return Places(
+        namespaces={name: one for name, one in known.items() if only in (None, name)},
+        old=old_epochs(known.values()),
+        indexed=[name for name in indexed if only in (None, name)],
+        others=() if only else [one for one in view.bulk.folders("") if one not in own],
+        only=only,
+        totals=expected_payloads(view.index, is_own_index=not has_index),
+    )
+
+
+def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
+    """Return the namespaces whose document differs from another one only by a lower epoch, or names
+    a format that is not read any more."""
+    alike: defaultdict[bytes, list[StoredNamespace]] = defaultdict(list)
+    for namespace in namespaces:
+        if namespace.is_known:
+            alike[namespace.rest].append(namespace)
+    return frozenset(
+        one.name
+        for group in alike.values()
+        for one in group
+        if one.is_old_format or one.weights_epoch < max(other.weights_epoch for other in group)
+    )
+
+
+def with_earlier(names: Collection[str], places: Places) -> frozenset[str]:
+    """Return the namespaces ``names`` with their earlier epochs: records show whether those are
+    still in use."""
+    rests = {one.rest for name, one in places.namespaces.items() if name in names}
+    return frozenset(
+        name
+        for name, one in places.namespaces.items()
+        if one.is_known and one.rest in rests and (name in names or name in places.old)
+    )
+
+
+@dataclass(slots=True)
+class Walk:
+    """The units of work that fill ``inventory``. Each is done once, in the order of the methods."""
+
+    view: ReadView
+    inventory: Inventory
+    places: Places
+    workers: int = 16
+    clock: Callable[[], float] = time.time
+    problems: set[str] = field(default_factory=set)
+    """Parts that could not be read, in sentences."""
+
+    def records(self) -> Iterator[Unit]:
+        """Yield units that read the records of the index."""
+        for name in self.places.indexed:
+            yield Unit(self._records_work(name), items=self.places.totals.get(name, 0))
+
+    def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
+        """Yield units that list the payloads of the bulk store. ``headers``: read their headers
+        too, which describes the chunks of a store that is its own index."""
+        for part in stored_parts(self.view.bulk, list(self.places.namespaces), self.places.totals):
+            yield Unit(self._part_work(part, headers=headers), items=part.payloads)
+
+    def leftovers(self) -> Iterator[Unit]:
+        """Yield a unit that lists unfinished writes and the quarantine."""
+        yield Unit(self._leftovers)
+
+    def second_looks(self) -> Iterator[Unit]:
+        """Yield units that look again at what seems wrong, because replicas kept writing."""
+        for name in () if self.view.is_own_index else self.places.every:
+            yield Unit(self._again_work(name))
+
+    def judge(self, *, ttl_s: float) -> None:
+        """Let the inventory judge its payloads, by records that live for ``ttl_s``."""
+        expired_s = self.clock() - ttl_s
+        for name in self.places.every:
+            known = self.places.namespaces.get(name)
+            self.inventory.run(
+                "UPDATE namespaces SET has_records = ?, is_known = ?, is_old = ?, expired_s = ?"
+                " WHERE id = ?",
+                (
+                    not self.view.is_own_index,
+                    known is not None and known.is_known,
+                    name in self.places.old,
+                    expired_s,
+                    self.inventory.namespace(name),
+                ),
+            )
+
+    def _records_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            records = self.view.index.scan(name)
+            while batch := list(islice(records, CHUNKS_AT_ONCE)):
+                check(sum(len(record.shards) for record in batch))
+                self.inventory.add_records(name, batch, has_hits=True)
+
+        return work
+
+    def _part_work(
+        self, part: NamespacePart, *, headers: bool
+    ) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            pins = read_pins(self.view.bulk, part.namespace) if headers else {}
+            entries = stored_entries(self.view.bulk, part)
+            while batch := list(islice(entries, CHUNKS_AT_ONCE)):
+                check(0 if headers else len(batch))
+                found = [(key, entry) for key, entry in batch if key is not None]
+                for key, entry in batch:
+                    if key is None:
+                        self.inventory.add_other(
+                            "other", entry, "not a payload", namespace=part.namespace
+                        )
+                self.inventory.add_payloads(part.namespace, found)
+                if headers:
+                    self._read_headers(part.namespace, found, pins, check)
+
+        return work
+
+    def _read_headers(
+        self,
+        name: str,
+        found: Sequence[tuple[ChunkKey, Entry]],
+        pins: dict[bytes, int],
+        check: Check,
+    ) -> None:
+        namespace = self.places.namespaces[name]
+        if namespace.is_old_format:
+            return
+        try:
+            seal = self.view.seal_of(namespace)
+        except ConfigError as exc:
+            self.problems.add(f"{name}: headers were not read: {exc}")
+            return
+        now_s = self.clock()
+        chunks: dict[bytes, Record] = {}
+        for key, entry in found:
+            check()
+            try:
+                header = stored_header(self.view.bulk, entry, seal)
+            except PayloadError as exc:
+                self.inventory.add_problem(key, str(exc))
+                continue
+            if header is None:
+                continue
+            claim = header.claim
+            if claim.key != key:
+                self.inventory.add_problem(key, f"claims to be {claim.key.path()}")
+                continue
+            before = chunks.get(key.prefix_hash)
+            pinned_until_s = pins.get(key.prefix_hash, 0)
+            chunks[key.prefix_hash] = Record(
+                prefix_hash=key.prefix_hash,
+                parent_hash=claim.parent_hash,
+                token_start=claim.token_start,
+                token_end=claim.token_end,
+                shards={**(before.shards if before else {}), key.field: shard_record(header)},
+                pinned_until_s=pinned_until_s if pinned_until_s > now_s else 0,
+            )
+        self.inventory.add_records(name, chunks.values(), has_hits=False)
+
+    def _leftovers(self, counters: Counters, check: Check) -> None:
+        only = self.places.only
+        for left in self.view.unfinished():
+            check()
+            if only in (None, left.key.removeprefix(f"{QUARANTINE}/").partition("/")[0]):
+                entry = Entry(left.key, left.nbytes, left.modified_s)
+                self.inventory.add_other(
+                    "temporary", entry, "left by a killed writer", name=left.name
+                )
+        for entry in self.view.bulk.scan(f"{QUARANTINE}/{only}/" if only else f"{QUARANTINE}/"):
+            check()
+            self.inventory.add_other("quarantined", entry, "quarantined by objkv verify")
+
+    def _again_work(self, name: str) -> Callable[[Counters, Check], None]:
+        def work(counters: Counters, check: Check) -> None:
+            ns = self.inventory.namespace(name)
+            rows = [
+                row for one in _DOUBTFUL for row in self.inventory.some(one, (ns, LOOKED_TWICE_MAX))
+            ]
+            keys = [ChunkKey.of(name, prefix_hash, text) for prefix_hash, text in rows]
+            for start in range(0, len(keys), CHUNKS_AT_ONCE):
+                some = keys[start : start + CHUNKS_AT_ONCE]
+                check(len(some))
+                self._look_again(name, some)
+
+        return work
+
+    def _look_again(self, name: str, keys: Sequence[ChunkKey]) -> None:
+        """Read the record before the payload: a payload is put before its record is published."""
+        hashes = list(dict.fromkeys(key.prefix_hash for key in keys))
+        records = dict(zip(hashes, self.view.index.lookup(name, hashes), strict=True))
+        with ThreadPoolExecutor(self.workers, thread_name_prefix="objkv-heads") as pool:
+            entries = list(looks(self.view.bulk, pool, keys, at_once=self.workers))
+        found = [one for one in records.values() if one is not None]
+        self.inventory.add_records(name, found, has_hits=True)
+        both = list(zip(keys, entries, strict=True))
+        self.inventory.add_payloads(name, [(key, one) for key, one in both if one is not None])
+        self.inventory.remove("payload", [key for key, one in both if one is None])
+        gone = [
+            key
+            for key in keys
+            if (one := records[key.prefix_hash]) is None or key.field not in one.shards
+        ]
+        self.inventory.remove("record", gone)
