@@ -106,10 +106,12 @@ def test_each_table_fits_a_terminal_and_is_whole_in_a_pipe(
         if line[0] != "doctor":  # its text may quote some
             assert not HASH.search(str(tables)), (line, tables)
     assert re.search(r"\d\d:\d\d UTC  ", shown["pin --list"][0][1]), "the date is whole"
-    head, first, *_ = shown["ls"][0]
-    assert head.split()[:5] == ["namespace", "model", "tenant", "chunks", "bytes"]
+    head, first, *_ = shown["ls --bulk"][0]
+    assert head.split()[:5] == ["namespace", "model", "tenant", "bytes", "payloads"]
     assert first.split()[0] in {name[:12] for name in ends.index.namespaces()}
-    assert len(head.split()) < len(run("ls").out.splitlines()[0].split()), "the last ones are gone"
+    assert len(head.split()) < len(run("ls", "--bulk").out.splitlines()[0].split()), (
+        "the last ones are gone"
+    )
     piped = run("ls", "--prefixes").out
     assert NAMESPACE in piped
     assert max(map(len, piped.splitlines())) > COLUMNS

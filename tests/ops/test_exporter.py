@@ -164,7 +164,12 @@ def test_a_scan_counts_payloads_and_those_without_a_record() -> None:
     (label,) = page["objkv_scan_payloads"]
     assert page["objkv_scan_payloads"][label] == len(keys) == 3
     assert page["objkv_scan_bytes"][label] == sum(sizes)
-    assert page["objkv_scan_findings"] == {f"orphan|{label}": 2, "quarantined|||": 1}
+    found_none = ("missing", "unidentified", "corrupt", "expired")
+    assert page["objkv_scan_findings"] == {
+        **{f"{kind}|{label}": 0 for kind in found_none},
+        f"orphan|{label}": 2,
+        "quarantined|||": 1,
+    }
     assert page["objkv_scan_finding_bytes"][f"orphan|{label}"] == sum(
         len(bulk.get(key.path()) or b"") for key in keys[:2]
     )

@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 
 from objkv.ops.exporter.scan import Scan, Scans
 from objkv.ops.exporter.watch import BackendsWatch, Origin
+from objkv.ops.inventory.findings import FAULTS
 
 OF_NAMESPACE = ("namespace", "tenant", "model")
 OTHER = "other"
@@ -195,9 +196,10 @@ class StoreCollector(Collector):
             for name, counted in scan.namespaces.items()
         }
         self._add_rows(page, rows, by="objkv_scan_bytes")
-        kinds: defaultdict[str, dict[str, dict[str, float]]] = defaultdict(dict)
+        none = {"objkv_scan_findings": 0.0, "objkv_scan_finding_bytes": 0.0}
+        kinds = {kind: dict.fromkeys(rows, none) for kind in (*FAULTS, "expired")}
         for (kind, name), found in scan.findings.items():
-            kinds[kind][name] = {
+            kinds.setdefault(kind, {})[name] = {
                 "objkv_scan_findings": float(found.count - found.young),
                 "objkv_scan_finding_bytes": float(found.nbytes),
             }

@@ -57,49 +57,21 @@
     const many = rows().length > open;
     const controls = make("div", "controls");
     const more = make("button", "", "");
-    const filter = make("input");
-    const told = make("span");
     let all = !many;
     const cut = () => {
-      const words = filter.value.trim().toLowerCase();
-      let matching = 0, shown = 0;
-      for (const row of rows()) {
-        const fits = !words || row.textContent.toLowerCase().includes(words) ||
-          [...row.cells].some((cell) => (cell.dataset.sort || "").toLowerCase().includes(words));
-        if (fits) matching += 1;
-        row.hidden = !fits || (!all && shown >= open);
-        if (!row.hidden) shown += 1;
-      }
-      told.textContent = `${count(shown)} of ${count(rows().length)}`;
-      more.hidden = all ? rows().length <= open : matching <= open;
-      more.textContent = all ? `Show ${open}` : `Show all ${count(matching)}`;
+      rows().forEach((row, at) => { row.hidden = !all && at >= open; });
+      more.textContent = all ? `Show ${open}` : `Show all ${count(rows().length)}`;
     };
     table.querySelectorAll("th button").forEach((button, column) => {
       button.addEventListener("click", () => { sortTable(table, column, button); cut(); });
     });
     if (!many) continue;
     more.type = "button";
-    filter.type = "search";
-    filter.placeholder = "filter";
-    filter.setAttribute("aria-label", `Filter ${table.getAttribute("aria-label")}`);
     more.addEventListener("click", () => { all = !all; cut(); });
-    filter.addEventListener("input", cut);
-    controls.append(more, filter, told);
+    controls.append(more);
     holder.append(controls);
     cut();
   }
-
-  // The section links
-
-  const links = new Map([...document.querySelectorAll(".places a")].map((a) => [a.hash.slice(1), a]));
-  const seen = new IntersectionObserver((entries) => {
-    for (const entry of entries) {
-      if (!entry.isIntersecting || !links.has(entry.target.id)) continue;
-      for (const link of links.values()) link.removeAttribute("aria-current");
-      links.get(entry.target.id).setAttribute("aria-current", "true");
-    }
-  }, { rootMargin: "-64px 0px -70% 0px" });
-  for (const id of links.keys()) seen.observe(document.getElementById(id));
 
   // The tree
 
