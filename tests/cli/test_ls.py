@@ -33,6 +33,16 @@ def test_what_tenants_have_is_told_with_their_quota(run: Run, machine: Machine) 
     assert "\nunknown tenant: " in run("ls").out
 
 
+def test_prefixes_are_named_alike_in_a_tree_and_in_an_audit(run: Run, machine: Machine) -> None:
+    leaf = machine.fill()[-1]
+    for index in ((), ("--index-url", "bulk:")):
+        [branch] = run("ls", "--tree", "--json", *index).document["branches"]
+        [prefix] = run("ls", "--prefixes", "--json", *index).document["prefixes"]
+        [root] = run("audit", "--json", *index).document["roots"]
+        assert branch["last"] == prefix["leaf"] == root["hash"] == leaf
+        assert (branch["chunks"], prefix["chunks"], root["chunks"]) == (3, 3, 3)
+
+
 def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:
     machine.fill()
     machine.bulk.put("ab" * 16 + "/identity.json", b"{}")

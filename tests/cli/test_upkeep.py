@@ -19,7 +19,7 @@ from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.telemetry import NullRecorder
-from tests.cli.conftest import Run
+from tests.cli.conftest import Run, refused
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects
 from tests.support.samples import CHUNK, save, save_identity
 from tests.support.samples import NAMESPACE as TINY
@@ -123,6 +123,19 @@ def test_nothing_is_taken_out_of_use_before_all_is_judged(run: Run, ends: Backen
         ]
         == 25
     )
+
+
+def test_each_payload_is_in_one_part_of_a_verification(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=40, frame=6, missing=2))
+    checked, bad = 0, []
+    for part in ("1/3", "2/3", "3/3"):
+        document = run("verify", "--all", "--part", part, "--json").document
+        assert document["checked"] < 48
+        checked += document["checked"]
+        bad += [one["key"] for one in document["findings"]]
+    assert (checked, sorted(bad)) == (48, sorted(planted["frame"] + planted["missing"]))
+    for words in (("--part", "1/3"), ("--all", "--part", "4/3"), ("--all", "--part", "x")):
+        refused(run("verify", *words), "--part")
 
 
 def test_what_is_young_is_left_alone(run: Run, ends: Backends) -> None:
