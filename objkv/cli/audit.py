@@ -14,7 +14,7 @@ import typer
 from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, check_file, priced
+from objkv.cli.options import PriceGbMonth, check_file, priced
 from objkv.cli.output import Printer, age, counted, plain, size
 from objkv.cli.upkeep import WORKERS, OneNamespace, Workers, upkeep
 from objkv.errors import ConfigError
@@ -136,13 +136,12 @@ def _tenants(out: Printer, report: AuditReport, limit: int) -> None:
         return
     out.line()
     columns = ("tenant", ">bytes", ">quota", ">month", ">unused", ">hits", ">chunks", ">namespaces")
-    month = {one.tenant: one.month for one in report.cost.tenants}
     rows = [
         (
             one.tenant if one.tenant is not None else "(unknown)",
             size(one.nbytes),
             size(one.quota_bytes),
-            _usd(month.get(one.tenant)),
+            _usd(one.month),
             size(one.unused_bytes),
             one.hits,
             one.chunks,
@@ -216,10 +215,7 @@ def _costs(out: Printer, report: AuditReport) -> None:
     cost = report.cost
     out.line()
     unused = "" if cost.unused is None else f" (unused chunks {_usd(cost.unused)})"
-    out.line(
-        f"cost: {_usd(cost.month)} a month; storage {_usd(cost.storage)}{unused}, requests "
-        f"{_usd(cost.requests)}, at {cost.prices.gb_month:g} $/GB"
-    )
+    out.line(f"storage: {_usd(cost.month)} a month{unused}, at {cost.prices.gb_month:g} $/GB")
 
 
 def _more(out: Printer, omitted: int) -> None:
@@ -317,8 +313,6 @@ def audit(
         ),
     ] = LIMIT,
     price_gb_month: PriceGbMonth = None,
-    price_puts: PricePuts = None,
-    price_gets: PriceGets = None,
     price_gpu_hour: Annotated[
         float | None,
         typer.Option(
@@ -339,9 +333,7 @@ def audit(
     options = replace(
         audit_options(session.config, __version__),
         roots_max=roots,
-        prices=replace(
-            priced(session.config, price_gb_month, price_puts, price_gets), gpu_hour=price_gpu_hour
-        ),
+        prices=replace(priced(session.config, price_gb_month, None, None), gpu_hour=price_gpu_hour),
         tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
         show_text=show_text,
         workers=workers,

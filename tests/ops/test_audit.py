@@ -153,14 +153,8 @@ def test_costs_are_plain_arithmetic() -> None:
         record = Record(key.prefix_hash, bytes(20), 0, 16, {}, hits=6 if number == 3 else 0)
         auditor.inventory.add_records(NAMESPACE, [record], has_hits=True)
     report = auditor.report()
-    cost = report.cost
-    assert cost.storage == 8.0
-    assert cost.puts == 60
-    assert cost.gets == pytest.approx(60)  # 6 hits in 3 days
-    assert cost.requests == pytest.approx(0.6 + 0.06)
-    assert cost.month == pytest.approx(8.66)
-    assert cost.unused == 6.0
-    assert cost.tenants[0].month == pytest.approx(8.66)
+    assert (report.cost.month, report.cost.unused) == (8.0, 6.0)
+    assert [one.month for one in report.tenants] == [8.0]
     assert (report.totals.hits, report.totals.used_chunks) == (6, 1)
     assert any("exceeds its quota" in problem for problem in report.problems)
 

@@ -14,7 +14,6 @@ from objkv.cache.listed_index import MISSING_UNSEEN, is_listed
 from objkv.config import Config
 from objkv.config.prices import LIST_PRICES, Prices
 from objkv.ops.audit.figures import (
-    Basis,
     figures,
     namespace_audits,
     read_cost,
@@ -114,7 +113,7 @@ class Audit:
         has_index, places = not self.view.is_own_index, self.places
         self.walk.judge(ttl_s=options.ttl_s)
         make_tree(inventory, "nbytes")
-        found = figures(inventory, now_s)
+        found = figures(inventory)
         doubts = find_doubts(inventory, ttl_s=options.ttl_s) if has_index else ()
         findings, wrong = read_findings(inventory, places, doubts, grace_s=options.grace_s)
         namespaces = namespace_audits(
@@ -123,7 +122,6 @@ class Audit:
         tree, nodes, roots = self._shapes(has_index=has_index)
         every = totals(namespaces, found, has_index=has_index)
         answers, unread = self._answers(now_s)
-        basis = Basis(options.prices, now_s, has_index)
         report = AuditReport(
             made_s=int(now_s),
             begun_s=int(inventory.begun_s),
@@ -132,11 +130,11 @@ class Audit:
             index_url=options.index_url,
             totals=every,
             namespaces=namespaces,
-            tenants=tenant_audits(namespaces, options.quota_bytes),
+            tenants=tenant_audits(namespaces, options.quota_bytes, options.prices),
             roots=roots,
             roots_omitted=max(0, every.roots - len(roots)),
             tree=nodes,
-            cost=read_cost(inventory, namespaces, found, basis),
+            cost=read_cost(namespaces, options.prices),
             findings=findings,
             namespace=places.only,
             **answers,

@@ -1,6 +1,6 @@
 """The figures of an audit by namespace and tenant and in total, from the inventory."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
@@ -14,7 +14,6 @@ from objkv.ops.audit.report import (
     SavingsAudit,
     SavingsMonth,
     TenantAudit,
-    TenantCost,
 )
 from objkv.ops.backends_view import StoredNamespace
 from objkv.ops.inventory.file import Inventory
@@ -32,8 +31,7 @@ SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(p
   sum(start IS NULL), sum(nbytes), sum(hits), sum(hits > 0),
   sum(CASE WHEN hits = 0 THEN nbytes END), sum(CASE WHEN pinned THEN 1 ELSE 0 END),
   min(oldest_s), max(newest_s), max(touched_s), sum(has_record), sum(raw_bytes),
-  sum(recorded_bytes), sum(hot_payloads), sum(hot_bytes),
-  total(hits * cold_payloads * 2592000.0 / max(? - oldest_s, 86400))
+  sum(recorded_bytes), sum(hot_payloads), sum(hot_bytes)
 FROM temp.chunks GROUP BY ns
 """
 
@@ -62,7 +60,6 @@ class NamespaceFigures:
     recorded_bytes: int | None = None
     hot_payloads: int = 0
     hot_bytes: int = 0
-    gets_month: float = 0.0
 
     def tokens(self, chunk_tokens: int | None) -> int | None:
         """Return the tokens of all chunks, with ``chunk_tokens`` for chunks of unknown length."""
@@ -71,11 +68,11 @@ class NamespaceFigures:
         return (self.known_tokens or 0) + self.unknown_chunks * (chunk_tokens or 0)
 
 
-def figures(inventory: Inventory, now_s: float) -> dict[str, NamespaceFigures]:
+def figures(inventory: Inventory) -> dict[str, NamespaceFigures]:
     """Return the figures by namespace, with a few hundred bytes of memory per namespace."""
     names = inventory.names()
     found = {}
-    for ns, *values in inventory.rows(_BY_NAMESPACE, (int(now_s),)):
+    for ns, *values in inventory.rows(_BY_NAMESPACE):
         has_hits = values[6] is not None
         values[8] = (values[8] or 0) if has_hits else None
         values[12] = values[12] or None
@@ -126,7 +123,7 @@ def namespace_audits(
 
 
 def tenant_audits(
-    namespaces: Sequence[NamespaceAudit], quota_bytes: int
+    namespaces: Sequence[NamespaceAudit], quota_bytes: int, prices: Prices
 ) -> tuple[TenantAudit, ...]:
     """Return the tenants, largest first."""
     groups: defaultdict[str | None, list[NamespaceAudit]] = defaultdict(list)
@@ -137,6 +134,7 @@ def tenant_audits(
             tenant=tenant,
             namespaces=len(group),
             quota_bytes=quota_bytes if quota_bytes and tenant is not None else None,
+            month=sum(one.nbytes for one in group) / _GB * prices.gb_month,
             **_together(group),
         )
         for tenant, group in groups.items()
@@ -187,61 +185,16 @@ def added(values: Iterable[T | None]) -> T | None:
     return sum(known[1:], known[0]) if known else None
 
 
-_DAY_S = 86_400
-_MONTH_DAYS = 30
 _GB = 1e9
-_DAY_PAYLOADS = """
-SELECT ns, count(*) FROM main.payloads WHERE CAST(modified_s AS INTEGER) / 86400 = ? GROUP BY ns
-"""
 
 
-@dataclass(frozen=True, slots=True)
-class Basis:
-    """The inputs of a cost computation other than the stored chunks."""
-
-    prices: Prices
-    now_s: float
-    has_index: bool
-    """Whether hits are counted."""
-
-
-def read_cost(
-    inventory: Inventory,
-    namespaces: Sequence[NamespaceAudit],
-    found: Mapping[str, NamespaceFigures],
-    basis: Basis,
-) -> CostAudit:
-    """Return the monthly cost and each tenant's share of it."""
-    prices, now_s, has_index = basis.prices, basis.now_s, basis.has_index
-    names = inventory.names()
-    yesterday = int(now_s) // _DAY_S - 1
-    puts = Counter({names[ns]: count for ns, count in inventory.rows(_DAY_PAYLOADS, (yesterday,))})
-    by_tenant: dict[str | None, list[float]] = {}
-    gets = 0.0
-    for one in namespaces:
-        figures = found.get(one.namespace)
-        loads = figures.gets_month if figures and has_index else 0.0
-        gets += loads
-        cost = by_tenant.setdefault(one.tenant, [0.0, 0.0])
-        cost[0] += one.nbytes / _GB * prices.gb_month
-        cost[1] += loads / 1000 * prices.per_1000_gets
-        cost[1] += _MONTH_DAYS * puts[one.namespace] / 1000 * prices.per_1000_puts
-    tenants = [
-        TenantCost(name, storage=kept, requests=asked, month=kept + asked)
-        for name, (kept, asked) in by_tenant.items()
-    ]
-    storage = sum(one.storage for one in tenants)
-    requests = sum(one.requests for one in tenants)
-    unused = added(one.unused_bytes for one in namespaces) if has_index else None
+def read_cost(namespaces: Sequence[NamespaceAudit], prices: Prices) -> CostAudit:
+    """Return what storing all of this costs in a month."""
+    unused = added(one.unused_bytes for one in namespaces)
     return CostAudit(
         prices=prices,
-        storage=storage,
-        puts=float(_MONTH_DAYS * puts.total()),
-        gets=gets if has_index else None,
-        requests=requests,
-        month=storage + requests,
+        month=sum(one.nbytes for one in namespaces) / _GB * prices.gb_month,
         unused=None if unused is None else unused / _GB * prices.gb_month,
-        tenants=tuple(sorted(tenants, key=lambda one: (-one.month, one.tenant or ""))),
     )
 
 

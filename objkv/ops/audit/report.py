@@ -98,6 +98,8 @@ class TenantAudit(StoredAudit):
     namespaces: int
     quota_bytes: int | None
     """The quota in this command's settings; None for no limit."""
+    month: float
+    """What its bytes cost in a month, in US dollars."""
 
 
 JSON_FORMAT: Final = 2
@@ -105,33 +107,14 @@ JSON_FORMAT: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class TenantCost:
-    """A tenant's share of the cost, by its bytes, payloads and hits."""
-
-    tenant: str | None
-    storage: float
-    requests: float
-    month: float
-
-
-@dataclass(frozen=True, slots=True)
 class CostAudit:
-    """Monthly cost of the bulk store at today's size and use, in US dollars."""
+    """Monthly cost of storing what is stored now, in US dollars. Requests are not included:
+    ``objkv size`` estimates them."""
 
     prices: Prices
-    storage: float
-    puts: float
-    """Payloads written per month, if every day is like the last complete one."""
-    gets: float | None
-    """Payloads loaded from the bulk store per month, by each chunk's hits since it was saved;
-    payloads with a hot copy are not counted."""
-    requests: float
-    """Cost of puts and of gets, if those are known."""
     month: float
-    """Sum of ``storage`` and ``requests``."""
     unused: float | None
-    """Part of ``storage`` for chunks that were never used."""
-    tenants: tuple[TenantCost, ...]
+    """The part of it for chunks that were never used."""
 
 
 @dataclass(frozen=True, slots=True)

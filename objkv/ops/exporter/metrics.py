@@ -197,7 +197,9 @@ class StoreCollector(Collector):
         }
         self._add_rows(page, rows, by="objkv_scan_bytes")
         none = {"objkv_scan_findings": 0.0, "objkv_scan_finding_bytes": 0.0}
-        kinds = {kind: dict.fromkeys(rows, none) for kind in (*FAULTS, "expired")}
+        kinds: dict[str, dict[str, dict[str, float]]] = {
+            kind: dict.fromkeys(rows, none) for kind in (*FAULTS, "expired")
+        }
         for (kind, name), found in scan.findings.items():
             kinds.setdefault(kind, {})[name] = {
                 "objkv_scan_findings": float(found.count - found.young),

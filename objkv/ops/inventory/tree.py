@@ -17,17 +17,17 @@ CREATE TEMP TABLE chunks (
   id INTEGER PRIMARY KEY, ns INTEGER, hash BLOB, parent BLOB, start INTEGER, ends INTEGER,
   payloads INTEGER, nbytes INTEGER, oldest_s INTEGER, newest_s INTEGER,
   raw_bytes INTEGER, recorded_bytes INTEGER, hot_payloads INTEGER, hot_bytes INTEGER,
-  cold_payloads INTEGER, hits INTEGER, touched_s INTEGER, pinned INTEGER, has_record INTEGER,
+  hits INTEGER, touched_s INTEGER, pinned INTEGER, has_record INTEGER,
   up INTEGER, kids INTEGER DEFAULT 0, root INTEGER, run INTEGER)
 """
 _FILL = """
 INSERT INTO temp.chunks (ns, hash, parent, start, ends, payloads, nbytes, oldest_s, newest_s,
-  raw_bytes, recorded_bytes, hot_payloads, hot_bytes, cold_payloads, hits, touched_s, pinned,
+  raw_bytes, recorded_bytes, hot_payloads, hot_bytes, hits, touched_s, pinned,
   has_record)
 SELECT p.ns, p.hash, max(r.parent), max(r.start), max(r.ends), count(*), sum(p.size),
   CAST(min(p.at_s) AS INTEGER), CAST(max(p.at_s) AS INTEGER), sum(p.raw_bytes),
   sum(CASE WHEN p.raw_bytes IS NOT NULL THEN p.size END), ifnull(sum(p.hot), 0),
-  ifnull(sum(p.hot * p.size), 0), count(*) - ifnull(sum(p.hot), 0),
+  ifnull(sum(p.hot * p.size), 0),
   max(r.hits), max(r.touched_s), ifnull(max(r.pinned), 0), max(r.hash IS NOT NULL)
 FROM (SELECT ns, hash, ifnull(nbytes, recorded) AS size, ifnull(modified_s, created_s) AS at_s,
     CASE WHEN recorded IS NOT NULL THEN raw_bytes END AS raw_bytes,
