@@ -80,7 +80,7 @@ def test_values_go_past_the_client(store: S3Store) -> None:
     value, buffer = pattern(2 * MIB), memoryview(bytearray(2 * MIB))
     by_client = of_the_client(store)
     store.put_if_absent("first", b"")
-    assert store._writer.conditional is True
+    assert store.conditional is True
     store.put("k", value)
     assert store.get("first") == b""
     assert store.get_range("k", 5, 9) == value[5:9]
@@ -463,7 +463,7 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
         Scripted(hasty(exists)) as server,
         s3_store(server.url) as store,
     ):
-        store._writer.conditional = True
+        store.conditional = True
         assert store.put_if_absent("k", value) is False
     denied = refusal("403 Forbidden", "AccessDenied")
     with (
