@@ -150,14 +150,20 @@ def test_a_server_that_lets_nobody_in_is_left() -> None:
         assert_all_end({name: (call, store) for name, call in CALLS.items()}, StoreUnavailable)
 
 
-def test_a_body_that_trickles_is_left_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_tls", [False, True])
+def test_a_body_that_trickles_is_left_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, by_tls: bool
+) -> None:
+    """By TLS no call waits in the kernel, and each returns one record."""
     ours, theirs = socket.socketpair()
     line, now_s = HttpConnection(ours, timeout_s=60, keep=lambda _: None), count()
     monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
     theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
     with EndsBy(9):
         response = line.read_head()
-    monkeypatch.setattr(line, "socket", SimpleNamespace(recv_into=lambda *_: 1))
+    trickle = SimpleNamespace(recv_into=lambda *_: 1, settimeout=lambda _: None)
+    monkeypatch.setattr(line, "socket", trickle)
+    monkeypatch.setattr(line, "_waits_in_kernel", not by_tls)
     with EndsBy(9), pytest.raises(ConnectionFailed, match="deadline passed"):
         response.fill(memoryview(bytearray(100)))
     ours.close()
