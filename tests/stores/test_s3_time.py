@@ -161,9 +161,11 @@ def test_a_body_that_trickles_is_left_at_its_deadline(
     theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
     with EndsBy(9):
         response = line.read_head()
-    trickle = SimpleNamespace(recv_into=lambda *_: 1, settimeout=lambda _: None)
+    trickle = SimpleNamespace(
+        recv_into=lambda *_: 1, read=lambda *_: 1, settimeout=lambda _: None, pending=int
+    )
     monkeypatch.setattr(line, "socket", trickle)
-    monkeypatch.setattr(line, "_waits_in_kernel", not by_tls)
+    monkeypatch.setattr(line, "_tls", trickle if by_tls else None)
     with EndsBy(9), pytest.raises(ConnectionFailed, match="deadline passed"):
         response.fill(memoryview(bytearray(100)))
     ours.close()

@@ -21,7 +21,7 @@ from botocore.exceptions import HTTPClientError, SSLError
 from botocore.utils import get_environ_proxies
 
 from objkv.config.urls import is_this_machine
-from objkv.net.deadline import EndsBy, bound_waits, can_wait, ends_s
+from objkv.net.deadline import EndsBy, bound_waits, ends_s
 from objkv.telemetry import Recorder
 
 STEP_BYTES = 4 << 20
@@ -304,11 +304,12 @@ class HttpConnection:
         self._pid = os.getpid()
         self._poll = select.poll()
         self._poll.register(made, select.POLLIN)
-        self._waits_in_kernel = can_wait(made)
-        if self._waits_in_kernel:
+        self._tls = made if isinstance(made, ssl.SSLSocket) else None
+        """Python waits for it, since TLS keeps state between calls; the kernel waits for others."""
+        if self._tls is None:
             bound_waits(made, _LOOK_S)
         self._waits_s = -1.0
-        """The last time-out that was set, if the kernel does not wait."""
+        """The last time-out that was set for TLS."""
         self.is_used = False
         """Whether it carried an earlier request, so the server may have closed it meanwhile."""
         self.early = False
@@ -333,7 +334,7 @@ class HttpConnection:
             at, until_s = 0, self._until()
             while at < len(body):
                 step = body[at : at + STEP_BYTES]
-                if not self._waits_in_kernel:
+                if self._tls is not None:
                     self._bounded(self.socket.sendall, step)
                     at += len(step)
                     continue
@@ -398,12 +399,15 @@ class HttpConnection:
     def receive_into(self, into: memoryview) -> int:
         """Fill ``into``, or only its start if the rest does not arrive soon. Return 0 at the end of
         stream."""
-        if self._waits_in_kernel:
+        if self._tls is None:
             return self._bounded(self.socket.recv_into, into, 0, socket.MSG_WAITALL)
-        at = 0
-        while at < len(into):  # a call returns one record of TLS, up to 16 KiB
+        at, end_s = 0, ends_s()
+        self._limit_wait(end_s)
+        while at < len(into):  # each call returns a record of up to 16 KiB
+            if end_s - time.monotonic() < self._waits_s:
+                self._limit_wait(end_s)
             with into[at:] as rest:
-                got = self._bounded(self.socket.recv_into, rest)
+                got: Any = self._tls.read(len(rest), rest)  # its number, with a buffer
             if not got:
                 break
             at += got
@@ -412,13 +416,8 @@ class HttpConnection:
     def _bounded(self, call: Callable[..., T], *args: Any) -> T:
         """Return the result of one socket call that waits neither past the deadline nor longer than
         the time-out. Raises TimeoutError."""
-        if not self._waits_in_kernel:
-            wait_s = min(self._timeout_s, ends_s() - time.monotonic())
-            if wait_s <= 0:
-                raise TimeoutError("the deadline passed")
-            if wait_s != self._waits_s:  # saves a system call for each TLS record
-                self.socket.settimeout(wait_s)
-                self._waits_s = wait_s
+        if self._tls is not None:
+            self._limit_wait(ends_s())
             return call(*args)
         until_s = self._until()
         while True:
@@ -426,6 +425,14 @@ class HttpConnection:
                 return call(*args)
             if time.monotonic() >= until_s:
                 raise TimeoutError("the deadline passed")
+
+    def _limit_wait(self, end_s: float) -> None:
+        wait_s = min(self._timeout_s, end_s - time.monotonic())
+        if wait_s <= 0:
+            raise TimeoutError("the deadline passed")
+        if wait_s != self._waits_s:
+            self.socket.settimeout(wait_s)
+            self._waits_s = wait_s
 
     def _until(self) -> float:
         now_s, end_s = time.monotonic(), ends_s()
@@ -447,7 +454,7 @@ class HttpConnection:
         """Keep the connection if nothing can arrive on it any more, else close it. Called once for
         each request."""
         # TLS may hold unexpected bytes; the next user checks the socket itself.
-        is_empty = not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending()
+        is_empty = self._tls is None or not self._tls.pending()
         if is_clean and not self.early and is_empty:
             self._keep(self)
         else:
