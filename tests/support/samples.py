@@ -21,7 +21,7 @@ from objkv.ops.backends_view import BackendsView
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Walk, find_places, read_view
 from objkv.ops.runs import WorkPool
-from objkv.stores.base import PruneStore, WriteStore
+from objkv.stores.base import HotStore, PruneStore, WriteStore
 
 CHUNK = 16
 CREATED_S = 1_700_000_000
@@ -98,7 +98,7 @@ def payload_of(
 
 
 def view_of(
-    bulk: PruneStore, index: PruneIndex, hot: PruneStore | None = None, **agreed: Any
+    bulk: PruneStore, index: PruneIndex, hot: HotStore | None = None, **agreed: Any
 ) -> BackendsView:
     usual = {
         "is_own_index": False,
