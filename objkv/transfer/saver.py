@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from threading import Lock
 from time import monotonic, sleep, time
 
+import numpy as np
+
 from objkv.agent.messages import SavedPart
 from objkv.agent.outbox import AgentSaves, NotTakenError
 from objkv.background import JOIN_S, Pool
@@ -274,11 +276,11 @@ class Saver:
         self._lane.follow(self._lane.mark_compute())
         for number, chunks in taken.items():
             group = self._groups[number]
-            block_ids = [c.move.move.block_ids for c in chunks]
+            ids = np.array([c.move.move.block_ids for c in chunks], np.int64)
             rooms = [header_room(group.layers, tokens=len(c.move.tokens or ())) for c in chunks]
-            pages = [c.slab.tensor[room:] for c, room in zip(chunks, rooms, strict=True)]
+            starts = np.array([c.slab.start for c in chunks], np.int64) + rooms
             try:
-                group.gather(self._lane, block_ids, pages)
+                group.gather(self._lane, ids, self._slabs.memory.numpy().data, starts)
             except Exception:  # such as no memory for staging: a drop, as without a slab
                 logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
                 failed += chunks
