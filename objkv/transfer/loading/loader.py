@@ -24,7 +24,7 @@ from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
-from objkv.transfer.lanes import HostLane, Ints, Lane, Mark
+from objkv.transfer.lanes import Ints, Lane, Mark
 from objkv.transfer.layouts import ForeignLayoutError, PayloadLayout, PayloadLayouts, bits_of
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
@@ -461,8 +461,6 @@ class Loader:
             return None
         if before is not None:
             self._leave(before)
-        if isinstance(self._lane, HostLane):
-            self._lane.attach(self.agent.arena)
         if self.on_device is not None:
             self.on_device.attach(self.agent.arena)
         self._window_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
