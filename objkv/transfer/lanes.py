@@ -286,9 +286,10 @@ def check_reach(
     other memory. ``nbytes``: from each of ``starts`` on, of the same shape or broadcast to it."""
     if starts.shape not in ((len(ids),), (len(ids), len(layers))):  # they would be broadcast
         raise ValueError(f"starts of {starts.shape} for {len(ids)} times {len(layers)} layers")
-    if ids.min() < 0 or ids.max() >= layers.blocks:
+    if ids.view(np.uint64).max() >= layers.blocks:  # those below 0 are huge numbers there
         raise IndexError(f"blocks {ids.min()} to {ids.max()} of {layers.blocks}")
-    if starts.min() < 0 or (len(memory) - nbytes - starts).min() < 0:
+    room = len(memory) - nbytes
+    if (starts | room | (room - starts)).min() < 0:  # the sign of any of them
         raise IndexError(f"pages from {starts.min()} to {starts.max()} of {len(memory)} bytes")
 
 

@@ -58,10 +58,20 @@ def read(lane: Lane, cache: torch.Tensor, ids: Sequence[int], chunks: int = 1) -
         ([[-1, 512]], [[3, 4]]),
         ([[0, 512], [0, 1 << 62]], [[3, 4], [5, 6]]),
         ([[0, 512], [0, (1 << 63) - 1]], [[3, 4], [5, 6]]),
+        ([[0, (1 << 63) - 1]], [[3, 4, 5, 6, 7]]),
         ([[0, 512]], [[3, 8]]),
         ([[0, 512]], [[3, -1]]),
     ],
-    ids=["more blocks", "behind", "before", "far behind", "overflow", "block behind", "before all"],
+    ids=[
+        "more blocks",
+        "behind",
+        "before",
+        "far behind",
+        "overflow",
+        "too large",
+        "block behind",
+        "before all",
+    ],
 )
 def test_bytes_outside_of_their_memory_and_blocks_outside_of_the_cache_are_refused(
     lane: Lane, device: torch.device, starts: list[list[int]], ids: list[list[int]]
