@@ -214,7 +214,9 @@ class DeviceLane:
 
     Blocks whose bytes are contiguous are copied directly, all in one call of the driver's
     ``batch_copy``. Others go through staging memory: one copy for all consecutive pages, and one
-    kernel that distributes or collects them, whatever the number of layers.
+    kernel that distributes or collects them, whatever the number of layers. No copy runs during
+    the kernel before it: with two halves of staging memory and a second stream, loads would gain
+    5 % at most (simulated device: 46 of 48.5 GB/s; H200: 50 of 55).
 
     ``urgent``: its copies and kernels run before those of other streams, such as the model's.
     """
@@ -367,8 +369,13 @@ class DeviceLane:
         if recast is None:
             recast = Recast((ids.shape[1], heads, tokens), (0, heads), 0, ids.shape[1])
         staged = self._staged(starts.size * int(nbytes[0]))
-        for address, at, size in _consecutive(starts, nbytes, self._seam):
-            staged[at : at + size].copy_(_bytes_at(address, size), non_blocking=True)
+        host, places, sizes = _consecutive(starts, nbytes, self._seam)
+        if self._driver.batch_copy is not None:
+            self._copy((host, places + staged.data_ptr(), sizes), to_device=True)
+        else:
+            pieces = zip(host.tolist(), places.tolist(), sizes.tolist(), strict=True)
+            for address, at, size in pieces:
+                staged[at : at + size].copy_(_bytes_at(address, size), non_blocking=True)
         count, heads, frame_tokens = recast.frame
         frames = (*starts.shape, count, heads, frame_tokens or tokens, content)
         words = staged.view(layers.caches[0].dtype).view(frames)
@@ -433,16 +440,15 @@ def _cut(copies: _Copies, some: Ints, seam: int) -> _Copies:
     return _cut((host, device, sizes), np.arange(len(host) - len(some), len(host)), seam)
 
 
-def _consecutive(starts: Ints, nbytes: Ints, seam: int) -> Iterator[tuple[int, int, int]]:
-    """Yield frames in as few pieces as possible: address, bytes before it, and size. Frames that
-    follow one another in memory are one piece, which ends at multiples of ``seam``."""
+def _consecutive(starts: Ints, nbytes: Ints, seam: int) -> _Copies:
+    """Return the copies of frames to one piece of memory, from its byte 0 on. Frames that follow
+    one another are one copy, which ends at multiples of ``seam``."""
     begins, sizes = starts.reshape(-1), np.broadcast_to(nbytes, starts.shape).reshape(-1)
     firsts = np.flatnonzero(begins[1:] != begins[:-1] + sizes[:-1]) + 1
     firsts = np.concatenate(([0], firsts))
     lengths = np.add.reduceat(sizes, firsts)
     pieces = begins[firsts], offsets_of(lengths), lengths
-    pieces = _cut(pieces, np.arange(len(firsts)), seam)
-    return zip(*(piece.tolist() for piece in pieces), strict=True)
+    return _cut(pieces, np.arange(len(firsts)), seam)
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:

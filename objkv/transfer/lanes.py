@@ -312,12 +312,10 @@ def run_starts(ids: Ints) -> Ints:
 
 def upload(ids: Ints, device: torch.device) -> torch.Tensor:
     """Return ``ids`` on ``device``, ``[ids.size]`` int64, for work of its current stream."""
-    found = torch.from_numpy(np.ascontiguousarray(ids).reshape(-1))
-    if device.type == "cpu":
-        return found
     # A copy from unpinned memory would block this thread until the stream has caught up. PyTorch
     # keeps the pinned memory until the copy is done.
-    pinned = torch.empty(len(found), dtype=torch.int64, pin_memory=True).copy_(found)
+    pinned = torch.empty(ids.size, dtype=torch.int64, pin_memory=device.type != "cpu")
+    pinned.numpy()[:] = ids.reshape(-1)
     return pinned.to(device, non_blocking=True)
 
 
