@@ -333,7 +333,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if side is None:
             return
         failed_requests = side.update(connector_output)
-        if manager is not None:
+        if failed_requests and manager is not None:
             guarded(None)(free_failed)(manager, failed_requests)
         if connector_output.invalid_block_ids and manager is not None:
             failed = connector_output.invalid_block_ids

@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import inf
 from threading import Lock
@@ -274,7 +275,9 @@ class RequestTracker:
 
         ``trusted``: whether the weights and images that determine its KV are identified.
         """
-        tracked = TrackedRequest(request, namespace, self._lookups.deadline())
+        tracked = TrackedRequest(request, namespace)
+        if request.lora_request is not None:
+            tracked.deadline = self._lookups.deadline()
         tracked.limits = self._limits.read(request)
         tracked.may_load = tracked.limits.loads
         self._tracked[request.request_id] = tracked
@@ -364,15 +367,14 @@ class RequestTracker:
     def _put_held(self, tracked: TrackedRequest, hashes: RequestHashes, records: Records) -> None:
         """Have the agent put what it holds back of a request that is to be put. Reading it again
         would do so too, but vLLM reads nothing of a prompt in its own prefix cache."""
-        order, count = PrefetchOrder(_PUT_S, puts=True), len(records)
-
-        def put() -> Steps[None]:
-            yield from in_steps(self._prefetch(tracked.namespace, hashes[:count], order))
-
         if tracked.limits.puts and any(
             is_held(one) for shards in records if shards for one in shards.values()
         ):
-            self._lookups.submit(put)
+            self._lookups.submit(partial(self._put, tracked.namespace, hashes, len(records)))
+
+    def _put(self, namespace: str, hashes: RequestHashes, count: int) -> Steps[None]:
+        order = PrefetchOrder(_PUT_S, puts=True)
+        yield from in_steps(self._prefetch(namespace, hashes[:count], order))
 
     def hashing(self, tracked: TrackedRequest) -> bool:
         """Whether the hashes for its saves are still being computed. The request is held back
