@@ -243,11 +243,6 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         return self.worker.results(self._plan(), finished_req_ids)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The older form of ``get_transfer_results``."""
-        done = self.get_transfer_results(finished_req_ids)
-        return done.finished_sending or None, done.finished_recving or None
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks to recompute. See the base class.
 

@@ -33,16 +33,7 @@ class StoredPayloads:
             for group, number in enumerate(self._numbers)
         ]
         self._whole = [((Source(number), str(number)),) for number in self._numbers]
-        self._of_all = self._fields(len(self._numbers))
-        self._of_target = self._fields(self._target_count)
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
-
-    def _fields(self, groups: int) -> frozenset[str] | None:
-        """Fields of the payloads that have all of the first groups, as nearly always. None if this
-        replica does not read such payloads."""
-        held = zip(self._wholes[:groups], self._has_payloads, strict=False)
-        fields = {field for field, has_payloads in held if has_payloads}
-        return None if None in fields else frozenset(field for field in fields if field)
 
     def is_readable(self, shards: Shards, group: int) -> bool:
         """Whether every rank of this replica finds what it needs of a group."""
@@ -50,16 +41,11 @@ class StoredPayloads:
 
     def is_loadable(self, shards: Shards) -> bool:
         """Whether every rank finds what it needs of every group of the target."""
-        return self._has(shards, self._of_target, self._target_count)
+        return all(self.is_readable(shards, group) for group in range(self._target_count))
 
     def is_complete(self, shards: Shards) -> bool:
         """Whether every rank finds what it needs of every group, so nothing remains to save."""
-        return self._has(shards, self._of_all, len(self._numbers))
-
-    def _has(self, shards: Shards, wholes: frozenset[str] | None, groups: int) -> bool:
-        return (wholes is not None and shards.keys() >= wholes) or all(
-            self.is_readable(shards, group) for group in range(groups)
-        )
+        return all(self.is_readable(shards, group) for group in range(len(self._numbers)))
 
     def of(self, shards: Shards | None, group: int) -> list[tuple[Source, ShardRecord]]:
         """Return the payloads that have a whole group, and their records. Raises ``LookupError`` if
