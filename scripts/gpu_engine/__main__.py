@@ -27,7 +27,7 @@ NUMBA = "def njit(*args, **named):\n    return args[0] if args and callable(args
 """vLLM imports numba for speculation, which no stage uses. It refuses a NumPy newer than itself."""
 DRIVER = ("/usr/local/nvidia/lib64", "/usr/local/nvidia/lib", "/usr/lib/x86_64-linux-gnu")
 STORE_BYTES = 24 << 30
-PATIENCE = 4
+PATIENCE = 8
 """A busy CPU takes longer."""
 
 
