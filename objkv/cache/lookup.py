@@ -137,7 +137,7 @@ class LookupService:
         """Forget a request. Cancels a queued lookup; a running one finishes unused."""
         memo = self._memos.pop(request_id, None)
         if memo is not None and memo.future is not None:
-            memo.future.cancel()
+            self._thread.cancel(memo.future)
 
     def deadline(self) -> float:
         """Return the time, on this service's clock, until which a lookup started now is worth
@@ -226,7 +226,7 @@ class LookupService:
                 if self._clock() - self._late_at >= _IN_TIME_S:
                     self._trouble.worked()
         elif future.cancelled() or self.is_late(memo.deadline):
-            future.cancel()
+            self._thread.cancel(future)
             self._recorder.count("lookup_deadlines")
             self._late_at = self._clock()
             self._trouble.failed(TimeoutError(f"no answer within {self._limits.deadline_s:g} s"))
