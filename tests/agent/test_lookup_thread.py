@@ -308,7 +308,11 @@ def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
 
 def test_cancelled_work_gives_its_place_back_once() -> None:
     thread, may_go = StepThread("objkv-test", answer_s=PATIENCE_S, queue_max=2), Event()
-    assert thread.run(lambda: may_go.wait(PATIENCE_S) and None)
+
+    def blocks() -> None:
+        may_go.wait(PATIENCE_S)
+
+    assert thread.run(blocks)
 
     def quick() -> Steps[None]:
         yield None
