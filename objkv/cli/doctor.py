@@ -17,11 +17,11 @@ from objkv.assembly.backends import (
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer
-from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
 from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
 from objkv.ops.doctor.probes import Check
 from objkv.ops.doctor.transfer import read_transfer
+from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.verdict import ModelVerdict, Wish, judge
 from objkv.telemetry import MemoryRecorder, NullRecorder
 

@@ -7,11 +7,12 @@ import typer
 
 from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Printer, age, counted, plain, size
+from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import ReplicaCounters, ask_replica, explain_match
+from objkv.ops.formats import age, size
 from objkv.ops.listing import find_identity
 from objkv.ops.match import MatchReport, match_prompt
 

@@ -14,13 +14,14 @@ from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import counted, size
+from objkv.cli.output import counted
 from objkv.config.units import parse_duration
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.formats import size
 from objkv.ops.listing import find_identity, find_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
 from objkv.ops.show import BEGINNING_CHARS_MIN, choose_chunk, find_payloads, is_beginning

@@ -11,9 +11,9 @@ from objkv.cache.worth import ChunkCost, PutRule
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, priced, time_option
 from objkv.cli.output import Printer, counted, plain
-from objkv.cli.output import size as bytes_text
 from objkv.config.prices import RANGE_BYTES, Prices
 from objkv.errors import ConfigError
+from objkv.ops.formats import size as bytes_text
 from objkv.ops.size.model import DTYPES, PRESETS, ModelShape, attention, preset, read_model
 from objkv.ops.size.sizing import ChunkSizing, Layout, Load, Sizing, size_fleet
 

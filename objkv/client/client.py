@@ -27,13 +27,13 @@ from objkv.ops.audit.report import AuditReport
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditWalk
 from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
+from objkv.ops.chat import LocalTokenizer
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import explain_match
 from objkv.ops.listing import find_namespace
 from objkv.ops.match import match_prompt
 from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins
 from objkv.ops.runs import WorkPool
-from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import to_prompt
 from objkv.telemetry import NullRecorder
 
@@ -326,14 +326,11 @@ class Client:
     ) -> "WarmReport":
         """Compute and save ``prompts`` in advance, with this client's settings.
 
-        Takes the arguments of ``objkv.warm``. With ``check``, ``tokenizer`` is by default that
-        of the client.
+        Takes the arguments of ``objkv.warm``.
         """
         from objkv.client.warming import WarmOptions, warm_prompts  # late: a client of HTTP
 
         self._check_open()
-        if check and self._place is not None:
-            options.setdefault("tokenizer", Path(self._place))
         chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
         return warm_prompts(self._resolved, prompts, chosen)
 

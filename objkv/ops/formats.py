@@ -1,6 +1,7 @@
 """Formats numbers and texts for people. An unknown value is a dash, never a zero."""
 
 import re
+import time
 from datetime import UTC, datetime
 from typing import Final
 
@@ -8,7 +9,7 @@ from markupsafe import Markup, escape
 
 from objkv.redact import printable as printable
 
-DASH: Final = "–"
+DASH: Final = "-"
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _COMMAND: Final = re.compile(r"(\bobjkv [a-z]+(?: --[a-z][a-z-]*)*)")
@@ -94,6 +95,13 @@ def duration(seconds: float | None) -> str:
         if abs(seconds) >= length:
             return f"{seconds / length:,.1f} {unit}"
     return f"{seconds:,.1f} s"
+
+
+def age(moment_s: float | None, now_s: float | None = None) -> str:
+    """``3 d``: how long ago it was."""
+    if moment_s is None:
+        return DASH
+    return span((time.time() if now_s is None else now_s) - moment_s)
 
 
 def ago(moment_s: int | None, now_s: int) -> str:

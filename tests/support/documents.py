@@ -34,7 +34,7 @@ from objkv.ops.size.model import Preset
 from objkv.ops.size.sizing import Layout, Load, Sizing
 from objkv.ops.sweep.remove import Category
 from objkv.ops.sweep.survey import Doubt
-from objkv.ops.top.watch import View
+from objkv.ops.top.fleet import View
 from objkv.ops.warm.report import WarmReport
 
 
@@ -295,8 +295,6 @@ class TopKeys(TypedDict):
 
     hit_rate: float | None
     """The share from objkv of the fleet's tokens that no replica had itself; null without any."""
-    every_s: float
-    """Seconds between the two looks."""
 
 
 class VerifyKeys(TypedDict):

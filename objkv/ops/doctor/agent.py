@@ -16,7 +16,7 @@ from objkv.config.node import agent_socket, host_bytes, http_path
 from objkv.config.urls import local_path
 from objkv.errors import ConfigError, TransferError
 from objkv.ops.doctor.probes import Check
-from objkv.ops.top.nodes import NodePuts, node_of
+from objkv.ops.top.fleet import SavePolicy, agent_row
 from objkv.ops.top.scrape import MetricsSource
 
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -102,11 +102,11 @@ def _check_huge_pages() -> list[Check]:
 
 def _check_saves(config: Config, path: Path | None) -> Check:
     """Say which payloads an agent puts, and why. ``path``: where one listens, perhaps."""
-    rule, found = PutRule.of(config), tuple[NodePuts, ...]()
+    rule, found = PutRule.of(config), tuple[SavePolicy, ...]()
     if path is not None:
         source = MetricsSource("http://agent", deadline_s=_METRICS_S, socket=http_path(path))
         with closing(source):
-            found = node_of("", None, source.scrape()).puts
+            found = agent_row("", None, source.scrape()).policies
     prices = rule.prices
     detail = f"save_to_bucket {rule.setting}"
     if rule.is_fixed:
