@@ -1,19 +1,8 @@
 """``objkv warm``: compute and store prompts before users send them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from objkv.cli.command import (
     FINE,
@@ -33,36 +22,6 @@ from objkv.ops.warm.prompts import read_prompts
 from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
 
 _SHOWN_MAX = 20
-
-
-@contextmanager
-def watching(out: Printer) -> Iterator[WarmProgress]:
-    """Show progress on a terminal within the block."""
-    console = Console(stderr=True, no_color=None if out.color else True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("starting", total=None, speed="")
-
-        def stage(text: str) -> None:
-            progress.reset(task, description=text, total=None, speed="")
-
-        def moved(report: WarmReport) -> None:
-            elapsed = progress.tasks[0].elapsed or 0.0
-            rate = report.asked_tokens / elapsed if elapsed else 0.0
-            progress.update(
-                task, completed=report.done, total=report.prompts, speed=f"{rate:,.0f} tokens/s"
-            )
-
-        yield WarmProgress(stage, moved, out.note)
 
 
 def show_report(out: Printer, report: WarmReport) -> None:
@@ -257,7 +216,8 @@ def warm(
         answer_s=request_s,
         limits=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
     )
-    with ending_in_order(), watching(session.out) as progress:
+    with ending_in_order(), session.out.steps("warming") as step:
+        progress = WarmProgress(lambda one: step(one.done, one.prompts), session.out.note)
         report = run_warm(session.resolved, read_prompts(places), options, progress)
     show_report(session.out, report)
     return _code(report)

@@ -107,7 +107,7 @@ def run_warm(
             identity = find_identity(view.bulk, view.index, options.namespace)
             base |= {identity.model, identity.model.rpartition("/")[2]}
         if options.model is not None:
-            progress.stage(f"starting vllm serve {options.model}")
+            progress.note(f"starting vllm serve {options.model}")
             folders = {name: _folder(name, path) for name, path in options.adapters.items()}
             socket = stack.enter_context(
                 server.serving(

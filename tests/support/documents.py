@@ -22,7 +22,6 @@ from objkv.ops.diff import Difference
 from objkv.ops.doctor.access import Access
 from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
-from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.gpu_check import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
@@ -182,8 +181,6 @@ class ExplainKeys(TypedDict):
     """With an agent that answers: how much it has in this node's memory."""
     explanation: NotRequired[Explanation]
     """With ``--explain`` only."""
-    replicas: NotRequired[list[ReplicaCounters]]
-    """With ``--explain`` only: one for each ``--endpoint``."""
 
 
 class RebuildSkipped(TypedDict):

@@ -1,7 +1,6 @@
 """Checks of a replica's node agent: whether it answers, and whether its arena fits this machine."""
 
 import os
-import resource
 import shutil
 import stat
 from contextlib import closing, suppress
@@ -19,7 +18,6 @@ from objkv.ops.doctor.probes import Check
 from objkv.ops.top.fleet import SavePolicy, agent_row
 from objkv.ops.top.scrape import MetricsSource
 
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _METRICS_S = 2.0
 _ARENA_SHARE_MAX = 3 / 4
 """More of the machine's memory leaves too little for engines and page cache."""
@@ -33,7 +31,7 @@ def check_agent(config: Config) -> list[Check]:
         detail = f"{exc}; replicas cache nothing"
         fix = "chmod 700 the folder if it is yours, or remove it"
         return [Check("agent", "socket", "warning", detail, fix)]
-    checks = [_check_memory(), _check_locked(), *_check_huge_pages(), *_check_disk(config)]
+    checks = [_check_memory(), *_check_disk(config)]
     if path is None:
         checks.append(_check_saves(config, None))
         return [Check("agent", "socket", "ok", "each replica starts its own"), *checks]
@@ -78,26 +76,6 @@ def _check_memory() -> Check:
     except ConfigError as exc:
         return Check("agent", "shared memory", "failed", str(exc), "needs Linux 5.1 or later")
     return Check("agent", "shared memory", "ok", "sealed memory files")
-
-
-def _check_locked() -> Check:
-    """Report how much memory a process may page-lock. A replica with a device locks the memory that
-    it hands saves over in, and the arena as it reads it; root is not limited."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY:
-        detail = "unlimited"
-    else:
-        detail = f"{limit >> 10:,} KiB; with a GPU, replicas need pinned_bytes_max and the arena"
-    return Check("agent", "locked memory", "ok", detail)
-
-
-def _check_huge_pages() -> list[Check]:
-    try:
-        chosen = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        return []
-    hint = "" if chosen != "never" else f"; loads are faster after: echo advise > {_HUGE_PAGES}"
-    return [Check("agent", "huge pages", "ok", f"shmem_enabled is {chosen}{hint}")]
 
 
 def _check_saves(config: Config, path: Path | None) -> Check:

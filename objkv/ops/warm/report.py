@@ -109,6 +109,5 @@ class WarmReport:
 class WarmProgress:
     """Callbacks for progress. They come from another thread."""
 
-    stage: Callable[[str], None] = lambda text: None
     moved: Callable[[WarmReport], None] = lambda report: None
     note: Callable[[str], None] = lambda text: None

@@ -102,7 +102,6 @@ def check_stored(job: WarmJob, prompts: Iterable[WarmPrompt]) -> WarmReport:
 
 def _add(loop: "_Loop", run: "_Run", prompts: Iterable[WarmPrompt]) -> None:
     """Read, tokenize and look up ``prompts``."""
-    run.job.progress.stage("reading prompts")
     every = iter(prompts)
     while batch := list(islice(every, _BATCH)):
         loop.call(run.add(batch))
@@ -132,7 +131,6 @@ class _Run:
 
     async def check(self) -> None:
         """Check all endpoints. Raises ``StoreUnavailable`` if none answers."""
-        self.job.progress.stage("checking endpoints")
 
         async def error_of(endpoint: Endpoint) -> EndpointError | None:
             try:
@@ -169,7 +167,6 @@ class _Run:
         """Compute until every prompt is stored or has failed. Raises ``_Gone``."""
         if not self.tasks:
             return
-        self.job.progress.stage("warming")
         self._order = Order(self.tasks)
         try:
             async with asyncio.TaskGroup() as group:
@@ -248,14 +245,12 @@ class _Run:
         return why
 
     async def _probe(self, tokens: Sequence[int]) -> None:
-        self.job.progress.stage("finding the namespace")
         view, endpoints = self.job.view, [one for one in self.job.endpoints if one.is_checked]
         probe = Probe(view.bulk, view.index, self.job.limits.save_s)
         try:
             self._found_namespace(await probe.find(endpoints, tokens))
         except EndpointError as exc:
             raise StoreUnavailable(f"the first request failed: {exc}") from exc
-        self.job.progress.stage("reading prompts")
 
     def _found_namespace(self, identity: Identity) -> None:
         self._lookup = PromptLookup(self.job.view.index, identity, self.job.adapters)
