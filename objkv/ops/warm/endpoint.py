@@ -9,7 +9,6 @@ import json
 import os
 import ssl
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from time import monotonic, time
@@ -32,8 +31,6 @@ _CHECK_S: Final = 10.0
 _ANSWER_BYTES_MAX: Final = 64 << 20
 """Ids of a million tokens are 8 MB."""
 _ERROR_MAX: Final = 300
-_BUSY: Final = (429, 503)
-_OF_A_CHECK: Final = ("/health", "/v1/models")
 _FIRST_PAUSE_S: Final = 0.5
 _PAUSE_MAX_S: Final = 30.0
 _RETRY_AFTER_MAX_S: Final = 120.0
@@ -79,7 +76,8 @@ class Endpoint:
             )
         self._answer_s = answer_s
         self._wanted = model
-        self._model: str | None = None
+        self.model = ""
+        """The base model's name in requests; empty before it has passed a check."""
         limits = httpx.Limits(max_connections=at_once + 2)
         self._http = httpx.AsyncClient(
             base_url=self.name,
@@ -100,24 +98,13 @@ class Endpoint:
     def __repr__(self) -> str:
         return f"<Endpoint {self.name}>"
 
-    @property
-    def model(self) -> str:
-        """The base model's name in requests; available after ``check``."""
-        assert self._model is not None
-        return self._model
-
-    @property
-    def is_checked(self) -> bool:
-        """Whether it has answered a check."""
-        return self._model is not None
-
     async def check(self) -> None:
         """Return if it accepts requests and serves the model."""
         bound_s = min(_CHECK_S, self._answer_s)
         await self._call("GET", "/health", bound_s=bound_s)
-        if self._model is None:
+        if not self.model:
             answer = await self._call("GET", "/v1/models", bound_s=bound_s)
-            self._model = _served(answer, self._wanted, self.name)
+            self.model = _served(answer, self._wanted, self.name)
 
     async def tokenize(self, prompt: WarmPrompt) -> list[int]:
         """Return the token ids that a request with this prompt would have."""
@@ -212,10 +199,19 @@ class Endpoint:
     ) -> dict[str, Any]:
         what = f"{self.name}{path}"
         content = None if request is None else json.dumps(request).encode()
+        headers = {} if content is None else {"Content-Type": "application/json"}
+        read = bytearray()
         try:
             # A limit for the whole request: the client's limits apply to each read.
-            async with asyncio.timeout(bound_s or self._answer_s):
-                answer = await self._answer(method, path, content)
+            async with (
+                asyncio.timeout(bound_s or self._answer_s),
+                self._http.stream(method, path, content=content, headers=headers) as answer,
+            ):
+                async for piece in answer.aiter_bytes():
+                    read += piece
+                    if len(read) > _ANSWER_BYTES_MAX:
+                        why = f"{what}: longer than {_ANSWER_BYTES_MAX} bytes"
+                        raise EndpointError("failed", why)
         except (httpx.TimeoutException, TimeoutError) as exc:
             trouble: Trouble = "down" if isinstance(exc, httpx.ConnectTimeout) else "failed"
             raise EndpointError(trouble, f"{what}: no answer within the time limit") from exc
@@ -223,66 +219,39 @@ class Endpoint:
             raise ConfigError(f"endpoint {self.name}: {exc}") from exc
         except httpx.HTTPError as exc:
             raise EndpointError("down", f"{what}: {_reason(exc)}") from exc
-        if len(answer.content) > _ANSWER_BYTES_MAX:
-            raise EndpointError("failed", f"{what}: longer than {_ANSWER_BYTES_MAX} bytes")
-        if 200 <= answer.status < 300:
-            return _parsed(answer, what, is_health=path == "/health")
-        if answer.status == 404 and path in _OF_A_CHECK:
-            why = f"{self.name} answers HTTP 404 on {path}: check that it is a vLLM server"
-            raise EndpointError("refused", why)
-        raise _error(answer, what)
-
-    async def _answer(self, method: str, path: str, content: bytes | None) -> "_Answer":
-        headers = {} if content is None else {"Content-Type": "application/json"}
-        read = bytearray()
-        async with self._http.stream(method, path, content=content, headers=headers) as answer:
-            async for piece in answer.aiter_bytes():
-                read += piece
-                if len(read) > _ANSWER_BYTES_MAX:
-                    break
-        return _Answer(answer.status_code, answer.headers.get("retry-after", ""), bytes(read))
+        if not answer.is_success:
+            raise _error(answer, bytes(read), what)
+        try:
+            found = json.loads(read or b"{}")  # vLLM's /health is empty
+        except ValueError:
+            found = None
+        if isinstance(found, dict) or path == "/health":
+            return found if isinstance(found, dict) else {}
+        why = f"{what}: the answer is not a JSON object: check that the server is OpenAI-compatible"
+        raise EndpointError("refused", why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    retry_after: str
-    content: bytes
-    """May exceed the limit by one piece."""
-
-
-def _parsed(answer: _Answer, what: str, *, is_health: bool) -> dict[str, Any]:
-    try:
-        found = json.loads(answer.content or b"{}")  # vLLM's /health is empty
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    if is_health:
-        return {}
-    why = f"{what}: the answer is not a JSON object: check that the server is OpenAI-compatible"
-    raise EndpointError("refused", why)
-
-
-def _error(answer: _Answer, what: str) -> ObjkvError:
-    why = f"{what}: HTTP {answer.status}: {_message(answer)}".rstrip(": ")
-    if answer.status in _BUSY:
-        return EndpointError("busy", why, after_s=_retry_after(answer.retry_after))
-    if answer.status in (401, 403):
+def _error(answer: httpx.Response, content: bytes, what: str) -> ObjkvError:
+    status = answer.status_code
+    why = f"{what}: HTTP {status}: {_message(content)}".rstrip(": ")
+    if status in (429, 503):
+        after_s = _retry_after(answer.headers.get("retry-after", ""))
+        return EndpointError("busy", why, after_s=after_s)
+    if status in (401, 403):
         return ConfigError(f"{why}; set --api-key or VLLM_API_KEY")
-    if answer.status in (502, 504):  # a proxy in front of the fleet reached no server
+    if status == 404 and what.endswith(("/health", "/v1/models")):
+        return EndpointError("refused", f"{what}: HTTP 404: check that it is a vLLM server")
+    if status in (502, 504):  # a proxy in front of the fleet reached no server
         return EndpointError("down", why)
-    if answer.status >= 500 or answer.status == 408:
-        return EndpointError("failed", why)
-    return EndpointError("refused", why)
+    return EndpointError("failed" if status >= 500 or status == 408 else "refused", why)
 
 
-def _message(answer: _Answer) -> str:
+def _message(content: bytes) -> str:
     """Return the error message in the body, as one line."""
     try:
-        found: Any = json.loads(answer.content)
+        found: Any = json.loads(content)
     except ValueError:
-        found = answer.content.decode("utf-8", "replace")
+        found = content.decode("utf-8", "replace")
         if found.lstrip().startswith("<"):  # an HTML page
             return ""
     while isinstance(found, dict):

@@ -86,82 +86,80 @@ def known_identities(bulk: ReadStore) -> dict[str, Identity]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Finds the namespace that endpoints save to, and verifies that they save to this store.
+async def find_identity_of(
+    endpoints: Sequence[Endpoint],
+    tokens: Sequence[int],
+    bulk: ReadStore,
+    index: ReadIndex,
+    *,
+    wait_s: float,
+) -> Identity:
+    """Return the common identity of all endpoints, and verify that they save to this store.
 
     Each endpoint computes a chunk under a random salt, so it cannot be stored yet; the endpoint's
     namespace is the one in which the chunk appears. Other namespaces of the same model may have
     other weights, another tenant or another layout.
+
+    ``tokens``: token ids of any prompt. Raises ``ConfigError`` if a chunk does not appear within
+    ``wait_s``, or if the endpoints' namespaces differ, and ``EndpointError`` if a request fails.
     """
+    found = {one.name: await _find(one, tokens, bulk, index, wait_s) for one in endpoints}
+    if len({identity.namespace() for identity in found.values()}) > 1:
+        each = ", ".join(f"{name} {identity.namespace()}" for name, identity in found.items())
+        raise ConfigError(
+            f"the endpoints do not share a namespace: {each}; objkv diff shows why; warm each "
+            "group of endpoints separately"
+        )
+    return next(iter(found.values()))
 
-    bulk: ReadStore
-    index: ReadIndex
-    wait_s: float
 
-    async def find(self, endpoints: Sequence[Endpoint], tokens: Sequence[int]) -> Identity:
-        """Return the common identity of all endpoints.
-
-        ``tokens``: token ids of any prompt. Raises ``ConfigError`` if an endpoint saves
-        to other stores than this command's, or if the endpoints' namespaces differ. Raises
-        ``EndpointError`` if a request fails.
-        """
-        identities = [await self._of(endpoint, tokens) for endpoint in endpoints]
-        if len({identity.namespace() for identity in identities}) > 1:
-            each = ", ".join(
-                f"{endpoint.name} {identity.namespace()}"
-                for endpoint, identity in zip(endpoints, identities, strict=True)
-            )
+async def _find(
+    endpoint: Endpoint, tokens: Sequence[int], bulk: ReadStore, index: ReadIndex, wait_s: float
+) -> Identity:
+    salt = SALT + secrets.token_hex(8)
+    longest = 0
+    """The longest chunk requested so far; longer ones need another request."""
+    ends_s = monotonic() + wait_s
+    while True:
+        known = await asyncio.to_thread(known_identities, bulk)
+        sizes = {_CHUNK_TOKENS, *(identity.chunk_tokens for identity in known.values())}
+        if max(sizes) > longest:
+            longest = max(sizes)
+            await _compute(endpoint, tokens, salt, sorted(sizes, reverse=True), wait_s)
+            ends_s = monotonic() + wait_s
+        for identity in known.values():
+            lookup = PromptLookup(index, identity)
+            first = lookup.hashes(_of_size(tokens, identity.chunk_tokens), salt)
+            if any((await asyncio.to_thread(lookup.find, first)).nbytes):
+                return identity
+        if monotonic() >= ends_s:
             raise ConfigError(
-                f"the endpoints do not share a namespace: {each}; objkv diff shows why; warm each "
-                "group of endpoints separately"
+                f"{endpoint.name} saved nothing here within {wait_s:.0f} s: check that it "
+                "uses the objkv connector, that it may save (kv_role, role, quota), and that "
+                "its bulk_url and index_url are those of this command; objkv doctor shows "
+                "them here, the line 'objkv ready' in the server's log shows them there"
             )
-        return identities[0]
+        await asyncio.sleep(_PAUSE_S)
 
-    async def _of(self, endpoint: Endpoint, tokens: Sequence[int]) -> Identity:
-        salt = SALT + secrets.token_hex(8)
-        longest = 0
-        """The longest chunk requested so far; longer ones need another request."""
-        ends_s = monotonic() + self.wait_s
-        while True:
-            known = await asyncio.to_thread(known_identities, self.bulk)
-            sizes = {_CHUNK_TOKENS, *(identity.chunk_tokens for identity in known.values())}
-            if max(sizes) > longest:
-                longest = max(sizes)
-                await self._compute(endpoint, tokens, salt, sorted(sizes, reverse=True))
-                ends_s = monotonic() + self.wait_s
-            for identity in known.values():
-                lookup = PromptLookup(self.index, identity)
-                first = lookup.hashes(_of_size(tokens, identity.chunk_tokens), salt)
-                if any((await asyncio.to_thread(lookup.find, first)).nbytes):
-                    return identity
-            if monotonic() >= ends_s:
-                raise ConfigError(
-                    f"{endpoint.name} saved nothing here within {self.wait_s:.0f} s: check that it "
-                    "uses the objkv connector, that it may save (kv_role, role, quota), and that "
-                    "its bulk_url and index_url are those of this command; objkv doctor shows "
-                    "them here, the line 'objkv ready' in the server's log shows them there"
-                )
-            await asyncio.sleep(_PAUSE_S)
 
-    async def _compute(
-        self, endpoint: Endpoint, tokens: Sequence[int], salt: str, sizes: Sequence[int]
-    ) -> None:
-        """Compute a chunk of the first of ``sizes`` that the endpoint accepts."""
-        left, ends_s = list(sizes), monotonic() + self.wait_s
-        while True:
-            made = [*_of_size(tokens, left[0]), tokens[0]]  # the last token is never saved
-            try:
-                await endpoint.compute(made, salt, None)
-                return
-            except EndpointError as exc:
-                if exc.trouble == "refused" and len(left) > 1:
-                    left.pop(0)
-                    continue
-                pause_s = exc.after_s or 5 * _PAUSE_S
-                if exc.trouble == "refused" or monotonic() + pause_s >= ends_s:
-                    raise
-                await asyncio.sleep(pause_s)
+async def _compute(
+    endpoint: Endpoint, tokens: Sequence[int], salt: str, sizes: Sequence[int], wait_s: float
+) -> None:
+    """Compute a chunk of the first of ``sizes`` that the endpoint accepts."""
+    left, ends_s = list(sizes), monotonic() + wait_s
+    while True:
+        made = [*_of_size(tokens, left[0]), tokens[0]]  # the last token is never saved
+        try:
+            await endpoint.compute(made, salt, None)
+            return
+        except EndpointError as exc:
+            if exc.trouble == "refused" and len(left) > 1:
+                left.pop(0)
+                continue
+            pause_s = exc.after_s or 5 * _PAUSE_S
+            if exc.trouble == "refused" or monotonic() + pause_s >= ends_s:
+                raise
+            await asyncio.sleep(pause_s)
 
 
 def _of_size(tokens: Sequence[int], size: int) -> list[int]:

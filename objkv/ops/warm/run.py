@@ -20,7 +20,7 @@ from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
-from objkv.ops.warm.lookup import Found, Probe, PromptLookup
+from objkv.ops.warm.lookup import Found, PromptLookup, find_identity_of
 from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
@@ -141,7 +141,7 @@ class _Run:
             return None
 
         errors = list(filter(None, await asyncio.gather(*map(error_of, self.job.endpoints))))
-        if not any(endpoint.is_checked for endpoint in self.job.endpoints):
+        if not any(endpoint.model for endpoint in self.job.endpoints):
             raise StoreUnavailable("; ".join(map(str, errors)))
         for error in errors:
             self.job.progress.note(f"skipped for now: {error}")
@@ -210,7 +210,7 @@ class _Run:
         """Return the prompt's adapter, if any. Raises ``ConfigError`` for an unknown model."""
         if prompt.model is None or prompt.model in self.job.adapters:
             return prompt.model
-        base = {one.model for one in self.job.endpoints if one.is_checked} | {*self.job.base}
+        base = {one.model for one in self.job.endpoints if one.model} | {*self.job.base}
         if prompt.model in base:
             return None
         raise ConfigError(
@@ -223,7 +223,7 @@ class _Run:
         none."""
         if prompt.tokens is not None:
             return array("I", prompt.tokens)
-        endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.is_checked]
+        endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
         if not endpoints:
             raise ConfigError(
                 f"{prompt.name}: is text, which a server tokenizes: name one with --endpoint, or "
@@ -245,10 +245,12 @@ class _Run:
         return why
 
     async def _probe(self, tokens: Sequence[int]) -> None:
-        view, endpoints = self.job.view, [one for one in self.job.endpoints if one.is_checked]
-        probe = Probe(view.bulk, view.index, self.job.limits.save_s)
+        view, endpoints = self.job.view, [one for one in self.job.endpoints if one.model]
         try:
-            self._found_namespace(await probe.find(endpoints, tokens))
+            identity = await find_identity_of(
+                endpoints, tokens, view.bulk, view.index, wait_s=self.job.limits.save_s
+            )
+            self._found_namespace(identity)
         except EndpointError as exc:
             raise StoreUnavailable(f"the first request failed: {exc}") from exc
 
