@@ -16,7 +16,6 @@ from objkv.cli.options import time_option
 from objkv.cli.output import Printer, counted, plain, rich_table
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
-from objkv.errors import ConfigError
 from objkv.ops.formats import printable, size
 from objkv.ops.top.fleet import AgentRow, FleetWatch, Flow, ReplicaRow, View
 from objkv.ops.top.scrape import MetricsSource
@@ -42,12 +41,6 @@ def top(
         list[str] | None,
         typer.Option(help=f"A replica; repeatable (default: {_DEFAULT}).", metavar="URL"),
     ] = None,
-    endpoints: Annotated[
-        Path | None, typer.Option(help="A file with one replica URL on each line.", metavar="FILE")
-    ] = None,
-    exporter: Annotated[
-        str | None, typer.Option(help="An objkv exporter, for stored totals.", metavar="URL")
-    ] = None,
     agent: Annotated[
         list[Path] | None,
         typer.Option(
@@ -67,7 +60,7 @@ def top(
 
     Read-only. Values are per second of the last interval. Ctrl-C ends it.
     """
-    urls = _urls(endpoint, endpoints) or ([] if agent else [_DEFAULT])
+    urls = list(dict.fromkeys(endpoint or ([] if agent else [_DEFAULT])))
     # The usage of a folder that is its own index is counted by a walk through it.
     has_usage = not session.config.index_url.startswith("bulk:") and session.has_bulk()
     once = once or session.out.machine or not sys.stdout.isatty()
@@ -76,28 +69,13 @@ def top(
         stack.enter_context(ending_in_order())
         backends = stack.enter_context(session.backends()) if has_usage else None
         sources = [MetricsSource(url, deadline_s=deadline_s) for url in urls]
-        stored = MetricsSource(exporter, deadline_s=deadline_s) if exporter else None
         agents = [
             MetricsSource("http://agent", deadline_s=deadline_s, socket=Path(f"{path}.http"))
             for path in _agents(agent, session.config)
         ]
-        watch = stack.enter_context(
-            FleetWatch(sources, stored, backends.index if backends else None, agents=agents)
-        )
+        index = backends.index if backends else None
+        watch = stack.enter_context(FleetWatch(sources, agents, index))
         return _once(session.out, watch) if once else _live(session.out, watch, every)
-
-
-def _urls(given: list[str] | None, file: Path | None) -> list[str]:
-    urls = list(given or ())
-    if file is not None:
-        try:
-            lines = file.read_text(encoding="utf-8-sig").splitlines()
-        except (OSError, ValueError) as exc:
-            raise ConfigError(f"{file}: {exc}") from exc
-        urls += [line.strip() for line in lines if line.strip() and not line.startswith("#")]
-        if not urls:
-            raise ConfigError(f"{file}: contains no endpoint URL")
-    return list(dict.fromkeys(urls))
 
 
 def _agents(given: list[Path] | None, config: Config) -> list[Path]:
@@ -121,12 +99,10 @@ def _once(out: Printer, watch: FleetWatch) -> int:
         for columns, cells in _tables(view):
             out.line()
             out.table(columns, cells)
-        for problem in view.problems:
-            out.line(problem, "yellow")
     states = [*(row.state for row in view.rows), *(row.state for row in view.agents)]
     if all(state == "down" for state in states):
         return UNREACHABLE
-    return FOUND if "down" in states or view.problems else FINE
+    return FOUND if "down" in states or view.problem else FINE
 
 
 def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:
@@ -137,20 +113,14 @@ def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:
                 due_s = time.monotonic() + every_s
                 view = watch.tick()
                 head = f"objkv top  {time.strftime('%H:%M:%S')}  every {every_s:g} s"
-                parts: list[RenderableType] = [
-                    Text(head, style="bold"),
-                    *map(_text, summary_lines(view, "/s")),
-                ]
+                parts: list[RenderableType] = [Text(head, style="bold")]
+                parts += [Text(printable(line)) for line in summary_lines(view, "/s")]
                 for columns, cells in _tables(view):
                     parts += [Text(), rich_table(columns, cells, live.console.width)]
-                live.update(Group(*parts, *map(_text, view.problems)), refresh=True)
+                live.update(Group(*parts), refresh=True)
                 time.sleep(max(0.0, due_s - time.monotonic()))
     except KeyboardInterrupt:
         return FINE
-
-
-def _text(line: str) -> Text:
-    return Text(printable(line))
 
 
 def _tables(view: View) -> list[tuple[tuple[str, ...], list[list[str]]]]:
@@ -189,13 +159,10 @@ def summary_lines(view: View, per: str) -> list[str]:
         ]
     if (stored := view.stored) is not None:
         lines.append(
-            f"stored {size(round(stored.nbytes))} in {stored.payloads:,.0f} payloads of "
-            f"{counted(round(stored.namespaces), 'namespace')} (from the {stored.source})"
+            f"stored {size(stored.nbytes)} in {counted(stored.payloads, 'payload')} of "
+            f"{counted(stored.namespaces, 'namespace')}"
         )
-    if view.backends:
-        states = ", ".join(f"{name} {'up' if up else 'DOWN'}" for name, up in view.backends)
-        lines.append(f"backends: {states}")
-    return lines
+    return [*lines, view.problem] if view.problem else lines
 
 
 def _hit_rate(total: Flow) -> str:

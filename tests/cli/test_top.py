@@ -52,7 +52,7 @@ def test_machines_get_one_document(run: Run, home: Path) -> None:
     with serving(PAGES[4:]) as url:
         document = run("top", "--json", "--endpoint", url).document
     assert list(document) == [
-        "rows", "total", "stored", "backends", "problems", "agents", "hit_rate",
+        "rows", "total", "stored", "problem", "agents", "hit_rate",
     ]  # fmt: skip
     [row] = document["rows"]
     assert list(row) == ["name", "state", "problem", "flow", "switched"]

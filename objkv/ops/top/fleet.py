@@ -153,13 +153,11 @@ class AgentRow:
 
 @dataclass(frozen=True, slots=True)
 class StoredTotals:
-    """Stored totals with their source."""
+    """What is stored, according to the index."""
 
-    nbytes: float
-    payloads: float
-    namespaces: float
-    source: str
-    """``exporter`` or ``index``."""
+    nbytes: int
+    payloads: int
+    namespaces: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,12 +167,9 @@ class View:
     rows: tuple[ReplicaRow, ...]
     total: Flow
     stored: StoredTotals | None
-    backends: tuple[tuple[str, bool], ...]
-    """Backends reported by the exporter, and whether each is up."""
-    problems: tuple[str, ...]
-    """Failures of exporter and index, one sentence each."""
-    agents: tuple[AgentRow, ...] = ()
-    """Node agents, if any are watched."""
+    problem: str | None
+    """Why the index did not say what is stored."""
+    agents: tuple[AgentRow, ...]
 
 
 def replica_row(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
@@ -284,14 +279,10 @@ class FleetWatch:
     def __init__(
         self,
         replicas: Sequence[MetricsSource],
-        exporter: MetricsSource | None = None,
-        index: ReadIndex | None = None,
-        *,
         agents: Sequence[MetricsSource] = (),
+        index: ReadIndex | None = None,
     ) -> None:
-        self._replicas, self._exporter, self._agents = replicas, exporter, agents
-        self._index = index
-        self._sources = [*replicas, *agents, *filter(None, [exporter])]
+        self._replicas, self._agents, self._index = replicas, agents, index
         self._last: dict[MetricsSource, Scrape] = {}
         self._usage: Future[StoredTotals] | None = None
         """The last answer of the index, or the one that is awaited."""
@@ -308,7 +299,7 @@ class FleetWatch:
         trace: TracebackType | None,
     ) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-        for source in self._sources:
+        for source in (*self._replicas, *self._agents):
             source.close()
 
     def totals(self) -> View:
@@ -325,49 +316,28 @@ class FleetWatch:
             if self._usage is None or self._usage.done():
                 self._usage = self._pool.submit(_usage, self._index)
             self._usage_due_s = monotonic() + _USAGE_EVERY_S
-        scrapes = list(self._pool.map(MetricsSource.scrape, self._sources))
-        rows, agents, told = [], [], None
-        for number, (source, now) in enumerate(zip(self._sources, scrapes, strict=True)):
+
+        def scraped(source: MetricsSource) -> tuple[str, Scrape | None, Scrape]:
+            now = source.scrape()
             before = Scrape(now.at_s - 1, {}) if since_start else self._last.get(source)
             if now.problem is None:
                 self._last[source] = now
-            if number < len(self._replicas):
-                rows.append(replica_row(source.name, before, now))
-            elif source is self._exporter:
-                told = now
-            else:
-                agents.append(agent_row(source.name, before, now))
-        stored, problems = self._stored(told, wait=since_start)
-        backends = [] if told is None else _labels(told.values, "objkv_up:")
-        return View(
-            tuple(rows), total_of(rows), stored, tuple(backends), tuple(problems), tuple(agents)
-        )
+            return source.name, before, now
 
-    def _stored(self, told: Scrape | None, *, wait: bool) -> tuple[StoredTotals | None, list[str]]:
-        """Return what the exporter says is stored, else the index; and problems of both."""
-        stored, problems = None, []
-        if self._usage is not None and (wait or self._usage.done()):
+        sources = [*self._replicas, *self._agents]
+        found = list(self._pool.map(scraped, sources))
+        rows = tuple(replica_row(*one) for one in found[: len(self._replicas)])
+        agents = tuple(agent_row(*one) for one in found[len(self._replicas) :])
+        stored, problem = None, None
+        if self._usage is not None and (since_start or self._usage.done()):
             try:
                 stored = self._usage.result()
             except StoreError as exc:
-                problems.append(f"the index does not answer: {exc}")
-        if told is None:
-            return stored, problems
-        if told.problem is not None:
-            problems.append(f"the exporter does not answer: {told.problem}")
-        if "objkv_stored_bytes" in told.values:
-            names = ("objkv_stored_bytes", "objkv_stored_payloads", "objkv_namespaces")
-            nbytes, payloads, namespaces = (told.values.get(name, 0.0) for name in names)
-            stored = StoredTotals(nbytes, payloads, namespaces, "exporter")
-        return stored, problems
+                problem = f"the index does not answer: {exc}"
+        return View(rows, total_of(rows), stored, problem, agents)
 
 
 def _usage(index: ReadIndex) -> StoredTotals:
     usages = index.usage()
     nbytes, payloads = sum(one.nbytes for one in usages), sum(one.payloads for one in usages)
-    return StoredTotals(nbytes, payloads, len(usages), "index")
-
-
-def _labels(values: Mapping[str, float], start: str) -> list[tuple[str, bool]]:
-    found = sorted(key for key in values if key.startswith(start))
-    return [(key.removeprefix(start), values[key] > 0) for key in found]
+    return StoredTotals(nbytes, payloads, len(usages))

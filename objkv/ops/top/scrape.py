@@ -113,9 +113,8 @@ def values_of(text: str) -> dict[str, float]:
             if name.endswith(("_bucket", "_created")) or value != value:
                 continue
             values[name] = values.get(name, 0.0) + value
-            for label in ("end", "namespace"):
-                if label in sample.labels:
-                    values[f"{name}:{sample.labels[label]}"] = value
+            if "namespace" in sample.labels:
+                values[f"{name}:{sample.labels['namespace']}"] = value
     return values
 
 

@@ -9,17 +9,6 @@ from objkv.ops.top.scrape import MetricsSource
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 
-EXPORTER = """\
-# TYPE objkv_up gauge
-objkv_up{end="bulk"} 1
-objkv_up{end="index"} 0
-# TYPE objkv_stored_bytes gauge
-objkv_stored_bytes{namespace="a"} 10
-objkv_stored_bytes{namespace="b"} 20
-# TYPE objkv_namespaces gauge
-objkv_namespaces 2
-"""
-
 
 def source(name: str, clock: ManualClock, text: Callable[[], str]) -> MetricsSource:
     def handler(request: httpx.Request) -> httpx.Response:
@@ -51,17 +40,6 @@ def test_rates_are_from_one_look_to_the_next() -> None:
     assert (view.total.tokens, view.total.hit_rate) == (100, 0.25)
 
 
-def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
-    clock = ManualClock(0.0)
-    exporter = source("exporter", clock, lambda: EXPORTER)
-    with FleetWatch([source("a", clock, lambda: counters(0, 0))], exporter) as watch:
-        view = watch.tick()
-    assert view.backends == (("bulk", True), ("index", False))
-    assert view.stored is not None
-    assert (view.stored.nbytes, view.stored.namespaces, view.stored.source) == (30, 2, "exporter")
-    assert len(view.rows) == 1
-
-
 def test_totals_are_since_each_process_started() -> None:
     clock = ManualClock(0.0)
     with FleetWatch([source("a", clock, lambda: counters(100, 50))]) as watch:
@@ -74,5 +52,5 @@ def test_the_index_is_asked_once_and_what_it_says_is_shown() -> None:
     with FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index) as watch:
         stored = watch.totals().stored
         assert stored is not None
-        assert (stored.nbytes, stored.source) == (0, "index")
+        assert (stored.nbytes, stored.namespaces) == (0, 0)
         assert watch.tick().stored == stored
