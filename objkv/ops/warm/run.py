@@ -62,23 +62,16 @@ def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str = "endpoints"
     assert job.endpoints
     with _Loop() as loop, ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders:
         run = _Run(job, WarmReport(mode), finders)
-        started_s = monotonic()
         try:
             loop.call(run.check())
             _add(loop, run, prompts)
-            run.report.ending = "interrupted"  # unless it gets to the end
-            started_s = monotonic()
             loop.call(run.compute())
-            run.report.ending = "complete"
         except KeyboardInterrupt:
-            if run.report.ending != "interrupted":
+            if run.report.ending != "interrupted":  # nothing was computed
                 raise
             loop.call(run.look_once())
-        except _Gone as exc:
-            run.report.ending, run.report.why = "unreachable", str(exc)
         finally:
             loop.call(run.close())
-        run.report.seconds = monotonic() - started_s
         return run.ended()
 
 
@@ -105,10 +98,6 @@ def _add(loop: "_Loop", run: "_Run", prompts: Iterable[WarmPrompt]) -> None:
     every = iter(prompts)
     while batch := list(islice(every, _BATCH)):
         loop.call(run.add(batch))
-
-
-class _Gone(Exception):
-    """No endpoint or no index answers any more."""
 
 
 class _Run:
@@ -164,10 +153,12 @@ class _Run:
         self.job.progress.moved(self.report)
 
     async def compute(self) -> None:
-        """Compute until every prompt is stored or has failed. Raises ``_Gone``."""
+        """Compute until every prompt is stored or has failed, or nothing answers any more."""
         if not self.tasks:
             return
         self._order = Order(self.tasks)
+        self.report.ending = "interrupted"  # unless it gets to the end
+        started_s = monotonic()
         try:
             async with asyncio.TaskGroup() as group:
                 running = [group.create_task(self._watch())]
@@ -179,8 +170,11 @@ class _Run:
                 await self._done.wait()
                 for one in running:  # such as those that wait for an endpoint that is down
                     one.cancel()
-        except* (StoreError, _Gone) as errors:
-            raise _Gone(str(errors.exceptions[0])) from errors
+            self.report.ending = "complete"
+        except* StoreError as errors:
+            self.report.ending, self.report.why = "unreachable", str(errors.exceptions[0])
+        finally:
+            self.report.seconds = monotonic() - started_s
 
     async def look_once(self) -> None:
         """Finish the answered prompts that are stored by now."""
@@ -275,7 +269,7 @@ class _Run:
         return await loop.run_in_executor(self._finders, self._lookup.find, hashes)
 
     async def _watch(self) -> None:
-        """Raise ``_Gone`` once no endpoint has answered for the time allowed."""
+        """Raise ``StoreUnavailable`` once no endpoint has answered for the time allowed."""
         while True:
             await asyncio.sleep(min(_WATCH_S, self.job.limits.gone_s))
             since = [one.down_since_s for one in self.job.endpoints]
@@ -284,7 +278,7 @@ class _Run:
                 continue
             if monotonic() - max(down) > self.job.limits.gone_s:
                 errors = "; ".join(one.report().last_error for one in self.job.endpoints)
-                raise _Gone(f"no endpoint answers any more: {errors}")
+                raise StoreUnavailable(f"no endpoint answers any more: {errors}")
 
     async def _work(self, endpoint: Endpoint, group: asyncio.TaskGroup) -> None:
         """Send one prompt after the other to ``endpoint``."""

@@ -176,7 +176,7 @@ def test_a_busy_one_is_left_alone_for_as_long_as_it_asks(monkeypatch: pytest.Mon
         moment_s[0] += seconds
 
     monkeypatch.setattr(endpoint_module, "monotonic", lambda: moment_s[0])
-    monkeypatch.setattr(endpoint_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     endpoint = Endpoint("http://127.0.0.1:1")
     endpoint.failed(EndpointError("busy", "later", after_s=7.0))
     asyncio.run(endpoint.ready())

@@ -12,6 +12,7 @@ import pytest
 
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.warm.endpoint import Endpoint
+from objkv.ops.warm.lookup import PromptLookup
 from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
@@ -186,6 +187,44 @@ def test_an_endpoint_that_dies_is_left_to_the_others(place: Place) -> None:
     assert dead.errors > 0
     assert not alive.is_down
     assert alive.answered > dead.answered
+
+
+def test_when_no_endpoint_answers_any_more_it_ends_and_says_why(place: Place) -> None:
+    with FakeVllm(place) as server:
+
+        def die(handler: Handler) -> bool:
+            if len(server.real) < 3:
+                return False
+            server.end()
+            return reset(handler)
+
+        server.every = die
+        report = Run(place, server, at_once=1)(
+            prompts_of(*(tail(number, 2) for number in range(1, 7)))
+        )
+    assert (report.ending, report.warmed, report.left) == ("unreachable", 2, 4)
+    assert report.why.startswith(f"no endpoint answers any more: {server.url}")
+    [endpoint] = report.endpoints
+    assert endpoint.is_down
+
+
+def test_when_the_index_fails_it_ends_and_says_why(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise StoreUnavailable("the index is gone")
+
+    def fail(handler: Handler) -> bool:
+        is_probe = (handler.server.fake.asked[-1].salt or "").startswith("objkv-warm-")
+        if not is_probe:
+            monkeypatch.setattr(PromptLookup, "find", gone)
+        return False
+
+    with FakeVllm(place) as server:
+        server.every = fail
+        report = Run(place, server)(prompts_of(SHARED, tail(1)))
+    assert (report.ending, report.why) == ("unreachable", "the index is gone")
+    assert report.left == 2
 
 
 def test_without_any_endpoint_the_command_cannot_begin(place: Place) -> None:
