@@ -26,8 +26,8 @@ _REPLICA: Final = (
     ">refused", ">missed", ">dropped", ">lookup", ">load", ">run", ">wait",
 )  # fmt: skip
 _AGENT: Final = (
-    "node", "state", "~notes", ">arena", ">used", ">leased", ">clients", ">in memory", ">on disk",
-    ">held back", ">fetched", ">saved", ">no room",
+    "node", "state", "~notes", ">arena", ">used", ">held back", ">in memory", ">fetched", ">saved",
+    ">no room", ">on disk", ">leased", ">clients",
 )  # fmt: skip
 _DEFAULT: Final = "http://127.0.0.1:8000"
 """The default address of ``vllm serve``."""
@@ -213,14 +213,14 @@ def agent_cells(row: AgentRow) -> list[str]:
         ", ".join([*opened, *map(str, row.policies)]),
         size(round(row.arena_bytes)),
         _percent(row.used_share),
-        _percent(row.leased_bytes / row.arena_bytes if row.arena_bytes else None),
-        f"{row.clients:.0f}",
-        _percent(row.hit_rate),
-        _percent(row.disk_hits / requested if requested else None),
         _bytes(row.held_back_bytes),
+        _percent(row.hit_rate),
         _bytes(row.load_bytes),
         _bytes(row.save_bytes),
         _count(row.no_room),
+        _percent(row.disk_hits / requested if requested else None),
+        _percent(row.leased_bytes / row.arena_bytes if row.arena_bytes else None),
+        f"{row.clients:.0f}",
     ]
 
 

@@ -76,7 +76,7 @@ def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) ->
         ran, document = run(*words, "--once"), run(*words, "--json").document
     assert (ran.code, ran.err) == (0, "")
     [line] = [line for line in ran.out.splitlines() if str(agent) in line]
-    assert line.split()[1:8] == ["up", "saves", "all", "1.0", "MiB", "0%", "0%"]
+    assert line.split()[1:8] == ["up", "saves", "all", "1.0", "MiB", "0%", "0"]
     [row] = document["agents"]
     assert (row["name"], row["state"], row["clients"]) == (str(agent), "up", 7)
 
