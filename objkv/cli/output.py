@@ -23,8 +23,8 @@ from rich.segment import Segment, Segments
 from rich.table import Table
 from rich.text import Text
 
+from objkv.ops.formats import DASH, printable
 from objkv.ops.formats import age as age
-from objkv.ops.formats import printable
 from objkv.ops.formats import size as size
 
 HASH_DIGITS: Final = 12
@@ -207,7 +207,7 @@ def _trimmed(line: Sequence[Segment]) -> list[Segment]:
 
 def _cell(value: object) -> Text:
     if value is None:
-        text = "-"
+        text = DASH
     elif isinstance(value, bool):
         text = "true" if value else "false"
     else:

@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 
 from objkv.redact import printable as printable
 
-DASH: Final = "-"
+DASH: Final = "–"
 _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SPANS: Final = ((86_400, "d"), (3_600, "h"), (60, "min"), (1, "s"))
 _COMMAND: Final = re.compile(r"(\bobjkv [a-z]+(?: --[a-z][a-z-]*)*)")

