@@ -216,20 +216,8 @@ class AgentConnection:
         """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
         lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
         none."""
-        if len(fields) <= FIELDS_MAX:
-            return (yield from self._find(namespace, hashes, fields))
-        parts = (fields[at : at + FIELDS_MAX] for at in range(0, len(fields), FIELDS_MAX))
-        found: list[list[Shards | None]] = []
-        for part in parts:
-            found += [(yield from self._find(namespace, hashes, part))]
-        return [
-            dict(chain.from_iterable(one.items() for one in row if one)) or None
-            for row in zip(*found, strict=True)
-        ]
-
-    def _find(
-        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> Steps[list[Shards | None]]:
+        if len(fields) > FIELDS_MAX:
+            raise StoreUnavailable(f"a lookup of {len(fields)} fields, allowed are {FIELDS_MAX}")
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()

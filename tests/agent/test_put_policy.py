@@ -127,7 +127,7 @@ def test_what_a_client_claims_to_have_measured_is_bounded(clock: Clock) -> None:
 
 def test_a_call_of_a_replica_reaches_the_policy_and_the_index(clock: Clock) -> None:
     one, index = policy(clock), MemoryIndex()
-    calls = NodeCalls(index, MemoryStore(), None, one, ttl_s=60, changed=lambda _: None)
+    calls = NodeCalls(index, MemoryStore(), None, one, ttl_s=60)
     calls.run(json.dumps({"verb": "credit", "savings": asdict(measured(9 * GPU_US))}))
     hand_over(one, 4)
     clock.now += SETTLED_S

@@ -127,10 +127,8 @@ def test_the_agents_time_to_live_is_that_of_its_clients(node: Node) -> None:
     """A replica that has only the socket has none of its own."""
     (wanted, *_), given = node.save(), list[int]()
     node.index.touch = lambda *_, ttl_s: given.append(ttl_s)  # type: ignore[method-assign]
-    prefetches, changed = Prefetches(node.core, node.index, node.store), node.lookups.board.discard
-    calls = NodeCalls(
-        node.index, node.store, prefetches, node.saves.policy, ttl_s=7, changed=changed
-    )
+    prefetches = Prefetches(node.core, node.index, node.store)
+    calls = NodeCalls(node.index, node.store, prefetches, node.saves.policy, ttl_s=7)
     hashes = [wanted.claim.key.prefix_hash.hex()]
     calls.run(json.dumps({"verb": "touch", "namespace": NAMESPACE, "hashes": hashes, "ttl_s": 99}))
     assert given == [7]
@@ -402,10 +400,6 @@ def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
     savings = Savings(NAMESPACE, "2026-11", loads=3, tokens=100)
     index.credit(savings)
     assert node.index.savings() == [savings]
-    entry = wanted[0].claim
-    chunk = calls_module.ChunkEntry(NAMESPACE, b"x" * 20, entry.parent_hash, 0, 16)
-    index.publish(chunk, {"0.L0-2_H0-2": wanted[0].record}, ttl_s=100)
-    assert node.index.lookup(NAMESPACE, [b"x" * 20])[0] is not None
 
 
 def test_all_records_of_a_long_prompt_are_touched(node: Node, calls: AgentCalls) -> None:

@@ -147,8 +147,7 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        changed, policy = self.core.record_changed, self.saves.policy
-        calls = NodeCalls(self.index, self.store, prefetches, policy, ttl_s=3600, changed=changed)
+        calls = NodeCalls(self.index, self.store, prefetches, self.saves.policy, ttl_s=3600)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts)
         return self

@@ -185,7 +185,7 @@ class InsideSaves:
         seal = self._cache.seal
         if self._codec != "none" or seal is not None:
             payload, header = recode(memoryview(payload), codec=self._codec, seal=seal)
-        outcome = self._cache.save(claim, payload, header)
+        outcome = self._cache.save(claim.key.path(), payload, header)
         if outcome is SaveOutcome.SAVED:
             self._recorder.count("saves")
             self._recorder.count("save_bytes", header.nbytes)
