@@ -116,7 +116,8 @@ class HeldPayloads:
         key, one = claim.key, _Held(claim, encode_shard(record), record.nbytes, is_due)
         path = key.path()
         with self._lock:
-            self._remove(path)
+            if path in self._by_path:
+                self._remove(path)
             self._by_path[path] = one
             chunks = self._by_chunk.setdefault(key.namespace, {})
             chunks.setdefault(key.prefix_hash, {})[sys.intern(key.field)] = one
