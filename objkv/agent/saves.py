@@ -42,8 +42,9 @@ from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_HEADER_BYTES = 4096
-"""Every header has as many bytes, or several times as many."""
+_HEADER_BYTES, _HEADER_GUESS_MAX = 4096, 1 << 16
+"""The length of the shortest header, and the most that is read before a header's length is known.
+"""
 _LOOK_S = 0.05
 """How often ``drain`` looks at payloads that are due while there is no room to save them."""
 _SHARE = 4
@@ -104,6 +105,8 @@ class NodeSaves:
         """Bytes of payloads that wait for a thread, or are being saved."""
         self._has_ended = Event()
         """Set when a save has ended."""
+        self._header_bytes = _HEADER_BYTES
+        """Of the last payload that was handed over: most probably the next one's, too."""
         self._trouble = Trouble(logger, "saves")
         self._shed_until = -math.inf
         self._pool: Pool[_Save] = Pool(
@@ -125,9 +128,10 @@ class NodeSaves:
         of them hands it over.
         """
         try:
-            text = outbox.read(commit.offset, min(commit.nbytes, _HEADER_BYTES))
-            if (needed := header_bytes_needed(text)) > _HEADER_BYTES:
+            text = outbox.read(commit.offset, min(commit.nbytes, self._header_bytes))
+            if (needed := header_bytes_needed(text)) > len(text):
                 text = outbox.read(commit.offset, min(commit.nbytes, needed))
+            self._header_bytes, text = min(needed, _HEADER_GUESS_MAX), text[:needed]
             header = self._read_header(text)
             if header.nbytes != commit.nbytes or header.codec != "none" or any(header.marks):
                 raise PayloadError("a payload of another length, compressed or sealed")
