@@ -34,6 +34,13 @@ def plan_of(replica: Replica, *chunks: int, request: str = "r") -> tuple[SavePla
     return (SavePlan(request, NAMESPACE, tuple(saves)),)
 
 
+def gathered(saver: Saver, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
+    """Have plans gathered. Returns what was dropped."""
+    saver.gather(plans)
+    assert saver._gathers.drain(PATIENCE_S)
+    return saver.take_dropped()
+
+
 class SlowStore(MemoryStore):
     """Counts puts, which wait until ``go`` is set."""
 
@@ -54,7 +61,7 @@ def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
     lane = cast("Lane", WatchedLane(HostLane(), calls.append))
     saver = replica.saver_of(SaveLimits(8, PATIENCE_S, "w"), lane)
     calls.clear()
-    assert saver.gather(plan_of(replica, 0, 1, 2, 3)) == set()
+    assert gathered(saver, plan_of(replica, 0, 1, 2, 3)) == set()
     assert saver.drain(PATIENCE_S)
     assert [call for call in calls if call != "adopt_thread"] == [
         "mark_compute",
@@ -73,8 +80,10 @@ def test_after_closing_nothing_is_saved_and_no_slab_is_leased() -> None:
     replica = Replica(*stores(), seed=1)
     replica.save(range(2))
     replica.saver.close(PATIENCE_S)
-    assert replica.saver._pool.threads == 0
-    assert replica.saver.gather(plan_of(replica, 0, 2)) == {("r", 2)}, "one was just saved"
+    assert replica.saver._saves.threads == replica.saver._gathers.threads == 0
+    replica.saver.gather(plan_of(replica, 2))
+    assert replica.saver.take_dropped() == {("r", 2)}
+    assert replica.saver.left_device("r")
     assert replica.save_slabs.leased == 0
 
 
@@ -83,7 +92,7 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
 ) -> None:
     store = SlowStore()
     replica = Replica(store, MemoryIndex(), seed=1, slabs=4)
-    assert replica.saver.gather(plan_of(replica, 0, 1, 2)) == set()
+    assert gathered(replica.saver, plan_of(replica, 0, 1, 2)) == set()
     wait_until(lambda: store.puts > 0)
     with caplog.at_level(logging.WARNING):
         replica.saver.close(0.0)
@@ -104,7 +113,7 @@ def test_saves_give_way_for_a_moment_to_a_store_that_wants_none() -> None:
     assert saver.drain(PATIENCE_S)
     clock.advance(0.09)
     assert saver.is_shedding
-    assert saver.gather(plan_of(replica, 0, 1)) == set(), "a drop is planned again"
+    assert gathered(saver, plan_of(replica, 0, 1)) == set(), "a drop is planned again"
     assert replica.save_slabs.leased == 0
     clock.advance(0.02)
     assert not saver.is_shedding
@@ -162,7 +171,7 @@ def replica(store: SlowStore) -> Replica:
 
 
 def gather(replica: Replica, request: str) -> set[tuple[str, int]]:
-    return replica.saver.gather(plan_of(replica, 0, request=request))
+    return gathered(replica.saver, plan_of(replica, 0, request=request))
 
 
 def test_requests_of_one_step_save_their_common_chunk_once(
@@ -309,7 +318,7 @@ def test_a_chunk_that_a_rank_drops_is_dropped_of_the_whole_payload(
         limits = SaveLimits(0 if fault == "a full queue" else 8, 0.0 if fault == "late" else 60, "")
         saver = rank.saver_of(limits)
         leased = [rank.save_slabs.lease() for _ in range(8)] if fault == "no slab" else []
-        dropped = saver.gather(rank.save_plan(number=7))
+        dropped = gathered(saver, rank.save_plan(number=7))
         assert saver.drain(PATIENCE_S)
         assert dropped == (set() if fault == "late" else {("r", 0)})
         assert found == [7]
@@ -368,12 +377,12 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
         return clock.now_s >= takes_s
 
     saver = four.saver_of(SaveLimits(8, 60.0, "w"), HungLane(HungMark(done)), clock=clock)
-    saver.gather(plan_of(four, 0))
+    gathered(saver, plan_of(four, 0))
     closing.set()
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert (6.0 if is_told else 5.5) <= clock.now_s < 10.0
-    assert saver._pool.threads == 0
+    assert saver._saves.threads == 0
 
 
 @ON_HOST
@@ -382,10 +391,10 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
     four: Replica, is_closed: bool
 ) -> None:
     saver = saver_on(four, HungLane(), seconds=60.0 if is_closed else 0.05)
-    assert saver.gather(plan_of(four, 0, 1)) == set()
+    assert gathered(saver, plan_of(four, 0, 1)) == set()
     if is_closed:
         saver.close(-10.0)  # the time to look is over
-        assert saver._pool.threads == 0
+        assert saver._saves.threads == 0
     else:
         assert saver.drain(PATIENCE_S), "its deadline has come"
         assert not saver.left_device("r")
@@ -397,13 +406,13 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
 @ON_HOST
 def test_chunks_that_the_device_copies_count_as_queued(four: Replica) -> None:
     saver = saver_on(four, HungLane(), queue_max=3)
-    assert saver.gather(plan_of(four, 0, 1)) == set()
-    assert saver.gather(plan_of(four, 2, 3)) == {("r", 3)}
+    assert gathered(saver, plan_of(four, 0, 1)) == set()
+    assert gathered(saver, plan_of(four, 2, 3)) == {("r", 3)}
     saver.close(-10.0)
 
 
 @ON_HOST
-@pytest.mark.parametrize("call", ["mark_compute", "follow", "gather", "mark", "done"])
+@pytest.mark.parametrize("call", ["mark_compute", "follow", "gather", "mark"])
 def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     call: str, four: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,13 +422,13 @@ def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     def fail(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(lane._mark if call == "done" else lane, call, fail)
+    monkeypatch.setattr(lane, call, fail)
     saver = saver_on(four, lane)
-    assert saver.gather(plan_of(four, 0, 1)) == {("r", 0), ("r", 1)}
+    assert gathered(saver, plan_of(four, 0, 1)) == {("r", 0), ("r", 1)}
     assert four.recorder.value("save_drops") == 2
-    assert four.save_slabs.leased == (0 if call == "gather" else 2)
+    assert four.save_slabs.leased == (0 if call in ("mark_compute", "gather") else 2)
     monkeypatch.undo()
-    assert not saver.gather(plan_of(four, 0, 1, request="next")), "they may be tried again"
+    assert not gathered(saver, plan_of(four, 0, 1, request="next")), "they may be tried again"
     saver.close(PATIENCE_S)
 
 
@@ -434,7 +443,7 @@ def test_a_device_that_fails_while_it_copies_costs_drops(four: Replica) -> None:
         return False
 
     saver = saver_on(four, HungLane(HungMark(done)))
-    assert saver.gather(plan_of(four, 0)) == set()
+    assert gathered(saver, plan_of(four, 0)) == set()
     assert saver.drain(PATIENCE_S)
     assert four.recorder.value("save_drops") == 1
     assert four.save_slabs.leased == 1

@@ -227,7 +227,7 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
 
 
-@pytest.mark.parametrize("broken", ["loader.cancel", "saver.forget", "saver.left_device"])
+@pytest.mark.parametrize("broken", ["loader.cancel", "saver.left_device"])
 def test_the_end_of_a_load_is_reported_whatever_else_fails(
     spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
