@@ -174,7 +174,7 @@ class Saver:
             return
         with self._changed:
             if not self._changed.wait_for(lambda: all(s.is_submitted for s in steps), FENCE_S):
-                logger.error("saves dropped, their copies were not submitted in time")
+                logger.warning("saves dropped, their copies were not submitted in time")
                 self._is_stuck = True
                 for step in steps:
                     if not step.is_submitted:
@@ -205,7 +205,8 @@ class Saver:
         """
         end = self._clock() + drain_deadline_s
         self._gathers.drain(drain_deadline_s)
-        is_stuck = self._gathers.close(COPIES_S, give_up=self._drop_steps)
+        join_s = max(0.0, end - self._clock()) + COPIES_S
+        is_stuck = self._gathers.close(join_s, give_up=self._drop_steps)
         if is_stuck or not self._copies_end(end + COPIES_S):
             logger.error("copies of saves did not finish on the device, shutting down without them")
             self._gives_up = True

@@ -129,8 +129,12 @@ def _nothing() -> None:
 class Mark:
     """After the first ``number`` things of a stream."""
 
-    def __init__(self, stream: Stream, number: int, compute: Stream) -> None:
+    def __init__(
+        self, stream: Stream, number: int, compute: Stream, owners: Sequence[int] = ()
+    ) -> None:
+        """``owners``: who has each block when a save is planned."""
         self.stream, self.number, self._compute = stream, number, compute
+        self.owners = owners
 
     def done(self) -> bool:
         the_stage().pause("mark")
@@ -155,6 +159,7 @@ class WatchedLane:
         self._loads = loads
         self._hands, self._compute = hands, compute
         self._lane = HostLane()
+        self._owners: Sequence[int] = ()
 
     def adopt_thread(self) -> None:
         pass
@@ -163,10 +168,12 @@ class WatchedLane:
         pass
 
     def mark_compute(self) -> Mark:
-        return Mark(self._compute, self._compute.given, self._compute)
+        owners = tuple(self._hands.planned)
+        return Mark(self._compute, self._compute.given, self._compute, owners)
 
     def follow(self, mark: Mark) -> None:
         self.stream.follow(mark.stream, mark.number)
+        self._owners = mark.owners
 
     def scatter(
         self,
@@ -191,7 +198,7 @@ class WatchedLane:
 
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         slabs = [WatchedPool.ticket(piece.data_ptr()) for piece in pages]
-        ticket = self._hands.ticket(placed.ids)
+        ticket = tuple(self._owners[block] for block in placed.ids)
 
         def copy() -> None:
             self._hands.touch("read:", placed.ids, ticket)
