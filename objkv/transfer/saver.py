@@ -11,7 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from threading import Condition
 from time import monotonic, sleep, time
@@ -83,23 +83,24 @@ class _Step:
     """The saves of one step."""
 
     plans: Sequence[SavePlan]
+    """None once they are taken: freeing them is not for the forward thread."""
+    requests: frozenset[str]
+    """What is saved of whom."""
+    count: int
+    """How many chunks are planned."""
     after: Mark
     """What its copies follow."""
     deadline: float
     state: _State = _State.QUEUED
     """Guarded by ``Saver._changed``."""
     mark: Mark | None = None
-    chunks: Sequence[_SavedChunk] = ()
+    chunks: list[_SavedChunk] = field(default_factory=list)
     """What is handed over once ``mark`` is done."""
 
     @property
     def is_submitted(self) -> bool:
         """Whether no copy will be submitted of what is handed over."""
         return self.state in (_State.GATHERED, _State.DROPPED)
-
-    def has(self, request_ids: Collection[str]) -> bool:
-        """Whether it saves chunks of one of these requests."""
-        return any(plan.request_id in request_ids for plan in self.plans)
 
     def has_left(self) -> bool:
         """Whether its blocks may change."""
@@ -154,10 +155,11 @@ class Saver:
             logger.exception("forward pass not marked, saving nothing of the step")
             self._drop_plans(plans)
             return
-        step = _Step(plans, after, self._clock() + self._limits.deadline_s)
-        queued = [one for one in self._steps if one.state is _State.QUEUED]
-        planned = sum(len(plan.moves) for one in (step, *queued) for plan in one.plans)
-        is_full = planned > _PLANNED_MAX or self._is_stuck
+        count, requests = sum(len(plan.moves) for plan in plans), {one.request_id for one in plans}
+        deadline = self._clock() + self._limits.deadline_s
+        step = _Step(plans, frozenset(requests), count, after, deadline)
+        queued = sum(one.count for one in self._steps if one.state is _State.QUEUED)
+        is_full = queued + count > _PLANNED_MAX or self._is_stuck
         if is_full or not self._gathers.put([step]):
             self._drop_plans(plans)
         else:
@@ -169,7 +171,8 @@ class Saver:
 
         Copies that are not submitted yet are waited for here. What takes too long is dropped.
         """
-        steps = [one for one in self._steps if request_ids is None or one.has(request_ids)]
+        of_all = request_ids is None
+        steps = [s for s in self._steps if of_all or not s.requests.isdisjoint(request_ids or ())]
         if not steps:
             return
         with self._changed:
@@ -186,7 +189,7 @@ class Saver:
     def left_device(self, request_id: str) -> bool:
         """Whether everything that is saved of the request has left its blocks."""
         self._poll()
-        return not any(step.has((request_id,)) for step in self._steps)
+        return not any(request_id in step.requests for step in self._steps)
 
     def take_dropped(self) -> set[tuple[str, int]]:
         """Return (request id, chunk) of what was not gathered since the last call."""
@@ -250,11 +253,12 @@ class Saver:
         chunks: list[_SavedChunk] = []
         failed: Sequence[_SavedChunk] = ()
         mark = None
+        plans, step.plans = step.plans, ()
         if not self._advance(step, _State.GATHERING):
-            self._drop_plans(step.plans)
+            self._drop_plans(plans)
         else:
             try:
-                self._take(step.plans, chunks)
+                self._take(plans, chunks)
                 if chunks:
                     failed = self._submit(chunks, step.after)
                     mark = self._lane.mark()
@@ -357,7 +361,7 @@ class Saver:
                 return
             sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_MAX_S)
-        for chunk in step.chunks:
+        for chunk in self._taken(step):
             try:
                 if self._gives_up or self._clock() >= step.deadline:
                     self._count_drop(chunk.claim.key, chunk.part)
@@ -367,7 +371,6 @@ class Saver:
                 chunk.slab.release()
                 self._target.end_save(chunk.claim.key)
         self._target.send_drops()
-        self._end_waiting(step)
 
     def _save(self, chunk: _SavedChunk) -> None:
         """Hand one chunk over. Every failure is a drop."""
@@ -407,17 +410,19 @@ class Saver:
     def _not_copied(self, step: _Step, error: Exception) -> None:
         """The device failed, and what it still copies is unknown."""
         logger.error("saves dropped, the device failed", exc_info=error)
-        self._end_waiting(step)
-        self._give_up(step.chunks, None)
+        self._give_up(self._taken(step), None)
 
     def _give_up_steps(self, steps: Iterable[_Step]) -> None:
         for step in steps:
-            self._end_waiting(step)
-            self._give_up(step.chunks, step.mark)
+            self._give_up(self._taken(step), step.mark)
 
-    def _end_waiting(self, step: _Step) -> None:
-        with self._changed:
-            self._waiting -= len(step.chunks)
+    def _taken(self, step: _Step) -> Iterator[_SavedChunk]:
+        """Take a step's chunks one by one, which do not wait any more then. Freeing them is not for
+        the forward thread."""
+        while step.chunks:
+            yield step.chunks.pop()
+            with self._changed:
+                self._waiting -= 1
 
     def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark | None) -> None:
         """Drop chunks. ``mark``: the end of their copies, None if nothing shows it."""

@@ -19,6 +19,7 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import LoadMove, LoadMoves, LoadPlan
+from objkv.transfer.saver import Saver
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 from tests.support.arenas import CanBeLost, SpoilingArenaCache
@@ -160,6 +161,9 @@ class WatchedLane:
         self._hands, self._compute = hands, compute
         self._lane = HostLane()
         self._owners: Sequence[int] = ()
+        self.saved: Any = None
+        """The step whose copies are being submitted. If it is dropped, it does not matter what they
+        read."""
 
     def adopt_thread(self) -> None:
         pass
@@ -199,9 +203,11 @@ class WatchedLane:
     def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
         slabs = [WatchedPool.ticket(piece.data_ptr()) for piece in pages]
         ticket = tuple(self._owners[block] for block in placed.ids)
+        saved = self.saved
 
         def copy() -> None:
-            self._hands.touch("read:", placed.ids, ticket)
+            if saved is None or saved.state.name != "DROPPED":
+                self._hands.touch("read:", placed.ids, ticket)
             if slabs != [WatchedPool.ticket(piece.data_ptr()) for piece in pages]:
                 self._hands.say("pages are read into a slab that somebody else has")
             self._lane.gather(layers, placed, pages)
@@ -245,6 +251,16 @@ class WatchedLoader(Loader):
         for load in moves:
             self._hands.plan(load.move.block_ids)
         super().submit(replace(plan, moves=moves), after)
+
+
+class WatchedSaver(Saver):
+    """A saver whose lane knows which step it copies."""
+
+    _lane: Any
+
+    def _gather(self, step: Any) -> None:
+        self._lane.saved = step
+        super()._gather(step)
 
 
 class WatchedPool(SlabPool):

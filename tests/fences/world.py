@@ -56,6 +56,7 @@ from tests.fences.device import (
     WatchedLane,
     WatchedLoader,
     WatchedPool,
+    WatchedSaver,
 )
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore
@@ -514,6 +515,7 @@ class Engine:
                 (wiring, "plan_pools", _few_slabs),
                 (wiring, "open_lane", self._open_lane),
                 (wiring, "Loader", self._open_loader),
+                (wiring, "Saver", WatchedSaver),
                 (wiring, "SlabPool", WatchedPool),
                 (wiring, "AgentSaves", self._open_saves),
             ):

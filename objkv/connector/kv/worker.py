@@ -157,9 +157,13 @@ class WorkerSide:
                 (s.request_id, m.move.chunk) for s in plan.saves for m in s.moves
             }
         elif plan.saves:
-            guarded(None)(self.saver.gather)(plan.saves)
+            self._save(plan)
         if self._rank.writes_early and plan.may_reuse:
             self._fence()  # this model runner writes to blocks before ``before_reuse``
+
+    @guarded(None)
+    def _save(self, plan: StepPlan) -> None:
+        self.saver.gather(plan.saves)
 
     def before_reuse(self, plan: StepPlan) -> None:
         """Make computing wait until saves have read those blocks that this step may write. Others
