@@ -16,6 +16,8 @@ from enum import Enum, auto
 from threading import Condition
 from time import monotonic, sleep, time
 
+import numpy as np
+
 from objkv.agent.messages import SavedPart
 from objkv.agent.outbox import AgentSaves, NotTakenError
 from objkv.background import JOIN_S, Pool
@@ -337,11 +339,11 @@ class Saver:
         self._lane.follow(after)
         for number, some in taken.items():
             group = self._groups[number]
-            block_ids = [c.save.move.block_ids for c in some]
+            ids = np.array([c.save.move.block_ids for c in some], np.int64)
             rooms = [header_room(group.layers, tokens=len(c.save.tokens or ())) for c in some]
-            pages = [c.slab.tensor[room:] for c, room in zip(some, rooms, strict=True)]
+            starts = np.array([c.slab.start for c in some], np.int64) + rooms
             try:
-                group.gather(self._lane, block_ids, pages)
+                group.gather(self._lane, ids, self._slabs.memory.numpy().data, starts)
             except Exception:  # such as no memory for staging: a drop, as without a slab
                 logger.exception("chunks not gathered requests=%s", {c.request_id for c in some})
                 failed += some
