@@ -18,12 +18,11 @@ from time import monotonic, sleep, time
 
 import numpy as np
 
-from objkv.agent.messages import SavedPart
-from objkv.agent.outbox import AgentSaves, NotTakenError
+from objkv.agent.messages import COMMITS_MAX, CommitStatus, SavedPart
+from objkv.agent.outbox import AgentSaves, Handed
 from objkv.background import JOIN_S, Pool
-from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
-from objkv.errors import ObjkvError, StoreBusy
+from objkv.errors import ObjkvError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.transfer.lanes import Lane, Mark
@@ -41,6 +40,8 @@ _LOOK_S, _LOOK_MAX_S = 1e-3, 4e-3
 hundreds of milliseconds, and nothing waits for their saves."""
 _PLANNED_MAX = 4096
 """Chunks whose plan may wait for the thread, most of which are usually saved already."""
+_BATCH_BYTES = 64 << 20
+"""How much is handed over at once. The agent copies and verifies it before it answers."""
 _SHED_S = 0.1
 """How long saves pause after the agent's store refused one."""
 
@@ -138,6 +139,7 @@ class Saver:
         self._dropped: deque[tuple[str, int]] = deque()
         self._shed_until = -math.inf
         self._gives_up = False
+        self._batch = max(1, min(COMMITS_MAX, _BATCH_BYTES // slabs.slab_bytes))
         begin = lane.adopt_thread
         self._saves = Pool("objkv-save", 1, self._save_all, failed=self._not_copied, begin=begin)
         self._gathers = Pool("objkv-gather", 1, self._gather, begin=begin)
@@ -363,68 +365,89 @@ class Saver:
                 return
             sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_MAX_S)
-        for chunk in self._taken(step):
+        while step.chunks:
+            some = step.chunks[: self._batch]
             try:
-                if self._gives_up or self._clock() >= step.deadline:
-                    self._count_drop(chunk.claim.key, chunk.part)
-                else:
-                    self._save(chunk)
+                self._save(some, is_late=self._gives_up or self._clock() >= step.deadline)
             finally:
-                chunk.slab.release()
-                self._target.end_save(chunk.claim.key)
+                for chunk in some:
+                    chunk.slab.release()
+                    self._target.end_save(chunk.claim.key)
+                self._end_waiting(step, len(some))
         self._target.send_drops()
 
-    def _save(self, chunk: _SavedChunk) -> None:
-        """Hand one chunk over. Every failure is a drop."""
-        if self.is_shedding:
-            self._skip(chunk.claim.key, chunk.part, "saves_shed")
+    def _save(self, chunks: Sequence[_SavedChunk], *, is_late: bool) -> None:
+        """Hand chunks over. Every failure is a drop."""
+        if is_late or self.is_shedding:
+            for chunk in chunks:
+                if is_late:
+                    self._count_drop(chunk.claim.key, chunk.part)
+                else:
+                    self._skip(chunk.claim.key, chunk.part, "saves_shed")
             return
-        started, save = self._clock(), chunk.save
-        layers, writer = self._groups[chunk.claim.key.group].layers, self._limits.writer
+        started = self._clock()
         try:
-            provenance = Provenance(save.token_digest, writer, int(time()), save.tokens)
-            payload, header = encode_in_place(
-                chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
-            )
-            outcome = self._target.save(chunk.claim, payload, header, chunk.part)
-        except StoreBusy:
-            self._recorder.count("saves_shed")
-            self._shed_until = self._clock() + _SHED_S
-            return
+            handed = [self._handed(chunk) for chunk in chunks]
+            statuses = self._target.save(handed)
         except Exception as exc:
-            is_known = isinstance(exc, NotTakenError)
-            self._skip(chunk.claim.key, None if is_known else chunk.part, "save_errors")
+            for chunk in chunks:
+                self._skip(chunk.claim.key, chunk.part, "save_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:
-                logger.exception("save failed unexpectedly key=%s", chunk.claim.key.path())
+                logger.exception("saves failed unexpectedly key=%s", chunks[0].claim.key.path())
             return
+        seconds = (self._clock() - started) / len(chunks)
+        for one, status in zip(handed, statuses, strict=True):
+            self._count(one, status, seconds)
+
+    def _count(self, handed: Handed, status: CommitStatus, seconds: float) -> None:
+        match status:
+            case CommitStatus.SHED:
+                self._recorder.count("saves_shed")
+                self._shed_until = self._clock() + _SHED_S
+                return
+            case CommitStatus.NO_ROOM | CommitStatus.OVER_QUOTA | CommitStatus.REFUSED:
+                self._recorder.count("save_errors")
+                self._trouble.failed(TransferError(f"the agent takes no payload: {status.name}"))
+                return
+            case CommitStatus.REPEATED:
+                self._recorder.count("save_existed")
+            case CommitStatus.DROPPED:
+                self._count_drop(handed.key)
+            case CommitStatus.ACCEPTED | CommitStatus.HELD_BACK:
+                self._recorder.count("saves_accepted")
+                self._recorder.count("save_accepted_bytes", len(handed.payload))
         self._trouble.worked()
-        self._recorder.observe("save_seconds", self._clock() - started)
-        if outcome is SaveOutcome.EXISTED:
-            self._recorder.count("save_existed")
-        elif outcome is SaveOutcome.DROPPED:
-            self._count_drop(chunk.claim.key)
-        elif outcome is not SaveOutcome.PART:
-            self._recorder.count("saves_accepted")
-            self._recorder.count("save_accepted_bytes", header.nbytes)
+        self._recorder.observe("save_seconds", seconds)
+
+    def _handed(self, chunk: _SavedChunk) -> Handed:
+        """Write a chunk's header in front of its pages."""
+        save, group = chunk.save, self._groups[chunk.claim.key.group]
+        writer = self._limits.writer
+        provenance = Provenance(save.token_digest, writer, int(time()), save.tokens)
+        payload, _ = encode_in_place(
+            chunk.claim, group.layers, chunk.slab.view, codec="none", provenance=provenance
+        )
+        return Handed(chunk.claim.key, payload, chunk.part)
 
     def _not_copied(self, step: _Step, error: Exception) -> None:
         """The device failed, and what it still copies is unknown."""
         logger.error("saves dropped, the device failed", exc_info=error)
-        self._give_up(self._taken(step), None)
+        step.mark = None
+        self._give_up_steps([step])
 
     def _give_up_steps(self, steps: Iterable[_Step]) -> None:
         for step in steps:
-            self._give_up(self._taken(step), step.mark)
+            chunks = step.chunks[:]
+            self._end_waiting(step, len(chunks))
+            self._give_up(chunks, step.mark)
 
-    def _taken(self, step: _Step) -> Iterator[_SavedChunk]:
-        """Take a step's chunks one by one, which do not wait any more then. Freeing them is not for
-        the forward thread."""
-        while step.chunks:
-            yield step.chunks.pop()
-            with self._changed:
-                self._waiting -= 1
+    def _end_waiting(self, step: _Step, count: int) -> None:
+        """The first chunks of a step are done with. Freeing them is not for the forward thread."""
+        del step.chunks[:count]
+        with self._changed:
+            self._waiting -= count
 
     def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark | None) -> None:
         """Drop chunks. ``mark``: the end of their copies, None if nothing shows it."""

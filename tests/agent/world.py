@@ -26,11 +26,11 @@ from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.messages import Commit, CommitStatus, SavedPart, Urgency
-from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
+from objkv.agent.outbox import AgentSaves, ClientOutbox, Handed, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
-from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -329,7 +329,7 @@ class Desk:
         *,
         puts: bool = False,
         part: SavedPart | None = None,
-    ) -> SaveOutcome:
+    ) -> CommitStatus:
         """Have a payload, or a part of one, saved. ``header``: what the worker takes it for."""
         header = header or read_header(payload)
         place = self.memory[100 : 100 + len(payload)]
@@ -337,7 +337,8 @@ class Desk:
         if puts:
             assert self.saves.begin_save(header.claim.key, puts=True)
         try:
-            return self.saves.save(header.claim, place.data, header, part)
+            (status,) = self.saves.save([Handed(header.claim.key, place.data, part)])
+            return status
         finally:
             self.saves.end_save(header.claim.key)
             self.memory[:] = 0xEE  # free from now on

@@ -8,9 +8,8 @@ from typing import cast
 
 import pytest
 
-from objkv.agent.messages import SavedPart
-from objkv.agent.outbox import NotTakenError
-from objkv.cache.chunks import KEEP_S, InFlightSaves, SaveOutcome
+from objkv.agent.messages import CommitStatus, SavedPart
+from objkv.cache.chunks import KEEP_S, InFlightSaves
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
@@ -92,6 +91,7 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
 ) -> None:
     store = SlowStore()
     replica = Replica(store, MemoryIndex(), seed=1, slabs=4)
+    replica.saver._batch = 1
     assert gathered(replica.saver, plan_of(replica, 0, 1, 2)) == set()
     wait_until(lambda: store.puts > 0)
     with caplog.at_level(logging.WARNING):
@@ -281,9 +281,9 @@ PARTS = {
     "above the quota": (("has_room", lambda: False), True),
     "no agent": (("save", raising(TransferError("no agent"))), True),
     "a bug": (("save", raising(RuntimeError("a bug"))), True),
-    "not taken": (("save", raising(NotTakenError("NO_ROOM"))), False),
-    "an overloaded store": (("save", raising(StoreBusy("SHED"))), False),
-    "given up by the agent": (("save", lambda *_: SaveOutcome.DROPPED), False),
+    "not taken": (("save", lambda given: [CommitStatus.NO_ROOM] * len(given)), False),
+    "an overloaded store": (("save", lambda given: [CommitStatus.SHED] * len(given)), False),
+    "given up by the agent": (("save", lambda given: [CommitStatus.DROPPED] * len(given)), False),
 }
 """How the save of a part ends, and whether it is dropped."""
 
