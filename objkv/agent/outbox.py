@@ -38,6 +38,8 @@ class Handed(NamedTuple):
     """A payload in an outbox, which is handed over."""
 
     key: ChunkKey
+    path: str
+    """The key's."""
     payload: Buffer
     part: SavedPart | None = None
     """What it is of a payload that several ranks write, which is saved when the agent has all of
@@ -140,11 +142,10 @@ class AgentSaves:
         """Whether to save anything at all."""
         return self._clock() >= self._full_until
 
-    def begin_save(self, key: ChunkKey, *, puts: bool = False, again: bool = False) -> bool:
+    def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
         """Whether a payload is not being saved, nor was just saved. The caller then calls
         ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so already.
         ``again``: whether what was just saved does not count."""
-        path = key.path()
         with self._marking:
             if puts or again:
                 self.in_flight.forget(path)
@@ -152,21 +153,20 @@ class AgentSaves:
                 self._puts.add(path)
             return self.in_flight.begin(path)
 
-    def end_save(self, key: ChunkKey) -> None:
+    def end_save(self, path: str) -> None:
         """A save has ended, with or without success."""
         with self._marking:
-            self._puts.discard(key.path())
-            self.in_flight.end(key.path())
+            self._puts.discard(path)
+            self.in_flight.end(path)
 
     def save(self, handed: Sequence[Handed]) -> list[CommitStatus]:
         """Hand payloads to the agent, at most ``COMMITS_MAX``. When this returns, it has a copy of
         those that are ``TAKEN``, and saves them even if this process ends, or unless they were
         begun with ``puts`` keeps them in memory until they are seen again. Raises ``TransferError``
         if there is no answer."""
-        commits = [self._commit(*one) for one in handed]
+        commits = [self._commit(one) for one in handed]
         statuses = self._reach().commit(commits)
-        for at, (key, _, _) in enumerate(handed):
-            path = key.path()
+        for at, (key, path, _, _) in enumerate(handed):
             is_due = path in self._puts and not commits[at].puts  # it was begun again since
             if is_due and statuses[at] is CommitStatus.HELD_BACK:
                 (statuses[at],) = self._reach().commit([commits[at]._replace(puts=True)])
@@ -178,14 +178,15 @@ class AgentSaves:
                 self._full_until = self._clock() + _PAUSE_S
         return statuses
 
-    def _commit(self, key: ChunkKey, payload: Buffer, part: SavedPart | None) -> Commit:
-        view = np.frombuffer(payload, np.uint8)
-        assert self._base <= view.ctypes.data <= self._end - view.nbytes
-        return Commit(view.ctypes.data - self._base, view.nbytes, key.path() in self._puts, part)
+    def _commit(self, handed: Handed) -> Commit:
+        view = np.frombuffer(handed.payload, np.uint8)
+        offset = view.ctypes.data - self._base
+        assert 0 <= offset <= self._end - self._base - view.nbytes
+        return Commit(offset, view.nbytes, handed.path in self._puts, handed.part)
 
-    def drop(self, key: ChunkKey, part: SavedPart) -> None:
+    def drop(self, path: str, part: SavedPart) -> None:
         """Note that this rank will not save its part of a payload. Never waits."""
-        self._drops.append(Drop(part.number, part.place.parts, key.path()))
+        self._drops.append(Drop(part.number, part.place.parts, path))
 
     def send_drops(self) -> None:
         """Report what was noted, as far as an agent can be reached: it would wait for these parts

@@ -429,7 +429,7 @@ class PayloadWriter:
             payload.end(outcome, nbytes)
 
     def _write(self, payload: PayloadTransfer) -> tuple[WriteOutcome, int]:
-        key = payload.claim.key
+        path = payload.claim.key.path()
         now = self._clock()
         if not payload.is_needed or now >= payload.deadline:
             return WriteOutcome.DROPPED, 0
@@ -437,12 +437,12 @@ class PayloadWriter:
             return WriteOutcome.SHED, 0
         if not self._saves.has_room():
             return WriteOutcome.OVER_QUOTA, 0
-        if not self._saves.begin_save(key, puts=self._puts):
+        if not self._saves.begin_save(path, puts=self._puts):
             return WriteOutcome.REPEATED, 0
         try:
             return self._hand_over(payload)
         finally:
-            self._saves.end_save(key)
+            self._saves.end_save(path)
 
     def _hand_over(self, payload: PayloadTransfer) -> tuple[WriteOutcome, int]:
         claim, layers = payload.claim, payload.layers
@@ -455,7 +455,7 @@ class PayloadWriter:
         text, header = encode_in_place(
             claim, layers, self._memory[:end].data, codec="none", provenance=provenance
         )
-        (status,) = self._saves.save((Handed(claim.key, text),))
+        (status,) = self._saves.save((Handed(claim.key, claim.key.path(), text),))
         outcome = _WRITTEN.get(status)
         if outcome is None:
             raise TransferError(f"the agent did not take a payload: {status.name}")

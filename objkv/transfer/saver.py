@@ -11,6 +11,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from threading import Condition
@@ -57,16 +58,18 @@ class SaveLimits:
     writer: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _SavedChunk:
-    """A chunk with a slab, which will have its pages."""
+    """A chunk to save."""
 
-    request_id: str
-    claim: Claim
+    plan: SavePlan
     save: SaveMove
+    claim: Claim
+    path: str
     part: SavedPart | None
     """What the rank has of a payload that several ranks write."""
-    slab: Slab
+    slab: Slab = field(init=False)
+    """Unset until it is leased."""
 
 
 class _State(Enum):
@@ -157,7 +160,7 @@ class Saver:
             after = self._lane.mark_compute()
         except Exception:
             logger.exception("forward pass not marked, saving nothing of the step")
-            self._drop_plans(plans)
+            self._drop(self._named(plans))
             return
         count, requests = sum(len(plan.moves) for plan in plans), {one.request_id for one in plans}
         deadline = self._clock() + self._limits.deadline_s
@@ -165,7 +168,7 @@ class Saver:
         queued = sum(one.count for one in self._steps if one.state is _State.QUEUED)
         is_full = queued + count > _PLANNED_MAX or self._is_stuck
         if is_full or not self._gathers.put([step]):
-            self._drop_plans(plans)
+            self._drop(self._named(plans))
         else:
             self._steps.append(step)
 
@@ -254,15 +257,14 @@ class Saver:
 
     def _gather(self, step: _Step) -> None:
         """Submit a step's copies, in a thread that does nothing else: a fence waits for it."""
-        chunks: list[_SavedChunk] = []
-        failed: Sequence[_SavedChunk] = ()
+        named, step.plans = list(self._named(step.plans)), ()
+        chunks, failed = list[_SavedChunk](), list[_SavedChunk]()
         mark = None
-        plans, step.plans = step.plans, ()
         if not self._advance(step, _State.GATHERING):
-            self._drop_plans(plans)
+            self._drop(named)
         else:
             try:
-                self._take(plans, chunks)
+                chunks = self._take(named)
                 if chunks:
                     failed = self._submit(chunks, step.after)
                     mark = self._lane.mark()
@@ -272,7 +274,7 @@ class Saver:
             if not self._advance(step, _State.GATHERED, mark):
                 failed = chunks
             self._give_up(failed, mark)
-            self._dropped.extend((one.request_id, one.save.move.chunk) for one in failed)
+            self._drop(failed)
             step.chunks = [one for one in chunks if one not in failed]
         with self._changed:
             self._waiting += len(step.chunks)
@@ -289,30 +291,8 @@ class Saver:
             self._changed.notify_all()
             return True
 
-    def _take(self, plans: Sequence[SavePlan], chunks: list[_SavedChunk]) -> None:
-        """Decide what to save, and add it to ``chunks``."""
-        room = self._limits.queue_max - self._waiting
-        is_full = not self._target.has_room()
-        for plan, save, key, part in self._named(plans):
-            if is_full:  # not a drop, which the scheduler would plan again for the next step
-                self._skip(key, part, "save_over_quota")
-            elif self.is_shedding:  # not a drop either, for the same reason
-                self._skip(key, part, "saves_shed")
-            elif not self._target.begin_save(key, puts=plan.puts, again=save.again):
-                self._recorder.count("save_repeats")
-            elif len(chunks) < room and (slab := self._lease()) is not None:
-                move = save.move
-                claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-                chunks.append(_SavedChunk(plan.request_id, claim, save, part, slab))
-            else:
-                self._target.end_save(key)
-                self._count_drop(key, part)
-                self._dropped.append((plan.request_id, save.move.chunk))
-
-    def _named(
-        self, plans: Iterable[SavePlan]
-    ) -> Iterator[tuple[SavePlan, SaveMove, ChunkKey, SavedPart | None]]:
-        """The saves of this rank, and what of which payloads they are."""
+    def _named(self, plans: Iterable[SavePlan]) -> Iterator[_SavedChunk]:
+        """What this rank has of the chunks."""
         for plan in plans:
             for save in plan.moves:
                 move, group = save.move, self._groups.get(save.move.group)
@@ -320,34 +300,48 @@ class Saver:
                     continue
                 assert move.first_block == 0
                 assert len(move.block_ids) * group.split == group.shape.blocks
-                part = None if group.place is None else SavedPart(plan.number, group.place)
                 payload = group.shape.payload
                 key = ChunkKey(plan.namespace, move.prefix_hash, move.group, payload)
-                yield plan, save, key, part
+                claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
+                part = None if group.place is None else SavedPart(plan.number, group.place)
+                yield _SavedChunk(plan, save, claim, key.path(), part)
 
-    def _lease(self) -> Slab | None:
-        try:
-            return self._slabs.lease()
-        except SlabsExhaustedError:
-            return None
+    def _take(self, named: Sequence[_SavedChunk]) -> list[_SavedChunk]:
+        """Decide what to save. Returns the chunks that have a slab now."""
+        wanted = list[_SavedChunk]()
+        reason = "" if self._target.has_room() else "save_over_quota"
+        reason = "saves_shed" if self.is_shedding else reason
+        for one in named:
+            if reason:  # not a drop, which the scheduler would plan again for the next step
+                self._leave(one, reason)
+            elif self._target.begin_save(one.path, puts=one.plan.puts, again=one.save.again):
+                wanted.append(one)
+            else:
+                self._recorder.count("save_repeats")
+        chunks = list[_SavedChunk]()
+        with suppress(SlabsExhaustedError):
+            for one in wanted[: max(0, self._limits.queue_max - self._waiting)]:
+                one.slab = self._slabs.lease()
+                chunks.append(one)
+        for one in wanted[len(chunks) :]:
+            self._target.end_save(one.path)
+        self._drop(wanted[len(chunks) :])
+        return chunks
 
-    def _submit(self, chunks: Iterable[_SavedChunk], after: Mark) -> list[_SavedChunk]:
+    def _submit(self, chunks: Sequence[_SavedChunk], after: Mark) -> list[_SavedChunk]:
         """Submit copies that follow ``after``. Returns the chunks of groups that failed, some of
         whose copies may have been submitted."""
-        taken: dict[int, list[_SavedChunk]] = {}
-        for chunk in chunks:
-            taken.setdefault(chunk.claim.key.group, []).append(chunk)
-        failed: list[_SavedChunk] = []
+        failed = list[_SavedChunk]()
         self._lane.follow(after)
-        for number, some in taken.items():
-            group = self._groups[number]
-            ids = np.array([c.save.move.block_ids for c in some], np.int64)
-            rooms = [header_room(group.layers, tokens=len(c.save.tokens or ())) for c in some]
-            starts = np.array([c.slab.start for c in some], np.int64) + rooms
+        for number in {one.claim.key.group for one in chunks}:
+            group, some = self._groups[number], [c for c in chunks if c.claim.key.group == number]
+            ids = np.array([one.save.move.block_ids for one in some], np.int64)
+            rooms = [header_room(group.layers, tokens=len(one.save.tokens or ())) for one in some]
+            starts = np.array([one.slab.start for one in some], np.int64) + rooms
             try:
                 group.gather(self._lane, ids, self._slabs.memory.numpy().data, starts)
             except Exception:  # such as no memory for staging: a drop, as without a slab
-                logger.exception("chunks not gathered requests=%s", {c.request_id for c in some})
+                logger.exception("chunks of a group not gathered count=%d", len(some))
                 failed += some
         return failed
 
@@ -370,66 +364,50 @@ class Saver:
             try:
                 self._save(some, is_late=self._gives_up or self._clock() >= step.deadline)
             finally:
-                for chunk in some:
-                    chunk.slab.release()
-                    self._target.end_save(chunk.claim.key)
+                for one in some:
+                    one.slab.release()
+                    self._target.end_save(one.path)
                 self._end_waiting(step, len(some))
         self._target.send_drops()
 
     def _save(self, chunks: Sequence[_SavedChunk], *, is_late: bool) -> None:
         """Hand chunks over. Every failure is a drop."""
         if is_late or self.is_shedding:
-            for chunk in chunks:
-                if is_late:
-                    self._count_drop(chunk.claim.key, chunk.part)
-                else:
-                    self._skip(chunk.claim.key, chunk.part, "saves_shed")
+            for one in chunks:
+                self._leave(one, "save_drops" if is_late else "saves_shed")
             return
         started = self._clock()
         try:
-            handed = [self._handed(chunk) for chunk in chunks]
-            statuses = self._target.save(handed)
+            statuses = self._target.save([self._handed(one) for one in chunks])
         except Exception as exc:
-            for chunk in chunks:
-                self._skip(chunk.claim.key, chunk.part, "save_errors")
+            for one in chunks:
+                self._leave(one, "save_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:
-                logger.exception("saves failed unexpectedly key=%s", chunks[0].claim.key.path())
+                logger.exception("saves failed unexpectedly key=%s", chunks[0].path)
             return
         seconds = (self._clock() - started) / len(chunks)
-        for one, status in zip(handed, statuses, strict=True):
-            self._count(one, status, seconds)
-
-    def _count(self, handed: Handed, status: CommitStatus, seconds: float) -> None:
-        match status:
-            case CommitStatus.SHED:
-                self._recorder.count("saves_shed")
+        for one, status in zip(chunks, statuses, strict=True):
+            if status is not CommitStatus.PART:
+                self._count(one, _COUNTERS.get(status, "save_errors"))
+            if status is CommitStatus.SHED:
                 self._shed_until = self._clock() + _SHED_S
-                return
-            case CommitStatus.NO_ROOM | CommitStatus.OVER_QUOTA | CommitStatus.REFUSED:
-                self._recorder.count("save_errors")
+            elif status in _COUNTERS:
+                self._trouble.worked()
+                self._recorder.observe("save_seconds", seconds)
+            else:
                 self._trouble.failed(TransferError(f"the agent takes no payload: {status.name}"))
-                return
-            case CommitStatus.REPEATED:
-                self._recorder.count("save_existed")
-            case CommitStatus.DROPPED:
-                self._count_drop(handed.key)
-            case CommitStatus.ACCEPTED | CommitStatus.HELD_BACK:
-                self._recorder.count("saves_accepted")
-                self._recorder.count("save_accepted_bytes", len(handed.payload))
-        self._trouble.worked()
-        self._recorder.observe("save_seconds", seconds)
 
     def _handed(self, chunk: _SavedChunk) -> Handed:
         """Write a chunk's header in front of its pages."""
-        save, group = chunk.save, self._groups[chunk.claim.key.group]
+        save, layers = chunk.save, self._groups[chunk.claim.key.group].layers
         writer = self._limits.writer
         provenance = Provenance(save.token_digest, writer, int(time()), save.tokens)
         payload, _ = encode_in_place(
-            chunk.claim, group.layers, chunk.slab.view, codec="none", provenance=provenance
+            chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
         )
-        return Handed(chunk.claim.key, payload, chunk.part)
+        return Handed(chunk.claim.key, chunk.path, payload, chunk.part)
 
     def _not_copied(self, step: _Step, error: Exception) -> None:
         """The device failed, and what it still copies is unknown."""
@@ -442,6 +420,8 @@ class Saver:
             chunks = step.chunks[:]
             self._end_waiting(step, len(chunks))
             self._give_up(chunks, step.mark)
+            for one in chunks:
+                self._leave(one, "save_drops")
 
     def _end_waiting(self, step: _Step, count: int) -> None:
         """The first chunks of a step are done with. Freeing them is not for the forward thread."""
@@ -450,35 +430,46 @@ class Saver:
             self._waiting -= count
 
     def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark | None) -> None:
-        """Drop chunks. ``mark``: the end of their copies, None if nothing shows it."""
-        for chunk in chunks:
+        """End saves. ``mark``: the end of their copies, None if nothing shows it."""
+        for one in chunks:
             if mark is None:
-                chunk.slab.strand()
+                one.slab.strand()
             else:
-                chunk.slab.release_after(mark)
-            self._target.end_save(chunk.claim.key)
-            self._count_drop(chunk.claim.key, chunk.part)
+                one.slab.release_after(mark)
+            self._target.end_save(one.path)
 
     def _drop_steps(self, steps: Iterable[_Step]) -> None:
         """Drop steps of which nothing was read."""
         for step in steps:
             self._advance(step, _State.DROPPED)
-            self._drop_plans(step.plans)
+            self._drop(self._named(step.plans))
 
-    def _drop_plans(self, plans: Sequence[SavePlan]) -> None:
-        for plan, save, key, part in self._named(plans):
-            self._count_drop(key, part)
-            self._dropped.append((plan.request_id, save.move.chunk))
+    def _drop(self, chunks: Iterable[_SavedChunk]) -> None:
+        """Save nothing of chunks, and have the scheduler plan them again."""
+        for one in chunks:
+            self._leave(one, "save_drops")
+            self._dropped.append((one.plan.request_id, one.save.move.chunk))
 
-    def _skip(self, key: ChunkKey, part: SavedPart | None, counter: str) -> None:
-        """Save nothing of a chunk, and do not plan it again."""
+    def _leave(self, chunk: _SavedChunk, counter: str) -> None:
+        """Save nothing of a chunk. If other ranks have the rest of it, the agent does not wait."""
+        self._count(chunk, counter)
+        if chunk.part is not None:
+            self._target.drop(chunk.path, chunk.part)
+
+    def _count(self, chunk: _SavedChunk, counter: str) -> None:
         self._recorder.count(counter)
-        if part is not None:
-            self._target.drop(key, part)
+        if counter in _BYTES:
+            nbytes = self._groups[chunk.claim.key.group].raw_bytes
+            self._recorder.count(_BYTES[counter], nbytes)
 
-    def _count_drop(self, key: ChunkKey, part: SavedPart | None = None) -> None:
-        """``part``: what the agent waits for, if other ranks have the rest of the payload."""
-        if part is not None:
-            self._target.drop(key, part)
-        self._recorder.count("save_drops")
-        self._recorder.count("save_drop_bytes", self._groups[key.group].raw_bytes)
+
+_COUNTERS = {
+    CommitStatus.ACCEPTED: "saves_accepted",
+    CommitStatus.HELD_BACK: "saves_accepted",
+    CommitStatus.PART: "",
+    CommitStatus.REPEATED: "save_existed",
+    CommitStatus.DROPPED: "save_drops",
+    CommitStatus.SHED: "saves_shed",
+}
+"""Of what the agent answers. The rest are errors."""
+_BYTES = {"saves_accepted": "save_accepted_bytes", "save_drops": "save_drop_bytes"}

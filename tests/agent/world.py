@@ -332,15 +332,16 @@ class Desk:
     ) -> CommitStatus:
         """Have a payload, or a part of one, saved. ``header``: what the worker takes it for."""
         header = header or read_header(payload)
+        path = header.claim.key.path()
         place = self.memory[100 : 100 + len(payload)]
         place[:] = np.frombuffer(payload, np.uint8)
         if puts:
-            assert self.saves.begin_save(header.claim.key, puts=True)
+            assert self.saves.begin_save(path, puts=True)
         try:
-            (status,) = self.saves.save([Handed(header.claim.key, place.data, part)])
+            (status,) = self.saves.save([Handed(header.claim.key, path, place.data, part)])
             return status
         finally:
-            self.saves.end_save(header.claim.key)
+            self.saves.end_save(path)
             self.memory[:] = 0xEE  # free from now on
 
     def close(self) -> None:

@@ -18,7 +18,6 @@ from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.join import Join, Place
 from objkv.codec.payload import Claim, Header, read_header, recode
 from objkv.errors import ObjkvError, StoreBusy, TransferError
-from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
 from tests.agent.consistency import threads_of
@@ -95,7 +94,8 @@ class InsideConnection:
                 payload = self._outbox.read(one.offset, one.nbytes)
             except OSError as exc:  # closed by another thread, which ends a real one's call as well
                 raise TransferError("the connection is closed") from exc
-            handed.append(Handed(read_header(payload).claim.key, payload, one.part))
+            key = read_header(payload).claim.key
+            handed.append(Handed(key, key.path(), payload, one.part))
         return self._agent.saves.save(handed)
 
     def drop(self, drop: Drop) -> None:
@@ -159,17 +159,17 @@ class InsideSaves:
         self._joins = {} if joins is None else joins
         self.has_room = cache.has_room
 
-    def drop(self, key: ChunkKey, part: SavedPart) -> None:
+    def drop(self, path: str, part: SavedPart) -> None:
         """Such a part never comes."""
 
     def send_drops(self) -> None:
         """None is kept."""
 
-    def begin_save(self, key: ChunkKey, *, puts: bool = False, again: bool = False) -> bool:
-        return self._cache.in_flight.begin(key.path())
+    def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
+        return self._cache.in_flight.begin(path)
 
-    def end_save(self, key: ChunkKey) -> None:
-        self._cache.in_flight.end(key.path())
+    def end_save(self, path: str) -> None:
+        self._cache.in_flight.end(path)
 
     def save(self, handed: Sequence[Handed]) -> list[CommitStatus]:
         return [self._save(one.payload, one.part) for one in handed]

@@ -295,7 +295,7 @@ def test_a_part_that_is_not_handed_over_is_dropped_and_no_other(
 ) -> None:
     with ShapedReplica(Model(chunks=1), ShapeOfReplica(tp=2), *stores()) as one:
         rank = one.ranks[0]
-        saves, found, sent = rank.inside.saves, list[tuple[ChunkKey, SavedPart]](), list[int]()
+        saves, found, sent = rank.inside.saves, list[tuple[str, SavedPart]](), list[int]()
         monkeypatch.setattr(saves, *fault, raising=False)
         monkeypatch.setattr(saves, "drop", lambda *drop: found.append(drop))
         monkeypatch.setattr(saves, "send_drops", lambda: sent.append(len(found)))
@@ -303,7 +303,7 @@ def test_a_part_that_is_not_handed_over_is_dropped_and_no_other(
         key = ChunkKey(NAMESPACE, one.model.hashes[0], 0)
         place = rank.paged.place
         assert place is not None
-        assert found == ([(key, SavedPart(7, place))] if is_dropped else [])
+        assert found == ([(key.path(), SavedPart(7, place))] if is_dropped else [])
         assert fault[0] != "save" or sent[-1] == is_dropped
 
 
@@ -314,7 +314,7 @@ def test_a_chunk_that_a_rank_drops_is_dropped_of_the_whole_payload(
 ) -> None:
     with ShapedReplica(Model(chunks=1), ShapeOfReplica(tp=2), *stores()) as one:
         rank, found = one.ranks[0], list[int]()
-        monkeypatch.setattr(rank.inside.saves, "drop", lambda key, part: found.append(part.number))
+        monkeypatch.setattr(rank.inside.saves, "drop", lambda path, part: found.append(part.number))
         limits = SaveLimits(0 if fault == "a full queue" else 8, 0.0 if fault == "late" else 60, "")
         saver = rank.saver_of(limits)
         leased = [rank.save_slabs.lease() for _ in range(8)] if fault == "no slab" else []
