@@ -533,7 +533,7 @@ def test_a_worker_that_drops_its_part_tells_the_agent(node: Node) -> None:
     for number, (piece, other) in enumerate([(PIECES[0], PIECES[1]), (PIECES[1], PIECES[0])]):
         part, missing = (SavedPart(number, one.place) for one in (piece, other))
         assert a.hand_over(piece.payload, part=part) is CommitStatus.PART
-        b.saves.drop(key, missing)
+        b.saves.drop(key.path(), missing)
         assert node.arena_cache.leased() == 1
         b.saves.send_drops()
         wait_until(lambda: nothing_is_left(node))

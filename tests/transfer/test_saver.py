@@ -2,7 +2,7 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Event
 from typing import cast
 
@@ -14,6 +14,7 @@ from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
 from objkv.stores.base import Buffer
+from objkv.transfer import saver as module
 from objkv.transfer.lanes import HostLane, Lane, Mark
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
@@ -31,6 +32,15 @@ def plan_of(replica: Replica, *chunks: int, request: str = "r") -> tuple[SavePla
     digest = token_digest(TOKENS[:CHUNK])
     saves = (SaveMove(replica.move(chunk, 1), digest, None) for chunk in chunks)
     return (SavePlan(request, NAMESPACE, tuple(saves)),)
+
+
+@pytest.fixture
+def four() -> Replica:
+    return Replica(*stores(), seed=1, slabs=4)
+
+
+def saver_on(replica: Replica, lane: Lane, *, queue_max: int = 6, seconds: float = 60.0) -> Saver:
+    return replica.saver_of(SaveLimits(queue_max, seconds, "w"), lane)
 
 
 def gathered(saver: Saver, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
@@ -327,6 +337,83 @@ def test_a_chunk_that_a_rank_drops_is_dropped_of_the_whole_payload(
         saver.close(PATIENCE_S)
 
 
+# Plans that wait for the thread that gathers.
+
+
+class HeldLane(HostLane):
+    """Submits nothing before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came, self.go = Event(), Event()
+
+    def follow(self, mark: Mark) -> None:
+        self.came.set()
+        assert self.go.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def held(four: Replica) -> Iterator[tuple[HeldLane, Saver]]:
+    """A saver whose thread is about to submit a chunk of the request "first"."""
+    lane = HeldLane()
+    saver = saver_on(four, lane)
+    saver.gather(plan_of(four, 0, request="first"))
+    assert lane.came.wait(PATIENCE_S)
+    yield lane, saver
+    lane.go.set()
+    saver.close(PATIENCE_S)
+
+
+@ON_HOST
+def test_a_thread_that_submits_nothing_holds_up_one_fence_and_what_it_has_is_dropped(
+    held: tuple[HeldLane, Saver], four: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, saver = held
+    monkeypatch.setattr(module, "FENCE_S", 0.01)
+    saver.gather(plan_of(four, 1, request="second"))
+    assert not saver.left_device("first")
+    assert not saver.left_device("second")
+    saver.fence()
+    assert saver.left_device("first")
+    assert saver.left_device("second")
+    monkeypatch.setattr(module, "FENCE_S", math.inf)
+    saver.gather(plan_of(four, 2, request="third"))
+    saver.fence()  # there is nothing to wait for
+    assert saver.take_dropped() == {("third", 2)}
+    lane.go.set()
+    assert saver.drain(PATIENCE_S)
+    assert saver.take_dropped() == {("first", 0), ("second", 1)}
+    assert four.recorder.value("saves") == four.save_slabs.leased == 0
+    assert gathered(saver, plan_of(four, 0, 1, 2)) == set(), "it goes on"
+    assert saver.drain(PATIENCE_S)
+    assert four.recorder.value("saves") == 3
+
+
+@ON_HOST
+def test_too_many_plans_are_dropped_at_once(
+    held: tuple[HeldLane, Saver], four: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, saver = held
+    monkeypatch.setattr(module, "_PLANNED_MAX", 2)
+    saver.gather(plan_of(four, 1, 2))
+    saver.gather(plan_of(four, 3, request="late"))
+    assert saver.take_dropped() == {("late", 3)}
+    assert saver.left_device("late")
+    lane.go.set()
+    assert saver.drain(PATIENCE_S)
+    assert four.recorder.value("saves") == 3
+
+
+@ON_HOST
+def test_a_fence_waits_for_the_requests_that_it_is_for_alone(
+    held: tuple[HeldLane, Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, saver = held
+    monkeypatch.setattr(module, "FENCE_S", math.inf)
+    saver.fence({"another"})
+    saver.fence(())
+
+
 # A device that hangs or fails while it copies.
 
 
@@ -352,15 +439,6 @@ class HungLane(HostLane):
 
     def mark(self) -> HungMark:
         return self._mark
-
-
-@pytest.fixture
-def four() -> Replica:
-    return Replica(*stores(), seed=1, slabs=4)
-
-
-def saver_on(replica: Replica, lane: Lane, *, queue_max: int = 6, seconds: float = 60.0) -> Saver:
-    return replica.saver_of(SaveLimits(queue_max, seconds, "w"), lane)
 
 
 @ON_HOST

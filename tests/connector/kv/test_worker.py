@@ -294,6 +294,18 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     lane.is_done = True
 
 
+def test_a_save_that_is_refused_after_its_step_is_in_a_later_report() -> None:
+    worker, load = without_its_payload()
+    slabs = worker.saver._slabs
+    leased = [slabs.lease() for _ in range(slabs.total)]
+    worker.end_forward(StepPlan(saves=(save_of(load),)))
+    assert worker.saver.drain(300)
+    assert told(worker).dropped == {("s", 0)}
+    assert worker.take_report() is None
+    for slab in leased:
+        slab.release()
+
+
 @pytest.mark.parametrize("has_events", [False, True])
 def test_what_the_agent_accepted_is_in_the_next_report(*, has_events: bool) -> None:
     accepted = deque[ChunkKey]() if has_events else None
