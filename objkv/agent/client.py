@@ -42,7 +42,7 @@ from objkv.agent.messages import (
     Urgency,
     find_max,
     kind_of,
-    pack_commit,
+    pack_commits,
     pack_drop,
     pack_find,
     pack_hello,
@@ -200,11 +200,11 @@ class AgentConnection:
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(claim))
 
-    def commit(self, commit: Commit) -> CommitStatus:
-        """Hand over a payload in the outbox, or a part of one. Its memory may be reused when this
-        returns."""
-        answer = self._call(pack_commit(commit))
-        return self._read(partial(unpack_committed, answer))
+    def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
+        """Hand over payloads in the outbox, or parts of some, at most ``COMMITS_MAX``. Their memory
+        may be reused when this returns."""
+        answer = self._call(pack_commits(commits))
+        return self._read(partial(unpack_committed, answer, len(commits)))
 
     def drop(self, drop: Drop) -> None:
         """Report that this rank will not hand over its part of a payload."""

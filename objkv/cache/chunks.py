@@ -200,16 +200,8 @@ class SaveOutcome(Enum):
     """Outcome of one save."""
 
     SAVED = "saved"
-    ACCEPTED = "accepted"
-    """The node's agent has a copy, which the node's replicas find, and saves it."""
-    HELD_BACK = "held back"
-    """It has a copy, which the node's replicas find, and holds it back until it is seen again."""
     EXISTED = "existed"
     """Another writer's payload already existed; its record was published."""
-    PART = "part"
-    """The agent has a copy of a part, and waits for those of other ranks."""
-    DROPPED = "dropped"
-    """The agent gave up the payload, because another rank's part is missing."""
 
 
 LEASE_MS: Final = 30_000

@@ -308,7 +308,7 @@ def test_an_outbox_costs_the_agent_nothing_that_its_client_has_not_written(node:
     client = node.connect(wants_arena=False, outbox=box.fd)
     written = os.fstat(box.fd).st_blocks
     for _ in range(3):
-        client.commit(m.Commit(0, len(payload)))
+        client.commit([m.Commit(0, len(payload))])
     assert os.fstat(box.fd).st_blocks == written
     assert "objkv-outbox" not in Path("/proc/self/maps").read_text()
     box.close()
@@ -360,7 +360,7 @@ def test_a_client_that_sends_nonsense_does_not_fill_the_log(tmp_path: Path) -> N
         box = Outbox(4096)
         client = AgentConnection(agent.path, outbox=box.fd, call_s=PATIENCE_S)
         for _ in range(100):
-            assert client.commit(m.Commit(0, 100)) is CommitStatus.REFUSED
+            assert client.commit([m.Commit(0, 100)]) == [CommitStatus.REFUSED]
         client.close()
         box.close()
         assert agent.log_file.read_text().count("payload of a client refused") == 20

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from objkv.agent.answering import NodeCalls
-from objkv.cache.chunks import SaveOutcome
+from objkv.agent.messages import CommitStatus
 from objkv.cache.worth import SETTLED_S, PutPolicy
 from objkv.codec.payload import Claim
 from objkv.config.prices import Prices
@@ -146,7 +146,7 @@ def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
     node: Holder, clock: Clock
 ) -> None:
     made = payloads()
-    assert node.commit(made[:1]) == [SaveOutcome.HELD_BACK]
+    assert node.commit(made[:1]) == [CommitStatus.HELD_BACK]
     assert node.held == set(paths(made[:1]))
     clock.now += SETTLED_S
     node.saves.policy.credited(measured(10**9))
