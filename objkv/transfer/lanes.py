@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from threading import Lock
 from time import monotonic
 from typing import Any, Protocol, TypeVar
@@ -20,6 +20,9 @@ import torch
 
 from objkv.agent.memory.arena import Arena
 from objkv.errors import TransferError
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+"""Offsets, addresses, sizes or block ids."""
 
 # Recasting turns pages of one shape into pages of another, as views if possible. Pages are
 # ``[blocks, heads, block_size, content]``, with each token's content of each head contiguous, so
@@ -34,12 +37,12 @@ PagesT = TypeVar("PagesT", np.ndarray[Any, np.dtype[Any]], torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Recast:
-    """How to read a frame that a rank of another shape wrote."""
+    """How to read frames that a rank of another shape wrote."""
 
+    frame: tuple[int, int, int]
+    """Blocks of a frame, heads, and tokens in a block. No tokens: as many as in the reader's."""
     heads: tuple[int, int]
     """Heads of the frame to take, ``[start, end)``."""
-    block_size: int
-    """The reader's block size in tokens. 0: that of the frame."""
     first_block: int
     """First block to take, counted in blocks of the reader's size."""
     blocks: int
@@ -47,7 +50,7 @@ class Recast:
     tokens: tuple[int, int] = (0, 1)
     """First token of the frame to take, and the distance to the next ones."""
 
-    def __call__(self, pages: PagesT) -> PagesT:
+    def __call__(self, pages: PagesT, block_size: int) -> PagesT:
         """Return ``[blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
 
         A view of ``pages`` if the block size is the same, otherwise a copy. Any ratio works, if the
@@ -57,7 +60,7 @@ class Recast:
         assert 0 <= start < end <= pages.shape[1]
         pages = pages[:, start:end]
         blocks, heads, size, content = pages.shape
-        block_size, (first, step) = self.block_size or size, self.tokens
+        first, step = self.tokens
         if (block_size, first, step) != (size, 0, 1):
             tokens = blocks * size // step
             assert tokens % block_size == 0
@@ -70,8 +73,7 @@ class Recast:
 
 
 Pages = np.ndarray[Any, np.dtype[Any]]
-"""Pages of one layer, ``[n, heads, block_size, content]`` words, in host memory, pinned for a
-device lane."""
+"""Pages of one layer in host memory, ``[n, heads, block_size, content]`` words."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Integer types by size. Pages are copied as integers, because numpy has neither bf16 nor fp8, and
 torch copies fp8 by index only on some devices."""
@@ -85,7 +87,6 @@ _COPY_BYTES_PER_S = 2e9
 _WAITED_S = 1e-3
 """Copies that take this much longer than at the speed above have waited for the interpreter."""
 _LAYERS_AT_ONCE = 4
-_nbytes = attrgetter("nbytes")
 _PIECES_MAX = 1024
 """The most pieces that one call of ``preadv`` may read into."""
 
@@ -114,8 +115,8 @@ class PagedLayers:
         """``caches``: ``[num_blocks, heads, block_size, content]`` integer words of each layer, in
         any physical order."""
         self.caches = tuple(caches)
-        self.nbytes = tuple(c[0].numel() * c.element_size() for c in self.caches)
-        """Bytes of one block of each layer."""
+        self.nbytes = np.array([c[0].numel() * c.element_size() for c in self.caches], np.int64)
+        """Bytes of one block of each layer, ``[layers]``."""
         self._cuts: dict[tuple[int, int], PagedLayers] = {}
         self._pointers: torch.Tensor | None = None
         self._uploading = Lock()
@@ -150,6 +151,11 @@ class PagedLayers:
         return all(cache[:1].is_contiguous() for cache in self.caches)
 
     @cached_property
+    def follows(self) -> bool:
+        """Whether the blocks of each layer follow one another in memory."""
+        return self.has_whole_blocks and bool((self.strides == self.nbytes).all())
+
+    @cached_property
     def blocks(self) -> int:
         """Number of blocks that all layers have."""
         return min(len(cache) for cache in self.caches)
@@ -159,20 +165,25 @@ class PagedLayers:
         """The caches as numpy arrays. Only for caches in host memory."""
         return [cache.numpy() for cache in self.caches]
 
-    @cached_property
-    def page_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of one page of each layer, in words."""
-        return [tuple(cache.shape[1:]) for cache in self.caches]
+    def frame_bytes(self, blocks: int, recast: Recast | None = None) -> Ints:
+        """Return the bytes of a frame of each layer, ``[layers]``: of ``blocks`` pages, or of what
+        ``recast`` reads."""
+        if recast is None:
+            return blocks * self.nbytes
+        count, heads, size = recast.frame
+        _, own_heads, own_sizes, _ = np.array([cache.shape for cache in self.caches], np.int64).T
+        of_tokens: Ints = self.nbytes // (own_heads * own_sizes)
+        return of_tokens * (count * heads) * (size or own_sizes)
 
     @cached_property
-    def strides(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Bytes from one block of each layer to the next, ``[layers]`` int64."""
-        return np.array([c.stride(0) * c.element_size() for c in self.caches], dtype=np.int64)
+    def strides(self) -> Ints:
+        """Bytes from one block of each layer to the next, ``[layers]``."""
+        return np.array([c.stride(0) * c.element_size() for c in self.caches], np.int64)
 
     @cached_property
-    def addresses(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Address of block 0 of each layer, ``[layers]`` int64."""
-        return np.array([cache.data_ptr() for cache in self.caches], dtype=np.int64)
+    def addresses(self) -> Ints:
+        """Address of block 0 of each layer, ``[layers]``."""
+        return np.array([cache.data_ptr() for cache in self.caches], np.int64)
 
     @property
     def pointers(self) -> torch.Tensor:
@@ -229,65 +240,83 @@ class Lane(Protocol):
 
     def scatter(
         self,
-        pages: Sequence[Pages],
+        memory: memoryview,
+        starts: Ints,
         layers: PagedLayers,
-        placed: "BlockRuns",
+        ids: Ints,
         recast: Recast | None = None,
     ) -> None:
-        """Write ``pages`` into blocks.
+        """Write the pages of ``n`` payloads into blocks.
+
+        Raises IndexError for a block that a layer does not have, and for pages outside ``memory``.
 
         Args:
-            pages: one array per layer of ``layers``, as words of its cache.
-            placed: ``n`` block ids, all different.
-            recast: turns ``pages`` into the ``n`` pages to write. If that needs a copy, the copy is
-                on the device of the caches. None: ``pages`` are written unchanged.
+            memory: bytes, one after another. For a device lane pinned, or registered in pieces
+                that end at the lane's seams.
+            starts: ``[n, layers]``: where the frame of each layer starts in ``memory``.
+            layers: the layers that are written. A frame has words of its layer's cache.
+            ids: ``[n, blocks]`` block ids, all different. Must not change any more.
+            recast: how to make ``blocks`` pages of a frame of another shape. If that needs a copy,
+                the copy is on the device of the caches. None: frames are ``blocks`` pages, and are
+                written unchanged.
         """
 
-    def gather(
-        self, layers: PagedLayers, placed: "BlockRuns", pages: Sequence[torch.Tensor]
-    ) -> None:
-        """Copy blocks into ``pages``: one uint8 tensor per chunk, at least as long as the chunk,
-        which receives all its blocks of the first layer, then of the second, and so on. ``placed``
-        has the blocks of all chunks, the same number for each."""
+    def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
+        """Copy the blocks of ``n`` chunks to ``memory``: for each chunk all its blocks of the first
+        layer, then of the second, and so on.
+
+        Raises as ``scatter`` does.
+
+        Args:
+            layers: the layers that are read.
+            ids: ``[n, blocks]`` block ids.
+            memory: bytes, one after another, writable; pinned for a device lane.
+            starts: ``[n]``: where the pages of each chunk start in ``memory``.
+        """
 
     def mark(self) -> Mark:
         """Return a mark after all work submitted to the lane so far."""
 
 
-class BlockRuns:
-    """Block ids, and the runs of consecutive ids among them."""
+def check_reach(
+    memory: memoryview, starts: Ints, nbytes: Ints, layers: PagedLayers, ids: Ints
+) -> None:
+    """Raise IndexError if blocks are not in the cache, or bytes not in ``memory``: it would be
+    other memory. ``nbytes``: from each of ``starts`` on, of the same shape or broadcast to it."""
+    if starts.shape not in ((len(ids),), (len(ids), len(layers))):  # they would be broadcast
+        raise ValueError(f"starts of {starts.shape} for {len(ids)} times {len(layers)} layers")
+    if ids.min() < 0 or ids.max() >= layers.blocks:
+        raise IndexError(f"blocks {ids.min()} to {ids.max()} of {layers.blocks}")
+    if starts.min() < 0 or (len(memory) - nbytes - starts).min() < 0:
+        raise IndexError(f"pages from {starts.min()} to {starts.max()} of {len(memory)} bytes")
 
-    def __init__(self, block_ids: Sequence[int]) -> None:
-        assert min(block_ids) >= 0
-        self.ids = block_ids
-        first, count = block_ids[0], len(block_ids)
-        starts = [0]
-        if tuple(block_ids) != tuple(range(first, first + count)):  # most are one run
-            starts += [at for at in range(1, count) if block_ids[at] != block_ids[at - 1] + 1]
-        self.runs: list[tuple[int, int, int]] = [
-            (block_ids[start], start, end - start) for start, end in pairwise([*starts, count])
-        ]
-        """First block, index in the pages, number of blocks."""
-        self.end = max(block_ids) + 1
-        """Number of the block after the last one."""
-        self._uploaded: torch.Tensor | None = None
 
-    def upload(self, device: torch.device) -> torch.Tensor:
-        """Return the ids on ``device``, ``[n]`` int64, for work of its current stream."""
-        if self._uploaded is None:
-            ids = torch.tensor(self.ids, dtype=torch.int64)
-            if device.type != "cpu":
-                # A copy from unpinned memory would block this thread until the stream has caught
-                # up. PyTorch keeps the pinned memory until the copy is done.
-                pinned = torch.empty(len(ids), dtype=torch.int64, pin_memory=True).copy_(ids)
-                ids = pinned.to(device, non_blocking=True)
-            self._uploaded = ids
-        return self._uploaded
+def address_of(memory: memoryview) -> int:
+    """Return where ``memory`` starts."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
-    def check(self, blocks: int) -> None:
-        """Raise IndexError if an id is not below ``blocks``: it would be other memory."""
-        if self.end > blocks:
-            raise IndexError(f"block {self.end - 1} of {blocks}")
+
+def offsets_of(nbytes: Ints) -> Ints:
+    """Return where each of some pieces starts if they follow one another."""
+    return np.cumsum(nbytes) - nbytes
+
+
+def run_starts(ids: Ints) -> Ints:
+    """Return where runs of consecutive ids start in ``ids.flat``. Each row starts one."""
+    starts = np.ones(ids.shape, bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
+    return np.flatnonzero(starts)
+
+
+def upload(ids: Ints, device: torch.device) -> torch.Tensor:
+    """Return ``ids`` on ``device``, ``[ids.size]`` int64, for work of its current stream."""
+    found = torch.from_numpy(np.ascontiguousarray(ids).reshape(-1))
+    if device.type == "cpu":
+        return found
+    # A copy from unpinned memory would block this thread until the stream has caught up. PyTorch
+    # keeps the pinned memory until the copy is done.
+    pinned = torch.empty(len(found), dtype=torch.int64, pin_memory=True).copy_(found)
+    return pinned.to(device, non_blocking=True)
 
 
 class HostLane:
@@ -328,9 +357,10 @@ class HostLane:
 
     def scatter(
         self,
-        pages: Sequence[Pages],
+        memory: memoryview,
+        starts: Ints,
         layers: PagedLayers,
-        placed: BlockRuns,
+        ids: Ints,
         recast: Recast | None = None,
     ) -> None:
         """See ``Lane.scatter``.
@@ -340,66 +370,69 @@ class HostLane:
         2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
         threads.
         """
-        assert len(pages) == len(layers.caches)
-        count, done = len(pages), 0
-        begun = monotonic()
+        check_reach(memory, starts, layers.frame_bytes(ids.shape[1], recast), layers, ids)
+        for of_payload, blocks in zip(starts, ids, strict=True):
+            self._write(
+                _frames(memory, of_payload.tolist(), layers, blocks, recast), layers, blocks, recast
+            )
+
+    def _write(
+        self, frames: list[Pages], layers: PagedLayers, ids: Ints, recast: Recast | None
+    ) -> None:
+        count, done = len(frames), 0
+        runs, begun = _runs(ids), monotonic()
         while done < count:
-            some = pages[done : done + self._at_once]
-            given = some if recast is None else [recast(one) for one in some]
-            scatter_layers(given, layers.arrays[done : done + len(some)], placed)
+            some = frames[done : done + self._at_once]
+            arrays = layers.arrays[done : done + len(some)]
+            if recast is not None:
+                some = [recast(f, a.shape[2]) for f, a in zip(some, arrays, strict=True)]
+            scatter_layers(some, arrays, ids, runs)
             done += len(some)
             ended = monotonic()
-            has_waited = ended - begun > _WAITED_S + sum(map(_nbytes, some)) / _COPY_BYTES_PER_S
+            nbytes = sum(pages.nbytes for pages in some)
+            has_waited = ended - begun > _WAITED_S + nbytes / _COPY_BYTES_PER_S
             self._at_once, begun = 1 if has_waited else _LAYERS_AT_ONCE, ended
-            if has_waited and recast is None and self._read(pages[done:], layers, done, placed):
+            if has_waited and recast is None and self._read(frames[done:], layers, done, runs):
                 return
 
-    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
+    def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
         """See ``Lane.gather``.
 
         Copies piece by piece in this thread. torch's ``index_select`` would use the threads that
         the model computes with and wait for them: up to a second for 128 MiB while they are busy,
         against 50 ms here (2 cores, 2026-11-21).
         """
-        placed.check(layers.blocks)
-        each = len(placed.ids) // len(pages)
-        for at, memory in enumerate(pages):
-            runs, offset = BlockRuns(placed.ids[at * each : (at + 1) * each]).runs, 0
-            for source, nbytes in zip(layers.arrays, layers.nbytes, strict=True):
-                end = offset + each * nbytes
-                shape = (each, *source.shape[1:])
-                target = memory[offset:end].numpy().view(source.dtype).reshape(shape)
+        sizes = layers.frame_bytes(ids.shape[1])
+        check_reach(memory, starts, sizes.sum(), layers, ids)
+        for at, blocks in zip((starts[:, None] + offsets_of(sizes)).tolist(), ids, strict=True):
+            runs = _runs(blocks)
+            for target, source in zip(
+                _frames(memory, at, layers, blocks, None), layers.arrays, strict=True
+            ):
                 for block, first, count in runs:
                     np.copyto(target[first : first + count], source[block : block + count])
-                offset = end
 
     def mark(self) -> Mark:
         """Return a mark that is done."""
         return _DONE
 
     def _read(
-        self,
-        pages: Sequence[Pages],
-        layers: PagedLayers,
-        first: int,
-        placed: BlockRuns,
+        self, frames: list[Pages], layers: PagedLayers, first: int, runs: list[tuple[int, int, int]]
     ) -> bool:
         """Read pages of the layers from ``first`` on. Returns False if that is impossible."""
-        if not pages:
+        if not frames:
             return True
-        at = pages[0].ctypes.data
-        nbytes = sum(given.nbytes for given in pages)
-        follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
+        at = frames[0].ctypes.data
+        nbytes = sum(frame.nbytes for frame in frames)
+        follows = frames[-1].ctypes.data + frames[-1].nbytes == at + nbytes
         inside = self._base <= at and at + nbytes <= self._end
         if not (follows and inside and layers.has_whole_blocks):
             return False
-        if len(pages) * len(placed.runs) > _PIECES_MAX:
+        if len(frames) * len(runs) > _PIECES_MAX:
             return False
         room = []
-        for given, array in zip(pages, layers.arrays[first:], strict=True):
-            assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
-            placed.check(len(array))
-            for block, _, blocks in placed.runs:
+        for array in layers.arrays[first:]:
+            for block, _, blocks in runs:
                 row = array[block : block + blocks]
                 # If layers share blocks, the pages of one layer do not follow each other.
                 pieces = [row] if row.flags.c_contiguous else list(row)
@@ -411,18 +444,43 @@ class HostLane:
         return True
 
 
-def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: BlockRuns) -> None:
+def _frames(
+    memory: memoryview, starts: list[int], layers: PagedLayers, ids: Ints, recast: Recast | None
+) -> list[Pages]:
+    """Return the frame of each layer in ``memory``."""
+    frames = []
+    for start, array in zip(starts, layers.arrays, strict=True):
+        _, heads, size, content = array.shape
+        blocks = len(ids)
+        if recast is not None:
+            blocks, heads, given = recast.frame
+            size = given or size
+        frames.append(np.ndarray((blocks, heads, size, content), array.dtype, memory, start))
+    return frames
+
+
+def _runs(ids: Ints) -> list[tuple[int, int, int]]:
+    """Return runs of consecutive ids: first id, its index, and how many."""
+    starts = run_starts(ids[None])
+    counts = np.diff(starts, append=len(ids))
+    return list(zip(ids[starts].tolist(), starts.tolist(), counts.tolist(), strict=True))
+
+
+def scatter_layers(
+    pages: Sequence[Pages],
+    arrays: Sequence[Pages],
+    ids: Ints,
+    runs: Sequence[tuple[int, int, int]],
+) -> None:
     """Write pages of each layer into blocks of its cache, both in host memory."""
-    # No assertion: a layer would be left out, or a single page broadcast.
-    blocks = len(placed.ids)
-    if len(pages) != len(arrays) or set(map(len, pages)) != {blocks}:
-        raise ValueError(f"pages of {len(pages)} layers for {blocks} blocks of {len(arrays)}")
-    placed.check(min(map(len, arrays)))  # slicing would silently shorten a range
-    if len(placed.runs) > _RUNS_MAX:
+    blocks = len(ids)
+    if set(map(len, pages)) != {blocks}:  # no assertion: a single page would be broadcast
+        raise ValueError(f"pages for {blocks} blocks")
+    if len(runs) > _RUNS_MAX:
         for given, array in zip(pages, arrays, strict=True):
-            array[list(placed.ids)] = given
+            array[ids] = given
         return
-    for block, at, count in placed.runs:
+    for block, at, count in runs:
         # No loop in Python, which would hold the interpreter's lock for longer.
         is_all = count == blocks
         parts = pages if is_all else map(itemgetter(slice(at, at + count)), pages)

@@ -13,15 +13,7 @@ from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
 from objkv.transfer.devices import open_lane
-from objkv.transfer.lanes import (
-    BlockRuns,
-    HostLane,
-    Lane,
-    PagedLayers,
-    Recast,
-    as_words,
-    scatter_layers,
-)
+from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast, as_words
 from tests.support.device import ON_HOST, host_bytes
 
 
@@ -42,34 +34,66 @@ def one_layer(cache: torch.Tensor) -> PagedLayers:
 
 
 def write(lane: Lane, pages: torch.Tensor, cache: torch.Tensor, ids: Sequence[int]) -> None:
-    layers = one_layer(cache)
-    memory = host_bytes(pages).view(layers.caches[0].dtype).view(*pages.shape[:3], -1)
+    memory = host_bytes(pages)
     lane.follow(lane.mark_compute())
-    lane.scatter([memory.numpy()], layers, BlockRuns(ids))
+    lane.scatter(memory.numpy().data, np.zeros((1, 1), np.int64), one_layer(cache), np.array([ids]))
     lane.mark().wait()
 
 
 def read(lane: Lane, cache: torch.Tensor, ids: Sequence[int], chunks: int = 1) -> torch.Tensor:
     """Gather blocks of one layer, the same number in each chunk, and wait for the copies."""
-    shape = (len(ids) // chunks, *cache.shape[1:])
-    out = [host_bytes(torch.empty(shape, dtype=cache.dtype)) for _ in range(chunks)]
+    out = host_bytes(torch.empty((len(ids), *cache.shape[1:]), dtype=cache.dtype))
+    starts = np.arange(chunks) * (len(out) // chunks)
     lane.follow(lane.mark_compute())
-    lane.gather(one_layer(cache), BlockRuns(ids), out)
+    lane.gather(one_layer(cache), np.array(ids).reshape(chunks, -1), out.numpy().data, starts)
     lane.mark().wait()
-    return torch.cat([piece.view(cache.dtype).view(shape) for piece in out])
+    return out.view(cache.dtype).view(len(ids), *cache.shape[1:])
 
 
-def test_pages_that_do_not_match_their_blocks_or_layers_are_refused() -> None:
-    """Otherwise a layer would be left out, or one page written to many blocks."""
-    arrays = [np.zeros((8, 2, 4, 2), np.int64) for _ in range(2)]
-    pages = [np.ones((2, 2, 4, 2), np.int64) for _ in range(2)]
-    placed = BlockRuns((3, 4))
-    for wrong in (pages[:1], [pages[0], pages[1][:1]], []):
-        with pytest.raises(ValueError, match="pages of"):
-            scatter_layers(wrong, arrays, placed)
-    assert not any(array.any() for array in arrays)
-    scatter_layers(pages, arrays, placed)
-    assert all(array[3:5].all() and array.sum() == pages[0].sum() for array in arrays)
+@pytest.mark.parametrize(
+    ("starts", "ids"),
+    [
+        ([[0, 512]], [[3, 4, 5]]),
+        ([[0, 513]], [[3, 4]]),
+        ([[-1, 512]], [[3, 4]]),
+        ([[0, 512], [0, 1 << 62]], [[3, 4], [5, 6]]),
+        ([[0, 512], [0, (1 << 63) - 1]], [[3, 4], [5, 6]]),
+        ([[0, 512]], [[3, 8]]),
+        ([[0, 512]], [[3, -1]]),
+    ],
+    ids=["more blocks", "behind", "before", "far behind", "overflow", "block behind", "before all"],
+)
+def test_bytes_outside_of_their_memory_and_blocks_outside_of_the_cache_are_refused(
+    lane: Lane, device: torch.device, starts: list[list[int]], ids: list[list[int]]
+) -> None:
+    memory, zeros = host_bytes(torch.ones(1024, dtype=torch.uint8)), np.zeros(len(ids), np.int64)
+    layers = PagedLayers([torch.zeros(8, 2, 4, 4, dtype=torch.int64, device=device)] * 2)
+    given = memory.numpy().data, np.array(starts), layers, np.array(ids)
+    with pytest.raises(IndexError):
+        lane.scatter(*given)
+    frames = Recast((2, 2, 4), (0, 2), 0, len(ids[0]))
+    if len(ids[0]) == 2:
+        with pytest.raises(IndexError):
+            lane.scatter(*given, frames)
+    lane.scatter(memory.numpy().data, zeros[:, None] + [0, 512], layers, zeros[:, None])
+    lane.mark().wait()
+    assert layers.caches[0].cpu().sum() == 32 * 0x0101010101010101 * (len(layers) - 1)
+    with pytest.raises(IndexError):
+        lane.gather(layers, np.array(ids), memory.numpy().data, np.array(starts)[:, 1] - 511)
+
+
+def test_starts_that_do_not_match_their_blocks_or_layers_are_refused(
+    lane: Lane, device: torch.device
+) -> None:
+    """Otherwise a layer would be left out, or one frame written to the blocks of many payloads."""
+    memory = host_bytes(torch.ones(1024, dtype=torch.uint8)).numpy().data
+    layers = PagedLayers([torch.zeros(8, 2, 4, 4, dtype=torch.int64, device=device)] * 2)
+    for shape in ((1, 2), (2, 1), (2, 3), (3, 2)):
+        with pytest.raises(ValueError, match="starts of"):
+            lane.scatter(memory, np.zeros(shape, np.int64), layers, np.array([[3], [4]]))
+    for count in (1, 3):
+        with pytest.raises(ValueError, match="starts of"):
+            lane.gather(layers, np.array([[3], [4]]), memory, np.zeros(count, np.int64))
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -159,8 +183,8 @@ def test_every_token_of_every_head_is_where_it_belongs(
 ) -> None:
     tokens = np.lcm(size, wanted) * pieces
     pages = numbered(tokens // size, heads, size)
-    recast = Recast((0, heads), wanted, 0, tokens // wanted)
-    dealt = np.asarray(recast(torch.from_numpy(pages) if as_tensor else pages))
+    recast = Recast((tokens // size, heads, size), (0, heads), 0, tokens // wanted)
+    dealt = np.asarray(recast(torch.from_numpy(pages) if as_tensor else pages, wanted))
     assert dealt.shape == (tokens // wanted, heads, wanted, CONTENT)
     assert np.array_equal(dealt, numbered(tokens // wanted, heads, wanted))
 
@@ -174,16 +198,16 @@ def test_some_heads_of_some_blocks_are_taken(size: int, data: st.DataObject) -> 
     end = data.draw(st.integers(first + 1, 4))
     block = data.draw(st.integers(0, 24 // wanted - 1))
     count = data.draw(st.integers(1, 24 // wanted - block))
-    taken = Recast((first, end), wanted, block, count)(pages)
+    taken = Recast((24 // size, 4, size), (first, end), block, count)(pages, wanted)
     whole = numbered(24 // wanted, 4, wanted)
     assert np.array_equal(taken, whole[block : block + count, first:end])
 
 
 def test_more_blocks_than_there_are_would_fill_them_all_with_one_page() -> None:
     with pytest.raises(AssertionError):
-        Recast((0, 2), 4, 1, 2)(numbered(2, 2, 4))
+        Recast((2, 2, 4), (0, 2), 1, 2)(numbered(2, 2, 4), 4)
 
 
 def test_the_same_block_size_copies_nothing() -> None:
     pages = numbered(4, 4, 8)
-    assert np.shares_memory(Recast((1, 3), 8, 1, 2)(pages), pages)
+    assert np.shares_memory(Recast((4, 4, 8), (1, 3), 1, 2)(pages, 8), pages)
