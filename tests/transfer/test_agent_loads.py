@@ -102,8 +102,8 @@ def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     most, opened = [0], ArenaCache.open
     monkeypatch.setattr(module, "WINDOW", 2)
 
-    def counted(self: ArenaCache, key: str, waiter: Any, **options: Any) -> Any:
-        found = opened(self, key, waiter, **options)
+    def counted(self: ArenaCache, *given: Any, **options: Any) -> Any:
+        found = opened(self, *given, **options)
         most[0] = max(most[0], world.reader.loader.leased)  # type: ignore[attr-defined]
         return found
 
