@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
 from objkv.agent.memory.arena import (
     ALL_FRAMES,
-    CELLS,
     Arena,
     Board,
     CellState,
@@ -31,18 +30,19 @@ from objkv.agent.messages import (
     DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
     VERSION,
+    Claims,
     Commit,
     CommitStatus,
     Drop,
     Hello,
     MessageKind,
-    OpenAnswer,
+    Opened,
     Opening,
     ProtocolError,
     Urgency,
     find_max,
     kind_of,
-    pack_commit,
+    pack_commits,
     pack_drop,
     pack_find,
     pack_hello,
@@ -94,14 +94,12 @@ class ArenaLease(NamedTuple):
     """The state when it was opened."""
 
 
-def leases_of(answers: Iterable[OpenAnswer], board: Board) -> list[ArenaLease]:
-    """Return the leases that answers describe. Raises ``ProtocolError``."""
+def leases_of(opened: Opened, board: Board) -> list[ArenaLease]:
+    """Return what was opened as objects, with the progress so far."""
     leases = []
-    for state, reason, lease, cell, offset, nbytes in answers:
-        if cell >= CELLS:
-            raise ProtocolError(f"cell {cell} is not on the board")
+    for state, reason, layout, lease, cell, offset, nbytes in zip(*opened, strict=True):
         frames = ALL_FRAMES if state == CellState.READY else 0
-        progress = Progress(CellState(state), frames, offset, nbytes, reason)
+        progress = Progress(CellState(state), frames, offset, nbytes, reason, layout)
         if state == CellState.FILLING:
             progress = board.read(cell)
         leases.append(ArenaLease(lease, cell, progress))
@@ -185,15 +183,12 @@ class AgentConnection:
             self._is_lost = bool(poll.poll(0))
         return self._is_lost
 
-    def open(
-        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
-    ) -> list[ArenaLease]:
-        """Open payloads of one namespace for reading, in order: at most ``OPEN_MAX``. Each lease
-        must be released."""
+    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> Opened:
+        """Open payloads for reading, in order: from 1 to ``OPEN_MAX``. Each lease must be
+        released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         answer = self._call(pack_opening(Opening(urgency, deadline_ms, wanted)))
-        answers = self._read(partial(unpack_opened, answer, len(wanted)))
-        return self._read(partial(leases_of, answers, self.arena.board))
+        return self._read(partial(unpack_opened, answer, len(wanted)))
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""
@@ -205,11 +200,11 @@ class AgentConnection:
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(claim))
 
-    def commit(self, commit: Commit) -> CommitStatus:
-        """Hand over a payload in the outbox, or a part of one. Its memory may be reused when this
-        returns."""
-        answer = self._call(pack_commit(commit))
-        return self._read(partial(unpack_committed, answer))
+    def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
+        """Hand over payloads in the outbox, or parts of some, at most ``COMMITS_MAX``. Their memory
+        may be reused when this returns."""
+        answer = self._call(pack_commits(commits))
+        return self._read(partial(unpack_committed, answer, len(commits)))
 
     def drop(self, drop: Drop) -> None:
         """Report that this rank will not hand over its part of a payload."""
@@ -221,20 +216,8 @@ class AgentConnection:
         """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
         lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
         none."""
-        if len(fields) <= FIELDS_MAX:
-            return (yield from self._find(namespace, hashes, fields))
-        parts = (fields[at : at + FIELDS_MAX] for at in range(0, len(fields), FIELDS_MAX))
-        found: list[list[Shards | None]] = []
-        for part in parts:
-            found += [(yield from self._find(namespace, hashes, part))]
-        return [
-            dict(chain.from_iterable(one.items() for one in row if one)) or None
-            for row in zip(*found, strict=True)
-        ]
-
-    def _find(
-        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> Steps[list[Shards | None]]:
+        if len(fields) > FIELDS_MAX:
+            raise StoreUnavailable(f"a lookup of {len(fields)} fields, allowed are {FIELDS_MAX}")
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()

@@ -36,14 +36,15 @@ class PageKernels:
     def scatter(
         self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
     ) -> None:
-        """Write ``recast(staged[l])`` into blocks ``ids`` of each layer ``l``.
+        """Write ``recast(staged[i, l])`` into the ``i``-th blocks of each layer ``l``.
 
-        ``staged``: ``[layers, blocks', heads', size', content]`` words, contiguous. ``ids``:
-        ``[recast.blocks]`` int64, all different.
+        ``staged``: ``[n, layers, blocks', heads', size', content]`` words, contiguous. ``ids``:
+        ``[n * recast.blocks]`` int64, all different.
         """
-        for pages, cache in zip(staged, layers.caches, strict=True):
-            cells = distinct(cache)
-            cells.index_copy_(0, ids, recast(pages)[:, : cells.shape[1]])
+        for frames, blocks in zip(staged, ids.split(recast.blocks), strict=True):
+            for pages, cache in zip(frames, layers.caches, strict=True):
+                cells, given = distinct(cache), recast(pages, cache.shape[2])
+                cells.index_copy_(0, blocks, given[:, : cells.shape[1]])
 
     def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
         """Write blocks into ``staged``: ``[chunks, layers, blocks, heads, size, content]`` words,
@@ -98,7 +99,7 @@ class _Form(NamedTuple):
 
 
 class _Frame(NamedTuple):
-    """The shape of staged pages, and the first head and block to take, as in ``Recast``.
+    """The shape of staged frames, and what is taken of each, as in ``Recast``.
 
     Kernels receive each number ``n`` as ``2 * n + 3``. Triton compiles again when a number in a
     tuple becomes 1 or a multiple of 16, whatever ``do_not_specialize`` lists. These never do.
@@ -109,6 +110,8 @@ class _Frame(NamedTuple):
     size: int
     first_head: int
     first_block: int
+    taken: int
+    """Blocks that are taken of a frame, or collected for it."""
 
 
 def _copy_pages(
@@ -121,6 +124,7 @@ def _copy_pages(
     """
     blocks = (numbers.blocks - 3) // 2
     first_block = (numbers.first_block - 3) // 2
+    taken = (numbers.taken - 3) // 2
     tiles: tl.constexpr = (form.page + form.tile - 1) // form.tile
     index = tl.program_id(0) // tiles
     layer = tl.program_id(1)
@@ -137,18 +141,18 @@ def _copy_pages(
     cells += head.to(tl.int64) * form.head + token.to(tl.int64) * form.token
     cells += word.to(tl.int64) * form.word
 
+    # Frames are ordered by payload and layer.
+    frame = (index // taken).to(tl.int64) * tl.num_programs(1) + layer
+    index = first_block + index % taken
     if form.action == "recast":
         heads = (numbers.heads - 3) // 2
         size = (numbers.size - 3) // 2
-        token += (first_block + index) * form.size
-        row = layer.to(tl.int64) * blocks + token // size
+        token += index * form.size
+        row = frame * blocks + token // size
         row = row * heads + (numbers.first_head - 3) // 2 + head
         words = staged + (row * size + token % size) * form.content + word
     else:
-        # Pages are ordered by chunk, layer and block. Only "gather" has several chunks.
-        index += first_block
-        page = (index // blocks).to(tl.int64) * tl.num_programs(1) + layer
-        words = staged + (page * blocks + index % blocks) * form.page + at
+        words = staged + (frame * blocks + index) * form.page + at
 
     if form.action == "gather":
         tl.store(words, tl.load(cells, mask=exists), mask=exists)
@@ -175,9 +179,9 @@ class TritonKernels(PageKernels):
             part = layers.cut(run)
             cache = part.caches[0]
             ids = torch.empty(0, dtype=torch.int64, device=cache.device)
-            shape = (len(part), 0, *cache.shape[1:])
+            shape = (0, len(part), 1, *cache.shape[1:])
             staged = torch.empty(shape, dtype=cache.dtype, device=cache.device)
-            own = _Frame(0, cache.shape[1], cache.shape[2], 0, 0)
+            own = _Frame(1, cache.shape[1], cache.shape[2], 0, 0, 1)
             for action in _ACTIONS:
                 self._launch(staged, part, ids, own, action)
 
@@ -189,18 +193,18 @@ class TritonKernels(PageKernels):
             super().scatter(staged, layers, ids, recast)
             return
         _, heads, size, content = layers.caches[0].shape
-        count, *own, given = staged.shape
+        payloads, count, *own, given = staged.shape
         assert (count, given) == (len(layers), content)
+        assert tuple(own) == (*recast.frame[:2], recast.frame[2] or size)
         start, end = recast.heads
         assert 0 <= start <= end - heads
         assert end - start == heads
         assert end <= own[1]
-        assert recast.block_size in (0, size)
         assert recast.first_block >= 0
         assert (recast.first_block + recast.blocks) * size <= own[0] * own[2]
-        assert len(ids) == recast.blocks
+        assert len(ids) == payloads * recast.blocks
         action = "scatter" if own[1:] == [heads, size] else "recast"
-        frame = _Frame(own[0], own[1], own[2], start, recast.first_block)
+        frame = _Frame(own[0], own[1], own[2], start, recast.first_block, recast.blocks)
         self._launch(staged, layers, ids, frame, action)
 
     def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
@@ -208,7 +212,7 @@ class TritonKernels(PageKernels):
         chunks, count, blocks, *page = staged.shape
         assert (count, len(ids)) == (len(layers), chunks * blocks)
         assert tuple(page) == layers.caches[0].shape[1:]
-        frame = _Frame(blocks, page[0], page[1], 0, 0)
+        frame = _Frame(blocks, page[0], page[1], 0, 0, blocks)
         self._launch(staged, layers, ids, frame, "gather")
 
     def _launch(

@@ -4,22 +4,20 @@ A host lane, which is here, copies at once. A device lane is a stream of its own
 ``objkv.transfer.devices``: its copies run concurrently with the model's kernels, ordered by events.
 """
 
-import os
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from operator import attrgetter, itemgetter
+from itertools import accumulate, pairwise
+from operator import mul
 from threading import Lock
-from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
+from numpy.lib.stride_tricks import as_strided
 
-from objkv.agent.memory.arena import Arena
-from objkv.errors import TransferError
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+"""Offsets, addresses, sizes or block ids."""
 
 # Recasting turns pages of one shape into pages of another, as views if possible. Pages are
 # ``[blocks, heads, block_size, content]``, with each token's content of each head contiguous, so
@@ -34,12 +32,12 @@ PagesT = TypeVar("PagesT", np.ndarray[Any, np.dtype[Any]], torch.Tensor)
 
 @dataclass(frozen=True, slots=True)
 class Recast:
-    """How to read a frame that a rank of another shape wrote."""
+    """How to read frames that a rank of another shape wrote."""
 
+    frame: tuple[int, int, int]
+    """Blocks of a frame, heads, and tokens in a block. No tokens: as many as in the reader's."""
     heads: tuple[int, int]
     """Heads of the frame to take, ``[start, end)``."""
-    block_size: int
-    """The reader's block size in tokens. 0: that of the frame."""
     first_block: int
     """First block to take, counted in blocks of the reader's size."""
     blocks: int
@@ -47,47 +45,36 @@ class Recast:
     tokens: tuple[int, int] = (0, 1)
     """First token of the frame to take, and the distance to the next ones."""
 
-    def __call__(self, pages: PagesT) -> PagesT:
-        """Return ``[blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
+    def __call__(self, pages: PagesT, block_size: int) -> PagesT:
+        """Return ``[..., blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
 
         A view of ``pages`` if the block size is the same, otherwise a copy. Any ratio works, if the
         tokens fill whole blocks.
         """
         start, end = self.heads
-        assert 0 <= start < end <= pages.shape[1]
-        pages = pages[:, start:end]
-        blocks, heads, size, content = pages.shape
-        block_size, (first, step) = self.block_size or size, self.tokens
+        assert 0 <= start < end <= pages.shape[-3]
+        pages = pages[..., start:end, :, :]
+        *layers, blocks, heads, size, content = pages.shape
+        first, step = self.tokens
         if (block_size, first, step) != (size, 0, 1):
-            tokens = blocks * size // step
-            assert tokens % block_size == 0
-            assert blocks * size % step == 0
-            rows = pages.swapaxes(0, 1).reshape(heads, blocks * size, content)[:, first::step]
-            pages = rows.reshape(heads, tokens // block_size, block_size, content).swapaxes(0, 1)
+            count = blocks * size // step // block_size
+            assert count * block_size * step == blocks * size
+            rows = pages.swapaxes(-4, -3).reshape(*layers, heads, blocks * size, content)
+            rows = rows[..., first::step, :].reshape(*layers, heads, count, block_size, content)
+            pages = rows.swapaxes(-4, -3)
         until = self.first_block + self.blocks
-        assert until <= pages.shape[0]  # otherwise a single page would be broadcast
-        return pages[self.first_block : until]
+        assert until <= pages.shape[-4]  # otherwise a single page would be broadcast
+        return pages[..., self.first_block : until, :, :, :]
 
 
 Pages = np.ndarray[Any, np.dtype[Any]]
-"""Pages of one layer, ``[n, heads, block_size, content]`` words, in host memory, pinned for a
-device lane."""
+"""Pages of one layer in host memory, ``[n, heads, block_size, content]`` words."""
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Integer types by size. Pages are copied as integers, because numpy has neither bf16 nor fp8, and
 torch copies fp8 by index only on some devices."""
 ARRAY_WORDS = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16}
 ARRAY_WORDS[torch.uint8] = np.uint8
 """The same integer types in numpy."""
-_RUNS_MAX = 16
-"""Up to this many runs of consecutive blocks are copied one by one. A call costs 0.4 us and lets
-other threads run in between, unlike one call for all runs."""
-_COPY_BYTES_PER_S = 2e9
-_WAITED_S = 1e-3
-"""Copies that take this much longer than at the speed above have waited for the interpreter."""
-_LAYERS_AT_ONCE = 4
-_nbytes = attrgetter("nbytes")
-_PIECES_MAX = 1024
-"""The most pieces that one call of ``preadv`` may read into."""
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
@@ -114,8 +101,8 @@ class PagedLayers:
         """``caches``: ``[num_blocks, heads, block_size, content]`` integer words of each layer, in
         any physical order."""
         self.caches = tuple(caches)
-        self.nbytes = tuple(c[0].numel() * c.element_size() for c in self.caches)
-        """Bytes of one block of each layer."""
+        self.nbytes = np.array([c[0].numel() * c.element_size() for c in self.caches], np.int64)
+        """Bytes of one block of each layer, ``[layers]``."""
         self._cuts: dict[tuple[int, int], PagedLayers] = {}
         self._pointers: torch.Tensor | None = None
         self._uploading = Lock()
@@ -150,29 +137,54 @@ class PagedLayers:
         return all(cache[:1].is_contiguous() for cache in self.caches)
 
     @cached_property
+    def follows(self) -> bool:
+        """Whether the blocks of each layer follow one another in memory."""
+        return self.has_whole_blocks and bool((self.strides == self.nbytes).all())
+
+    @cached_property
     def blocks(self) -> int:
         """Number of blocks that all layers have."""
         return min(len(cache) for cache in self.caches)
 
     @cached_property
-    def arrays(self) -> list[Pages]:
-        """The caches as numpy arrays. Only for caches in host memory."""
-        return [cache.numpy() for cache in self.caches]
+    def stacks(self) -> list[tuple[range, Pages]]:
+        """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, and
+        which layers each has: consecutive layers of one form, at one distance in memory, as they
+        nearly always are. Only for caches in host memory."""
+        stacks = []
+        for run in self.runs:
+            steps = np.diff(self.addresses[run.start : run.stop]).tolist()
+            start = run.start
+            while start < run.stop:
+                step = steps[start - run.start] if start + 1 < run.stop else 0
+                end = start + 1
+                while end < run.stop and steps[end - 1 - run.start] == step:
+                    end += 1
+                first = self.caches[start].numpy()
+                shape, strides = (end - start, *first.shape), (step, *first.strides)
+                stacks.append((range(start, end), as_strided(first, shape, strides)))
+                start = end
+        return stacks
+
+    def frame_bytes(self, blocks: int, recast: Recast | None = None) -> Ints:
+        """Return the bytes of a frame of each layer, ``[layers]``: of ``blocks`` pages, or of what
+        ``recast`` reads."""
+        if recast is None:
+            return blocks * self.nbytes
+        count, heads, size = recast.frame
+        _, own_heads, own_sizes, _ = np.array([cache.shape for cache in self.caches], np.int64).T
+        of_tokens: Ints = self.nbytes // (own_heads * own_sizes)
+        return of_tokens * (count * heads) * (size or own_sizes)
 
     @cached_property
-    def page_shapes(self) -> list[tuple[int, ...]]:
-        """Shape of one page of each layer, in words."""
-        return [tuple(cache.shape[1:]) for cache in self.caches]
+    def strides(self) -> Ints:
+        """Bytes from one block of each layer to the next, ``[layers]``."""
+        return np.array([c.stride(0) * c.element_size() for c in self.caches], np.int64)
 
     @cached_property
-    def strides(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Bytes from one block of each layer to the next, ``[layers]`` int64."""
-        return np.array([c.stride(0) * c.element_size() for c in self.caches], dtype=np.int64)
-
-    @cached_property
-    def addresses(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Address of block 0 of each layer, ``[layers]`` int64."""
-        return np.array([cache.data_ptr() for cache in self.caches], dtype=np.int64)
+    def addresses(self) -> Ints:
+        """Address of block 0 of each layer, ``[layers]``."""
+        return np.array([cache.data_ptr() for cache in self.caches], np.int64)
 
     @property
     def pointers(self) -> torch.Tensor:
@@ -229,88 +241,95 @@ class Lane(Protocol):
 
     def scatter(
         self,
-        pages: Sequence[Pages],
+        memory: memoryview,
+        starts: Ints,
         layers: PagedLayers,
-        placed: "BlockRuns",
+        ids: Ints,
         recast: Recast | None = None,
     ) -> None:
-        """Write ``pages`` into blocks.
+        """Write the pages of ``n`` payloads into blocks.
+
+        Raises IndexError for a block that a layer does not have, and for pages outside ``memory``.
 
         Args:
-            pages: one array per layer of ``layers``, as words of its cache.
-            placed: ``n`` block ids, all different.
-            recast: turns ``pages`` into the ``n`` pages to write. If that needs a copy, the copy is
-                on the device of the caches. None: ``pages`` are written unchanged.
+            memory: bytes, one after another. For a device lane pinned, or registered in pieces
+                that end at the lane's seams.
+            starts: ``[n, layers]``: where the frame of each layer starts in ``memory``.
+            layers: the layers that are written. A frame has words of its layer's cache.
+            ids: ``[n, blocks]`` block ids, all different. Must not change any more.
+            recast: how to make ``blocks`` pages of a frame of another shape. If that needs a copy,
+                the copy is on the device of the caches. None: frames are ``blocks`` pages, and are
+                written unchanged.
         """
 
-    def gather(
-        self, layers: PagedLayers, placed: "BlockRuns", pages: Sequence[torch.Tensor]
-    ) -> None:
-        """Copy blocks into ``pages``: one uint8 tensor per chunk, at least as long as the chunk,
-        which receives all its blocks of the first layer, then of the second, and so on. ``placed``
-        has the blocks of all chunks, the same number for each."""
+    def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
+        """Copy the blocks of ``n`` chunks to ``memory``: for each chunk all its blocks of the first
+        layer, then of the second, and so on.
+
+        Raises as ``scatter`` does.
+
+        Args:
+            layers: the layers that are read.
+            ids: ``[n, blocks]`` block ids.
+            memory: bytes, one after another, writable; pinned for a device lane.
+            starts: ``[n]``: where the pages of each chunk start in ``memory``.
+        """
 
     def mark(self) -> Mark:
         """Return a mark after all work submitted to the lane so far."""
 
 
-class BlockRuns:
-    """Block ids, and the runs of consecutive ids among them."""
+def check_reach(
+    memory: memoryview, starts: Ints, nbytes: Ints, layers: PagedLayers, ids: Ints
+) -> None:
+    """Raise IndexError if blocks are not in the cache, or bytes not in ``memory``: it would be
+    other memory. ``nbytes``: from each of ``starts`` on, of the same shape or broadcast to it."""
+    if starts.shape not in ((len(ids),), (len(ids), len(layers))):  # they would be broadcast
+        raise ValueError(f"starts of {starts.shape} for {len(ids)} times {len(layers)} layers")
+    if ids.view(np.uint64).max() >= layers.blocks:  # those below 0 are huge numbers there
+        raise IndexError(f"blocks {ids.min()} to {ids.max()} of {layers.blocks}")
+    room = len(memory) - nbytes
+    if (starts | room | (room - starts)).min() < 0:  # the sign of any of them
+        raise IndexError(f"pages from {starts.min()} to {starts.max()} of {len(memory)} bytes")
 
-    def __init__(self, block_ids: Sequence[int]) -> None:
-        assert min(block_ids) >= 0
-        self.ids = block_ids
-        first, count = block_ids[0], len(block_ids)
-        starts = [0]
-        if tuple(block_ids) != tuple(range(first, first + count)):  # most are one run
-            starts += [at for at in range(1, count) if block_ids[at] != block_ids[at - 1] + 1]
-        self.runs: list[tuple[int, int, int]] = [
-            (block_ids[start], start, end - start) for start, end in pairwise([*starts, count])
-        ]
-        """First block, index in the pages, number of blocks."""
-        self.end = max(block_ids) + 1
-        """Number of the block after the last one."""
-        self._uploaded: torch.Tensor | None = None
 
-    def upload(self, device: torch.device) -> torch.Tensor:
-        """Return the ids on ``device``, ``[n]`` int64, for work of its current stream."""
-        if self._uploaded is None:
-            ids = torch.tensor(self.ids, dtype=torch.int64)
-            if device.type != "cpu":
-                # A copy from unpinned memory would block this thread until the stream has caught
-                # up. PyTorch keeps the pinned memory until the copy is done.
-                pinned = torch.empty(len(ids), dtype=torch.int64, pin_memory=True).copy_(ids)
-                ids = pinned.to(device, non_blocking=True)
-            self._uploaded = ids
-        return self._uploaded
+def address_of(memory: memoryview) -> int:
+    """Return where ``memory`` starts."""
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
 
-    def check(self, blocks: int) -> None:
-        """Raise IndexError if an id is not below ``blocks``: it would be other memory."""
-        if self.end > blocks:
-            raise IndexError(f"block {self.end - 1} of {blocks}")
+
+def offsets_of(nbytes: Ints) -> Ints:
+    """Return where each of some pieces starts if they follow one another."""
+    return np.cumsum(nbytes) - nbytes
+
+
+def run_starts(ids: Ints) -> Ints:
+    """Return where runs of consecutive ids start in ``ids.flat``. Each row starts one."""
+    starts = np.ones(ids.shape, bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
+    return np.flatnonzero(starts)
+
+
+def upload(ids: Ints, device: torch.device) -> torch.Tensor:
+    """Return ``ids`` on ``device``, ``[ids.size]`` int64, for work of its current stream."""
+    # A copy from unpinned memory would block this thread until the stream has caught up. PyTorch
+    # keeps the pinned memory until the copy is done.
+    pinned = torch.empty(ids.size, dtype=torch.int64, pin_memory=device.type != "cpu")
+    pinned.numpy()[:] = ids.reshape(-1)
+    return pinned.to(device, non_blocking=True)
 
 
 class HostLane:
     """Copies within host memory, in the calling thread.
 
-    numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
-    another thread computes in Python. So where a copy from an arena waited, the remaining layers
-    are read from the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2.
-    Alone that takes 2.4 times as long as numpy (2 cores, 2026-11).
+    numpy gives up the interpreter's lock for each copy and waits for it afterwards, up to 5 ms if
+    another thread computes in Python. So consecutive blocks of all layers are one copy: a payload
+    of 32 MiB is one call, which takes that long anyway.
+    torch's copies would use the threads that the model computes with and wait for them: up to a
+    second for 128 MiB while they are busy, against 50 ms here (2 cores, 2026-11-21).
     """
 
     per_span = False
-
-    def __init__(self) -> None:
-        self._fd, self._base, self._end = -1, 0, 0
-        self._at_once = 1
-        """Layers copied before the time is taken: one where the last copies waited."""
-
-    def attach(self, arena: Arena) -> None:
-        """Copy from ``arena`` from now on, besides other memory."""
-        self._fd = arena.fd
-        self._base = np.frombuffer(arena.view, np.uint8).ctypes.data
-        self._end = self._base + arena.nbytes
 
     def adopt_thread(self) -> None:
         """Do nothing: any thread can use the lane."""
@@ -328,103 +347,72 @@ class HostLane:
 
     def scatter(
         self,
-        pages: Sequence[Pages],
+        memory: memoryview,
+        starts: Ints,
         layers: PagedLayers,
-        placed: BlockRuns,
+        ids: Ints,
         recast: Recast | None = None,
     ) -> None:
-        """See ``Lane.scatter``.
+        """See ``Lane.scatter``."""
+        assert recast is None or recast.blocks == ids.shape[1]
+        check_reach(memory, starts, layers.frame_bytes(ids.shape[1], recast), layers, ids)
+        for cells, pages in _moves(memory, starts, layers, ids, recast):
+            np.copyto(cells, pages)
 
-        Uses numpy, which copies whole blocks: 1 MiB takes 25 us. A plain copy takes 23 us, and
-        torch's ``index_copy_`` 115 to 170 us on threads that the model computes with (2 cores,
-        2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
-        threads.
-        """
-        assert len(pages) == len(layers.caches)
-        count, done = len(pages), 0
-        begun = monotonic()
-        while done < count:
-            some = pages[done : done + self._at_once]
-            given = some if recast is None else [recast(one) for one in some]
-            scatter_layers(given, layers.arrays[done : done + len(some)], placed)
-            done += len(some)
-            ended = monotonic()
-            has_waited = ended - begun > _WAITED_S + sum(map(_nbytes, some)) / _COPY_BYTES_PER_S
-            self._at_once, begun = 1 if has_waited else _LAYERS_AT_ONCE, ended
-            if has_waited and recast is None and self._read(pages[done:], layers, done, placed):
-                return
-
-    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
-        """See ``Lane.gather``.
-
-        Copies piece by piece in this thread. torch's ``index_select`` would use the threads that
-        the model computes with and wait for them: up to a second for 128 MiB while they are busy,
-        against 50 ms here (2 cores, 2026-11-21).
-        """
-        placed.check(layers.blocks)
-        each = len(placed.ids) // len(pages)
-        for at, memory in enumerate(pages):
-            runs, offset = BlockRuns(placed.ids[at * each : (at + 1) * each]).runs, 0
-            for source, nbytes in zip(layers.arrays, layers.nbytes, strict=True):
-                end = offset + each * nbytes
-                shape = (each, *source.shape[1:])
-                target = memory[offset:end].numpy().view(source.dtype).reshape(shape)
-                for block, first, count in runs:
-                    np.copyto(target[first : first + count], source[block : block + count])
-                offset = end
+    def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
+        """See ``Lane.gather``."""
+        nbytes = layers.frame_bytes(ids.shape[1])
+        check_reach(memory, starts, nbytes.sum(), layers, ids)
+        of_layers = starts[:, None] + offsets_of(nbytes)
+        for cells, pages in _moves(memory, of_layers, layers, ids):
+            np.copyto(pages, cells)
 
     def mark(self) -> Mark:
         """Return a mark that is done."""
         return _DONE
 
-    def _read(
-        self,
-        pages: Sequence[Pages],
-        layers: PagedLayers,
-        first: int,
-        placed: BlockRuns,
-    ) -> bool:
-        """Read pages of the layers from ``first`` on. Returns False if that is impossible."""
-        if not pages:
-            return True
-        at = pages[0].ctypes.data
-        nbytes = sum(given.nbytes for given in pages)
-        follows = pages[-1].ctypes.data + pages[-1].nbytes == at + nbytes
-        inside = self._base <= at and at + nbytes <= self._end
-        if not (follows and inside and layers.has_whole_blocks):
-            return False
-        if len(pages) * len(placed.runs) > _PIECES_MAX:
-            return False
-        room = []
-        for given, array in zip(pages, layers.arrays[first:], strict=True):
-            assert len(given) == len(placed.ids)  # otherwise pages would go to other blocks
-            placed.check(len(array))
-            for block, _, blocks in placed.runs:
-                row = array[block : block + blocks]
-                # If layers share blocks, the pages of one layer do not follow each other.
-                pieces = [row] if row.flags.c_contiguous else list(row)
-                room += [piece.data.cast("B") for piece in pieces]
-        if len(room) > _PIECES_MAX or sum(map(len, room)) != nbytes:
-            return False
-        if os.preadv(self._fd, room, at - self._base) != nbytes:
-            raise TransferError("the arena is shorter than its payloads")
-        return True
+
+def _moves(
+    memory: memoryview, starts: Ints, layers: PagedLayers, ids: Ints, recast: Recast | None = None
+) -> Iterator[tuple[Pages, Pages]]:
+    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, which
+    may be a copy if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``.
+    ``starts`` and ``ids``: see ``Lane.scatter``."""
+    count = ids.shape[1]
+    firsts = run_starts(ids)
+    lengths = np.diff(firsts, append=ids.size).tolist()
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in ids]
+    for first, block, length in zip(
+        firsts.tolist(), ids.reshape(-1)[firsts].tolist(), lengths, strict=True
+    ):
+        runs[first // count].append((block, first % count, length))
+    for part, cells in _regular(layers.stacks, starts):
+        _, _, heads, size, content = cells.shape
+        frame = count, heads, size
+        if recast is not None:
+            frame = *recast.frame[:2], recast.frame[2] or size
+        word = cells.dtype.itemsize
+        inner = accumulate((content, *frame[:0:-1]), mul, initial=word)
+        strides = tuple(inner)[::-1]
+        for of_payload, blocks in zip(
+            starts[:, part.start : part.stop].tolist(), runs, strict=True
+        ):
+            step = of_payload[1] - of_payload[0] if len(part) > 1 else 0
+            shape = (len(part), *frame, content)
+            pages = np.ndarray(shape, cells.dtype, memory, of_payload[0], (step, *strides))
+            if recast is not None:
+                pages = recast(pages, size)
+            for block, first, length in blocks:
+                yield cells[:, block : block + length], pages[:, first : first + length]
 
 
-def scatter_layers(pages: Sequence[Pages], arrays: Sequence[Pages], placed: BlockRuns) -> None:
-    """Write pages of each layer into blocks of its cache, both in host memory."""
-    # No assertion: a layer would be left out, or a single page broadcast.
-    blocks = len(placed.ids)
-    if len(pages) != len(arrays) or set(map(len, pages)) != {blocks}:
-        raise ValueError(f"pages of {len(pages)} layers for {blocks} blocks of {len(arrays)}")
-    placed.check(min(map(len, arrays)))  # slicing would silently shorten a range
-    if len(placed.runs) > _RUNS_MAX:
-        for given, array in zip(pages, arrays, strict=True):
-            array[list(placed.ids)] = given
-        return
-    for block, at, count in placed.runs:
-        # No loop in Python, which would hold the interpreter's lock for longer.
-        is_all = count == blocks
-        parts = pages if is_all else map(itemgetter(slice(at, at + count)), pages)
-        targets = map(itemgetter(slice(block, block + count)), arrays)
-        deque(map(np.copyto, targets, parts), maxlen=0)
+def _regular(stacks: list[tuple[range, Pages]], starts: Ints) -> Iterator[tuple[range, Pages]]:
+    """Yield stacks of layers whose frames are at one distance in memory, as in a payload; others
+    layer by layer."""
+    for part, cells in stacks:
+        steps = np.diff(starts[:, part.start : part.stop])
+        if steps.size == 0 or (steps == steps[:, :1]).all():
+            yield part, cells
+        else:
+            for at, layer in enumerate(part):
+                yield range(layer, layer + 1), cells[at : at + 1]

@@ -9,25 +9,19 @@ its group is refused.
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
-from operator import mul
-from typing import Any
 
 import numpy as np
 
 from objkv.codec.payload import LayerSpec, check_layers
-from objkv.codec.values import Frames
 from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
 from objkv.keys.topology import Shard, TokenPart, frame_name
-from objkv.transfer.lanes import ARRAY_WORDS, BlockRuns, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import Ints, Lane, PagedLayers, Recast, offsets_of
 from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.plan import ChunkMove, Source
+from objkv.transfer.plan import Source
 
 _KEPT_MAX = 1024
 """Bound of remembered layouts. A fleet has few shapes, but a bucket may contain anything."""
-Form = tuple[tuple[int, ...], np.dtype[Any]]
-"""The shape of a frame's pages in words, and the type of a word."""
 
 
 class ForeignLayoutError(ObjkvError):
@@ -43,53 +37,44 @@ class _Column:
         """``share``: what the column has. ``filled``: the rank's rows. ``read``: the frames that
         fill them."""
         own, shape = group.shape.rank_shard.shard, group.shape
-        of_share = share.head_start, share.head_end, share.tokens
-        has_same = of_share == (own.head_start, own.head_end, own.tokens)
-        self.recasts = not has_same or read[0].shape[2] != group.layers[0].shape[2]
         first, end = max(own.head_start, share.head_start), min(own.head_end, share.head_end)
         self._heads = (first - share.head_start, end - share.head_start)
         heads = slice(first - own.head_start, end - own.head_start)
         slots, self._tokens = _selection(own.tokens, share.tokens)
         ours = group.pages.cut(filled)
-        words = [np.dtype(ARRAY_WORDS[cache.dtype]) for cache in ours.caches]
-        self._forms = [_form(*both) for both in zip(read, words, strict=True)]
-        self._is_uniform = all(form == self._forms[0] for form in self._forms)
-        of_first, word = self._forms[0]
-        self._strides = tuple(accumulate(of_first[:0:-1], mul, initial=word.itemsize))[::-1]
-        self._pages = (
-            PagedLayers([c[:, heads, slots] for c in ours.caches]) if self.recasts else ours
-        )
-        self._block_size = 0 if shape.parts else self._pages.caches[0].shape[2]
+        is_all = end - first == own.head_end - own.head_start and slots == slice(None)
+        self._pages = ours if is_all else PagedLayers([c[:, heads, slots] for c in ours.caches])
+        blocks, given_heads, size, _ = read[0].shape
+        own_size = self._pages.caches[0].shape[2]
+        self._blocks = blocks * size // self._tokens[1] // own_size
+        """Blocks of the rank that a frame fills."""
+        self._frame = blocks, given_heads, 0 if shape.parts else size
+        is_whole = self._heads == (0, given_heads) and self._tokens == (0, 1)
+        self._recasts = not is_whole or size != own_size
+        as_given = Recast(self._frame, self._heads, 0, 0)
+        # Otherwise some bytes of each token would be left out.
+        assert self._pages.frame_bytes(0, as_given).tolist() == [layer.nbytes for layer in read]
 
     def scatter(
         self,
         lane: Lane,
         rows: range,
         memory: memoryview,
-        starts: Sequence[int],
-        placed: BlockRuns,
+        starts: Ints,
+        ids: Ints,
         skipped: int,
     ) -> None:
         """Write the pages of some of the rows, ``skipped`` blocks of the rank after the first.
-        ``starts``: where the rows' frames start in ``memory``."""
-        pages: list[Pages]
-        step = starts[1] - starts[0] if len(rows) > 1 else 0
-        if self._is_uniform and starts[-1] - starts[0] == step * (len(rows) - 1):
-            # One call for all rows takes a third of the time.
-            (shape, word), strides = self._forms[rows.start], (step, *self._strides)
-            pages = list(np.ndarray((len(rows), *shape), word, memory, starts[0], strides))
-        else:
-            forms = self._forms[rows.start : rows.stop]
-            pages = [
-                np.ndarray(shape, word, memory, start)
-                for (shape, word), start in zip(forms, starts, strict=True)
-            ]
-        layers, count = self._pages.cut(rows), len(placed.ids)
-        if not self.recasts and count == len(pages[0]):
-            lane.scatter(pages, layers, placed)
-            return
-        recast = Recast(self._heads, self._block_size, skipped, count, self._tokens)
-        lane.scatter(pages, layers, placed, recast)
+        ``starts``: where the rows' frames start in ``memory``, ``[n, rows]``."""
+        layers, blocks = self._pages.cut(rows), ids.shape[1]
+        if not 0 <= skipped <= self._blocks - blocks:  # pages of the next layer would be read
+            raise ValueError(f"blocks {skipped} to {skipped + blocks} of {self._blocks}")
+        recast = None
+        if self._recasts:
+            recast = Recast(self._frame, self._heads, skipped, blocks, self._tokens)
+        elif skipped:
+            starts = starts + skipped * layers.nbytes
+        lane.scatter(memory, starts, layers, ids, recast)
 
 
 class PayloadLayout:
@@ -130,54 +115,50 @@ class PayloadLayout:
             _Column(group, share, self.filled, self._of_column(found, place))
             for share, place in zip(read, self._places, strict=True)
         ]
-        within = list(zip(*[self._of_column(found, n) for n in range(columns)], strict=True))
-        self._offsets = [
-            [sum(layer.nbytes for layer in row[self._first : place]) for row in within]
-            for place in self._places
-        ]
-        """Where the frames of each column that is read start in what ``spans`` returns."""
+        sizes = np.array([layer.nbytes for layer in found], np.int64).reshape(-1, columns)
+        starts = offsets_of(sizes.reshape(-1)).reshape(-1, columns)
+        last = self._places[-1]
+        self.starts = starts[:, self._first]
+        """Where what is read of each row of the payload starts, counted from its first frame,
+        ``[rows of the payload]``: a span of consecutive frames."""
+        self.sizes = starts[:, last] + sizes[:, last] - self.starts
+        """Bytes of each span."""
+        self._offsets = [starts[:, place] - self.starts for place in self._places]
+        """Where the frames of each column that is read start in the spans."""
 
     def frames(self, rows: range) -> list[int]:
         """Return the numbers of the frames that are read of these rows."""
         columns = range(self._first, self._last + 1)
         return [row * self.columns + column for row in rows for column in columns]
 
-    def spans(self, frames: Frames, rows: range) -> tuple[Sequence[int], Sequence[int]]:
-        """Return where what is read of each of these rows starts in the payload, and where it
-        ends."""
-        starts = frames.starts[self._first :: self.columns][rows.start : rows.stop]
-        ends = frames.ends[self._last :: self.columns][rows.start : rows.stop]
-        return starts, ends
-
-    def place(self, move: ChunkMove) -> BlockRuns:
-        """Return the move's blocks for ``scatter``."""
-        return BlockRuns(self._group.blocks(move.block_ids))
-
     def scatter(
         self,
         lane: Lane,
         rows: range,
         memory: memoryview,
-        starts: Sequence[int],
-        move: ChunkMove,
-        placed: BlockRuns,
+        starts: Ints,
+        ids: Ints,
+        first_block: int,
     ) -> None:
-        """Write the rank's part of some rows into the move's blocks.
+        """Write the rank's part of some rows of ``n`` payloads into blocks.
+
+        Raises IndexError for a block that does not exist, or a span outside ``memory``, and
+        ValueError for more blocks than a payload has.
 
         Args:
             rows: which, all of them in ``self.rows``.
             memory: has their raw, verified bytes. Must stay alive until the lane's next mark is
                 done.
-            starts: where each of them starts in it, see ``spans``.
-            placed: the move's blocks, from ``place``.
+            starts: ``[n, rows]``: where the spans of the rows start in it, see ``self.starts``.
+            ids: ``[n, blocks]``: vLLM's block ids. Must not change any more.
+            first_block: the payloads' block that the first of them receives.
         """
         first = rows.start - self.rows.start
         ours = range(first, first + len(rows))
-        skipped = move.first_block * self._group.split
+        ids, skipped = self._group.blocks(ids), first_block * self._group.split
         for column, offsets in zip(self._columns, self._offsets, strict=True):
-            within = offsets[ours.start : ours.stop]
-            at = [start + offset for start, offset in zip(starts, within, strict=True)]
-            column.scatter(lane, ours, memory, at, placed, skipped)
+            at = starts + offsets[rows.start : rows.stop]
+            column.scatter(lane, ours, memory, at, ids, skipped)
 
     def _of_column(self, found: tuple[LayerSpec, ...], place: int) -> tuple[LayerSpec, ...]:
         return found[place :: self.columns][self.rows.start : self.rows.stop]
@@ -284,13 +265,6 @@ def _rows(shape: GroupShape, layers: range, shard: Shard) -> range:
     """Return the rows of some layers among those of a shard."""
     first = shard.layer_start
     return range(shape.rows * (layers.start - first), shape.rows * (layers.stop - first))
-
-
-def _form(layer: LayerSpec, word: np.dtype[Any]) -> Form:
-    *shape, content = layer.shape
-    words, rest = divmod(content * layer.item_bytes, word.itemsize)
-    assert not rest  # otherwise some bytes of each token would be left out
-    return (*shape, words), word
 
 
 def _selection(own: TokenPart, source: TokenPart) -> tuple[slice, tuple[int, int]]:

@@ -11,9 +11,9 @@ pages have the kernel's block size.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from types import MappingProxyType
 
+import numpy as np
 import torch
 
 from objkv.codec.join import Place
@@ -21,7 +21,7 @@ from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.states import PartView, part_names
 from objkv.keys.topology import RankShard, Shard, frame_name
-from objkv.transfer.lanes import BlockRuns, Lane, PagedLayers, as_words, distinct
+from objkv.transfer.lanes import Ints, Lane, PagedLayers, as_words, distinct, offsets_of, upload
 
 DTYPE_NAMES = {
     torch.bfloat16: "BF16",
@@ -160,34 +160,33 @@ class PagedGroup:
         """The tensors of ``pages``."""
         return self.pages.caches
 
-    def blocks(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Return the kernel's blocks that vLLM's blocks consist of."""
+    def blocks(self, ids: Ints) -> Ints:
+        """Return the kernel's blocks that vLLM's blocks consist of, ``[n, split * blocks]`` of
+        ``[n, blocks]``."""
         if self.split == 1:
-            return block_ids
-        return [b * self.split + part for b in block_ids for part in range(self.split)]
+            return ids
+        return (ids[..., None] * self.split + np.arange(self.split)).reshape(len(ids), -1)
 
     def clear(self, block_ids: Sequence[int]) -> None:
         """Zero vLLM's blocks in all layers, in the order of the device's current stream. Raises
         ``IndexError`` if one does not exist."""
-        placed = BlockRuns(self.blocks(block_ids))
-        placed.check(self.pages.blocks)
-        ids = placed.upload(self.device)
+        ids = self.blocks(np.array([block_ids], np.int64))
+        if ids.max() >= self.pages.blocks:
+            raise IndexError(f"block {ids.max()} of {self.pages.blocks}")
+        cleared = upload(ids, self.device)
         for cache in self.caches:
-            cache.index_fill_(0, ids, 0)
+            cache.index_fill_(0, cleared, 0)
 
-    def gather(
-        self, lane: Lane, block_ids: Sequence[Sequence[int]], pages: Sequence[torch.Tensor]
-    ) -> None:
-        """Copy all layers of each chunk into its pages, one layer after the other.
+    def gather(self, lane: Lane, ids: Ints, memory: memoryview, starts: Ints) -> None:
+        """Copy all layers of ``n`` chunks to ``memory``, one layer after the other.
 
         Args:
-            block_ids: vLLM's blocks of each chunk.
-            pages: per chunk ``[>= raw_bytes]`` uint8 in host memory, pinned for a device lane.
-                They are complete when a later mark is done.
+            ids: ``[n, blocks]``: vLLM's blocks of each chunk.
+            memory: writable; pinned for a device lane.
+            starts: ``[n]``: where the ``raw_bytes`` of each chunk start in it. They are complete
+                when a later mark of the lane is done.
         """
-        assert len(block_ids) == len(pages)
-        placed = BlockRuns(self.blocks(list(chain.from_iterable(block_ids))))
-        lane.gather(self.pages, placed, pages)
+        lane.gather(self.pages, self.blocks(ids), memory, starts)
 
 
 def _whole_blocks(cache: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -292,8 +291,8 @@ def check_pages(group: PagedGroup, lane: Lane) -> None:
 def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]) -> None:
     neighbours = [block for block in watched if block not in written]
     untouched = [cache[neighbours].cpu() for cache in group.caches]
-    placed = BlockRuns(written)
-    sizes = [len(written) * nbytes for nbytes in group.pages.nbytes]
+    ids = np.array([written], np.int64)
+    sizes = (len(written) * group.pages.nbytes).tolist()
     pinned = group.device.type != "cpu"
     given, back = (torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
     given.random_(0, 256, generator=torch.Generator().manual_seed(1))
@@ -305,8 +304,9 @@ def _check(group: PagedGroup, lane: Lane, written: list[int], watched: list[int]
         if group.shape.parts and cache.stride(1) == 0:  # units share the bytes
             pattern[:] = pattern[:, :1].clone()
     lane.follow(lane.mark_compute())
-    lane.scatter([pattern.numpy() for pattern in patterns], group.pages, placed)
-    lane.gather(group.pages, placed, [back])
+    starts = offsets_of(np.array(sizes, np.int64))[None]
+    lane.scatter(given.numpy().data, starts, group.pages, ids)
+    lane.gather(group.pages, ids, back.numpy().data, starts[:, 0])
     lane.mark().wait()  # plain indexing below is on another stream
     for layer, (cache, pattern) in enumerate(zip(group.caches, patterns, strict=True)):
         seen = cache[written].cpu()

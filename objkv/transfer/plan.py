@@ -136,6 +136,10 @@ class LoadMoves:
         )
         return LoadMove(move, source.shard)
 
+    def block_ids(self, index: int) -> npt.NDArray[np.int64]:
+        """Return the block ids of a move, ``[blocks]``."""
+        return self._block_ids[self._table[Row.IDS, index] : self._table[Row.IDS_END, index]]
+
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
         return LoadMoves, (*columns, self.sources)

@@ -12,18 +12,18 @@ pages are mapped before, and pauses follow.
 import ctypes
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from itertools import accumulate
 from threading import Condition, Thread
 from time import monotonic, sleep
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from objkv.agent.memory.arena import Arena
 from objkv.background import join_all
 from objkv.transfer.devices import SEAM_BYTES
+from objkv.transfer.lanes import Ints, address_of, offsets_of
 from objkv.transfer.slabs import Slab, SlabPool
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ _POPULATE_READ = 22
 _STEP_BYTES = 2 << 20
 _LIBC = ctypes.CDLL(None)
 
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 PinReadOnly = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
 
@@ -65,10 +66,16 @@ class Windows:
         self._pin, self._begin = pin, begin
         self._changed = Condition()
         self._wanted: deque[int] = deque()
+        first, end = address // window_bytes, -(-(address + nbytes) // window_bytes)
+        self._first = first
+        """Number of the first window."""
         self._known: set[int] = set()
         """Windows that were ever wanted."""
         self._undo: dict[int, Callable[[], None]] = {}
         """For each registered window, what unlocks it."""
+        self._lacking = np.arange(end - first + 1)
+        """How many windows before each, counted from the first, are not registered. Replaced as a
+        whole."""
         self._refused = False
         self._end: Callable[[], None] | None = None
         self._keeps = False
@@ -79,16 +86,19 @@ class Windows:
         """Whether a window that was wanted is not registered yet, and may still be."""
         return not self._refused and len(self._undo) < len(self._known)
 
-    def has(self, address: int, nbytes: int) -> bool:
-        """Whether the device can read these bytes in place. If not, their windows are registered in
-        the background. Never waits."""
-        numbers = range(address // self._window, (address + nbytes - 1) // self._window + 1)
-        if all(number in self._undo for number in numbers):
-            return True
-        for number in numbers:
-            if number not in self._known and not self._refused:
-                self._want(number)
-        return False
+    def have(self, starts: Ints, nbytes: int) -> Bools:
+        """Return for each of these addresses whether the device can read ``nbytes`` from there in
+        place, ``[n]``. Where it cannot, windows are registered in the background. Never waits."""
+        firsts = starts // self._window
+        ends = (starts + (nbytes - 1)) // self._window + 1
+        lacking = self._lacking[ends - self._first] - self._lacking[firsts - self._first]
+        found: Bools = lacking == 0
+        if not (found.all() or self._refused):
+            for first, end in zip(firsts[~found].tolist(), ends[~found].tolist(), strict=True):
+                for number in range(first, end):
+                    if number not in self._known:
+                        self._want(number)
+        return found
 
     def close(self, then: Callable[[], None]) -> None:
         """Unlock all windows in the background, then call ``then``, which may remove the mapping.
@@ -163,6 +173,9 @@ class Windows:
             self._refuse(exc)
             return
         self._undo[number] = undo
+        lacking = self._lacking.copy()
+        lacking[number - self._first + 1 :] -= 1
+        self._lacking = lacking
         with self._changed:  # leave the driver alone for some time
             self._changed.wait_for(lambda: self._end is not None, _PAUSES * (monotonic() - began))
 
@@ -203,17 +216,19 @@ class DeviceFrames:
         self._open = partial(Windows, pin=pin, window_bytes=window_bytes, begin=begin)
         self.windows: Windows | None = None
         """Those of the arena that is read now."""
+        self._arena: memoryview | None = None
         self._ending: Windows | None = None
 
     def attach(self, arena: Arena) -> None:
         """Read from ``arena`` from now on. None may be attached."""
         assert self.windows is None
-        self.windows = self._open(_address(arena.view), arena.nbytes)
+        self.windows = self._open(address_of(arena.view), arena.nbytes)
+        self._arena = arena.view
 
     def detach(self, then: Callable[[], None]) -> None:
         """Unlock the arena in the background, then call ``then``, which may unmap it. No copy from
         it may be left."""
-        self._ending, self.windows = self.windows, None
+        self._ending, self.windows, self._arena = self.windows, None, None
         if self._ending is None:
             then()
         else:
@@ -221,7 +236,7 @@ class DeviceFrames:
 
     def abandon(self) -> None:
         """Leave the arena as it is, until the process ends."""
-        windows, self.windows = self.windows, None
+        windows, self.windows, self._arena = self.windows, None, None
         if windows is not None:
             windows.abandon()
 
@@ -230,51 +245,43 @@ class DeviceFrames:
         Any thread may call this."""
         return self._ending is None or self._ending.join(seconds)
 
-    def take(
-        self, payload: memoryview, starts: Sequence[int], ends: Sequence[int]
-    ) -> tuple[memoryview, Sequence[int], Slab | None]:
-        """Return memory in which the device can read some of the first spans of a payload now, at
-        least one, where each of them starts in it, and the slab that it is in, if any. The caller
-        returns that when the device has read it.
+    def take(self, starts: Ints, sizes: Ints) -> tuple[list[int], memoryview, Ints, Slab | None]:
+        """Return memory in which the device can read spans of some of ``n`` payloads now.
 
+        Either all spans of payloads that it can read in the arena, or a slab with all spans of the
+        first payloads; if not even those of one fit, with the first spans of the first payload.
         Raises ``SlabsExhaustedError`` if all slabs are being read. Never waits for the device.
 
         Args:
-            payload: in the arena.
-            starts: of spans of frames, in order; not empty.
-            ends: of the same spans.
+            starts: ``[n, spans]``: where they start in the arena, in order; neither is 0.
+            sizes: ``[spans]``: their bytes.
+
+        Returns:
+            which payloads, the memory, where their spans start in it, ``[payloads, spans]`` or
+            fewer, and the slab that has it, if any. The caller returns that when the device has
+            read it.
         """
-        windows = self.windows
+        windows, arena = self.windows, self._arena
         assert windows is not None
-        base = _address(payload)
-        if windows.has(base + starts[0], ends[-1] - starts[0]):
-            return payload, starts, None
-        count = _leading(ends, lambda n: windows.has(base + starts[0], ends[n] - starts[0]))
-        if count:
-            return payload, starts[:count], None
-        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
-        after = list(accumulate(sizes))
-        assert sizes[0] <= self._slabs.slab_bytes, "a row is larger than a slab"
-
-        def needs_slab(n: int) -> bool:
-            # The first span does, even if its window has been registered since it was looked up.
-            is_near = n and windows.has(base + starts[n], sizes[n])
-            return after[n] <= self._slabs.slab_bytes and not is_near
-
-        count = _leading(ends, needs_slab)
+        assert arena is not None
+        extent = int(starts[0, -1] - starts[0, 0] + sizes[-1])
+        in_place = windows.have(starts[:, 0] + address_of(arena), extent)
+        if in_place.any():
+            return np.flatnonzero(in_place).tolist(), arena, starts[in_place], None
+        spans = int(np.searchsorted(np.cumsum(sizes), self._slabs.slab_bytes, side="right"))
+        assert spans, "a row is larger than a slab"
+        taken = sizes[:spans]
+        each, count = int(taken.sum()), 1
+        if spans == len(sizes):
+            count = min(len(starts), self._slabs.slab_bytes // each)
         slab = self._slabs.lease()
-        copies = list(accumulate(sizes[: count - 1], initial=0))
-        room = np.frombuffer(slab.view, np.uint8)
-        for at, start, nbytes in zip(copies, starts, sizes, strict=False):
-            source = np.frombuffer(payload[start : start + nbytes], np.uint8)
-            np.copyto(room[at : at + nbytes], source)
-        return slab.view, copies, slab
-
-
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])
-
-
-def _leading(ends: Sequence[int], holds: Callable[[int], bool]) -> int:
-    """Return how many of the first frames satisfy ``holds``, which gets their number."""
-    return next((n for n in range(len(ends)) if not holds(n)), len(ends))
+        room, source = np.frombuffer(slab.view, np.uint8), np.frombuffer(arena, np.uint8)
+        places = np.arange(count)[:, None] * each + offsets_of(taken)
+        for place, start, nbytes in zip(
+            places.reshape(-1).tolist(),
+            starts[:count, :spans].reshape(-1).tolist(),
+            np.tile(taken, count).tolist(),
+            strict=True,
+        ):
+            np.copyto(room[place : place + nbytes], source[start : start + nbytes])
+        return list(range(count)), slab.view, places, slab

@@ -39,6 +39,8 @@ class Slab:
         """``[slab_bytes]`` uint8, contiguous; owned by the pool, valid until released."""
         self.view = memory.numpy().data
         """The same memory, writable, as a memoryview of format ``B``."""
+        self.start = memory.data_ptr() - pool.memory.data_ptr()
+        """Where it starts in the pool's memory."""
 
     def release(self) -> None:
         """Return the slab to its pool. A second call is a bug."""

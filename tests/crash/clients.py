@@ -49,8 +49,8 @@ def hold(path: str, message: str) -> None:
     agent = AgentConnection(Path(path), wants_arena=True)
     print("connected", flush=True)
     while True:
-        leases = agent.open(opening.wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
-        agent.release([lease.number for lease in leases[1:] if lease.number])
+        opened = agent.open(opening.wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
+        agent.release([lease for lease in opened.leases[1:] if lease])
 
 
 def commit(path: str, batch: int) -> None:
@@ -103,7 +103,7 @@ def _handed_over(
     memory: mmap.mmap, agent: AgentConnection, payload: bytes, part: SavedPart | None = None
 ) -> CommitStatus:
     memory[: len(payload)] = payload
-    status = agent.commit(Commit(0, len(payload), part=part))
+    (status,) = agent.commit([Commit(0, len(payload), part=part)])
     memory[: len(payload)] = bytes(len(payload))
     return status
 

@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from objkv.connector.kv.wiring import use_batched_copies
@@ -21,7 +22,7 @@ from objkv.errors import TransferError
 from objkv.keys.topology import Topology
 from objkv.transfer.devices import BatchCopy, DeviceDriver, DeviceLane, driver_of, open_lane
 from objkv.transfer.kernels import PageKernels, TritonKernels
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Recast
+from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast
 from objkv.transfer.paging import GroupShape, PagedGroup, check_pages
 from tests.device import simulated
 from tests.device.devices import SIMULATED, open_device
@@ -180,31 +181,31 @@ def _check(is_right: bool, fault: str) -> None:
 def _scattered(name: str, seed: int, layers: PagedLayers, lane: Lane) -> torch.Tensor:
     """Scatter random pages. Returns their memory, which must stay until they are copied."""
     blocks, heads, size, content = layers.caches[0].shape
-    shape, recast = (_MOVED, heads, size, content), None
+    each = _MOVED // _CHUNKS
+    frame, recast = (each, heads, size), None
     if name == "part":
-        recast = Recast((0, heads), size, first_block=2, blocks=_MOVED - 3)
+        recast = Recast(frame, (0, heads), first_block=2, blocks=each - 2)
     elif name == "other heads":
-        shape = (_MOVED, heads + 2, size, content)
-        recast = Recast((1, 1 + heads), size, first_block=0, blocks=_MOVED)
+        frame = (each, heads + 2, size)
+        recast = Recast(frame, (1, 1 + heads), first_block=0, blocks=each)
     elif name == "other blocks":
-        shape = (_MOVED // 2, heads, 2 * size, content)
-        recast = Recast((0, heads), size, first_block=1, blocks=_MOVED - 2)
-    words = layers.caches[0].dtype
-    nbytes = math.prod(shape) * words.itemsize
-    # One piece, as a slab is. Consecutive pages are one copy, which may not be of several.
-    memory = _random(len(layers) * nbytes, seed).pin_memory()
-    pages = [given.view(words).view(shape).numpy() for given in memory.split(nbytes)]
-    ids = _some_blocks(blocks, _MOVED if recast is None else recast.blocks, seed)
-    lane.scatter(pages, layers, BlockRuns(ids), recast)
+        frame = (each // 2, heads, 2 * size)
+        recast = Recast(frame, (0, heads), first_block=1, blocks=each - 2)
+    nbytes = math.prod(frame) * content * layers.caches[0].dtype.itemsize
+    memory = _random(_CHUNKS * len(layers) * nbytes, seed).pin_memory()
+    starts = (np.arange(_CHUNKS * len(layers)) * nbytes).reshape(_CHUNKS, -1)
+    count = each if recast is None else recast.blocks
+    ids = np.array(_some_blocks(blocks, _CHUNKS * count, seed)).reshape(_CHUNKS, -1)
+    lane.scatter(memory.numpy().data, starts, layers, ids, recast)
     return memory
 
 
 def _gathered(group: PagedGroup, lane: Lane) -> torch.Tensor:
     """Gather some chunks. Returns their bytes, which are complete when a later mark is done."""
-    each = _MOVED // _CHUNKS
-    ids = _some_blocks(len(group.caches[0]) // group.split, _MOVED, 9)
-    memory = torch.zeros((_CHUNKS, group.raw_bytes), dtype=torch.uint8).pin_memory()
-    group.gather(lane, [ids[at : at + each] for at in range(0, _MOVED, each)], list(memory))
+    ids = np.array(_some_blocks(len(group.caches[0]) // group.split, _MOVED, 9))
+    memory = torch.zeros(_CHUNKS * group.raw_bytes, dtype=torch.uint8).pin_memory()
+    starts = np.arange(_CHUNKS) * group.raw_bytes
+    group.gather(lane, ids.reshape(_CHUNKS, -1), memory.numpy().data, starts)
     return memory
 
 

@@ -1027,36 +1027,39 @@ int64_t checked(int64_t block, int64_t blocks) {
   return block;
 }
 
-// Row (l, i, h, n) of the caches is token t = (first_block + i) * N + n of layer l in `staged`
-// [L, B', H', S', C], which is row (l, t / S', head_start + h, t % S') there.
+// Row (l, i, h, n) of the p-th blocks of the caches is token t = (first_block + i) * N + n of layer l
+// in `staged` [P, L, B', H', S', C], which is row (p, l, t / S', head_start + h, t % S') there.
 void scatter_pages(const at::Tensor& staged, at::TensorList caches, const at::Tensor& ids,
                    int64_t first_block, int64_t head_start, int64_t head_end) {
   const Pages from(staged);
   const auto to = pages_of(staged, caches, ids);
   const auto& shape = to.at(0).size;  // [blocks, H, N, C]
-  const int64_t n = ids.numel(), tokens = shape[2], word = staged.element_size();
-  TORCH_CHECK(from.size.size() == 5 && from.size[0] == (int64_t)to.size() &&
-              from.size[4] == shape[3] && head_end - head_start == shape[1] && head_start >= 0 &&
-              head_end <= from.size[2] && first_block >= 0 &&
-              (first_block + n) * tokens <= from.size[1] * from.size[3],
+  const int64_t tokens = shape[2], word = staged.element_size();
+  const int64_t payloads = from.size[0], n = ids.numel() / payloads;
+  TORCH_CHECK(from.size.size() == 6 && n * payloads == ids.numel() &&
+              from.size[1] == (int64_t)to.size() &&
+              from.size[5] == shape[3] && head_end - head_start == shape[1] && head_start >= 0 &&
+              head_end <= from.size[3] && first_block >= 0 &&
+              (first_block + n) * tokens <= from.size[2] * from.size[4],
               "sim: pages of shape ", staged.sizes(), " for ", n, " blocks of ", caches[0].sizes());
-  launch_pages(staged, double(to.size() * n) * shape[1] * tokens * shape[3] * word,
+  launch_pages(staged, double(to.size() * ids.numel()) * shape[1] * tokens * shape[3] * word,
                [=, chosen = (int64_t*)behind(ids.const_data_ptr())] {
-    for (size_t l = 0; l < to.size(); ++l)
-      for (int64_t i = 0; i < n; ++i) {
-        const int64_t block = checked(chosen[i], shape[0]);
-        for (int64_t h = 0; h < shape[1]; ++h)
-          for (int64_t row = 0, run; row < tokens; row += run) {
-            const int64_t t = (first_block + i) * tokens + row, in_page = t % from.size[3];
-            run = std::min(tokens - row, from.size[3] - in_page);
-            const auto& a = to[l].step;
-            const auto& b = from.step;
-            move(to[l].rows(block * a[0] + h * a[1] + row * a[2]),
-                 from.rows(l * b[0] + t / from.size[3] * b[1] + (head_start + h) * b[2] +
-                           in_page * b[3]),
-                 run, shape[3], word);
-          }
-      }
+    for (int64_t p = 0; p < payloads; ++p)
+      for (size_t l = 0; l < to.size(); ++l)
+        for (int64_t i = 0; i < n; ++i) {
+          const int64_t block = checked(chosen[p * n + i], shape[0]);
+          for (int64_t h = 0; h < shape[1]; ++h)
+            for (int64_t row = 0, run; row < tokens; row += run) {
+              const int64_t t = (first_block + i) * tokens + row, in_page = t % from.size[4];
+              run = std::min(tokens - row, from.size[4] - in_page);
+              const auto& a = to[l].step;
+              const auto& b = from.step;
+              move(to[l].rows(block * a[0] + h * a[1] + row * a[2]),
+                   from.rows(p * b[0] + l * b[1] + t / from.size[4] * b[2] +
+                             (head_start + h) * b[3] + in_page * b[4]),
+                   run, shape[3], word);
+            }
+        }
   });
 }
 // `staged` is [chunks, L, B, H, N, C], `ids` [chunks * B].

@@ -26,7 +26,7 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
 
     def counted(self: DeviceFrames, *wanted: Any) -> Any:
         found = take(self, *wanted)
-        slabs.extend([found[2]] if found[2] is not None else [])
+        slabs.extend([found[3]] if found[3] is not None else [])
         return found
 
     monkeypatch.setattr(DeviceFrames, "take", counted)

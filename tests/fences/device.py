@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from objkv.agent.arena_cache import CachedPayload
-from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import HostLane, Ints, PagedLayers, Recast, address_of
 from objkv.transfer.loading.loader import Loader
-from objkv.transfer.plan import LoadMove, LoadMoves, LoadPlan
+from objkv.transfer.plan import LoadMoves, LoadPlan
+from objkv.transfer.saver import Saver
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 from tests.support.arenas import CanBeLost, SpoilingArenaCache
@@ -26,6 +27,16 @@ from tests.support.inside import InsideAgent, InsideConnection
 
 GONE = -1
 """The generation of a block whose memory is not there."""
+
+
+class PlannedIds(np.ndarray):
+    """Block ids of a plan, and all parts of them, with whose the blocks were then."""
+
+    ticket: dict[int, int]
+
+    def __array_finalize__(self, of: Any) -> None:
+        if isinstance(of, PlannedIds):
+            self.ticket = of.ticket
 
 
 class Hands:
@@ -38,26 +49,27 @@ class Hands:
         """As whoever touches the memory sees it."""
         self.touches = 0
         self.broken: list[str] = []
-        self._tickets: dict[int, tuple[Sequence[int], tuple[int, ...]]] = {}
 
-    def plan(self, block_ids: Sequence[int]) -> None:
-        """What is placed by this very sequence belongs to whoever has the blocks now."""
-        self._tickets[id(block_ids)] = (block_ids, self.ticket(block_ids))
+    def plan(self, ids: Ints) -> PlannedIds:
+        """Return the same ids, which belong to whoever has the blocks now."""
+        planned = ids.view(PlannedIds)
+        planned.ticket = dict(zip(ids.flat, self.ticket(ids), strict=True))
+        return planned
 
-    def ticket(self, block_ids: Sequence[int]) -> tuple[int, ...]:
+    def ticket(self, ids: Ints) -> tuple[int, ...]:
         """Of those who have these blocks now."""
-        return tuple(self.planned[b] for b in block_ids)
+        return tuple(self.planned[b] for b in ids.flat)
 
-    def ticket_planned(self, block_ids: Sequence[int]) -> tuple[int, ...]:
-        """Of those for whom this very sequence was planned."""
-        if (kept := self._tickets.get(id(block_ids))) is None:
-            self.say(f"written: blocks {block_ids}, for which there is no plan")
-        return kept[1]
+    def ticket_planned(self, ids: Ints) -> tuple[int, ...]:
+        """Of those for whom these very ids were planned."""
+        if not isinstance(ids, PlannedIds):
+            self.say(f"written: blocks {ids}, for which there is no plan")
+        return tuple(ids.ticket[b] for b in ids.flat)
 
-    def touch(self, what: str, block_ids: Sequence[int], ticket: tuple[int, ...]) -> None:
+    def touch(self, what: str, ids: Ints, ticket: tuple[int, ...]) -> None:
         """A copy reads or writes these blocks."""
         self.touches += 1
-        for block, planned in zip(block_ids, ticket, strict=True):
+        for block, planned in zip(ids.flat, ticket, strict=True):
             if self.now[block] != planned:
                 self.say(f"{what} block {block} of {planned}, which {self.now[block]} has")
 
@@ -129,8 +141,12 @@ def _nothing() -> None:
 class Mark:
     """After the first ``number`` things of a stream."""
 
-    def __init__(self, stream: Stream, number: int, compute: Stream) -> None:
+    def __init__(
+        self, stream: Stream, number: int, compute: Stream, owners: Sequence[int] = ()
+    ) -> None:
+        """``owners``: who has each block when a save is planned."""
         self.stream, self.number, self._compute = stream, number, compute
+        self.owners = owners
 
     def done(self) -> bool:
         the_stage().pause("mark")
@@ -155,6 +171,10 @@ class WatchedLane:
         self._loads = loads
         self._hands, self._compute = hands, compute
         self._lane = HostLane()
+        self._owners: Sequence[int] = ()
+        self.saved: Any = None
+        """The step whose copies are being submitted. If it is dropped, it does not matter what they
+        read."""
 
     def adopt_thread(self) -> None:
         pass
@@ -163,41 +183,48 @@ class WatchedLane:
         pass
 
     def mark_compute(self) -> Mark:
-        return Mark(self._compute, self._compute.given, self._compute)
+        owners = tuple(self._hands.planned)
+        return Mark(self._compute, self._compute.given, self._compute, owners)
 
     def follow(self, mark: Mark) -> None:
         self.stream.follow(mark.stream, mark.number)
+        self._owners = mark.owners
 
     def scatter(
         self,
-        pages: Sequence[Pages],
+        memory: memoryview,
+        starts: Ints,
         layers: PagedLayers,
-        placed: BlockRuns,
+        ids: Ints,
         recast: Recast | None = None,
     ) -> None:
-        places = [(given.ctypes.data, given.nbytes) for given in pages]
+        sizes = np.broadcast_to(layers.frame_bytes(ids.shape[1], recast), starts.shape)
+        places = list(zip((starts + address_of(memory)).flat, sizes.flat, strict=True))
         tickets = [self._ticket(*place) for place in places]
         hands = self._hands
-        ticket = (hands.ticket_planned if self._loads else hands.ticket)(placed.ids)
+        ticket = (hands.ticket_planned if self._loads else hands.ticket)(ids)
 
         def copy() -> None:
-            self._hands.touch("written:", placed.ids, ticket)
+            self._hands.touch("written:", ids, ticket)
             if tickets != [self._ticket(*place) for place in places]:
                 self._hands.say("pages are written from memory that somebody else has")
-            self._lane.scatter(pages, layers, placed, recast)
+            self._lane.scatter(memory, starts, layers, ids, recast)
 
         the_stage().pause("scatter")
         self.stream.do(copy)
 
-    def gather(self, layers: PagedLayers, placed: BlockRuns, pages: Sequence[torch.Tensor]) -> None:
-        slabs = [WatchedPool.ticket(piece.data_ptr()) for piece in pages]
-        ticket = self._hands.ticket(placed.ids)
+    def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
+        places = (starts + address_of(memory)).tolist()
+        slabs = [WatchedPool.ticket(place) for place in places]
+        ticket = tuple(self._owners[block] for block in ids.flat)
+        saved = self.saved
 
         def copy() -> None:
-            self._hands.touch("read:", placed.ids, ticket)
-            if slabs != [WatchedPool.ticket(piece.data_ptr()) for piece in pages]:
+            if saved is None or saved.state.name != "DROPPED":
+                self._hands.touch("read:", ids, ticket)
+            if slabs != [WatchedPool.ticket(place) for place in places]:
                 self._hands.say("pages are read into a slab that somebody else has")
-            self._lane.gather(layers, placed, pages)
+            self._lane.gather(layers, ids, memory, starts)
 
         the_stage().pause("gather")
         self.stream.do(copy)
@@ -215,15 +242,12 @@ class WatchedLane:
         return Mark(self.stream, self.stream.given, self._compute)
 
 
-class _KeptMoves(LoadMoves):
-    """Makes each move once, so that its blocks are known by their sequence."""
+class _PlannedMoves(LoadMoves):
+    """Moves whose blocks are whose they are now."""
 
-    def __init__(self, moves: LoadMoves) -> None:
+    def __init__(self, moves: LoadMoves, hands: Hands) -> None:
         super().__init__(*moves.__reduce__()[1])
-        self._made = [super(_KeptMoves, self).__getitem__(n) for n in range(len(moves))]
-
-    def __getitem__(self, index: int) -> LoadMove:
-        return self._made[index]
+        self._block_ids = hands.plan(self._block_ids)
 
 
 class WatchedLoader(Loader):
@@ -234,10 +258,17 @@ class WatchedLoader(Loader):
         super().__init__(*given, **named)
 
     def submit(self, plan: LoadPlan, after: Any = None) -> None:
-        moves = _KeptMoves(plan.moves)
-        for load in moves:
-            self._hands.plan(load.move.block_ids)
-        super().submit(replace(plan, moves=moves), after)
+        super().submit(replace(plan, moves=_PlannedMoves(plan.moves, self._hands)), after)
+
+
+class WatchedSaver(Saver):
+    """A saver whose lane knows which step it copies."""
+
+    _lane: Any
+
+    def _gather(self, step: Any) -> None:
+        self._lane.saved = step
+        super()._gather(step)
 
 
 class WatchedPool(SlabPool):

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from objkv.agent import messages as m
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, leases_of
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
@@ -68,7 +68,7 @@ _BYTES = len(PARTS[0])
 
 def _handed_over(column: int) -> bytes:
     place = Place(parts=2, frames=4, first=column, step=2, skipped=0, nbytes=2048)
-    return m.pack_commit(m.Commit(column * _BYTES, _BYTES, part=m.SavedPart(3, place)))
+    return m.pack_commits([m.Commit(column * _BYTES, _BYTES, part=m.SavedPart(3, place))])
 
 
 CALLS = (
@@ -80,14 +80,14 @@ CALLS = (
     f'{{"verb": "forget", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"], "field": "x"}}',
 )
 REQUESTS = [
-    m.pack_opening(m.Opening(Urgency.IN_STEP, 1000, WANTED)),
-    m.pack_opening(m.Opening(Urgency.PREFETCH, 1, WANTED[:1])),
+    m.pack_opening(m.Opening(Urgency.IN_STEP, 1000, m.Claims.of(WANTED))),
+    m.pack_opening(m.Opening(Urgency.PREFETCH, 1, m.Claims.of(WANTED[:1]))),
     m.pack_rejection(WANTED[1]),
     m.pack_release([1, 2]),
     m.pack_release([1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS),
-    m.pack_commit(m.Commit(0, _BYTES, puts=True)),
+    m.pack_commits([m.Commit(0, _BYTES, puts=True)]),
     *map(_handed_over, range(2)),
     m.pack_drop(m.Drop(3, 2, _JOINED.path())),
     *(m.pack_text(m.MessageKind.CALL, text) for text in CALLS),
@@ -103,12 +103,11 @@ def _answer(shards: Sequence[Shards | None], fields: tuple[str, ...]) -> bytes:
 
 
 ANSWERS = [
-    m.pack_opened([m.OpenAnswer(CellState.READY, MissReason.NONE, 1, 0, 4096, 512)] * 2),
-    m.pack_opened([m.OpenAnswer(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0)] * 2),
+    m.pack_opened([(CellState.READY, MissReason.NONE, 3, 1, 0, 4096, 512)] * 2),
+    m.pack_opened([(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0, 0)] * 2),
     _answer(_SHARDS[:2], FIELDS[:1]),
     _answer(_SHARDS[1:], FIELDS),
-    m.pack_committed(m.CommitStatus.ACCEPTED),
-    m.pack_committed(m.CommitStatus.DROPPED),
+    m.pack_committed([m.CommitStatus.ACCEPTED, m.CommitStatus.DROPPED]),
     m.pack_text(m.MessageKind.RESULT, "[]"),
     m.pack_text(m.MessageKind.REFUSED, "no"),
     HELLO,
@@ -120,7 +119,9 @@ def _again(message: bytes) -> None:
     kind = m.kind_of(message)
     if kind in (m.MessageKind.OPEN, m.MessageKind.REJECT):
         opening = m.unpack_opening(message)
-        require(m.unpack_opening(m.pack_opening(opening)) == opening, "another opening")
+        require(m.pack_opening(opening, kind) == message, "another opening")
+        for row in opening.wanted:
+            require(opening.wanted.claim(row).key.field in opening.wanted.fields, "another field")
     elif kind is m.MessageKind.RELEASE:
         leases = m.unpack_release(message)
         if len(leases) <= m.RELEASE_MAX:
@@ -132,18 +133,18 @@ def _again(message: bytes) -> None:
         again = m.unpack_find(m.pack_find(namespace, parts, fields))
         require(again == question, "another question")
     elif kind is m.MessageKind.COMMIT:
-        require(m.pack_commit(m.unpack_commit(message)) == message, "another commit")
+        require(m.pack_commits(m.unpack_commits(message)) == message, "another commit")
     elif kind is m.MessageKind.DROP:
         require(m.pack_drop(m.unpack_drop(message)) == message, "another drop")
     elif kind is m.MessageKind.HELLO:
         hello = m.unpack_hello(message)
         require(m.unpack_hello(m.pack_hello(hello)) == hello, "another greeting")
     elif kind is m.MessageKind.COMMITTED:
-        status = m.unpack_committed(message)
-        require(m.unpack_committed(m.pack_committed(status)) is status, "another status")
+        statuses = m.unpack_committed(message, 2)
+        require(m.pack_committed(statuses) == message, "another status")
     elif kind is m.MessageKind.OPENED:
-        answers = m.unpack_opened(message, 2)
-        require(m.pack_opened(answers) == message, "other answers")
+        opened = m.unpack_opened(message, 2)
+        require(m.pack_opened(zip(*opened, strict=True)) == message, "other answers")
     elif kind is m.MessageKind.FOUND:
         _found(message)
     else:
@@ -225,7 +226,9 @@ class _Agent:
         return "answered"
 
     def _read(self) -> None:
-        leases = self.client.open(WANTED, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
+        wanted = m.Claims.of(WANTED)
+        opened = self.client.open(wanted, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
+        leases = leases_of(opened, self.client.arena.board)
         for lease in leases:
             progress = ended(self.client, lease)
             if progress.state is CellState.READY:  # others may have rejected or forgotten it
@@ -346,7 +349,7 @@ def _check_client(answer: bytes) -> str | None:
             found = complete(client.find(NAMESPACE, HASHES[:2], FIELDS[:1]))
             require(len(found) == 2, "another number of answers")
         elif kind == b"\x0c":
-            client.commit(m.Commit(0, 4096))
+            client.commit([m.Commit(0, 4096)] * 2)
         else:
             client.call(m.pack_text(m.MessageKind.CALL, "{}"))
     except TransferError:

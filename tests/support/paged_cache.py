@@ -24,7 +24,7 @@ from objkv.stores.base import Arrived, HotStore, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, PagedLayers, Pages, Recast
+from objkv.transfer.lanes import HostLane, Ints, Lane, PagedLayers, Recast
 from objkv.transfer.loading.loader import WINDOW, Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
@@ -170,9 +170,9 @@ class Worker:
     ) -> set[tuple[str, int]]:
         """Save chunks, each with its digest; waits until they are stored. Those dropped."""
         saves = tuple(SaveMove(move, digest, None) for move, digest in moves)
-        dropped = self.saver.gather((SavePlan(request, NAMESPACE, saves),))
+        self.saver.gather((SavePlan(request, NAMESPACE, saves),))
         assert self.saver.drain(PATIENCE_S)
-        return dropped
+        return self.saver.take_dropped()
 
     @property
     def leased(self) -> int:
@@ -310,12 +310,13 @@ class LazyLane(HostLane):
 
     def scatter(
         self,
-        pages: Sequence[Pages],
+        memory: memoryview,
+        starts: Ints,
         layers: PagedLayers,
-        placed: BlockRuns,
+        ids: Ints,
         recast: Recast | None = None,
     ) -> None:
-        self._given.append(lambda: HostLane.scatter(self, pages, layers, placed, recast))
+        self._given.append(lambda: HostLane.scatter(self, memory, starts, layers, ids, recast))
 
     def mark(self) -> "LazyMark":
         return LazyMark(self, len(self._given))

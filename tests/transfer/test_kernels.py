@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from objkv.transfer import kernels as module
 from objkv.transfer.kernels import PageKernels, TritonKernels, page_kernels
-from objkv.transfer.lanes import BlockRuns, HostLane, PagedLayers, Recast
+from objkv.transfer.lanes import HostLane, PagedLayers, Recast
 from tests.support.device import ON_HOST
 
 pytestmark = ON_HOST
@@ -179,8 +179,10 @@ def frames(draw: st.DrawFn, paged: Paged) -> tuple[torch.Tensor, Recast]:
     while given_blocks * given_size % size:
         given_blocks += 1
     shape = (layers, given_blocks, width, given_size, content)
+    shape = (draw(st.integers(1, blocks // count)), *shape)
     staged = random_words(shape, paged.dtype, draw(st.integers(1, 9)))
-    return staged, Recast((start, start + heads), size, first, count)
+    frame = given_blocks, width, given_size
+    return staged, Recast(frame, (start, start + heads), first, count)
 
 
 @few
@@ -190,10 +192,18 @@ def test_pages_of_any_shape_are_scattered_as_the_host_lane_does(
 ) -> None:
     paged = data.draw(paged_caches())
     staged, recast = data.draw(frames(paged))
-    ids = data.draw(st.permutations(range(paged.shape[1])))[: recast.blocks]
+    many = len(staged) * recast.blocks
+    ids = np.array(data.draw(st.permutations(range(paged.shape[1])))[:many])
     expected = paged.twin()
-    lane = HostLane()
-    lane.scatter([pages.numpy() for pages in staged], expected.layers, BlockRuns(ids), recast)
+    starts = np.arange(len(staged) * len(staged[0])) * staged[0, 0].nbytes
+    memory = staged.view(torch.uint8).flatten().numpy().data
+    HostLane().scatter(
+        memory,
+        starts.reshape(staged.shape[:2]),
+        expected.layers,
+        ids.reshape(-1, recast.blocks),
+        recast,
+    )
     kernels.scatter(staged, paged.layers, torch.tensor(ids), recast)
     assert torch.equal(paged.memory, expected.memory)
 
@@ -205,7 +215,8 @@ def moved_and_back(kernels: PageKernels, paged: Paged, ids: list[int]) -> bool:
     for cache, given_pages in zip(expected.layers.caches, pages, strict=True):
         cache[ids] = given_pages
     placed = torch.tensor(ids)
-    kernels.scatter(pages, paged.layers, placed, Recast((0, heads), size, 0, len(ids)))
+    own = Recast((len(ids), heads, size), (0, heads), 0, len(ids))
+    kernels.scatter(pages[None], paged.layers, placed, own)
     back = torch.zeros(1, *pages.shape, dtype=paged.dtype)
     kernels.gather(paged.layers, placed, back)
     return torch.equal(paged.memory, expected.memory) and torch.equal(back[0], pages)
@@ -236,7 +247,7 @@ def test_offsets_beyond_31_bits(kernels: PageKernels, wide: str) -> None:
     layers = PagedLayers([cache])
     pages = random_words((1, 2, 4, 4, 4), torch.uint8, seed=5)
     ids = torch.tensor([3, 0])
-    kernels.scatter(pages, layers, ids, Recast((0, 4), 4, 0, 2))
+    kernels.scatter(pages[None], layers, ids, Recast((2, 4, 4), (0, 4), 0, 2))
     assert torch.equal(cache[[3, 0]], pages[0])
     assert not cache[[1, 2]].any()
     back = torch.zeros(1, *pages.shape, dtype=torch.uint8)
@@ -259,11 +270,12 @@ def test_a_cut_of_the_layers_is_addressed_from_its_first(kernels: PageKernels) -
 
 
 REFUSED = {
-    "too few tokens": Recast((0, 2), 4, 2, 2),
-    "heads that the frame lacks": Recast((1, 3), 4, 0, 2),
-    "fewer heads than the cache has": Recast((0, 1), 4, 0, 2),
-    "another block size": Recast((0, 2), 2, 0, 2),
-    "more blocks than ids": Recast((0, 2), 4, 0, 3),
+    "too few tokens": Recast((3, 2, 4), (0, 2), 2, 2),
+    "heads that the frame lacks": Recast((3, 2, 4), (1, 3), 0, 2),
+    "fewer heads than the cache has": Recast((3, 2, 4), (0, 1), 0, 2),
+    "frames of another shape": Recast((3, 2, 2), (0, 2), 0, 2),
+    "more blocks than ids": Recast((3, 2, 4), (0, 2), 0, 3),
+    "fewer blocks than ids": Recast((3, 2, 4), (0, 2), 0, 1),
 }
 
 
@@ -272,7 +284,7 @@ REFUSED = {
 def test_a_frame_that_does_not_fit_is_refused_before_the_launch(recast: Recast) -> None:
     """A kernel would read or write other memory."""
     paged = Paged(hnd, (1, 5, 2, 4, 6))
-    staged = torch.zeros(1, 3, 2, 4, 6, dtype=torch.int64)
+    staged = torch.zeros(1, 1, 3, 2, 4, 6, dtype=torch.int64)
     with pytest.raises(AssertionError):
         TritonKernels().scatter(staged, paged.layers, torch.tensor([1, 2]), recast)
 
@@ -367,9 +379,10 @@ def test_a_call_is_one_launch_and_compiles_nothing(gpu: FakeGpu, tmp_path: Path)
             kernels.gather(layers, ids, torch.empty(1, many, count, *page, dtype=torch.int64))
             kernels.gather(layers, ids, torch.empty(count, many, 1, *page, dtype=torch.int64))
             for action, heads, size in (("scatter", 2, 16), ("recast", 8, 16), ("recast", 2, 1)):
-                shape = (many, (first + count) * 16 // size, heads, size, 64)
-                recast = Recast((heads - 2, heads), 16, first, count)
-                kernels.scatter(torch.empty(shape, dtype=torch.int64), layers, ids, recast)
+                frame = ((first + count) * 16 // size, heads, size)
+                recast = Recast(frame, (heads - 2, heads), first, count)
+                staged = torch.empty(1, many, *frame, 64, dtype=torch.int64)
+                kernels.scatter(staged, layers, ids, recast)
                 calls.append((action, count * many))
             calls[-3:-3] = [("gather", count * many)] * 2
     assert gpu.launches == calls

@@ -3,6 +3,7 @@
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,13 +12,13 @@ from hypothesis import strategies as st
 from objkv.codec.payload import LayerSpec
 from objkv.errors import PayloadError
 from objkv.keys.topology import Topology
-from objkv.transfer import lanes
+from objkv.transfer.devices import open_lane
 from objkv.transfer.layouts import PayloadLayouts
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import LoadPlan, Source
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.device import ON_HOST
+from tests.support.device import ON_HOST, host_bytes
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedReplica, ShapeOfReplica
 from tests.support.plans import packed
@@ -78,15 +79,6 @@ def test_block_sizes_are_converted_both_ways(writer: int, reader: int) -> None:
 @pytest.mark.parametrize(("writer", "reader"), list(product(LAYOUTS, LAYOUTS)))
 def test_any_physical_order_reads_any_other(writer: str, reader: str) -> None:
     all_loaded(MODEL, ShapeOfReplica(layout=writer), ShapeOfReplica(layout=reader))
-
-
-@ON_HOST
-@pytest.mark.parametrize("reader", LAYOUTS)
-def test_copies_that_wait_for_the_interpreter_are_right_in_any_order(
-    reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanes, "_WAITED_S", -1e9)
-    all_loaded(MODEL, ShapeOfReplica(), ShapeOfReplica(layout=reader))
 
 
 def test_replicated_heads_are_saved_once_and_read_by_all() -> None:
@@ -263,6 +255,36 @@ def test_a_chunk_in_several_payloads_is_a_miss_if_the_queue_does_not_take_all_of
         each = MODEL.chunk // 4
         last = 1 + 2 * rank.blocks - each
         assert rank.load(index).failed_blocks == frozenset(range(last, last + each))
+
+
+@pytest.mark.parametrize(("first", "count"), [(0, 4), (1, 3), (3, 1), (0, 5), (1, 4), (4, 1)])
+@pytest.mark.parametrize("given_heads", [2, 4])
+def test_blocks_of_several_payloads_are_written_and_no_more_blocks_than_they_have(
+    device: torch.device, given_heads: int, first: int, count: int
+) -> None:
+    """Otherwise the next layer's pages would be written, or another payload's."""
+    share = Topology(4 // given_heads, given_heads, (2,)).held(0)
+    assert share is not None
+    share = replace(share, shard=replace(share.shard, head_end=2))
+    caches = [torch.zeros(24, 2, 16, 4, device=device) for _ in range(2)]
+    group = PagedGroup(GroupShape(("a", "b"), 4, 16, share, heads=given_heads), caches)
+    found = tuple(LayerSpec(name, "F32", (4, given_heads, 16, 4)) for name in "ab")
+    layout = PayloadLayouts({0: group}).of(Source(0), 1, found)
+    payloads = torch.randn(3, 2, 4, given_heads, 16, 4)
+    memory, lane = host_bytes(payloads), open_lane(device)
+    starts = np.arange(3)[:, None] * (len(memory) // 3) + layout.starts
+    ids = np.random.default_rng(1).permutation(24)[: 3 * count].reshape(3, count)
+    given = range(2), memory.numpy().data, starts, ids, first
+    if first + count > 4:
+        with pytest.raises(ValueError, match="blocks"):
+            layout.scatter(lane, *given)
+        return
+    layout.scatter(lane, *given)
+    lane.mark().wait()
+    expected = torch.zeros(2, 24, 2, 16, 4)
+    for payload, blocks in zip(payloads, ids, strict=True):
+        expected[:, blocks] = payload[:, first : first + count, :2]
+    assert torch.equal(torch.stack([cache.cpu() for cache in caches]), expected)
 
 
 @ON_HOST

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Iterator
-from itertools import count
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +14,7 @@ from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, DeviceDriver
 from objkv.transfer.registration import DeviceFrames, Windows
-from objkv.transfer.slabs import SlabPool
+from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
 from tests.support.device import ON_HOST
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -57,6 +56,10 @@ def windows(pins: Pins) -> Windows:
     return Windows(START, TOTAL, pins, window_bytes=WINDOW)
 
 
+def has(windows: Windows, start: int, nbytes: int) -> bool:
+    return bool(windows.have(np.array([start]), nbytes)[0])
+
+
 def ended(windows: Windows) -> bool:
     """Close and wait; whether the mapping may be removed."""
     done = Event()
@@ -87,9 +90,9 @@ def test_the_windows_of_some_bytes_are_registered_when_those_are_first_wanted(
     pins: Pins, span: tuple[int, int], wanted: tuple[int, int], registered: dict[int, int]
 ) -> None:
     windows = Windows(START + span[0], span[1] - span[0], pins, window_bytes=WINDOW)
-    assert not windows.has(START + wanted[0], wanted[1])
+    assert not has(windows, START + wanted[0], wanted[1])
     assert windows.is_registering
-    wait_until(lambda: windows.has(START + wanted[0], wanted[1]))
+    wait_until(lambda: has(windows, START + wanted[0], wanted[1]))
     assert pins.now == registered
     assert not windows.is_registering
     assert ended(windows)
@@ -112,7 +115,7 @@ def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> Non
     windows = frames.windows
     assert windows is not None
     first = np.frombuffer(reader.view, np.uint8).ctypes.data + BOARD_BYTES
-    wait_until(lambda: windows.has(first, 1))
+    wait_until(lambda: has(windows, first, 1))
     assert seen[0] - before >= 64 * PAGE // 512
     frames.detach(reader.close)
     assert frames.join(PATIENCE_S)
@@ -123,7 +126,7 @@ def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: Windows) -> No
     assert windows.join(0.0)
     pins.gate.clear()
     for _ in range(3):
-        assert not windows.has(START, 1)
+        assert not has(windows, START, 1)
     assert pins.entered.wait(PATIENCE_S)
     done = Event()
     windows.close(done.set)
@@ -132,7 +135,7 @@ def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: Windows) -> No
     pins.gate.set()
     assert done.wait(PATIENCE_S)
     assert pins.undone == [START]
-    assert not windows.has(START + WINDOW, 1)
+    assert not has(windows, START + WINDOW, 1)
     assert windows.join(PATIENCE_S)
     assert not pins.now
 
@@ -142,12 +145,12 @@ def test_after_a_refusal_no_more_is_registered(
 ) -> None:
     pins.refuses = True
     pins.gate.clear()
-    assert not windows.has(START, 1)
-    assert not windows.has(START + WINDOW, 1)
+    assert not has(windows, START, 1)
+    assert not has(windows, START + WINDOW, 1)
     pins.gate.set()
     wait_until(lambda: not windows.is_registering)
     pins.refuses = False
-    assert not windows.has(START + 2 * WINDOW, 1)
+    assert not has(windows, START + 2 * WINDOW, 1)
     assert ended(windows)
     assert not pins.now
     assert caplog.text.count("not registered") == 1
@@ -161,16 +164,16 @@ def test_without_a_thread_nothing_is_registered_and_the_mapping_goes(
 
     with monkeypatch.context() as patch:
         patch.setattr(Thread, "start", none_left)
-        assert not windows.has(START, 1)
+        assert not has(windows, START, 1)
     assert not windows.is_registering
-    assert not windows.has(START + WINDOW, 1)
+    assert not has(windows, START + WINDOW, 1)
     assert ended(windows)
     assert not pins.now
 
 
 def test_an_abandoned_mapping_stays_registered(pins: Pins, windows: Windows) -> None:
-    windows.has(START, 1)
-    wait_until(lambda: windows.has(START, 1))
+    has(windows, START, 1)
+    wait_until(lambda: has(windows, START, 1))
     windows.abandon()
     assert windows.join(PATIENCE_S)
     assert pins.now == {START: WINDOW}
@@ -184,9 +187,9 @@ def test_a_fault_of_the_driver_does_not_keep_the_mapping(place: str) -> None:
     pin = fail if place == "begin" else (lambda address, nbytes: fail)
     begin = fail if place == "begin" else (lambda: None)
     windows = Windows(START, TOTAL, pin, window_bytes=WINDOW, begin=begin)
-    windows.has(START, 1)
+    has(windows, START, 1)
     if place == "undo":
-        wait_until(lambda: windows.has(START, 1))
+        wait_until(lambda: has(windows, START, 1))
     assert ended(windows)
 
 
@@ -199,26 +202,60 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-@pytest.mark.parametrize("late", range(6))
-@pytest.mark.parametrize("gap", [0, 100])
-def test_a_window_that_is_registered_meanwhile_loses_no_frame(
-    pins: Pins, arena: Arena, gap: int, late: int, monkeypatch: pytest.MonkeyPatch
+def test_payloads_whose_windows_are_registered_are_found_at_once(windows: Windows) -> None:
+    """Each by itself, whatever lies between them."""
+    last = START + 2 * WINDOW
+    has(windows, START, 1)
+    has(windows, last, 1)
+    starts = np.array([START, last, START + WINDOW - 1, START + WINDOW, last - 1])
+    wait_until(lambda: windows.have(starts[:2], 2).all())
+    assert windows.have(starts, 2).tolist() == [True, True, False, False, False]
+    wait_until(lambda: windows.have(starts, 2).all())
+    assert ended(windows)
+
+
+@pytest.mark.parametrize("registered", [[], [-1], [0], [1], [-1, 0], [0, 1], [-1, 0, 1]])
+@pytest.mark.parametrize(("slab_bytes", "payloads"), [(1000, 1), (1999, 1), (2600, 1), (9000, 3)])
+def test_spans_that_a_device_cannot_read_are_copied_and_none_is_lost(
+    pins: Pins, arena: Arena, registered: list[int], slab_bytes: int, payloads: int
 ) -> None:
-    frames = DeviceFrames(SlabPool("load", count=1, slab_bytes=PAGE), pins, window_bytes=WINDOW)
+    frames = DeviceFrames(
+        SlabPool("load", count=1, slab_bytes=slab_bytes), pins, window_bytes=WINDOW
+    )
     frames.attach(arena)
-    numbers = count()
-    monkeypatch.setattr(Windows, "has", lambda *_: next(numbers) >= late)
-    base = np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0] + BOARD_BYTES
-    payload = arena.view[BOARD_BYTES + -base % WINDOW :]
-    starts, ends = [64, 1000, 2000], [1000 - gap, 2000 - gap, 3000]
-    while starts:
-        memory, places, slab = frames.take(payload, starts, ends)
-        assert places
-        for place, start, end in zip(places, starts, ends, strict=False):
-            assert memory[place : place + end - start] == payload[start:end]
-        if slab is not None:
+    windows = frames.windows
+    assert windows is not None
+    base = np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0]
+    first = BOARD_BYTES + -(base + BOARD_BYTES) % WINDOW
+    for window in registered:
+        wait_until(lambda at=base + first + window * WINDOW: has(windows, at, 1))
+    pins.refuses = True
+    spans, sizes = np.array([64, 1000, 2000]), np.array([900, 1000, 700])
+    # Across two windows, in one, across two, in one.
+    starts = first + np.array([[-1000], [PAGE], [WINDOW - 1000], [WINDOW + PAGE]]) + spans
+    left = [(n, at) for n in range(4) for at in range(3)]
+    while left:
+        from_span = left[0][1]
+        same = [n for n in range(4) if (n, from_span) in left and (n, from_span - 1) not in left]
+        wanted = starts[same][:, from_span:]
+        which, memory, places, slab = frames.take(wanted, sizes[from_span:])
+        assert len(which) == len(places)
+        assert places.size
+        for n, row in zip(which, places, strict=True):
+            for at, place in enumerate(row.tolist()):
+                start, nbytes = int(wanted[n, at]), int(sizes[from_span + at])
+                assert memory[place : place + nbytes] == arena.view[start : start + nbytes]
+                left.remove((same[n], from_span + at))
+        if slab is None:
+            assert all(has(windows, base + int(start), 2636) for start in wanted[which][:, 0])
+            assert len(places[0]) == len(sizes) - from_span
+        else:
+            assert from_span or len(which) <= payloads
+            with pytest.raises(SlabsExhaustedError):
+                frames.take(wanted, sizes[from_span:])
             slab.release()
-        starts, ends = starts[len(places) :], ends[len(places) :]
+    frames.detach(lambda: None)
+    assert frames.join(PATIENCE_S)
 
 
 class Runtime:

@@ -60,8 +60,6 @@ class Roles:
 
     loads: bool
     saves: bool
-    copies_are_synchronous: bool
-    """Whether saves have read their blocks before their step ends."""
     steps_in_flight: int
     """How many steps may be scheduled before the first one ends."""
     has_peers: bool = False
@@ -339,14 +337,17 @@ class SchedulerSide:
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
         """Process the workers' reports. Returns the requests whose whole load failed. Never
         raises."""
-        self._held -= output.finished_sending or set()
-        report = output.kv_connector_worker_meta
+        if output.finished_sending:
+            self._held -= output.finished_sending
+        report, received = output.kv_connector_worker_meta, output.finished_recving
         if not isinstance(report, StepReport):
+            if not received and not output.failed_recving:  # as after nearly every step
+                return []
             report = StepReport()
         for request_id in report.failed:  # first: otherwise vLLM would ask for the same load again
             if tracked := self.requests.get(request_id):
                 tracked.may_load = False
-        ended = self._loads.ended(report, output.finished_recving or ())
+        ended = self._loads.ended(report, received or ())
         try:
             for tracked in self.requests.save_again(report):
                 self._saves.add(tracked)
@@ -373,10 +374,9 @@ class SchedulerSide:
         except Exception:
             logger.exception("keeping the blocks of an ended request for a step")
             held = not loads  # its saves may read them, and the workers know when none does
-        if held and not self._roles.copies_are_synchronous:
+        if held:
             self._held.add(request_id)
-            return True
-        return False
+        return held
 
     def _finish(self, request: "Request", blocks: BlockTable) -> bool:
         if self._sync_loads and len(blocks) == 1:

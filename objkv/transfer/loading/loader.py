@@ -9,22 +9,22 @@ an agent every load is a miss until there is one again. Nothing raises into the 
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.client import AgentConnection, ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import MissReason, Urgency
+from objkv.agent.messages import Claims, MissReason, Urgency
 from objkv.background import Alarm, join_all, wait_for
 from objkv.codec.payload import Claim, Header, frame_pages, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
-from objkv.transfer.lanes import BlockRuns, HostLane, Lane, Mark
+from objkv.transfer.lanes import Ints, Lane, Mark
 from objkv.transfer.layouts import ForeignLayoutError, PayloadLayout, PayloadLayouts, bits_of
 from objkv.transfer.loading.job import LoadJob
 from objkv.transfer.paging import PagedGroup
@@ -97,8 +97,8 @@ class _Reading:
         self.nbytes = layouts.nbytes(self._source)
         """Bytes of the payload in the arena, or about as many until it is there."""
         self._layout: PayloadLayout | None = None
-        self._move, self._lane = move, lane
-        self._placed: BlockRuns | None = None
+        self._lane, self._first_block = lane, move.first_block
+        self._ids: Ints = job.plan.moves.block_ids(index)[None]
         self.lease: ArenaLease | None = None
         self._header: Header | None = None
         self.frames = 0
@@ -149,11 +149,14 @@ class _Reading:
             if verify:
                 for n in layout.frames(rows):
                     frame_pages(header, n, payload, None)
-            memory, slab = payload, None
-            starts, ends = layout.spans(header.frames, rows)
+            memory, slab = arena, None
+            starts = layout.starts[None, rows.start : rows.stop] + (
+                progress.offset + header.data_start
+            )
             if on_device is not None and rows:
-                memory, starts, slab = on_device.take(payload, starts, ends)
-                rows = rows[: len(starts)]
+                sizes = layout.sizes[rows.start : rows.stop]
+                _, memory, starts, slab = on_device.take(starts, sizes)
+                rows = rows[: starts.shape[1]]
             self._write(layout, rows, memory, starts, slab)
             self._rows = rows.stop if rows else until
         self.frames = frames  # not before: without a slab they are looked at again
@@ -177,7 +180,7 @@ class _Reading:
         layout: PayloadLayout,
         rows: range,
         memory: memoryview,
-        starts: Sequence[int],
+        starts: Ints,
         slab: Slab | None,
     ) -> None:
         """Submit rows that the rank needs, if any.
@@ -186,7 +189,8 @@ class _Reading:
         memory of the frames may never be reused.
 
         Args:
-            memory: has the raw bytes of the rows, each from its place in ``starts`` on.
+            memory: has the raw bytes of the rows, each from its place in ``starts`` on, ``[1,
+                rows]``.
             slab: has that memory, if any slab does, and goes back when it is copied.
         """
         job, lane = self.job, self._lane
@@ -197,11 +201,9 @@ class _Reading:
         mark, filled = None, range(0)
         try:
             if rows:
-                if self._placed is None:
-                    if job.after is not None:
-                        lane.follow(job.after)
-                    self._placed = layout.place(self._move)
-                layout.scatter(lane, rows, memory, starts, self._move, self._placed)
+                if job.after is not None:
+                    lane.follow(job.after)
+                layout.scatter(lane, rows, memory, starts, self._ids, self._first_block)
                 first = layout.filled.start + rows.start - layout.rows.start
                 filled = range(first, first + len(rows))
         finally:
@@ -459,8 +461,6 @@ class Loader:
             return None
         if before is not None:
             self._leave(before)
-        if isinstance(self._lane, HostLane):
-            self._lane.attach(self.agent.arena)
         if self.on_device is not None:
             self.on_device.attach(self.agent.arena)
         self._window_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
@@ -500,19 +500,19 @@ class Loader:
             return
         job = batch[0].job
         self._reading += batch
-        leases = agent.open(
-            [one.claim for one in batch],
+        opened = agent.open(
+            Claims.of([one.claim for one in batch]),
             deadline_s=job.deadline - self._clock(),
             urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
         )
-        if leases[0].progress.reason == MissReason.CLOSED:
+        if opened.reasons[0] == MissReason.CLOSED:
             self._is_moving = True
             self._reading = self._reading[: -len(batch)]
             self._waiting.extendleft((job, one.index) for one in reversed(batch))
             with self._lock:
                 self._moves += len(batch)
             return
-        for one, lease in zip(batch, leases, strict=True):
+        for one, lease in zip(batch, leases_of(opened, agent.arena.board), strict=True):
             one.lease = lease
 
     def _next(self) -> list[_Reading]:

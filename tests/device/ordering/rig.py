@@ -228,8 +228,8 @@ class OrderRig:
         if on_device is not None and setup.way == REGISTERED:
             windows, memory = on_device.windows, np.frombuffer(self.agent.arena.view, np.uint8)
             assert windows is not None
-            address, nbytes = memory.ctypes.data, memory.nbytes
-            self.wait_until(lambda: windows.has(address, nbytes))
+            address, nbytes = np.array([memory.ctypes.data]), memory.nbytes
+            self.wait_until(lambda: windows.have(address, nbytes)[0])
         return self.loader
 
     def connect(self, **options: Any) -> LossyConnection:
