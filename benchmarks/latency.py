@@ -36,14 +36,9 @@ from unittest import mock
 
 from benchmarks.agent import show
 from benchmarks.worker import stores
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, leases_of
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import (
-    Opening,
-    Urgency,
-    pack_opening,
-    unpack_opening,
-)
+from objkv.agent.messages import Claims, Opening, Urgency, pack_opening, unpack_opening
 from objkv.codec.payload import Claim
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
@@ -106,16 +101,18 @@ class Bystander:
         """Of the first two prompts."""
         open_ = AgentConnection.open
 
-        def remember(agent: AgentConnection, wanted: list[Claim], **how: Any) -> Any:
+        def remember(agent: AgentConnection, wanted: Claims, **how: Any) -> Any:
             if len(self._wanted) < 2 * chunks:
-                self._wanted |= {one.key.path(): one for one in wanted}
+                claims = map(wanted.claim, wanted)
+                self._wanted |= {one.key.path(): one for one in claims}
             return open_(agent, wanted, **how)
 
         mock.patch.object(AgentConnection, "open", remember).start()
 
     def begin(self) -> "subprocess.Popen[bytes]":
         """Start to fetch. The process ends when the last payload has arrived."""
-        opening = Opening(Urgency.BETWEEN_STEPS, 60_000, list(self._wanted.values()))
+        claims = Claims.of(list(self._wanted.values()))
+        opening = Opening(Urgency.BETWEEN_STEPS, 60_000, claims)
         assert len(opening.wanted) == 2 * self._chunks
         command = [sys.executable, "-m", "benchmarks.latency", "--fetch", self._socket]
         child = subprocess.Popen([*command, pack_opening(opening).hex()], stdout=subprocess.PIPE)
@@ -127,7 +124,8 @@ class Bystander:
 def fetch(socket: str, message: str) -> None:
     """Have the agent fetch the first half of some payloads, and wait for them. Before and after,
     nothing is leased: loads of the engine have the agent's memory for themselves."""
-    path, wanted = Path(socket), unpack_opening(bytes.fromhex(message)).wanted
+    path, claims = Path(socket), unpack_opening(bytes.fromhex(message)).wanted
+    wanted = list(map(claims.claim, claims))
     first, second = wanted[: len(wanted) // 2], wanted[len(wanted) // 2 :]
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     agent = AgentConnection(path, wants_arena=True)
@@ -136,7 +134,9 @@ def fetch(socket: str, message: str) -> None:
         """Wait for all of a prompt. Returns how many payloads the agent had to fetch."""
         wait_until(lambda: not metrics_of(path)["leased_bytes"])
         before = metrics_of(path)["fills_total"]
-        leases = agent.open(prompt, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
+        claims = Claims.of(prompt)
+        opened = agent.open(claims, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
+        leases = leases_of(opened, agent.arena.board)
         assert all(lease.number for lease in leases), "no room"
         left = [lease for lease in leases if lease.progress.state is CellState.FILLING]
         while left:

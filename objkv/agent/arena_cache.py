@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Protocol
+from typing import Final, Protocol
 
 from objkv.agent.disk import Disk
 from objkv.agent.held_back import HeldPayloads
@@ -31,6 +31,11 @@ _SHARE = 4
 """Divisor: a payload takes at most this fraction of the arena."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
+
+
+Origin = tuple[bytes, int, int]
+"""What a payload's claim has besides its key: the parent's hash, start and end of its tokens."""
+NO_ORIGIN: Final[Origin] = (b"", 0, 0)
 
 
 class Waiter(Protocol):
@@ -55,6 +60,9 @@ class CachedPayload:
     nbytes: int = 0
     extent_bytes: int = 0
     """The memory that it takes, in whole pages."""
+    origin: Origin = NO_ORIGIN
+    layout: int = 0
+    """See ``Layouts``; known once its header is verified."""
     reason: MissReason = MissReason.NONE
     is_unused: bool = False
     """Whether it was prefetched and not read yet."""
@@ -133,16 +141,19 @@ class ArenaCache:
         return [(one := get(key)) is not None and one.state is CellState.READY for key in keys]
 
     def open(
-        self, key: str, waiter: Waiter | None, *, ahead: bool = False
-    ) -> tuple[CachedPayload, bool] | None:
+        self, key: str, origin: Origin, waiter: Waiter | None, *, ahead: bool = False
+    ) -> tuple[CachedPayload, bool] | MissReason:
         """Take a lease of a payload. ``ahead``: for a prefetch, which does not count as a read.
 
         Returns it, and whether it is new. A new payload must be filled by the caller, who holds a
-        second lease for that, see ``ready`` and ``failed``. None if too many are leased.
+        second lease for that, see ``ready`` and ``failed``. NO_ROOM if too many are leased, CORRUPT
+        if the payload here is of another ``origin``.
         """
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
+                if one.origin != origin:
+                    return MissReason.CORRUPT
                 self._lease(one)
                 is_first = one.is_unused and not ahead
                 if is_first:  # it counts like the read for which another payload is loaded
@@ -158,8 +169,9 @@ class ArenaCache:
                     one.waiters.add(waiter)
                 return one, False
             if not self._cells:
-                return None
+                return MissReason.NO_ROOM
             one = self._by_key[key] = CachedPayload(key, self._cells.popleft(), leases=2)
+            one.origin = origin
             one.is_unused = ahead
             self._all.add(one)
             if waiter is not None:
@@ -181,16 +193,17 @@ class ArenaCache:
         self._recorder.count("agent_no_room")
         return None
 
-    def adopt(self, one: CachedPayload) -> tuple[CachedPayload, bool]:
-        """Let others find a reserved payload, which is complete and verified. Returns it, or one
-        that came there meanwhile instead, with the caller's lease, and whether it is the reserved
-        one."""
+    def adopt(self, one: CachedPayload, origin: Origin, layout: int) -> tuple[CachedPayload, bool]:
+        """Let others find a reserved payload, which is complete and verified, its header included.
+        Returns it, or one that came there meanwhile instead, with the caller's lease, and whether
+        it is the reserved one."""
         with self._lock:
             known = self._by_key.get(one.key)
             if known is not None:
                 self._lease(known)
                 self._release(one)
                 return known, False
+            one.origin, one.layout = origin, layout
             one.is_listed, one.state = True, CellState.READY
             self._by_key[one.key] = one
             self.held.arrived(one.key)
@@ -277,7 +290,7 @@ class ArenaCache:
 
     def advance(self, one: CachedPayload, layers: int) -> None:
         """Report that the header and this many leading frames are verified."""
-        self._tell(one, Progress(CellState.FILLING, layers, one.offset, one.nbytes, 0))
+        self._tell(one, CellState.FILLING, layers)
 
     def ready(self, one: CachedPayload, layers: int) -> None:
         """End a fill that succeeded, and its lease."""
@@ -288,7 +301,7 @@ class ArenaCache:
                 self._ranking.add(one.key, one.nbytes, is_unread=one.is_unused)
                 if one.is_unused:
                     self._add_unread(one)
-        self._tell(one, Progress(CellState.READY, layers, one.offset, one.nbytes, 0))
+        self._tell(one, CellState.READY, layers)
         self._end_fill(one)
 
     def failed(self, one: CachedPayload, reason: MissReason, layers: int = 0) -> None:
@@ -296,8 +309,7 @@ class ArenaCache:
         with self._lock:
             self._unlist(one)
             one.state, one.reason = CellState.FAILED, reason
-        offset = max(0, one.offset)
-        self._tell(one, Progress(CellState.FAILED, layers, offset, one.nbytes, reason))
+        self._tell(one, CellState.FAILED, layers)
         self._end_fill(one)
 
     def forget(self, key: str) -> None:
@@ -332,7 +344,9 @@ class ArenaCache:
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
 
-    def _tell(self, one: CachedPayload, progress: Progress) -> None:
+    def _tell(self, one: CachedPayload, state: CellState, layers: int) -> None:
+        offset = max(0, one.offset)
+        progress = Progress(state, layers, offset, one.nbytes, one.reason, one.layout)
         self._arena.board.write(one.cell, progress)
         with self._lock:
             waiters = list(one.waiters)

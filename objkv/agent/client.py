@@ -11,7 +11,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -21,7 +21,6 @@ from typing import NamedTuple, Protocol, TypeVar
 from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
 from objkv.agent.memory.arena import (
     ALL_FRAMES,
-    CELLS,
     Arena,
     Board,
     CellState,
@@ -31,12 +30,13 @@ from objkv.agent.messages import (
     DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
     VERSION,
+    Claims,
     Commit,
     CommitStatus,
     Drop,
     Hello,
     MessageKind,
-    OpenAnswer,
+    Opened,
     Opening,
     ProtocolError,
     Urgency,
@@ -94,14 +94,12 @@ class ArenaLease(NamedTuple):
     """The state when it was opened."""
 
 
-def leases_of(answers: Iterable[OpenAnswer], board: Board) -> list[ArenaLease]:
-    """Return the leases that answers describe. Raises ``ProtocolError``."""
+def leases_of(opened: Opened, board: Board) -> list[ArenaLease]:
+    """Return what was opened as objects, with the progress so far."""
     leases = []
-    for state, reason, lease, cell, offset, nbytes in answers:
-        if cell >= CELLS:
-            raise ProtocolError(f"cell {cell} is not on the board")
+    for state, reason, layout, lease, cell, offset, nbytes in zip(*opened, strict=True):
         frames = ALL_FRAMES if state == CellState.READY else 0
-        progress = Progress(CellState(state), frames, offset, nbytes, reason)
+        progress = Progress(CellState(state), frames, offset, nbytes, reason, layout)
         if state == CellState.FILLING:
             progress = board.read(cell)
         leases.append(ArenaLease(lease, cell, progress))
@@ -185,15 +183,12 @@ class AgentConnection:
             self._is_lost = bool(poll.poll(0))
         return self._is_lost
 
-    def open(
-        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
-    ) -> list[ArenaLease]:
-        """Open payloads of one namespace for reading, in order: at most ``OPEN_MAX``. Each lease
-        must be released."""
+    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> Opened:
+        """Open payloads for reading, in order: from 1 to ``OPEN_MAX``. Each lease must be
+        released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         answer = self._call(pack_opening(Opening(urgency, deadline_ms, wanted)))
-        answers = self._read(partial(unpack_opened, answer, len(wanted)))
-        return self._read(partial(leases_of, answers, self.arena.board))
+        return self._read(partial(unpack_opened, answer, len(wanted)))
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""

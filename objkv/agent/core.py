@@ -14,19 +14,18 @@ from time import monotonic
 from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
 from objkv.agent.disk import Disk
 from objkv.agent.fill import (
-    UNKNOWN,
     WHOLE,
     Cuts,
     Fill,
-    KnownShape,
     MissError,
     PayloadRequest,
     Source,
     Staging,
 )
 from objkv.agent.found import FoundRecords
+from objkv.agent.layouts import Layouts
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.messages import MissReason, Urgency, is_held
+from objkv.agent.messages import ClaimRow, Claims, MissReason, Urgency, is_held
 from objkv.agent.queue import FetchJob, FetchQueue, Priority
 from objkv.agent.spill import Spill
 from objkv.background import join_all
@@ -34,7 +33,7 @@ from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, PayloadError, StoreError, ValueTooLong
 from objkv.index.base import ShardRecord
-from objkv.keys.chunk import ChunkKey
+from objkv.keys.chunk import ChunkKey, payload_path
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
 
@@ -46,8 +45,6 @@ _LATE_S = 0.2
 _OPEN_AT_ONCE = 8
 """Payloads under one hold of the lock, for which a step of another replica may wait: a prefetch may
 have thousands."""
-_KNOWN_MAX = 1024
-"""Shards whose shape is remembered, so that headers are parsed quickly."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +94,8 @@ class Core:
         """The deadline of the payload that each busy thread fetches, by thread id."""
         self._prefetching = 0
         self._closed = self._draining = False
-        self._known: dict[tuple[str, str], KnownShape] = {}
+        self.layouts = Layouts()
+        """Of the payloads in the arena."""
         self._threads = [
             Thread(target=self._serve, name=f"objkv-fill-{n}", daemon=True)
             for n in range(limits.threads)
@@ -108,7 +106,7 @@ class Core:
     def open(
         self,
         client: Waiter,
-        wanted: Sequence[Claim],
+        wanted: Claims,
         *,
         deadline_s: float,
         urgency: Urgency,
@@ -116,17 +114,29 @@ class Core:
     ) -> list[CachedPayload | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
-        ``priority``: among payloads of one urgency lower values go first."""
+        ``priority``: among payloads of one urgency lower values go first.
+
+        A claim that differs from that of a payload here is a miss. If that is READY it is rejected,
+        which may wait for the index; if not, its own fetch shows what it is.
+        """
         if self._draining:
             return [MissReason.CLOSED] * len(wanted)
         due = Priority(urgency, priority, monotonic() + deadline_s)
         opened: list[CachedPayload | MissReason] = []
-        for at in range(0, len(wanted), _OPEN_AT_ONCE):
-            opened += self._open(client, wanted[at : at + _OPEN_AT_ONCE], due)
+        rows = list(wanted)
+        for at in range(0, len(rows), _OPEN_AT_ONCE):
+            opened += self._open(client, wanted, rows[at : at + _OPEN_AT_ONCE], due)
+        if MissReason.CORRUPT in opened:
+            for row, one in zip(rows, opened, strict=True):
+                if one is MissReason.CORRUPT:
+                    claim = wanted.claim(row)
+                    logger.warning("payload refused reason=not as opened: %s", claim)
+                    if self.arena_cache.holds([claim.key.path()])[0]:
+                        self.reject(claim)
         return opened
 
     def _open(
-        self, client: Waiter, wanted: Sequence[Claim], due: Priority
+        self, client: Waiter, wanted: Claims, rows: Sequence[ClaimRow], due: Priority
     ) -> list[CachedPayload | MissReason]:
         ahead = due.urgency is Urgency.PREFETCH
         opened: list[CachedPayload | MissReason] = []
@@ -134,18 +144,20 @@ class Core:
         old: list[CachedPayload] = []
         lost: list[CachedPayload] = []
         with self._changed:  # a client that finds a payload must be able to hasten it
-            for one in wanted:
-                lease = self.arena_cache.open(one.key.path(), client, ahead=ahead)
-                resident, is_new = lease or (None, False)
-                if resident is None or (
-                    not is_new
-                    and resident.state is CellState.FILLING
-                    and not self._joins(resident, due)
-                ):
+            for row in rows:
+                prefix_hash, parent_hash, start, end, field = row
+                path = payload_path(wanted.namespace, prefix_hash, wanted.fields[field])
+                lease = self.arena_cache.open(path, (parent_hash, start, end), client, ahead=ahead)
+                if isinstance(lease, MissReason):
+                    opened.append(lease)
+                    continue
+                resident, is_new = lease
+                is_filling = not is_new and resident.state is CellState.FILLING
+                if is_filling and not self._joins(resident, due):
                     opened.append(MissReason.NO_ROOM)
                     continue
                 resident.deadline = max(resident.deadline, due.deadline)
-                if is_new and not self._queue(client, resident, one, due):
+                if is_new and not self._queue(client, resident, wanted.claim(row), due):
                     lost.append(resident)
                 opened.append(resident)
                 (new if is_new else old).append(resident)
@@ -283,7 +295,6 @@ class Core:
         miss."""
         if self.arena_cache.give_up(job.one):
             return None
-        key = job.claim.key
         fill, reason = job.fill, MissReason.STORE
         try:
             with EndsBy(job.deadline):
@@ -296,14 +307,11 @@ class Core:
                     fill = self._new_fill(job, record)
                 is_over = fill.is_complete
                 reason = MissReason.NONE if is_over else self._fill(fill, job.deadline, staging)
-            if fill.header is not None:
-                known = KnownShape(fill.header.frames.layers, fill.header_bytes)
-                self._remember((key.namespace, key.field), known)
         except MissError as exc:
             reason = exc.reason
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
-            logger.exception("payload not loaded, unexpectedly key=%s", key.path())
+            logger.exception("payload not loaded, unexpectedly key=%s", job.one.key)
         layers = 0 if fill is None else fill.layers
         if reason is MissReason.NONE:
             if fill is not None and not fill.is_complete:
@@ -328,13 +336,12 @@ class Core:
         return not layers and not is_over and reason in (MissReason.LATE, MissReason.STORE)
 
     def _new_fill(self, job: FetchJob, record: ShardRecord, source: Source | None = None) -> Fill:
-        key = job.claim.key
         return Fill(
             job.one,
             PayloadRequest(job.claim, record),
             self.arena_cache,
             self._cache,
-            self._known.get((key.namespace, key.field), UNKNOWN),
+            self.layouts,
             source=source,
             cuts=self._limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
         )
@@ -407,15 +414,3 @@ class Core:
         """Forget a record, also in what lookups remember: it would be a miss again and again."""
         self._cache.reject(key, record, corrupt=corrupt)
         self.record_changed(key.prefix_hash)
-
-    def _remember(self, shard: tuple[str, str], shape: KnownShape) -> None:
-        """Keep one tuple of layers per shard, since the header's parser goes by its identity, and
-        the last length of a header."""
-        known = self._known.get(shard)
-        if known is not None and known.header_bytes == shape.header_bytes:
-            return
-        with self._changed:
-            known = self._known.pop(shard, shape)
-            while len(self._known) >= _KNOWN_MAX:
-                del self._known[next(iter(self._known))]
-            self._known[shard] = known._replace(header_bytes=shape.header_bytes)

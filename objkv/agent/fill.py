@@ -11,17 +11,17 @@ arrive before the last layers of any.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
+from objkv.agent.layouts import Layouts
 from objkv.agent.messages import MissReason
 from objkv.cache.chunks import ChunkCache
 from objkv.codec.payload import (
     Claim,
     Header,
-    LayerSpec,
     digest,
     frame_pages,
     header_bytes_needed,
@@ -71,17 +71,6 @@ class PayloadRequest:
     """Its record, which gives its size, and is forgotten if the payload is not as promised."""
 
 
-class KnownShape(NamedTuple):
-    """Properties that the payloads of one shard most probably share."""
-
-    layers: tuple[LayerSpec, ...] = ()
-    header_bytes: int = 0
-    """Length of the header that they have in the arena; 0 if it is not known."""
-
-
-UNKNOWN = KnownShape()
-
-
 class MissError(TransferError):
     """The payload cannot be had now, whatever its bytes."""
 
@@ -119,14 +108,14 @@ class Fill:
         wanted: PayloadRequest,
         arena_cache: ArenaCache,
         cache: ChunkCache,
-        known: KnownShape = UNKNOWN,
+        layouts: Layouts,
         *,
         source: Source | None = None,
         cuts: Cuts = WHOLE,
     ) -> None:
         """
         Args:
-            known: of earlier payloads of the shard.
+            layouts: has those of earlier payloads, and gets this one's.
             source: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
         """
@@ -136,15 +125,16 @@ class Fill:
         """Whether the whole payload is in the arena."""
         self.is_hot = False
         """Whether bytes came from the hot store."""
-        self.header_bytes = 0
-        """Length of the payload's header in the arena, once the stored header is verified."""
         self._is_encrypted = False
         self._place: memoryview | None = None
         """The payload's memory in the arena."""
         self._stored = memoryview(b"")
         """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._source = one, wanted, source
-        self._arena_cache, self._cache, self._known = arena_cache, cache, known
+        self._arena_cache, self._cache, self._layouts = arena_cache, cache, layouts
+        key = wanted.claim.key
+        self._shard = key.namespace, key.field
+        self._known = layouts.last(*self._shard)
         is_plain = source is not None or wanted.record.is_plain
         self._is_direct = is_plain and cache.seal is None
         self.nbytes = wanted.record.nbytes if source is None else source.nbytes
@@ -314,12 +304,13 @@ class Fill:
                 raise PayloadError(f"codec {header.codec}, expected none by the record")
             if header.nbytes != self.nbytes:  # the rest of its memory would be served too
                 raise PayloadError(f"{header.nbytes} bytes, expected {self.nbytes}")
-            self.header_bytes = header.data_start
+            header_bytes = header.data_start
         else:
             self._is_encrypted = header.cipher is not None
             text = plain_header(header, header.frames.raw_checksums)
-            self._pages_at = self.header_bytes = len(text)
-            self._resize(len(text) + header.raw_bytes)[: len(text)] = text
+            self._pages_at = header_bytes = len(text)
+            self._resize(header_bytes + header.raw_bytes)[:header_bytes] = text
+        self._one.layout = self._layouts.note(*self._shard, header.frames.layers, header_bytes)
         self.header = header
 
     def _verify(self, header: Header, frame: int) -> str:

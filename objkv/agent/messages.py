@@ -6,23 +6,23 @@ little-endian. Reading raises ``ProtocolError`` for anything that this module wo
 """
 
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import product
 from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
-from objkv.agent.memory.arena import CellState
+from objkv.agent.memory.arena import CELLS, CellState
 from objkv.codec.join import Place
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, Shards
 from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards
-from objkv.keys.chunk import ChunkKey
+from objkv.keys.chunk import ChunkKey, parse_field
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-VERSION: Final = 7
+VERSION: Final = 8
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
@@ -163,28 +163,82 @@ class SavedPart(NamedTuple):
     place: Place
 
 
+ClaimRow = tuple[bytes, bytes, int, int, int]
+"""One of ``Claims``: prefix hash, parent's hash, start and end of the tokens, and which field."""
+CLAIM_ROW: Final = (
+    ("prefix_hash", f"V{PREFIX_HASH_BYTES}"),
+    ("parent_hash", f"V{PREFIX_HASH_BYTES}"),
+    ("token_start", "<u4"),
+    ("token_end", "<u4"),
+    ("field", "<u2"),
+)
+"""The same as a structured dtype of numpy, packed."""
+_CLAIM = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIH")
+
+
+@dataclass(frozen=True, slots=True)
+class Claims:
+    """Claims of payloads of one namespace, in columns: without an object for each of them."""
+
+    namespace: str
+    fields: tuple[str, ...]
+    """The different ones, see ``ChunkKey.field``."""
+    rows: bytes
+    """A row of ``CLAIM_ROW`` for each payload."""
+
+    @classmethod
+    def of(cls, claims: Sequence[Claim]) -> "Claims":
+        """Return the columns of claims of one namespace, at least one."""
+        namespace, fields, rows = claims[0].key.namespace, dict[str, int](), []
+        for claim in claims:
+            key = claim.key
+            assert key.namespace == namespace
+            number = fields.setdefault(key.field, len(fields))
+            tokens = claim.token_start, claim.token_end
+            rows.append(_CLAIM.pack(key.prefix_hash, claim.parent_hash, *tokens, number))
+        return cls(namespace, tuple(fields), b"".join(rows))
+
+    def __len__(self) -> int:
+        return len(self.rows) // _CLAIM.size
+
+    def __iter__(self) -> Iterator[ClaimRow]:
+        return _CLAIM.iter_unpack(self.rows)
+
+    def claim(self, row: ClaimRow) -> Claim:
+        """Return a row as an object."""
+        prefix_hash, parent_hash, start, end, field = row
+        key = ChunkKey.of(self.namespace, prefix_hash, self.fields[field])
+        return Claim(key, parent_hash, start, end)
+
+
 class Opening(NamedTuple):
-    """A request to read payloads of one namespace."""
+    """A request to read payloads."""
 
     urgency: Urgency
     deadline_ms: int
-    wanted: Sequence[Claim]
+    wanted: Claims
 
 
-class OpenAnswer(NamedTuple):
-    """The answer for one payload."""
+OpenAnswer = tuple[int, int, int, int, int, int, int]
+"""The answer for one payload: a value of each column of ``Opened``."""
 
-    state: int
+
+class Opened(NamedTuple):
+    """The answer to an opening, in columns with a value for each payload."""
+
+    states: tuple[int, ...]
     """A ``CellState``. If it is FAILED, there is no lease."""
-    reason: int
+    reasons: tuple[int, ...]
     """A ``MissReason``."""
-    lease: int
-    """Names the payload in RELEASE, on this connection."""
-    cell: int
+    layouts: tuple[int, ...]
+    """Number of the layout if the state is READY, see ``Layouts``. 0: not known."""
+    leases: tuple[int, ...]
+    """Names the payload in RELEASE, on this connection. 0: none."""
+    cells: tuple[int, ...]
     """The payload's cell on the board, unless the state is READY already."""
-    offset: int
+    offsets: tuple[int, ...]
     """Position in the arena if the state is READY."""
-    nbytes: int
+    nbytes: tuple[int, ...]
 
 
 _HELLO = struct.Struct("<BH??16s")
@@ -192,8 +246,7 @@ _COMMIT = struct.Struct("<BQQB")
 _PART = struct.Struct("<Q4I2Q")
 _DROP = struct.Struct("<BQI")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
-_ENTRY = struct.Struct(f"<{PREFIX_HASH_BYTES}s{PREFIX_HASH_BYTES}sIIB")
-_OPENED = struct.Struct("<BBIIQQ")
+_OPENED = struct.Struct("<BBHIIQQ")
 _FIND = struct.Struct(f"<B{_NAMESPACE_CHARS}sH")
 _ANSWERS = frozenset(product(CellState, MissReason))
 
@@ -230,26 +283,17 @@ def unpack_text(message: bytes) -> str:
 
 def pack_rejection(wanted: Claim) -> bytes:
     """Return the message that a payload is not what its key promises."""
-    return pack_opening(Opening(Urgency.IN_STEP, 0, (wanted,)), MessageKind.REJECT)
+    return pack_opening(Opening(Urgency.IN_STEP, 0, Claims.of((wanted,))), MessageKind.REJECT)
 
 
 def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> bytes:
-    """Return the message. All payloads are of one namespace, and there are at most ``OPEN_MAX``."""
+    """Return the message. There are at most ``OPEN_MAX`` payloads."""
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
-    namespace = wanted[0].key.namespace
-    fields = dict[str, int]()
-    entries = []
-    for claim in wanted:
-        key = claim.key
-        assert key.namespace == namespace
-        number = fields.setdefault(key.field, len(fields))
-        places = claim.token_start, claim.token_end
-        entries.append(_ENTRY.pack(key.prefix_hash, claim.parent_hash, *places, number))
-    names = "\n".join(fields).encode()
+    names = "\n".join(wanted.fields).encode()
     counts = len(wanted), len(names)
-    head = _OPENING.pack(kind, urgency, deadline_ms, namespace.encode(), *counts)
-    return _bounded(b"".join((head, names, *entries)))
+    head = _OPENING.pack(kind, urgency, deadline_ms, wanted.namespace.encode(), *counts)
+    return _bounded(head + names + wanted.rows)
 
 
 def unpack_opening(message: bytes) -> Opening:
@@ -257,19 +301,17 @@ def unpack_opening(message: bytes) -> Opening:
     try:
         _, urgency, deadline_ms, name, number, size = _OPENING.unpack_from(message)
         at = _OPENING.size + size
-        fields = message[_OPENING.size : at].decode().split("\n")
-        namespace = _namespace(name)
-        if not 0 < number <= OPEN_MAX or len(message) != at + number * _ENTRY.size:
+        fields = tuple(message[_OPENING.size : at].decode().split("\n"))
+        if not 0 < number <= OPEN_MAX or len(message) != at + number * _CLAIM.size:
             raise ProtocolError(f"an opening of {number} payloads in {len(message)} bytes")
-        wanted = []
-        for entry in _ENTRY.iter_unpack(message[at:]):
-            prefix_hash, parent_hash, start, stop, field = entry
-            if start >= stop:
-                raise ProtocolError("an invalid range of tokens")
-            key = ChunkKey.of(namespace, prefix_hash, fields[field])
-            wanted.append(Claim(key, parent_hash, start, stop))
+        for field in fields:
+            parse_field(field)
+        wanted = Claims(_namespace(name), fields, message[at:])
+        for _, _, start, end, place in wanted:
+            if start >= end or place >= len(fields):
+                raise ProtocolError("an invalid range of tokens, or no such field")
         return Opening(Urgency(urgency), deadline_ms, wanted)
-    except (struct.error, ValueError, IndexError) as exc:
+    except (struct.error, ValueError) as exc:
         raise ProtocolError(f"an invalid opening: {exc}") from exc
 
 
@@ -278,15 +320,17 @@ def pack_opened(answers: Iterable[OpenAnswer]) -> bytes:
     return bytes((MessageKind.OPENED,)) + b"".join([_OPENED.pack(*one) for one in answers])
 
 
-def unpack_opened(message: bytes, count: int) -> list[OpenAnswer]:
-    """Read the answer to an opening of ``count`` payloads."""
+def unpack_opened(message: bytes, count: int) -> Opened:
+    """Read the answer to an opening of ``count`` payloads, at least one."""
     _expect(message, MessageKind.OPENED)
     if len(message) != 1 + count * _OPENED.size:
         raise ProtocolError(f"{len(message)} bytes for {count} payloads")
-    answers = [OpenAnswer._make(fields) for fields in _OPENED.iter_unpack(message[1:])]
-    if not {(one.state, one.reason) for one in answers} <= _ANSWERS:
+    opened = Opened(*zip(*_OPENED.iter_unpack(message[1:]), strict=True))
+    if not _ANSWERS.issuperset(zip(opened.states, opened.reasons, strict=True)):
         raise ProtocolError("an answer in an unknown state")
-    return answers
+    if max(opened.cells) >= CELLS:
+        raise ProtocolError(f"cell {max(opened.cells)} is not on the board")
+    return opened
 
 
 def pack_release(leases: Sequence[int]) -> bytes:

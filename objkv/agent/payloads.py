@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from objkv.agent.client import AgentConnection, ArenaLease, Connect
+from objkv.agent.client import AgentConnection, ArenaLease, Connect, leases_of
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import MissReason, Urgency
+from objkv.agent.messages import Claims, MissReason, Urgency
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
 from objkv.cache.chunks import SaveOutcome
@@ -259,19 +259,19 @@ class PayloadReader:
         if not batch:
             return
         try:
-            leases = agent.open(
-                [one.claim for one in batch],
+            opened = agent.open(
+                Claims.of([one.claim for one in batch]),
                 deadline_s=max(one.deadline for one in batch) - self._clock(),
                 urgency=Urgency.BETWEEN_STEPS,
             )
         except Exception:  # whatever it is, each of them gets its end
             self._waiting.extendleft(reversed(batch))
             raise
-        self._is_moving = leases[0].progress.reason == MissReason.CLOSED
+        self._is_moving = opened.reasons[0] == MissReason.CLOSED
         if self._is_moving:
             self._waiting.extendleft(reversed(batch))
         else:
-            self._open += zip(batch, leases, strict=True)
+            self._open += zip(batch, leases_of(opened, agent.arena.board), strict=True)
 
     def _advance(self, agent: AgentConnection) -> None:
         """Read what has come, and end the leases that are not needed any more."""

@@ -15,7 +15,7 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import MissReason, PrefetchOrder, Urgency, is_held
+from objkv.agent.messages import Claims, MissReason, PrefetchOrder, Urgency, is_held
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
@@ -148,14 +148,16 @@ class Prefetches:
                 self._core.arena_cache.held.put(one.claim.key.path())
         missing = [o for o, s in zip(wanted, self._seen(wanted), strict=True) if s is None]
         taken = self._reserve(wanted, missing, order)
-        opened = self._core.open(
-            self,
-            [one.claim for one in taken],
-            deadline_s=order.deadline_s,
-            urgency=Urgency.PREFETCH,
-            priority=order.priority,
-        )
-        started = self._remember(taken, opened)
+        started = list[PayloadRequest]()
+        if taken:
+            opened = self._core.open(
+                self,
+                Claims.of([one.claim for one in taken]),
+                deadline_s=order.deadline_s,
+                urgency=Urgency.PREFETCH,
+                priority=order.priority,
+            )
+            started = self._remember(taken, opened)
         self.wake()
         whole, lacking = _raw_bytes(wanted), _raw_bytes(missing)
         return Prefetched(

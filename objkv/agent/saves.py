@@ -198,7 +198,11 @@ class NodeSaves:
         not, others may find it already."""
         path, resident, is_new = memory.key, memory, False
         if is_reserved:
-            resident, is_new = self._arena_cache.adopt(memory)
+            claim, frames = header.claim, header.frames
+            shard = claim.key.namespace, claim.key.field
+            layout = self._core.layouts.note(*shard, frames.layers, header.data_start)
+            origin = claim.parent_hash, claim.token_start, claim.token_end
+            resident, is_new = self._arena_cache.adopt(memory, origin, layout)
         if is_new:
             self._core.keep(resident, was_read=False)
         elif (status := self._differs(header.claim, resident)) is not None:
@@ -226,7 +230,7 @@ class NodeSaves:
         """Return what to answer if a payload that is resident already is not this one."""
         if resident.state is not CellState.READY:  # it is being fetched, so it is stored
             return CommitStatus.REPEATED
-        if read_header(self._arena_cache.view(resident)).claim == claim:
+        if resident.origin == (claim.parent_hash, claim.token_start, claim.token_end):
             return None
         logger.warning("payload of a client refused reason=it claims other tokens")
         return CommitStatus.REFUSED

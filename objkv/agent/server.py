@@ -23,6 +23,7 @@ from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import (
     MESSAGE_BYTES_MAX,
     VERSION,
+    Claims,
     MessageKind,
     MissReason,
     OpenAnswer,
@@ -47,7 +48,6 @@ from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
 from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, Alarm, Pool, join_all
-from objkv.codec.payload import Claim
 from objkv.errors import StoreError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Trouble
@@ -89,11 +89,9 @@ class AgentSession:
         """See ``Waiter``."""
         self.alarm.ring()
 
-    def lease(
-        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
-    ) -> list[OpenAnswer]:
+    def lease(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[OpenAnswer]:
         """Open payloads, see ``Core.open``."""
-        answers = []
+        answers: list[OpenAnswer] = []
         for one in self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency):
             if isinstance(one, MissReason):
                 answers.append(_missed(one))
@@ -102,10 +100,11 @@ class AgentSession:
             self._next = number % 0xFFFF_FFFF + 1
             assert number not in self.leases
             self.leases[number] = one
-            # The state is read first: if it is READY, the rest is final.
-            state = CellState.READY if one.state is CellState.READY else CellState.FILLING
-            place = (0, one.offset, one.nbytes) if state is CellState.READY else (one.cell, 0, 0)
-            answers.append(OpenAnswer(state, MissReason.NONE, number, *place))
+            if one.state is CellState.READY:  # the rest is final
+                place = one.layout, number, 0, one.offset, one.nbytes
+                answers.append((CellState.READY, MissReason.NONE, *place))
+            else:
+                answers.append((CellState.FILLING, MissReason.NONE, 0, number, one.cell, 0, 0))
         return answers
 
     def end(self, numbers: Sequence[int]) -> None:
@@ -338,8 +337,9 @@ class AgentServer:
         client.end(unpack_release(message))
 
     def _reject(self, client: AgentSession, message: bytes) -> None:
-        for wanted in unpack_opening(message).wanted:
-            self._core.reject(wanted)
+        wanted = unpack_opening(message).wanted
+        for row in wanted:
+            self._core.reject(wanted.claim(row))
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
         commit = unpack_commit(message)
@@ -375,7 +375,7 @@ class AgentServer:
 
 
 def _missed(reason: MissReason) -> OpenAnswer:
-    return OpenAnswer(CellState.FAILED, reason, 0, 0, 0, 0)
+    return CellState.FAILED, reason, 0, 0, 0, 0, 0
 
 
 def _close_all(refusals: Sequence[tuple[socket.socket, str]]) -> None:

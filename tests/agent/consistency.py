@@ -8,6 +8,7 @@ from objkv.agent.core import Core
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import CellState, Extents
 from objkv.agent.saves import NodeSaves
+from objkv.codec.payload import read_header
 
 
 def paths_of(held: HeldPayloads) -> set[str]:
@@ -65,3 +66,23 @@ def is_consistent(cache: ArenaCache) -> bool:
             and all(one.leases >= (one.state is CellState.FILLING) for one in everything)
             and all(one.leases > 0 for one in everything if not one.is_listed)
         )
+
+
+def keeps_promises(cache: ArenaCache) -> bool:
+    """Whether all payloads with a layout are what its number promises. The arena is open."""
+    layouts: dict[int, tuple[object, ...]] = {}
+    with cache._lock:
+        found = list(cache._by_key.values())
+    for one in found:
+        if one.layout and one.state is CellState.READY:
+            header = read_header(cache.view(one))
+            claim, frames = header.claim, header.frames
+            origin = claim.parent_hash, claim.token_start, claim.token_end
+            layout = frames.layers, frames.starts, frames.ends, header.nbytes
+            is_plain = header.codec == "none" and not any(header.marks)
+            is_one = layouts.setdefault(one.layout, layout) == layout
+            has_length = header.nbytes == one.nbytes
+            is_claimed = (one.key, one.origin) == (claim.key.path(), origin)
+            if not (is_plain and is_one and has_length and is_claimed):
+                return False
+    return True

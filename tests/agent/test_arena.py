@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from objkv.agent.arena_cache import ArenaCache
+from objkv.agent.arena_cache import NO_ORIGIN, ArenaCache
 from objkv.agent.memory.arena import (
     BOARD_BYTES,
     PAGE,
@@ -17,6 +17,7 @@ from objkv.agent.memory.arena import (
     Extents,
     Progress,
 )
+from objkv.agent.messages import MissReason
 from objkv.errors import ConfigError, TransferError
 from objkv.telemetry import NullRecorder
 from tests.agent.consistency import covers_once, is_consistent
@@ -174,8 +175,8 @@ def test_little_is_lost_between_payloads_of_three_models() -> None:
     sizes = [(4 << 20) + 8192, (17 << 19) + 12288, (1 << 20) + 4096]
     lost = []
     for number in range(6000):
-        opened = arena_cache.open(str(number), None)
-        assert opened is not None
+        opened = arena_cache.open(str(number), NO_ORIGIN, None)
+        assert not isinstance(opened, MissReason)
         one, _ = opened
         assert arena_cache.allot(one, chance.choice(sizes)) is not None
         arena_cache.ready(one, 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from objkv.agent import arena_cache as module
-from objkv.agent.arena_cache import ArenaCache, CachedPayload
+from objkv.agent.arena_cache import NO_ORIGIN, ArenaCache, CachedPayload
 from objkv.agent.memory.arena import PAGE, Arena, CellState
 from objkv.agent.messages import MissReason
 from objkv.codec.payload import Claim
@@ -61,8 +61,8 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     @rule(key=st.sampled_from(KEYS), number=st.integers(0, 1), ahead=st.booleans())
     def open(self, key: str, number: int, ahead: bool) -> None:
         client = self.clients[number]
-        opened = self.arena_cache.open(key, client, ahead=ahead)
-        assert opened is not None
+        opened = self.arena_cache.open(key, NO_ORIGIN, client, ahead=ahead)
+        assert not isinstance(opened, MissReason)
         one, is_new = opened
         known = self.listed.get(key)
         if known is not None and known.is_filling:
@@ -95,7 +95,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
         if not reserved:
             return
         fill = data.draw(st.sampled_from(reserved))
-        one, is_own = self.arena_cache.adopt(fill.one)
+        one, is_own = self.arena_cache.adopt(fill.one, NO_ORIGIN, 0)
         fill.is_reserved, known = False, self.listed.get(one.key)
         if is_own:  # never there, evicted, failed or forgotten
             assert one is fill.one
@@ -155,7 +155,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
         if one is None:  # filling, evicted, or never there
             assert fill is None or fill.is_filling or not fill.holders
         else:
-            assert fill is not None
+            assert not isinstance(fill, MissReason)
             assert fill.one is one
             fill.holders.append(Sleeper())
 
@@ -253,8 +253,8 @@ def arena() -> Iterator[Arena]:
 
 
 def filled(arena_cache: ArenaCache, key: str, pages: int = 1) -> CachedPayload:
-    opened = arena_cache.open(key, None)
-    assert opened is not None
+    opened = arena_cache.open(key, NO_ORIGIN, None)
+    assert not isinstance(opened, MissReason)
     one, is_new = opened
     assert is_new
     assert arena_cache.allot(one, pages * PAGE) is not None
@@ -268,12 +268,12 @@ def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
         one = filled(arena_cache, str(number))
         if number not in (3, 6, 9):
             arena_cache.release(one)
-    large = arena_cache.open("large", None)
-    assert large is not None
+    large = arena_cache.open("large", NO_ORIGIN, None)
+    assert not isinstance(large, MissReason)
     assert arena_cache.allot(large[0], 3 * PAGE) is not None
     assert arena_cache.holds("369") == [True] * 3
-    small = arena_cache.open("small", None)
-    assert small is not None
+    small = arena_cache.open("small", NO_ORIGIN, None)
+    assert not isinstance(small, MissReason)
     assert arena_cache.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
     assert arena_cache.allot(small[0], 2 * PAGE) is not None
     assert is_consistent(arena_cache)
@@ -288,15 +288,16 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     for key in "abcd":
         arena_cache.release(filled(arena_cache, key))
     assert arena_cache.holds("abcd") == [True] * 4
-    again = arena_cache.open("b", None)
-    assert again is not None
+    again = arena_cache.open("b", NO_ORIGIN, None)
+    assert not isinstance(again, MissReason)
     assert (again[0].cell, again[1]) == (-1, False)
-    leased, filling = filled(arena_cache, "e"), arena_cache.open("f", None)
-    assert filling is not None
-    assert arena_cache.open("g", None) is None, "e has been leased since it was filled"
-    assert arena_cache.open("f", None) == (filling[0], False)
+    leased, filling = filled(arena_cache, "e"), arena_cache.open("f", NO_ORIGIN, None)
+    assert not isinstance(filling, MissReason)
+    more = arena_cache.open("g", NO_ORIGIN, None)
+    assert more is MissReason.NO_ROOM, "e has been leased since it was filled"
+    assert arena_cache.open("f", NO_ORIGIN, None) == (filling[0], False)
     arena_cache.release(leased)
-    assert arena_cache.open("g", None) is not None
+    assert not isinstance(arena_cache.open("g", NO_ORIGIN, None), MissReason)
     assert arena_cache.leased()
     assert is_consistent(arena_cache)
 
@@ -304,8 +305,8 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
 def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     arena_cache = ArenaCache(arena, MemoryRecorder())
     ones = [filled(arena_cache, str(number), pages=3) for number in range(4)]
-    fill = arena_cache.open("more", None)
-    assert fill is not None
+    fill = arena_cache.open("more", NO_ORIGIN, None)
+    assert not isinstance(fill, MissReason)
     searched: list[object] = []
     victim = arena_cache._ranking.victim
     monkeypatch.setattr(

@@ -26,7 +26,7 @@ from objkv.errors import StoreUnavailable
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from tests.agent.consistency import is_consistent, threads_of
-from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, gated, pages_at, payloads
+from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, claims_of, gated, pages_at, payloads
 from tests.codec.seals import SEALS
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE
@@ -279,7 +279,7 @@ class Slow:
         self.node.found(*self.wanted)
         return self.node.core.open(
             client or Sleeper(),
-            [self.wanted[number].claim for number in numbers],
+            claims_of([self.wanted[number] for number in numbers]),
             deadline_s=deadline_s,
             urgency=urgency,
             priority=priority,

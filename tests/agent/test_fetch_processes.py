@@ -11,7 +11,6 @@ import pytest
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Urgency
 from objkv.assembly import fetchers
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.fetchers import open_s3, process_count
@@ -22,7 +21,7 @@ from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
-from tests.agent.world import ended, pages_at
+from tests.agent.world import ended, opened, pages_at
 from tests.support.agents import AgentProcess
 from tests.support.samples import CHUNK, NAMESPACE
 from tests.support.servers.certificates import make_certificates
@@ -97,8 +96,7 @@ def load(agent: AgentProcess, wanted: Sequence[PayloadRequest]) -> int:
     client = AgentConnection(agent.path, wants_arena=True, call_s=PATIENCE_S)
     misses = 0
     for first in range(0, len(wanted), TOGETHER):
-        some = [one.claim for one in wanted[first : first + TOGETHER]]
-        leases = client.open(some, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+        leases = opened(client, wanted[first : first + TOGETHER])
         for number, lease in enumerate(leases, first):
             progress = ended(client, lease)
             if progress.state is CellState.READY:

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from objkv.agent import core as core_module
 from objkv.agent import messages as m
-from objkv.agent.arena_cache import CachedPayload
+from objkv.agent.arena_cache import NO_ORIGIN, CachedPayload
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory import arena as arena_module
@@ -57,13 +56,14 @@ def test_prefetches_at_the_same_moment_stay_within_their_share(
     )
     prefetches = Prefetches(node.core, node.index, node.store)
     halves = [[one.claim.key.prefix_hash for one in part] for part in (wanted[:4], wanted[4:])]
-    reached, opening = threading.Barrier(2), node.core.open
+    reached, reserve = threading.Barrier(2), prefetches._reserve
 
-    def both_ask(*args: Any, **more: Any) -> Any:
+    def both_ask(*args: Any) -> Any:
+        taken = reserve(*args)
         reached.wait(PATIENCE_S)  # each has seen how much room there is
-        return opening(*args, **more)
+        return taken
 
-    monkeypatch.setattr(node.core, "open", both_ask)
+    monkeypatch.setattr(prefetches, "_reserve", both_ask)
     found: list[Any] = []
     threads = [
         threading.Thread(
@@ -132,8 +132,8 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
 
     def someone_comes(one: CachedPayload, *rest: Any) -> None:
         if one.key == wanted[2].claim.key.path() and not came:
-            found = node.arena_cache.open(one.key, Sleeper())
-            assert found is not None
+            found = node.arena_cache.open(one.key, one.origin, Sleeper())
+            assert not isinstance(found, MissReason)
             came.append(found[0])
             if found[1]:  # a new payload, which is this test's to fill
                 node.arena_cache.ready(found[0], 0)
@@ -147,15 +147,13 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
         node.arena_cache.release(one)
 
 
-def test_threads_that_forget_layers_at_once_all_live(
+def test_a_fault_of_another_kind_ends_no_thread(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core_module, "_KNOWN_MAX", 0)
-
     def broken(*_: object) -> None:
-        raise KeyError("another thread forgot it too")
+        raise KeyError("unexpected")
 
-    monkeypatch.setattr(node.core, "_remember", broken)
+    monkeypatch.setattr(node.core.layouts, "note", broken)
     wanted, client = node.save(), node.connect()
     leases = opened(client, wanted)
     for lease in leases:
@@ -192,11 +190,9 @@ def test_a_payload_that_is_longer_than_its_header_says_is_a_miss(node: Node, cod
 def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node: Node) -> None:
     made = payloads()
     other = read_header(made[1]).claim.key.path()
-    found = node.arena_cache.open(other, None)
-    assert found is not None
-    memory = node.arena_cache.allot(found[0], len(made[0]))
-    assert memory is not None
-    memory[:] = made[0]  # as if a client had made another payload of this name resident
+    found = node.arena_cache.open(other, NO_ORIGIN, None)  # as if of another claim
+    assert not isinstance(found, MissReason)
+    assert node.arena_cache.allot(found[0], len(made[1])) is not None
     node.arena_cache.ready(found[0], 2)
     assert node.commit_one(made[1]) is CommitStatus.REFUSED
     assert node.saves.drain(PATIENCE_S)
@@ -233,7 +229,7 @@ def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock = greeted(node)
     wanted = node.save()
     claims = [one.claim for one in wanted]
-    sock.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, claims)))
+    sock.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims))))
     m.unpack_opened(sock.recv(1000), 3)
     sock.send(b"")
     assert sock.recv(100) == b""

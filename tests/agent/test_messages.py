@@ -1,11 +1,12 @@
 """Messages: every one comes back as it was. What no bytes may do is tried in ``tests.fuzz``."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.agent import messages as m
-from objkv.agent.memory.arena import CellState
+from objkv.agent.memory.arena import CELLS, CellState
 from objkv.agent.messages import MissReason, Urgency
 from objkv.codec.join import Place
 from objkv.codec.payload import Claim
@@ -45,8 +46,16 @@ WANTED = st.builds(
     st.lists(WANTED, min_size=1, max_size=20), st.sampled_from(Urgency), st.integers(1, 2**32 - 1)
 )
 def test_an_opening(wanted: list[Claim], urgency: Urgency, deadline_ms: int) -> None:
-    opening = m.Opening(urgency, deadline_ms, wanted)
+    claims = m.Claims.of(wanted)
+    assert list(map(claims.claim, claims)) == wanted
+    opening = m.Opening(urgency, deadline_ms, claims)
     assert m.unpack_opening(m.pack_opening(opening)) == opening
+    columns = np.frombuffer(claims.rows, list(m.CLAIM_ROW))
+    assert [one.tobytes() for one in columns["prefix_hash"]] == [o.key.prefix_hash for o in wanted]
+    assert [one.tobytes() for one in columns["parent_hash"]] == [o.parent_hash for o in wanted]
+    assert columns["token_start"].tolist() == [one.token_start for one in wanted]
+    assert columns["token_end"].tolist() == [one.token_end for one in wanted]
+    assert [claims.fields[n] for n in columns["field"]] == [one.key.field for one in wanted]
 
 
 def test_the_most_payloads_of_the_longest_names_fit() -> None:
@@ -55,26 +64,28 @@ def test_the_most_payloads_of_the_longest_names_fit() -> None:
         Claim(ChunkKey(NAMESPACE, bytes([n] * 20), 99, shard), bytes(20), n, n + 1)
         for n in range(m.OPEN_MAX)
     ]
-    assert m.unpack_opening(m.pack_opening(m.Opening(Urgency.IN_STEP, 1, wanted))).wanted == wanted
+    opening = m.Opening(Urgency.IN_STEP, 1, m.Claims.of(wanted))
+    assert m.unpack_opening(m.pack_opening(opening)) == opening
 
 
 @given(
     st.lists(
-        st.builds(
-            m.OpenAnswer,
+        st.tuples(
             st.sampled_from(CellState),
             st.sampled_from(MissReason),
+            st.integers(0, 2**16 - 1),
             st.integers(0, 2**32 - 1),
-            st.integers(0, 2**32 - 1),
+            st.integers(0, CELLS - 1),
             st.integers(0, 2**64 - 1),
             st.integers(0, 2**64 - 1),
         ),
+        min_size=1,
         max_size=20,
     )
 )
 def test_answers_to_an_opening(answers: list[m.OpenAnswer]) -> None:
     message = m.pack_opened(answers)
-    assert m.unpack_opened(message, len(answers)) == answers
+    assert list(zip(*m.unpack_opened(message, len(answers)), strict=True)) == answers
     with pytest.raises(m.ProtocolError):
         m.unpack_opened(message, len(answers) + 1)
 

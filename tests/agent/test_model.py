@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.client import AgentConnection, ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.memory.arena import (
     CELLS,
     PAGE,
@@ -31,7 +31,7 @@ from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
 from tests.agent.consistency import is_consistent, threads_of
-from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, ended, pages_at
+from tests.agent.world import PATIENCE_S, RIGHT, Desk, Node, claims_of, ended, pages_at
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import wait_until
 
@@ -141,8 +141,9 @@ class AgentMachine(RuleBasedStateMachine):
     @rule(number=clients, some=st.lists(chunks, min_size=1, max_size=4), urgency=urgencies)
     def open(self, number: int, some: list[int], urgency: Urgency) -> None:
         peer = self.peer(number)
-        wanted = [self.wanted[n].claim for n in some]
-        leases: list[ArenaLease] = peer.agent.open(wanted, deadline_s=PATIENCE_S, urgency=urgency)
+        wanted = claims_of([self.wanted[n] for n in some])
+        answer = peer.agent.open(wanted, deadline_s=PATIENCE_S, urgency=urgency)
+        leases = leases_of(answer, peer.agent.arena.board)
         for chunk, one in zip(some, leases, strict=True):
             if one.number:
                 assert one.cell < CELLS

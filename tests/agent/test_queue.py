@@ -11,7 +11,7 @@ from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
 from tests.agent.consistency import fetches_of
-from tests.agent.world import PATIENCE_S, Node, Sleeper
+from tests.agent.world import PATIENCE_S, Node, Sleeper, claims_of
 from tests.support.samples import TOKENS
 from tests.support.waiting import wait_until
 
@@ -41,7 +41,7 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
     wait_until(lambda: node.core._is_stuck())
     for one in wanted[:2]:  # the one that hangs, and another
         (found,) = node.core.open(
-            Sleeper(), [one.claim], deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
+            Sleeper(), claims_of([one]), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
         )
         failed = isinstance(found, CachedPayload) and found.state is CellState.FAILED
         assert failed or found is MissReason.NO_ROOM

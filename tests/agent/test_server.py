@@ -36,6 +36,7 @@ from tests.agent.world import (
     RIGHT,
     Desk,
     Node,
+    claims_of,
     denied,
     ended,
     opened,
@@ -93,7 +94,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     wanted, honest, liar = node.save(), node.connect(), greeted(node)
     leases = opened(honest, wanted[:1])
     claims = [one.claim for one in wanted]
-    liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, claims)))
+    liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims))))
     m.unpack_opened(liar.recv(1000), 3)
     wait_until(lambda: node.arena_cache.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
     liar.send(message)
@@ -166,11 +167,11 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
     (over,) = opened(first, wanted[2:])
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
-    (held,) = first.open([wanted[0].claim], deadline_s=1e9, urgency=Urgency.IN_STEP)
+    held = first.open(claims_of(wanted[:1]), deadline_s=1e9, urgency=Urgency.IN_STEP)
     (resident,) = node.arena_cache.seen([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
-    first.release([held.number])
+    first.release(held.leases)
     node.close()
 
 

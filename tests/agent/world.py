@@ -18,14 +18,14 @@ import numpy as np
 
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.client import AgentConnection, ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
-from objkv.agent.messages import Commit, CommitStatus, SavedPart, Urgency
+from objkv.agent.messages import Claims, Commit, CommitStatus, SavedPart, Urgency
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
@@ -40,6 +40,7 @@ from objkv.index.base import WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived
 from objkv.telemetry import MemoryRecorder
+from tests.agent.consistency import keeps_promises
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE, TOKENS, save
@@ -183,7 +184,7 @@ class Node:
     ) -> list[CachedPayload]:
         """Begin to load payloads, as a client of their own does; those that are taken."""
         self.found(*wanted)
-        claims = [one.claim for one in wanted]
+        claims = claims_of(wanted)
         found = self.core.open(Sleeper(), claims, deadline_s=deadline_s, urgency=urgency)
         return [one for one in found if isinstance(one, CachedPayload)]
 
@@ -203,6 +204,8 @@ class Node:
             self.server.close()
         self.lookups.board.close()
         self.saves.close(PATIENCE_S)
+        if self.arena.view:
+            assert keeps_promises(self.arena_cache)
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -288,8 +291,15 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
 
 
 def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
-    claims = [one.claim for one in wanted]
-    return client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+    """Leases of payloads."""
+    claims = claims_of(wanted)
+    answer = client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+    return leases_of(answer, client.arena.board)
+
+
+def claims_of(wanted: Sequence[PayloadRequest]) -> Claims:
+    """What to open."""
+    return Claims.of([one.claim for one in wanted])
 
 
 def pages_at(view: memoryview, progress: Progress) -> list[bytes]:

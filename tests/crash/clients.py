@@ -49,8 +49,8 @@ def hold(path: str, message: str) -> None:
     agent = AgentConnection(Path(path), wants_arena=True)
     print("connected", flush=True)
     while True:
-        leases = agent.open(opening.wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
-        agent.release([lease.number for lease in leases[1:] if lease.number])
+        opened = agent.open(opening.wanted, deadline_s=60.0, urgency=Urgency.BETWEEN_STEPS)
+        agent.release([lease for lease in opened.leases[1:] if lease])
 
 
 def commit(path: str, batch: int) -> None:

@@ -9,9 +9,9 @@ from http.client import HTTPException
 from pathlib import Path
 from threading import Event
 
-from objkv.agent.client import AgentConnection, ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Urgency
+from objkv.agent.messages import Claims, Urgency
 from objkv.assembly.backends import open_bulk
 from objkv.codec.payload import Claim
 from objkv.config import load_config
@@ -277,7 +277,8 @@ def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
 
 def _opened(client: AgentConnection, wanted: list[Claim]) -> list[ArenaLease]:
     """Leases of payloads whose fetch has ended."""
-    leases = client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+    answer = client.open(Claims.of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
+    leases = leases_of(answer, client.arena.board)
     for lease in leases:
         _state(client, lease.cell)
     return leases

@@ -12,7 +12,7 @@ from random import Random
 from typing import Any
 
 from objkv.agent import messages as m
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, leases_of
 from objkv.agent.memory.answers import AnswerBoard, Scope
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
@@ -80,8 +80,8 @@ CALLS = (
     f'{{"verb": "forget", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"], "field": "x"}}',
 )
 REQUESTS = [
-    m.pack_opening(m.Opening(Urgency.IN_STEP, 1000, WANTED)),
-    m.pack_opening(m.Opening(Urgency.PREFETCH, 1, WANTED[:1])),
+    m.pack_opening(m.Opening(Urgency.IN_STEP, 1000, m.Claims.of(WANTED))),
+    m.pack_opening(m.Opening(Urgency.PREFETCH, 1, m.Claims.of(WANTED[:1]))),
     m.pack_rejection(WANTED[1]),
     m.pack_release([1, 2]),
     m.pack_release([1]),
@@ -103,8 +103,8 @@ def _answer(shards: Sequence[Shards | None], fields: tuple[str, ...]) -> bytes:
 
 
 ANSWERS = [
-    m.pack_opened([m.OpenAnswer(CellState.READY, MissReason.NONE, 1, 0, 4096, 512)] * 2),
-    m.pack_opened([m.OpenAnswer(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0)] * 2),
+    m.pack_opened([(CellState.READY, MissReason.NONE, 3, 1, 0, 4096, 512)] * 2),
+    m.pack_opened([(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0, 0)] * 2),
     _answer(_SHARDS[:2], FIELDS[:1]),
     _answer(_SHARDS[1:], FIELDS),
     m.pack_committed(m.CommitStatus.ACCEPTED),
@@ -120,7 +120,9 @@ def _again(message: bytes) -> None:
     kind = m.kind_of(message)
     if kind in (m.MessageKind.OPEN, m.MessageKind.REJECT):
         opening = m.unpack_opening(message)
-        require(m.unpack_opening(m.pack_opening(opening)) == opening, "another opening")
+        require(m.pack_opening(opening, kind) == message, "another opening")
+        for row in opening.wanted:
+            require(opening.wanted.claim(row).key.field in opening.wanted.fields, "another field")
     elif kind is m.MessageKind.RELEASE:
         leases = m.unpack_release(message)
         if len(leases) <= m.RELEASE_MAX:
@@ -142,8 +144,8 @@ def _again(message: bytes) -> None:
         status = m.unpack_committed(message)
         require(m.unpack_committed(m.pack_committed(status)) is status, "another status")
     elif kind is m.MessageKind.OPENED:
-        answers = m.unpack_opened(message, 2)
-        require(m.pack_opened(answers) == message, "other answers")
+        opened = m.unpack_opened(message, 2)
+        require(m.pack_opened(zip(*opened, strict=True)) == message, "other answers")
     elif kind is m.MessageKind.FOUND:
         _found(message)
     else:
@@ -225,7 +227,9 @@ class _Agent:
         return "answered"
 
     def _read(self) -> None:
-        leases = self.client.open(WANTED, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
+        wanted = m.Claims.of(WANTED)
+        opened = self.client.open(wanted, deadline_s=_PATIENCE_S, urgency=Urgency.IN_STEP)
+        leases = leases_of(opened, self.client.arena.board)
         for lease in leases:
             progress = ended(self.client, lease)
             if progress.state is CellState.READY:  # others may have rejected or forgotten it

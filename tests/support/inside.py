@@ -7,10 +7,10 @@ from threading import Lock
 from typing import ClassVar, cast
 
 from objkv import background
-from objkv.agent.client import AgentConnection, ArenaLease, leases_of
+from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
-from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart, Urgency
+from objkv.agent.messages import Claims, Commit, CommitStatus, Drop, Opened, SavedPart, Urgency
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
@@ -106,11 +106,9 @@ class InsideConnection:
     def drop(self, drop: Drop) -> None:
         """Such a part never comes."""
 
-    def open(
-        self, wanted: Sequence[Claim], *, deadline_s: float, urgency: Urgency
-    ) -> list[ArenaLease]:
+    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> Opened:
         answers = self._holder.lease(wanted, deadline_s=deadline_s, urgency=urgency)
-        return leases_of(answers, self.arena.board)
+        return Opened(*zip(*answers, strict=True))
 
     def release(self, leases: Sequence[int]) -> None:
         self._holder.end(leases)

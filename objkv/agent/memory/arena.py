@@ -109,6 +109,8 @@ class Progress:
     nbytes: int
     reason: int
     """A ``MissReason`` if the state is FAILED."""
+    layout: int = 0
+    """The number of its layout if ``frames`` is not 0, see ``Layouts``. 0: not known."""
 
 
 ALL_FRAMES: Final = 0xFFFF_FFFF
@@ -128,7 +130,8 @@ class Board:
 
     def write(self, cell: int, progress: Progress) -> None:
         """Write a cell. Only the agent can."""
-        word = progress.state << 48 | progress.reason << 32 | progress.frames
+        word = progress.layout << 48 | progress.state << 40 | progress.reason << 32
+        word |= progress.frames
         check = _check(word, progress.offset, progress.nbytes)
         _CELL.pack_into(
             self._cells, cell * _CELL.size, word, progress.offset, progress.nbytes, check
@@ -140,8 +143,8 @@ class Board:
         for _ in range(_READS_MAX):
             word, offset, nbytes, check = _CELL.unpack_from(self._cells, cell * _CELL.size)
             if check == _check(word, offset, nbytes):
-                frames, reason = word & 0xFFFF_FFFF, word >> 32 & 0xFFFF
-                return Progress(CellState(word >> 48), frames, offset, nbytes, reason)
+                frames, reason, state = word & 0xFFFF_FFFF, word >> 32 & 0xFF, word >> 40 & 0xFF
+                return Progress(CellState(state), frames, offset, nbytes, reason, word >> 48)
         return Progress(CellState.FILLING, 0, 0, 0, 0)
 
 

@@ -5,9 +5,9 @@ from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, leases_of
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Urgency
+from objkv.agent.messages import Claims, Urgency
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
 from objkv.errors import TransferError
@@ -47,7 +47,9 @@ class AgentReader:
     def load(self) -> None:
         """Load the payloads once. Raises ``TransferError`` if the agent cannot get one."""
         agent = self._agent
-        leases = agent.open(self._claims, deadline_s=_DEADLINE_S, urgency=Urgency.BETWEEN_STEPS)
+        claims = Claims.of(self._claims)
+        opened = agent.open(claims, deadline_s=_DEADLINE_S, urgency=Urgency.BETWEEN_STEPS)
+        leases = leases_of(opened, agent.arena.board)
         for lease, claim, target in zip(leases, self._claims, self._targets, strict=True):
             progress = lease.progress
             while progress.state is CellState.FILLING:

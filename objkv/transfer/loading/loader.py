@@ -15,9 +15,9 @@ from operator import attrgetter
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.client import AgentConnection, ArenaLease
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import MissReason, Urgency
+from objkv.agent.messages import Claims, MissReason, Urgency
 from objkv.background import Alarm, join_all, wait_for
 from objkv.codec.payload import Claim, Header, frame_pages, read_claimed
 from objkv.errors import ObjkvError, PayloadError, TransferError
@@ -502,19 +502,19 @@ class Loader:
             return
         job = batch[0].job
         self._reading += batch
-        leases = agent.open(
-            [one.claim for one in batch],
+        opened = agent.open(
+            Claims.of([one.claim for one in batch]),
             deadline_s=job.deadline - self._clock(),
             urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
         )
-        if leases[0].progress.reason == MissReason.CLOSED:
+        if opened.reasons[0] == MissReason.CLOSED:
             self._is_moving = True
             self._reading = self._reading[: -len(batch)]
             self._waiting.extendleft((job, one.index) for one in reversed(batch))
             with self._lock:
                 self._moves += len(batch)
             return
-        for one, lease in zip(batch, leases, strict=True):
+        for one, lease in zip(batch, leases_of(opened, agent.arena.board), strict=True):
             one.lease = lease
 
     def _next(self) -> list[_Reading]:

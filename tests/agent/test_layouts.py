@@ -1,0 +1,210 @@
+"""The layouts of payloads: what a number promises, however a payload came to the arena."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+
+from objkv.agent import layouts as module
+from objkv.agent.client import AgentConnection
+from objkv.agent.disk import Disk, DiskFolder
+from objkv.agent.fill import PayloadRequest
+from objkv.agent.layouts import UNKNOWN, Layouts
+from objkv.agent.memory.arena import CellState
+from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
+from objkv.codec.payload import LayerSpec, read_header
+from tests.agent.consistency import keeps_promises
+from tests.agent.world import PATIENCE_S, Node, claims_of, ended, opened, outbox_of, payloads
+from tests.codec.parts import Grid
+from tests.codec.seals import SEALS
+from tests.support.samples import NAMESPACE
+from tests.support.waiting import wait_until
+
+LAYERS = (LayerSpec("l.0", "BF16", (2, 2, 8, 8)), LayerSpec("l.1", "BF16", (2, 2, 8, 8)))
+
+
+def note(layouts: Layouts, layers: tuple[LayerSpec, ...] = LAYERS, size: int = 4096) -> int:
+    return layouts.note(NAMESPACE, "0", layers, size)
+
+
+def test_equal_layouts_have_one_number_and_others_another() -> None:
+    layouts = Layouts()
+    first = note(layouts)
+    assert first > 0
+    assert layouts.note("another", "1", tuple(map(replace, LAYERS)), 4096) == first
+    others = [
+        (LAYERS, 8192),
+        (LAYERS[:1], 4096),
+        (LAYERS[::-1], 4096),
+        ((replace(LAYERS[0], name="l.2"), LAYERS[1]), 4096),
+        ((replace(LAYERS[0], dtype="F16"), LAYERS[1]), 4096),
+        ((replace(LAYERS[0], shape=(2, 2, 8, 8)[::-1]), LAYERS[1]), 4096),
+        ((replace(LAYERS[0], scales="1.0 1.0"), LAYERS[1]), 4096),
+    ]
+    numbers = [note(layouts, *other) for other in others]
+    assert len({first, *numbers}) == 1 + len(others)
+    assert [note(layouts, *other) for other in others] == numbers
+    assert note(layouts) == first
+
+
+def test_one_object_is_remembered_for_equal_layers() -> None:
+    layouts = Layouts()
+    assert layouts.last(NAMESPACE, "0") is UNKNOWN
+    note(layouts)
+    note(layouts, tuple(map(replace, LAYERS)), 8192)
+    assert layouts.last(NAMESPACE, "0").header_bytes == 8192
+    assert layouts.last(NAMESPACE, "0").layers is LAYERS
+
+
+def test_those_beyond_the_limit_have_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LAYOUTS_MAX", 2)
+    monkeypatch.setattr(module, "_SHARDS_MAX", 2)
+    layouts = Layouts()
+    numbers = [layouts.note(NAMESPACE, str(n), LAYERS, 4096 * (1 + n)) for n in range(4)]
+    assert numbers == [1, 2, 0, 0]
+    assert [note(layouts, LAYERS, 4096 * (1 + n)) for n in range(4)] == numbers
+    assert layouts.last(NAMESPACE, "1") is UNKNOWN
+    assert layouts.last(NAMESPACE, "0").header_bytes == 4 * 4096
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def made(**options: Any) -> Node:
+        nodes.append(Node(**options).listen())
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+
+
+def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[int]:
+    """The layouts of payloads, once from the board and once from the answer."""
+    leases = opened(client, wanted)
+    found = [ended(client, lease) for lease in leases]
+    assert {one.state for one in found} == {CellState.READY}
+    again = client.open(claims_of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    assert set(again.states) == {CellState.READY}
+    assert list(again.layouts) == [one.layout for one in found]
+    for progress, one in zip(found, wanted, strict=True):
+        view = client.arena.view[progress.offset : progress.offset + progress.nbytes]
+        assert read_header(view).claim == one.claim
+    client.release([*(lease.number for lease in leases), *again.leases])
+    return [one.layout for one in found]
+
+
+@pytest.mark.parametrize("codec", ["none", "lz4"])
+@pytest.mark.parametrize("seal", [None, *SEALS])
+def test_fetched_payloads_of_one_layout(
+    make: Callable[..., Node], codec: str, seal: str | None
+) -> None:
+    if seal is None:
+        node = make()
+        wanted = node.save(codec=codec)
+    else:
+        saver = make(seal=SEALS[seal], codec=codec)
+        assert {saver.commit_one(one) for one in payloads()} == {CommitStatus.ACCEPTED}
+        assert saver.saves.drain(PATIENCE_S)
+        node = make(seal=SEALS[seal], store=saver.store, index=saver.index)
+        wanted = node.wanted([read_header(one).claim.key for one in payloads()])
+    assert layouts_of(node.connect(), wanted) == [1] * len(wanted)
+    assert keeps_promises(node.arena_cache)
+
+
+def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetched(
+    make: Callable[..., Node],
+) -> None:
+    node = make(holds_back=True)
+    first, *_ = node.save()
+    client = node.connect()
+    assert layouts_of(client, [first]) == [1]
+    made = payloads()[1]
+    assert node.commit_one(made) is CommitStatus.HELD_BACK
+    claim = read_header(made).claim
+    answer = client.open(Claims.of([claim]), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
+
+
+def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
+    node = make()
+    pieces = Grid((2, 1)).pieces(read_header(payloads()[0]).claim)
+    for piece in pieces:
+        with outbox_of(piece.payload) as outbox:
+            commit = Commit(0, len(piece.payload), part=SavedPart(1, piece.place))
+            status = node.saves.commit(outbox, commit, b"one")
+    assert status is CommitStatus.ACCEPTED
+    answer = node.connect().open(
+        Claims.of([read_header(payloads()[0]).claim]),
+        deadline_s=PATIENCE_S,
+        urgency=Urgency.IN_STEP,
+    )
+    assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
+    assert keeps_promises(node.arena_cache)
+
+
+def test_a_payload_from_the_disk_has_a_layout(make: Callable[..., Node], tmp_path: Path) -> None:
+    node = make(disk=Disk(DiskFolder(tmp_path), 1 << 20), keeps_all=True)
+    wanted, client, spill = node.save(), node.connect(), node.core.spill
+    assert spill is not None
+    wait_until(lambda: spill.disk.is_loaded)
+    assert layouts_of(client, wanted) == [1] * len(wanted)
+    assert spill.drain(PATIENCE_S)
+    for one in wanted:
+        node.arena_cache.forget(one.claim.key.path())
+        node.store.delete(one.claim.key.path())
+    assert layouts_of(client, wanted) == [1] * len(wanted)
+    assert node.recorder.value("agent_disk_hits") == len(wanted)
+
+
+OTHERS = [{"parent_hash": bytes(20)}, {"token_start": 1}, {"token_end": 10**6}]
+
+
+def is_refused(client: AgentConnection, wanted: PayloadRequest, change: dict[str, Any]) -> None:
+    other = Claims.of([replace(wanted.claim, **change)])
+    answer = client.open(other, deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    assert (answer.states, answer.reasons) == ((CellState.FAILED,), (MissReason.CORRUPT,))
+    assert (answer.leases, answer.offsets) == ((0,), (0,))
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_payload_that_is_not_as_opened_is_a_miss_and_is_rejected(
+    make: Callable[..., Node], change: dict[str, Any], is_stored: bool
+) -> None:
+    node = make(holds_back=True)
+    wanted, client = node.save()[1], node.connect()
+    key = wanted.claim.key
+    if is_stored:
+        layouts_of(client, [wanted])
+    else:
+        node.index.forget(key.namespace, key.prefix_hash, key.field, wanted.record)
+        assert node.commit_one(payloads()[1]) is CommitStatus.HELD_BACK
+    is_refused(client, wanted, change)
+    assert node.arena_cache.seen([key.path()]) == [None]
+    assert not len(node.arena_cache.held)
+    assert node.cache.record_of(key) is None
+
+
+@pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])
+def test_who_opens_what_comes_as_another_claim_gets_nothing_of_it(
+    make: Callable[..., Node], change: dict[str, Any]
+) -> None:
+    node = make()
+    wanted, client, inside, goes_on = node.save()[1], node.connect(), Event(), Event()
+
+    def wait(_: str) -> None:
+        inside.set()
+        assert goes_on.wait(PATIENCE_S)
+
+    node.store.on_get = wait
+    (before,) = opened(client, [wanted])
+    assert inside.wait(PATIENCE_S)
+    is_refused(client, wanted, change)
+    assert node.arena_cache.leased() == 1
+    goes_on.set()
+    assert ended(client, before).state is CellState.READY
