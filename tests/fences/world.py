@@ -38,7 +38,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import loader
+from objkv.transfer.loading import connection
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames

@@ -25,7 +25,8 @@ from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.lanes import HostLane, Ints, Lane, PagedLayers, Recast
-from objkv.transfer.loading.loader import WINDOW, Loader, LoadLimits
+from objkv.transfer.loading.connection import WINDOW
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames

@@ -15,8 +15,8 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.transfer import lanes
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading import connection as module
+from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadPlan
 from tests.agent.consistency import is_consistent
 from tests.agent.reader import load_by_agent
@@ -104,8 +104,8 @@ def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     most, opened = [0], ArenaCache.open
     monkeypatch.setattr(module, "WINDOW", 2)
 
-    def counted(self: ArenaCache, key: str, waiter: Any, **options: Any) -> Any:
-        found = opened(self, key, waiter, **options)
+    def counted(self: ArenaCache, *wanted: Any, **options: Any) -> Any:
+        found = opened(self, *wanted, **options)
         most[0] = max(most[0], world.reader.loader.leased)  # type: ignore[attr-defined]
         return found
 
@@ -239,9 +239,9 @@ def test_more_moves_than_the_queue_takes_are_misses(
     """All at once: the forward pass waits for it."""
     small, failed, fail = world.open(queue_max=2), list[int](), LoadJob.fail
 
-    def counted(job: LoadJob, index: int, *, rejected: bool) -> bool:
-        failed.append(index)
-        return fail(job, index, rejected=rejected)
+    def counted(job: LoadJob, move: int, *, rejected: bool) -> bool:
+        failed.append(move)
+        return fail(job, move, rejected=rejected)
 
     monkeypatch.setattr(LoadJob, "fail", counted)
     outcome = small.load(range(4), 1)
@@ -441,7 +441,7 @@ def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
     with loader._lock:  # the thread finds it together with the loss
         assert loader.agent is not None
         loader.agent.is_lost = True  # type: ignore[attr-defined]
-        loader._came.append((LoadJob(nothing, [], 1e9, lambda: 0.0), 0))
+        loader._came.append((LoadJob(nothing, [], 1e9, lambda: 0.0), range(0)))
     loader.cancel("none")
     wait_until(lambda: not loader._came)
     assert not world.reader.outcome(nothing).failed

@@ -13,7 +13,7 @@ from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadOutcome
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
