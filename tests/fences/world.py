@@ -673,7 +673,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         stack.enter_context(patch.object(core, "ArenaCache", kept))
         stack.enter_context(patch.object(in_test, "InsideConnection", WatchedConnection))
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
-        for module in (arena, arena_cache, loader):
+        for module in (arena, arena_cache, connection):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
         for module in (arena, arena_cache):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))

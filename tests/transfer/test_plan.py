@@ -6,6 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from objkv.codec.payload import Claim
+from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, Source
 from tests.support.device import ON_HOST
@@ -13,6 +15,7 @@ from tests.support.plans import packed
 
 pytestmark = ON_HOST
 
+NAMESPACE = "0" * 32
 SHARDS = (None, *[Shard(0, 1, head, head + 1) for head in range(3)])
 
 
@@ -76,7 +79,7 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
     assert columns.blocks_from(chunk) == {block for ids in later for block in ids}
     sources = [Source(load.move.group, load.shard) for load in moves]
     assert columns.sources == tuple(dict.fromkeys(sources))
-    assert columns.each(columns.sources) == sources
+    assert [columns.sources[at] for at in columns.each(range(len(columns.sources)))] == sources
     names = [load.move.prefix_hash for load in moves]
     assert columns.prefix_hashes() == list(dict.fromkeys(names))
 
