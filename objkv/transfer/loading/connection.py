@@ -12,10 +12,9 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 from objkv.agent.client import AgentConnection, ArenaLease, leases_of
-from objkv.agent.memory.arena import BOARD_BYTES, Arena
+from objkv.agent.memory.arena import BOARD_BYTES
 from objkv.agent.messages import Claims, MissReason, Urgency
 from objkv.background import Alarm, wait_for
-from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
 from objkv.telemetry import Trouble
 from objkv.transfer.lanes import HostLane, Lane, Mark
@@ -88,10 +87,10 @@ class LoadConnection:
         return agent is not None and agent.is_open
 
     @property
-    def arena(self) -> Arena:
-        """The memory of the present connection's agent."""
+    def present(self) -> AgentConnection:
+        """The present connection, where there is one."""
         assert self.agent is not None
-        return self.agent.arena
+        return self.agent
 
     @property
     def is_copying(self) -> bool:
@@ -111,12 +110,13 @@ class LoadConnection:
             return None
         if before is not None:
             self._leave(before)
+        arena = self.agent.arena
         if isinstance(self._lane, HostLane):
-            self._lane.attach(self.arena)
+            self._lane.attach(arena)
         if self._on_device is not None:
-            self._on_device.attach(self.arena)
+            self._on_device.attach(arena)
         self.layouts = {}
-        self._share_bytes = (self.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
+        self._share_bytes = (arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
         self.trouble.worked()
         self._retry_at, self._retry_s, self.is_moving = 0.0, _RETRY_S, False
         return self.agent
@@ -137,19 +137,13 @@ class LoadConnection:
         self, claims: Claims, nbytes: int, *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease] | None:
         """Open payloads of about ``nbytes``, each until ``end``. None if the agent is replaced."""
-        assert self.agent is not None
-        opened = self.agent.open(claims, deadline_s=deadline_s, urgency=urgency)
+        opened = self.present.open(claims, deadline_s=deadline_s, urgency=urgency)
         if opened.reasons[0] == MissReason.CLOSED:
             self.is_moving = True
             return None
         self.leased += len(claims)
         self._leased_bytes += nbytes
-        return leases_of(opened, self.arena.board)
-
-    def reject(self, claim: Claim) -> None:
-        """Report that a payload is not what its key promises. Raises ``TransferError``."""
-        assert self.agent is not None
-        self.agent.reject(claim)
+        return leases_of(opened, self.present.arena.board)
 
     def end(self, leases: list[ArenaLease], nbytes: int, *, is_given: bool) -> None:
         """Release payloads, in ``release``. ``is_given``: once the lane has read what it was given
@@ -168,8 +162,7 @@ class LoadConnection:
             self.leased -= len(numbers)
             self._leased_bytes -= nbytes
             ended += filter(None, numbers)
-        assert self.agent is not None
-        self.agent.release(ended)
+        self.present.release(ended)
 
     def lose(self, agent: AgentConnection | None, *, keep: bool) -> None:
         """End a connection that was given up, once the lane does not read its arena any more.

@@ -12,7 +12,7 @@ import logging
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from threading import Condition, Event, Lock, Thread
 from time import monotonic, sleep
@@ -47,7 +47,8 @@ _SLICE_BYTES = 16 << 20
 in this thread."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
-_READABLE = frozenset((CellState.FILLING, CellState.READY))
+_ENDED = -1
+"""Instead of a payload's next row: the lane gets nothing more of it."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
 _COUNTED = {
     MissReason.NO_ROOM: "load_refused",
@@ -111,7 +112,6 @@ class LoadJob:
         """The leading moves that are needed still. Those from the first failed chunk on are not."""
         self._ended = np.zeros(self._needed, np.bool_)
         """Which moves have succeeded or failed."""
-        self._left = self._needed
         self._layers = plan.moves.each([shape.filled.start for shape in shapes])
         """Of each move the first layer that is not in its blocks yet: they come in order."""
         self._stops = plan.moves.each([shape.filled.stop for shape in shapes])
@@ -157,25 +157,24 @@ class LoadJob:
                     self._marks |= {(group, layer): mark for layer in layers}
             self._wake()
 
-    def done(self, moves: Sequence[int], nbytes: int) -> bool:
+    def done(self, moves: Sequence[int], nbytes: int) -> None:
         """Record that moves, ``nbytes`` as stored, are verified and were given to the lane. Those
-        have succeeded of which all layers are in their blocks. Returns whether the load is over."""
+        have succeeded of which all layers are in their blocks."""
         with self._changed:
             self._nbytes += nbytes
             self._last = self._clock()
             lacking = self._layers[moves] < self._stops[moves]
             if lacking.any():
                 self._fail_from(moves[int(lacking.argmax())])
-            return self._end(moves)
+            self._end(moves)
 
-    def fail(self, move: int, *, rejected: bool) -> bool:
-        """Record that a move failed. All later chunks fail with it. Returns whether the load is
-        over."""
+    def fail(self, move: int, *, rejected: bool) -> None:
+        """Record that a move failed. All later chunks fail with it."""
         with self._changed:
             self._fail_from(move)
             if rejected:
                 self._rejected.add((self.plan.namespace, self._moves[move].move.prefix_hash))
-            return self._end([move])
+            self._end([move])
 
     def cancel(self) -> None:
         """Cancel the load. Everything not written by now fails."""
@@ -252,13 +251,11 @@ class LoadJob:
 
     def reported(self, outcome: LoadOutcome) -> None:
         """End the job's trace span with the outcome that ``close`` returned."""
-        if not self.span.is_on:
-            return
         failed, error = len(outcome.failed_blocks), None
         if failed:
             error = f"{failed} blocks are computed instead"
-            if self.request_ended:
-                error = "the request ended first"
+        if failed and self.request_ended:
+            error = "the request ended first"
         span, self.span = self.span, NO_SPAN
         span.end(
             error,
@@ -270,8 +267,9 @@ class LoadJob:
         )
 
     def _outcome(self) -> LoadOutcome:
-        failed = min(self._needed, int(self._ended.argmin()) if self._left else self._needed)
-        blocks = frozenset[int]()
+        failed, blocks = self._needed, frozenset[int]()
+        if not self._has_ended():
+            failed = int(self._ended.argmin())
         if failed < len(self._chunks):
             blocks = self._moves.blocks_from(self._chunks[failed])
         return LoadOutcome(
@@ -294,11 +292,9 @@ class LoadJob:
             if not self._changed.wait(self.deadline - self._clock()):
                 return
 
-    def _end(self, moves: Sequence[int]) -> bool:
-        self._left -= len(moves) - int(np.count_nonzero(self._ended[moves]))
+    def _end(self, moves: Sequence[int]) -> None:
         self._ended[moves] = True
         self._wake()
-        return self._has_ended()
 
     def _wake(self) -> None:
         if self._closed or self._holds():
@@ -308,7 +304,7 @@ class LoadJob:
         self._needed = min(self._needed, bisect_left(self._chunks, self._chunks[move]))
 
     def _has_ended(self) -> bool:
-        return not self._left or bool(self._ended[: self._needed].all())
+        return bool(self._ended[: self._needed].all())
 
 
 class _Batch:
@@ -334,7 +330,7 @@ class _Batch:
         self.headers: dict[int, Header] = {}
         """Of payloads that are verified again."""
         self.rows = [0] * count
-        """The next row of each payload to be given to the lane."""
+        """The next row of each payload to be given to the lane, or ``_ENDED``."""
         self.left = list(range(count))
         """The payloads that are still being read."""
         self.is_stalled = False
@@ -353,37 +349,23 @@ class _Batch:
         progress = self.progress[n]
         return arena[progress.offset : progress.offset + progress.nbytes]
 
-    def pieces(
-        self, states: Collection[CellState], *, in_turns: bool
-    ) -> list[tuple[range, list[int]]]:
+    def pieces(self) -> list[tuple[range, list[int]]]:
         """Return rows that are verified and not given to the lane yet, with all payloads that have
         them in one layout, and for equally many blocks. A step gets the first layers of all
-        payloads first.
-
-        Args:
-            states: of the payloads that are read.
-            in_turns: whether to return a few payloads at once, so that a thread that copies them
-                can be stopped.
-        """
+        payloads first."""
         alike: dict[tuple[PlacedLayout, int, int, tuple[int, int, int]], list[int]] = {}
         for n in self.left:
-            placed = self.placed[n]
-            if placed is not None and self.progress[n].state in states:
+            if (placed := self.placed[n]) is not None:
                 verified = self.progress[n].frames // placed.layout.columns
                 until = min(verified, placed.layout.rows.stop)
                 alike.setdefault((placed, self.rows[n], until, self.forms[n]), []).append(n)
         pieces: list[tuple[range, list[int]]] = []
-        for (placed, start, until, _), those in alike.items():
-            rows = range(start, until)
-            if not rows:
-                continue
-            nbytes = int(placed.layout.sizes[start])
+        for (placed, start, until, _), some in alike.items():
+            step = max(1, until - start)
             if self.job.plan.sync:
-                step = max(1, _SLICE_BYTES // (nbytes * len(those)))
-                pieces += [(rows[at : at + step], those) for at in range(0, len(rows), step)]
-            else:
-                step = max(1, _SLICE_BYTES // (nbytes * len(rows))) if in_turns else len(those)
-                pieces += [(rows, those[at : at + step]) for at in range(0, len(those), step)]
+                row_bytes = int(placed.layout.sizes[placed.layout.rows.start])
+                step = max(1, _SLICE_BYTES // (row_bytes * len(some)))
+            pieces += [(range(at, min(at + step, until)), some) for at in range(start, until, step)]
         return sorted(pieces, key=lambda piece: piece[0].start)
 
 
@@ -419,6 +401,7 @@ class Loader:
         """How the device reads the arena, None if the cache is in host memory."""
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
+        """Set when a load may be over."""
         self._link = LoadConnection(connect, lane, on_device, limits.deadline_s)
         self._lock = Lock()
         self._came: deque[tuple[LoadJob, range]] = deque()
@@ -562,7 +545,8 @@ class Loader:
     def _count(self, job: LoadJob, outcome: LoadOutcome) -> None:
         self._recorder.observe("load_seconds", self._clock() - job.started)
         self._recorder.count("loads")
-        job.reported(outcome)
+        if job.span.is_on:
+            job.reported(outcome)
         if outcome.failed and not job.request_ended:
             self._recorder.count("load_failures")
             self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))
@@ -632,21 +616,9 @@ class Loader:
 
     def _open(self) -> None:
         """Open the next payloads of one job, as many as there is room for."""
-        while self._waiting and min(room := self._link.room()) > 0:
-            job, moves = self._waiting.popleft()
-            wanted = range(moves.start, min(moves.stop, job.needed()))
-            sizes = job.nbytes[wanted.start : wanted.stop]
-            fit = int(np.searchsorted(np.cumsum(sizes) - sizes, room[1]))
-            part, rest = wanted[: min(room[0], fit)], wanted[min(room[0], fit) :]
-            if rest:
-                self._waiting.appendleft((job, rest))
-            with self._lock:
-                self._moves -= len(moves) - len(rest)
-            if part:
-                self._open_batch(_Batch(job, part, sizes[: len(part)].tolist()))
-                return
-
-    def _open_batch(self, batch: _Batch) -> None:
+        batch = self._next()
+        if batch is None:
+            return
         job, part = batch.job, batch.part
         self._batches.append(batch)
         leases = self._link.open(
@@ -666,6 +638,20 @@ class Loader:
             span = job.span.child("objkv.get", chunk=job.plan.moves.chunks[move])
             batch.spans[move - part.start] = span, 0
 
+    def _next(self) -> _Batch | None:
+        """Take the next payloads of one job from the queue."""
+        while self._waiting and min(room := self._link.room()) > 0:
+            job, moves = self._waiting.popleft()
+            sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
+            count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
+            if rest := moves[count:] if count else ():
+                self._waiting.appendleft((job, rest))
+            with self._lock:
+                self._moves -= len(moves) - len(rest)
+            if count:
+                return _Batch(job, moves[:count], sizes[:count].tolist())
+        return None
+
     def _advance(self) -> None:
         """Read what is new, and end the leases that are not needed any more."""
         # Those that a step waits for get slabs first.
@@ -676,11 +662,15 @@ class Loader:
 
     def _read(self, batch: _Batch) -> None:
         """Give the lane what the agent has verified of a batch since the last call."""
-        job, board, per_span = batch.job, self._link.arena.board, self._lane.per_span
+        board = self._link.present.arena.board
+        # A device has one copy for a whole payload, unless a step waits for single layers.
+        streams = batch.job.plan.sync or not self._lane.per_span
         batch.is_stalled = False
         self._drop_unneeded(batch)
         for n in batch.left:
             progress = batch.progress[n]
+            if batch.rows[n] == _ENDED:  # another one has failed
+                break
             if progress.state is CellState.FILLING:
                 progress = batch.progress[n] = board.read(batch.leases[n].cell)
             if progress.state is CellState.FAILED:
@@ -688,13 +678,12 @@ class Loader:
                 if name := _COUNTED.get(reason, "load_errors"):
                     self._recorder.count(name)
                 self._fail(batch, n, reason.name.lower(), rejected=reason in _REFUSED)
-        self._drop_unneeded(batch)
-        # A device has one copy for a whole payload, unless a step waits for single layers.
-        states = {CellState.READY} if per_span and not job.plan.sync else _READABLE
-        found = [n for n in batch.left if batch.progress[n].state in states]
-        self._identify(batch, [n for n in found if batch.placed[n] is None])
+            elif batch.placed[n] is None and (
+                progress.state is CellState.READY or (streams and progress.frames)
+            ):
+                self._identify(batch, n)
         try:
-            while pieces := batch.pieces(states, in_turns=not per_span):
+            while pieces := batch.pieces():
                 for rows, some in pieces:
                     self._give(batch, rows, some)
         except SlabsExhaustedError:
@@ -714,60 +703,65 @@ class Loader:
             nbytes = sum([batch.progress[n].nbytes for n in given])
             self._recorder.count("load_bytes", nbytes)
             self._end(batch, given)
-            self._settle(batch.job.done([batch.part.start + n for n in given], nbytes))
+            batch.job.done([batch.part.start + n for n in given], nbytes)
+            self._over.set()
 
-    def _identify(self, batch: _Batch, some: Sequence[int]) -> None:
-        """Find out whether payloads are the chunks that were asked for, and their layouts.
+    def _identify(self, batch: _Batch, n: int) -> None:
+        """Find out whether a payload is the chunk that was asked for, and its layout.
 
         This is the last check: at an offset that the agent mixes up is another chunk's payload.
         """
-        arena, known = self._link.arena.view, self._link.layouts
-        for n in some:
-            progress, text = batch.progress[n], batch.identities[n]
-            if not progress.frames:
-                continue
-            at = progress.offset + CHUNK_AT
-            key = progress.layout, batch.job.plan.moves.sources[batch.forms[n][0]]
-            placed = known.get(key)
-            if (
-                placed is None
-                or bytes(arena[at : at + len(text)]) != text
-                or progress.nbytes != placed.nbytes
-                or self._verify
-            ):
-                try:
-                    payload = batch.payload(n, arena)
-                    batch.headers[n], placed = self._layouts.read(payload, batch.claim(n))
-                except Exception as exc:
-                    self._refuse(batch, n, exc)
-                    return
-                if progress.layout:
-                    known[key] = placed
-            batch.placed[n], batch.rows[n] = placed, placed.layout.rows.start
-            if n in batch.spans:
-                batch.spans[n] = batch.spans[n][0], now_ns()
+        arena, known = self._link.present.arena.view, self._link.layouts
+        progress, text = batch.progress[n], batch.identities[n]
+        at = progress.offset + CHUNK_AT
+        key = progress.layout, batch.job.plan.moves.sources[batch.forms[n][0]]
+        placed = known.get(key)
+        if (
+            placed is None
+            or bytes(arena[at : at + len(text)]) != text
+            or progress.nbytes != placed.nbytes
+            or self._verify
+        ):
+            try:
+                payload = batch.payload(n, arena)
+                batch.headers[n], placed = self._layouts.read(payload, batch.claim(n))
+            except Exception as exc:
+                self._refuse(batch, n, exc)
+                return
+            if progress.layout:
+                known[key] = placed
+        batch.placed[n], batch.rows[n] = placed, placed.layout.rows.start
+        if n in batch.spans:
+            batch.spans[n] = batch.spans[n][0], now_ns()
 
     def _give(self, batch: _Batch, rows: range, some: Sequence[int]) -> None:
-        """Give the lane rows of payloads that are alike, as many as it can read now. Raises
-        ``SlabsExhaustedError`` if it can read none."""
-        left = set(batch.left)
-        some = [n for n in some if n in left and batch.rows[n] == rows.start]
+        """Give the lane rows of payloads that are alike, as many as it can read and the job allows.
+
+        Raises ``SlabsExhaustedError`` if it can read none, and ``CopyUnknownError`` if the memory
+        of the frames may never be reused.
+        """
+        some = [n for n in some if batch.rows[n] == rows.start]
         if not some:
             return
-        placed, memory, n = batch.placed[some[0]], self._link.arena.view, some[0]
+        memory, placed, slab, n = (
+            self._link.present.arena.view,
+            batch.placed[some[0]],
+            None,
+            some[0],
+        )
         assert placed is not None
         try:
             for n in some if self._verify else ():
                 for frame in placed.layout.frames(rows):
                     frame_pages(batch.headers[n], frame, batch.payload(n, memory), None)
-            n, slab = some[0], None
+            n = some[0]
             starts = np.array([[batch.progress[n].offset] for n in some], np.int64)
             starts = starts + placed.starts[rows.start : rows.stop]
             if self.on_device is not None:
                 sizes = placed.layout.sizes[rows.start : rows.stop]
                 which, memory, starts, slab = self.on_device.take(starts, sizes)
                 some, rows = [some[at] for at in which], rows[: starts.shape[1]]
-            self._submit(batch, rows, some, memory, starts, slab)
+            self._submit(batch, placed, rows, some, memory, starts, slab)
         except TransferError:
             raise
         except Exception as exc:
@@ -776,38 +770,33 @@ class Loader:
     def _submit(
         self,
         batch: _Batch,
+        placed: PlacedLayout,
         rows: range,
         some: Sequence[int],
         memory: memoryview,
         starts: Ints,
         slab: Slab | None,
     ) -> None:
-        """Submit rows of payloads, as far as the job allows. Raises ``CopyUnknownError`` if the
-        memory of the frames may never be reused.
-
-        Args:
-            memory: has the raw bytes of the rows, each from its place in ``starts`` on,
-                ``[payloads, rows]``.
-            slab: has that memory, if any slab does, and goes back when it is copied.
-        """
-        job, lane, moves = batch.job, self._lane, [batch.part.start + n for n in some]
+        """Submit rows of payloads, which start in ``memory`` at ``starts``, ``[payloads, rows]``.
+        ``slab`` has that memory, if any does, and goes back when it is copied."""
+        job, lane, layout = batch.job, self._lane, placed.layout
+        moves = [batch.part.start + n for n in some]
+        _, first_block, blocks = batch.forms[some[0]]
         end = job.enter(moves[0])
-        if end <= moves[0]:
+        moves = moves[: bisect_left(moves, end)]
+        if not moves:
             if slab is not None:
                 slab.release()
             self._drop_unneeded(batch)
             return
-        moves = moves[: bisect_left(moves, end)]
-        starts, placed, form = starts[: len(moves)], batch.placed[some[0]], batch.forms[some[0]]
-        assert placed is not None
         mark, filled = None, range(0)
         try:
             if not batch.has_begun and job.after is not None:
                 lane.follow(job.after)
             batch.has_begun = True
-            ids = job.plan.moves.block_ids(moves, form[2])
-            placed.layout.scatter(lane, rows, memory, starts, ids, form[1])
-            first = placed.layout.filled.start + rows.start - placed.layout.rows.start
+            ids = job.plan.moves.block_ids(moves, blocks)
+            layout.scatter(lane, rows, memory, starts[: len(moves)], ids, first_block)
+            first = layout.filled.start + rows.start - layout.rows.start
             filled = range(first, first + len(rows))
             for move in moves:
                 batch.rows[move - batch.part.start] = rows.stop
@@ -832,13 +821,14 @@ class Loader:
         else:  # of this payload, such as too little memory of a device
             logger.error("load failed unexpectedly request=%s", request, exc_info=reason)
         if is_corrupt:  # before it fails: it may be made and saved again at once
-            self._link.reject(batch.claim(n))
+            self._link.present.reject(batch.claim(n))
         self._fail(batch, n, "corrupt" if is_corrupt else "failed", rejected=is_corrupt)
-        self._drop_unneeded(batch)
 
     def _fail(self, batch: _Batch, n: int, reason: str, *, rejected: bool) -> None:
         self._end(batch, [n], reason)
-        self._settle(batch.job.fail(batch.part.start + n, rejected=rejected))
+        batch.job.fail(batch.part.start + n, rejected=rejected)
+        self._over.set()
+        self._drop_unneeded(batch)
 
     def _drop_unneeded(self, batch: _Batch) -> None:
         """End payloads that are not needed any more."""
@@ -851,8 +841,9 @@ class Loader:
     def _end(self, batch: _Batch, some: Sequence[int], error: str | None = None) -> None:
         """Give the lane nothing more of some payloads: it has everything, or they are misses, or
         not needed."""
-        ended = set(some)
-        batch.left = [n for n in batch.left if n not in ended]
+        for n in some:
+            batch.rows[n] = _ENDED
+        batch.left = [n for n in batch.left if batch.rows[n] != _ENDED]
         leases, nbytes = [batch.leases[n] for n in some], sum([batch.nbytes[n] for n in some])
         self._link.end(leases, nbytes, is_given=batch.has_begun)
         for n in some if batch.spans else ():
@@ -860,10 +851,6 @@ class Loader:
             if came_ns:
                 span.part("objkv.copy", came_ns, now_ns())
             span.end(error, bytes=batch.progress[n].nbytes)
-
-    def _settle(self, is_over: bool) -> None:
-        if is_over:
-            self._over.set()
 
     def _lose(self, *, keep: bool = False) -> None:
         """Give up the connection, once no lane reads the arena any more. What the lane was not
@@ -883,7 +870,8 @@ class Loader:
             if batch.leases:
                 self._end(batch, batch.left, "lost")
         for job, moves in lost:  # and with each all later chunks
-            self._settle(job.fail(moves.start, rejected=False))
+            job.fail(moves.start, rejected=False)
+        self._over.set()
         self._waiting.clear()
         self._batches.clear()
         self._link.lose(agent, keep=keep)
