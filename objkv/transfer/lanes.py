@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from threading import Lock
 from time import monotonic
 from typing import Any, Protocol, TypeVar
@@ -87,6 +87,7 @@ _COPY_BYTES_PER_S = 2e9
 _WAITED_S = 1e-3
 """Copies that take this much longer than at the speed above have waited for the interpreter."""
 _LAYERS_AT_ONCE = 4
+_nbytes = attrgetter("nbytes")
 _PIECES_MAX = 1024
 """The most pieces that one call of ``preadv`` may read into."""
 
@@ -389,8 +390,7 @@ class HostLane:
             scatter_layers(some, arrays, ids, runs)
             done += len(some)
             ended = monotonic()
-            nbytes = sum(pages.nbytes for pages in some)
-            has_waited = ended - begun > _WAITED_S + nbytes / _COPY_BYTES_PER_S
+            has_waited = ended - begun > _WAITED_S + sum(map(_nbytes, some)) / _COPY_BYTES_PER_S
             self._at_once, begun = 1 if has_waited else _LAYERS_AT_ONCE, ended
             if has_waited and recast is None and self._read(frames[done:], layers, done, runs):
                 return

@@ -441,9 +441,9 @@ def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
     with loader._lock:  # the thread finds it together with the loss
         assert loader.agent is not None
         loader.agent.is_lost = True  # type: ignore[attr-defined]
-        loader._came.append((LoadJob(nothing, [], 1e9, lambda: 0.0), range(0)))
+        loader._waiting.append((LoadJob(nothing, [], 1e9, lambda: 0.0), range(0)))
     loader.cancel("none")
-    wait_until(lambda: not loader._came)
+    wait_until(lambda: not loader._waiting)
     assert not world.reader.outcome(nothing).failed
     wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
 

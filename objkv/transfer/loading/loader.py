@@ -310,10 +310,11 @@ class LoadJob:
 class _Batch:
     """Payloads of one load that were opened together, in columns. Belongs to the load thread."""
 
-    def __init__(self, job: LoadJob, part: range, nbytes: list[int]) -> None:
-        """``part``: the moves that read the payloads. ``nbytes``: about how many bytes each has."""
-        self.job, self.part, self.nbytes = job, part, nbytes
-        moves, count = job.plan.moves, len(part)
+    def __init__(self, job: LoadJob, part: range) -> None:
+        """``part``: the moves that read the payloads."""
+        self.job, self.part, moves, count = job, part, job.plan.moves, len(part)
+        self.nbytes: list[int] = job.nbytes[part.start : part.stop].tolist()
+        """About how many bytes each payload has."""
         rows = [Row.SOURCE, Row.FIRST_BLOCK, Row.IDS, Row.IDS_END]
         source, first, ids, ids_end = moves.table[rows, part.start : part.stop]
         columns = source.tolist(), first.tolist(), (ids_end - ids).tolist()
@@ -331,6 +332,8 @@ class _Batch:
         """Of payloads that are verified again."""
         self.rows = [0] * count
         """The next row of each payload to be given to the lane, or ``_ENDED``."""
+        self.stops = [_ENDED] * count
+        """Where the rows end that the rank needs."""
         self.left = list(range(count))
         """The payloads that are still being read."""
         self.is_stalled = False
@@ -357,7 +360,7 @@ class _Batch:
         for n in self.left:
             if (placed := self.placed[n]) is not None:
                 verified = self.progress[n].frames // placed.layout.columns
-                until = min(verified, placed.layout.rows.stop)
+                until = min(verified, self.stops[n])
                 alike.setdefault((placed, self.rows[n], until, self.forms[n]), []).append(n)
         pieces: list[tuple[range, list[int]]] = []
         for (placed, start, until, _), some in alike.items():
@@ -404,11 +407,9 @@ class Loader:
         """Set when a load may be over."""
         self._link = LoadConnection(connect, lane, on_device, limits.deadline_s)
         self._lock = Lock()
-        self._came: deque[tuple[LoadJob, range]] = deque()
-        self._moves = 0
-        """Moves that wait for the thread. Guarded by the lock, with ``_came`` and ``_closed``."""
-        self._closed = False
         self._waiting: deque[tuple[LoadJob, range]] = deque()
+        """Moves that are not opened yet. Guarded by the lock, with ``_closed``."""
+        self._closed = False
         self._batches: list[_Batch] = []
         """Those of which a payload is still being read."""
         self._alarm = Alarm()
@@ -455,21 +456,21 @@ class Loader:
         self._begin(job)
 
     def _begin(self, job: LoadJob) -> None:
-        """Queue the moves of a job, from the first on, as many as the queue takes."""
-        count = len(job.plan.moves)
+        """Queue the moves of a job, from the first on, as many as the queue takes. Those within the
+        step go first."""
+        count = taken = len(job.plan.moves)
         with self._lock:
             serves = not self._closed and self._link.is_open
             if serves:
-                taken = min(count, max(0, self._limits.queue_max - self._moves))
-                self._moves += taken
-                self._came.append((job, range(taken)))
+                waiting = sum(len(moves) for _, moves in self._waiting)
+                taken = min(count, max(0, self._limits.queue_max - waiting))
+                put = self._waiting.appendleft if job.plan.sync else self._waiting.append
+                put((job, range(taken)))
                 self._alarm.ring()
         if not serves:
-            self._recorder.count("load_errors", count)
-            if count:  # none on a rank without layers of the plan
-                job.fail(0, rejected=False)
-        elif taken < count:
-            self._recorder.count("load_refused", count - taken)
+            taken = 0
+        if taken < count:
+            self._recorder.count("load_refused" if serves else "load_errors", count - taken)
             job.fail(taken, rejected=False)  # and with it all later chunks
 
     def wait_layer(self, group: int, layer: int) -> None:
@@ -574,7 +575,6 @@ class Loader:
             self._link.await_retry(self._alarm)
             return
         try:
-            self._take_jobs()
             self._open()
             self._advance()
         except TransferError as exc:
@@ -604,22 +604,12 @@ class Loader:
         left = [batch.job.deadline - self._clock() for batch in self._batches]
         return max(0.0, min(left, default=_IDLE_S))
 
-    def _take_jobs(self) -> None:
-        """Queue the moves of new jobs: those within the step go first."""
-        with self._lock:
-            came, self._came = self._came, deque()
-        for job, moves in came:
-            if job.plan.sync:
-                self._waiting.appendleft((job, moves))
-            else:
-                self._waiting.append((job, moves))
-
     def _open(self) -> None:
         """Open the next payloads of one job, as many as there is room for."""
-        batch = self._next()
-        if batch is None:
+        job, part = self._next()
+        if job is None:
             return
-        job, part = batch.job, batch.part
+        batch = _Batch(job, part)
         self._batches.append(batch)
         leases = self._link.open(
             batch.claims,
@@ -629,28 +619,26 @@ class Loader:
         )
         if leases is None:
             self._batches.pop()
-            self._waiting.appendleft((job, part))
             with self._lock:
-                self._moves += len(part)
+                self._waiting.appendleft((job, part))
             return
         batch.leases, batch.progress = leases, [lease.progress for lease in leases]
         for move in part[: max(0, _TRACED_PAYLOADS_MAX - part.start)] if job.span.is_on else ():
             span = job.span.child("objkv.get", chunk=job.plan.moves.chunks[move])
             batch.spans[move - part.start] = span, 0
 
-    def _next(self) -> _Batch | None:
-        """Take the next payloads of one job from the queue."""
-        while self._waiting and min(room := self._link.room()) > 0:
-            job, moves = self._waiting.popleft()
-            sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
-            count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
-            if rest := moves[count:] if count else ():
-                self._waiting.appendleft((job, rest))
-            with self._lock:
-                self._moves -= len(moves) - len(rest)
-            if count:
-                return _Batch(job, moves[:count], sizes[:count].tolist())
-        return None
+    def _next(self) -> tuple[LoadJob | None, range]:
+        """Take the next moves of one job from the queue, none if there is none or no room."""
+        with self._lock:
+            while self._waiting and min(room := self._link.room()) > 0:
+                job, moves = self._waiting.popleft()
+                sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
+                count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
+                if count and count < len(moves):
+                    self._waiting.appendleft((job, moves[count:]))
+                if count:
+                    return job, moves[:count]
+        return None, range(0)
 
     def _advance(self) -> None:
         """Read what is new, and end the leases that are not needed any more."""
@@ -688,18 +676,8 @@ class Loader:
                     self._give(batch, rows, some)
         except SlabsExhaustedError:
             batch.is_stalled = True
-        self._end_given(batch)
-
-    def _end_given(self, batch: _Batch) -> None:
-        """End payloads of which the lane has all that the rank needs, and that are verified."""
-        given = [
-            n
-            for n in batch.left
-            if batch.progress[n].state is CellState.READY
-            and (placed := batch.placed[n]) is not None
-            and batch.rows[n] == placed.layout.rows.stop
-        ]
-        if given:
+        ready = [n for n in batch.left if batch.progress[n].state is CellState.READY]
+        if given := [n for n in ready if batch.rows[n] == batch.stops[n]]:
             nbytes = sum([batch.progress[n].nbytes for n in given])
             self._recorder.count("load_bytes", nbytes)
             self._end(batch, given)
@@ -730,7 +708,8 @@ class Loader:
                 return
             if progress.layout:
                 known[key] = placed
-        batch.placed[n], batch.rows[n] = placed, placed.layout.rows.start
+        rows = placed.layout.rows
+        batch.placed[n], batch.rows[n], batch.stops[n] = placed, rows.start, rows.stop
         if n in batch.spans:
             batch.spans[n] = batch.spans[n][0], now_ns()
 
@@ -859,9 +838,9 @@ class Loader:
         ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
         """
         with self._lock:
-            agent, self._link.agent, self._moves = self._link.agent, None, 0
-        self._take_jobs()
-        lost = [(job, moves) for job, moves in self._waiting if moves]
+            agent, self._link.agent = self._link.agent, None
+            waiting, self._waiting = self._waiting, deque()
+        lost = [(job, moves) for job, moves in waiting if moves]
         for batch in self._batches:
             lost += [(batch.job, batch.part[n : n + 1]) for n in batch.left]
         count = sum([max(0, min(moves.stop, job.needed()) - moves.start) for job, moves in lost])
@@ -872,6 +851,5 @@ class Loader:
         for job, moves in lost:  # and with each all later chunks
             job.fail(moves.start, rejected=False)
         self._over.set()
-        self._waiting.clear()
         self._batches.clear()
         self._link.lose(agent, keep=keep)
