@@ -10,6 +10,8 @@ import pytest
 
 from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import AgentConnection
+from objkv.agent.messages import Opened
+from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
@@ -24,7 +26,7 @@ from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
+from tests.support.paged_cache import BLOCKS, HASHES, NAMESPACE, Replica, same_blocks
 from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
@@ -200,6 +202,61 @@ def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> Non
     assert min(outcome.failed_blocks) == 1 + BLOCKS
     assert outcome.rejected
     assert world.reader.loader.take_finished(sync=False) == [], "told once"
+
+
+def hand_out(monkeypatch: pytest.MonkeyPatch, number: int, **other: int) -> None:
+    """The agent answers an opening with another place or length of its payload ``number``."""
+    lease = AgentSession.lease
+
+    def wrong(session: AgentSession, wanted: Any, **how: Any) -> Any:
+        opened = Opened(*zip(*lease(session, wanted, **how), strict=True))
+        columns = {name: list(getattr(opened, name)) for name in other}
+        for name, value in other.items():
+            columns[name][number] = value
+        return list(zip(*opened._replace(**columns), strict=True))
+
+    monkeypatch.setattr(AgentSession, "lease", wrong)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_stale_offset_of_equal_layout_never_loads_another_prompt(
+    world: World, sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    (other,) = world.node.arena_cache.seen([world.reader.path(3)])
+    assert other is not None
+    hand_out(monkeypatch, 2, offsets=other.offset)
+    before = world.reader.snapshot()
+    outcome = world.reader.load(range(4), 17, sync=sync)
+    assert outcome.failed_blocks == frozenset(range(21, 25))
+    assert {prefix_hash for _, prefix_hash in outcome.rejected} == {HASHES[2]}
+    assert world.right(17, chunks=2)
+    assert same_blocks(before, range(21, 25), world.reader.caches, range(21, 25))
+    assert world.reader.recorder.value("load_corrupt") == 1
+    path = world.reader.path(2)
+    wait_until(lambda: world.node.arena_cache.holds([path]) == [False])
+
+
+@pytest.mark.parametrize("change", [-4096, 4096, 1 << 40])
+def test_a_payload_of_another_length_than_its_layout_is_refused(
+    world: World, change: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    (one,) = world.node.arena_cache.seen([world.reader.path(1)])
+    assert one is not None
+    hand_out(monkeypatch, 1, nbytes=one.nbytes + change)
+    assert min(world.reader.load(range(4), 17).failed_blocks) == 17 + BLOCKS
+    assert world.right(17, chunks=1)
+
+
+def test_numbers_of_an_agent_mean_nothing_to_the_next(world: World) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    layouts = world.reader.loader._link.layouts  # type: ignore[attr-defined]
+    ((key, placed),) = layouts.items()
+    layouts[key] = replace(placed, starts=placed.starts[::-1].copy())
+    world.restart()
+    wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
+    assert world.right()
 
 
 @pytest.mark.parametrize("sync", [False, True])
