@@ -129,13 +129,13 @@ class LoadJob:
         """Return how many leading moves are still needed: no earlier chunk failed, and the job is
         open."""
         with self._changed:
-            return 0 if self._closed or self._clock() >= self.deadline else self._needed
+            return self._open_moves()
 
     def enter(self, first: int) -> int:
         """Request permission to write moves from ``first`` on into their blocks. Returns where
         those end that may be written. If it is beyond ``first``, the caller must call ``leave``."""
         with self._changed:
-            end = self.needed()
+            end = self._open_moves()
             if end > first:
                 self._writing += 1
                 if self._first is None:
@@ -186,7 +186,7 @@ class LoadJob:
         """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
-            return self._closed or self._has_ended() or self._clock() >= self.deadline
+            return self._is_over()
 
     def wait_over(self) -> None:
         """Block until every move that is still needed has succeeded or failed, or the deadline
@@ -216,7 +216,7 @@ class LoadJob:
         """Return the outcome if the load is over and none of its copies is left. Never waits. After
         the first call on a load that is over, nothing more is written."""
         with self._changed:
-            if not self.is_over():
+            if not self._is_over():
                 return None
             self._closed = True
             if self._writing:
@@ -305,6 +305,12 @@ class LoadJob:
 
     def _has_ended(self) -> bool:
         return bool(self._ended[: self._needed].all())
+
+    def _is_over(self) -> bool:
+        return self._closed or self._has_ended() or self._clock() >= self.deadline
+
+    def _open_moves(self) -> int:
+        return 0 if self._closed or self._clock() >= self.deadline else self._needed
 
 
 class _Batch:
