@@ -45,6 +45,8 @@ SEAM_BYTES: Final = 64 << 20
 """Copies end where the host's address is a multiple of this, so that memory may be page-locked in
 pieces which end there: CUDA refuses a copy that spans two of them."""
 
+_Copies = tuple[Ints, Ints, Ints]
+"""Addresses on the host and on the device, and sizes, ``[copies]`` each."""
 BatchCopy = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 """Submits many copies at once to the current stream: source addresses, target addresses and sizes,
 each ``[n]`` int64 on the CPU, and whether sources may be read out of stream order."""
@@ -212,7 +214,9 @@ class DeviceLane:
 
     Blocks whose bytes are contiguous are copied directly, all in one call of the driver's
     ``batch_copy``. Others go through staging memory: one copy for all consecutive pages, and one
-    kernel that distributes or collects them, whatever the number of layers.
+    kernel that distributes or collects them, whatever the number of layers. No copy runs during
+    the kernel before it: with two halves of staging memory and a second stream, loads would gain
+    5 % at most (simulated device: 46 of 48.5 GB/s; H200: 50 of 55).
 
     ``urgent``: its copies and kernels run before those of other streams, such as the model's.
     """
@@ -293,8 +297,7 @@ class DeviceLane:
         starts = starts + address_of(memory)
         with self._lock, self._api.stream(self.stream):
             if recast is None and self._copies_blocks(layers):
-                host, device, sizes = _whole_blocks(starts, layers, ids)
-                self._copy(*_cut(host, device, sizes, self._seam), to_device=True)
+                self._copy(_whole_blocks(starts, layers, ids, self._seam), to_device=True)
                 return
             for some, part in self._fitting(layers, nbytes, len(ids)):
                 self._distribute(
@@ -309,7 +312,7 @@ class DeviceLane:
         starts = first_layers[:, None] + offsets_of(nbytes)
         with self._lock, self._api.stream(self.stream):
             if self._copies_blocks(layers):
-                self._copy(*_whole_blocks(starts, layers, ids), to_device=False)
+                self._copy(_whole_blocks(starts, layers, ids, self._seam), to_device=False)
                 return
             for some, part in self._fitting(layers, nbytes, len(ids)):
                 self._collect(starts[some, part], nbytes[part], layers.cut(part), ids[some])
@@ -348,9 +351,9 @@ class DeviceLane:
                         range(layer, min(layer + layers_max, run.stop)),
                     )
 
-    def _copy(self, host: Ints, device: Ints, sizes: Ints, *, to_device: bool) -> None:
-        """Copy pieces of memory in one call."""
-        ours, theirs, nbytes = map(torch.from_numpy, (host, device, sizes))
+    def _copy(self, copies: _Copies, *, to_device: bool) -> None:
+        """Make all copies in one call."""
+        ours, theirs, nbytes = map(torch.from_numpy, copies)
         assert self._driver.batch_copy is not None
         if to_device:
             # The pages in the slab are complete, so they may be read before the stream gets there.
@@ -366,8 +369,13 @@ class DeviceLane:
         if recast is None:
             recast = Recast((ids.shape[1], heads, tokens), (0, heads), 0, ids.shape[1])
         staged = self._staged(starts.size * int(nbytes[0]))
-        for address, at, size in _consecutive(starts, nbytes, self._seam):
-            staged[at : at + size].copy_(_bytes_at(address, size), non_blocking=True)
+        host, places, sizes = _consecutive(starts, nbytes, self._seam)
+        if self._driver.batch_copy is not None:
+            self._copy((host, places + staged.data_ptr(), sizes), to_device=True)
+        else:
+            pieces = zip(host.tolist(), places.tolist(), sizes.tolist(), strict=True)
+            for address, at, size in pieces:
+                staged[at : at + size].copy_(_bytes_at(address, size), non_blocking=True)
         count, heads, frame_tokens = recast.frame
         frames = (*starts.shape, count, heads, frame_tokens or tokens, content)
         words = staged.view(layers.caches[0].dtype).view(frames)
@@ -392,45 +400,55 @@ class DeviceLane:
         return self._staging[:nbytes]
 
 
-def _whole_blocks(starts: Ints, layers: PagedLayers, ids: Ints) -> tuple[Ints, Ints, Ints]:
-    """Return what copies of whole blocks need: addresses on the host and on the device, and sizes,
-    ``[copies]`` each. Consecutive blocks that follow one another in memory are one copy.
+def _whole_blocks(starts: Ints, layers: PagedLayers, ids: Ints, seam: int) -> _Copies:
+    """Return the copies of whole blocks. Consecutive blocks that follow one another in memory are
+    one.
 
-    ``starts``: ``[n, layers]`` addresses of frames on the host. ``ids``: ``[n, blocks]``.
+    ``starts``: ``[n, layers]`` addresses of frames on the host. ``ids``: ``[n, blocks]``. ``seam``:
+    copies end where the host's address is a multiple of it.
     """
     count, nbytes = ids.shape[1], layers.nbytes
-    at, sizes = np.arange(ids.size), nbytes
+    at, lengths = np.arange(ids.size), np.ones((ids.size, 1), np.int64)
     if layers.follows:
         at = run_starts(ids)
-        sizes = np.diff(at, append=ids.size)[:, None] * nbytes
+        lengths = np.diff(at, append=ids.size)[:, None]
     payload, block = np.divmod(at, count)
-    host = starts[payload] + block[:, None] * nbytes
-    device = layers.addresses + ids.reshape(-1)[at][:, None] * layers.strides
-    return host.reshape(-1), device.reshape(-1), (sizes + np.zeros_like(host)).reshape(-1)
-
-
-def _cut(host: Ints, device: Ints, sizes: Ints, seam: int) -> tuple[Ints, Ints, Ints]:
-    """Cut copies where the host's address is a multiple of ``seam``."""
-    left = seam - host % seam
-    crosses = sizes > left
+    host = starts[payload]
+    host += block[:, None] * nbytes
+    device = ids.reshape(-1)[at][:, None] * layers.strides
+    device += layers.addresses
+    copies = host.reshape(-1), device.reshape(-1), (lengths * nbytes).reshape(-1)
+    # Few frames cross a seam. To look at all blocks would take longer than all the rest.
+    crosses = starts % seam + count * nbytes > seam
     if not crosses.any():
-        return host, device, sizes
-    first = left[crosses]
-    rest = _cut(host[crosses] + first, device[crosses] + first, sizes[crosses] - first, seam)
-    sizes = np.minimum(sizes, left)
-    host, device, sizes = map(np.concatenate, zip((host, device, sizes), rest, strict=True))
-    return host, device, sizes
+        return copies
+    return _cut(copies, np.flatnonzero(crosses[payload]), seam)
 
 
-def _consecutive(starts: Ints, nbytes: Ints, seam: int) -> Iterator[tuple[int, int, int]]:
-    """Yield frames in as few pieces as possible: address, bytes before it, and size. Frames that
-    follow one another in memory are one piece, which ends at multiples of ``seam``."""
+def _cut(copies: _Copies, some: Ints, seam: int) -> _Copies:
+    """Cut some of the copies, whose numbers are given, where the host's address is a multiple of
+    ``seam``. The rest of each is behind all copies."""
+    host, device, sizes = copies
+    left = seam - host[some] % seam
+    crosses = sizes[some] > left
+    some, left = some[crosses], left[crosses]
+    if not len(some):
+        return copies
+    rest = host[some] + left, device[some] + left, sizes[some] - left
+    sizes[some] = left
+    host, device, sizes = map(np.concatenate, zip(copies, rest, strict=True))
+    return _cut((host, device, sizes), np.arange(len(host) - len(some), len(host)), seam)
+
+
+def _consecutive(starts: Ints, nbytes: Ints, seam: int) -> _Copies:
+    """Return the copies of frames to one piece of memory, from its byte 0 on. Frames that follow
+    one another are one copy, which ends at multiples of ``seam``."""
     begins, sizes = starts.reshape(-1), np.broadcast_to(nbytes, starts.shape).reshape(-1)
     firsts = np.flatnonzero(begins[1:] != begins[:-1] + sizes[:-1]) + 1
     firsts = np.concatenate(([0], firsts))
     lengths = np.add.reduceat(sizes, firsts)
-    pieces = _cut(begins[firsts], offsets_of(lengths), lengths, seam)
-    return zip(*(piece.tolist() for piece in pieces), strict=True)
+    pieces = begins[firsts], offsets_of(lengths), lengths
+    return _cut(pieces, np.arange(len(firsts)), seam)
 
 
 def _bytes_at(address: int, nbytes: int) -> torch.Tensor:

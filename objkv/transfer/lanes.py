@@ -4,22 +4,17 @@ A host lane, which is here, copies at once. A device lane is a stream of its own
 ``objkv.transfer.devices``: its copies run concurrently with the model's kernels, ordered by events.
 """
 
-import os
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from operator import attrgetter, itemgetter
+from itertools import accumulate, pairwise
+from operator import mul
 from threading import Lock
-from time import monotonic
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
-
-from objkv.agent.memory.arena import Arena
-from objkv.errors import TransferError
+from numpy.lib.stride_tricks import as_strided
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 """Offsets, addresses, sizes or block ids."""
@@ -51,25 +46,25 @@ class Recast:
     """First token of the frame to take, and the distance to the next ones."""
 
     def __call__(self, pages: PagesT, block_size: int) -> PagesT:
-        """Return ``[blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
+        """Return ``[..., blocks, heads, block_size, content]`` of ``pages`` in the reader's blocks.
 
         A view of ``pages`` if the block size is the same, otherwise a copy. Any ratio works, if the
         tokens fill whole blocks.
         """
         start, end = self.heads
-        assert 0 <= start < end <= pages.shape[1]
-        pages = pages[:, start:end]
-        blocks, heads, size, content = pages.shape
+        assert 0 <= start < end <= pages.shape[-3]
+        pages = pages[..., start:end, :, :]
+        *layers, blocks, heads, size, content = pages.shape
         first, step = self.tokens
         if (block_size, first, step) != (size, 0, 1):
-            tokens = blocks * size // step
-            assert tokens % block_size == 0
-            assert blocks * size % step == 0
-            rows = pages.swapaxes(0, 1).reshape(heads, blocks * size, content)[:, first::step]
-            pages = rows.reshape(heads, tokens // block_size, block_size, content).swapaxes(0, 1)
+            count = blocks * size // step // block_size
+            assert count * block_size * step == blocks * size
+            rows = pages.swapaxes(-4, -3).reshape(*layers, heads, blocks * size, content)
+            rows = rows[..., first::step, :].reshape(*layers, heads, count, block_size, content)
+            pages = rows.swapaxes(-4, -3)
         until = self.first_block + self.blocks
-        assert until <= pages.shape[0]  # otherwise a single page would be broadcast
-        return pages[self.first_block : until]
+        assert until <= pages.shape[-4]  # otherwise a single page would be broadcast
+        return pages[..., self.first_block : until, :, :, :]
 
 
 Pages = np.ndarray[Any, np.dtype[Any]]
@@ -80,16 +75,6 @@ torch copies fp8 by index only on some devices."""
 ARRAY_WORDS = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16}
 ARRAY_WORDS[torch.uint8] = np.uint8
 """The same integer types in numpy."""
-_RUNS_MAX = 16
-"""Up to this many runs of consecutive blocks are copied one by one. A call costs 0.4 us and lets
-other threads run in between, unlike one call for all runs."""
-_COPY_BYTES_PER_S = 2e9
-_WAITED_S = 1e-3
-"""Copies that take this much longer than at the speed above have waited for the interpreter."""
-_LAYERS_AT_ONCE = 4
-_nbytes = attrgetter("nbytes")
-_PIECES_MAX = 1024
-"""The most pieces that one call of ``preadv`` may read into."""
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
@@ -162,9 +147,24 @@ class PagedLayers:
         return min(len(cache) for cache in self.caches)
 
     @cached_property
-    def arrays(self) -> list[Pages]:
-        """The caches as numpy arrays. Only for caches in host memory."""
-        return [cache.numpy() for cache in self.caches]
+    def stacks(self) -> list[tuple[range, Pages]]:
+        """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, and
+        which layers each has: consecutive layers of one form, at one distance in memory, as they
+        nearly always are. Only for caches in host memory."""
+        stacks = []
+        for run in self.runs:
+            steps = np.diff(self.addresses[run.start : run.stop]).tolist()
+            start = run.start
+            while start < run.stop:
+                step = steps[start - run.start] if start + 1 < run.stop else 0
+                end = start + 1
+                while end < run.stop and steps[end - 1 - run.start] == step:
+                    end += 1
+                first = self.caches[start].numpy()
+                shape, strides = (end - start, *first.shape), (step, *first.strides)
+                stacks.append((range(start, end), as_strided(first, shape, strides)))
+                start = end
+        return stacks
 
     def frame_bytes(self, blocks: int, recast: Recast | None = None) -> Ints:
         """Return the bytes of a frame of each layer, ``[layers]``: of ``blocks`` pages, or of what
@@ -286,9 +286,10 @@ def check_reach(
     other memory. ``nbytes``: from each of ``starts`` on, of the same shape or broadcast to it."""
     if starts.shape not in ((len(ids),), (len(ids), len(layers))):  # they would be broadcast
         raise ValueError(f"starts of {starts.shape} for {len(ids)} times {len(layers)} layers")
-    if ids.min() < 0 or ids.max() >= layers.blocks:
+    if ids.view(np.uint64).max() >= layers.blocks:  # those below 0 are huge numbers there
         raise IndexError(f"blocks {ids.min()} to {ids.max()} of {layers.blocks}")
-    if starts.min() < 0 or (len(memory) - nbytes - starts).min() < 0:
+    room = len(memory) - nbytes
+    if (starts | room | (room - starts)).min() < 0:  # the sign of any of them
         raise IndexError(f"pages from {starts.min()} to {starts.max()} of {len(memory)} bytes")
 
 
@@ -311,36 +312,24 @@ def run_starts(ids: Ints) -> Ints:
 
 def upload(ids: Ints, device: torch.device) -> torch.Tensor:
     """Return ``ids`` on ``device``, ``[ids.size]`` int64, for work of its current stream."""
-    found = torch.from_numpy(np.ascontiguousarray(ids).reshape(-1))
-    if device.type == "cpu":
-        return found
     # A copy from unpinned memory would block this thread until the stream has caught up. PyTorch
     # keeps the pinned memory until the copy is done.
-    pinned = torch.empty(len(found), dtype=torch.int64, pin_memory=True).copy_(found)
+    pinned = torch.empty(ids.size, dtype=torch.int64, pin_memory=device.type != "cpu")
+    pinned.numpy()[:] = ids.reshape(-1)
     return pinned.to(device, non_blocking=True)
 
 
 class HostLane:
     """Copies within host memory, in the calling thread.
 
-    numpy gives up the interpreter's lock for each layer and waits for it afterwards, up to 5 ms if
-    another thread computes in Python. So where a copy from an arena waited, the remaining layers
-    are read from the arena's file in one call: 2.1 GB/s while such a thread runs, against 0.2.
-    Alone that takes 2.4 times as long as numpy (2 cores, 2026-11).
+    numpy gives up the interpreter's lock for each copy and waits for it afterwards, up to 5 ms if
+    another thread computes in Python. So consecutive blocks of all layers are one copy: a payload
+    of 32 MiB is one call, which takes that long anyway.
+    torch's copies would use the threads that the model computes with and wait for them: up to a
+    second for 128 MiB while they are busy, against 50 ms here (2 cores, 2026-11-21).
     """
 
     per_span = False
-
-    def __init__(self) -> None:
-        self._fd, self._base, self._end = -1, 0, 0
-        self._at_once = 1
-        """Layers copied before the time is taken: one where the last copies waited."""
-
-    def attach(self, arena: Arena) -> None:
-        """Copy from ``arena`` from now on, besides other memory."""
-        self._fd = arena.fd
-        self._base = np.frombuffer(arena.view, np.uint8).ctypes.data
-        self._end = self._base + arena.nbytes
 
     def adopt_thread(self) -> None:
         """Do nothing: any thread can use the lane."""
@@ -364,125 +353,66 @@ class HostLane:
         ids: Ints,
         recast: Recast | None = None,
     ) -> None:
-        """See ``Lane.scatter``.
-
-        Uses numpy, which copies whole blocks: 1 MiB takes 25 us. A plain copy takes 23 us, and
-        torch's ``index_copy_`` 115 to 170 us on threads that the model computes with (2 cores,
-        2026-11-21). Many non-consecutive blocks are written with one call, which blocks all other
-        threads.
-        """
+        """See ``Lane.scatter``."""
+        assert recast is None or recast.blocks == ids.shape[1]
         check_reach(memory, starts, layers.frame_bytes(ids.shape[1], recast), layers, ids)
-        for of_payload, blocks in zip(starts, ids, strict=True):
-            self._write(
-                _frames(memory, of_payload.tolist(), layers, blocks, recast), layers, blocks, recast
-            )
-
-    def _write(
-        self, frames: list[Pages], layers: PagedLayers, ids: Ints, recast: Recast | None
-    ) -> None:
-        count, done = len(frames), 0
-        runs, begun = _runs(ids), monotonic()
-        while done < count:
-            some = frames[done : done + self._at_once]
-            arrays = layers.arrays[done : done + len(some)]
-            if recast is not None:
-                some = [recast(f, a.shape[2]) for f, a in zip(some, arrays, strict=True)]
-            scatter_layers(some, arrays, ids, runs)
-            done += len(some)
-            ended = monotonic()
-            has_waited = ended - begun > _WAITED_S + sum(map(_nbytes, some)) / _COPY_BYTES_PER_S
-            self._at_once, begun = 1 if has_waited else _LAYERS_AT_ONCE, ended
-            if has_waited and recast is None and self._read(frames[done:], layers, done, runs):
-                return
+        for cells, pages in _moves(memory, starts, layers, ids, recast):
+            np.copyto(cells, pages)
 
     def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
-        """See ``Lane.gather``.
-
-        Copies piece by piece in this thread. torch's ``index_select`` would use the threads that
-        the model computes with and wait for them: up to a second for 128 MiB while they are busy,
-        against 50 ms here (2 cores, 2026-11-21).
-        """
-        sizes = layers.frame_bytes(ids.shape[1])
-        check_reach(memory, starts, sizes.sum(), layers, ids)
-        for at, blocks in zip((starts[:, None] + offsets_of(sizes)).tolist(), ids, strict=True):
-            runs = _runs(blocks)
-            for target, source in zip(
-                _frames(memory, at, layers, blocks, None), layers.arrays, strict=True
-            ):
-                for block, first, count in runs:
-                    np.copyto(target[first : first + count], source[block : block + count])
+        """See ``Lane.gather``."""
+        nbytes = layers.frame_bytes(ids.shape[1])
+        check_reach(memory, starts, nbytes.sum(), layers, ids)
+        of_layers = starts[:, None] + offsets_of(nbytes)
+        for cells, pages in _moves(memory, of_layers, layers, ids):
+            np.copyto(pages, cells)
 
     def mark(self) -> Mark:
         """Return a mark that is done."""
         return _DONE
 
-    def _read(
-        self, frames: list[Pages], layers: PagedLayers, first: int, runs: list[tuple[int, int, int]]
-    ) -> bool:
-        """Read pages of the layers from ``first`` on. Returns False if that is impossible."""
-        if not frames:
-            return True
-        at = frames[0].ctypes.data
-        nbytes = sum(frame.nbytes for frame in frames)
-        follows = frames[-1].ctypes.data + frames[-1].nbytes == at + nbytes
-        inside = self._base <= at and at + nbytes <= self._end
-        if not (follows and inside and layers.has_whole_blocks):
-            return False
-        if len(frames) * len(runs) > _PIECES_MAX:
-            return False
-        room = []
-        for array in layers.arrays[first:]:
-            for block, _, blocks in runs:
-                row = array[block : block + blocks]
-                # If layers share blocks, the pages of one layer do not follow each other.
-                pieces = [row] if row.flags.c_contiguous else list(row)
-                room += [piece.data.cast("B") for piece in pieces]
-        if len(room) > _PIECES_MAX or sum(map(len, room)) != nbytes:
-            return False
-        if os.preadv(self._fd, room, at - self._base) != nbytes:
-            raise TransferError("the arena is shorter than its payloads")
-        return True
 
-
-def _frames(
-    memory: memoryview, starts: list[int], layers: PagedLayers, ids: Ints, recast: Recast | None
-) -> list[Pages]:
-    """Return the frame of each layer in ``memory``."""
-    frames = []
-    for start, array in zip(starts, layers.arrays, strict=True):
-        _, heads, size, content = array.shape
-        blocks = len(ids)
+def _moves(
+    memory: memoryview, starts: Ints, layers: PagedLayers, ids: Ints, recast: Recast | None = None
+) -> Iterator[tuple[Pages, Pages]]:
+    """Yield views of consecutive blocks of some layers, and of their pages in ``memory``, which
+    may be a copy if ``recast`` needs one, ``[layers, blocks, heads, block_size, content]``.
+    ``starts`` and ``ids``: see ``Lane.scatter``."""
+    count = ids.shape[1]
+    firsts = run_starts(ids)
+    lengths = np.diff(firsts, append=ids.size).tolist()
+    runs: list[list[tuple[int, int, int]]] = [[] for _ in ids]
+    for first, block, length in zip(
+        firsts.tolist(), ids.reshape(-1)[firsts].tolist(), lengths, strict=True
+    ):
+        runs[first // count].append((block, first % count, length))
+    for part, cells in _regular(layers.stacks, starts):
+        _, _, heads, size, content = cells.shape
+        frame = count, heads, size
         if recast is not None:
-            blocks, heads, given = recast.frame
-            size = given or size
-        frames.append(np.ndarray((blocks, heads, size, content), array.dtype, memory, start))
-    return frames
+            frame = *recast.frame[:2], recast.frame[2] or size
+        word = cells.dtype.itemsize
+        inner = accumulate((content, *frame[:0:-1]), mul, initial=word)
+        strides = tuple(inner)[::-1]
+        for of_payload, blocks in zip(
+            starts[:, part.start : part.stop].tolist(), runs, strict=True
+        ):
+            step = of_payload[1] - of_payload[0] if len(part) > 1 else 0
+            shape = (len(part), *frame, content)
+            pages = np.ndarray(shape, cells.dtype, memory, of_payload[0], (step, *strides))
+            if recast is not None:
+                pages = recast(pages, size)
+            for block, first, length in blocks:
+                yield cells[:, block : block + length], pages[:, first : first + length]
 
 
-def _runs(ids: Ints) -> list[tuple[int, int, int]]:
-    """Return runs of consecutive ids: first id, its index, and how many."""
-    starts = run_starts(ids[None])
-    counts = np.diff(starts, append=len(ids))
-    return list(zip(ids[starts].tolist(), starts.tolist(), counts.tolist(), strict=True))
-
-
-def scatter_layers(
-    pages: Sequence[Pages],
-    arrays: Sequence[Pages],
-    ids: Ints,
-    runs: Sequence[tuple[int, int, int]],
-) -> None:
-    """Write pages of each layer into blocks of its cache, both in host memory."""
-    blocks = len(ids)
-    if set(map(len, pages)) != {blocks}:  # no assertion: a single page would be broadcast
-        raise ValueError(f"pages for {blocks} blocks")
-    if len(runs) > _RUNS_MAX:
-        for given, array in zip(pages, arrays, strict=True):
-            array[ids] = given
-        return
-    for block, at, count in runs:
-        # No loop in Python, which would hold the interpreter's lock for longer.
-        is_all = count == blocks
-        parts = pages if is_all else map(itemgetter(slice(at, at + count)), pages)
-        targets = map(itemgetter(slice(block, block + count)), arrays)
-        deque(map(np.copyto, targets, parts), maxlen=0)
+def _regular(stacks: list[tuple[range, Pages]], starts: Ints) -> Iterator[tuple[range, Pages]]:
+    """Yield stacks of layers whose frames are at one distance in memory, as in a payload; others
+    layer by layer."""
+    for part, cells in stacks:
+        steps = np.diff(starts[:, part.start : part.stop])
+        if steps.size == 0 or (steps == steps[:, :1]).all():
+            yield part, cells
+        else:
+            for at, layer in enumerate(part):
+                yield range(layer, layer + 1), cells[at : at + 1]

@@ -181,19 +181,20 @@ def _check(is_right: bool, fault: str) -> None:
 def _scattered(name: str, seed: int, layers: PagedLayers, lane: Lane) -> torch.Tensor:
     """Scatter random pages. Returns their memory, which must stay until they are copied."""
     blocks, heads, size, content = layers.caches[0].shape
-    frame, recast = (_MOVED, heads, size), None
+    each = _MOVED // _CHUNKS
+    frame, recast = (each, heads, size), None
     if name == "part":
-        recast = Recast(frame, (0, heads), first_block=2, blocks=_MOVED - 3)
+        recast = Recast(frame, (0, heads), first_block=2, blocks=each - 2)
     elif name == "other heads":
-        frame = (_MOVED, heads + 2, size)
-        recast = Recast(frame, (1, 1 + heads), first_block=0, blocks=_MOVED)
+        frame = (each, heads + 2, size)
+        recast = Recast(frame, (1, 1 + heads), first_block=0, blocks=each)
     elif name == "other blocks":
-        frame = (_MOVED // 2, heads, 2 * size)
-        recast = Recast(frame, (0, heads), first_block=1, blocks=_MOVED - 2)
+        frame = (each // 2, heads, 2 * size)
+        recast = Recast(frame, (0, heads), first_block=1, blocks=each - 2)
     nbytes = math.prod(frame) * content * layers.caches[0].dtype.itemsize
     memory = _random(_CHUNKS * len(layers) * nbytes, seed).pin_memory()
     starts = (np.arange(_CHUNKS * len(layers)) * nbytes).reshape(_CHUNKS, -1)
-    count = _MOVED if recast is None else recast.blocks
+    count = each if recast is None else recast.blocks
     ids = np.array(_some_blocks(blocks, _CHUNKS * count, seed)).reshape(_CHUNKS, -1)
     lane.scatter(memory.numpy().data, starts, layers, ids, recast)
     return memory

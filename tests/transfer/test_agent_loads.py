@@ -1,6 +1,5 @@
 """Loads from an agent's memory: right bytes or a miss, and memory is read only under a lease."""
 
-import os
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -15,7 +14,6 @@ from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
-from objkv.transfer import lanes
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading import connection as module
 from objkv.transfer.loading.loader import LoadJob
@@ -307,27 +305,6 @@ def test_more_moves_than_the_queue_takes_are_misses(
     assert world.right(chunks=2, reader=small)
     assert small.recorder.value("load_refused") == 2
     small.close()
-
-
-@pytest.mark.parametrize("pieces", [1024, 0])
-def test_where_copies_wait_for_the_interpreter_the_rest_is_read_at_once(
-    world: World, pieces: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    reads, preadv = list[int](), os.preadv
-
-    def counted(fd: int, buffers: Any, offset: int) -> int:
-        reads.append(len(buffers))
-        return preadv(fd, buffers, offset)
-
-    monkeypatch.setattr(lanes, "_WAITED_S", -1.0)
-    monkeypatch.setattr(lanes, "_PIECES_MAX", pieces)
-    monkeypatch.setattr(lanes.os, "preadv", counted)
-    assert not world.reader.load(range(4), 1).failed_blocks
-    assert world.right()
-    assert reads == ([2] * 4 if pieces else []), "all layers but the first"
-    assert not world.reader.load(range(4), 17, skip=1).failed_blocks
-    ids = range(18, 25)
-    assert same_blocks(world.writer.caches, range(2, 9), world.reader.caches, ids)
 
 
 def reading(world: World, lane: Lane) -> Replica:

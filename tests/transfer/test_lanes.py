@@ -8,11 +8,11 @@ from threading import Barrier
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
-from objkv.transfer.devices import open_lane
+from objkv.transfer.devices import _whole_blocks, open_lane
 from objkv.transfer.lanes import HostLane, Lane, PagedLayers, Recast, as_words
 from tests.support.device import ON_HOST, host_bytes
 
@@ -58,10 +58,20 @@ def read(lane: Lane, cache: torch.Tensor, ids: Sequence[int], chunks: int = 1) -
         ([[-1, 512]], [[3, 4]]),
         ([[0, 512], [0, 1 << 62]], [[3, 4], [5, 6]]),
         ([[0, 512], [0, (1 << 63) - 1]], [[3, 4], [5, 6]]),
+        ([[0, (1 << 63) - 1]], [[3, 4, 5, 6, 7]]),
         ([[0, 512]], [[3, 8]]),
         ([[0, 512]], [[3, -1]]),
     ],
-    ids=["more blocks", "behind", "before", "far behind", "overflow", "block behind", "before all"],
+    ids=[
+        "more blocks",
+        "behind",
+        "before",
+        "far behind",
+        "overflow",
+        "too large",
+        "block behind",
+        "before all",
+    ],
 )
 def test_bytes_outside_of_their_memory_and_blocks_outside_of_the_cache_are_refused(
     lane: Lane, device: torch.device, starts: list[list[int]], ids: list[list[int]]
@@ -112,6 +122,125 @@ def test_blocks_side_by_side_or_not_are_scattered_and_gathered_alike(
     rest = [block for block in range(64) if block not in ids]
     assert not cache.cpu()[rest].any()
     assert torch.equal(read(lane, cache, ids, chunks=5 - seed % 2 * 3), pages)
+
+
+LAYOUTS: list[tuple[int, ...]] = [
+    (0, 1, 2, 3, 4),
+    (0, 1, 3, 2, 4),
+    (1, 0, 2, 3, 4),
+    (1, 3, 0, 2, 4),
+]
+"""Orders in memory of layers, blocks, heads, tokens and content: HND, NHD, and layers in blocks."""
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_each_page_of_many_payloads_goes_to_its_block_and_back(
+    device: torch.device, data: st.DataObject
+) -> None:
+    """As a loop over payloads, layers and blocks copies them: any layout, runs, distances between
+    frames, layers of two shapes, heads of more or fewer, and blocks of another size."""
+    order = data.draw(st.sampled_from(LAYOUTS))
+    count, blocks, heads, size, content = data.draw(st.integers(1, 4)), 12, 2, 4, 3
+    shape = count, blocks, heads, size, content
+    flat = torch.zeros(*(shape[axis] for axis in order), dtype=torch.int64)
+    back = tuple(np.argsort(order).tolist())
+    caches = list(flat.to(device).permute(back))
+    if data.draw(st.booleans()):  # they are not at one distance
+        caches.insert(data.draw(st.integers(0, count)), torch.zeros_like(caches[0]))
+        caches.append(torch.zeros(blocks, heads, 2 * size, 1, dtype=torch.int64, device=device))
+    layers, lane = PagedLayers(caches), open_lane(device)
+    n, each = data.draw(st.sampled_from([(1, 1), (1, 7), (2, 3), (3, 4), (5, 2)]))
+    ids = np.array(data.draw(st.one_of(st.permutations(range(12)), st.just(list(range(12))))))
+    ids, recast = ids[: n * each].reshape(n, each), None
+    frame = each, heads, 0
+    if data.draw(st.booleans()):
+        first, more = data.draw(st.integers(0, 1)), data.draw(st.integers(0, 2))
+        frame = each + first, heads + more, 0
+        recast = Recast(frame, (more, more + heads), first, each)
+    sizes = layers.frame_bytes(each, recast)
+    gaps = 8 * np.array(data.draw(st.lists(st.integers(0, 2), min_size=len(sizes) * n + 1)))
+    order_of = np.array(data.draw(st.permutations(range(n * len(sizes)))))
+    lengths = np.tile(sizes, n) + gaps[: n * len(sizes)]
+    starts = np.empty(n * len(sizes), np.int64)
+    starts[order_of] = np.cumsum(lengths[order_of]) - lengths[order_of]
+    starts = starts.reshape(n, -1)
+    memory = host_bytes(torch.randint(0, 256, (int(lengths.sum()),), dtype=torch.uint8))
+    lane.follow(lane.mark_compute())
+    lane.scatter(memory.numpy().data, starts, layers, ids, recast)
+    lane.mark().wait()
+    for layer, cache in enumerate(caches):
+        expected = torch.zeros(cache.shape, dtype=torch.int64)
+        for row, placed in zip(starts, ids, strict=True):
+            page = frame[0], frame[1], *cache.shape[2:]
+            given = memory[row[layer] : row[layer] + sizes[layer]].view(torch.int64).view(page)
+            for at, block in enumerate(placed):
+                expected[block] = given[at + page[0] - each, page[1] - heads :]
+        assert torch.equal(cache.cpu(), expected)
+    chunk_bytes = int(layers.frame_bytes(each).sum())
+    out, places = host_bytes(torch.zeros(n * (chunk_bytes + 8))), np.arange(n) * (chunk_bytes + 8)
+    lane.gather(layers, ids, out.numpy().data, places)
+    lane.mark().wait()
+    for place, placed in zip(places, ids, strict=True):
+        pages = [cache.cpu()[placed].flatten() for cache in caches]
+        found = out[place : place + chunk_bytes].view(torch.int64)
+        assert torch.equal(found, torch.cat(pages))
+
+
+@ON_HOST
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_copies_of_whole_blocks_are_few_and_end_at_seams(data: st.DataObject) -> None:
+    n, each, count = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 6)), 2
+    follows = data.draw(st.booleans())
+    memory = torch.zeros(count, 20, 2, 3, 2, dtype=torch.int64)  # blocks of 96 bytes
+    layers = PagedLayers(list(memory if follows else memory[:, ::2]))
+    blocks = data.draw(st.permutations(range(layers.blocks)))
+    ids = np.array(sorted(blocks) if data.draw(st.booleans()) else blocks)[: n * each]
+    n, each = len(ids) // each, each
+    ids = ids[: n * each].reshape(n, each)
+    starts = np.array(data.draw(st.lists(st.integers(0, 4096), min_size=n * 2, max_size=n * 2)))
+    seam = data.draw(st.sampled_from([32, 64, 128, 1 << 20]))
+    host, device, sizes = _whole_blocks(starts.reshape(n, 2), layers, ids, seam)
+    found = sorted(
+        (d + at, h + at)
+        for h, d, nbytes in zip(host, device, sizes, strict=True)
+        for at in range(nbytes)
+    )
+    assert found == sorted(
+        (
+            layers.addresses[layer] + block * layers.strides[layer] + byte,
+            row[layer] + at * 96 + byte,
+        )
+        for row, placed in zip(starts.reshape(n, 2), ids, strict=True)
+        for layer in range(2)
+        for at, block in enumerate(placed)
+        for byte in range(96)
+    )
+    assert (host // seam == (host + sizes - 1) // seam).all()
+    if seam == 1 << 20:
+        runs = sum(int((np.diff(row) != 1).sum()) + 1 for row in ids)
+        assert len(host) == 2 * (runs if follows else ids.size)
+
+
+@ON_HOST
+def test_a_payload_in_consecutive_blocks_is_one_copy_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """numpy waits for the interpreter after each, up to 5 ms if another thread computes."""
+    caches, copies = torch.zeros(6, 16, 2, 4, 3, dtype=torch.int64), list[int]()
+    memory, copyto = host_bytes(torch.ones(2, 6, 4, 2, 4, 3, dtype=torch.int64)), np.copyto
+
+    def counted(target: np.ndarray, source: np.ndarray) -> None:
+        copies.append(target.nbytes)
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", counted)
+    starts = np.arange(12).reshape(2, 6) * (len(memory) // 12)
+    ids = np.array([[3, 4, 5, 6], [9, 10, 1, 2]])
+    HostLane().scatter(memory.numpy().data, starts, PagedLayers(list(caches)), ids)
+    assert copies == [len(memory) // 2, len(memory) // 4, len(memory) // 4]
+    assert caches.sum() == len(memory) // 8
 
 
 @pytest.mark.parametrize("ids", [[7, 8], [64], [*range(0, 40, 2), 64]])

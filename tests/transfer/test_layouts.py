@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from objkv.codec.payload import LayerSpec
 from objkv.errors import PayloadError
 from objkv.keys.topology import Topology
-from objkv.transfer import lanes
 from objkv.transfer.devices import open_lane
 from objkv.transfer.layouts import PayloadLayouts
 from objkv.transfer.paging import GroupShape, PagedGroup
@@ -80,15 +79,6 @@ def test_block_sizes_are_converted_both_ways(writer: int, reader: int) -> None:
 @pytest.mark.parametrize(("writer", "reader"), list(product(LAYOUTS, LAYOUTS)))
 def test_any_physical_order_reads_any_other(writer: str, reader: str) -> None:
     all_loaded(MODEL, ShapeOfReplica(layout=writer), ShapeOfReplica(layout=reader))
-
-
-@ON_HOST
-@pytest.mark.parametrize("reader", LAYOUTS)
-def test_copies_that_wait_for_the_interpreter_are_right_in_any_order(
-    reader: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(lanes, "_WAITED_S", -1e9)
-    all_loaded(MODEL, ShapeOfReplica(), ShapeOfReplica(layout=reader))
 
 
 def test_replicated_heads_are_saved_once_and_read_by_all() -> None:

@@ -17,7 +17,7 @@ from objkv.agent.messages import Claims, MissReason, Urgency
 from objkv.background import Alarm, wait_for
 from objkv.errors import ObjkvError, TransferError
 from objkv.telemetry import Trouble
-from objkv.transfer.lanes import HostLane, Lane, Mark
+from objkv.transfer.lanes import Mark
 from objkv.transfer.layouts import PlacedLayout
 from objkv.transfer.plan import Source
 from objkv.transfer.registration import DeviceFrames
@@ -58,14 +58,12 @@ class LoadConnection:
     def __init__(
         self,
         connect: Callable[[], AgentConnection],
-        lane: Lane,
         on_device: DeviceFrames | None,
         lost_s: float,
     ) -> None:
         """``lost_s``: how long the copies of a lost connection are awaited. For the rest see
         ``Loader``."""
-        self._connect, self._lane, self._on_device = connect, lane, on_device
-        self._lost_s = lost_s
+        self._connect, self._on_device, self._lost_s = connect, on_device, lost_s
         self.agent: AgentConnection | None = None
         """The present connection, None without one."""
         self.is_moving = False
@@ -111,8 +109,6 @@ class LoadConnection:
         if before is not None:
             self._leave(before)
         arena = self.agent.arena
-        if isinstance(self._lane, HostLane):
-            self._lane.attach(arena)
         if self._on_device is not None:
             self._on_device.attach(arena)
         self.layouts = {}

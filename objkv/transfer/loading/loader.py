@@ -411,7 +411,7 @@ class Loader:
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
         """Set when a load may be over."""
-        self._link = LoadConnection(connect, lane, on_device, limits.deadline_s)
+        self._link = LoadConnection(connect, on_device, limits.deadline_s)
         self._lock = Lock()
         self._waiting: deque[tuple[LoadJob, range]] = deque()
         """Moves that are not opened yet. Guarded by the lock, with ``_closed``."""
