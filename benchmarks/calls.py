@@ -1,12 +1,14 @@
-"""Count the Python calls of a load and of a lookup: the code that someone reads to follow one.
+"""Count the Python calls of a load, a lookup and a save: the code that one reads to follow them.
 
     python -m benchmarks.calls [--callers N]
 
 One process has a node agent over a folder and SQLite, a worker and a scheduler's lookups, with its
 socket between them. ``load`` is one of 8 chunks in the agent's memory, of 2 layers, from its
 submission until its leases have ended. ``lookup`` is the first one of a process, for 8 chunks: it
-connects to the agent, which asks its index. Calls of objkv on all threads are counted, also
-comprehensions, and each time that a generator goes on.
+connects to the agent, which asks its index. ``save`` is one of 8 chunks, from the forward thread's
+call until the agent has stored them in its folder. Its two sides, which share modules, follow.
+Calls of objkv on all threads are counted, also comprehensions, and each time that a generator goes
+on.
 """
 
 import argparse
@@ -15,7 +17,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from types import CodeType, FrameType
@@ -39,11 +41,15 @@ EACH = CHUNK // BLOCK
 GROUP = GroupIdentity("full", None, ("l0", "l1"), heads=2, content=64, block_size=BLOCK)
 GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
 NAMESPACE = "0123456789abcdef" * 2
-HASHES = prefix_hashes(NAMESPACE, range(CHUNKS * CHUNK), CHUNK)
+HASHES = prefix_hashes(NAMESPACE, range(2 * CHUNKS * CHUNK), CHUNK)
 ROOT = str(Path(objkv.__file__).parent)
 HTTP = f"{ROOT}/agent/http"
 """It looks at its sockets every half second, whatever is measured."""
 QUIET_S = 0.1
+
+
+Found = Counter[tuple[int, CodeType]]
+"""How often each thread called a function."""
 
 
 class Calls:
@@ -51,10 +57,10 @@ class Calls:
 
     def __init__(self) -> None:
         self._on = False
-        self._found: Counter[CodeType] = Counter()
+        self._found: Found = Counter()
         threading.setprofile(self._note)
 
-    def of(self, work: Callable[[], object]) -> Counter[CodeType]:
+    def of(self, work: Callable[[], object]) -> Found:
         """Return the calls of ``work``, and of what other threads do until they are quiet."""
         self._found, self._on = Counter(), True
         sys.setprofile(self._note)
@@ -70,18 +76,22 @@ class Calls:
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         name = frame.f_code.co_filename
         if self._on and event == "call" and name.startswith(ROOT) and not name.startswith(HTTP):
-            self._found[frame.f_code] += 1
+            self._found[threading.get_ident(), frame.f_code] += 1
 
 
-def measure(folder: Path) -> dict[str, Counter[CodeType]]:
-    """Return the calls of a load and a lookup."""
+def measure(folder: Path) -> dict[str, Found]:
+    """Return the calls of a load, a lookup and a save."""
     calls, path = Calls(), folder / "agent"
     stores = {"bulk_url": f"file://{folder}/c", "index_url": f"sqlite://{folder}/i"}
     config = load_config({**stores, "agent_memory_bytes": "256MiB"}, environ={})
     with ExitStack() as stack:
         stack.enter_context(NodeAgent(config, path, MemoryRecorder()))
         _, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1 + CHUNKS * EACH, seed=1)
+        of_agent = set(threading.enumerate())
         side = Side(stack, {"agent": f"unix://{path}"}, GEOMETRY, caches)
+        begun = set(threading.enumerate()) - of_agent
+        of_worker = {one.ident for one in begun if not one.name.startswith("objkv-agent")}
+        of_worker.add(threading.get_ident())
         saves = [save_of(chunk) for chunk in range(CHUNKS)]
         side.save(NAMESPACE, saves)
         step = step_of(NAMESPACE, stored(side.index, NAMESPACE, saves))
@@ -101,25 +111,41 @@ def measure(folder: Path) -> dict[str, Counter[CodeType]]:
             assert not outcomes[0].failed_blocks
 
         def look_up() -> None:
-            while (found := lookups.ask("r", NAMESPACE, HASHES)) is None:
+            while (found := lookups.ask("r", NAMESPACE, HASHES[:CHUNKS])) is None:
                 lookups.wait_for("r", BOUND_S)
             assert None not in found
 
-        return {"load": calls.of(load), "lookup": calls.of(look_up)}
+        found = {"load": calls.of(load), "lookup": calls.of(look_up)}
+        more = [save_of(chunk) for chunk in range(CHUNKS, 2 * CHUNKS)]
+        found["save"] = calls.of(lambda: side.save(NAMESPACE, more))
+        stored(side.index, NAMESPACE, more)
+        for name, is_worker in (("save-worker", True), ("save-agent", False)):
+            rows = found["save"].items()
+            found[name] = Counter({k: n for k, n in rows if (k[0] in of_worker) is is_worker})
+        return found
 
 
 def save_of(chunk: int) -> SaveMove:
-    """Return the save of a chunk, in blocks of its own."""
+    """Return the save of a chunk, in the blocks that are its own among ``CHUNKS`` others."""
     parent = HASHES[chunk - 1] if chunk else root_hash(NAMESPACE)
-    blocks = tuple(range(1 + chunk * EACH, 1 + (chunk + 1) * EACH))
+    first = 1 + chunk % CHUNKS * EACH
+    blocks = tuple(range(first, first + EACH))
     tokens = chunk * CHUNK, (chunk + 1) * CHUNK
     return SaveMove(ChunkMove(chunk, 0, HASHES[chunk], parent, *tokens, 0, blocks), "0" * 64, None)
 
 
-def sums(calls: Mapping[CodeType, int]) -> dict[str, int]:
+def by_function(found: Found) -> Counter[CodeType]:
+    """Return how often each function was called."""
+    calls: Counter[CodeType] = Counter()
+    for (_, code), number in found.items():
+        calls[code] += number
+    return calls
+
+
+def sums(calls: Counter[CodeType]) -> dict[str, int]:
     """Return the numbers of files, of different functions, and of calls."""
     files = {code.co_filename for code in calls}
-    return {"files": len(files), "functions": len(calls), "calls": sum(calls.values())}
+    return {"files": len(files), "functions": len(calls), "calls": calls.total()}
 
 
 def main() -> None:
@@ -129,8 +155,9 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="objkv-") as folder:
         found = measure(Path(folder))
-    for name, calls in found.items():
-        print(f"{name:8}", *(f"{key} {number:5}" for key, number in sums(calls).items()))
+    for name, counted in found.items():
+        calls = by_function(counted)
+        print(f"{name:11}", *(f"{key} {number:5}" for key, number in sums(calls).items()))
         for code, number in calls.most_common(options.callers):
             print(f"  {number:5} {code.co_filename.removeprefix(ROOT)[1:]} {code.co_qualname}")
 

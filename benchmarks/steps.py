@@ -101,7 +101,7 @@ def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
     geometry = Geometry((_GROUP,), CHUNK_TOKENS, _BLOCK_TOKENS, tp_size=1)
     return SchedulerSide(
         config,
-        Roles(loads=True, saves=True, copies_are_synchronous=False, steps_in_flight=2),
+        Roles(loads=True, saves=True, steps_in_flight=2),
         geometry,
         _IDENTITY,
         bulk=open_bulk(config, NullRecorder()),

@@ -13,13 +13,7 @@ from dataclasses import asdict, astuple
 from itertools import islice
 from typing import Any, Final
 
-from objkv.agent.calls import (
-    DOCUMENT_BYTES_MAX,
-    Arguments,
-    read_hashes,
-    read_shards,
-    record_text,
-)
+from objkv.agent.calls import DOCUMENT_BYTES_MAX, Arguments, read_hashes, record_text
 from objkv.agent.found import FoundRecords
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
@@ -28,7 +22,7 @@ from objkv.agent.prefetch import Prefetches
 from objkv.cache.switch import SWITCH_PATH
 from objkv.cache.worth import PutPolicy
 from objkv.errors import StoreDenied
-from objkv.index.base import ChunkEntry, Savings, Shards, WriteIndex
+from objkv.index.base import Savings, Shards, WriteIndex
 from objkv.index.fields import written_rows
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import WriteStore
@@ -112,13 +106,11 @@ class NodeCalls:
         policy: PutPolicy,
         *,
         ttl_s: int,
-        changed: Callable[[bytes], None],
     ) -> None:
-        """``ttl_s``: life of records that clients write or touch. Theirs does not count: those that
-        were given only the socket do not know that of the store. ``changed``: called after a
-        client has changed a chunk's record."""
+        """``ttl_s``: life of records that clients touch. Theirs does not count: those that were
+        given only the socket do not know that of the store."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
-        self._policy, self._ttl_s, self._changed = policy, ttl_s, changed
+        self._policy, self._ttl_s = policy, ttl_s
 
     def run(self, text: str) -> str:
         """Run a call and return its result. Raises ``StoreError``, also for an invalid call."""
@@ -132,10 +124,6 @@ class NodeCalls:
             case "lookup":
                 found = self._index.lookup(_namespace(call), read_hashes(call))
                 return [None if one is None else record_text(one) for one in found]
-            case "publish":
-                chunk = _entry(call)
-                self._index.publish(chunk, read_shards(call["shards"]), ttl_s=self._ttl_s)
-                return self._changed(chunk.prefix_hash)
             case "touch":
                 return self._index.touch(_namespace(call), read_hashes(call), ttl_s=self._ttl_s)
             case "credit":
@@ -166,12 +154,6 @@ def _namespace(call: Arguments) -> str:
     if _NAMESPACE.fullmatch(name) is None:
         raise ValueError("an invalid namespace")
     return name
-
-
-def _entry(call: Arguments) -> ChunkEntry:
-    prefix_hash, parent_hash = read_hashes(call)
-    start, end = call["tokens"]
-    return ChunkEntry(_namespace(call), prefix_hash, parent_hash, int(start), int(end))
 
 
 def _check_identity(path: str) -> None:

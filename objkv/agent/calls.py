@@ -26,7 +26,7 @@ from objkv.agent.messages import (
 )
 from objkv.background import ClosedError, Steps
 from objkv.errors import ObjkvError, StoreError, StoreUnavailable, TransferError
-from objkv.index.base import ChunkEntry, Record, Savings, ShardRecord, Shards
+from objkv.index.base import Record, Savings, Shards
 from objkv.index.fields import decode_shard, encode_shard
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import Buffer
@@ -106,19 +106,6 @@ class AgentCalls:
         """See ``ReadIndex``."""
         found = yield from self.run("lookup", namespace=namespace, hashes=_hex(prefix_hashes))
         return [None if one is None else _read_record(one) for one in found]
-
-    def publish(
-        self, chunk: ChunkEntry, shards: Mapping[str, ShardRecord], *, ttl_s: int
-    ) -> Steps[None]:
-        """See ``WriteIndex``."""
-        yield from self.run(
-            "publish",
-            namespace=chunk.namespace,
-            hashes=_hex((chunk.prefix_hash, chunk.parent_hash)),
-            tokens=[chunk.token_start, chunk.token_end],
-            shards={name: encode_shard(one).decode() for name, one in shards.items()},
-            ttl_s=ttl_s,
-        )
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> Steps[None]:
         """See ``WriteIndex``."""
@@ -203,14 +190,6 @@ def read_hashes(call: Arguments) -> list[bytes]:
     return hashes
 
 
-def read_shards(texts: Mapping[str, str]) -> dict[str, ShardRecord]:
-    """Return the records of a call, by field."""
-    found = {name: decode_shard(text.encode("ascii")) for name, text in texts.items()}
-    if None in found.values():
-        raise ValueError("an invalid record")
-    return {name: shard for name, shard in found.items() if shard is not None}
-
-
 def record_text(record: Record) -> dict[str, Any]:
     """Return a record as a result has it."""
     return {
@@ -224,5 +203,6 @@ def record_text(record: Record) -> dict[str, Any]:
 def _read_record(text: Arguments) -> Record:
     prefix_hash, parent_hash = read_hashes(text)
     (start, end), (hits, touched_s, pinned_until_s) = text["tokens"], text["counts"]
-    shards = read_shards(text["shards"])
+    found = {name: decode_shard(one.encode("ascii")) for name, one in text["shards"].items()}
+    shards = {name: one for name, one in found.items() if one is not None}
     return Record(prefix_hash, parent_hash, start, end, shards, hits, touched_s, pinned_until_s)

@@ -42,7 +42,7 @@ from objkv.agent.messages import (
     Urgency,
     find_max,
     kind_of,
-    pack_commit,
+    pack_commits,
     pack_drop,
     pack_find,
     pack_hello,
@@ -200,11 +200,11 @@ class AgentConnection:
         forgotten, and this copy is not served any more."""
         self._send(pack_rejection(claim))
 
-    def commit(self, commit: Commit) -> CommitStatus:
-        """Hand over a payload in the outbox, or a part of one. Its memory may be reused when this
-        returns."""
-        answer = self._call(pack_commit(commit))
-        return self._read(partial(unpack_committed, answer))
+    def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
+        """Hand over payloads in the outbox, or parts of some, at most ``COMMITS_MAX``. Their memory
+        may be reused when this returns."""
+        answer = self._call(pack_commits(commits))
+        return self._read(partial(unpack_committed, answer, len(commits)))
 
     def drop(self, drop: Drop) -> None:
         """Report that this rank will not hand over its part of a payload."""
@@ -216,20 +216,8 @@ class AgentConnection:
         """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
         lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
         none."""
-        if len(fields) <= FIELDS_MAX:
-            return (yield from self._find(namespace, hashes, fields))
-        parts = (fields[at : at + FIELDS_MAX] for at in range(0, len(fields), FIELDS_MAX))
-        found: list[list[Shards | None]] = []
-        for part in parts:
-            found += [(yield from self._find(namespace, hashes, part))]
-        return [
-            dict(chain.from_iterable(one.items() for one in row if one)) or None
-            for row in zip(*found, strict=True)
-        ]
-
-    def _find(
-        self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> Steps[list[Shards | None]]:
+        if len(fields) > FIELDS_MAX:
+            raise StoreUnavailable(f"a lookup of {len(fields)} fields, allowed are {FIELDS_MAX}")
         scope = Scope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()

@@ -114,9 +114,11 @@ class HeldPayloads:
         """Add a payload. ``record``: of ``held_record``. ``is_due``: whether it is being saved
         already, and not held back."""
         key, one = claim.key, _Held(claim, encode_shard(record), record.nbytes, is_due)
+        path = key.path()
         with self._lock:
-            self._remove(key.path())
-            self._by_path[key.path()] = one
+            if path in self._by_path:
+                self._remove(path)
+            self._by_path[path] = one
             chunks = self._by_chunk.setdefault(key.namespace, {})
             chunks.setdefault(key.prefix_hash, {})[sys.intern(key.field)] = one
             self._nbytes += record.nbytes

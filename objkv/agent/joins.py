@@ -33,6 +33,7 @@ Name = tuple[bytes, str]
 class Wish:
     """What a client wants to have saved, and what was decided about it."""
 
+    path: str
     claim: Claim
     puts: bool
     """Whether to save it at once if that is possible, and to hold it back only if not."""
@@ -113,7 +114,7 @@ class Joins:
     ) -> CommitStatus | Joined:
         """Take a copy of a part. Returns the whole payload if it was the last, or what to answer.
         ``header``: of the part. Raises ``PayloadError``."""
-        part, path = commit.part, header.claim.key.path()
+        part, path = commit.part, wish.path
         assert part is not None
         part.place.check()
         with self._lock:
@@ -244,7 +245,7 @@ class Joins:
         join = Join(header, part.place)
         if (status := self._admit(wish, join.nbytes)) is not None:
             return status
-        key = header.claim.key.path()
+        key = wish.path
         is_much = (self._reserved_bytes + join.nbytes) * _SHARE > self._arena_cache.total_bytes
         memory = None if is_much else self._arena_cache.reserve(key, join.nbytes)
         if memory is None:

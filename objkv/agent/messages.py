@@ -242,8 +242,8 @@ class Opened(NamedTuple):
 
 
 _HELLO = struct.Struct("<BH??16s")
-_COMMIT = struct.Struct("<BQQB")
-_PART = struct.Struct("<Q4I2Q")
+_COMMIT = struct.Struct("<QQBBQ4I2Q")
+_NO_PART = (0,) * 7
 _DROP = struct.Struct("<BQI")
 _OPENING = struct.Struct(f"<BBI{_NAMESPACE_CHARS}sHH")
 _OPENED = struct.Struct("<BBHIIQQ")
@@ -361,25 +361,32 @@ class Commit(NamedTuple):
     """None if it is a whole payload."""
 
 
-def pack_commit(commit: Commit) -> bytes:
-    """Return the message."""
-    offset, nbytes, puts, part = commit
-    message = _COMMIT.pack(MessageKind.COMMIT, offset, nbytes, puts)
-    return message if part is None else message + _PART.pack(part.number, *part.place)
+def pack_commits(commits: Sequence[Commit]) -> bytes:
+    """Return the message of at most ``COMMITS_MAX`` payloads."""
+    entries = [bytes((MessageKind.COMMIT,))]
+    for offset, nbytes, puts, part in commits:
+        place = _NO_PART if part is None else (part.number, *part.place)
+        entries.append(_COMMIT.pack(offset, nbytes, puts, part is not None, *place))
+    return _bounded(b"".join(entries))
 
 
-def unpack_commit(message: bytes) -> Commit:
+COMMITS_MAX: Final = 256
+
+
+def unpack_commits(message: bytes) -> list[Commit]:
     """Read the message."""
-    if len(message) not in (_COMMIT.size, _COMMIT.size + _PART.size):
-        raise ProtocolError("a commit of another length")
-    _, offset, nbytes, puts = _COMMIT.unpack_from(message)
-    if puts > 1:
-        raise ProtocolError("a commit with an unknown flag")
-    part = None
-    if len(message) > _COMMIT.size:
-        number, *place = _PART.unpack_from(message, _COMMIT.size)
-        part = SavedPart(number, Place(*place))
-    return Commit(offset, nbytes, bool(puts), part)
+    if not 0 < len(message) - 1 <= COMMITS_MAX * _COMMIT.size:
+        raise ProtocolError("a commit of no payload, or of too many")
+    try:
+        commits = []
+        for offset, nbytes, puts, has_part, *rest in _COMMIT.iter_unpack(message[1:]):
+            if max(puts, has_part) > 1 or any(rest) > has_part:
+                raise ProtocolError("a commit with an unknown flag, or without its part")
+            part = SavedPart(rest[0], Place(*rest[1:])) if has_part else None
+            commits.append(Commit(offset, nbytes, bool(puts), part))
+        return commits
+    except struct.error as exc:
+        raise ProtocolError("a commit that ends within a payload") from exc
 
 
 class Drop(NamedTuple):
@@ -410,17 +417,19 @@ def unpack_drop(message: bytes) -> Drop:
         raise ProtocolError(f"an invalid drop: {exc}") from exc
 
 
-def pack_committed(status: CommitStatus) -> bytes:
+def pack_committed(statuses: Iterable[CommitStatus]) -> bytes:
     """Return the answer."""
-    return bytes((MessageKind.COMMITTED, status))
+    return bytes((MessageKind.COMMITTED, *statuses))
 
 
-def unpack_committed(message: bytes) -> CommitStatus:
-    """Read the answer."""
+def unpack_committed(message: bytes, count: int) -> list[CommitStatus]:
+    """Read the answer for ``count`` payloads."""
     _expect(message, MessageKind.COMMITTED)
+    if len(message) != 1 + count:
+        raise ProtocolError(f"{len(message) - 1} answers for {count} payloads")
     try:
-        return CommitStatus(message[1])
-    except (IndexError, ValueError):
+        return [CommitStatus(status) for status in message[1:]]
+    except ValueError:
         raise ProtocolError("an answer in an unknown state") from None
 
 

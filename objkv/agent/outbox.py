@@ -10,15 +10,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from threading import Lock
 from time import monotonic
+from typing import NamedTuple
 
 import numpy as np
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE, check_size, make_memory
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
-from objkv.cache.chunks import InFlightSaves, SaveOutcome
-from objkv.codec.payload import Claim, Header
-from objkv.errors import ObjkvError, PayloadError, StoreBusy, TransferError
+from objkv.cache.chunks import InFlightSaves
+from objkv.errors import ObjkvError, PayloadError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Buffer
 
@@ -30,11 +30,20 @@ _PIECES_MAX = 1024
 _DROPS_MAX = 4096
 RETRY_S = 1.0
 """Pause between attempts to reach an agent."""
+TAKEN = frozenset((CommitStatus.ACCEPTED, CommitStatus.HELD_BACK, CommitStatus.PART))
+"""The agent has a copy."""
 
 
-class NotTakenError(TransferError):
-    """The agent's answer is that it does not save a payload. It does not wait for this rank's part
-    of it."""
+class Handed(NamedTuple):
+    """A payload in an outbox, which is handed over."""
+
+    key: ChunkKey
+    path: str
+    """The key's."""
+    payload: Buffer
+    part: SavedPart | None = None
+    """What it is of a payload that several ranks write, which is saved when the agent has all of
+    it."""
 
 
 class Outbox:
@@ -133,11 +142,10 @@ class AgentSaves:
         """Whether to save anything at all."""
         return self._clock() >= self._full_until
 
-    def begin_save(self, key: ChunkKey, *, puts: bool = False, again: bool = False) -> bool:
+    def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
         """Whether a payload is not being saved, nor was just saved. The caller then calls
         ``end_save``. ``puts``: whether the agent must not hold it back, also if it does so already.
         ``again``: whether what was just saved does not count."""
-        path = key.path()
         with self._marking:
             if puts or again:
                 self.in_flight.forget(path)
@@ -145,48 +153,40 @@ class AgentSaves:
                 self._puts.add(path)
             return self.in_flight.begin(path)
 
-    def end_save(self, key: ChunkKey) -> None:
+    def end_save(self, path: str) -> None:
         """A save has ended, with or without success."""
         with self._marking:
-            self._puts.discard(key.path())
-            self.in_flight.end(key.path())
+            self._puts.discard(path)
+            self.in_flight.end(path)
 
-    def save(
-        self, claim: Claim, payload: Buffer, header: Header, part: SavedPart | None = None
-    ) -> SaveOutcome:
-        """Hand ``payload``, which is in the outbox, to the agent. When this returns, the agent has
-        a copy, and saves it, or unless it was begun with ``puts`` keeps it in memory until it is
-        seen again, even if this process ends. ``part``: what it is of a payload that several ranks
-        write, which is saved when the agent has all of it.
+    def save(self, handed: Sequence[Handed]) -> list[CommitStatus]:
+        """Hand payloads to the agent, at most ``COMMITS_MAX``. When this returns, it has a copy of
+        those that are ``TAKEN``, and saves them even if this process ends, or unless they were
+        begun with ``puts`` keeps them in memory until they are seen again. Raises ``TransferError``
+        if there is no answer."""
+        commits = [self._commit(one) for one in handed]
+        statuses = self._reach().commit(commits)
+        for at, (key, path, _, _) in enumerate(handed):
+            is_due = path in self._puts and not commits[at].puts  # it was begun again since
+            if is_due and statuses[at] is CommitStatus.HELD_BACK:
+                (statuses[at],) = self._reach().commit([commits[at]._replace(puts=True)])
+            if statuses[at] in TAKEN:
+                self.in_flight.keep(path)
+            if statuses[at] is CommitStatus.ACCEPTED and self._accepted is not None:
+                self._accepted(key)  # what is held back other nodes do not find yet
+            if statuses[at] is CommitStatus.OVER_QUOTA:
+                self._full_until = self._clock() + _PAUSE_S
+        return statuses
 
-        Raises ``StoreBusy`` if the agent's store is overloaded, ``NotTakenError``, and another
-        ``TransferError`` if there is no answer.
-        """
-        view = np.frombuffer(payload, np.uint8)
-        assert self._base <= view.ctypes.data <= self._end - view.nbytes
-        puts, offset = claim.key.path() in self._puts, view.ctypes.data - self._base
-        commit = Commit(offset, view.nbytes, puts, part)
-        status = self._reach().commit(commit)
-        if status is CommitStatus.HELD_BACK and not puts and claim.key.path() in self._puts:
-            status = self._reach().commit(commit._replace(puts=True))
-        if status is CommitStatus.DROPPED:
-            return SaveOutcome.DROPPED
-        if status in (CommitStatus.ACCEPTED, CommitStatus.HELD_BACK, CommitStatus.PART):
-            self.in_flight.keep(claim.key.path())
-            if status is CommitStatus.ACCEPTED and self._accepted is not None:
-                self._accepted(claim.key)  # what is kept other nodes do not find yet
-            return SaveOutcome[status.name]
-        if status is CommitStatus.REPEATED:
-            return SaveOutcome.EXISTED
-        if status is CommitStatus.SHED:
-            raise StoreBusy("the agent's store is overloaded")
-        if status is CommitStatus.OVER_QUOTA:
-            self._full_until = self._clock() + _PAUSE_S
-        raise NotTakenError(f"the agent did not take a payload: {status.name}")
+    def _commit(self, handed: Handed) -> Commit:
+        view = np.frombuffer(handed.payload, np.uint8)
+        offset = view.ctypes.data - self._base
+        assert 0 <= offset <= self._end - self._base - view.nbytes
+        return Commit(offset, view.nbytes, handed.path in self._puts, handed.part)
 
-    def drop(self, key: ChunkKey, part: SavedPart) -> None:
+    def drop(self, path: str, part: SavedPart) -> None:
         """Note that this rank will not save its part of a payload. Never waits."""
-        self._drops.append(Drop(part.number, part.place.parts, key.path()))
+        self._drops.append(Drop(part.number, part.place.parts, path))
 
     def send_drops(self) -> None:
         """Report what was noted, as far as an agent can be reached: it would wait for these parts

@@ -22,10 +22,9 @@ import numpy as np
 
 from objkv.agent.client import AgentConnection, ArenaLease, Connect, leases_of
 from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import Claims, MissReason, Urgency
-from objkv.agent.outbox import AgentSaves, Outbox
+from objkv.agent.messages import Claims, CommitStatus, MissReason, Urgency
+from objkv.agent.outbox import AgentSaves, Handed, Outbox
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
-from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import (
     Claim,
     LayerSpec,
@@ -35,7 +34,7 @@ from objkv.codec.payload import (
     header_room,
     read_claimed,
 )
-from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreBusy, TransferError
+from objkv.errors import ConfigError, ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
@@ -94,6 +93,15 @@ class WriteOutcome(Enum):
     """The agent, or ``write``, failed."""
     DROPPED = "save_drops"
     """The deadline passed, it is not needed any more, or the writer is closed."""
+
+
+_WRITTEN = {
+    CommitStatus.ACCEPTED: WriteOutcome.ACCEPTED,
+    CommitStatus.HELD_BACK: WriteOutcome.HELD_BACK,
+    CommitStatus.REPEATED: WriteOutcome.EXISTED,
+    CommitStatus.SHED: WriteOutcome.SHED,
+}
+"""All others are failures."""
 
 
 @dataclass(slots=True, eq=False)
@@ -413,9 +421,6 @@ class PayloadWriter:
         outcome, nbytes = WriteOutcome.FAILED, 0
         try:
             outcome, nbytes = self._write(payload)
-        except StoreBusy:
-            self._shed_until = self._clock() + _SHED_S
-            outcome = WriteOutcome.SHED
         except ObjkvError as exc:
             self._trouble.failed(exc)
         except Exception:
@@ -424,7 +429,7 @@ class PayloadWriter:
             payload.end(outcome, nbytes)
 
     def _write(self, payload: PayloadTransfer) -> tuple[WriteOutcome, int]:
-        key = payload.claim.key
+        path = payload.claim.key.path()
         now = self._clock()
         if not payload.is_needed or now >= payload.deadline:
             return WriteOutcome.DROPPED, 0
@@ -432,12 +437,12 @@ class PayloadWriter:
             return WriteOutcome.SHED, 0
         if not self._saves.has_room():
             return WriteOutcome.OVER_QUOTA, 0
-        if not self._saves.begin_save(key, puts=self._puts):
+        if not self._saves.begin_save(path, puts=self._puts):
             return WriteOutcome.REPEATED, 0
         try:
             return self._hand_over(payload)
         finally:
-            self._saves.end_save(key)
+            self._saves.end_save(path)
 
     def _hand_over(self, payload: PayloadTransfer) -> tuple[WriteOutcome, int]:
         claim, layers = payload.claim, payload.layers
@@ -450,7 +455,12 @@ class PayloadWriter:
         text, header = encode_in_place(
             claim, layers, self._memory[:end].data, codec="none", provenance=provenance
         )
-        outcome = self._saves.save(claim, text, header)
+        (status,) = self._saves.save((Handed(claim.key, claim.key.path(), text),))
+        outcome = _WRITTEN.get(status)
+        if outcome is None:
+            raise TransferError(f"the agent did not take a payload: {status.name}")
+        if outcome is WriteOutcome.SHED:
+            self._shed_until = self._clock() + _SHED_S
+            return outcome, 0
         self._trouble.worked()
-        nbytes = 0 if outcome is SaveOutcome.EXISTED else header.nbytes
-        return WriteOutcome[outcome.name], nbytes
+        return outcome, 0 if outcome is WriteOutcome.EXISTED else header.nbytes

@@ -30,8 +30,10 @@ from objkv.cache.worth import PutPolicy
 from objkv.codec.payload import (
     Claim,
     Header,
-    frame_pages,
+    check_frames,
+    claim_in,
     header_bytes_needed,
+    read_claimed,
     read_header,
     recode,
 )
@@ -40,7 +42,9 @@ from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_LENGTH_BYTES = 8
+_HEADER_BYTES, _HEADER_GUESS_MAX = 4096, 1 << 16
+"""The length of the shortest header, and the most that is read before a header's length is known.
+"""
 _LOOK_S = 0.05
 """How often ``drain`` looks at payloads that are due while there is no room to save them."""
 _SHARE = 4
@@ -74,7 +78,7 @@ class _Save:
     """A payload to save. It was announced to ``InFlightSaves``, and has a lease."""
 
     resident: CachedPayload
-    claim: Claim
+    header: Header
     deadline: float
 
 
@@ -101,6 +105,8 @@ class NodeSaves:
         """Bytes of payloads that wait for a thread, or are being saved."""
         self._has_ended = Event()
         """Set when a save has ended."""
+        self._header_bytes = _HEADER_BYTES
+        """Of the last payload that was handed over: most probably the next one's, too."""
         self._trouble = Trouble(logger, "saves")
         self._shed_until = -math.inf
         self._pool: Pool[_Save] = Pool(
@@ -122,10 +128,15 @@ class NodeSaves:
         of them hands it over.
         """
         try:
-            needed = header_bytes_needed(outbox.read(commit.offset, _LENGTH_BYTES))
-            text = outbox.read(commit.offset, min(commit.nbytes, needed))
-            header = _claimed(text, commit.nbytes)
-            wish = Wish(header.claim, commit.puts, self._limits.may_save)
+            text = outbox.read(commit.offset, min(commit.nbytes, self._header_bytes))
+            if (needed := header_bytes_needed(text)) > len(text):
+                text = outbox.read(commit.offset, min(commit.nbytes, needed))
+            self._header_bytes, text = min(needed, _HEADER_GUESS_MAX), text[:needed]
+            header = self._read_header(text)
+            if header.nbytes != commit.nbytes or header.codec != "none" or any(header.marks):
+                raise PayloadError("a payload of another length, compressed or sealed")
+            claim = header.claim
+            wish = Wish(claim.key.path(), claim, commit.puts, self._limits.may_save)
             if commit.part is not None:
                 joined = self.joins.add(replica, outbox, commit, header, wish)
                 return joined if isinstance(joined, CommitStatus) else self._take(*joined)
@@ -140,7 +151,7 @@ class NodeSaves:
     def _admit(self, wish: Wish, nbytes: int) -> CommitStatus | None:
         """Decide whether a payload is wanted. Returns None if it is, which ``in_flight`` knows
         then, or what to answer."""
-        path = wish.claim.key.path()
+        path = wish.path
         wish.was_held_back = path in self._held
         holds_back = self.policy.holds_back(wish.claim, nbytes) or not wish.may_save
         if holds_back and wish.was_held_back and self._arena_cache.holds([path])[0]:
@@ -169,7 +180,7 @@ class NodeSaves:
     ) -> CommitStatus:
         """Copy an admitted payload, verify the copy, and save it. ``text``: what the header was
         read from. ``read``: fills a buffer with the payload. Raises ``PayloadError``."""
-        path = wish.claim.key.path()
+        path = wish.path
         known = self._arena_cache.hold(path)
         memory = known or self._arena_cache.reserve(path, header.nbytes)
         if memory is None:
@@ -182,9 +193,7 @@ class NodeSaves:
                 read(place)
                 if place[: len(text)] != text:
                     raise PayloadError("the payload changed while it was copied")
-                for frame in range(len(header.frames)):
-                    frame_pages(header, frame, place, None)
-                is_right = True
+                is_right = check_frames(header, place) == len(header.frames)
             finally:
                 if not is_right:
                     self._arena_cache.release(memory)
@@ -223,7 +232,7 @@ class NodeSaves:
                 return refusal
         # Replicas find it from now on: lookups know it before the client does.
         self._note_unsaved(resident, header, is_due=True)
-        is_begun = self._begin(resident, header.claim)
+        is_begun = self._begin(resident, header)
         return CommitStatus.ACCEPTED if is_begun else CommitStatus.NO_ROOM
 
     def _differs(self, claim: Claim, resident: CachedPayload) -> CommitStatus | None:
@@ -341,14 +350,22 @@ class NodeSaves:
                     self._held.seen_again(path)
                 return
             if self._cache.in_flight.begin(path):
-                self._begin(resident, claim)
+                self._begin(resident, self._read_header(self._arena_cache.view(resident)))
                 return
             self._arena_cache.release(resident)
         self._held.not_saved(path)
 
-    def _begin(self, resident: CachedPayload, claim: Claim) -> bool:
+    def _read_header(self, payload: Buffer) -> Header:
+        """Return the header of a payload whose layers are most probably those of the last one of
+        its shard. Raises ``PayloadError``."""
+        if (claim := claim_in(payload)) is None:
+            return read_header(payload)
+        last = self._core.layouts.last(claim.key.namespace, claim.key.field)
+        return read_claimed(payload, claim, last.layers)
+
+    def _begin(self, resident: CachedPayload, header: Header) -> bool:
         """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
-        save = _Save(resident, claim, monotonic() + self._limits.deadline_s)
+        save = _Save(resident, header, monotonic() + self._limits.deadline_s)
         with self._lock:
             self._leased_bytes += resident.nbytes
         if self._pool.put((save,)):
@@ -367,21 +384,21 @@ class NodeSaves:
     def _store(self, save: _Save) -> bool:
         """Save a payload, unless its deadline has passed. Returns False if another process is
         saving it."""
-        key = save.claim.key
+        path = save.resident.key
         if monotonic() >= save.deadline:
             self._recorder.count("save_drops")
             return True
         if self.is_shedding:
             raise LeftAlone("saves pause after the store refused one")
-        if not self._cache.take_lease(key):
+        if not self._cache.take_lease(path):
             self._recorder.count("save_leased_elsewhere")
             return False
         began = monotonic()
         try:
-            payload, header = self._encode(save.resident)
-            outcome = self._cache.save(save.claim, payload, header)
+            payload, header = self._encode(save)
+            outcome = self._cache.save(path, payload, header)
         except BaseException:
-            self._cache.release_lease(key)
+            self._cache.release_lease(path)
             raise
         seconds = monotonic() - began
         self._recorder.observe("save_seconds", seconds)
@@ -391,16 +408,16 @@ class NodeSaves:
             self._recorder.count("save_bytes", header.nbytes)
         else:
             self._recorder.count("save_existed")
-        if self._cache.in_flight.is_kept(key.path()):  # its record is published, too
-            self._held.saved(key.path())
+        if self._cache.in_flight.is_kept(path):  # its record is published, too
+            self._held.saved(path)
         if self._codec == "auto":
             self._chooser.saved(seconds)
         return True
 
-    def _encode(self, one: CachedPayload) -> tuple[memoryview, Header]:
+    def _encode(self, save: _Save) -> tuple[memoryview, Header]:
         """Return the payload in its stored form."""
-        payload, codec, seal = self._arena_cache.view(one), self._codec, self._cache.seal
-        header = read_header(payload)
+        payload, header = self._arena_cache.view(save.resident), save.header
+        codec, seal = self._codec, self._cache.seal
         if codec == "auto":
             key, frames = header.claim.key, header.frames
             pages = payload[frames.starts[0] : frames.ends[-1]]
@@ -436,12 +453,3 @@ class NodeSaves:
         for save in saves:
             self._end(save)
             self._recorder.count("save_drops")
-
-
-def _claimed(text: Buffer, nbytes: int) -> Header:
-    """Return the header of a payload of ``nbytes`` whose frames are not verified yet. ``text``: its
-    start, up to the frames. Raises ``PayloadError``."""
-    header = read_header(text)
-    if header.nbytes != nbytes or header.codec != "none" or any(header.marks):
-        raise PayloadError("a payload of another length, compressed or sealed")
-    return header

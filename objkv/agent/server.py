@@ -36,7 +36,7 @@ from objkv.agent.messages import (
     pack_found,
     pack_opened,
     pack_text,
-    unpack_commit,
+    unpack_commits,
     unpack_drop,
     unpack_find,
     unpack_hello,
@@ -342,10 +342,11 @@ class AgentServer:
             self._core.reject(wanted.claim(row))
 
     def _commit(self, client: AgentSession, message: bytes) -> bytes:
-        commit = unpack_commit(message)
-        if client.outbox is None or commit.offset + commit.nbytes > client.outbox.nbytes:
+        outbox, commits = client.outbox, unpack_commits(message)
+        if outbox is None or max(one.offset + one.nbytes for one in commits) > outbox.nbytes:
             raise ProtocolError("a commit of bytes outside of the outbox")
-        return pack_committed(self._parts.saves.commit(client.outbox, commit, client.replica))
+        save = self._parts.saves.commit
+        return pack_committed([save(outbox, one, client.replica) for one in commits])
 
     def _drop(self, client: AgentSession, message: bytes) -> None:
         if client.outbox is None:

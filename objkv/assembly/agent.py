@@ -88,14 +88,7 @@ class NodeAgent:
         )
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
-        calls = NodeCalls(
-            index,
-            self._backends.bulk,
-            prefetches,
-            policy,
-            ttl_s=config.ttl_s,
-            changed=self.core.record_changed,
-        )
+        calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(self._socket.listener, parts)
         self._recorder = recorder

@@ -200,16 +200,8 @@ class SaveOutcome(Enum):
     """Outcome of one save."""
 
     SAVED = "saved"
-    ACCEPTED = "accepted"
-    """The node's agent has a copy, which the node's replicas find, and saves it."""
-    HELD_BACK = "held back"
-    """It has a copy, which the node's replicas find, and holds it back until it is seen again."""
     EXISTED = "existed"
     """Another writer's payload already existed; its record was published."""
-    PART = "part"
-    """The agent has a copy of a part, and waits for those of other ranks."""
-    DROPPED = "dropped"
-    """The agent gave up the payload, because another rank's part is missing."""
 
 
 LEASE_MS: Final = 30_000
@@ -274,22 +266,20 @@ class ChunkCache:
         """Whether to save anything at all: False above the quota."""
         return self._room is None or self._room.has_room()
 
-    def take_lease(self, key: ChunkKey) -> bool:
-        """Return whether this process may save ``key`` now. If the index fails the result is True:
-        a duplicate is harmless, and the bulk store is authoritative."""
+    def take_lease(self, path: str) -> bool:
+        """Return whether this process may save a payload now. If the index fails the result is
+        True: a duplicate is harmless, and the bulk store is authoritative."""
         try:
-            return self._index.lease(
-                key.path(), self._settings.writer, ttl_ms=self._settings.lease_ms
-            )
+            return self._index.lease(path, self._settings.writer, ttl_ms=self._settings.lease_ms)
         except StoreError:
             self._recorder.count("lease_errors")
             return True
 
-    def release_lease(self, key: ChunkKey) -> None:
+    def release_lease(self, path: str) -> None:
         """Give the lease of a save that failed back early, so that another process can save the
         payload. If that fails, it expires."""
         try:
-            self._index.release(key.path(), self._settings.writer)
+            self._index.release(path, self._settings.writer)
         except StoreError:
             self._recorder.count("lease_errors")
 
@@ -309,27 +299,26 @@ class ChunkCache:
         (shards,) = self._index.find(key.namespace, [key.prefix_hash], (key.field,))
         return None if shards is None else shards.get(key.field)
 
-    def save(self, claim: Claim, payload: Buffer, header: Header) -> SaveOutcome:
-        """Store ``payload``, then publish its record, which gives the lease back. Call it while
-        holding that. No reference to ``payload`` is kept.
+    def save(self, path: str, payload: Buffer, header: Header) -> SaveOutcome:
+        """Store ``payload``, whose path and header are given, then publish its record, which gives
+        the lease back. Call it while holding that. No reference to ``payload`` is kept.
 
         Raises ``StoreError`` if the bulk store fails; no record is published then, and the lease is
         still held.
         """
-        path = claim.key.path()
         if path in self._suspects:
             self._bulk.put(path, payload)
             self._suspects.remove(path)
         elif not self._put_if_absent(path, payload):
-            existing = self._existing(claim)
+            existing = self._existing(path, header.claim)
             if existing is None:
                 self._bulk.put(path, payload)
             else:
-                self._publish(claim, existing, hot=self.hot.has(path, existing.nbytes))
+                self._publish(path, existing, hot=self.hot.has(path, existing.nbytes))
                 return SaveOutcome.EXISTED
         if self._room is not None:
             self._room.add(header.nbytes)
-        self._publish(claim, header, hot=self.hot.put(path, payload))
+        self._publish(path, header, hot=self.hot.put(path, payload))
         return SaveOutcome.SAVED
 
     def close(self) -> None:
@@ -363,32 +352,33 @@ class ChunkCache:
             self.link.puts.observe(len(payload), self._clock() - started)
         return written
 
-    def _existing(self, claim: Claim) -> Header | None:
+    def _existing(self, path: str, claim: Claim) -> Header | None:
         """Return the header of the payload stored for ``claim``. None if it is unusable: truncated,
         of another claim, or not sealed as required. Does not check its frames."""
-        entry = self._bulk.head(claim.key.path())
+        entry = self._bulk.head(path)
         try:
             header = None if entry is None else stored_header(self._bulk, entry, self.seal)
         except PayloadError:
             return None
         return header if header is not None and header.claim == claim else None
 
-    def _publish(self, claim: Claim, header: Header, *, hot: bool) -> None:
+    def _publish(self, path: str, header: Header, *, hot: bool) -> None:
+        claim = header.claim
         key = claim.key
         chunk = ChunkEntry(
             key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
         )
         record = replace(shard_record(header), hot=hot)
-        lease, ttl_s = Lease(key.path(), self._settings.writer), self._settings.ttl_s
+        lease, ttl_s = Lease(path, self._settings.writer), self._settings.ttl_s
         try:
             self._index.publish(chunk, {key.field: record}, ttl_s=ttl_s, lease=lease)
         except StoreError:
             self._recorder.count("publish_errors")
-            self.release_lease(key)
+            self.release_lease(path)
         else:
             # If it was found corrupt meanwhile, the next save repairs it.
-            if key.path() not in self._suspects:
-                self.in_flight.keep(key.path())
+            if path not in self._suspects:
+                self.in_flight.keep(path)
 
 
 def shard_record(header: Header) -> ShardRecord:

@@ -3,7 +3,9 @@
 Nothing here reads a clock: callers pass the duration of their work.
 """
 
+from bisect import bisect_left
 from collections import deque
+from itertools import accumulate
 from threading import Lock
 
 _RECENT_MAX = 9
@@ -40,14 +42,11 @@ class Typical:
             self.seconds_per_unit = self._median()
 
     def _median(self) -> float:
-        usual = sorted(units for _, units in self._recent)[len(self._recent) // 2]
-        paces = [(pace, min(units, _WEIGHT_MAX * usual)) for pace, units in sorted(self._recent)]
-        half = sum(weight for _, weight in paces) / 2
-        for pace, weight in paces:
-            half -= weight
-            if half <= 0:
-                return pace
-        return paces[-1][0]  # only because of rounding
+        recent = sorted(self._recent)
+        sizes = sorted([units for _, units in recent])
+        most = _WEIGHT_MAX * sizes[len(sizes) // 2]
+        weights = list(accumulate([min(units, most) for _, units in recent]))
+        return recent[bisect_left(weights, weights[-1] / 2)][0]
 
 
 class LinkSpeed:

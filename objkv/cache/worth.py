@@ -151,14 +151,15 @@ class PutPolicy:
 
     def __init__(self, rule: PutRule, *, clock: Callable[[], float] = monotonic) -> None:
         self.rule = rule
+        self._holds_all = rule.may_hold_back if rule.is_fixed else None
         self._clock = clock
         self._lock = Lock()
         self._namespaces: dict[str, _Namespace] = {}
 
     def holds_back(self, claim: Claim, nbytes: int) -> bool:
         """Return whether this payload, of ``nbytes``, is held back when a replica hands it over."""
-        if self.rule.is_fixed:
-            return self.rule.may_hold_back
+        if self._holds_all is not None:
+            return self._holds_all
         key, now = claim.key, self._clock()
         with self._lock:
             one = self._of(key.namespace)

@@ -403,6 +403,16 @@ def _joined(names: Iterable[str], values: Iterable[str]) -> str:
 
 _BEGINNING = OPENING + _BLANK + CHUNK_OPENING
 _CLAIM_TEXT = "%s" + _joined(("format", *CLAIM_FORMS), (FORMAT_NAME, *["%s"] * len(CLAIM_FORMS)))
+_CLAIM = re.compile(
+    (
+        "([0-9a-f]{72}[0-9]{10})"
+        + _joined(
+            ("format", *CLAIM_FORMS),
+            (re.escape(FORMAT_NAME), *[f"({form.pattern})" for form in CLAIM_FORMS.values()]),
+        )
+        + '"'
+    ).encode()
+)
 _PROVENANCE_TEXT = _joined(PROVENANCE_FORMS, ["%s"] * len(PROVENANCE_FORMS)) + '"'
 # A writer's name is printable ASCII that JSON does not escape.
 _PLAIN_WRITER = rf"[ !#-\[\]-~]{{0,{WRITER_CHARS_MAX}}}"
@@ -535,6 +545,20 @@ _forms: dict[int, tuple[tuple[LayerSpec, ...], Form | None]] = {}
 """Keyed by the identity of the layers, which this keeps alive: hashing them takes longer than
 reading a header. The form is None for layers that cannot have one."""
 _making = Lock()
+
+
+def claim_in(payload: Buffer) -> Claim | None:
+    """Return what an unsealed payload claims, unverified: ``parse_known`` takes it. None if it is
+    written in another way than ``render`` does."""
+    if (match := _CLAIM.match(payload, CHUNK_AT)) is None:
+        return None
+    chunk, shard, parent, start, end = map(bytes.decode, match.groups())
+    if int(start) >= int(end):
+        return None
+    try:
+        return Claim(ChunkKey.read(chunk, shard), bytes.fromhex(parent), int(start), int(end))
+    except ValueError:
+        return None
 
 
 def parse_known(payload: memoryview, claim: Claim, layers: tuple[LayerSpec, ...]) -> Header:

@@ -124,7 +124,7 @@ class LayerSpec:
     @property
     def nbytes(self) -> int:
         """Size of all pages of the layer."""
-        return prod(self.shape) * self.item_bytes
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
 
 class Frame(NamedTuple):
@@ -268,6 +268,8 @@ class Header:
     @property
     def raw_bytes(self) -> int:
         """Size of all pages before compression."""
+        if self.codec == "none":
+            return self.frames.ends[-1] - self.frames.starts[0]
         return sum(layer.nbytes for layer in self.frames.layers)
 
     @property

@@ -1,27 +1,29 @@
-"""Saves: the forward thread gathers finished chunks into slabs, another thread hands them over.
+"""Saves: the forward thread queues plans, and other threads gather chunks into slabs and hand them
+over.
 
-The forward thread's work is bounded and local: it leases slabs and submits copies to the lane.
-Without a free slab or room in the queue a chunk is dropped: counted and reported to the scheduler,
-without waiting. One thread polls the device, and when copies have ended it writes each payload's
-header around its pages, in the slab, and hands the payload to the agent.
+The forward thread records a mark of what it has launched, and goes on. One thread decides what to
+save, leases slabs and submits copies to the lane. Another polls the device, and when copies have
+ended it writes each payload's header around its pages, in the slab, and hands the payload to the
+agent. What there is no slab or no room for is dropped, counted, and reported to the scheduler.
 """
 
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from threading import Lock
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from threading import Condition
 from time import monotonic, sleep, time
 
 import numpy as np
 
-from objkv.agent.messages import SavedPart
-from objkv.agent.outbox import AgentSaves, NotTakenError
+from objkv.agent.messages import COMMITS_MAX, CommitStatus, SavedPart
+from objkv.agent.outbox import AgentSaves, Handed
 from objkv.background import JOIN_S, Pool
-from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
-from objkv.errors import ObjkvError, StoreBusy
+from objkv.errors import ObjkvError, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder, Trouble
 from objkv.transfer.lanes import Lane, Mark
@@ -32,11 +34,15 @@ from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 logger = logging.getLogger(__name__)
 COPIES_S = 1.0
 """How long ``close`` waits, after its bound, for copies from the device, which read blocks."""
+FENCE_S = 0.5
+"""How long ``fence`` waits for copies to be submitted, which takes a millisecond."""
 _LOOK_S, _LOOK_MAX_S = 1e-3, 4e-3
 """How often the device is polled. Gathered chunks wait for the forward pass to end, often for
 hundreds of milliseconds, and nothing waits for their saves."""
-
-
+_PLANNED_MAX = 4096
+"""Chunks whose plan may wait for the thread, most of which are usually saved already."""
+_BATCH_BYTES = 64 << 20
+"""How much is handed over at once. The agent copies and verifies it before it answers."""
 _SHED_S = 0.1
 """How long saves pause after the agent's store refused one."""
 
@@ -52,30 +58,64 @@ class SaveLimits:
     writer: str
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class _SavedChunk:
-    """A chunk with a slab, which will have its pages."""
+    """A chunk to save."""
 
-    request_id: str
+    plan: SavePlan
+    save: SaveMove
     claim: Claim
-    move: SaveMove
-    slab: Slab
+    path: str
     part: SavedPart | None
     """What the rank has of a payload that several ranks write."""
+    slab: Slab = field(init=False)
+    """Unset until it is leased."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Gathered:
-    """Chunks of one step. Their pages are in their slabs once ``mark`` is done."""
+class _State(Enum):
+    """How far a step's copies are. ``DROPPED`` may replace the first two, but no other follows."""
 
-    chunks: Sequence[_SavedChunk]
-    mark: Mark
+    QUEUED = auto()
+    GATHERING = auto()
+    """A thread submits them."""
+    GATHERED = auto()
+    """They are submitted: ``mark`` is their end, None if there are none."""
+    DROPPED = auto()
+    """Nothing of the step is handed over, so its blocks may change."""
+
+
+@dataclass(slots=True, eq=False)
+class _Step:
+    """The saves of one step."""
+
+    plans: Sequence[SavePlan]
+    """None once they are taken: freeing them is not for the forward thread."""
+    requests: frozenset[str]
+    """What is saved of whom."""
+    count: int
+    """How many chunks are planned."""
+    after: Mark
+    """What its copies follow."""
     deadline: float
+    state: _State = _State.QUEUED
+    """Guarded by ``Saver._changed``."""
+    mark: Mark | None = None
+    chunks: list[_SavedChunk] = field(default_factory=list)
+    """What is handed over once ``mark`` is done."""
+
+    @property
+    def is_submitted(self) -> bool:
+        """Whether no copy will be submitted of what is handed over."""
+        return self.state in (_State.GATHERED, _State.DROPPED)
+
+    def has_left(self) -> bool:
+        """Whether its blocks may change."""
+        return self.is_submitted and (self.mark is None or self.mark.done())
 
 
 class Saver:
     """Executes save plans. Only the forward thread calls ``gather``, ``fence``, ``left_device`` and
-    ``forget``."""
+    ``take_dropped``."""
 
     def __init__(
         self,
@@ -91,83 +131,81 @@ class Saver:
         self._target, self._groups, self._slabs, self._lane = target, groups, slabs, lane
         self._limits, self._recorder, self._clock = limits, recorder, clock
         self._trouble = Trouble(logger, "saves")
-        self._marks: dict[str, Mark] = {}
-        """Mark of the last gather of each request. Only the forward thread uses it."""
-        self._open: deque[Mark] = deque()
-        """Marks of gathers that are not known to be done, in their order."""
-        self._lock = Lock()
-        """Guards ``_waiting``."""
+        self._steps: deque[_Step] = deque()
+        """Those that are not known to have left their blocks, in order. For the forward thread."""
+        self._changed = Condition()
+        """Guards the states of steps, ``_waiting`` and ``_is_stuck``."""
         self._waiting = 0
         """Chunks that wait for the device, or to be handed over."""
+        self._is_stuck = False
+        """Whether a fence has waited in vain, and the thread has not gone on since."""
+        self._dropped: deque[tuple[str, int]] = deque()
         self._shed_until = -math.inf
         self._gives_up = False
-        self._pool: Pool[_Gathered] = Pool(
-            "objkv-save", 1, self._save_all, failed=self._not_copied, begin=lane.adopt_thread
-        )
+        self._batch = max(1, min(COMMITS_MAX, _BATCH_BYTES // slabs.slab_bytes))
+        begin = lane.adopt_thread
+        self._saves = Pool("objkv-save", 1, self._save_all, failed=self._not_copied, begin=begin)
+        self._gathers = Pool("objkv-gather", 1, self._gather, begin=begin)
 
-    def gather(self, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
-        """Copy the chunks of this step's plans out of their blocks, after the forward pass.
+    def gather(self, plans: Sequence[SavePlan]) -> None:
+        """Queue this step's plans, after the forward pass was launched. Never waits.
 
-        Returns (request id, chunk) of each dropped chunk. The blocks must not change until
-        ``left_device`` returns True for their request, or ``fence`` was called. Without anything to
-        copy, nothing is submitted to the device.
+        The blocks must not change until ``left_device`` returns True for their request, or
+        ``fence`` was called.
         """
-        dropped: set[tuple[str, int]] = set()
         if not plans:
-            return dropped
-        taken: dict[int, list[_SavedChunk]] = {}
-        room = self._limits.queue_max - self._waiting
-        is_full = not self._target.has_room()
-        for plan in plans:
-            for save in plan.moves:
-                group = self._groups.get(save.move.group)
-                if group is None or not group.shape.rank_shard.writes(save.move.prefix_hash):
-                    continue
-                payload = group.shape.payload
-                key = ChunkKey(plan.namespace, save.move.prefix_hash, save.move.group, payload)
-                part = None if group.place is None else SavedPart(plan.number, group.place)
-                if is_full:  # not a drop, which the scheduler would plan again for the next step
-                    self._skip(key, part, "save_over_quota")
-                elif self.is_shedding:  # not a drop either, for the same reason
-                    self._skip(key, part, "saves_shed")
-                elif not self._target.begin_save(key, puts=plan.puts, again=save.again):
-                    self._recorder.count("save_repeats")
-                elif room > 0 and (chunk := self._take(plan, save, key, part)) is not None:
-                    taken.setdefault(key.group, []).append(chunk)
-                    room -= 1
-                else:
-                    dropped.add(self._drop(plan.request_id, save, key, part))
-        return dropped | self._gather(taken) if taken else dropped
+            return
+        try:
+            self._poll()
+            after = self._lane.mark_compute()
+        except Exception:
+            logger.exception("forward pass not marked, saving nothing of the step")
+            self._drop(self._named(plans))
+            return
+        count, requests = sum(len(plan.moves) for plan in plans), {one.request_id for one in plans}
+        deadline = self._clock() + self._limits.deadline_s
+        step = _Step(plans, frozenset(requests), count, after, deadline)
+        queued = sum(one.count for one in self._steps if one.state is _State.QUEUED)
+        is_full = queued + count > _PLANNED_MAX or self._is_stuck
+        if is_full or not self._gathers.put([step]):
+            self._drop(self._named(plans))
+        else:
+            self._steps.append(step)
 
     def fence(self, request_ids: Collection[str] | None = None) -> None:
-        """Make computing wait until the chunks gathered for these requests have left their blocks,
-        which may then be reused. None: all chunks."""
-        self._poll()
-        if request_ids is None:
-            marks = list(self._open)
-        else:
-            marks = [self._marks[name] for name in request_ids if self._is_copying(name)]
-        if marks:
-            last = max(marks, key=lambda mark: mark.number)  # covers the others
-            last.hold_compute()
+        """Make computing wait until what is saved of these requests has left its blocks, which may
+        then be reused. None: of all requests.
+
+        Copies that are not submitted yet are waited for here. What takes too long is dropped.
+        """
+        of_all = request_ids is None
+        steps = [s for s in self._steps if of_all or not s.requests.isdisjoint(request_ids or ())]
+        if not steps:
+            return
+        with self._changed:
+            if not self._changed.wait_for(lambda: all(s.is_submitted for s in steps), FENCE_S):
+                logger.warning("saves dropped, their copies were not submitted in time")
+                self._is_stuck = True
+                for step in steps:
+                    if not step.is_submitted:
+                        step.state = _State.DROPPED
+        marks = [s.mark for s in steps if s.state is _State.GATHERED and s.mark is not None]
+        if marks and not marks[-1].done():
+            marks[-1].hold_compute()  # it covers the others
 
     def left_device(self, request_id: str) -> bool:
-        """Whether every chunk gathered for the request has left its blocks."""
-        if self._is_copying(request_id):
-            self._poll()
-            if self._is_copying(request_id):
-                return False
-        self._marks.pop(request_id, None)
-        return True
+        """Whether everything that is saved of the request has left its blocks."""
+        self._poll()
+        return not any(request_id in step.requests for step in self._steps)
 
-    def forget(self, request_id: str) -> None:
-        """Forget the request's mark; ``left_device`` is not called for it again. Gathered chunks
-        are still saved."""
-        self._marks.pop(request_id, None)
+    def take_dropped(self) -> set[tuple[str, int]]:
+        """Return (request id, chunk) of what was not gathered since the last call."""
+        return {self._dropped.popleft() for _ in range(len(self._dropped))}
 
     def drain(self, deadline_s: float) -> bool:
         """Wait for all saves, for at most ``deadline_s``. Returns whether all have ended."""
-        return self._pool.drain(deadline_s)
+        end = monotonic() + deadline_s
+        return self._gathers.drain(deadline_s) and self._saves.drain(max(0.0, end - monotonic()))
 
     def close(self, drain_deadline_s: float) -> None:
         """Drain within the bound, then stop. Remaining chunks are dropped.
@@ -176,14 +214,17 @@ class Saver:
         slabs of those copies are never reused.
         """
         end = self._clock() + drain_deadline_s
-        if not self._copies_end(end + COPIES_S):
+        self._gathers.drain(drain_deadline_s)
+        join_s = max(0.0, end - self._clock()) + COPIES_S
+        is_stuck = self._gathers.close(join_s, give_up=self._drop_steps)
+        if is_stuck or not self._copies_end(end + COPIES_S):
             logger.error("copies of saves did not finish on the device, shutting down without them")
             self._gives_up = True
         # One look at the device takes a moment, also after the bound.
-        if not self._pool.drain(max(COPIES_S, end - self._clock())):
+        if not self._saves.drain(max(COPIES_S, end - self._clock())):
             logger.warning("saves dropped at shutdown count=%d", self._waiting)
         self._gives_up = True
-        if self._pool.close(JOIN_S, give_up=self._give_up_gathered):
+        if self._saves.close(JOIN_S, give_up=self._give_up_steps):
             logger.warning("a save is still being handed over at shutdown")
 
     @property
@@ -192,105 +233,119 @@ class Saver:
         return self._clock() < self._shed_until
 
     def _copies_end(self, until: float) -> bool:
-        """Poll until all copies are done. Returns False if the time ``until`` comes first, or if
-        the device fails.
+        """Poll until all copies that were submitted are done. Returns False if the time ``until``
+        comes first, or if the device fails.
 
         Blocks and slabs may be unmapped next, so no copy may run later. CUDA has no wait with a
         timeout, so this polls.
         """
-        while True:
-            try:
-                self._poll()
-            except Exception:
-                logger.exception("copies of saves failed on the device")
-                return False
-            if not self._open:
-                return True
-            if self._clock() >= until:
-                return False
-            sleep(_LOOK_S)
+        try:
+            mark = self._lane.mark()
+            while not mark.done():
+                if self._clock() >= until:
+                    return False
+                sleep(_LOOK_S)
+        except Exception:
+            logger.exception("copies of saves failed on the device")
+            return False
+        return True
 
     def _poll(self) -> None:
-        """Forget marks that are done. They are all of one lane, so they end in order."""
-        while self._open and self._open[0].done():
-            self._open.popleft()
+        """Forget steps that have left their blocks. They do so in order."""
+        while self._steps and self._steps[0].has_left():
+            self._steps.popleft()
 
-    def _is_copying(self, request_id: str) -> bool:
-        """Whether the request's last mark was not done when the device was last polled."""
-        mark = self._marks.get(request_id)
-        return mark is not None and bool(self._open) and mark.number >= self._open[0].number
+    def _gather(self, step: _Step) -> None:
+        """Submit a step's copies, in a thread that does nothing else: a fence waits for it."""
+        named, step.plans = list(self._named(step.plans)), ()
+        chunks, failed = list[_SavedChunk](), list[_SavedChunk]()
+        mark = None
+        if not self._advance(step, _State.GATHERING):
+            self._drop(named)
+        else:
+            try:
+                chunks = self._take(named)
+                if chunks:
+                    failed = self._submit(chunks, step.after)
+                    mark = self._lane.mark()
+            except Exception:
+                logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
+                failed = chunks
+            if not self._advance(step, _State.GATHERED, mark):
+                failed = chunks
+            self._give_up(failed, mark)
+            self._drop(failed)
+            step.chunks = [one for one in chunks if one not in failed]
+        with self._changed:
+            self._waiting += len(step.chunks)
+        if not self._saves.put([step]):
+            self._give_up_steps([step])
 
-    def _skip(self, key: ChunkKey, part: SavedPart | None, counter: str) -> None:
-        """Save nothing of a chunk, and do not plan it again."""
-        self._recorder.count(counter)
-        if part is not None:
-            self._target.drop(key, part)
+    def _advance(self, step: _Step, state: _State, mark: Mark | None = None) -> bool:
+        """Set a step's state. Returns False if it was dropped meanwhile."""
+        with self._changed:
+            self._is_stuck = False
+            if step.state is _State.DROPPED:
+                return False
+            step.state, step.mark = state, mark
+            self._changed.notify_all()
+            return True
 
-    def _take(
-        self, plan: SavePlan, save: SaveMove, key: ChunkKey, part: SavedPart | None
-    ) -> _SavedChunk | None:
-        move = save.move
-        assert move.first_block == 0
-        group = self._groups[key.group]
-        assert len(move.block_ids) * group.split == group.shape.blocks
-        if self._pool.is_closed:
-            return None
-        try:
-            slab = self._slabs.lease()
-        except SlabsExhaustedError:
-            return None
-        claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        return _SavedChunk(plan.request_id, claim, save, slab, part)
+    def _named(self, plans: Iterable[SavePlan]) -> Iterator[_SavedChunk]:
+        """What this rank has of the chunks."""
+        for plan in plans:
+            for save in plan.moves:
+                move, group = save.move, self._groups.get(save.move.group)
+                if group is None or not group.shape.rank_shard.writes(move.prefix_hash):
+                    continue
+                assert move.first_block == 0
+                assert len(move.block_ids) * group.split == group.shape.blocks
+                payload = group.shape.payload
+                key = ChunkKey(plan.namespace, move.prefix_hash, move.group, payload)
+                claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
+                part = None if group.place is None else SavedPart(plan.number, group.place)
+                yield _SavedChunk(plan, save, claim, key.path(), part)
 
-    def _gather(self, taken: Mapping[int, list[_SavedChunk]]) -> set[tuple[str, int]]:
-        """Submit the copies of the chunks of each group. Returns the dropped ones."""
-        chunks = [chunk for group in taken.values() for chunk in group]
-        try:
-            failed = self._submit(taken)
-            mark = self._lane.mark()
-            is_done = mark.done()
-        except Exception:
-            logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
-            return self._give_up(chunks, None)
-        self._poll()
-        self._marks = {r: one for r, one in self._marks.items() if self._is_copying(r)}
-        if not is_done:
-            self._open.append(mark)
-            self._marks |= {chunk.request_id: mark for chunk in chunks}
-        dropped = self._give_up(failed, mark)
-        ready = [chunk for chunk in chunks if chunk not in failed]
-        if not ready:
-            return dropped
-        gathered = _Gathered(ready, mark, self._clock() + self._limits.deadline_s)
-        with self._lock:
-            self._waiting += len(ready)
-        if not self._pool.put([gathered]):
-            self._end_waiting(gathered)
-            dropped |= self._give_up(ready, mark)
-        return dropped
+    def _take(self, named: Sequence[_SavedChunk]) -> list[_SavedChunk]:
+        """Decide what to save. Returns the chunks that have a slab now."""
+        wanted = list[_SavedChunk]()
+        reason = "" if self._target.has_room() else "save_over_quota"
+        reason = "saves_shed" if self.is_shedding else reason
+        for one in named:
+            if reason:  # not a drop, which the scheduler would plan again for the next step
+                self._leave(one, reason)
+            elif self._target.begin_save(one.path, puts=one.plan.puts, again=one.save.again):
+                wanted.append(one)
+            else:
+                self._recorder.count("save_repeats")
+        chunks = list[_SavedChunk]()
+        with suppress(SlabsExhaustedError):
+            for one in wanted[: max(0, self._limits.queue_max - self._waiting)]:
+                one.slab = self._slabs.lease()
+                chunks.append(one)
+        for one in wanted[len(chunks) :]:
+            self._target.end_save(one.path)
+        self._drop(wanted[len(chunks) :])
+        return chunks
 
-    def _submit(self, taken: Mapping[int, list[_SavedChunk]]) -> list[_SavedChunk]:
-        """Submit copies after what computes now. Returns the chunks of groups that failed, some of
+    def _submit(self, chunks: Sequence[_SavedChunk], after: Mark) -> list[_SavedChunk]:
+        """Submit copies that follow ``after``. Returns the chunks of groups that failed, some of
         whose copies may have been submitted."""
-        failed: list[_SavedChunk] = []
-        self._lane.follow(self._lane.mark_compute())
-        for number, chunks in taken.items():
-            group = self._groups[number]
-            ids = np.array([c.move.move.block_ids for c in chunks], np.int64)
-            rooms = [header_room(group.layers, tokens=len(c.move.tokens or ())) for c in chunks]
-            starts = np.array([c.slab.start for c in chunks], np.int64) + rooms
+        failed = list[_SavedChunk]()
+        self._lane.follow(after)
+        for number in {one.claim.key.group for one in chunks}:
+            group, some = self._groups[number], [c for c in chunks if c.claim.key.group == number]
+            ids = np.array([one.save.move.block_ids for one in some], np.int64)
+            rooms = [header_room(group.layers, tokens=len(one.save.tokens or ())) for one in some]
+            starts = np.array([one.slab.start for one in some], np.int64) + rooms
             try:
                 group.gather(self._lane, ids, self._slabs.memory.numpy().data, starts)
             except Exception:  # such as no memory for staging: a drop, as without a slab
-                logger.exception("chunks not gathered requests=%s", {c.request_id for c in chunks})
-                failed += chunks
+                logger.exception("chunks of a group not gathered count=%d", len(some))
+                failed += some
         return failed
 
-    def _end_waiting(self, gathered: _Gathered) -> None:
-        with self._lock:
-            self._waiting -= len(gathered.chunks)
-
-    def _save_all(self, gathered: _Gathered) -> None:
+    def _save_all(self, step: _Step) -> None:
         """Hand chunks over when their copies have ended.
 
         The thread polls for all. It does not wait in the driver, where a device that hangs would
@@ -298,91 +353,123 @@ class Saver:
         """
         self._target.send_drops()
         pause_s = _LOOK_S
-        while not gathered.mark.done():
-            if self._gives_up or self._clock() >= gathered.deadline:
-                self._give_up_gathered([gathered])
+        while step.mark is not None and not step.mark.done():
+            if self._gives_up or self._clock() >= step.deadline:
+                self._give_up_steps([step])
                 return
             sleep(pause_s)
             pause_s = min(2 * pause_s, _LOOK_MAX_S)
-        for chunk in gathered.chunks:
+        while step.chunks:
+            some = step.chunks[: self._batch]
             try:
-                if self._gives_up or self._clock() >= gathered.deadline:
-                    self._count_drop(chunk.claim.key, chunk.part)
-                else:
-                    self._save(chunk)
+                self._save(some, is_late=self._gives_up or self._clock() >= step.deadline)
             finally:
-                chunk.slab.release()
-                self._target.end_save(chunk.claim.key)
+                for one in some:
+                    one.slab.release()
+                    self._target.end_save(one.path)
+                self._end_waiting(step, len(some))
         self._target.send_drops()
-        self._end_waiting(gathered)
 
-    def _save(self, chunk: _SavedChunk) -> None:
-        """Hand one chunk over. Every failure is a drop."""
-        if self.is_shedding:
-            self._skip(chunk.claim.key, chunk.part, "saves_shed")
+    def _save(self, chunks: Sequence[_SavedChunk], *, is_late: bool) -> None:
+        """Hand chunks over. Every failure is a drop."""
+        if is_late or self.is_shedding:
+            for one in chunks:
+                self._leave(one, "save_drops" if is_late else "saves_shed")
             return
-        started, move = self._clock(), chunk.move
-        layers, writer = self._groups[chunk.claim.key.group].layers, self._limits.writer
+        started = self._clock()
         try:
-            provenance = Provenance(move.token_digest, writer, int(time()), move.tokens)
-            payload, header = encode_in_place(
-                chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
-            )
-            outcome = self._target.save(chunk.claim, payload, header, chunk.part)
-        except StoreBusy:
-            self._recorder.count("saves_shed")
-            self._shed_until = self._clock() + _SHED_S
-            return
+            statuses = self._target.save([self._handed(one) for one in chunks])
         except Exception as exc:
-            is_known = isinstance(exc, NotTakenError)
-            self._skip(chunk.claim.key, None if is_known else chunk.part, "save_errors")
+            for one in chunks:
+                self._leave(one, "save_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:
-                logger.exception("save failed unexpectedly key=%s", chunk.claim.key.path())
+                logger.exception("saves failed unexpectedly key=%s", chunks[0].path)
             return
-        self._trouble.worked()
-        self._recorder.observe("save_seconds", self._clock() - started)
-        if outcome is SaveOutcome.EXISTED:
-            self._recorder.count("save_existed")
-        elif outcome is SaveOutcome.DROPPED:
-            self._count_drop(chunk.claim.key)
-        elif outcome is not SaveOutcome.PART:
-            self._recorder.count("saves_accepted")
-            self._recorder.count("save_accepted_bytes", header.nbytes)
+        seconds = (self._clock() - started) / len(chunks)
+        for one, status in zip(chunks, statuses, strict=True):
+            if status is not CommitStatus.PART:
+                self._count(one, _COUNTERS.get(status, "save_errors"))
+            if status is CommitStatus.SHED:
+                self._shed_until = self._clock() + _SHED_S
+            elif status in _COUNTERS:
+                self._trouble.worked()
+                self._recorder.observe("save_seconds", seconds)
+            else:
+                self._trouble.failed(TransferError(f"the agent takes no payload: {status.name}"))
 
-    def _not_copied(self, gathered: _Gathered, error: Exception) -> None:
+    def _handed(self, chunk: _SavedChunk) -> Handed:
+        """Write a chunk's header in front of its pages."""
+        save, layers = chunk.save, self._groups[chunk.claim.key.group].layers
+        writer = self._limits.writer
+        provenance = Provenance(save.token_digest, writer, int(time()), save.tokens)
+        payload, _ = encode_in_place(
+            chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
+        )
+        return Handed(chunk.claim.key, chunk.path, payload, chunk.part)
+
+    def _not_copied(self, step: _Step, error: Exception) -> None:
         """The device failed, and what it still copies is unknown."""
         logger.error("saves dropped, the device failed", exc_info=error)
-        self._end_waiting(gathered)
-        self._give_up(gathered.chunks, None)
+        step.mark = None
+        self._give_up_steps([step])
 
-    def _give_up_gathered(self, waiting: Iterable[_Gathered]) -> None:
-        for gathered in waiting:
-            self._end_waiting(gathered)
-            self._give_up(gathered.chunks, gathered.mark)
+    def _give_up_steps(self, steps: Iterable[_Step]) -> None:
+        for step in steps:
+            chunks = step.chunks[:]
+            self._end_waiting(step, len(chunks))
+            self._give_up(chunks, step.mark)
+            for one in chunks:
+                self._leave(one, "save_drops")
 
-    def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark | None) -> set[tuple[str, int]]:
-        """Drop chunks. ``mark``: the end of their copies, None if nothing shows it."""
-        dropped = set()
-        for c in chunks:
+    def _end_waiting(self, step: _Step, count: int) -> None:
+        """The first chunks of a step are done with. Freeing them is not for the forward thread."""
+        del step.chunks[:count]
+        with self._changed:
+            self._waiting -= count
+
+    def _give_up(self, chunks: Iterable[_SavedChunk], mark: Mark | None) -> None:
+        """End saves. ``mark``: the end of their copies, None if nothing shows it."""
+        for one in chunks:
             if mark is None:
-                c.slab.strand()
+                one.slab.strand()
             else:
-                c.slab.release_after(mark)
-            dropped.add(self._drop(c.request_id, c.move, c.claim.key, c.part))
-        return dropped
+                one.slab.release_after(mark)
+            self._target.end_save(one.path)
 
-    def _drop(
-        self, request_id: str, save: SaveMove, key: ChunkKey, part: SavedPart | None
-    ) -> tuple[str, int]:
-        self._target.end_save(key)
-        self._count_drop(key, part)
-        return request_id, save.move.chunk
+    def _drop_steps(self, steps: Iterable[_Step]) -> None:
+        """Drop steps of which nothing was read."""
+        for step in steps:
+            self._advance(step, _State.DROPPED)
+            self._drop(self._named(step.plans))
 
-    def _count_drop(self, key: ChunkKey, part: SavedPart | None = None) -> None:
-        """``part``: what the agent waits for, if other ranks have the rest of the payload."""
-        if part is not None:
-            self._target.drop(key, part)
-        self._recorder.count("save_drops")
-        self._recorder.count("save_drop_bytes", self._groups[key.group].raw_bytes)
+    def _drop(self, chunks: Iterable[_SavedChunk]) -> None:
+        """Save nothing of chunks, and have the scheduler plan them again."""
+        for one in chunks:
+            self._leave(one, "save_drops")
+            self._dropped.append((one.plan.request_id, one.save.move.chunk))
+
+    def _leave(self, chunk: _SavedChunk, counter: str) -> None:
+        """Save nothing of a chunk. If other ranks have the rest of it, the agent does not wait."""
+        self._count(chunk, counter)
+        if chunk.part is not None:
+            self._target.drop(chunk.path, chunk.part)
+
+    def _count(self, chunk: _SavedChunk, counter: str) -> None:
+        self._recorder.count(counter)
+        if counter in _BYTES:
+            nbytes = self._groups[chunk.claim.key.group].raw_bytes
+            self._recorder.count(_BYTES[counter], nbytes)
+
+
+_COUNTERS = {
+    CommitStatus.ACCEPTED: "saves_accepted",
+    CommitStatus.HELD_BACK: "saves_accepted",
+    CommitStatus.PART: "",
+    CommitStatus.REPEATED: "save_existed",
+    CommitStatus.DROPPED: "save_drops",
+    CommitStatus.SHED: "saves_shed",
+}
+"""Of what the agent answers. The rest are errors."""
+_BYTES = {"saves_accepted": "save_accepted_bytes", "save_drops": "save_drop_bytes"}

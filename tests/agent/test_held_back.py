@@ -22,7 +22,6 @@ from objkv.agent.messages import (
 )
 from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.saves import NodeSaves
-from objkv.cache.chunks import SaveOutcome
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
@@ -58,13 +57,13 @@ class Holder(Node):
     def _new_desk(self) -> None:
         self.desk = Desk(self)
 
-    def commit(self, made: Sequence[bytes], *, puts: bool = False) -> list[SaveOutcome]:
+    def commit(self, made: Sequence[bytes], *, puts: bool = False) -> list[CommitStatus]:
         """Hand payloads over, as a worker does; waits until the fleet has counted them."""
         outcomes = [self.desk.hand_over(payload, puts=puts) for payload in made]
         assert self.saves.drain(PATIENCE_S)
         return outcomes
 
-    def again(self, made: Sequence[bytes]) -> list[SaveOutcome]:
+    def again(self, made: Sequence[bytes]) -> list[CommitStatus]:
         """Hand payloads over by another worker."""
         self.desk.close()
         self._new_desk()
@@ -156,7 +155,7 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     make: Callable[..., Holder],
 ) -> None:
     node, made = make(), payloads()
-    assert node.commit(made) == [SaveOutcome.HELD_BACK] * 3
+    assert node.commit(made) == [CommitStatus.HELD_BACK] * 3
     assert not node.stored
     assert of_index(node, made) == [None] * 3
     assert node.desk.accepted == [], "no other node can load it: no event"
@@ -187,7 +186,7 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
     node, made = make(holds_back=False, store=store), payloads()
     assert node.find(made) == []
     for payload in made:
-        assert node.desk.hand_over(payload) is SaveOutcome.ACCEPTED
+        assert node.desk.hand_over(payload) is CommitStatus.ACCEPTED
     found = node.find(made)
     assert [is_held(one.record) for one in found] == [True] * 3, "none is stored yet"
     assert node.read(found) == [MissReason.NONE] * 3
@@ -308,7 +307,7 @@ def test_a_commit_that_says_so_is_stored_although_another_node_holds_it_back(
     one, other = make(store=store, index=index), make(store=store, index=index)
     one.commit(made)
     assert not one.stored
-    assert other.commit(made, puts=True) == [SaveOutcome.ACCEPTED] * len(made)
+    assert other.commit(made, puts=True) == [CommitStatus.ACCEPTED] * len(made)
     assert one.stored == set(paths(made))
     assert not other.held
     assert one.read(one.find(made)) == [MissReason.NONE] * len(made)
@@ -324,7 +323,7 @@ def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., 
 
     node.store.put_if_absent = late  # type: ignore[method-assign]
     outcomes = [node.desk.hand_over(one, puts=True) for one in made]
-    assert outcomes == [SaveOutcome.ACCEPTED] * 3
+    assert outcomes == [CommitStatus.ACCEPTED] * 3
     gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
@@ -491,7 +490,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
-    assert node.again(made) == [SaveOutcome.HELD_BACK] * 3
+    assert node.again(made) == [CommitStatus.HELD_BACK] * 3
     assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
@@ -540,8 +539,8 @@ def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
-    assert node.commit(made[:2]) == [SaveOutcome.HELD_BACK] * 2
-    assert node.commit(made[2:], puts=True) == [SaveOutcome.HELD_BACK]
+    assert node.commit(made[:2]) == [CommitStatus.HELD_BACK] * 2
+    assert node.commit(made[2:], puts=True) == [CommitStatus.HELD_BACK]
     assert node.desk.saves.has_room()
     node.read(node.find(made))
     assert node.saves.drain(PATIENCE_S)

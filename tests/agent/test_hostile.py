@@ -30,6 +30,7 @@ from objkv.agent.messages import (
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
+from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes import _shared_memory
 from tests.agent.consistency import fetches_of, is_consistent, paths_of, threads_of
@@ -277,10 +278,11 @@ def test_a_slab_that_is_reused_while_the_agent_copies_it_is_saved_right_or_not_a
     cuts = {"nothing": 0, "half a header": first // 2, "header": first, "a frame": second}
     count = cuts.get(cut, len(ours))
 
+    reads: list[int] = []
+
     def interrupted(outbox: ClientOutbox, place: memoryview, offset: int) -> None:
-        place[:] = (ours[:count] + theirs[count:] if len(place) == len(ours) else ours)[
-            : len(place)
-        ]
+        reads.append(len(place))  # of the header first
+        place[:] = (ours[:count] + theirs[count:] if len(reads) > 1 else ours)[: len(place)]
 
     monkeypatch.setattr(ClientOutbox, "read_into", interrupted)
     status = node.commit_one(ours)
@@ -306,7 +308,7 @@ def test_an_outbox_costs_the_agent_nothing_that_its_client_has_not_written(node:
     client = node.connect(wants_arena=False, outbox=box.fd)
     written = os.fstat(box.fd).st_blocks
     for _ in range(3):
-        client.commit(m.Commit(0, len(payload)))
+        client.commit([m.Commit(0, len(payload))])
     assert os.fstat(box.fd).st_blocks == written
     assert "objkv-outbox" not in Path("/proc/self/maps").read_text()
     box.close()
@@ -324,8 +326,8 @@ def test_memory_of_kv_is_in_no_core_dump_and_no_child(node: Node) -> None:
     assert is_private(lanes)
 
 
-@pytest.mark.parametrize("count", [1, FIELDS_MAX, FIELDS_MAX + 1, 700])
-def test_lookups_of_any_number_of_fields_are_answered(node: Node, count: int) -> None:
+@pytest.mark.parametrize("count", [1, FIELDS_MAX])
+def test_lookups_of_many_fields_are_answered(node: Node, count: int) -> None:
     fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
     record = ShardRecord(10**17, 10**17, False, False, "f" * 32, 10**17)
     hashes = [bytes([n] * 20) for n in range(40)]
@@ -339,6 +341,8 @@ def test_lookups_of_any_number_of_fields_are_answered(node: Node, count: int) ->
     assert [one and len(one) for one in found] == [
         one and len(one) for one in node.index.find(NAMESPACE, hashes, fields)
     ]
+    with pytest.raises(StoreUnavailable, match="fields"):
+        complete(client.find(NAMESPACE, hashes, tuple(map(str, range(FIELDS_MAX + 1)))))
     assert client.is_open
 
 
@@ -356,7 +360,7 @@ def test_a_client_that_sends_nonsense_does_not_fill_the_log(tmp_path: Path) -> N
         box = Outbox(4096)
         client = AgentConnection(agent.path, outbox=box.fd, call_s=PATIENCE_S)
         for _ in range(100):
-            assert client.commit(m.Commit(0, 100)) is CommitStatus.REFUSED
+            assert client.commit([m.Commit(0, 100)]) == [CommitStatus.REFUSED]
         client.close()
         box.close()
         assert agent.log_file.read_text().count("payload of a client refused") == 20

@@ -19,7 +19,7 @@ from objkv.agent import messages as m
 from objkv.agent.memory.arena import PAGE
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox, Outbox
-from objkv.cache.chunks import SaveOutcome, shard_record
+from objkv.cache.chunks import shard_record
 from objkv.codec.join import Place
 from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
 from objkv.codec.values import RAW_BYTES_MAX
@@ -471,7 +471,8 @@ class Rank:
     def commit(self, piece: Piece, number: int = 1) -> CommitStatus:
         os.pwrite(self.box.fd, piece.payload, 0)
         part = SavedPart(number, piece.place)
-        return self.agent.commit(Commit(0, len(piece.payload), part=part))
+        (status,) = self.agent.commit([Commit(0, len(piece.payload), part=part)])
+        return status
 
     def close(self) -> None:
         self.agent.close()
@@ -531,29 +532,29 @@ def test_a_worker_that_drops_its_part_tells_the_agent(node: Node) -> None:
     key = claim_of(0).key
     for number, (piece, other) in enumerate([(PIECES[0], PIECES[1]), (PIECES[1], PIECES[0])]):
         part, missing = (SavedPart(number, one.place) for one in (piece, other))
-        assert a.hand_over(piece.payload, part=part) is SaveOutcome.PART
-        b.saves.drop(key, missing)
+        assert a.hand_over(piece.payload, part=part) is CommitStatus.PART
+        b.saves.drop(key.path(), missing)
         assert node.arena_cache.leased() == 1
         b.saves.send_drops()
         wait_until(lambda: nothing_is_left(node))
         part = SavedPart(number, PIECES[2].place)
-        assert b.hand_over(PIECES[2].payload, part=part) is SaveOutcome.DROPPED
+        assert b.hand_over(PIECES[2].payload, part=part) is CommitStatus.DROPPED
     parts = [(desk, piece) for desk, piece in zip([a, b] * 2, PIECES, strict=True)]
     outcomes = [
         desk.hand_over(piece.payload, part=SavedPart(2, piece.place)) for desk, piece in parts
     ]
-    assert outcomes == [SaveOutcome.PART] * 3 + [SaveOutcome.ACCEPTED]
+    assert outcomes == [CommitStatus.PART] * 3 + [CommitStatus.ACCEPTED]
     assert stored(node)
     for desk in (a, b):
         desk.close()
 
 
 HOSTILE = [
-    m.pack_commit(Commit(0, 5000, part=SavedPart(1, Place(2, 2**32 - 1, 0, 1, 0, 16 << 30)))),
-    m.pack_commit(Commit(0, 5000, part=SavedPart(2**64 - 1, Place(*[2**32 - 1] * 6)))),
-    m.pack_commit(Commit(2**64 - 1, 2**64 - 1, part=SavedPart(1, PIECES[0].place))),
-    m.pack_commit(Commit(0, 0, part=SavedPart(1, PIECES[0].place))),
-    m.pack_commit(Commit(0, 5000, part=SavedPart(1, PIECES[0].place)))[:-1],
+    m.pack_commits([Commit(0, 5000, part=SavedPart(1, Place(2, 2**32 - 1, 0, 1, 0, 16 << 30)))]),
+    m.pack_commits([Commit(0, 5000, part=SavedPart(2**64 - 1, Place(*[2**32 - 1] * 6)))]),
+    m.pack_commits([Commit(2**64 - 1, 2**64 - 1, part=SavedPart(1, PIECES[0].place))]),
+    m.pack_commits([Commit(0, 0, part=SavedPart(1, PIECES[0].place))]),
+    m.pack_commits([Commit(0, 5000, part=SavedPart(1, PIECES[0].place))])[:-1],
     m.pack_drop(Drop(1, 4, PATH))[:-1],
     m.pack_drop(Drop(2**64 - 1, 2**32 - 1, PATH)),
     m.pack_drop(Drop(0, 0, PATH)),

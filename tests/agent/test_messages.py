@@ -94,14 +94,25 @@ U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
 PLACES = st.builds(Place, U32, U32, U32, U32, U64, U64)
 
 
-@given(
-    st.builds(m.Commit, U64, U64, st.booleans(), st.none() | st.builds(m.SavedPart, U64, PLACES))
-)
-def test_a_commit_of_a_payload_or_of_a_part(commit: m.Commit) -> None:
-    message = m.pack_commit(commit)
-    assert m.unpack_commit(message) == commit
+PARTS = st.none() | st.builds(m.SavedPart, U64, PLACES)
+
+
+@given(st.lists(st.builds(m.Commit, U64, U64, st.booleans(), PARTS), min_size=1, max_size=4))
+def test_commits_of_payloads_and_of_parts(commits: list[m.Commit]) -> None:
+    message = m.pack_commits(commits)
+    assert m.unpack_commits(message) == commits
     with pytest.raises(m.ProtocolError):
-        m.unpack_commit(message[:-1])
+        m.unpack_commits(message[:-1])
+
+
+def test_a_commit_is_of_a_bounded_number_of_payloads_and_its_parts_are_whole() -> None:
+    most = [m.Commit(1, 2)] * m.COMMITS_MAX
+    assert m.unpack_commits(m.pack_commits(most)) == most
+    lacks_flag = bytearray(m.pack_commits(most[:1]))
+    lacks_flag[-1] = 1
+    for message in (m.pack_commits([*most, most[0]]), m.pack_commits([]), bytes(lacks_flag)):
+        with pytest.raises(m.ProtocolError):
+            m.unpack_commits(message)
 
 
 @given(U64, U32, HASHES, st.integers(0, 10**10 - 1))
@@ -120,8 +131,10 @@ def test_a_drop_names_a_whole_payload_in_few_bytes(heads: str) -> None:
 def test_a_greeting_a_status_and_a_failure() -> None:
     for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True, bytes(range(16)))):
         assert m.unpack_hello(m.pack_hello(hello)) == hello
-    for status in m.CommitStatus:
-        assert m.unpack_committed(m.pack_committed(status)) is status
+    statuses = list(m.CommitStatus)
+    assert m.unpack_committed(m.pack_committed(statuses), len(statuses)) == statuses
+    with pytest.raises(m.ProtocolError):
+        m.unpack_committed(m.pack_committed(statuses), 1)
     text = m.unpack_text(m.pack_failure(StoreUnavailable("down " * 10_000)))
     assert text.startswith("StoreUnavailable\ndown")
     with pytest.raises(m.ProtocolError):

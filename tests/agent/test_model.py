@@ -204,7 +204,7 @@ class AgentMachine(RuleBasedStateMachine):
         memory = peer.desk.memory
         memory[: len(payload)] = payload
         try:
-            status = peer.agent.commit(Commit(0, len(payload)))
+            (status,) = peer.agent.commit([Commit(0, len(payload))])
         except TransferError:
             assert not is_right
             peer.close()

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from objkv.agent.answering import NodeCalls
-from objkv.cache.chunks import SaveOutcome
+from objkv.agent.messages import CommitStatus
 from objkv.cache.worth import SETTLED_S, PutPolicy
 from objkv.codec.payload import Claim
 from objkv.config.prices import Prices
@@ -127,7 +127,7 @@ def test_what_a_client_claims_to_have_measured_is_bounded(clock: Clock) -> None:
 
 def test_a_call_of_a_replica_reaches_the_policy_and_the_index(clock: Clock) -> None:
     one, index = policy(clock), MemoryIndex()
-    calls = NodeCalls(index, MemoryStore(), None, one, ttl_s=60, changed=lambda _: None)
+    calls = NodeCalls(index, MemoryStore(), None, one, ttl_s=60)
     calls.run(json.dumps({"verb": "credit", "savings": asdict(measured(9 * GPU_US))}))
     hand_over(one, 4)
     clock.now += SETTLED_S
@@ -146,7 +146,7 @@ def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
     node: Holder, clock: Clock
 ) -> None:
     made = payloads()
-    assert node.commit(made[:1]) == [SaveOutcome.HELD_BACK]
+    assert node.commit(made[:1]) == [CommitStatus.HELD_BACK]
     assert node.held == set(paths(made[:1]))
     clock.now += SETTLED_S
     node.saves.policy.credited(measured(10**9))

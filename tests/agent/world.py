@@ -26,11 +26,11 @@ from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.messages import Claims, Commit, CommitStatus, SavedPart, Urgency
-from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox
+from objkv.agent.outbox import AgentSaves, ClientOutbox, Handed, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentParts, AgentServer
-from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
 from objkv.codec.seal import Seal
@@ -147,8 +147,7 @@ class Node:
         listener.bind(str(self.path))
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
-        changed, policy = self.core.record_changed, self.saves.policy
-        calls = NodeCalls(self.index, self.store, prefetches, policy, ttl_s=3600, changed=changed)
+        calls = NodeCalls(self.index, self.store, prefetches, self.saves.policy, ttl_s=3600)
         parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
         self.server = AgentServer(listener, parts)
         return self
@@ -339,17 +338,19 @@ class Desk:
         *,
         puts: bool = False,
         part: SavedPart | None = None,
-    ) -> SaveOutcome:
+    ) -> CommitStatus:
         """Have a payload, or a part of one, saved. ``header``: what the worker takes it for."""
         header = header or read_header(payload)
+        path = header.claim.key.path()
         place = self.memory[100 : 100 + len(payload)]
         place[:] = np.frombuffer(payload, np.uint8)
         if puts:
-            assert self.saves.begin_save(header.claim.key, puts=True)
+            assert self.saves.begin_save(path, puts=True)
         try:
-            return self.saves.save(header.claim, place.data, header, part)
+            (status,) = self.saves.save([Handed(header.claim.key, path, place.data, part)])
+            return status
         finally:
-            self.saves.end_save(header.claim.key)
+            self.saves.end_save(path)
             self.memory[:] = 0xEE  # free from now on
 
     def close(self) -> None:

@@ -185,9 +185,9 @@ def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: Bulk
     for writer in ("a", "b"):
         settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
         cache = ChunkCache(store, None, index, settings, MemoryRecorder())
-        assert cache.take_lease(key)
-        outcomes.append(cache.save(header.claim, payload, header))
-        cache.release_lease(key)
+        assert cache.take_lease(key.path())
+        outcomes.append(cache.save(header.claim.key.path(), payload, header))
+        cache.release_lease(key.path())
     assert outcomes == [SaveOutcome.SAVED, SaveOutcome.EXISTED]
     assert index.find(NAMESPACE, HASHES, [FIELD])[0] is not None
 
@@ -207,7 +207,7 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     assert shards is not None
     cache.reject(key, shards[key.field], corrupt=True)
     assert index.find(NAMESPACE, HASHES, [FIELD])[0] is None
-    assert cache.save(claim, payload, header) is SaveOutcome.SAVED
+    assert cache.save(claim.key.path(), payload, header) is SaveOutcome.SAVED
     assert file.read_bytes() == payload
 
 

@@ -75,7 +75,7 @@ def world() -> World:
 def test_a_record_appears_when_its_payload_can_be_read(world: World) -> None:
     stored: list[bytes | None] = []
     world.index.after = lambda: stored.append(world.bulk.get(PATH))
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
     assert stored == [PAYLOAD]
     record = world.record()
     assert record is not None
@@ -85,7 +85,7 @@ def test_a_record_appears_when_its_payload_can_be_read(world: World) -> None:
 def test_another_writers_payload_is_published_as_it_is(world: World) -> None:
     theirs, header = payload_of(writer="another")
     world.bulk.put(PATH, theirs)
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.EXISTED
     record = world.record()
     assert record is not None
     assert record.header_checksum == header.checksum[:16] != HEADER.checksum[:16]
@@ -94,24 +94,24 @@ def test_another_writers_payload_is_published_as_it_is(world: World) -> None:
 @pytest.mark.parametrize("stored", [payload_of(OTHER_CLAIM)[0], PAYLOAD[:-1], b"garbage"])
 def test_an_unusable_payload_is_replaced(world: World, stored: bytes) -> None:
     world.bulk.put(PATH, stored)
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
     assert world.bulk.get(PATH) == PAYLOAD
 
 
 def test_a_corrupt_payload_is_forgotten_and_replaced(world: World) -> None:
-    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.cache.save(KEY.path(), PAYLOAD, HEADER)
     record = world.record()
     assert record is not None
     damaged = PAYLOAD[:-1] + b"?"
     world.bulk.put(PATH, damaged)
     world.cache.reject(KEY, record, corrupt=True)
     assert world.record() is None
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
     assert world.bulk.get(PATH) == PAYLOAD
 
 
 def test_a_corrupt_hot_copy_is_not_read_again(world: World) -> None:
-    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.cache.save(KEY.path(), PAYLOAD, HEADER)
     world.hot.put(PATH, bytes(len(PAYLOAD)))
     record = world.record()
     assert record is not None
@@ -121,13 +121,13 @@ def test_a_corrupt_hot_copy_is_not_read_again(world: World) -> None:
 
 
 def test_a_hot_store_that_fails_is_read_past(world: World) -> None:
-    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.cache.save(KEY.path(), PAYLOAD, HEADER)
     world.hot.fail_until_mended(StoreUnavailable("gone"))
     assert world.get() == PAYLOAD
 
 
 def test_bytes_of_a_hot_copy_are_told_when_it_is_whole(world: World) -> None:
-    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.cache.save(KEY.path(), PAYLOAD, HEADER)
     told: list[int] = []
     world.get(told.append)
     assert told == [0, len(PAYLOAD)]
@@ -135,8 +135,8 @@ def test_bytes_of_a_hot_copy_are_told_when_it_is_whole(world: World) -> None:
 
 def test_an_unreachable_index_stops_no_save(world: World) -> None:
     world.index.error = StoreUnavailable("gone")
-    assert world.cache.take_lease(KEY)
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.take_lease(KEY.path())
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
     assert world.recorder.value("publish_errors") == 1
 
 
@@ -150,16 +150,16 @@ def test_one_process_saves_a_chunk_once_at_a_time(world: World) -> None:
 @pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])
 def test_only_a_small_payload_becomes_hot_when_it_is_saved(save_max: int, hot: bool) -> None:
     world = World(save_max)
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
     assert (world.hot.get(PATH) is not None) is hot
     assert (record := world.record()) is not None
     assert record.hot is hot
 
 
 def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(world: World) -> None:
-    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert world.cache.link.bytes_per_s == pytest.approx(len(PAYLOAD) / 2.0)
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.EXISTED
     assert world.cache.link.puts.count == 1
 
 
@@ -167,12 +167,12 @@ def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(wor
 def test_who_finds_anothers_payload_promises_the_hot_copy_that_there_is(
     world: World, becomes: str
 ) -> None:
-    assert world.another_cache().save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.another_cache().save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
     if becomes == "evicted":
         world.hot.delete(PATH)
     elif becomes == "unreachable":
         world.hot.fail_until_mended(StoreUnavailable("gone"))
-    assert world.cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.EXISTED
     assert (record := world.record()) is not None
     assert record.hot is (becomes == "kept")
     assert world.recorder.value("hot_errors") == (becomes == "unreachable")
@@ -184,7 +184,7 @@ def test_mending_a_corrupt_payload_mends_its_hot_copy_or_promises_none(save_max:
     world.bulk.put(PATH, PAYLOAD)
     world.hot.put(PATH, b"not " + PAYLOAD[4:])
     world.cache.reject(KEY, None, corrupt=True)
-    world.cache.save(CLAIM, PAYLOAD, HEADER)
+    world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert (record := world.record()) is not None
     assert record.hot is bool(save_max)
     assert not save_max or world.hot.get(PATH) == PAYLOAD

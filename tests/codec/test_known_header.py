@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.codec import header
-from objkv.codec.header import FORMS_MAX, form_of, parse_known, read_header, render
+from objkv.codec.header import FORMS_MAX, claim_in, form_of, parse_known, read_header, render
 from objkv.codec.payload import CODECS, Claim, Frame, Header, LayerSpec, Provenance
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
@@ -331,3 +331,27 @@ def test_checksums_are_verified_before_anything_is_read(layers: list[LayerSpec])
     payload[payload.index(b"tests")] ^= 1
     refusal = with_layers(payload, tuple(layers))
     assert refusal == "the header's checksum does not match"
+
+
+@given(claims, provenances, st.booleans())
+def test_what_a_payload_claims_is_seen_without_json(
+    claim: Claim, provenance: Provenance, is_view: bool
+) -> None:
+    text = rendered(LAYERS, claim, provenance)
+    assert claim_in(memoryview(text) if is_view else text) == claim
+    assert claim_in(text[:200]) is None
+
+
+@pytest.mark.parametrize(
+    ("written", "instead"),
+    [
+        (b'"token_start":"', b'"token_start" :"'),
+        (b'"format":"objkv/2"', b'"format":"objkv/3"'),
+        (f'"token_end":"{CLAIM.token_end}"'.encode(), b'"token_end":"0"'),
+        (f'"shard":"{CLAIM.key.shard or ""}"'.encode(), b'"shard":"L9-1"'),
+    ],
+)
+def test_a_claim_in_another_form_is_not_seen(written: bytes, instead: bytes) -> None:
+    text = rendered(LAYERS)
+    assert text.count(written) == 1
+    assert claim_in(text.replace(written, instead)) is None

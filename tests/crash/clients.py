@@ -103,7 +103,7 @@ def _handed_over(
     memory: mmap.mmap, agent: AgentConnection, payload: bytes, part: SavedPart | None = None
 ) -> CommitStatus:
     memory[: len(payload)] = payload
-    status = agent.commit(Commit(0, len(payload), part=part))
+    (status,) = agent.commit([Commit(0, len(payload), part=part)])
     memory[: len(payload)] = bytes(len(payload))
     return status
 

@@ -66,14 +66,14 @@ def save_all(
     saved = 0
     for save in wanted:
         payload = save.payload()
-        if not cache.take_lease(save.key):
+        if not cache.take_lease(save.key.path()):
             continue
         try:
             header = read_header(payload)
-            cache.save(header.claim, payload, header)
+            cache.save(header.claim.key.path(), payload, header)
             saved += 1
         finally:
-            cache.release_lease(save.key)
+            cache.release_lease(save.key.path())
     return saved
 
 

@@ -8,7 +8,7 @@ finds them in other hands is what must never be. Host memory is a slab, or a lea
 that the device has registered.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.transfer.lanes import HostLane, Ints, PagedLayers, Recast, address_of
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import LoadMoves, LoadPlan
+from objkv.transfer.saver import Saver
 from objkv.transfer.slabs import Slab, SlabPool
 from tests.fences.stage import Broken, the_stage
 from tests.support.arenas import CanBeLost, SpoilingArenaCache
@@ -140,8 +141,12 @@ def _nothing() -> None:
 class Mark:
     """After the first ``number`` things of a stream."""
 
-    def __init__(self, stream: Stream, number: int, compute: Stream) -> None:
+    def __init__(
+        self, stream: Stream, number: int, compute: Stream, owners: Sequence[int] = ()
+    ) -> None:
+        """``owners``: who has each block when a save is planned."""
         self.stream, self.number, self._compute = stream, number, compute
+        self.owners = owners
 
     def done(self) -> bool:
         the_stage().pause("mark")
@@ -166,6 +171,10 @@ class WatchedLane:
         self._loads = loads
         self._hands, self._compute = hands, compute
         self._lane = HostLane()
+        self._owners: Sequence[int] = ()
+        self.saved: Any = None
+        """The step whose copies are being submitted. If it is dropped, it does not matter what they
+        read."""
 
     def adopt_thread(self) -> None:
         pass
@@ -174,10 +183,12 @@ class WatchedLane:
         pass
 
     def mark_compute(self) -> Mark:
-        return Mark(self._compute, self._compute.given, self._compute)
+        owners = tuple(self._hands.planned)
+        return Mark(self._compute, self._compute.given, self._compute, owners)
 
     def follow(self, mark: Mark) -> None:
         self.stream.follow(mark.stream, mark.number)
+        self._owners = mark.owners
 
     def scatter(
         self,
@@ -205,10 +216,12 @@ class WatchedLane:
     def gather(self, layers: PagedLayers, ids: Ints, memory: memoryview, starts: Ints) -> None:
         places = (starts + address_of(memory)).tolist()
         slabs = [WatchedPool.ticket(place) for place in places]
-        ticket = self._hands.ticket(ids)
+        ticket = tuple(self._owners[block] for block in ids.flat)
+        saved = self.saved
 
         def copy() -> None:
-            self._hands.touch("read:", ids, ticket)
+            if saved is None or saved.state.name != "DROPPED":
+                self._hands.touch("read:", ids, ticket)
             if slabs != [WatchedPool.ticket(place) for place in places]:
                 self._hands.say("pages are read into a slab that somebody else has")
             self._lane.gather(layers, ids, memory, starts)
@@ -246,6 +259,16 @@ class WatchedLoader(Loader):
 
     def submit(self, plan: LoadPlan, after: Any = None) -> None:
         super().submit(replace(plan, moves=_PlannedMoves(plan.moves, self._hands)), after)
+
+
+class WatchedSaver(Saver):
+    """A saver whose lane knows which step it copies."""
+
+    _lane: Any
+
+    def _gather(self, step: Any) -> None:
+        self._lane.saved = step
+        super()._gather(step)
 
 
 class WatchedPool(SlabPool):

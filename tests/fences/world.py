@@ -56,6 +56,7 @@ from tests.fences.device import (
     WatchedLane,
     WatchedLoader,
     WatchedPool,
+    WatchedSaver,
 )
 from tests.fences.stage import Broken, Stage, the_stage
 from tests.fences.stores import GateStore
@@ -239,7 +240,7 @@ class Engine:
         self._finished.add(name)
         if request.state == "loading":
             request.aborted = True
-        elif request.saved and self.knobs.late:
+        elif request.saved:
             request.state = "held"
             self._held.add(name)
         else:
@@ -290,6 +291,8 @@ class Engine:
         self.sides[-1].close()
         if stage.now >= bound:
             _TOLD[:] = [line for line in _TOLD if not line.startswith(_COPIES_LEFT)]
+            gathers = self.sides[-1].saver._gathers
+            stage.wait("gathers", lambda: not gathers.threads)
             for stream in {lane.stream for lane in self.lanes if lane.stream.name == "save lane"}:
                 stage.wait("copies", lambda s=stream: s.done >= s.given)  # type: ignore[misc]
 
@@ -512,6 +515,7 @@ class Engine:
                 (wiring, "plan_pools", _few_slabs),
                 (wiring, "open_lane", self._open_lane),
                 (wiring, "Loader", self._open_loader),
+                (wiring, "Saver", WatchedSaver),
                 (wiring, "SlabPool", WatchedPool),
                 (wiring, "AgentSaves", self._open_saves),
             ):

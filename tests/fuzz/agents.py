@@ -68,7 +68,7 @@ _BYTES = len(PARTS[0])
 
 def _handed_over(column: int) -> bytes:
     place = Place(parts=2, frames=4, first=column, step=2, skipped=0, nbytes=2048)
-    return m.pack_commit(m.Commit(column * _BYTES, _BYTES, part=m.SavedPart(3, place)))
+    return m.pack_commits([m.Commit(column * _BYTES, _BYTES, part=m.SavedPart(3, place))])
 
 
 CALLS = (
@@ -87,7 +87,7 @@ REQUESTS = [
     m.pack_release([1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS[:1]),
     m.pack_find(NAMESPACE, HASHES, FIELDS),
-    m.pack_commit(m.Commit(0, _BYTES, puts=True)),
+    m.pack_commits([m.Commit(0, _BYTES, puts=True)]),
     *map(_handed_over, range(2)),
     m.pack_drop(m.Drop(3, 2, _JOINED.path())),
     *(m.pack_text(m.MessageKind.CALL, text) for text in CALLS),
@@ -107,8 +107,7 @@ ANSWERS = [
     m.pack_opened([(CellState.FAILED, MissReason.LATE, 0, 0, 0, 0, 0)] * 2),
     _answer(_SHARDS[:2], FIELDS[:1]),
     _answer(_SHARDS[1:], FIELDS),
-    m.pack_committed(m.CommitStatus.ACCEPTED),
-    m.pack_committed(m.CommitStatus.DROPPED),
+    m.pack_committed([m.CommitStatus.ACCEPTED, m.CommitStatus.DROPPED]),
     m.pack_text(m.MessageKind.RESULT, "[]"),
     m.pack_text(m.MessageKind.REFUSED, "no"),
     HELLO,
@@ -134,15 +133,15 @@ def _again(message: bytes) -> None:
         again = m.unpack_find(m.pack_find(namespace, parts, fields))
         require(again == question, "another question")
     elif kind is m.MessageKind.COMMIT:
-        require(m.pack_commit(m.unpack_commit(message)) == message, "another commit")
+        require(m.pack_commits(m.unpack_commits(message)) == message, "another commit")
     elif kind is m.MessageKind.DROP:
         require(m.pack_drop(m.unpack_drop(message)) == message, "another drop")
     elif kind is m.MessageKind.HELLO:
         hello = m.unpack_hello(message)
         require(m.unpack_hello(m.pack_hello(hello)) == hello, "another greeting")
     elif kind is m.MessageKind.COMMITTED:
-        status = m.unpack_committed(message)
-        require(m.unpack_committed(m.pack_committed(status)) is status, "another status")
+        statuses = m.unpack_committed(message, 2)
+        require(m.pack_committed(statuses) == message, "another status")
     elif kind is m.MessageKind.OPENED:
         opened = m.unpack_opened(message, 2)
         require(m.pack_opened(zip(*opened, strict=True)) == message, "other answers")
@@ -350,7 +349,7 @@ def _check_client(answer: bytes) -> str | None:
             found = complete(client.find(NAMESPACE, HASHES[:2], FIELDS[:1]))
             require(len(found) == 2, "another number of answers")
         elif kind == b"\x0c":
-            client.commit(m.Commit(0, 4096))
+            client.commit([m.Commit(0, 4096)] * 2)
         else:
             client.call(m.pack_text(m.MessageKind.CALL, "{}"))
     except TransferError:

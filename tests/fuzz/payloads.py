@@ -6,7 +6,7 @@ from random import Random
 from typing import Any
 
 from objkv.codec.compress import CODECS, compress, decompress_into
-from objkv.codec.header import HEADER_BYTES_MAX, load_object, parse_known, read_header
+from objkv.codec.header import HEADER_BYTES_MAX, claim_in, load_object, parse_known, read_header
 from objkv.codec.join import Join, Place, check_moved
 from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed
 from objkv.codec.values import RAW_BYTES_MAX, digest, is_scales, scales_text
@@ -47,8 +47,10 @@ def _both_ways(payload: bytes) -> str:
         except PayloadError as exc:
             ends.append(str(exc))
     require(ends[0] == ends[1], ends)
+    claim = claim_in(payload)
     if isinstance(ends[0], str):
         return "refused"
+    require(claim in (None, ends[0].claim), "another claim at its place than in the JSON")
     try:
         check_layers(ends[0].frames.layers, LAYERS)
     except PayloadError:

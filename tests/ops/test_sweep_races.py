@@ -78,9 +78,9 @@ class World:
         settings = CacheSettings("saver", 3_600, LEASE_S * 1_000, 0)
         cache = ChunkCache(self.bulk, None, index, settings, NullRecorder())
         header = read_header(self.payload)
-        if cache.take_lease(self.key):
-            cache.save(header.claim, self.payload, header)
-            cache.release_lease(self.key)
+        if cache.take_lease(self.key.path()):
+            cache.save(header.claim.key.path(), self.payload, header)
+            cache.release_lease(self.key.path())
 
     def is_found(self) -> tuple[bool, bool]:
         """Whether the index promises it, and whether it is there."""

@@ -47,11 +47,11 @@ def save(ends: Backends, recorder: MemoryRecorder, name: str) -> SaveOutcome:
     ends.bulk.put_if_absent(identity_path(NAMESPACE), DOCUMENT)
     cache = open_cache(ends, recorder, name)
     assert cache.in_flight.begin(KEY.path())
-    assert cache.take_lease(KEY)
+    assert cache.take_lease(KEY.path())
     try:
-        return cache.save(CLAIM, PAYLOAD, HEADER)
+        return cache.save(KEY.path(), PAYLOAD, HEADER)
     finally:
-        cache.release_lease(KEY)
+        cache.release_lease(KEY.path())
         cache.in_flight.end(KEY.path())
 
 
@@ -123,7 +123,7 @@ def write(config: Config) -> None:
             cache = open_cache(ends, recorder, "first")
             cache.reject(KEY, records[KEY.field], corrupt=True)
             assert index.lookup(NAMESPACE, [HASH]) == [None]
-            assert cache.save(CLAIM, PAYLOAD, HEADER) is SaveOutcome.SAVED
+            assert cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
         no_errors(recorder)
     read(read_first)
 

@@ -11,14 +11,13 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
 from objkv.agent.messages import Claims, Commit, CommitStatus, Drop, Opened, SavedPart, Urgency
-from objkv.agent.outbox import ClientOutbox
+from objkv.agent.outbox import ClientOutbox, Handed
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache, SaveOutcome
 from objkv.codec.join import Join, Place
 from objkv.codec.payload import Claim, Header, read_header, recode
-from objkv.errors import StoreBusy, TransferError
-from objkv.keys.chunk import ChunkKey
+from objkv.errors import ObjkvError, StoreBusy, TransferError
 from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder
 from tests.agent.consistency import threads_of
@@ -87,21 +86,17 @@ class InsideConnection:
     def has_ended(self) -> bool:
         return not self.is_open
 
-    def commit(self, commit: Commit) -> CommitStatus:
+    def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
         assert self._outbox is not None
-        try:
-            payload = self._outbox.read(commit.offset, commit.nbytes)
-        except OSError as exc:  # closed by another thread, which ends a real one's call as well
-            raise TransferError("the connection is closed") from exc
-        header = read_header(payload)
-        try:
-            outcome = self._agent.saves.save(header.claim, payload, header, commit.part)
-        except StoreBusy:
-            return CommitStatus.SHED
-        if outcome is SaveOutcome.PART:
-            return CommitStatus.PART
-        stored = outcome is SaveOutcome.SAVED
-        return CommitStatus.ACCEPTED if stored else CommitStatus.REPEATED
+        handed = list[Handed]()
+        for one in commits:
+            try:
+                payload = self._outbox.read(one.offset, one.nbytes)
+            except OSError as exc:  # closed by another thread, which ends a real one's call as well
+                raise TransferError("the connection is closed") from exc
+            key = read_header(payload).claim.key
+            handed.append(Handed(key, key.path(), payload, one.part))
+        return self._agent.saves.save(handed)
 
     def drop(self, drop: Drop) -> None:
         """Such a part never comes."""
@@ -162,35 +157,43 @@ class InsideSaves:
         self._joins = {} if joins is None else joins
         self.has_room = cache.has_room
 
-    def drop(self, key: ChunkKey, part: SavedPart) -> None:
+    def drop(self, path: str, part: SavedPart) -> None:
         """Such a part never comes."""
 
     def send_drops(self) -> None:
         """None is kept."""
 
-    def begin_save(self, key: ChunkKey, *, puts: bool = False, again: bool = False) -> bool:
-        return self._cache.in_flight.begin(key.path())
+    def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
+        return self._cache.in_flight.begin(path)
 
-    def end_save(self, key: ChunkKey) -> None:
-        self._cache.in_flight.end(key.path())
+    def end_save(self, path: str) -> None:
+        self._cache.in_flight.end(path)
 
-    def save(
-        self, claim: Claim, payload: Buffer, header: Header, part: SavedPart | None = None
-    ) -> SaveOutcome:
+    def save(self, handed: Sequence[Handed]) -> list[CommitStatus]:
+        return [self._save(one.payload, one.part) for one in handed]
+
+    def _save(self, payload: Buffer, part: SavedPart | None) -> CommitStatus:
+        header = read_header(payload)
         if part is not None:
             whole = self._join(payload, header, part)
             if whole is None:
-                return SaveOutcome.PART
+                return CommitStatus.PART
             payload, header = whole, read_header(whole)
         seal = self._cache.seal
         if self._codec != "none" or seal is not None:
             payload, header = recode(memoryview(payload), codec=self._codec, seal=seal)
-        outcome = self._cache.save(claim, payload, header)
-        if outcome is SaveOutcome.SAVED:
-            self._recorder.count("saves")
-            self._recorder.count("save_bytes", header.nbytes)
-            self._recorder.count(f"save_codec_{self._codec}")
-        return outcome
+        try:
+            outcome = self._cache.save(header.claim.key.path(), payload, header)
+        except StoreBusy:
+            return CommitStatus.SHED
+        except ObjkvError:
+            return CommitStatus.NO_ROOM
+        if outcome is SaveOutcome.EXISTED:
+            return CommitStatus.REPEATED
+        self._recorder.count("saves")
+        self._recorder.count("save_bytes", header.nbytes)
+        self._recorder.count(f"save_codec_{self._codec}")
+        return CommitStatus.ACCEPTED
 
     def _join(self, payload: Buffer, header: Header, part: SavedPart) -> bytearray | None:
         with _JOINING:

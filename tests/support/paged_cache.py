@@ -171,9 +171,9 @@ class Worker:
     ) -> set[tuple[str, int]]:
         """Save chunks, each with its digest; waits until they are stored. Those dropped."""
         saves = tuple(SaveMove(move, digest, None) for move, digest in moves)
-        dropped = self.saver.gather((SavePlan(request, NAMESPACE, saves),))
+        self.saver.gather((SavePlan(request, NAMESPACE, saves),))
         assert self.saver.drain(PATIENCE_S)
-        return dropped
+        return self.saver.take_dropped()
 
     @property
     def leased(self) -> int:

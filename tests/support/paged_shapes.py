@@ -169,8 +169,9 @@ class ShapedRank(Worker):
 
     def save(self, number: int = 0) -> None:
         """Save every chunk of the prompt, the ones that this rank writes."""
-        assert not self.saver.gather(self.save_plan(number))
+        self.saver.gather(self.save_plan(number))
         assert self.saver.drain(PATIENCE_S)
+        assert not self.saver.take_dropped()
 
     def plan(
         self,

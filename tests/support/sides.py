@@ -116,7 +116,7 @@ def scheduler_side(
 ) -> SchedulerSide:
     """A scheduler's side of a model with one layer; ``settings`` of ``Config``."""
     plain = {"chunk_tokens": SIZE, "lookup_deadline_ms": PATIENCE_MS}
-    does = {"loads": True, "saves": True, "copies_are_synchronous": True, "steps_in_flight": 1}
+    does = {"loads": True, "saves": True, "steps_in_flight": 1}
     side = SchedulerSide(
         Config.model_validate(plain | settings),
         Roles(**(does | dict(roles or {}))),

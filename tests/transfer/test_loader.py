@@ -114,7 +114,7 @@ def test_closing_ends_all_threads(caplog: pytest.LogCaptureFixture) -> None:
     assert replica.loader._thread.is_alive()
     replica.close()
     assert not replica.loader._thread.is_alive()
-    assert replica.saver._pool.threads == 0
+    assert replica.saver._saves.threads == 0
     assert not set(threading.enumerate()) - before
     assert "at shutdown" not in caplog.text
     replica.loader.close()

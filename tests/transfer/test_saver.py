@@ -2,19 +2,19 @@
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Event
 from typing import cast
 
 import pytest
 
-from objkv.agent.messages import SavedPart
-from objkv.agent.outbox import NotTakenError
-from objkv.cache.chunks import KEEP_S, InFlightSaves, SaveOutcome
+from objkv.agent.messages import CommitStatus, SavedPart
+from objkv.cache.chunks import KEEP_S, InFlightSaves
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
 from objkv.stores.base import Buffer
+from objkv.transfer import saver as module
 from objkv.transfer.lanes import HostLane, Lane, Mark
 from objkv.transfer.plan import SaveMove, SavePlan
 from objkv.transfer.saver import SaveLimits, Saver
@@ -32,6 +32,22 @@ def plan_of(replica: Replica, *chunks: int, request: str = "r") -> tuple[SavePla
     digest = token_digest(TOKENS[:CHUNK])
     saves = (SaveMove(replica.move(chunk, 1), digest, None) for chunk in chunks)
     return (SavePlan(request, NAMESPACE, tuple(saves)),)
+
+
+@pytest.fixture
+def four() -> Replica:
+    return Replica(*stores(), seed=1, slabs=4)
+
+
+def saver_on(replica: Replica, lane: Lane, *, queue_max: int = 6, seconds: float = 60.0) -> Saver:
+    return replica.saver_of(SaveLimits(queue_max, seconds, "w"), lane)
+
+
+def gathered(saver: Saver, plans: tuple[SavePlan, ...]) -> set[tuple[str, int]]:
+    """Have plans gathered. Returns what was dropped."""
+    saver.gather(plans)
+    assert saver._gathers.drain(PATIENCE_S)
+    return saver.take_dropped()
 
 
 class SlowStore(MemoryStore):
@@ -54,7 +70,7 @@ def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
     lane = cast("Lane", WatchedLane(HostLane(), calls.append))
     saver = replica.saver_of(SaveLimits(8, PATIENCE_S, "w"), lane)
     calls.clear()
-    assert saver.gather(plan_of(replica, 0, 1, 2, 3)) == set()
+    assert gathered(saver, plan_of(replica, 0, 1, 2, 3)) == set()
     assert saver.drain(PATIENCE_S)
     assert [call for call in calls if call != "adopt_thread"] == [
         "mark_compute",
@@ -73,8 +89,10 @@ def test_after_closing_nothing_is_saved_and_no_slab_is_leased() -> None:
     replica = Replica(*stores(), seed=1)
     replica.save(range(2))
     replica.saver.close(PATIENCE_S)
-    assert replica.saver._pool.threads == 0
-    assert replica.saver.gather(plan_of(replica, 0, 2)) == {("r", 2)}, "one was just saved"
+    assert replica.saver._saves.threads == replica.saver._gathers.threads == 0
+    replica.saver.gather(plan_of(replica, 2))
+    assert replica.saver.take_dropped() == {("r", 2)}
+    assert replica.saver.left_device("r")
     assert replica.save_slabs.leased == 0
 
 
@@ -83,7 +101,8 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
 ) -> None:
     store = SlowStore()
     replica = Replica(store, MemoryIndex(), seed=1, slabs=4)
-    assert replica.saver.gather(plan_of(replica, 0, 1, 2)) == set()
+    replica.saver._batch = 1
+    assert gathered(replica.saver, plan_of(replica, 0, 1, 2)) == set()
     wait_until(lambda: store.puts > 0)
     with caplog.at_level(logging.WARNING):
         replica.saver.close(0.0)
@@ -104,7 +123,7 @@ def test_saves_give_way_for_a_moment_to_a_store_that_wants_none() -> None:
     assert saver.drain(PATIENCE_S)
     clock.advance(0.09)
     assert saver.is_shedding
-    assert saver.gather(plan_of(replica, 0, 1)) == set(), "a drop is planned again"
+    assert gathered(saver, plan_of(replica, 0, 1)) == set(), "a drop is planned again"
     assert replica.save_slabs.leased == 0
     clock.advance(0.02)
     assert not saver.is_shedding
@@ -162,7 +181,7 @@ def replica(store: SlowStore) -> Replica:
 
 
 def gather(replica: Replica, request: str) -> set[tuple[str, int]]:
-    return replica.saver.gather(plan_of(replica, 0, request=request))
+    return gathered(replica.saver, plan_of(replica, 0, request=request))
 
 
 def test_requests_of_one_step_save_their_common_chunk_once(
@@ -272,9 +291,9 @@ PARTS = {
     "above the quota": (("has_room", lambda: False), True),
     "no agent": (("save", raising(TransferError("no agent"))), True),
     "a bug": (("save", raising(RuntimeError("a bug"))), True),
-    "not taken": (("save", raising(NotTakenError("NO_ROOM"))), False),
-    "an overloaded store": (("save", raising(StoreBusy("SHED"))), False),
-    "given up by the agent": (("save", lambda *_: SaveOutcome.DROPPED), False),
+    "not taken": (("save", lambda given: [CommitStatus.NO_ROOM] * len(given)), False),
+    "an overloaded store": (("save", lambda given: [CommitStatus.SHED] * len(given)), False),
+    "given up by the agent": (("save", lambda given: [CommitStatus.DROPPED] * len(given)), False),
 }
 """How the save of a part ends, and whether it is dropped."""
 
@@ -286,7 +305,7 @@ def test_a_part_that_is_not_handed_over_is_dropped_and_no_other(
 ) -> None:
     with ShapedReplica(Model(chunks=1), ShapeOfReplica(tp=2), *stores()) as one:
         rank = one.ranks[0]
-        saves, found, sent = rank.inside.saves, list[tuple[ChunkKey, SavedPart]](), list[int]()
+        saves, found, sent = rank.inside.saves, list[tuple[str, SavedPart]](), list[int]()
         monkeypatch.setattr(saves, *fault, raising=False)
         monkeypatch.setattr(saves, "drop", lambda *drop: found.append(drop))
         monkeypatch.setattr(saves, "send_drops", lambda: sent.append(len(found)))
@@ -294,7 +313,7 @@ def test_a_part_that_is_not_handed_over_is_dropped_and_no_other(
         key = ChunkKey(NAMESPACE, one.model.hashes[0], 0)
         place = rank.paged.place
         assert place is not None
-        assert found == ([(key, SavedPart(7, place))] if is_dropped else [])
+        assert found == ([(key.path(), SavedPart(7, place))] if is_dropped else [])
         assert fault[0] != "save" or sent[-1] == is_dropped
 
 
@@ -305,17 +324,94 @@ def test_a_chunk_that_a_rank_drops_is_dropped_of_the_whole_payload(
 ) -> None:
     with ShapedReplica(Model(chunks=1), ShapeOfReplica(tp=2), *stores()) as one:
         rank, found = one.ranks[0], list[int]()
-        monkeypatch.setattr(rank.inside.saves, "drop", lambda key, part: found.append(part.number))
+        monkeypatch.setattr(rank.inside.saves, "drop", lambda path, part: found.append(part.number))
         limits = SaveLimits(0 if fault == "a full queue" else 8, 0.0 if fault == "late" else 60, "")
         saver = rank.saver_of(limits)
         leased = [rank.save_slabs.lease() for _ in range(8)] if fault == "no slab" else []
-        dropped = saver.gather(rank.save_plan(number=7))
+        dropped = gathered(saver, rank.save_plan(number=7))
         assert saver.drain(PATIENCE_S)
         assert dropped == (set() if fault == "late" else {("r", 0)})
         assert found == [7]
         for slab in leased:
             slab.release()
         saver.close(PATIENCE_S)
+
+
+# Plans that wait for the thread that gathers.
+
+
+class HeldLane(HostLane):
+    """Submits nothing before it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.came, self.go = Event(), Event()
+
+    def follow(self, mark: Mark) -> None:
+        self.came.set()
+        assert self.go.wait(PATIENCE_S)
+
+
+@pytest.fixture
+def held(four: Replica) -> Iterator[tuple[HeldLane, Saver]]:
+    """A saver whose thread is about to submit a chunk of the request "first"."""
+    lane = HeldLane()
+    saver = saver_on(four, lane)
+    saver.gather(plan_of(four, 0, request="first"))
+    assert lane.came.wait(PATIENCE_S)
+    yield lane, saver
+    lane.go.set()
+    saver.close(PATIENCE_S)
+
+
+@ON_HOST
+def test_a_thread_that_submits_nothing_holds_up_one_fence_and_what_it_has_is_dropped(
+    held: tuple[HeldLane, Saver], four: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, saver = held
+    monkeypatch.setattr(module, "FENCE_S", 0.01)
+    saver.gather(plan_of(four, 1, request="second"))
+    assert not saver.left_device("first")
+    assert not saver.left_device("second")
+    saver.fence()
+    assert saver.left_device("first")
+    assert saver.left_device("second")
+    monkeypatch.setattr(module, "FENCE_S", math.inf)
+    saver.gather(plan_of(four, 2, request="third"))
+    saver.fence()  # there is nothing to wait for
+    assert saver.take_dropped() == {("third", 2)}
+    lane.go.set()
+    assert saver.drain(PATIENCE_S)
+    assert saver.take_dropped() == {("first", 0), ("second", 1)}
+    assert four.recorder.value("saves") == four.save_slabs.leased == 0
+    assert gathered(saver, plan_of(four, 0, 1, 2)) == set(), "it goes on"
+    assert saver.drain(PATIENCE_S)
+    assert four.recorder.value("saves") == 3
+
+
+@ON_HOST
+def test_too_many_plans_are_dropped_at_once(
+    held: tuple[HeldLane, Saver], four: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lane, saver = held
+    monkeypatch.setattr(module, "_PLANNED_MAX", 2)
+    saver.gather(plan_of(four, 1, 2))
+    saver.gather(plan_of(four, 3, request="late"))
+    assert saver.take_dropped() == {("late", 3)}
+    assert saver.left_device("late")
+    lane.go.set()
+    assert saver.drain(PATIENCE_S)
+    assert four.recorder.value("saves") == 3
+
+
+@ON_HOST
+def test_a_fence_waits_for_the_requests_that_it_is_for_alone(
+    held: tuple[HeldLane, Saver], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, saver = held
+    monkeypatch.setattr(module, "FENCE_S", math.inf)
+    saver.fence({"another"})
+    saver.fence(())
 
 
 # A device that hangs or fails while it copies.
@@ -345,15 +441,6 @@ class HungLane(HostLane):
         return self._mark
 
 
-@pytest.fixture
-def four() -> Replica:
-    return Replica(*stores(), seed=1, slabs=4)
-
-
-def saver_on(replica: Replica, lane: Lane, *, queue_max: int = 6, seconds: float = 60.0) -> Saver:
-    return replica.saver_of(SaveLimits(queue_max, seconds, "w"), lane)
-
-
 @ON_HOST
 @pytest.mark.parametrize(("takes_s", "is_told"), [(5.5, False), (math.inf, True)])
 def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
@@ -368,12 +455,12 @@ def test_a_device_that_does_not_end_its_copies_holds_up_no_shutdown_and_is_told(
         return clock.now_s >= takes_s
 
     saver = four.saver_of(SaveLimits(8, 60.0, "w"), HungLane(HungMark(done)), clock=clock)
-    saver.gather(plan_of(four, 0))
+    gathered(saver, plan_of(four, 0))
     closing.set()
     saver.close(5.0)
     assert ("copies of saves did not finish" in caplog.text) is is_told
     assert (6.0 if is_told else 5.5) <= clock.now_s < 10.0
-    assert saver._pool.threads == 0
+    assert saver._saves.threads == 0
 
 
 @ON_HOST
@@ -382,10 +469,10 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
     four: Replica, is_closed: bool
 ) -> None:
     saver = saver_on(four, HungLane(), seconds=60.0 if is_closed else 0.05)
-    assert saver.gather(plan_of(four, 0, 1)) == set()
+    assert gathered(saver, plan_of(four, 0, 1)) == set()
     if is_closed:
         saver.close(-10.0)  # the time to look is over
-        assert saver._pool.threads == 0
+        assert saver._saves.threads == 0
     else:
         assert saver.drain(PATIENCE_S), "its deadline has come"
         assert not saver.left_device("r")
@@ -397,13 +484,13 @@ def test_a_slab_that_a_hung_device_may_still_write_is_never_given_back(
 @ON_HOST
 def test_chunks_that_the_device_copies_count_as_queued(four: Replica) -> None:
     saver = saver_on(four, HungLane(), queue_max=3)
-    assert saver.gather(plan_of(four, 0, 1)) == set()
-    assert saver.gather(plan_of(four, 2, 3)) == {("r", 3)}
+    assert gathered(saver, plan_of(four, 0, 1)) == set()
+    assert gathered(saver, plan_of(four, 2, 3)) == {("r", 3)}
     saver.close(-10.0)
 
 
 @ON_HOST
-@pytest.mark.parametrize("call", ["mark_compute", "follow", "gather", "mark", "done"])
+@pytest.mark.parametrize("call", ["mark_compute", "follow", "gather", "mark"])
 def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     call: str, four: Replica, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,13 +500,13 @@ def test_a_device_that_fails_costs_drops_and_no_slab_is_reused(
     def fail(*_: object) -> None:
         raise RuntimeError("an illegal memory access was encountered")
 
-    monkeypatch.setattr(lane._mark if call == "done" else lane, call, fail)
+    monkeypatch.setattr(lane, call, fail)
     saver = saver_on(four, lane)
-    assert saver.gather(plan_of(four, 0, 1)) == {("r", 0), ("r", 1)}
+    assert gathered(saver, plan_of(four, 0, 1)) == {("r", 0), ("r", 1)}
     assert four.recorder.value("save_drops") == 2
-    assert four.save_slabs.leased == (0 if call == "gather" else 2)
+    assert four.save_slabs.leased == (0 if call in ("mark_compute", "gather") else 2)
     monkeypatch.undo()
-    assert not saver.gather(plan_of(four, 0, 1, request="next")), "they may be tried again"
+    assert not gathered(saver, plan_of(four, 0, 1, request="next")), "they may be tried again"
     saver.close(PATIENCE_S)
 
 
@@ -434,7 +521,7 @@ def test_a_device_that_fails_while_it_copies_costs_drops(four: Replica) -> None:
         return False
 
     saver = saver_on(four, HungLane(HungMark(done)))
-    assert saver.gather(plan_of(four, 0)) == set()
+    assert gathered(saver, plan_of(four, 0)) == set()
     assert saver.drain(PATIENCE_S)
     assert four.recorder.value("save_drops") == 1
     assert four.save_slabs.leased == 1

@@ -60,8 +60,6 @@ class Roles:
 
     loads: bool
     saves: bool
-    copies_are_synchronous: bool
-    """Whether saves have read their blocks before their step ends."""
     steps_in_flight: int
     """How many steps may be scheduled before the first one ends."""
     has_peers: bool = False
@@ -373,10 +371,9 @@ class SchedulerSide:
         except Exception:
             logger.exception("keeping the blocks of an ended request for a step")
             held = not loads  # its saves may read them, and the workers know when none does
-        if held and not self._roles.copies_are_synchronous:
+        if held:
             self._held.add(request_id)
-            return True
-        return False
+        return held
 
     def _finish(self, request: "Request", blocks: BlockTable) -> bool:
         if self._sync_loads and len(blocks) == 1:

@@ -9,7 +9,6 @@ from inspect import signature
 from typing import TYPE_CHECKING, cast
 
 import torch
-from vllm.platforms import current_platform
 
 from objkv.agent.client import Connect
 from objkv.agent.outbox import AgentSaves, Outbox
@@ -91,7 +90,6 @@ def open_scheduler_side(
     roles = Roles(
         loads=transfer.is_kv_consumer,
         saves=saves,
-        copies_are_synchronous=bool(current_platform.is_cpu()),  # as with host lanes
         steps_in_flight=max(1, vllm_config.max_concurrent_batches),
         has_peers=vllm_config.parallel_config.data_parallel_size > 1,
         media_named=names_media(vllm_config),

@@ -146,19 +146,24 @@ class WorkerSide:
             self._layers_failed = True
 
     def end_forward(self, plan: StepPlan) -> None:
-        """Settle loads within the step, then gather finished chunks. Called after the forward
+        """Settle loads within the step, then have finished chunks saved. Called after the forward
         pass."""
         self._settle_step(plan)
         if self._tainted_steps:
             # These chunks depend on blocks that were not loaded, or were computed in a step that
             # was scheduled before the failure was known.
             self._tainted_steps -= 1
-            dropped = {(s.request_id, m.move.chunk) for s in plan.saves for m in s.moves}
-        else:
-            dropped = guarded(set[tuple[str, int]]())(self.saver.gather)(plan.saves)
+            self._report.dropped |= {
+                (s.request_id, m.move.chunk) for s in plan.saves for m in s.moves
+            }
+        elif plan.saves:
+            self._save(plan)
         if self._rank.writes_early and plan.may_reuse:
             self._fence()  # this model runner writes to blocks before ``before_reuse``
-        self._report.dropped |= dropped
+
+    @guarded(None)
+    def _save(self, plan: StepPlan) -> None:
+        self.saver.gather(plan.saves)
 
     def before_reuse(self, plan: StepPlan) -> None:
         """Make computing wait until saves have read those blocks that this step may write. Others
@@ -183,12 +188,14 @@ class WorkerSide:
         be reported in that step, otherwise vLLM uses its tokens.
         """
         self._settle_step(plan)
-        self._end_requests(plan, finished)
+        self._end_requests(finished)
         self._take_loads(plan)
         self._sent &= plan.held
-        left_device = guarded(False)(self.saver.left_device)  # else requests keep their blocks
-        sent = {r for r in plan.held - self._sent if left_device(r)}
-        self._sent |= sent
+        sent = set[str]()
+        if waits := plan.held - self._sent:
+            left_device = guarded(False)(self.saver.left_device)  # else requests keep their blocks
+            sent = {r for r in waits if left_device(r)}
+            self._sent |= sent
         received, failed = self._received, self._failed
         self._received, self._failed = set(), set()
         return KVConnectorTransferResults(
@@ -196,11 +203,9 @@ class WorkerSide:
         )
 
     @guarded(None)
-    def _end_requests(self, plan: StepPlan, finished: set[str]) -> None:
+    def _end_requests(self, finished: set[str]) -> None:
         for request_id in finished:
             self.loader.cancel(request_id, request_ended=True)
-            if request_id not in plan.held:
-                self.saver.forget(request_id)
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
@@ -234,6 +239,7 @@ class WorkerSide:
     def take_report(self) -> StepReport | None:
         """Return the report for the scheduler's side since the last call."""
         report, self._report = self._report, StepReport()
+        report.dropped |= self.saver.take_dropped()
         while self._accepted:  # another thread appends
             key = self._accepted.popleft()
             report.stored.add((key.namespace, key.prefix_hash, key.field))

@@ -73,7 +73,7 @@ class Engine:
     """Schedules requests as vLLM does, and knows what each step should save."""
 
     def __init__(self, *, save_decode: bool) -> None:
-        roles = {"copies_are_synchronous": False, "steps_in_flight": 2}
+        roles = {"steps_in_flight": 2}
         self.side = scheduler_side(roles=roles, save_decode=save_decode)
         self.save_decode = save_decode
         self.running: dict[str, Any] = {}
@@ -281,7 +281,7 @@ def test_blocks_may_be_reused_unless_enough_are_free_for_any_step(
 
 def test_a_plan_tells_whether_blocks_may_be_reused_and_whose_are() -> None:
     answers = iter((True, False))
-    side = scheduler_side(roles={"copies_are_synchronous": False}, may_reuse=lambda: next(answers))
+    side = scheduler_side(may_reuse=lambda: next(answers))
     side.track(request(name="a"))
     output = step({}, ())
     output.preempted_req_ids = {"b"}

@@ -273,7 +273,7 @@ class HangingIndex(MemoryIndex):
 
 def open_side(index: MemoryIndex, *, loads: bool = True) -> SchedulerSide:
     """Of a replica on a GPU: its copies are not over when a step is."""
-    roles = {"loads": loads, "copies_are_synchronous": False, "steps_in_flight": 2}
+    roles = {"loads": loads, "steps_in_flight": 2}
     return scheduler_side(index, roles=roles)
 
 
@@ -475,8 +475,7 @@ def loaded(side: SchedulerSide, name: str = "r") -> Any:
 @pytest.fixture(params=["async", "layerwise"])
 def stored(request: pytest.FixtureRequest) -> SchedulerSide:
     publish_prompt(index := MemoryIndex(), [7] * 70)
-    roles = {"copies_are_synchronous": False}
-    return scheduler_side(index, roles=roles, load_mode=request.param, admission="always")
+    return scheduler_side(index, load_mode=request.param, admission="always")
 
 
 @pytest.mark.parametrize("broken", ["_plan_load", "_loads.plan", "_trust.add", "_saves.add"])

@@ -227,7 +227,7 @@ def test_loads_that_cannot_be_ordered_after_earlier_work_are_not_started(
     assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
 
 
-@pytest.mark.parametrize("broken", ["loader.cancel", "saver.forget", "saver.left_device"])
+@pytest.mark.parametrize("broken", ["loader.cancel", "saver.left_device"])
 def test_the_end_of_a_load_is_reported_whatever_else_fails(
     spoilt: tuple[WorkerSide, LoadPlan], monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:
@@ -292,6 +292,18 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     monkeypatch.setattr(wiring, "open_lane", lambda _device, *, urgent=False: lane)
     yield lane
     lane.is_done = True
+
+
+def test_a_save_that_is_refused_after_its_step_is_in_a_later_report() -> None:
+    worker, load = without_its_payload()
+    slabs = worker.saver._slabs
+    leased = [slabs.lease() for _ in range(slabs.total)]
+    worker.end_forward(StepPlan(saves=(save_of(load),)))
+    assert worker.saver.drain(300)
+    assert told(worker).dropped == {("s", 0)}
+    assert worker.take_report() is None
+    for slab in leased:
+        slab.release()
 
 
 @pytest.mark.parametrize("has_events", [False, True])

@@ -1,8 +1,12 @@
 """Scenarios of saves: what they must follow, and what must wait for them."""
 
+from collections.abc import Iterable
+from threading import Event, Timer
+
 from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.transfer.plan import SavePlan
+from objkv.transfer.saver import COPIES_S
 from tests.device.ordering.rig import OrderRig, Scenario
 from tests.device.ordering.setup import (
     WHOLE,
@@ -85,6 +89,103 @@ def is_read_before_zeroed(rig: OrderRig) -> bool:
     return _are_stored(rig)
 
 
+class _Held:
+    """Holds the thread that gathers, each time that it is about to submit a step's copies."""
+
+    def __init__(self, rig: OrderRig) -> None:
+        self._rig, self._came, self._go = rig, Event(), Event()
+        rig.on_call = self._note
+
+    def _note(self, call: str) -> None:
+        if call == "follow":
+            self._came.set()
+            if not self._go.wait(self._rig.setup.patience_s):
+                raise TransferError("held for ever")
+
+    def save(self, requests: Iterable[str]) -> None:
+        """Run a step for each request, which saves a chunk. The thread has begun the first."""
+        for chunk, request in zip(_CHUNKS, requests, strict=False):
+            first = _FIRST + chunk * self._rig.setup.layout.chunk_blocks
+            plan = self._rig.save_plan([chunk], first, request=request)
+            self._rig.step(StepPlan(saves=(plan,)))
+            assert self._came.wait(self._rig.setup.patience_s)
+
+    def let_go(self, seconds: float = 0.0) -> None:
+        """Let the thread go on, after so long."""
+        if seconds:
+            Timer(seconds, self._go.set).start()
+        else:
+            self._go.set()
+
+
+def is_submitted_before_preempted(rig: OrderRig) -> bool:
+    """Blocks of requests that are preempted before copies of their chunks are submitted"""
+    _write(rig, _THEN)
+    rig.synchronize()
+    rig.delay_saves(_SLOW_S)
+    held = _Held(rig)
+    held.save("abc")
+    held.let_go(_SLOW_S)
+    rig.step(StepPlan(reused=frozenset("abc")), lambda: _write(rig, _LATER))
+    return _are_stored(rig)
+
+
+def is_submitted_before_window(rig: OrderRig) -> bool:
+    """Blocks that leave a window before copies of their chunks are submitted"""
+    _write(rig, _THEN)
+    rig.synchronize()
+    rig.delay_saves(_SLOW_S)
+    held = _Held(rig)
+    rig.end(_plan(rig))
+    held.let_go(_SLOW_S)
+    rig.step(StepPlan(), lambda: _write(rig, _LATER))
+    return _are_stored(rig)
+
+
+def is_dropped_before_reused(rig: OrderRig) -> bool:
+    """Blocks of preempted requests whose chunks are not submitted as long as a fence waits"""
+    _write(rig, _THEN)
+    held = _Held(rig)
+    held.save("abc")
+    rig.step(StepPlan(reused=frozenset("abc")), lambda: _write(rig, _LATER))
+    held.let_go()
+    return all((pages := rig.stored(chunk)) is None or rig.holds(pages, _THEN) for chunk in _CHUNKS)
+
+
+def is_read_while_queued(rig: OrderRig) -> bool:
+    """Blocks of finished requests that were asked for before copies of their chunks are
+    submitted"""
+    _write(rig, _THEN)
+    held = _Held(rig)
+    held.save("abc")
+    for request in "abc":
+        rig.report(StepPlan(held=frozenset({request})))
+    held.let_go(_SLOW_S)
+    rig.until_sent("c")
+    _write(rig, _LATER)
+    return _are_stored(rig)
+
+
+def is_not_read_after_closing(rig: OrderRig) -> bool:
+    """Blocks that are unmapped after the worker was closed with saves in its queue"""
+    _write(rig, _THEN)
+    held, closed, late = _Held(rig), Event(), list[str]()
+    held.save("ab")
+    held.let_go(_SLOW_S)
+
+    def note(call: str) -> None:
+        if call == "follow":
+            closed.wait(rig.setup.patience_s)
+        if closed.is_set():
+            late.append(call)
+
+    rig.on_call = note
+    rig.worker.close()
+    closed.set()
+    rig.saver.drain(rig.setup.patience_s)
+    return not late
+
+
 def is_read_before_freed(rig: OrderRig) -> bool:
     """Blocks that have a new owner after their finished request was reported as sent"""
     _save_late(rig)
@@ -112,14 +213,15 @@ def keeps_slabs_of_failures(rig: OrderRig) -> bool:
 
 
 def keeps_slabs_of_closed(rig: OrderRig) -> bool:
-    """Slabs of a gather whose threads were stopped meanwhile"""
-
-    def close(call: str) -> None:
-        if call == "gather":
-            rig.saver.close(0.0)
-
-    rig.on_call = close
-    _save_late(rig)
+    """Slabs of a gather that goes on after its saver was closed"""
+    _write(rig, _THEN)
+    rig.synchronize()
+    held = _Held(rig)
+    held.save("a")
+    rig.delay_saves(COPIES_S + _CLOSING_S)
+    rig.saver.close(0.0)
+    held.let_go()
+    rig.saver.drain(rig.setup.patience_s)
     return _slabs_are_unused(rig)
 
 
@@ -179,6 +281,17 @@ SCENARIOS = (
     Scenario("save, then window", is_read_before_window, Setup(windowed=True)),
     Scenario("save, then zero", is_read_before_zeroed, Setup(writes_early=True)),
     Scenario("save finished", is_read_before_freed),
+    Scenario("queued save preempted", is_submitted_before_preempted, Setup(watched=True)),
+    Scenario(
+        "queued save, then window", is_submitted_before_window, Setup(watched=True, windowed=True)
+    ),
+    Scenario("save that is never submitted", is_dropped_before_reused, Setup(watched=True)),
+    Scenario("queued save finished", is_read_while_queued, Setup(watched=True)),
+    Scenario(
+        "closed with queued saves",
+        is_not_read_after_closing,
+        Setup(watched=True, drain_deadline_ms=0),
+    ),
     Scenario("save past its deadline", late, Setup(save_deadline_s=0.02)),
     Scenario("slabs of failed saves", keeps_slabs_of_failures, Setup(watched=True)),
     Scenario("slabs of closed saves", keeps_slabs_of_closed, Setup(watched=True)),
