@@ -24,8 +24,8 @@ from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, OnChange, Patience, log_change
 from objkv.net.guard import Guard, Slots
-from objkv.stores.base import LifecycleRules, PruneStore
-from objkv.stores.guarded import STORE_VERBS, GuardedStore
+from objkv.stores.base import HotStore, LifecycleRules, PruneStore
+from objkv.stores.guarded import STORE_VERBS, GuardedStore, GuardedValues
 from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder, Recorder
 
@@ -44,7 +44,7 @@ class Backends(AbstractContextManager["Backends"]):
     """Open stores and index. A context manager that closes them."""
 
     bulk: PruneStore
-    hot: PruneStore | None
+    hot: HotStore | None
     """None if the index is not Redis, or if payloads are not kept there. It has its own
     connections, because a lookup must not wait behind a payload."""
     index: WriteIndex
@@ -106,7 +106,7 @@ def open_bulk(
 
 def open_hot(
     config: Config, recorder: Recorder, *, on_change: OnChange = log_change
-) -> PruneStore | None:
+) -> HotStore | None:
     """Open the hot store, or return None without Redis or with ``hot_save_bytes_max`` 0. It is
     guarded like the bulk store, but limited by its connections."""
     if config.hot_save_bytes_max == 0 or not config.index_url.startswith("redis"):
@@ -117,7 +117,7 @@ def open_hot(
     client = connect_redis(config)
     # Next to the index's own keys, so that one ACL pattern covers all.
     place = RedisStore(client, prefix=f"{config.redis_prefix}:p:", ttl_s=config.ttl_s)
-    return GuardedStore(place, _guard("hot", config, recorder, on_change))
+    return GuardedValues(place, _guard("hot", config, recorder, on_change))
 
 
 def read_s(config: Config) -> float:

@@ -22,7 +22,7 @@ from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ChunkEntry, Lease, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
-from objkv.stores.base import Arrived, Buffer, Entry, ReadStore, WriteStore
+from objkv.stores.base import Arrived, Buffer, Entry, HotStore, ReadStore, WriteStore
 from objkv.telemetry import Recorder
 
 _PATHS_MAX = 65_536
@@ -58,7 +58,7 @@ class HotCopies:
     They are shortcuts that may disappear at any time. Errors of the hot store are counted and
     treated as missing copies, never raised. Thread-safe."""
 
-    def __init__(self, store: WriteStore | None, bytes_max: int, recorder: Recorder) -> None:
+    def __init__(self, store: HotStore | None, bytes_max: int, recorder: Recorder) -> None:
         """``bytes_max``: larger payloads have no copy."""
         self._store = store
         self._bytes_max = bytes_max
@@ -226,7 +226,7 @@ class ChunkCache:
     def __init__(
         self,
         bulk: WriteStore,
-        hot: WriteStore | None,
+        hot: HotStore | None,
         index: WriteIndex,
         settings: CacheSettings,
         recorder: Recorder,

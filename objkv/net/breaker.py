@@ -53,7 +53,7 @@ thread of every call."""
 _SELDOM = 10
 """Interval between such further probes, in longest pauses."""
 _CUT_SHARE = 1 / 4
-"""In this last part of a caller's time no attempt starts (``objkv.stores.s3.attempts``)."""
+"""In this last part of a caller's time no attempt starts (``objkv.stores.s3.client``)."""
 _BUSY_MAX = 3
 """Number of nearby ``StoreBusy`` replies to reads that pauses writes. A single one means little:
 servers that scale up or have many clients send it now and then."""

@@ -33,7 +33,7 @@ from objkv.keys.identity import (
     seals_of,
 )
 from objkv.ops.retrying import retrying
-from objkv.stores.base import Entry, PruneStore, ReadStore
+from objkv.stores.base import Entry, HotStore, PruneStore, ReadStore
 
 QUARANTINE = "quarantine"
 """Folder of the bulk store for corrupt payloads, under their own paths."""
@@ -53,7 +53,7 @@ class BackendsView:
     """The stores, the index, and the settings that a command needs with them."""
 
     bulk: PruneStore
-    hot: PruneStore | None
+    hot: HotStore | None
     index: WriteIndex
     is_own_index: bool
     """Whether the bulk store is its own index, so that no separate records exist."""
@@ -71,7 +71,7 @@ class BackendsView:
     def of(
         cls,
         config: Config,
-        stores: tuple[PruneStore, PruneStore | None],
+        stores: tuple[PruneStore, HotStore | None],
         index: WriteIndex,
         admin: PruneIndex | None,
         *,

@@ -1,7 +1,7 @@
 """The contract of a store of immutable values under relative keys, such as
 ``ns/aa/hash/0.L0-2_H0-2.safetensors``.
 
-Three protocols let a signature state what its code may destroy: code that takes a ``ReadStore``
+The protocols let a signature state what its code may destroy: code that takes a ``ReadStore``
 cannot change anything, and only sweeps receive a ``PruneStore``.
 
 Every method of every store may be called from many threads. It blocks until it returns, or raises
@@ -15,7 +15,7 @@ key extends another key with a ``/``: a folder cannot hold both ``a`` and ``a/b`
 
 import mmap
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,8 +73,8 @@ class LifecycleRules:
     """Moves them to a storage class from which they cannot be read at once."""
 
 
-class ReadStore(Protocol):
-    """A store that can be read."""
+class ReadValues(Protocol):
+    """A store that can be read by key."""
 
     def get(self, key: str) -> bytes | None:
         """Return the whole value, or None if the key does not exist."""
@@ -99,6 +99,20 @@ class ReadStore(Protocol):
     def head(self, key: str) -> Entry | None:
         """Return size and age without reading the value, or None if the key does not exist."""
 
+    def check(self) -> None:
+        """Make one cheap round trip that proves that the store exists and accepts our credentials.
+
+        Raises ``StoreDenied`` with the fix (missing bucket, wrong credentials, not a folder) or
+        ``StoreUnavailable``.
+        """
+
+    def close(self) -> None:
+        """Release connections. Idempotent; do not use the store afterwards."""
+
+
+class ReadStore(ReadValues, Protocol):
+    """A store whose keys can be listed, too."""
+
     def scan(self, prefix: str) -> Iterator[Entry]:
         """Yield all entries whose key starts with ``prefix``, in key order if the backend has one.
 
@@ -114,18 +128,8 @@ class ReadStore(Protocol):
         backend without folders reads every key.
         """
 
-    def check(self) -> None:
-        """Make one cheap round trip that proves that the store exists and accepts our credentials.
 
-        Raises ``StoreDenied`` with the fix (missing bucket, wrong credentials, not a folder) or
-        ``StoreUnavailable``.
-        """
-
-    def close(self) -> None:
-        """Release connections. Idempotent; do not use the store afterwards."""
-
-
-class WriteStore(ReadStore, Protocol):
+class WriteValues(ReadValues, Protocol):
     """A store that can also be written."""
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
@@ -142,11 +146,22 @@ class WriteStore(ReadStore, Protocol):
         payload and for documents that may change; chunks use ``put_if_absent``."""
 
 
+class WriteStore(WriteValues, ReadStore, Protocol):
+    """A store that can also be written and listed."""
+
+
+class HotStore(WriteValues, Protocol):
+    """Copies of values by key, which may disappear at any time. Nothing lists them."""
+
+    def delete(self, key: str) -> bool:
+        """Remove the value. Return True if it existed; stores that cannot find out return True."""
+
+
 class PruneStore(WriteStore, Protocol):
     """A store that can also delete."""
 
     def delete(self, key: str) -> bool:
-        """Remove the value. Return True if it existed; stores that cannot find out return True."""
+        """See ``HotStore``."""
 
     def unfinished(self) -> Iterator[Unfinished]:
         """Yield leftovers of killed writers along with writes in progress. Only their age
@@ -172,17 +187,6 @@ def check_prefix(prefix: str) -> None:
     """Raise ``StoreError`` unless a key may start with ``prefix``. The empty prefix is allowed."""
     if len(prefix) > KEY_BYTES_MAX or _PREFIX.fullmatch(prefix) is None:
         raise StoreError(f"invalid key prefix: {prefix[:100]!r}")
-
-
-def folders_of(keys: Iterable[str], folder: str) -> list[str]:
-    """Return the result of ``ReadStore.folders`` for a store that holds exactly ``keys``."""
-    start = f"{folder}/" if folder else ""
-    found = {
-        key[len(start) :].partition("/")[0]
-        for key in keys
-        if key.startswith(start) and "/" in key[len(start) :]
-    }
-    return sorted(found)
 
 
 def check_fits(key: str, nbytes: int, buffer: memoryview) -> None:

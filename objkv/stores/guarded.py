@@ -5,10 +5,10 @@ passes straight through.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from objkv.net.guard import Guarded, Verb, guarded, guarded_scan
-from objkv.stores.base import Arrived, Entry, PruneStore, Unfinished
+from objkv.stores.base import Arrived, Entry, HotStore, PruneStore, Unfinished
 
 _READS: Final = ("reads", "read_errors")
 _WRITES: Final = ("writes", "write_errors")
@@ -50,8 +50,11 @@ guarded and counted per entry.
 """
 
 
-class GuardedStore(Guarded[PruneStore]):
-    """A store behind a guard.
+S = TypeVar("S", bound=HotStore)
+
+
+class GuardedValues(Guarded[S]):
+    """Values by key behind a guard.
 
     ``check``, ``close`` and the verbs for leftovers skip the guard, because an operator needs the
     backend's own answer.
@@ -60,8 +63,6 @@ class GuardedStore(Guarded[PruneStore]):
     get = guarded("get")
     get_range = guarded("get_range")
     head = guarded("head")
-    scan = guarded_scan
-    folders = guarded("folders")
     put_if_absent = guarded("put_if_absent")
     put = guarded("put")
     delete = guarded("delete")
@@ -73,6 +74,18 @@ class GuardedStore(Guarded[PruneStore]):
         verb = "get_into" if start is None else "get_range_into"
         return self.guard.call(verb, self.inner.get_into, key, buffer, arrived, start)
 
+    def check(self) -> None:
+        """See ``ReadStore``. Ends within the guard's deadline."""
+        with self.guard.deadline():
+            self.inner.check()
+
+
+class GuardedStore(GuardedValues[PruneStore]):
+    """A store behind a guard."""
+
+    scan = guarded_scan
+    folders = guarded("folders")
+
     def unfinished(self) -> Iterator[Unfinished]:
         """See ``PruneStore``."""
         return self.inner.unfinished()
@@ -81,8 +94,3 @@ class GuardedStore(Guarded[PruneStore]):
         """See ``PruneStore``."""
         self.guard.check_may_write(f"discard {unfinished.key}")
         return self.inner.discard(unfinished)
-
-    def check(self) -> None:
-        """See ``ReadStore``. Ends within the guard's deadline."""
-        with self.guard.deadline():
-            self.inner.check()

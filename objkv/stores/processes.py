@@ -16,7 +16,6 @@ import fcntl
 import logging
 import math
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -25,7 +24,7 @@ from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from threading import Lock, Thread
+from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Annotated, Final
 
@@ -202,10 +201,6 @@ class FetchLane:
         self._sock = sock
         self._number = 0
 
-    def fileno(self) -> int:
-        """Return the socket's descriptor, to wait for answers."""
-        return self._sock.fileno()
-
     def ask(self, request: GetRequest) -> None:
         """Send a request. Raises ``LaneLost``."""
         self._number, self.is_owed = request.number, True
@@ -287,10 +282,6 @@ class FetchProcess:
         """Its number."""
         return self._process.pid
 
-    def fileno(self) -> int:
-        """Return the control socket's descriptor: readable once the process is ready, or ended."""
-        return self._control.fileno()
-
     def look(self) -> bool:
         """Whether the process is alive. Updates ``is_ready``. Never waits."""
         try:
@@ -357,7 +348,7 @@ class FetchPool:
         self._pause_s = 0.0
         self._next_start_s = 0.0
         self._closed = False
-        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._wake = Event()
         self._thread = Thread(target=self._watch, name="objkv-fetchers", daemon=True)
         self._thread.start()
 
@@ -369,7 +360,8 @@ class FetchPool:
                 return None
             self._used_s = now = monotonic()
             if len(self._processes) < self._processes_max:
-                self._wake_watcher()
+                self._wake.set()
+            self._free_answered(now)
             late = [one.process for one in self._abandoned if now + GRACE_S >= one.kill_s]
             ready = [
                 one for one in self._processes if one.is_ready and one.free and one not in late
@@ -382,34 +374,49 @@ class FetchPool:
         """Give a lane back. If its last answer was not read, it becomes free with that; if that
         does not come soon after ``by_s``, a time of ``monotonic``, the process is killed."""
         with self._lock:
-            if lane.process in self._processes:
-                if lane.is_owed:
-                    lane.kill_s = by_s + GRACE_S
-                    self._abandoned.append(lane)
-                    self._wake_watcher()
-                else:
-                    lane.process.free.append(lane)
-                return
-        lane.close()
+            if lane.is_owed and lane.process in self._processes:
+                lane.kill_s = by_s + GRACE_S
+                self._abandoned.append(lane)
+            else:
+                self._free(lane)
 
     def lose(self, lane: FetchLane, reason: object) -> None:
         """Give up a process that has ended or does not follow the protocol, and kill it."""
         with self._lock:
             self._drop(lane.process, reason)
-            self._wake_watcher()
         lane.close()
 
     def close(self) -> None:
         """End all processes. Gets under way continue in the agent. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._wake_watcher()
+        self._closed = True
+        self._wake.set()
         self._thread.join(_JOIN_S)
 
-    def _wake_watcher(self) -> None:
-        """Have the watcher look at a change. The lock must be held."""
-        if self._wake >= 0:
-            os.eventfd_write(self._wake, 1)
+    def _free(self, lane: FetchLane) -> None:
+        """Keep a lane for the next get. The lock must be held."""
+        if lane.process in self._processes:
+            lane.process.free.append(lane)
+        else:
+            lane.close()
+
+    def _free_answered(self, now_s: float) -> None:
+        """Free abandoned lanes that have answered, and drop processes that have not in time. The
+        lock must be held."""
+        for lane in tuple(self._abandoned):
+            reason: object = None
+            try:
+                while lane.is_owed and lane.read(0.0) is not None:
+                    pass
+                if lane.is_owed:
+                    if now_s < lane.kill_s:
+                        continue
+                    reason = "it hangs"
+            except LaneLost as exc:
+                reason = exc
+            self._abandoned.remove(lane)
+            if reason is not None:
+                self._drop(lane.process, reason)
+            self._free(lane)
 
     def _drop(self, process: FetchProcess, reason: object) -> None:
         """Use a process no longer. The lock must be held."""
@@ -419,6 +426,7 @@ class FetchPool:
         self._recorder.count("fetch_process_losses")
         self._processes.remove(process)
         self._lost.append(process)
+        self._wake.set()
         now = monotonic()
         if now - process.born_s < _RESTART_MAX_S:
             self._pause_s = min(max(_RESTART_S, 2 * self._pause_s), _RESTART_MAX_S)
@@ -432,40 +440,24 @@ class FetchPool:
             try:
                 self._bury()
                 self._start_missing()
-                self._wait()
-                self._look_at_processes()
-                self._look_at_lanes()
+                is_idle = not self._processes and not self._is_short()
+                self._wake.wait(None if is_idle else _LOOK_S)
+                self._wake.clear()
+                self._look()
             except Exception as exc:  # without this thread, nothing is killed or started any more
                 logger.warning("cannot watch the fetching processes reason=%s", exc)
                 sleep(_FAULT_S)
         with self._lock:
             self._lost += self._processes
             self._processes.clear()
-            abandoned, self._abandoned = self._abandoned, []
+            while self._abandoned:
+                self._abandoned.pop().close()
         self._bury()
-        for lane in abandoned:
-            lane.close()
-        with self._lock:
-            os.close(self._wake)
-            self._wake = -1
 
     def _is_short(self) -> bool:
         """Whether processes should be started: some are missing, and gets were made lately."""
         is_used = monotonic() < self._used_s + self._idle_s
         return len(self._processes) < self._processes_max and is_used
-
-    def _wait(self) -> None:
-        """Wait until something happens, or may be due."""
-        with self._lock:
-            watched = [self._wake, *map(FetchProcess.fileno, self._processes)]
-            watched += map(FetchLane.fileno, self._abandoned)
-            is_idle = len(watched) == 1 and not self._is_short()
-        poll = select.poll()
-        for descriptor in watched:
-            poll.register(descriptor, select.POLLIN)
-        poll.poll(None if is_idle else 1e3 * _LOOK_S)
-        with suppress(BlockingIOError):
-            os.eventfd_read(self._wake)
 
     def _start_missing(self) -> None:
         while True:
@@ -482,9 +474,11 @@ class FetchPool:
             with self._lock:
                 self._processes.append(process)
 
-    def _look_at_processes(self) -> None:
+    def _look(self) -> None:
+        """Drop what has ended or hangs, and all processes if they are idle."""
         now = monotonic()
         with self._lock:
+            self._free_answered(now)
             for one in tuple(self._processes):
                 if not one.look():
                     self._drop(one, "it ended")
@@ -497,28 +491,6 @@ class FetchPool:
             else:
                 self._lost += self._processes
                 self._processes.clear()
-
-    def _look_at_lanes(self) -> None:
-        """Free abandoned lanes that have answered, and drop processes that have not in time."""
-        with self._lock:
-            lanes = tuple(self._abandoned)
-        for lane in lanes:
-            reason: object = None
-            try:
-                while lane.is_owed and lane.read(0.0) is not None:
-                    pass
-            except LaneLost as exc:
-                reason = exc
-            if reason is None and lane.is_owed:
-                if monotonic() < lane.kill_s:
-                    continue
-                reason = "it hangs"
-            with self._lock:
-                self._abandoned.remove(lane)
-            if reason is None:
-                self.leave(lane, 0.0)
-            else:
-                self.lose(lane, reason)
 
     def _bury(self) -> None:
         """Kill the processes that were given up. Their lanes in use are closed by their users."""

@@ -4,10 +4,8 @@ The server may evict values earlier; readers see both cases as a miss. The clien
 connections, TLS, retries, time-outs and topology for one server, Sentinel or Cluster.
 """
 
-import re
 import time
-from collections.abc import Callable, Iterator
-from itertools import islice
+from collections.abc import Callable
 from typing import Any, Final
 
 import redis
@@ -19,19 +17,13 @@ from objkv.stores.base import (
     Arrived,
     Buffer,
     Entry,
-    Unfinished,
     check_fits,
     check_key,
-    check_prefix,
     copy_into,
-    folders_of,
-    is_key,
 )
 
-SCAN_BATCH = 500
 _UNDONE: Final = -1
 """The client must repeat the call: it handles refusals, lost connections and cluster changes."""
-_GLOB = re.compile(r"([\\*?\[\]])")
 
 
 class RedisStore:
@@ -125,26 +117,14 @@ class RedisStore:
         """Return size and age, or None. The age follows from the remaining time of ``ttl_s``."""
         name = self._name(key)
         with translated(f"head {key}"):
-            return self._entries([name])[0]
-
-    def scan(self, prefix: str) -> Iterator[Entry]:
-        """Yield entries in no order, from all primaries of a cluster. Some may be repeated."""
-        check_prefix(prefix)
-        pattern = _GLOB.sub(r"\\\1", self._prefix + prefix) + "*"
-        with translated(f"scan {prefix}"):  # queries a cluster's topology
-            names = self.client.scan_iter(match=pattern, count=SCAN_BATCH)
-        while True:
-            with translated(f"scan {prefix}"):
-                found = [name.decode() for name in islice(names, SCAN_BATCH)]
-                entries = self._entries(found)
-            if not found:
-                return
-            yield from (entry for entry in entries if entry is not None and is_key(entry.key))
-
-    def folders(self, folder: str) -> list[str]:
-        """Return the folder names; reads every key."""
-        keys = (entry.key for entry in self.scan(f"{folder}/" if folder else ""))
-        return folders_of(keys, folder)
+            batch = self.client.pipeline(transaction=False)
+            batch.strlen(name)
+            batch.pttl(name)  # STRLEN does not distinguish empty from absent
+            nbytes, left_ms = batch.execute()
+        if left_ms == -2:
+            return None
+        age_s = 0.0 if left_ms < 0 else self._ttl_s - left_ms / 1000
+        return Entry(key, nbytes, self._clock() - age_s)
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """SET NX EX. Return True if this call wrote the value."""
@@ -165,14 +145,6 @@ class RedisStore:
         with translated(f"delete {key}"):
             return bool(self.client.unlink(name))
 
-    def unfinished(self) -> Iterator[Unfinished]:
-        """Yield nothing: this store has no leftovers."""
-        return iter(())
-
-    def discard(self, unfinished: Unfinished) -> bool:
-        """Return False: this store has no leftovers."""
-        return False
-
     def check(self) -> None:
         """PING."""
         with translated(f"check {self._prefix}"):
@@ -187,24 +159,6 @@ class RedisStore:
     def _name(self, key: str) -> str:
         check_key(key)
         return self._prefix + key
-
-    def _entries(self, names: list[str]) -> list[Entry | None]:
-        """Return one entry per name, in one round trip (one per node on a cluster). STRLEN does not
-        distinguish empty from absent; PTTL does."""
-        batch = self.client.pipeline(transaction=False)
-        for name in names:
-            batch.strlen(name)
-            batch.pttl(name)
-        answers = batch.execute() if names else []
-        now_s = self._clock()
-        entries: list[Entry | None] = []
-        for name, nbytes, left_ms in zip(names, answers[::2], answers[1::2], strict=True):
-            if left_ms == -2:
-                entries.append(None)
-                continue
-            age_s = 0.0 if left_ms < 0 else self._ttl_s - left_ms / 1000
-            entries.append(Entry(name.removeprefix(self._prefix), nbytes, now_s - age_s))
-        return entries
 
 
 def _received(one: RespConnection, head: bytes, buffer: memoryview) -> int:

@@ -32,7 +32,7 @@ from objkv.net.breaker import Attempt, Change, Patience
 from objkv.net.deadline import EndsBy, ends_s
 from objkv.net.guard import CallPolicy
 from objkv.ops.doctor.probes import probe_index, probe_store
-from objkv.stores.guarded import GuardedStore
+from objkv.stores.guarded import GuardedStore, GuardedValues
 from objkv.stores.local import LocalStore
 from objkv.stores.redis import RedisStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -88,7 +88,7 @@ def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_pat
         nested_calls(backends.bulk.guard, 68)
         with pytest.raises(StoreUnavailable, match="68 calls in progress"), EndsBy(monotonic()):
             nested_calls(backends.bulk.guard, 69)
-        assert isinstance(backends.hot, GuardedStore)
+        assert isinstance(backends.hot, GuardedValues)
         assert isinstance(backends.hot.inner, RedisStore)
         assert isinstance(backends.index, ListedIndex)
         assert isinstance(backends.index.inner, RedisIndex)

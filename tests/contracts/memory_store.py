@@ -12,7 +12,6 @@ from objkv.stores.base import (
     check_key,
     check_prefix,
     copy_into,
-    folders_of,
 )
 
 
@@ -65,7 +64,9 @@ class MemoryStore:
         """Return the folder names; reads every key."""
         check_prefix(f"{folder}/" if folder else "")
         with self._lock:
-            return folders_of(list(self._values), folder)
+            start = f"{folder}/" if folder else ""
+            below = [key[len(start) :] for key in self._values if key.startswith(start)]
+        return sorted({name for name, slash, _ in (key.partition("/") for key in below) if slash})
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Keep a copy of ``value`` unless ``key`` exists. Return True if this call stored it."""

@@ -1,6 +1,7 @@
 """Contract tests for ``objkv.stores.base``, one test per promise.
 
-Subclass ``StoreContract`` in a test file and add a fixture ``store`` that is empty for each test.
+Subclass ``StoreContract``, or ``ValuesContract`` for a store that lists nothing, in a test file and
+add a fixture ``store`` that is empty for each test.
 """
 
 import threading
@@ -12,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 from objkv.errors import StoreError, ValueTooLong
-from objkv.stores.base import KEY_BYTES_MAX, Buffer, Entry, PruneStore
+from objkv.stores.base import KEY_BYTES_MAX, Buffer, Entry, HotStore, PruneStore
 
 T = TypeVar("T")
 READERS = 8
@@ -94,32 +95,26 @@ NOT_KEYS = (
 )
 
 
-class StoreContract:
+class ValuesContract:
     """Every store passes all of these tests."""
 
-    scans_in_order = True
-    """Whether the backend scans in key order."""
-    page_keys = 1000
-    """Most keys in one answer of a server. Fewer, if a test asks for smaller pages."""
-
     @pytest.fixture
-    def store(self) -> PruneStore:
+    def store(self) -> HotStore:
         """The store under test, empty."""
         raise NotImplementedError
 
-    def test_what_was_put_is_read_back(self, store: PruneStore) -> None:
+    def test_what_was_put_is_read_back(self, store: HotStore) -> None:
         assert store.put_if_absent(CHUNK, b"value") is True
         assert store.get(CHUNK) == b"value"
 
-    def test_absence_is_none_for_every_way_of_reading(self, store: PruneStore) -> None:
+    def test_absence_is_none_for_every_way_of_reading(self, store: HotStore) -> None:
         assert store.get("no/such") is None
         assert store.get_range("no/such", 0, 10) is None
         assert store.get_range("no/such", 5, 5) is None
         assert store.get_into("no/such", memoryview(bytearray(8))) is None
         assert store.head("no/such") is None
-        assert list(store.scan("no/")) == []
 
-    def test_a_key_that_names_a_folder_of_keys_is_absent(self, store: PruneStore) -> None:
+    def test_a_key_that_names_a_folder_of_keys_is_absent(self, store: HotStore) -> None:
         store.put("folder/a", b"1")
         assert store.get("folder") is None
         assert store.get_into("folder", memoryview(bytearray(8))) is None
@@ -128,25 +123,23 @@ class StoreContract:
         assert store.head("folder/a/below") is None
         assert store.get("folder/a") == b"1"
 
-    def test_the_first_value_stays(self, store: PruneStore) -> None:
+    def test_the_first_value_stays(self, store: HotStore) -> None:
         assert store.put_if_absent("k", b"first") is True
         assert store.put_if_absent("k", b"second") is False
         assert store.get("k") == b"first"
 
-    def test_put_replaces(self, store: PruneStore) -> None:
+    def test_put_replaces(self, store: HotStore) -> None:
         store.put("k", b"first, and longer")
         store.put("k", b"second")
         assert store.get("k") == b"second"
 
     @pytest.mark.parametrize("kind", [bytes, bytearray, memoryview])
-    def test_any_buffer_can_be_put(
-        self, store: PruneStore, kind: Callable[[bytes], Buffer]
-    ) -> None:
+    def test_any_buffer_can_be_put(self, store: HotStore, kind: Callable[[bytes], Buffer]) -> None:
         assert store.put_if_absent("absent", kind(b"value")) is True
         store.put("replaced", kind(b"value"))
         assert store.get("absent") == store.get("replaced") == b"value"
 
-    def test_a_put_buffer_may_be_reused_at_once(self, store: PruneStore) -> None:
+    def test_a_put_buffer_may_be_reused_at_once(self, store: HotStore) -> None:
         buffer = bytearray(b"value")
         store.put_if_absent("a", memoryview(buffer))
         store.put("b", memoryview(buffer))
@@ -154,7 +147,7 @@ class StoreContract:
         assert store.get("a") == store.get("b") == b"value"
         buffer.clear()  # would raise BufferError if the store still held a view
 
-    def test_an_empty_value_is_a_value(self, store: PruneStore) -> None:
+    def test_an_empty_value_is_a_value(self, store: HotStore) -> None:
         assert store.put_if_absent("empty", b"") is True
         assert store.put_if_absent("empty", b"x") is False
         assert store.get("empty") == b""
@@ -164,7 +157,7 @@ class StoreContract:
         assert head is not None
         assert head.nbytes == 0
 
-    def test_a_value_of_5_mib_is_read_back_every_way(self, store: PruneStore) -> None:
+    def test_a_value_of_5_mib_is_read_back_every_way(self, store: HotStore) -> None:
         assert store.put_if_absent("large", _LARGE) is True
         assert store.get("large") == _LARGE
         buffer = memoryview(bytearray(len(_LARGE)))
@@ -174,7 +167,7 @@ class StoreContract:
 
     @pytest.mark.parametrize(("start", "end"), [(0, 8), (0, 5), (3, 9), (5, 10)])
     def test_get_into_writes_the_value_and_nothing_beside_it(
-        self, store: PruneStore, start: int, end: int
+        self, store: HotStore, start: int, end: int
     ) -> None:
         store.put("k", b"value")
         outside = bytearray(b"." * 10)
@@ -182,7 +175,7 @@ class StoreContract:
         assert outside == b"." * start + b"value" + b"." * (5 - start)
         outside.clear()  # would raise BufferError if the store still held a view
 
-    def test_a_value_longer_than_the_buffer_is_an_error(self, store: PruneStore) -> None:
+    def test_a_value_longer_than_the_buffer_is_an_error(self, store: HotStore) -> None:
         store.put("k", b"value")
         outside = bytearray(b"." * 8)
         with pytest.raises(StoreError):
@@ -205,12 +198,12 @@ class StoreContract:
         ],
     )
     def test_ranges_are_half_open_and_end_with_the_value(
-        self, store: PruneStore, start: int, end: int, expected: bytes
+        self, store: HotStore, start: int, end: int, expected: bytes
     ) -> None:
         store.put("k", b"0123456789")
         assert store.get_range("k", start, end) == expected
 
-    def test_head_tells_size_and_age(self, store: PruneStore) -> None:
+    def test_head_tells_size_and_age(self, store: HotStore) -> None:
         before = time.time()
         store.put("k", b"value")
         head = store.head("k")
@@ -218,31 +211,30 @@ class StoreContract:
         assert (head.key, head.nbytes) == ("k", 5)
         assert before - 120 < head.modified_s < time.time() + 120
 
-    def test_delete_removes_one_value_which_can_be_put_again(self, store: PruneStore) -> None:
+    def test_delete_removes_one_value_which_can_be_put_again(self, store: HotStore) -> None:
         store.put("d/a", b"1")
         store.put("d/b", b"2")
         assert store.delete("d/a") is True
         assert store.get("d/a") is None
         assert store.get("d/b") == b"2"
-        assert [entry.key for entry in store.scan("d/")] == ["d/b"]
+        assert store.get("d/b") == b"2"
         assert store.put_if_absent("d/a", b"3") is True
         assert store.get("d/a") == b"3"
 
-    def test_deleting_what_is_not_there_is_no_error(self, store: PruneStore) -> None:
+    def test_deleting_what_is_not_there_is_no_error(self, store: HotStore) -> None:
         store.delete("no/such")
         store.delete("no/such")
 
     @pytest.mark.parametrize("key", ODD_KEYS)
-    def test_odd_keys_are_keys(self, store: PruneStore, key: str) -> None:
+    def test_odd_keys_are_keys(self, store: HotStore, key: str) -> None:
         assert len(key) <= KEY_BYTES_MAX
         assert store.put_if_absent(key, b"value") is True
         assert store.get(key) == b"value"
-        assert [entry.key for entry in store.scan(key)] == [key]
         store.delete(key)
         assert store.get(key) is None
 
     @pytest.mark.parametrize("key", NOT_KEYS)
-    def test_what_is_no_key_is_refused_by_every_verb(self, store: PruneStore, key: str) -> None:
+    def test_what_is_no_key_is_refused_by_every_verb(self, store: HotStore, key: str) -> None:
         calls: list[Callable[[], object]] = [
             lambda: store.get(key),
             lambda: store.get_range(key, 0, 1),
@@ -255,6 +247,166 @@ class StoreContract:
         for call in calls:
             with pytest.raises(StoreError):
                 call()
+
+    def test_the_place_can_be_checked(self, store: HotStore) -> None:
+        store.check()
+
+    def test_closing_twice_is_no_error(self, store: HotStore) -> None:
+        store.close()
+        store.close()
+
+    # Progress reports of ``get_into``
+
+    @pytest.mark.parametrize("value", [b"value", _LARGE, b""], ids=["small", "large", "empty"])
+    def test_what_has_arrived_is_told_truly_and_at_rising_numbers(
+        self, store: HotStore, value: bytes
+    ) -> None:
+        store.put("k", value)
+        buffer = memoryview(bytearray(len(value) + 3))
+        arrivals = Arrivals(buffer, value)
+        assert store.get_into("k", buffer, arrivals) == len(value)
+        assert arrivals.true
+        assert arrivals.reported == sorted(arrivals.reported)
+        assert arrivals.reported[-1] == len(value)
+        assert buffer[: len(value)] == value
+
+    def test_nothing_arrives_of_what_is_not_there(self, store: HotStore) -> None:
+        arrivals = Arrivals(memoryview(b""), b"")
+        assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
+        assert store.get_into("none", memoryview(bytearray(8)), arrivals, start=3) is None
+        assert arrivals.reported == []
+
+    @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
+    def test_whoever_watches_may_end_the_get_and_the_store_lives_on(
+        self, store: HotStore, value: bytes
+    ) -> None:
+        store.put("k", value)
+        buffer = memoryview(bytearray(len(value)))
+        for _ in range(3):
+            with pytest.raises(Unwilling):
+                store.get_into("k", buffer, refuse)
+            with pytest.raises(Unwilling):
+                store.get_into("k", buffer[1:], refuse, start=1)
+        assert store.get("k") == value
+        assert store.get_into("k", buffer) == len(value)
+        assert buffer == value
+
+    @pytest.mark.parametrize(
+        ("start", "size", "expected"),
+        [
+            (0, 10, b"0123456789"),
+            (0, 4, b"0123"),
+            (3, 4, b"3456"),
+            (8, 4, b"89"),
+            (10, 4, b""),
+            (99, 4, b""),
+            (2, 0, b""),
+        ],
+    )
+    def test_a_range_goes_to_the_beginning_of_the_buffer(
+        self, store: HotStore, start: int, size: int, expected: bytes
+    ) -> None:
+        store.put("k", b"0123456789")
+        outside = bytearray(b"." * (size + 4))
+        inside = memoryview(outside)[2 : 2 + size]
+        arrivals = Arrivals(inside, expected)
+        assert store.get_into("k", inside, arrivals, start=start) == len(expected)
+        assert outside == b".." + expected.ljust(size, b".") + b".."
+        assert arrivals.true
+        assert arrivals.reported[-1] == len(expected)
+
+    def test_a_large_range_is_exactly_what_was_asked_for(self, store: HotStore) -> None:
+        store.put("k", _LARGE)
+        buffer = memoryview(bytearray(3_000_000))
+        arrivals = Arrivals(buffer, _LARGE[1_000_001:4_000_001])
+        assert store.get_into("k", buffer, arrivals, start=1_000_001) == 3_000_000
+        assert arrivals.true
+        assert buffer == _LARGE[1_000_001:4_000_001]
+
+    def test_too_long_a_value_is_told_to_nobody(self, store: HotStore) -> None:
+        store.put("k", b"value")
+        arrivals = Arrivals(memoryview(b""), b"")
+        with pytest.raises(ValueTooLong):
+            store.get_into("k", memoryview(bytearray(4)), arrivals)
+        assert arrivals.reported == []
+        assert store.get("k") == b"value"
+
+    def test_the_buffer_is_let_go_whatever_happens(self, store: HotStore) -> None:
+        store.put("k", b"value")
+        buffer = bytearray(8)
+
+        with pytest.raises(Unwilling):
+            store.get_into("k", memoryview(buffer), refuse)
+        store.get_into("k", memoryview(buffer), start=1)
+        buffer.clear()  # would raise BufferError if the store still held a view
+
+    # Races: the outcome must not depend on which thread is first
+
+    def test_of_many_writers_exactly_one_wins(self, store: HotStore) -> None:
+        for turn in range(3):
+            key = f"race/{turn}"
+
+            def write(number: int, key: str = key) -> bool:
+                return store.put_if_absent(key, b"%02d" % number * 50_000)
+
+            won = at_once(WRITERS, write)
+            assert won.count(True) == 1
+            assert store.get(key) == b"%02d" % won.index(True) * 50_000
+
+    def test_readers_see_a_whole_value_or_none(self, store: HotStore) -> None:
+        values = [bytes([number]) * 300_000 for number in range(4)]
+        done = threading.Event()
+
+        def read(_: int) -> int:
+            torn = 0
+            while not done.is_set():
+                value = store.get("k")
+                torn += value is not None and value not in values
+            return torn
+
+        with ThreadPoolExecutor(3) as pool:
+            readers = [pool.submit(read, number) for number in range(3)]
+            try:
+                for value in values * 2:
+                    store.put("k", value)
+                store.delete("k")
+                store.put_if_absent("k", values[0])
+            finally:
+                done.set()
+            assert [reader.result() for reader in readers] == [0, 0, 0]
+
+    def test_many_threads_do_not_mix_up_values(self, store: HotStore) -> None:
+        def work(number: int) -> None:
+            for turn in range(5):
+                key, value = f"t{number}/{turn}", b"%d-%d" % (number, turn)
+                assert store.put_if_absent(key, value)
+                buffer = bytearray(32)
+                assert store.get_into(key, memoryview(buffer)) == len(value)
+                assert buffer.startswith(value)
+                assert store.get(key) == value
+                assert store.delete(key)
+
+        at_once(WRITERS, work)
+
+
+class StoreContract(ValuesContract):
+    """Every store whose keys can be listed passes these, too."""
+
+    page_keys = 1000
+    """Most keys in one answer of a server. Fewer, if a test asks for smaller pages."""
+
+    @pytest.fixture
+    def store(self) -> PruneStore:
+        """The store under test, empty."""
+        raise NotImplementedError
+
+    def test_scan_lists_what_is_there(self, store: PruneStore) -> None:
+        assert list(store.scan("d/")) == []
+        for key in ODD_KEYS:
+            store.put(key, b"value")
+            assert [entry.key for entry in store.scan(key)] == [key]
+            store.delete(key)
+            assert list(store.scan(key)) == []
 
     def test_scan_tells_keys_and_sizes_under_a_prefix(self, store: PruneStore) -> None:
         sizes = {"ns1/aa/x": 1, "ns1/ab/y": 2, "ns1/ab/z": 3, "ns10/aa/x": 4, "ns2/aa/x": 5}
@@ -277,12 +429,9 @@ class StoreContract:
             list(pool.map(lambda key: store.put(key, b""), keys))
         found = [entry.key for entry in store.scan("many/")]
         assert sorted(set(found)) == keys
-        # A backend without an order may return a key twice while it reorganizes itself.
-        assert len(found) == len(keys) or not self.scans_in_order
+        assert len(found) == len(keys)
 
-    def test_scan_is_in_key_order_where_the_place_has_one(self, store: PruneStore) -> None:
-        if not self.scans_in_order:
-            pytest.skip("this backend has no order")
+    def test_scan_is_in_key_order(self, store: PruneStore) -> None:
         keys = ["b/1", "a/x/1", "a.b", "a-b", "a/x.y", "a/x-y", "c", "B", "a0"]
         for key in keys:
             store.put(key, b"")
@@ -313,144 +462,3 @@ class StoreContract:
             store.put(f"a/{number}", b"")
         assert isinstance(next(store.scan("a/")), Entry)
         store.put("a/3", b"")
-
-    def test_the_place_can_be_checked(self, store: PruneStore) -> None:
-        store.check()
-
-    def test_closing_twice_is_no_error(self, store: PruneStore) -> None:
-        store.close()
-        store.close()
-
-    # Progress reports of ``get_into``
-
-    @pytest.mark.parametrize("value", [b"value", _LARGE, b""], ids=["small", "large", "empty"])
-    def test_what_has_arrived_is_told_truly_and_at_rising_numbers(
-        self, store: PruneStore, value: bytes
-    ) -> None:
-        store.put("k", value)
-        buffer = memoryview(bytearray(len(value) + 3))
-        arrivals = Arrivals(buffer, value)
-        assert store.get_into("k", buffer, arrivals) == len(value)
-        assert arrivals.true
-        assert arrivals.reported == sorted(arrivals.reported)
-        assert arrivals.reported[-1] == len(value)
-        assert buffer[: len(value)] == value
-
-    def test_nothing_arrives_of_what_is_not_there(self, store: PruneStore) -> None:
-        arrivals = Arrivals(memoryview(b""), b"")
-        assert store.get_into("none", memoryview(bytearray(8)), arrivals) is None
-        assert store.get_into("none", memoryview(bytearray(8)), arrivals, start=3) is None
-        assert arrivals.reported == []
-
-    @pytest.mark.parametrize("value", [b"value", _LARGE], ids=["small", "large"])
-    def test_whoever_watches_may_end_the_get_and_the_store_lives_on(
-        self, store: PruneStore, value: bytes
-    ) -> None:
-        store.put("k", value)
-        buffer = memoryview(bytearray(len(value)))
-        for _ in range(3):
-            with pytest.raises(Unwilling):
-                store.get_into("k", buffer, refuse)
-            with pytest.raises(Unwilling):
-                store.get_into("k", buffer[1:], refuse, start=1)
-        assert store.get("k") == value
-        assert store.get_into("k", buffer) == len(value)
-        assert buffer == value
-
-    @pytest.mark.parametrize(
-        ("start", "size", "expected"),
-        [
-            (0, 10, b"0123456789"),
-            (0, 4, b"0123"),
-            (3, 4, b"3456"),
-            (8, 4, b"89"),
-            (10, 4, b""),
-            (99, 4, b""),
-            (2, 0, b""),
-        ],
-    )
-    def test_a_range_goes_to_the_beginning_of_the_buffer(
-        self, store: PruneStore, start: int, size: int, expected: bytes
-    ) -> None:
-        store.put("k", b"0123456789")
-        outside = bytearray(b"." * (size + 4))
-        inside = memoryview(outside)[2 : 2 + size]
-        arrivals = Arrivals(inside, expected)
-        assert store.get_into("k", inside, arrivals, start=start) == len(expected)
-        assert outside == b".." + expected.ljust(size, b".") + b".."
-        assert arrivals.true
-        assert arrivals.reported[-1] == len(expected)
-
-    def test_a_large_range_is_exactly_what_was_asked_for(self, store: PruneStore) -> None:
-        store.put("k", _LARGE)
-        buffer = memoryview(bytearray(3_000_000))
-        arrivals = Arrivals(buffer, _LARGE[1_000_001:4_000_001])
-        assert store.get_into("k", buffer, arrivals, start=1_000_001) == 3_000_000
-        assert arrivals.true
-        assert buffer == _LARGE[1_000_001:4_000_001]
-
-    def test_too_long_a_value_is_told_to_nobody(self, store: PruneStore) -> None:
-        store.put("k", b"value")
-        arrivals = Arrivals(memoryview(b""), b"")
-        with pytest.raises(ValueTooLong):
-            store.get_into("k", memoryview(bytearray(4)), arrivals)
-        assert arrivals.reported == []
-        assert store.get("k") == b"value"
-
-    def test_the_buffer_is_let_go_whatever_happens(self, store: PruneStore) -> None:
-        store.put("k", b"value")
-        buffer = bytearray(8)
-
-        with pytest.raises(Unwilling):
-            store.get_into("k", memoryview(buffer), refuse)
-        store.get_into("k", memoryview(buffer), start=1)
-        buffer.clear()  # would raise BufferError if the store still held a view
-
-    # Races: the outcome must not depend on which thread is first
-
-    def test_of_many_writers_exactly_one_wins(self, store: PruneStore) -> None:
-        for turn in range(3):
-            key = f"race/{turn}"
-
-            def write(number: int, key: str = key) -> bool:
-                return store.put_if_absent(key, b"%02d" % number * 50_000)
-
-            won = at_once(WRITERS, write)
-            assert won.count(True) == 1
-            assert store.get(key) == b"%02d" % won.index(True) * 50_000
-
-    def test_readers_see_a_whole_value_or_none(self, store: PruneStore) -> None:
-        values = [bytes([number]) * 300_000 for number in range(4)]
-        done = threading.Event()
-
-        def read(_: int) -> int:
-            torn = 0
-            while not done.is_set():
-                value = store.get("k")
-                torn += value is not None and value not in values
-            return torn
-
-        with ThreadPoolExecutor(3) as pool:
-            readers = [pool.submit(read, number) for number in range(3)]
-            try:
-                for value in values * 2:
-                    store.put("k", value)
-                store.delete("k")
-                store.put_if_absent("k", values[0])
-            finally:
-                done.set()
-            assert [reader.result() for reader in readers] == [0, 0, 0]
-
-    def test_many_threads_do_not_mix_up_values(self, store: PruneStore) -> None:
-        def work(number: int) -> None:
-            for turn in range(5):
-                key, value = f"t{number}/{turn}", b"%d-%d" % (number, turn)
-                assert store.put_if_absent(key, value)
-                buffer = bytearray(32)
-                assert store.get_into(key, memoryview(buffer)) == len(value)
-                assert buffer.startswith(value)
-                assert store.get(key) == value
-                assert store.delete(key)
-
-        at_once(WRITERS, work)
-        assert list(store.scan("")) == []

@@ -21,8 +21,8 @@ from objkv.index.sqlite.file import SqliteFile
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
-from objkv.stores.s3 import attempts as s3_attempts
-from objkv.stores.s3 import signing as s3_signing
+from objkv.stores.s3 import bucket as s3_bucket
+from objkv.stores.s3 import client as s3_client
 from objkv.transfer.loading import connection
 from objkv.transfer.saver import Saver
 from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
@@ -42,7 +42,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         # A session reads the client's models from files each time, 100 ms of a core.
         session = boto3.session.Session()
         patch.setattr(boto3.session, "Session", lambda **_: session)
-        patch.setattr(s3_attempts, "random", SimpleNamespace(random=lambda: 0.01))
+        patch.setattr(s3_client, "random", SimpleNamespace(random=lambda: 0.01))
         patch.setattr(backends, "READ_FLOOR_S", 0.5)
         patch.setattr(backends, "CONNECT_FLOOR_S", 0.5)
         with running_servers(tmp_path_factory.mktemp("faults"), clock) as running:
@@ -62,5 +62,5 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
     patch.setattr(connection, "RETRY_MAX_S", 0.2)
-    patch.setattr(s3_signing, "time", clock.wall)
+    patch.setattr(s3_bucket, "time", clock.wall)
     patch.setattr(botocore.auth, "get_current_datetime", clock.now)

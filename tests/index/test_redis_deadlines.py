@@ -18,8 +18,8 @@ from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.net.breaker import Breakers, Patience
-from objkv.stores.base import PruneStore
-from objkv.stores.guarded import GuardedStore
+from objkv.stores.base import HotStore
+from objkv.stores.guarded import GuardedValues
 from objkv.stores.redis import RedisStore
 from objkv.telemetry import NullRecorder
 from tests.stores.guards import assert_all_end, guard_of
@@ -47,13 +47,12 @@ INDEX_CALLS: dict[str, Callable[[WriteIndex], object]] = {
     "release": lambda index: index.release("l", "me"),
     "check": lambda index: index.check(),
 }
-STORE_CALLS: dict[str, Callable[[PruneStore], object]] = {
+STORE_CALLS: dict[str, Callable[[HotStore], object]] = {
     "get": lambda store: store.get("k"),
     "get_range": lambda store: store.get_range("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(1 << 20))),
     "get_range_into": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
     "head": lambda store: store.head("k"),
-    "scan": lambda store: list(store.scan("")),
     "put": lambda store: store.put("k", bytes(4 << 20)),
     "put_if_absent": lambda store: store.put_if_absent("k", bytes(4 << 20)),
     "delete": lambda store: store.delete("k"),
@@ -124,7 +123,7 @@ def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
         )
         client = connect_redis(config)
         place = RedisStore(client, prefix="p:", ttl_s=9)
-        store = GuardedStore(place, guard_of("hot", **guard))
+        store = GuardedValues(place, guard_of("hot", **guard))
         calls = {f"index {name}": (call, index) for name, call in INDEX_CALLS.items()}
         calls |= {f"store {name}": (call, store) for name, call in STORE_CALLS.items()}
         assert_all_end(calls, StoreError)

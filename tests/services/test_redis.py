@@ -27,7 +27,7 @@ from tests.contracts.index_contract import (
     prefix_hash,
     shard,
 )
-from tests.contracts.store_contract import StoreContract
+from tests.contracts.store_contract import ValuesContract
 from tests.support.servers.fixtures import PATIENT, flushed
 from tests.support.servers.redis import START_S, RedisServer, redis_server, wait_until
 from tests.support.servers.redis_groups import ServerGroup
@@ -88,9 +88,7 @@ def trusting(certificates: Path) -> dict[str, Any]:
     return {"redis_ca_file": certificates / "ca.pem"}
 
 
-class TestRedisStoreOnTls(StoreContract):
-    scans_in_order = False
-
+class TestRedisStoreOnTls(ValuesContract):
     @pytest.fixture
     def store(self, redis_tls: RedisServer, trusting: dict[str, Any]) -> Iterator[RedisStore]:
         store = store_at(redis_tls.url, **trusting)
@@ -99,9 +97,7 @@ class TestRedisStoreOnTls(StoreContract):
         store.close()
 
 
-class TestRedisStoreOnCluster(StoreContract):
-    scans_in_order = False
-
+class TestRedisStoreOnCluster(ValuesContract):
     @pytest.fixture
     def store(self, cluster: ServerGroup) -> Iterator[RedisStore]:
         flushed(*cluster.primaries)

@@ -101,6 +101,7 @@ class Fleet:
 @pytest.fixture(autouse=True)
 def _quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processes, "_RESTART_S", 0.001)
+    monkeypatch.setattr(processes, "_LOOK_S", 0.01)
 
 
 @pytest.fixture

@@ -26,10 +26,10 @@ from werkzeug.serving import make_server
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy
-from objkv.stores.s3 import attempts, bucket
-from objkv.stores.s3.attempts import ATTEMPTS, Repeater
+from objkv.stores.s3 import bucket
+from objkv.stores.s3 import client as s3_client
 from objkv.stores.s3.bucket import Bucket
-from objkv.stores.s3.client import S3Access, open_s3_access
+from objkv.stores.s3.client import ATTEMPTS, Repeater, S3Access, open_s3_access
 from objkv.stores.s3.errors import translated
 from objkv.stores.s3.http import Hedge
 from objkv.stores.s3.store import S3Store
@@ -128,7 +128,7 @@ class Faulty(QuickS3):
 @pytest.fixture
 def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
     """Pauses before repetitions take no time."""
-    monkeypatch.setattr(attempts.time, "sleep", lambda _: None)
+    monkeypatch.setattr(s3_client.time, "sleep", lambda _: None)
     with Faulty() as server:
         yield server
 
@@ -171,9 +171,9 @@ def test_objects_that_are_no_keys_are_left_out_of_a_scan(
 def test_a_server_that_honours_the_condition_is_asked_once(
     spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty
 ) -> None:
-    assert spoiled._writer.conditional is None
+    assert spoiled.conditional is None
     assert [spoiled.put_if_absent(f"k{number}", b"") for number in range(3)] == [True] * 3
-    assert spoiled._writer.conditional is True
+    assert spoiled.conditional is True
     assert faulty.count("PutObject") == 4
     assert recorder.value("s3_unconditional_puts") == 0
 
@@ -195,7 +195,7 @@ def test_where_the_condition_is_refused_or_ignored_a_head_is_asked_for_instead(
     assert spoiled.put_if_absent("a", b"2") is False
     assert spoiled.put_if_absent("b", b"3") is True
     assert spoiled.get("a") == b"1"
-    assert spoiled._writer.conditional is False
+    assert spoiled.conditional is False
     assert len(asked) == (1 if code else 2)
     assert recorder.value("s3_unconditional_puts") == (3 if code else 2)
 
@@ -211,11 +211,11 @@ def test_a_second_put_without_a_verdict_leaves_it_to_the_next_to_find_out(
     lost = iter([None, *[instead] * 5])  # with the repetitions, one of a connection used before
     faulty.on("PutObject", lambda _: next(lost, None))
     assert spoiled.put_if_absent("a", b"1") is True
-    assert spoiled._writer.conditional is None
+    assert spoiled.conditional is None
     faulty.on("PutObject", lambda _: None)
     assert spoiled.put_if_absent("a", b"2") is False
     assert spoiled.put_if_absent("b", b"2") is True
-    assert spoiled._writer.conditional is True
+    assert spoiled.conditional is True
     assert recorder.value("s3_unconditional_puts") == 0
     assert spoiled.get("a") == b"1"
 

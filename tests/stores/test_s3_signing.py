@@ -26,11 +26,10 @@ from objkv.assembly.fetchers import open_s3
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.stores.base import PruneStore
+from objkv.stores.s3.bucket import S3Endpoint, find_endpoint
 from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.http import ConnectionFailed
-from objkv.stores.s3.signing import S3Endpoint, find_endpoint
-from objkv.stores.s3.store import S3Store
-from objkv.stores.s3.write import PutHeaders
+from objkv.stores.s3.store import S3Store, put_headers
 from objkv.telemetry import NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.samples import save, save_identity
@@ -121,7 +120,7 @@ def test_signatures_are_those_of_the_clients_signer(
     place = S3Endpoint("http://h:1", "h:1", "/b/p%20q/", "eu-test-1", "s3", "agent", signer)
     extra = {} if range_end is None else {"range": f"bytes=0-{range_end}", "if-none-match": "*"}
     if demands:
-        extra |= PutHeaders(Config(**EVERY_DEMAND)).of(memoryview(b"payload"))
+        extra |= put_headers(Config(**EVERY_DEMAND), memoryview(b"payload"))
     head = place.signed(method, key, extra).decode()
     first, *lines = head.rstrip().split("\r\n")
     headers = dict(line.split(": ", 1) for line in lines)
@@ -220,7 +219,7 @@ def test_a_bucket_that_demands_something_gets_it_with_every_put_or_the_setting_i
 
 
 def test_an_empty_key_of_kms_is_the_accounts() -> None:
-    headers = PutHeaders(Config(s3_sse="aws:kms", s3_sse_kms_key_id="")).of(memoryview(b""))
+    headers = put_headers(Config(s3_sse="aws:kms", s3_sse_kms_key_id=""), memoryview(b""))
     assert headers == {"content-length": "0", "x-amz-server-side-encryption": "aws:kms"}
 
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from types import SimpleNamespace
-from unittest.mock import Mock
+from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 from botocore.exceptions import ClientError
@@ -23,10 +24,10 @@ from hypothesis import strategies as st
 from objkv import background
 from objkv.errors import StoreError, StoreUnavailable
 from objkv.net.deadline import EndsBy, Trial, ends_s
-from objkv.stores.s3 import attempts as s3_attempts
-from objkv.stores.s3 import client as s3_client_module
+from objkv.stores.s3 import client as s3_client
 from objkv.stores.s3 import http as s3_http
-from objkv.stores.s3.attempts import last_s, one_call
+from objkv.stores.s3.bucket import Bucket
+from objkv.stores.s3.client import last_s, one_call
 from objkv.stores.s3.http import (
     LATE_MIN_S,
     SAMPLES_MIN,
@@ -35,7 +36,7 @@ from objkv.stores.s3.http import (
     HttpConnection,
     HttpResponse,
 )
-from objkv.stores.s3.ranges import Range, RangeTeam
+from objkv.stores.s3.read import RangedGet
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.stores.guards import assert_all_end
@@ -97,7 +98,7 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, ca
         "client": {"load_deadline_ms": 800},
     }
     with s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store:
-        store._writer.conditional = True
+        store.conditional = True
         with pytest.raises(StoreUnavailable):
             call(store)
     assert mute.connections <= 2
@@ -127,7 +128,7 @@ def opened(url: str) -> Iterator[S3Store]:
         range_bytes=MIB,
         ranges_max=2,
     ) as store:
-        store._writer.conditional = True
+        store.conditional = True
         yield store
 
 
@@ -149,14 +150,22 @@ def test_a_server_that_lets_nobody_in_is_left() -> None:
         assert_all_end({name: (call, store) for name, call in CALLS.items()}, StoreUnavailable)
 
 
-def test_a_body_that_trickles_is_left_at_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("by_tls", [False, True])
+def test_a_body_that_trickles_is_left_at_its_deadline(
+    monkeypatch: pytest.MonkeyPatch, by_tls: bool
+) -> None:
+    """By TLS no call waits in the kernel, and each returns one record."""
     ours, theirs = socket.socketpair()
     line, now_s = HttpConnection(ours, timeout_s=60, keep=lambda _: None), count()
     monkeypatch.setattr(s3_http, "time", SimpleNamespace(monotonic=lambda: float(next(now_s))))
     theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n")
     with EndsBy(9):
         response = line.read_head()
-    monkeypatch.setattr(line, "socket", SimpleNamespace(recv_into=lambda *_: 1))
+    trickle = SimpleNamespace(
+        recv_into=lambda *_: 1, read=lambda *_: 1, settimeout=lambda _: None, pending=int
+    )
+    monkeypatch.setattr(line, "socket", trickle)
+    monkeypatch.setattr(line, "_tls", trickle if by_tls else None)
     with EndsBy(9), pytest.raises(ConnectionFailed, match="deadline passed"):
         response.fill(memoryview(bytearray(100)))
     ours.close()
@@ -182,8 +191,7 @@ def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
 def begun_by(last_s: float) -> Iterator[None]:
     """A call that starts no attempt after ``last_s``, and may take as long as it likes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (s3_client_module, s3_attempts):
-            patch.setattr(module, "last_s", lambda: last_s)
+        patch.setattr(s3_client, "last_s", lambda: last_s)
         yield
 
 
@@ -216,9 +224,8 @@ def test_another_attempt_is_made_only_if_its_pause_is_over_in_time(
 
     with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
         stopped = SimpleNamespace(monotonic=lambda: 0.0, sleep=pauses.append)
-        monkeypatch.setattr(s3_attempts, "time", stopped)
-        monkeypatch.setattr(s3_client_module, "time", stopped)
-        monkeypatch.setattr(s3_attempts.random, "random", lambda: 1.0)
+        monkeypatch.setattr(s3_client, "time", stopped)
+        monkeypatch.setattr(s3_client.random, "random", lambda: 1.0)
         with begun_by(left_s), pytest.raises(ClientError, match=code):
             ask(store)
     assert len(asked) == attempts
@@ -233,7 +240,7 @@ def test_a_server_that_fails_for_long_is_asked_less_often(monkeypatch: pytest.Mo
         asked.append(request.method)
         return failure(500, "InternalError")
 
-    monkeypatch.setattr(s3_attempts.time, "sleep", lambda _: None)
+    monkeypatch.setattr(s3_client.time, "sleep", lambda _: None)
     with QuickS3(intercept=refuse) as server, s3_store(server.url) as store:
         for _ in range(60):
             with pytest.raises(StoreUnavailable):
@@ -259,7 +266,7 @@ def test_conflicts_share_one_deadline() -> None:
         s3_store(server.url, load_deadline_ms=10_000) as store,
     ):
         store._bucket.endpoint()
-        store._writer.conditional = True
+        store.conditional = True
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "monotonic", lambda: real() + now_s)
@@ -441,7 +448,7 @@ def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]
 
 
 def test_a_call_ends_with_its_deadline_or_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_attempts, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(s3_client, "time", SimpleNamespace(monotonic=lambda: 100.0))
     with one_call(40):
         assert (ends_s(), last_s()) == (140, pytest.approx(131))
         with EndsBy(120), one_call(40):
@@ -452,22 +459,40 @@ def test_a_call_ends_with_its_deadline_or_its_callers(monkeypatch: pytest.Monkey
     assert (ends_s(), last_s()) == (math.inf, math.inf)
 
 
-def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
-    pool = background.Pool("ranges", 1, RangeTeam.help)
-    begun, gate, over = (threading.Event() for _ in range(3))
-    response = Mock(spec=HttpResponse)
+def ranged(ask: Callable[..., Any]) -> RangedGet:
+    """A get of two bytes in two ranges, whose requests ``ask`` answers."""
+    bucket = Mock(spec=Bucket, ask=ask)
+    return RangedGet(bucket, "k", None, memoryview(bytearray(2)), [0, 1, 2], "v", None)
 
-    def read(_: Range, team: RangeTeam) -> None:
-        with team.filling(response):
-            begun.set()
-            assert gate.wait(30)
+
+def one_byte(fill: Callable[..., None]) -> Any:
+    """A response with a range of one byte, which ``fill`` writes."""
+    response = MagicMock(spec=HttpResponse, status=206, left=1, etag="v", fill=fill)
+    response.__enter__.return_value = response
+    return response
+
+
+def test_a_get_ends_when_no_helper_touches_the_buffer() -> None:
+    pool = background.Pool("ranges", 1, RangedGet.help)
+    begun, gate, over = (threading.Event() for _ in range(3))
+
+    def fill(*_: object) -> None:
+        begun.set()
+        assert gate.wait(30)
+
+    def give_up(*_: object) -> None:
+        assert begun.wait(30)
+        raise InterruptedError
+
+    response = one_byte(fill)
+    get = ranged(lambda *_: response)
 
     def call() -> None:
-        with RangeTeam([Range(0, 1)], read) as team:
-            pool.put([team])
-            assert begun.wait(30)
+        with pytest.raises(InterruptedError):
+            get.run(one_byte(give_up))
         over.set()
 
+    pool.put([get])
     caller = threading.Thread(target=call)
     caller.start()
     assert begun.wait(30)
@@ -481,35 +506,36 @@ def test_a_team_ends_when_no_helper_touches_the_buffer() -> None:
 
 def test_a_helper_that_comes_too_late_touches_nothing_and_asks_no_more() -> None:
     """Its answer arrives after the caller has left."""
-    asked: list[RangeTeam] = []
+    asked: list[object] = []
 
-    def read(_: Range, team: RangeTeam) -> None:
-        asked.append(team)
-        team.__exit__()
-        with team.filling(Mock(spec=HttpResponse)):
-            pytest.fail("the buffer is the caller's")
+    def ask(*_: object) -> Any:
+        asked.append(get)
+        get._leave()
+        return one_byte(lambda *_: pytest.fail("the buffer is the caller's"))
 
-    team = RangeTeam([Range(0, 1), Range(1, 2)], read)
-    team.help()
-    team.help()
-    assert asked == [team]
+    get = ranged(ask)
+    get.help()
+    get.help()
+    assert asked == [get]
 
 
 def test_what_a_helper_raised_is_the_callers_error() -> None:
-    def fail(_: Range, team: RangeTeam) -> None:
-        raise StoreUnavailable("no server")
-
-    with RangeTeam([Range(0, 1), Range(1, 2)], fail) as team:
-        team.help()
-        for call in (team.take, lambda: team.wait(lambda: None)):
-            with pytest.raises(StoreUnavailable, match="no server"):
-                call()
+    get = ranged(Mock(side_effect=StoreUnavailable("no server")))
+    get.help()
+    with pytest.raises(StoreUnavailable, match="no server"):
+        get.run(one_byte(lambda _, progress, __: progress(1)))
 
 
 def test_helpers_keep_the_deadline_of_the_call() -> None:
     seen: list[float] = []
-    with EndsBy(7), RangeTeam([Range(0, 1)], lambda *_: seen.append(ends_s())) as team:
-        thread = threading.Thread(target=team.help)
-        thread.start()
-        thread.join()
+
+    def ask(*_: object) -> None:
+        seen.append(ends_s())
+        raise StoreUnavailable("no server")
+
+    with EndsBy(7):
+        get = ranged(ask)
+    thread = threading.Thread(target=get.help)
+    thread.start()
+    thread.join()
     assert seen == [7]

@@ -4,13 +4,16 @@ import base64
 import contextlib
 import select
 import socket
+import ssl
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+from botocore.httpsession import get_cert_path
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,12 +22,14 @@ from objkv.net.deadline import bound_waits, can_wait
 from objkv.stores.base import PruneStore
 from objkv.stores.s3 import http as s3_http
 from objkv.stores.s3.http import (
+    STEP_BYTES,
     VALUE_BYTES_MAX,
     ConnectionFailed,
     Connections,
     HttpConnection,
     HttpResponse,
 )
+from objkv.stores.s3.read import PART_STEP_BYTES
 from objkv.stores.s3.store import S3Store
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.certificates import make_certificates
@@ -80,7 +85,7 @@ def test_values_go_past_the_client(store: S3Store) -> None:
     value, buffer = pattern(2 * MIB), memoryview(bytearray(2 * MIB))
     by_client = of_the_client(store)
     store.put_if_absent("first", b"")
-    assert store._writer.conditional is True
+    assert store.conditional is True
     store.put("k", value)
     assert store.get("first") == b""
     assert store.get_range("k", 5, 9) == value[5:9]
@@ -140,6 +145,23 @@ def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
             assert not any(buffer)
     for buffer in buffers:
         buffer.clear()  # would raise BufferError if a view were still held
+
+
+@pytest.mark.parametrize("ranges_max", [0, 3])
+@pytest.mark.parametrize(("start", "step_bytes"), [(None, STEP_BYTES), (0, PART_STEP_BYTES)])
+def test_a_part_is_reported_more_often_than_a_whole_value(
+    server: QuickS3, start: int | None, step_bytes: int, ranges_max: int
+) -> None:
+    """A step waits for its layers; every report costs a message and a wake-up."""
+    value, told = pattern(13 * MIB), list[int]()
+    buffer = memoryview(bytearray(len(value)))
+    with s3_store(server.url, range_bytes=5 * MIB, ranges_max=ranges_max) as store:
+        store.put("k", value)
+        assert store.get_into("k", buffer, told.append, start=start) == len(value)
+    assert told[-1] == len(value)
+    assert all(later - earlier >= step_bytes for earlier, later in pairwise(told[:-1]))
+    if ranges_max == 0 and start is not None:
+        assert max(later - earlier for earlier, later in pairwise(told)) <= 2 * step_bytes
 
 
 def test_connections_are_used_again(server: QuickS3) -> None:
@@ -463,7 +485,7 @@ def test_an_answer_while_the_body_is_being_sent_is_what_counts() -> None:
         Scripted(hasty(exists)) as server,
         s3_store(server.url) as store,
     ):
-        store._writer.conditional = True
+        store.conditional = True
         assert store.put_if_absent("k", value) is False
     denied = refusal("403 Forbidden", "AccessDenied")
     with (
@@ -704,3 +726,11 @@ def test_a_call_waits_in_the_kernel_for_all_but_not_for_ever() -> None:
     assert poll.poll(0)
     ours.close()
     server.close()
+
+
+@pytest.mark.skipif(ssl.OPENSSL_VERSION_INFO < (3,), reason="this OpenSSL knows no kernel TLS")
+def test_tls_is_the_kernels_where_it_can() -> None:
+    """Elsewhere OpenSSL goes on by itself: the other tests by TLS."""
+    connections = Connections(connect_s=1, read_s=1, ca=get_cert_path(True))
+    assert connections._tls is not None
+    assert connections._tls.options & getattr(ssl, "OP_ENABLE_KTLS", 1 << 3)

@@ -20,7 +20,7 @@ from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Topology
-from objkv.stores.base import Arrived, WriteStore, check_fits
+from objkv.stores.base import Arrived, HotStore, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
@@ -220,7 +220,7 @@ class Replica(Worker):
         step_deadline_s: float = PATIENCE_S,
         queue_max: int = 64,
         group: GroupIdentity = GROUP,
-        hot: WriteStore | None = None,
+        hot: HotStore | None = None,
         num_blocks: int = 32,
         join_s: float = PATIENCE_S,
         seal: Seal | None = None,

@@ -18,7 +18,7 @@ from objkv.keys.identity import (
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView
-from objkv.stores.base import PruneStore, WriteStore
+from objkv.stores.base import HotStore, PruneStore, WriteStore
 
 CHUNK = 16
 CREATED_S = 1_700_000_000
@@ -95,7 +95,7 @@ def payload_of(
 
 
 def view_of(
-    bulk: PruneStore, index: PruneIndex, hot: PruneStore | None = None, **agreed: Any
+    bulk: PruneStore, index: PruneIndex, hot: HotStore | None = None, **agreed: Any
 ) -> BackendsView:
     usual = {
         "is_own_index": False,

@@ -20,7 +20,7 @@ from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
-from objkv.stores.base import ReadStore
+from objkv.stores.base import ReadValues
 
 NAMESPACE = "0" * 32
 FOLDER = "bench"
@@ -87,7 +87,7 @@ def make_samples(
     return samples
 
 
-def get_verified(store: ReadStore, sample: PayloadSample, slab: memoryview) -> None:
+def get_verified(store: ReadValues, sample: PayloadSample, slab: memoryview) -> None:
     """Get a sample into ``slab`` and verify every byte. Raises ``PayloadError`` if that fails."""
     nbytes = store.get_into(sample.key, slab)
     if nbytes is None:

@@ -25,7 +25,7 @@ from objkv.ops.bench.sample import (
     make_samples,
     publish,
 )
-from objkv.stores.base import PruneStore
+from objkv.stores.base import HotStore
 
 CHUNKS = 128
 """Chunks of the prompt that is looked up."""
@@ -63,7 +63,7 @@ class BenchRow:
     p99: float | None = None
 
 
-def bench_store(store: PruneStore, name: str, shape: Shape, effort: Effort) -> Iterator[BenchRow]:
+def bench_store(store: HotStore, name: str, shape: Shape, effort: Effort) -> Iterator[BenchRow]:
     """Measure a store with payloads below ``bench/``, which are deleted at the end. Raises
     ``StoreError``, and ``PayloadError`` if a payload differs from the one put."""
     samples = make_samples(shape, max(effort.at_once), f"{FOLDER}/{secrets.token_hex(8)}")
@@ -145,7 +145,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 @contextmanager
-def removed(store: PruneStore, keys: Sequence[str]) -> Iterator[None]:
+def removed(store: HotStore, keys: Sequence[str]) -> Iterator[None]:
     """Delete these keys after the block, however it ends."""
     try:
         yield

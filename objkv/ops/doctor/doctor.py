@@ -22,7 +22,7 @@ from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
 from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
 from objkv.ops.doctor.server import judge_server
 from objkv.ops.formats import noun
-from objkv.stores.base import PruneStore
+from objkv.stores.base import HotStore, PruneStore
 from objkv.telemetry import MemoryRecorder
 
 _FIX = "use {}:// if the server supports TLS; without it, passwords and prompts can be intercepted"
@@ -168,7 +168,7 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdecimal() else 0 for part in release)
 
 
-T = TypeVar("T", PruneStore, WriteIndex)
+T = TypeVar("T", PruneStore, HotStore, WriteIndex)
 Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
 End = Literal["bulk", "index"]
 _OF_ONE_MACHINE: Final = frozenset(("file", "sqlite"))
@@ -214,7 +214,7 @@ class Patient:
     backends that they return."""
 
     open_bulk: Callable[[], PruneStore]
-    open_hot: Callable[[], PruneStore | None]
+    open_hot: Callable[[], HotStore | None]
     """Returns None if no hot store is configured."""
     open_index: Callable[[], WriteIndex]
     describe_index: Callable[[], ServerFacts | None]
@@ -345,7 +345,9 @@ def _probed(
 
 
 def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
-    checks = _probed("bulk", patient.open_bulk, lambda store: probe_store_as(role, "bulk", store))
+    checks = _probed(
+        "bulk", patient.open_bulk, lambda store: probe_store_as(role, "bulk", store, store)
+    )
     if patient.numbers.value("s3_unconditional_puts"):
         return [*checks, _UNCONDITIONAL]
     return checks

@@ -12,7 +12,7 @@ from objkv.errors import ConfigError, ObjkvError, StoreDenied, StoreError, Store
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.stores.base import PruneStore
+from objkv.stores.base import HotStore, ReadStore
 
 PROBE_PREFIX = "objkv-doctor"
 _PROBE_BYTES = 8_192
@@ -53,9 +53,7 @@ class Step:
     """Whether replicas work without this right."""
 
 
-def probe_store(
-    area: Area, store: PruneStore, clock: Callable[[], float] = time.time
-) -> list[Check]:
+def probe_store(area: Area, store: HotStore, clock: Callable[[], float] = time.time) -> list[Check]:
     """Put, refuse to overwrite, get, head, get a range, get into a buffer, delete."""
     key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
     checks = run_steps(area, _store_steps(store, key, secrets.token_bytes(_PROBE_BYTES), clock))
@@ -112,7 +110,7 @@ def failure(area: Area, name: str, error: ObjkvError) -> Check:
 
 
 def _store_steps(
-    store: PruneStore, key: str, value: bytes, clock: Callable[[], float]
+    store: HotStore, key: str, value: bytes, clock: Callable[[], float]
 ) -> Sequence[Step]:
     buffer = memoryview(bytearray(len(value)))
     start, end = _RANGE
@@ -227,13 +225,15 @@ def _unless(right: bool, problem: str) -> str:
     return "" if right else problem
 
 
-def probe_store_as(role: Role, area: Area, store: PruneStore) -> list[Check]:
+def probe_store_as(
+    role: Role, area: Area, store: HotStore, listed: ReadStore | None = None
+) -> list[Check]:
     """Probe the operations of ``role`` on a store. Readers and sweepers do not put; they look up a
-    key that cannot exist."""
+    key that cannot exist. ``listed``: the same store, if its keys are listed."""
     return (
         probe_store(area, store)
         if role == "writer"
-        else run_steps(area, _role_store_steps(role, area, store))
+        else run_steps(area, _role_store_steps(role, store, listed))
     )
 
 
@@ -242,7 +242,7 @@ def probe_index_as(role: Role, index: WriteIndex) -> list[Check]:
     return run_steps("index", _read_steps(index)) if role == "reader" else probe_index(index)
 
 
-def _role_store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Step]:
+def _role_store_steps(role: Role, store: HotStore, listed: ReadStore | None) -> Sequence[Step]:
     key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
     way = _PROXY
     buffer = memoryview(bytearray(8))
@@ -258,10 +258,10 @@ def _role_store_steps(role: Role, area: Area, store: PruneStore) -> Sequence[Ste
     ]
     if role == "sweeper":
         steps += [Step("delete nothing", delete, "")]
-    if area == "bulk":
+    if listed is not None:
         steps += [
             Step("head nothing", lambda: _nothing(store.head(key)), way),
-            Step("list nothing", lambda: _nothing(next(store.scan(f"{key}/"), None)), way),
+            Step("list nothing", lambda: _nothing(next(listed.scan(f"{key}/"), None)), way),
         ]
     return steps
 

@@ -21,12 +21,11 @@ from botocore.exceptions import HTTPClientError, SSLError
 from botocore.utils import get_environ_proxies
 
 from objkv.config.urls import is_this_machine
-from objkv.net.deadline import EndsBy, bound_waits, can_wait, ends_s
+from objkv.net.deadline import EndsBy, bound_waits, ends_s
 from objkv.telemetry import Recorder
 
-STEP_BYTES = 512 << 10
-"""Read size that fits in a core's own cache, so that a checksum still finds the bytes there."""
-SEND_BYTES = 4 << 20
+STEP_BYTES = 4 << 20
+"""How much one call sends or receives at most, and after how much progress is reported."""
 HEAD_BYTES_MAX = 64 << 10
 BODY_BYTES_MAX = 64 << 20
 """Limit for a body that is no value: a listing, an error."""
@@ -38,7 +37,9 @@ time."""
 _LOOK_S = 0.02
 """The longest wait of one socket call. After it, progress is reported, and a sender checks whether
 the server has already responded."""
-_HEAD_READ_BYTES = 16 << 10
+_READ_BYTES = 16 << 10
+_KERNEL_TLS = 1 << 3
+"""``ssl.OP_ENABLE_KTLS``, which Python names since 3.12."""
 _EARLY_S = 1.0
 """How long to wait for the response of a server that stopped reading the request."""
 SAMPLES = 256
@@ -120,6 +121,8 @@ class Connections:
         if ca is not None:
             self._tls = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
             self._tls.load_verify_locations(ca)
+            if ssl.OPENSSL_VERSION_INFO >= (3,):  # without effect if kernel or OpenSSL lack it
+                self._tls.options |= _KERNEL_TLS
         self._is_closed = False
 
     def ask(
@@ -148,41 +151,31 @@ class Connections:
                 if hedge is not None:
                     hedge.observe(time.monotonic() - sent_s)
                 return response
-            except NoResponse:
+            except BaseException as exc:
                 connection.release()
-                if is_fresh or not connection.is_used:
+                if is_fresh or not connection.is_used or not isinstance(exc, NoResponse):
                     raise
-            except BaseException:
-                connection.release()
-                raise
         raise AssertionError
 
     def _first_of_two(self, first: "HttpConnection", head: bytes, hedge: Hedge) -> "HttpConnection":
         """Return the connection whose response begins first, and release the other. A second one
         is used only if the first is late."""
-        if hedge.late_s is None:
-            return first
-        late_s = min(hedge.late_s, ends_s() - time.monotonic())
-        if _first_readable([first], late_s) or not hedge.take():
+        if hedge.late_s is None or _first_readable([first], hedge.late_s) or not hedge.take():
             return first
         try:
             second = self.take(first.url)
         except (ConnectionFailed, SSLError):
             return first
         hedge.recorder.count("s3_hedges")
-        try:
-            second.send(head)
-            wait_s = min(self._read_s, ends_s() - time.monotonic())
-            winner = _first_readable([first, second], wait_s)
-        except ConnectionFailed:
-            winner = None
-        except BaseException:
-            second.release()
-            raise
+        winner = None
+        with suppress(ConnectionFailed):
+            try:
+                second.send(head)
+                winner = _first_readable([first, second], self._read_s)
+            finally:
+                (first if winner is second else second).release()
         if winner is not second:
-            second.release()
             return first
-        first.release()
         hedge.recorder.count("s3_hedge_wins")
         return second
 
@@ -204,15 +197,21 @@ class Connections:
         try:
             made = _connected(parts, proxy_of(url), time.monotonic() + wait_s)
             if parts.scheme == "https":
-                if self._tls is None:
-                    made.close()
-                    raise ValueError("it uses TLS, unlike the endpoint of the settings")
-                made = _encrypted(made, self._tls, parts)
+                made = self._encrypted(made, (parts.hostname or "").rstrip("."))
         except ssl.SSLError as exc:
             raise SSLError(endpoint_url=url, error=exc) from exc
         except (OSError, ValueError, HTTPException) as exc:
             raise ConnectionFailed(f"no connection to {url}: {exc}") from exc
         return HttpConnection(made, timeout_s=self._read_s, keep=self._keep, url=url)
+
+    def _encrypted(self, made: socket.socket, host: str) -> socket.socket:
+        try:
+            if self._tls is None:
+                raise ValueError("it uses TLS, unlike the endpoint of the settings")
+            return self._tls.wrap_socket(made, server_hostname=host)
+        except BaseException:
+            made.close()
+            raise
 
     def _keep(self, connection: "HttpConnection") -> None:
         self._idle[connection.url].append(connection)
@@ -229,6 +228,7 @@ class Connections:
 
 
 def _first_readable(connections: list["HttpConnection"], wait_s: float) -> "HttpConnection | None":
+    wait_s = min(wait_s, ends_s() - time.monotonic())
     poll = select.poll()
     for one in connections:
         poll.register(one.socket, select.POLLIN)
@@ -252,20 +252,16 @@ def proxy_of(url: str) -> SplitResult | None:
     return urlsplit(text if "://" in text else f"http://{text}")
 
 
-def _authorization(proxy: SplitResult) -> dict[str, str]:
-    if proxy.username is None:
-        return {}
-    login = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
-    return {"Proxy-Authorization": f"Basic {base64.b64encode(login).decode()}"}
-
-
 def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) -> socket.socket:
     """Return a connection to the first address of the server, or of its proxy, that accepts one.
     All addresses share the time."""
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    host, its_port = parts.hostname or "", port
+    host, its_port, login = parts.hostname or "", port, {}
     if proxy is not None:
         host, its_port = proxy.hostname or "", proxy.port or 80
+        if proxy.username is not None:
+            text = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
+            login = {"Proxy-Authorization": f"Basic {base64.b64encode(text).decode()}"}
     try:
         found = socket.getaddrinfo(host, its_port, 0, socket.SOCK_STREAM)
     except OSError as exc:
@@ -276,7 +272,7 @@ def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) ->
         wait_s = max(1e-3, min(left_s, max(_ADDRESS_S, left_s / len(addresses))))
         line = HTTPConnection(addresses.pop(0), its_port, timeout=wait_s)
         if proxy is not None:
-            line.set_tunnel(parts.hostname or "", port, _authorization(proxy))
+            line.set_tunnel(parts.hostname or "", port, login)
         try:
             line.connect()
         except (OSError, HTTPException):
@@ -286,14 +282,6 @@ def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) ->
         else:
             line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             return line.sock
-
-
-def _encrypted(made: socket.socket, context: ssl.SSLContext, parts: SplitResult) -> socket.socket:
-    try:
-        return context.wrap_socket(made, server_hostname=(parts.hostname or "").rstrip("."))
-    except BaseException:
-        made.close()
-        raise
 
 
 class HttpConnection:
@@ -316,11 +304,12 @@ class HttpConnection:
         self._pid = os.getpid()
         self._poll = select.poll()
         self._poll.register(made, select.POLLIN)
-        self._waits_in_kernel = can_wait(made)
-        if self._waits_in_kernel:
+        self._tls = made if isinstance(made, ssl.SSLSocket) else None
+        """Python waits for it, since TLS keeps state between calls; the kernel waits for others."""
+        if self._tls is None:
             bound_waits(made, _LOOK_S)
         self._waits_s = -1.0
-        """The last time-out that was set, if the kernel does not wait."""
+        """The last time-out that was set for TLS."""
         self.is_used = False
         """Whether it carried an earlier request, so the server may have closed it meanwhile."""
         self.early = False
@@ -331,7 +320,7 @@ class HttpConnection:
         that of a parent process."""
         return self._pid == os.getpid() and not self._poll.poll(0)
 
-    def send(self, head: bytes, body: memoryview | None = None) -> None:
+    def send(self, head: bytes, body: memoryview | bytes = b"") -> None:
         """Send a request, with the body in slices of the caller's buffer. Raises
         ``ConnectionFailed``.
 
@@ -342,29 +331,23 @@ class HttpConnection:
         try:
             if self._bounded(self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
-            if body is None:
-                return
-            if self._waits_in_kernel:
-                self._send_watching(body)
-                return
-            for at in range(0, len(body), SEND_BYTES):
-                self._bounded(self.socket.sendall, body[at : at + SEND_BYTES])
+            at, until_s = 0, self._until()
+            while at < len(body):
+                step = body[at : at + STEP_BYTES]
+                if self._tls is not None:
+                    self._bounded(self.socket.sendall, step)
+                    at += len(step)
+                    continue
+                if self._poll.poll(0):
+                    self.early = True
+                    return
+                with suppress(BlockingIOError):
+                    at += self.socket.send(step)
+                    until_s = self._until()
+                if time.monotonic() >= until_s:
+                    raise TimeoutError(f"the server accepted only {at} of {len(body)} bytes")
         except (OSError, ValueError) as exc:
             raise ConnectionFailed(f"sending: {exc}") from exc
-
-    def _send_watching(self, body: memoryview) -> None:
-        at, until_s = 0, 0.0
-        while at < len(body):
-            if self._poll.poll(0):
-                self.early = True
-                return
-            if not until_s:
-                until_s = self._until()
-            elif time.monotonic() >= until_s:
-                raise TimeoutError(f"the server accepted no more than {at} of {len(body)} bytes")
-            with suppress(BlockingIOError):
-                at += self.socket.send(body[at : at + SEND_BYTES])
-                until_s = 0.0
 
     def put(self, head: bytes, body: memoryview) -> "HttpResponse":
         """Send a request with a body, and read the head of the response. A server that refuses it
@@ -394,7 +377,7 @@ class HttpConnection:
             while b"\r\n\r\n" not in raw:
                 if len(raw) > HEAD_BYTES_MAX:
                     raise ValueError("the head of the response does not end")
-                more = self._bounded(self.socket.recv, _HEAD_READ_BYTES)
+                more = self._bounded(self.socket.recv, _READ_BYTES)  # a call less than ``receive``
                 if not more:
                     raise ConnectionError("the response ended in its head")
                 raw += more
@@ -406,29 +389,35 @@ class HttpConnection:
                 raise NoResponse(exc) from exc
             raise ConnectionFailed(f"reading: {exc}") from exc
 
-    def receive(self, nbytes_max: int) -> bytes:
+    def receive(self) -> bytes:
         """Return what has arrived as soon as that is something. Raises OSError."""
-        more = self._bounded(self.socket.recv, nbytes_max)
+        more = self._bounded(self.socket.recv, _READ_BYTES)
         if not more:
             raise ConnectionError("the response ended early")
         return more
 
     def receive_into(self, into: memoryview) -> int:
-        """Fill ``into``, or only its start with the bytes that arrive soon. Return 0 at the end of
+        """Fill ``into``, or only its start if the rest does not arrive soon. Return 0 at the end of
         stream."""
-        how = (0, socket.MSG_WAITALL) if self._waits_in_kernel else ()
-        return self._bounded(self.socket.recv_into, into, *how)
+        if self._tls is None:
+            return self._bounded(self.socket.recv_into, into, 0, socket.MSG_WAITALL)
+        at, end_s = 0, ends_s()
+        self._limit_wait(end_s)
+        while at < len(into):  # each call returns a record of up to 16 KiB
+            if end_s - time.monotonic() < self._waits_s:
+                self._limit_wait(end_s)
+            with into[at:] as rest:
+                got: Any = self._tls.read(len(rest), rest)  # its number, with a buffer
+            if not got:
+                break
+            at += got
+        return at
 
     def _bounded(self, call: Callable[..., T], *args: Any) -> T:
         """Return the result of one socket call that waits neither past the deadline nor longer than
         the time-out. Raises TimeoutError."""
-        if not self._waits_in_kernel:
-            wait_s = min(self._timeout_s, ends_s() - time.monotonic())
-            if wait_s <= 0:
-                raise TimeoutError("the deadline passed")
-            if wait_s != self._waits_s:  # saves a system call for each TLS record
-                self.socket.settimeout(wait_s)
-                self._waits_s = wait_s
+        if self._tls is not None:
+            self._limit_wait(ends_s())
             return call(*args)
         until_s = self._until()
         while True:
@@ -436,6 +425,14 @@ class HttpConnection:
                 return call(*args)
             if time.monotonic() >= until_s:
                 raise TimeoutError("the deadline passed")
+
+    def _limit_wait(self, end_s: float) -> None:
+        wait_s = min(self._timeout_s, end_s - time.monotonic())
+        if wait_s <= 0:
+            raise TimeoutError("the deadline passed")
+        if wait_s != self._waits_s:
+            self.socket.settimeout(wait_s)
+            self._waits_s = wait_s
 
     def _until(self) -> float:
         now_s, end_s = time.monotonic(), ends_s()
@@ -457,7 +454,7 @@ class HttpConnection:
         """Keep the connection if nothing can arrive on it any more, else close it. Called once for
         each request."""
         # TLS may hold unexpected bytes; the next user checks the socket itself.
-        is_empty = not isinstance(self.socket, ssl.SSLSocket) or not self.socket.pending()
+        is_empty = self._tls is None or not self._tls.pending()
         if is_clean and not self.early and is_empty:
             self._keep(self)
         else:
@@ -514,14 +511,13 @@ class HttpResponse:
             while (end := raw.find(b"\r\n")) < 0:
                 if len(raw) > HEAD_BYTES_MAX:
                     raise ValueError("a chunk of unknown length")
-                raw += self._connection.receive(_HEAD_READ_BYTES)
+                raw += self._connection.receive()
             size = int(raw[:end].partition(b";")[0], 16)
             if not 0 <= size <= VALUE_BYTES_MAX - len(body):
                 raise ValueError("a chunk of impossible length")
             start, next_at = end + 2, end + size + 4
             while len(raw) < next_at:
-                nbytes = min(STEP_BYTES, max(next_at - len(raw), _HEAD_READ_BYTES))
-                raw += self._connection.receive(nbytes)
+                raw += self._connection.receive()
             body += raw[start : start + size]
             if raw[start + size : next_at] != b"\r\n":
                 raise ValueError("a chunk that does not end, or a trailer")
@@ -548,18 +544,24 @@ class HttpResponse:
         """Whether the response is a range that begins at this byte of the value."""
         return self.headers.get("content-range", "").startswith(f"bytes {start}-")
 
-    def fill(self, into: memoryview, progress: Callable[[int], None] | None = None) -> None:
+    def fill(
+        self,
+        into: memoryview,
+        progress: Callable[[int], None] = lambda _: None,
+        step_bytes: int = STEP_BYTES,
+    ) -> None:
         """Fill ``into`` with bytes of the body, straight from the socket, and call ``progress``
-        with their number so far. Raises ``ConnectionFailed``, also if the deadline passes."""
+        with their number so far, after ``step_bytes`` or earlier. Raises ``ConnectionFailed``, also
+        if the deadline passes."""
         at = min(len(self._rest), len(into))
         into[:at] = self._rest[:at]
         self._rest = self._rest[at:]
         self.left -= at
-        if at and progress is not None:
+        if at:
             progress(at)
         while at < len(into):
             # Release the view at once: an exception in flight would keep it alive.
-            with into[at : at + STEP_BYTES] as step:
+            with into[at : at + step_bytes] as step:
                 try:
                     got = self._connection.receive_into(step)
                 except (OSError, ValueError) as exc:
@@ -568,8 +570,7 @@ class HttpResponse:
                 raise ConnectionFailed(f"the body ended after {at} of {len(into)} bytes")
             at += got
             self.left -= got
-            if progress is not None:
-                progress(at)
+            progress(at)
 
     def read(self) -> bytes:
         """Return the body, which is no value. Raises ``ConnectionFailed``."""

@@ -1,23 +1,27 @@
 """Reads values into the caller's buffer: a first request, then further ranges in parallel."""
 
-import time
-from contextlib import nullcontext, suppress
+from collections import deque
+from contextlib import suppress
+from contextvars import copy_context
+from dataclasses import dataclass
 from itertools import pairwise
-from threading import Lock
+from threading import Condition, Lock, get_ident
+from time import monotonic
 
 from botocore.exceptions import ClientError
 
 from objkv.background import Pool
-from objkv.errors import StoreError
+from objkv.errors import StoreError, StoreUnavailable
+from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived, check_fits
-from objkv.stores.s3.attempts import ATTEMPTS, last_s
 from objkv.stores.s3.bucket import Bucket
+from objkv.stores.s3.client import ATTEMPTS, last_s
 from objkv.stores.s3.errors import error_code
-from objkv.stores.s3.http import VALUE_BYTES_MAX, ConnectionFailed, HttpResponse
-from objkv.stores.s3.ranges import Range, RangeTeam
+from objkv.stores.s3.http import STEP_BYTES, VALUE_BYTES_MAX, ConnectionFailed, HttpResponse
 
-PROGRESS_BYTES = 512 << 10
-"""``arrived`` is called after each of these many bytes: fewer than a core's cache holds."""
+PART_STEP_BYTES = 512 << 10
+"""``arrived`` is called after each of these many bytes of a part of a value, which a forward pass
+may wait for layer by layer; of a whole value, after ``STEP_BYTES``."""
 _CLOSE_S = 5.0
 """A thread that is still busy after this ends with its call's deadline, and its result is
 discarded."""
@@ -30,11 +34,11 @@ class S3Reader:
 
     def __init__(self, bucket: Bucket, *, range_bytes: int, threads_max: int) -> None:
         """``threads_max``: threads that help callers with values above ``range_bytes``."""
-        self.bucket = bucket
-        self.range_bytes = range_bytes
+        self._bucket = bucket
+        self._range_bytes = range_bytes
         self._threads_max = threads_max
         self._lock = Lock()
-        self._pool: Pool[RangeTeam] | None = None
+        self._pool: Pool[RangedGet] | None = None
 
     def read(
         self,
@@ -53,16 +57,16 @@ class S3Reader:
         room = room if buffer is None else len(buffer)
         first, size = start or 0, room
         if buffer is not None and self._threads_max:
-            size = min(size, self.range_bytes)
+            size = min(size, self._range_bytes)
         is_whole = start is None and size == room
         try:
-            response = self.bucket.ask("GET", key, {} if is_whole else _range(first, first + size))
+            response = self._bucket.ask("GET", key, {} if is_whole else _range(first, first + size))
         except ClientError as exc:
             if error_code(exc)[0] == 416:  # it starts after the end, so the key exists
                 if arrived is not None:
                     arrived(0)
                 return memoryview(b"")
-            if self.bucket.is_absent(key, exc):
+            if self._bucket.is_absent(key, exc):
                 return None
             raise
         with response:
@@ -73,15 +77,20 @@ class S3Reader:
                 raise StoreError(f"the server returned {nbytes} bytes, more than {room}")
             nbytes = min(nbytes, room)
             into = memoryview(bytearray(nbytes)) if buffer is None else buffer[:nbytes]
-            return _Reading(self, key, first, into, response.etag, arrived).run(response)
+            cuts = [0, *range(min(response.left, nbytes), nbytes, self._range_bytes), nbytes]
+            get = RangedGet(self._bucket, key, start, into, cuts, response.etag, arrived)
+            if len(cuts) > 2:
+                self._help(get, len(cuts) - 2)
+            get.run(response)
+            return into
 
-    def help(self, team: RangeTeam, count: int) -> None:
-        """Let up to ``count`` free threads help ``team``. They are started once needed."""
+    def _help(self, get: "RangedGet", count: int) -> None:
+        """Let up to ``count`` free threads read ranges. They are started once needed."""
         with self._lock, suppress(RuntimeError):  # the machine may have no more threads
             if self._pool is None:
-                self._pool = Pool("objkv-range", self._threads_max, RangeTeam.help)
+                self._pool = Pool("objkv-range", self._threads_max, RangedGet.help)
         if self._pool is not None:
-            self._pool.put([team] * min(count, self._threads_max))
+            self._pool.put([get] * min(count, self._threads_max))
 
     def close(self) -> None:
         """End the threads. Idempotent."""
@@ -105,105 +114,168 @@ def _length(response: HttpResponse, start: int, size: int) -> int:
     return nbytes
 
 
-class _Reading:
-    """One get after the head of its first response."""
+def _range(start: int, end: int) -> dict[str, str]:
+    """Return the header that requests bytes ``[start, end)``."""
+    return {"range": f"bytes={start}-{end - 1}"}
+
+
+@dataclass(slots=True)
+class Range:
+    """Bytes ``[start, end)`` of a buffer; those before ``at`` are done."""
+
+    start: int
+    end: int
+    at: int
+
+
+class RangedGet:
+    """One get after the head of its first response. Its caller and free threads of the store read
+    the ranges together. Once ``run`` has ended, no thread touches the caller's buffer."""
 
     def __init__(
         self,
-        reader: S3Reader,
+        bucket: Bucket,
         key: str,
-        start: int,
+        start: int | None,
         buffer: memoryview,
+        cuts: list[int],
         etag: str,
         arrived: Arrived | None,
     ) -> None:
-        self._reader, self._key, self._start = reader, key, start
+        """``cuts``: where the ranges of ``buffer`` begin, and its end. The caller reads the first
+        one; ``etag``: the version of the value; ``start``: None for a whole value."""
+        self._bucket, self._key, self._start = bucket, key, start or 0
         self._buffer, self._etag, self._arrived = buffer, etag, arrived
+        self._step_bytes = STEP_BYTES if start is None else PART_STEP_BYTES
+        self._ranges = [Range(*span, at=span[0]) for span in pairwise(cuts)]
+        self._caller, self._context = get_ident(), copy_context()  # it has the call's deadlines
+        self._changed = Condition()
+        self._pending = deque(self._ranges[1:])
+        self._working = 0
+        """Ranges that threads have started and not ended."""
+        self._filling: list[HttpResponse] = []
+        """Responses that are written to the buffer."""
+        self._error: Exception | None = None
+        self._is_over = False
         self._reported = -1
-        self._ranges: list[Range] = []
 
-    def run(self, response: HttpResponse) -> memoryview:
-        """Read all ranges, the first from ``response``, the others together with free threads."""
-        end = len(self._buffer)
-        first = Range(0, min(response.left, end))
-        cuts = [*range(first.end, end, self._reader.range_bytes), end]
-        others = [Range(*span) for span in pairwise(cuts)]
-        self._ranges = [first, *others]
-        with RangeTeam(others, self._complete) as team:
-            if others:
-                self._reader.help(team, len(others))
+    def run(self, response: HttpResponse) -> None:
+        """Read all ranges, the first one from ``response``."""
+        try:
             with suppress(ConnectionFailed):
-                self._fill(response, first, None)
-            self._complete(first, None)
-            while (one := team.take()) is not None:
-                self._complete(one, None)
-            team.wait(self._report)
-        if self._arrived is not None and self._reported < end:
-            self._arrived(end)
-        return self._buffer
+                self._fill(response, self._ranges[0])
+            self._complete(self._ranges[0])
+            self._work()
+            self._wait()
+            if self._arrived is not None and self._reported < len(self._buffer):
+                self._arrived(len(self._buffer))
+        finally:
+            self._leave()
+
+    def help(self) -> None:
+        """Read ranges until none is left: the job of a thread of a pool."""
+        self._context.copy().run(self._work)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if self._is_over or self._error is not None or not self._pending:
+                    return
+                self._working += 1
+                one, error = self._pending.popleft(), None
+            try:
+                self._complete(one)
+            except Exception as exc:
+                error = exc.with_traceback(None)  # whose frames hold the buffer
+            with self._changed:
+                self._working -= 1
+                self._error = self._error or error
+                self._changed.notify_all()
+
+    def _wait(self) -> None:
+        """Wait for the other threads, and report what they read. Raises what they raised."""
+        while True:
+            with self._changed:
+                if self._error is not None:
+                    raise self._error
+                if not self._working:
+                    return
+                left_s = ends_s() - monotonic()
+                if left_s <= 0:
+                    raise StoreUnavailable("the deadline passed before all ranges were read")
+                self._changed.wait(left_s)
+            self._report()
+
+    def _leave(self) -> None:
+        """Wait until no thread touches the buffer, which jobs that no thread has started must not
+        keep."""
+        with self._changed:
+            self._is_over = True
+            for response in self._filling:
+                response.shut()
+            while self._filling:
+                self._changed.wait()
+            self._buffer, self._arrived, self._error = memoryview(b""), None, None
 
     def _report(self) -> None:
         """Call ``arrived`` with the length of the complete prefix, if it has grown enough."""
-        if self._arrived is None:
-            return
-        prefix = 0
-        for one in self._ranges:
-            prefix = one.at
-            if not one.is_done:
-                break
-        is_all = prefix == len(self._buffer) > self._reported
-        if prefix >= self._reported + PROGRESS_BYTES or is_all:
-            self._reported = prefix
-            self._arrived(prefix)
+        if self._arrived is not None:
+            unfinished = (one.at for one in self._ranges if one.at < one.end)
+            prefix = next(unfinished, len(self._buffer))
+            if prefix >= self._reported + self._step_bytes:
+                self._reported = prefix
+                self._arrived(prefix)
 
-    def _complete(self, one: Range, team: RangeTeam | None) -> None:
-        """Read what is missing of a range, as often as a request is sent, if there is time.
-        ``team``: None for the caller itself."""
+    def _complete(self, one: Range) -> None:
+        """Read what is missing of a range, as often as a request is sent, if there is time."""
         problem = "the connection broke off"
         for attempt in range(ATTEMPTS):
-            if one.is_done:
+            if one.at == one.end or self._is_over:
                 return
-            if attempt and time.monotonic() > last_s():
+            if attempt and monotonic() > last_s():
                 problem += ", too late to resume before the deadline"
                 break
-            problem = self._read(one, team)
-        if not one.is_done:
+            problem = self._read(one)
+        if one.at < one.end:
             raise ConnectionFailed(problem)
 
-    def _read(self, one: Range, team: RangeTeam | None) -> str:
+    def _read(self, one: Range) -> str:
         """Request the rest of a range. Return why it is not done, or an empty text."""
         first = self._start + one.at
         extra = _range(first, self._start + one.end)
-        with self._reader.bucket.ask("GET", self._key, extra) as response:
+        with self._bucket.ask("GET", self._key, extra) as response:
             is_right = response.left == one.end - one.at and response.starts_at(first)
             if response.status != 206 or not is_right:
                 return _OTHER_RANGE
             # ``If-Match`` would do, but servers parse it differently (Ceph 16 expects no quotes).
             if response.etag != self._etag:
                 raise ConnectionFailed("the value was replaced during the read")
-            with nullcontext() if team is None else team.filling(response):
-                try:
-                    self._fill(response, one, team)
-                except ConnectionFailed as exc:
-                    return f"the connection broke off after {one.at} bytes: {exc}"
+            try:
+                self._fill(response, one)
+            except ConnectionFailed as exc:
+                return f"the connection broke off after {one.at} bytes: {exc}"
         return ""
 
-    def _fill(self, response: HttpResponse, one: Range, team: RangeTeam | None) -> None:
-        begun = reported = one.at
+    def _fill(self, response: HttpResponse, one: Range) -> None:
+        """Write the body of a response to the buffer, unless the caller has left."""
+        begun = one.at
 
         def grown(at: int) -> None:
-            nonlocal reported
             one.at = begun + at
-            if team is None:
+            if get_ident() == self._caller:
                 self._report()
-            elif one.at >= reported + PROGRESS_BYTES:
-                reported = one.at
-                team.grew()
+            elif one.at < one.end:  # ``_work`` reports its end
+                with self._changed:
+                    self._changed.notify_all()
 
-        with self._buffer[one.at : one.end] as view:
-            response.fill(view, grown)
-
-
-def _range(start: int, end: int) -> dict[str, str]:
-    """Return the header that requests bytes ``[start, end)``."""
-    return {"range": f"bytes={start}-{end - 1}"}
+        with self._changed:
+            if self._is_over:
+                return
+            self._filling.append(response)
+        try:
+            with self._buffer[one.at : one.end] as view:
+                response.fill(view, grown, self._step_bytes)
+        finally:
+            with self._changed:
+                self._filling.remove(response)
+                self._changed.notify_all()

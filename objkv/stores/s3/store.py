@@ -5,15 +5,19 @@ once. A put is one conditional request, so exactly one of many writers wins. Req
 value are boto3's.
 """
 
+import base64
+import hashlib
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
 
 from objkv.config import Config, is_directory_bucket
 from objkv.config.prices import RANGE_BYTES
+from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -24,16 +28,18 @@ from objkv.stores.base import (
     copy_into,
     is_key,
 )
-from objkv.stores.s3.attempts import one_call
 from objkv.stores.s3.bucket import Bucket
-from objkv.stores.s3.client import S3Access
-from objkv.stores.s3.errors import error_code, translated
+from objkv.stores.s3.client import S3Access, one_call
+from objkv.stores.s3.errors import asks_for_later, error_code, translated
 from objkv.stores.s3.http import Hedge
 from objkv.stores.s3.read import S3Reader
-from objkv.stores.s3.write import S3Writer
 from objkv.telemetry import Recorder
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
+CONFLICT_TRIES = 5
+_EXISTS = 412
+_CONFLICT = 409
+_REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,9 @@ class S3Store:
         self._reader = S3Reader(
             self._bucket, range_bytes=limits.range_bytes, threads_max=limits.ranges_max
         )
-        self._writer = S3Writer(self._bucket, config, recorder)
+        self._config, self._recorder = config, recorder
+        self.conditional: bool | None = None
+        """Whether the server honours ``If-None-Match``; None before the first put."""
 
     @property
     def _endpoint(self) -> str:
@@ -161,12 +169,64 @@ class S3Store:
     def put_if_absent(self, key: str, value: Buffer) -> bool:
         """Make one conditional request. See the class for servers that do not support it."""
         with self._call("put_if_absent", key), memoryview(value) as view:
-            return self._writer.put_if_absent(key, view)
+            for _ in range(CONFLICT_TRIES):
+                try:
+                    return self._put_once(key, view)
+                except ClientError as exc:
+                    if error_code(exc)[0] != _CONFLICT:
+                        raise
+                if self._bucket.head(key) is not None:
+                    return False
+            raise StoreUnavailable(
+                f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers, retry later"
+            )
 
     def put(self, key: str, value: Buffer) -> None:
         """Make one request."""
         with self._call("put", key), memoryview(value) as view:
-            self._writer.put(key, view)
+            self._put(key, view)
+
+    def _put(self, key: str, value: memoryview, *, if_absent: bool = False) -> None:
+        """Write the value, replacing an existing one, unless the condition is sent."""
+        extra = put_headers(self._config, value)
+        if if_absent:
+            extra["if-none-match"] = "*"
+        with self._bucket.ask("PUT", key, extra, value) as response:
+            response.read()
+
+    def _put_once(self, key: str, value: memoryview) -> bool:
+        if self.conditional is not False:
+            try:
+                self._put(key, value, if_absent=True)
+            except ClientError as exc:
+                if error_code(exc)[0] == _EXISTS:
+                    return False
+                if not _is_refused(exc):
+                    raise
+            else:
+                if self.conditional is None:
+                    self.conditional = self._refuses_a_second(key, value)
+                return True
+        self._recorder.count("s3_unconditional_puts")
+        if self._bucket.head(key) is not None:
+            return False
+        self._put(key, value)
+        self.conditional = False
+        return True
+
+    def _refuses_a_second(self, key: str, value: memoryview) -> bool | None:
+        """Whether the server honours the condition; None if the next put must find out. Repeating
+        the same bytes does no harm if it does not. Done once per process, because a HEAD before
+        every PUT would cost a round trip each."""
+        try:
+            self._put(key, value, if_absent=True)
+        except ClientError as exc:
+            if asks_for_later(exc) and not _is_refused(exc):
+                return None
+            return error_code(exc)[0] in (_EXISTS, _CONFLICT)
+        except (BotoCoreError, StoreError):  # no response, but the value was already stored
+            return None
+        return False
 
     def delete(self, key: str) -> bool:
         """Remove the object. Always returns True, because S3 does not report whether it existed."""
@@ -193,25 +253,13 @@ class S3Store:
                 if error_code(exc)[1] != "NoSuchLifecycleConfiguration":
                     raise
                 return LifecycleRules(None, None)
-        rules = [rule for rule in found.get("Rules", ()) if self._applies(rule)]
+        ours = self._bucket.prefix
+        rules = [rule for rule in found.get("Rules", ()) if _applies(rule, ours)]
         expiries = [rule.get("Expiration", {}) for rule in rules]
         moves = [move for rule in rules for move in rule.get("Transitions", ())]
         return LifecycleRules(
             expire_days=_fewest([*expiries, *({"Days": 0} for one in expiries if "Date" in one)]),
             archive_days=_fewest([one for one in moves if one.get("StorageClass") in _ARCHIVES]),
-        )
-
-    def _applies(self, rule: dict[str, Any]) -> bool:
-        """Whether a rule is on and covers payloads, which have no tags."""
-        ours = self._bucket.prefix
-        chosen = rule.get("Filter", {})
-        chosen = chosen.get("And", chosen)
-        prefix = chosen.get("Prefix", rule.get("Prefix", ""))
-        return (
-            rule.get("Status") == "Enabled"
-            and not chosen.keys() & {"Tag", "Tags"}
-            and (prefix.startswith(ours) or ours.startswith(prefix))
-            and not prefix.startswith(f"{ours}quarantine")
         )
 
     def check(self) -> None:
@@ -245,6 +293,46 @@ class S3Store:
             if page is None:
                 return
             yield page
+
+
+def put_headers(config: Config, value: memoryview) -> dict[str, str]:
+    """Return the headers of a put of ``value`` that a bucket demands by the settings: encryption,
+    an ACL, a checksum of the body."""
+    given = {
+        "content-length": str(len(value)),
+        "x-amz-server-side-encryption": config.s3_sse,
+        "x-amz-server-side-encryption-aws-kms-key-id": config.s3_sse_kms_key_id,
+        "x-amz-acl": config.s3_acl,
+    }
+    headers = {name: text for name, text in given.items() if text}
+    if config.s3_checksum is not None:
+        if config.s3_checksum == "crc32":
+            digest = zlib.crc32(value).to_bytes(4, "big")
+        else:
+            digest = hashlib.sha256(value).digest()
+        headers[f"x-amz-checksum-{config.s3_checksum}"] = base64.b64encode(digest).decode()
+    if config.s3_signed_payloads:
+        headers["x-amz-content-sha256"] = hashlib.sha256(value).hexdigest()
+    return headers
+
+
+def _is_refused(exc: ClientError) -> bool:
+    """Whether the server does not support conditional writes."""
+    status, code = error_code(exc)
+    return status == 501 or (status == 400 and code in _REFUSALS)
+
+
+def _applies(rule: dict[str, Any], ours: str) -> bool:
+    """Whether a rule is on and covers payloads below the prefix ``ours``, which have no tags."""
+    chosen = rule.get("Filter", {})
+    chosen = chosen.get("And", chosen)
+    prefix = chosen.get("Prefix", rule.get("Prefix", ""))
+    return (
+        rule.get("Status") == "Enabled"
+        and not chosen.keys() & {"Tag", "Tags"}
+        and (prefix.startswith(ours) or ours.startswith(prefix))
+        and not prefix.startswith(f"{ours}quarantine")
+    )
 
 
 def _fewest(places: Sequence[dict[str, Any]]) -> int | None:
