@@ -261,7 +261,7 @@ class StepThread:
         return self._unfinished
 
     def start(self, work: Steps[Any]) -> Future[Any] | None:
-        """Have work done, none of it by the caller. It can be cancelled until it begins. Returns
+        """Have work done, none of it by the caller. ``cancel`` ends it until it begins. Returns
         None if it is refused: the queue is full, the system is out of threads, or after
         ``close``."""
         task = _Task(work)
@@ -271,11 +271,15 @@ class StepThread:
             if not self._has_thread():
                 return None
             self._unfinished += 1
-            task.future.add_done_callback(self._note_end)
             self._new.append(task)
         if self._sleeps:
             self._alarm.ring()
         return task.future
+
+    def cancel(self, future: Future[Any]) -> None:
+        """Cancel work that has not begun. No effect on other work."""
+        if not future.cancelled() and future.cancel():
+            self._note_end()
 
     def run(self, job: Callable[[], Steps[None] | None]) -> bool:
         """Have a job done without waiting for it. Returns False if it is refused, as by ``start``.
@@ -305,7 +309,7 @@ class StepThread:
             left = list(self._new)
             self._new.clear()
         for task in left:
-            task.future.cancel()
+            self.cancel(task.future)
         if self._thread is None:  # there was none to be had
             self._alarm.close()
             return
@@ -365,8 +369,10 @@ class StepThread:
                 question = task.steps.send(cast("bytes", answer))
         except StopIteration as end:
             task.future.set_result(end.value)
+            self._note_end()
         except BaseException as exc:
             task.future.set_exception(exc)
+            self._note_end()
         else:
             if self._has_ended:
                 self._ready.append((task, ClosedError("closed")))
@@ -377,7 +383,7 @@ class StepThread:
                 traffic.unsent.append((task, question.message))
                 self._send(question.line, traffic)
 
-    def _note_end(self, _: Future[Any]) -> None:
+    def _note_end(self) -> None:
         with self._lock:
             self._unfinished -= 1
         self._ended.set()

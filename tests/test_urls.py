@@ -21,7 +21,7 @@ from objkv.config import load_config, resolve_config
 from objkv.config.urls import FORMS, check_proxies, parse_url
 from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.top.scrape import MetricsSource
-from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
+from objkv.ops.warm.endpoint import Endpoint
 from objkv.redact import without_secrets
 from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
@@ -209,7 +209,7 @@ def test_no_part_of_a_password_in_an_endpoint_is_shown(form: str, password: str)
             source.close()
 
     assert shown(password, outcome(scraped)) == []
-    assert shown(password, outcome(lambda: PrefillEndpoint(url, EndpointLimits()))) == []
+    assert shown(password, outcome(lambda: Endpoint(url))) == []
 
 
 _VARIABLES = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "HTTPS_PROXY", "http_proxy", "ALL_PROXY")

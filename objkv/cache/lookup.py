@@ -17,7 +17,7 @@ from objkv.background import Steps, StepThread, in_steps
 from objkv.errors import StoreError
 from objkv.index.base import Shards
 from objkv.telemetry import Recorder, Trouble
-from objkv.tracing import NO_TRACING, Tracing
+from objkv.tracing import NO_TRACING, Span, Tracing
 
 logger = logging.getLogger(__name__)
 Records = tuple[Shards | None, ...]
@@ -123,8 +123,8 @@ class LookupService:
         ``trace``: the trace that the lookup belongs to."""
         memo = self._memos.get(request_id)
         if memo is None:
-            memo = self._start(request_id, namespace, hashes, trace=trace)
-        elif (answer := memo.answer) is not None:
+            return self._start(request_id, namespace, hashes, trace=trace).answer
+        if (answer := memo.answer) is not None:
             if self._clock() - memo.answered_at > self._limits.age_max_s:
                 memo = self._start(request_id, namespace, hashes, trace=trace)
             elif len(hashes) > memo.count:
@@ -137,7 +137,7 @@ class LookupService:
         """Forget a request. Cancels a queued lookup; a running one finishes unused."""
         memo = self._memos.pop(request_id, None)
         if memo is not None and memo.future is not None:
-            memo.future.cancel()
+            self._thread.cancel(memo.future)
 
     def deadline(self) -> float:
         """Return the time, on this service's clock, until which a lookup started now is worth
@@ -182,37 +182,38 @@ class LookupService:
         *,
         trace: str | None,
     ) -> _Memo:
-        memo = _Memo(known, len(hashes), self.deadline())
+        started = self._clock()
+        memo = _Memo(known, len(hashes), started + self._limits.deadline_s)
         self._memos[request_id] = memo
         # By identity: comparing each record with None takes eight times as long.
-        if memo.count == len(known) or any(one is None for one in known):
+        if memo.count == len(known) or (known and any(one is None for one in known)):
             # A match ends at the first missing chunk, so the later ones do not matter.
             self._answer(memo, memo.no_match)
             return memo
-        started = self._clock()
         span = self._tracing.begin("objkv.lookup", trace, request_id=request_id)
-
-        def find() -> Steps[list[Shards | None]]:
-            found = None
-            try:
-                wanted = hashes[len(known) : memo.count]
-                found = yield from in_steps(self._index.find(namespace, wanted, self._fields))
-                _decode(found)
-                return found
-            finally:
-                self._recorder.observe("lookup_seconds", self._clock() - started)
-                if span.is_on:
-                    error = "the lookup failed" if found is None else None
-                    stored = sum(one is not None for one in found or ())
-                    chunks = memo.count - len(known)
-                    span.end(error, namespace=namespace, chunks=chunks, chunks_found=stored)
-
-        memo.future = self._thread.start(find())
+        memo.future = self._thread.start(self._find(memo, namespace, hashes, started, span))
         if memo.future is None:
             self._recorder.count("lookup_refused")
             span.end("refused: the queue is full", namespace=namespace)
             self._answer(memo, memo.no_match)
         return memo
+
+    def _find(
+        self, memo: _Memo, namespace: str, hashes: Hashes, started: float, span: Span
+    ) -> Steps[list[Shards | None]]:
+        found = None
+        try:
+            wanted = hashes[len(memo.known) : memo.count]
+            found = yield from in_steps(self._index.find(namespace, wanted, self._fields))
+            _decode(found)
+            return found
+        finally:
+            self._recorder.observe("lookup_seconds", self._clock() - started)
+            if span.is_on:
+                error = "the lookup failed" if found is None else None
+                stored = sum(one is not None for one in found or ())
+                chunks = memo.count - len(memo.known)
+                span.end(error, namespace=namespace, chunks=chunks, chunks_found=stored)
 
     def _poll(self, memo: _Memo) -> None:
         future, answer, error = memo.future, None, None
@@ -225,7 +226,7 @@ class LookupService:
                 if self._clock() - self._late_at >= _IN_TIME_S:
                     self._trouble.worked()
         elif future.cancelled() or self.is_late(memo.deadline):
-            future.cancel()
+            self._thread.cancel(future)
             self._recorder.count("lookup_deadlines")
             self._late_at = self._clock()
             self._trouble.failed(TimeoutError(f"no answer within {self._limits.deadline_s:g} s"))

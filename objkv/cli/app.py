@@ -1,6 +1,6 @@
 """The ``objkv`` command line: the table of subcommands, each imported when it is first used.
 
-A new subcommand is one line in ``COMMANDS`` and one module in this folder. Importing all of them
+A new subcommand is one line in ``GROUPS`` and one module in this folder. Importing all of them
 takes ten times longer than printing the list.
 """
 
@@ -16,43 +16,52 @@ from objkv import __version__
 from objkv.cli.command import with_common_options
 from objkv.cli.options import CommonOptions
 
-COMMANDS: Final = {
-    "access": ("access:access", "Print the least-privilege IAM policy and Redis ACL for a role."),
-    "agent": (
-        "agent:agent",
-        "Run the node agent, which loads and saves for all replicas of a machine.",
-    ),
-    "admission": (
-        "admission:admission",
-        "Switch loads off or on in running replicas, for a limited time.",
-    ),
-    "audit": (
-        "audit:audit",
-        "Report stored chunks: owner, age, usage, cost and faults.",
-    ),
-    "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
-    "doctor": ("doctor:doctor", "Check settings, bulk store and index, and suggest fixes."),
-    "exporter": ("exporter:exporter", "Serve store and index metrics to Prometheus."),
-    "ls": ("ls:ls", "List namespaces, or the prefixes stored in one."),
-    "show": ("show:show", "Show the payloads of one chunk and verify every byte."),
-    "size": ("size:size", "Estimate a fleet's storage, request rate and cost."),
-    "top": ("top:top", "Show live hit rates, traffic and errors of a fleet."),
-    "match": ("match:match", "Show how much of a prompt is stored and would be served."),
-    "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
-    "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
-    "warm": ("warm:warm", "Compute and save prompts before users send them."),
-    "prefetch": ("prefetch:prefetch", "Fetch a stored prompt into this node's memory."),
-    "diff": ("diff:diff", "Explain why two namespaces or replicas do not share KV."),
-    "verify": ("verify:verify", "Verify stored payloads and their index records."),
-    "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),
-    "rebuild": ("rebuild:rebuild", "Rebuild the index from the bulk store."),
-    "gpu-check": (
-        "gpu_check:gpu_check",
-        "Check on this machine's GPU that replicas share KV and give the same answers.",
-    ),
-    "bench": ("bench:bench", "Measure your stores, index and node agent from this machine."),
+GROUPS: Final = {
+    "Inspect": {
+        "ls": ("ls:ls", "List namespaces, or the prefixes stored in one."),
+        "show": ("show:show", "Show the payloads of one chunk and verify every byte."),
+        "match": ("match:match", "Show how much of a prompt is stored and would be served."),
+        "diff": ("diff:diff", "Explain why two namespaces or replicas do not share KV."),
+        "audit": ("audit:audit", "Report stored chunks: owner, age, usage, cost and faults."),
+        "top": ("top:top", "Show live hit rates, traffic and errors of a fleet."),
+        "size": ("size:size", "Estimate a fleet's storage, request rate and cost."),
+    },
+    "Operate": {
+        "sweep": ("sweep:sweep", "Find unreachable and evictable data; delete it with --apply."),
+        "rebuild": ("rebuild:rebuild", "Rebuild the index from the bulk store."),
+        "verify": ("verify:verify", "Verify stored payloads and their index records."),
+        "pin": ("pin:pin", "Protect a stored prefix from eviction until a date."),
+        "unpin": ("pin:unpin", "Remove a pin; normal expiry applies again."),
+        "warm": ("warm:warm", "Compute and save prompts before users send them."),
+        "admission": (
+            "admission:admission",
+            "Switch loads off or on in running replicas, for a limited time.",
+        ),
+        "access": (
+            "access:access",
+            "Print the least-privilege IAM policy and Redis ACL for a role.",
+        ),
+        "exporter": ("exporter:exporter", "Serve store and index metrics to Prometheus."),
+    },
+    "Node": {
+        "agent": (
+            "agent:agent",
+            "Run the node agent, which loads and saves for all replicas of a machine.",
+        ),
+        "prefetch": ("prefetch:prefetch", "Fetch a stored prompt into this node's memory."),
+    },
+    "Check": {
+        "doctor": ("doctor:doctor", "Check settings, bulk store and index, and suggest fixes."),
+        "bench": ("bench:bench", "Measure your stores, index and node agent from this machine."),
+        "demo": ("demo:demo", "Show one replica reusing KV that another one computed."),
+        "gpu-check": (
+            "gpu_check:gpu_check",
+            "Check on this machine's GPU that replicas share KV and give the same answers.",
+        ),
+    },
 }
-"""Each subcommand's module and function, and the first sentence of its help."""
+"""By group: each subcommand's module and function, and the first sentence of its help."""
+COMMANDS: Final = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
 class CommandTable(MutableMapping[str, Any]):
@@ -96,8 +105,23 @@ class Commands(TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of subcommands without importing them."""
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, sentence) for name, (_, sentence) in COMMANDS.items()])
+        width = max(map(len, COMMANDS))
+        for group, entries in GROUPS.items():
+            with formatter.section(group):
+                formatter.write_dl(
+                    [(name.ljust(width), sentence) for name, (_, sentence) in entries.items()]
+                )
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """``objkv help [COMMAND]`` and ``objkv version`` are the options of that name."""
+        if args[0] == "version":
+            _print_version(True)
+        if args[0] == "help":
+            args = [*(args[1:2] or [""]), "--help"]
+            if not args[0]:
+                typer.echo(ctx.get_help())
+                ctx.exit()
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         """Run the subcommand. Usage errors do not show pydantic's prefix."""
@@ -136,7 +160,7 @@ def root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", help="Print the version.", is_eager=True, callback=_print_version
+            "--version", "-V", help="Print the version.", is_eager=True, callback=_print_version
         ),
     ] = False,
 ) -> None:

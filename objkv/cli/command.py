@@ -24,8 +24,6 @@ from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from objkv.assembly.backends import Backends
     from objkv.cli.output import Printer
     from objkv.config import Config, Resolved
@@ -62,8 +60,6 @@ class Session:
 
     resolved: "Resolved"
     out: "Printer"
-    file: "Path | None" = None
-    """The file of settings, if it was given as an option."""
 
     @property
     def config(self) -> "Config":
@@ -184,7 +180,7 @@ def _session(options: CommonOptions) -> Session:
     resolved = resolve_config(overrides, file=options.config)
     form, color = options.form, not options.no_color
     out = Printer(machine=form == "json", wide=form == "wide", color=color)
-    return Session(resolved, out, options.config)
+    return Session(resolved, out)
 
 
 def _say(sentence: str, code: int) -> int:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending_in_order
-from objkv.cli.output import Printer, plain, size
+from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError, pip_install
 from objkv.ops.demo import (
@@ -31,7 +31,7 @@ from objkv.ops.demo import (
     show_replicas,
 )
 from objkv.ops.doctor.doctor import installed_version
-from objkv.ops.formats import printable
+from objkv.ops.formats import printable, size
 from objkv.ops.listing import list_namespaces
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder

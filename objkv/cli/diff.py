@@ -86,8 +86,8 @@ def _missing(backends: Backends, name: str) -> str:
     if close := get_close_matches(name, known, _CLOSE):
         return f"{missing}; did you mean {', '.join(close)}?"
     return (
-        f"{missing}: check bulk_url, or give the replica's log, because a reader logs its "
-        f"identity instead of saving it{_listed(known)}"
+        f"{missing}: check bulk_url, or give the replica's log, which has its identity"
+        f"{_listed(known)}"
     )
 
 

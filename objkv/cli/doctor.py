@@ -1,7 +1,6 @@
 """``objkv doctor``: check settings, bulk store and index, and suggest fixes; or judge a model."""
 
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -17,12 +16,10 @@ from objkv.assembly.backends import (
 from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer
-from objkv.cli.output import size as bytes_text
 from objkv.errors import ConfigError
 from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
-from objkv.ops.doctor.probes import Check
-from objkv.ops.doctor.transfer import read_transfer
-from objkv.ops.models.verdict import ModelVerdict, Wish, judge
+from objkv.ops.formats import size as bytes_text
+from objkv.ops.models.verdict import ModelVerdict, VllmOptions, judge
 from objkv.telemetry import MemoryRecorder, NullRecorder
 
 _CODES: dict[Verdict, int] = {
@@ -74,29 +71,17 @@ def doctor(
     dcp: Dcp = 1,
     kv_dtype: KvDtype = "auto",
     draft: Draft = None,
-    transfer: Annotated[
-        str | None,
-        typer.Option(
-            "--kv-transfer-config",
-            help="vLLM's option of this name: check it, and probe its stores.",
-            metavar="JSON|FILE",
-        ),
-    ] = None,
 ) -> int:
     """Check settings, bulk store and index, and suggest fixes.
 
     With --model, say what objkv does with a model before a server starts. Reads its config.json and
     connects to nothing.
     """
-    wish = Wish(tp, pp, dcp, kv_dtype, draft, session.config.chunk_tokens)
+    options = VllmOptions(tp, pp, dcp, kv_dtype, draft, session.config.chunk_tokens)
     if model is not None:
-        return _judge(session.out, judge(model, wish))
-    if wish != Wish(chunk_tokens=wish.chunk_tokens):
+        return _judge(session.out, judge(model, options))
+    if options != VllmOptions(chunk_tokens=options.chunk_tokens):
         raise ConfigError("--tp, --pp, --dcp, --kv-dtype and --draft need --model")
-    checks: tuple[Check, ...] = ()
-    if transfer is not None:
-        found = read_transfer(transfer, file=session.file)
-        session, checks = replace(session, resolved=found.resolved), found.checks
     numbers = MemoryRecorder()
     patient = Patient(
         open_bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
@@ -108,7 +93,7 @@ def doctor(
         read_rules=lambda: read_lifecycle(session.config),
     )
     with session.out.waiting("probing"):
-        report = examine(session.resolved, patient, checks)
+        report = examine(session.resolved, patient)
     if session.out.machine:
         session.out.document(report)
     else:

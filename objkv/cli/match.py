@@ -1,17 +1,17 @@
 """``objkv match``: how much of a prompt is stored and would be served."""
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Printer, age, counted, plain, size
+from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import seal_of
-from objkv.errors import ConfigError, ObjkvError
+from objkv.errors import ObjkvError
 from objkv.ops.explain.causes import Explanation, Question
-from objkv.ops.explain.explain import ReplicaCounters, ask_replica, explain_match
+from objkv.ops.explain.explain import explain_match
+from objkv.ops.formats import age, size
 from objkv.ops.listing import find_identity
 from objkv.ops.match import MatchReport, match_prompt
 
@@ -32,21 +32,11 @@ def match(
     explain: Annotated[
         bool, typer.Option("--explain", help="Explain why the match ends where it does.")
     ] = False,
-    endpoint: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="URL of a replica. With --explain, also report the loads that it "
-            "refused and the saves that it dropped. Repeatable.",
-            metavar="URL",
-        ),
-    ] = None,
 ) -> int:
     """Show how much of a prompt is stored and would be served.
 
     Without --tokens, --text or --text-file, token ids are read from standard input.
     """
-    if endpoint and not explain:
-        raise ConfigError("--endpoint needs --explain")
     prompt = prompts.read_prompt(tokens, text, text_file, tokenizer)
     extras = prompts.read_extras(lora_digest, cache_salt)
     with session.backends() as backends:
@@ -68,9 +58,8 @@ def match(
                     )
                 )
     memory = _in_memory(session, report)
-    replicas = [ask_replica(one) for one in endpoint or ()]
     if session.out.machine:
-        more = {"explanation": plain(why), "replicas": plain(replicas)} if why else {}
+        more = {"explanation": plain(why)} if why else {}
         if memory is not None:
             more["memory"] = plain(memory)
         session.out.document({**plain(report), **more})
@@ -82,7 +71,7 @@ def match(
             f"node's memory, {size(memory.resident_bytes)}"
         )
     if why is not None:
-        _print_reason(session.out, why, replicas)
+        _print_reason(session.out, why)
     return FINE
 
 
@@ -101,7 +90,7 @@ def _in_memory(session: Session, report: MatchReport) -> "Matched | None":
         return None
 
 
-def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaCounters]) -> None:
+def _print_reason(out: Printer, why: Explanation) -> None:
     out.line()
     if why.chunk is None:
         out.line(f"why: {why.sentence}", "bold")
@@ -112,14 +101,8 @@ def _print_reason(out: Printer, why: Explanation, replicas: Sequence[ReplicaCoun
         out.line(f"  found: {text}")
     for text in why.advice:
         out.line(f"  to do: {text}")
-    for text in why.untold:
+    for text in why.unknown:
         out.line(f"  unknown: {text}")
-    for replica in replicas:
-        out.line()
-        out.line(f"{replica.endpoint}, since it started:")
-        sentences = replica.sentences or ("refused no loads, dropped no saves",)
-        for text in (replica.problem,) if replica.problem else sentences:
-            out.line(f"  {text}")
 
 
 def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:

@@ -1,14 +1,14 @@
 """Output of all commands: tables for people, one JSON document for programs."""
 
-import json
+import re
 import shutil
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Final
 
+from pydantic_core import to_json, to_jsonable_python
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -20,12 +20,21 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.segment import Segment, Segments
+from rich.table import Table
 from rich.text import Text
 
-from objkv.cli.tables import FittedTable
-from objkv.ops.formats import printable, span
+from objkv.ops.formats import DASH, printable
+from objkv.ops.formats import age as age
+from objkv.ops.formats import size as size
 
+HASH_DIGITS: Final = 12
+"""Digits of a shortened hash: enough to name one chunk among millions."""
+_HASH: Final = re.compile(r"(?<![0-9A-Za-z])([0-9a-f]{12})[0-9a-f]{20,52}(?![0-9A-Za-z])")
+_NAME_MIN: Final = 12
+"""Names are cut to this width before a column is left out."""
 _WIDTH = 10_000
+plain = partial(to_jsonable_python, bytes_mode="hex")
+"""Converts a value to JSON values: dataclasses to objects, bytes to hex."""
 _STYLES = {
     "ok": "green",
     "warning": "yellow",
@@ -63,24 +72,31 @@ class Printer:
 
     def document(self, value: Any) -> None:
         """Print ``value``, which may contain dataclasses, as the JSON document."""
-        sys.stdout.write(json.dumps(plain(value), indent=2) + "\n")
+        document = to_json(value, indent=2, bytes_mode="hex", inf_nan_mode="constants")
+        sys.stdout.write(document.decode() + "\n")
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        """Print rows. ``>`` before a column's name aligns it right and ``~`` lets it wrap between
-        words. A table whose columns all lack names has no header.
+        """Print rows. ``>`` before a column's name aligns it right; such columns (numbers) are
+        never cut. ``~`` lets a column wrap between words. A table whose columns all lack names has
+        no header.
 
-        On a terminal, hashes are shortened and the last columns are left out if there is no room.
+        On a terminal, hashes are shortened, names are cut, and the last columns are left out if
+        there is no room.
         """
-        cells = [[_cell(value) for value in row] for row in rows]
-        fitted = FittedTable(columns, cells)
-        if not self._wide and sys.stdout.isatty():
-            fitted.fit(shutil.get_terminal_size().columns)
-        for line in self._console.render_lines(fitted.table(), pad=False):
+        is_fitted = not self._wide and sys.stdout.isatty()
+        width = shutil.get_terminal_size().columns if is_fitted else None
+        table = rich_table(columns, rows, width)
+        options = self._console.options.update(width=width or _WIDTH)
+        for line in self._console.render_lines(table, options, pad=False):
             whole = Segments([*_trimmed(line), Segment.line()])
             self._console.print(whole, soft_wrap=True, end="")
-        if fitted.is_cut and not self._is_cut:
+        if len(table.columns) < len(columns) and not self._is_cut:
             self._is_cut = True
             self.line("cut to fit the terminal: -o wide shows everything", "dim")
+
+    def screen(self) -> Console:
+        """Return a console of the terminal's size, for what is redrawn."""
+        return Console(no_color=None if self.color else True)
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print one line, with control characters replaced."""
@@ -126,29 +142,48 @@ class Printer:
             yield
 
 
-def plain(value: Any) -> Any:
-    """Convert ``value`` to JSON values: dataclasses to objects, bytes to hex."""
-    if is_dataclass(value) and not isinstance(value, type):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, bytes):
-        return value.hex()
-    if isinstance(value, dict):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(item) for item in value]
-    return value
+def rich_table(
+    columns: Sequence[str], rows: Sequence[Sequence[object]], width: int | None = None
+) -> Table:
+    """Return a table of at most ``width`` cells; see ``Printer.table``."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    places = list(range(len(columns)))
+    if width is not None:
+        cells = [[_shortened(cell) for cell in row] for row in cells]
+        needed = [_needed(name, [row[at] for row in cells]) for at, name in enumerate(columns)]
+        while len(places) > 1 and sum(needed[at] + 2 for at in places) - 2 > width:
+            places.pop()
+    has_names = any(name.lstrip(">~") for name in columns)
+    table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_names)
+    for at in places:
+        name = columns[at]
+        is_prose, is_number = name.startswith("~"), name.startswith(">")
+        table.add_column(
+            name.lstrip(">~"),
+            justify="right" if is_number else "left",
+            no_wrap=is_number or (width is None and not is_prose),
+            overflow="fold" if is_prose or width is None else "ellipsis",
+        )
+    for row in cells:
+        table.add_row(*(row[at] for at in places))
+    return table
 
 
-def size(nbytes: int | None) -> str:
-    """``1.5 MiB``; a dash for None."""
-    if nbytes is None:
-        return "-"
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"
+def _needed(name: str, cells: Sequence[Text]) -> int:
+    """Return the least width of a column."""
+    widest = max([len(name.lstrip(">~")), *(cell.cell_len for cell in cells)])
+    return widest if name.startswith(">") else min(widest, _NAME_MIN)
+
+
+def _shortened(cell: Text) -> Text:
+    """Return the cell with its hashes cut. Only a hash that is a word of its own lacks an ellipsis:
+    commands take its beginning, but not that of a path."""
+
+    def cut(found: re.Match[str]) -> str:
+        around = cell.plain[: found.start()][-1:] + cell.plain[found.end() :][:1]
+        return found[1] + ("…" if around.strip() else "")
+
+    return Text(_HASH.sub(cut, cell.plain), style=cell.style)
 
 
 def counted(number: int, one: str, many: str = "") -> str:
@@ -158,13 +193,6 @@ def counted(number: int, one: str, many: str = "") -> str:
     ('1 token fills', '2,000 chunks')
     """
     return f"{number:,} {one if number == 1 else many or f'{one}s'}"
-
-
-def age(moment_s: int | None, now_s: float | None = None) -> str:
-    """Return how long ago, in the largest unit that fits; a dash for None."""
-    if moment_s is None:
-        return "-"
-    return span((time.time() if now_s is None else now_s) - moment_s)
 
 
 def _trimmed(line: Sequence[Segment]) -> list[Segment]:
@@ -179,7 +207,7 @@ def _trimmed(line: Sequence[Segment]) -> list[Segment]:
 
 def _cell(value: object) -> Text:
     if value is None:
-        text = "-"
+        text = DASH
     elif isinstance(value, bool):
         text = "true" if value else "false"
     else:

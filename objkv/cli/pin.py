@@ -14,15 +14,16 @@ from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import counted, size
+from objkv.cli.output import counted
 from objkv.config.units import parse_duration
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.formats import size
 from objkv.ops.listing import find_identity, find_namespace
-from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins
+from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins, stored_prefix
 from objkv.ops.show import BEGINNING_CHARS_MIN, choose_chunk, find_payloads, is_beginning
 
 _LASTS_S_MAX = 10**15
@@ -82,7 +83,8 @@ def pin(
         else:
             identity = find_identity(backends.bulk, backends.index, namespace)
             name = identity.namespace()
-            chain = _stored(backends, name, prefix_hashes(name, ids, identity.chunk_tokens, extras))
+            hashes = prefix_hashes(name, ids, identity.chunk_tokens, extras)
+            chain = stored_prefix(backends.index, name, hashes)
         if not chain:
             session.out.line("no chunk of this prompt is stored; send it to a replica first")
             return FOUND
@@ -182,16 +184,6 @@ def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:
     except NotStored as exc:
         listing = f"objkv ls {namespace[:8]} lists the leaves that can be pinned"
         raise NotStored(f"{exc}; {listing}") from None
-
-
-def _stored(backends: Backends, namespace: str, hashes: list[bytes]) -> list[Record]:
-    """Return the records of the prompt's stored prefix."""
-    chain = []
-    for record in backends.index.lookup(namespace, hashes) if hashes else []:
-        if record is None or not record.shards:
-            break
-        chain.append(record)
-    return chain
 
 
 def _chunk(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:

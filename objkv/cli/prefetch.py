@@ -14,12 +14,13 @@ from objkv.agent.prefetch import NamespaceFacts, Prefetched
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
 from objkv.cli.options import size_option, time_option
-from objkv.cli.output import Printer, counted, size
+from objkv.cli.output import Printer, counted
 from objkv.config.node import agent_socket, http_path
 from objkv.errors import ConfigError, UnclearName
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.agent_api import AgentApi, AskedPrompt
+from objkv.ops.formats import size
 from objkv.ops.listing import NamedNamespace
 
 _POLL_S, _POLL_MAX_S = 0.02, 0.5

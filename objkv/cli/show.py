@@ -6,12 +6,13 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import Printer, age, size
+from objkv.cli.output import Printer
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import stored_namespaces
+from objkv.ops.formats import age, size
 from objkv.ops.listing import find_namespace
 from objkv.ops.show import (
     BEGINNING_CHARS_MIN,

@@ -11,10 +11,11 @@ from objkv.cache.worth import ChunkCost, PutRule
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, priced, time_option
 from objkv.cli.output import Printer, counted, plain
-from objkv.cli.output import size as bytes_text
 from objkv.config.prices import RANGE_BYTES, Prices
 from objkv.errors import ConfigError
-from objkv.ops.size.model import DTYPES, PRESETS, ModelShape, attention, preset, read_model
+from objkv.ops.formats import size as bytes_text
+from objkv.ops.models.layers import KV_DTYPES
+from objkv.ops.size.model import PRESETS, ModelShape, attention, preset, read_model
 from objkv.ops.size.sizing import ChunkSizing, Layout, Load, Sizing, size_fleet
 
 _GIGABIT = 1e9 / 8
@@ -138,8 +139,8 @@ def _shape(
     model: str | None, numbers: tuple[int | None, int | None, int | None], kv_dtype: str | None
 ) -> ModelShape:
     kv_dtype = None if kv_dtype == "auto" else kv_dtype
-    if kv_dtype is not None and kv_dtype not in DTYPES:
-        raise ConfigError(f"--kv-dtype {kv_dtype}: choose auto, {', '.join(DTYPES)}")
+    if kv_dtype is not None and kv_dtype not in KV_DTYPES:
+        raise ConfigError(f"--kv-dtype {kv_dtype}: choose auto, {', '.join(KV_DTYPES)}")
     layers, kv_heads, head_size = numbers
     if model is not None:
         if layers or kv_heads or head_size:

@@ -1,21 +1,8 @@
 """``objkv warm``: compute and store prompts before users send them."""
 
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from objkv.cli.command import (
     FINE,
@@ -27,53 +14,14 @@ from objkv.cli.command import (
     ending_in_order,
 )
 from objkv.cli.options import time_option
-from objkv.cli.output import Printer, size
+from objkv.cli.output import Printer
 from objkv.errors import ConfigError
-from objkv.ops.formats import printable
+from objkv.ops.formats import printable, size
 from objkv.ops.listing import find_namespace
 from objkv.ops.warm.prompts import read_prompts
-from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import WarmLimits
-
-if TYPE_CHECKING:
-    from objkv.ops.warm.warm import WarmProgress
+from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
 
 _SHOWN_MAX = 20
-
-
-@contextmanager
-def watching(out: Printer) -> "Iterator[WarmProgress]":
-    """Show progress on a terminal within the block."""
-    console = Console(stderr=True, no_color=None if out.color else True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as progress:
-        task = progress.add_task("starting", total=None, speed="")
-
-        def stage(text: str) -> None:
-            progress.reset(task, description=text, total=None, speed="")
-
-        def prepared(count: int) -> None:
-            progress.update(task, completed=count)
-
-        def warmed(report: WarmReport) -> None:
-            elapsed = progress.tasks[0].elapsed or 0.0
-            rate = report.asked_tokens / elapsed if elapsed else 0.0
-            progress.update(
-                task, completed=report.done, total=report.prompts, speed=f"{rate:,.0f} tokens/s"
-            )
-
-        from objkv.ops.warm.warm import WarmProgress  # late: it imports httpx and jinja2
-
-        yield WarmProgress(stage, prepared, warmed, out.note)
 
 
 def show_report(out: Printer, report: WarmReport) -> None:
@@ -168,17 +116,9 @@ _Endpoint = Annotated[
 ]
 _Model = Annotated[
     str | None,
-    typer.Option(help="Start an engine with this model folder or hub id.", metavar="MODEL"),
+    typer.Option(help="Start vllm serve with this model folder or hub id.", metavar="MODEL"),
 ]
-_Check = Annotated[
-    bool, typer.Option("--check", help="Only report which prompts are stored; no engine.")
-]
-_Tokenizer = Annotated[
-    Path | None,
-    typer.Option(
-        help="Tokenizer folder (default: the engine or server tokenizes).", metavar="PATH"
-    ),
-]
+_Check = Annotated[bool, typer.Option("--check", help="Only report which prompts are stored.")]
 _Lora = Annotated[
     list[str] | None,
     typer.Option(
@@ -188,9 +128,7 @@ _Lora = Annotated[
 ]
 _EngineArg = Annotated[
     list[str] | None,
-    typer.Option(
-        help="An argument of vllm.LLM for --model, as JSON; repeatable.", metavar="NAME=VALUE"
-    ),
+    typer.Option(help="An argument of vllm serve for --model; repeatable.", metavar="NAME[=VALUE]"),
 ]
 _ServedModel = Annotated[
     str | None, typer.Option(help="The base model's name in requests.", metavar="NAME")
@@ -240,7 +178,6 @@ def warm(
     endpoint: _Endpoint = None,
     model: _Model = None,
     check: _Check = False,
-    tokenizer: _Tokenizer = None,
     lora: _Lora = None,
     engine_arg: _EngineArg = None,
     served_model: _ServedModel = None,
@@ -273,15 +210,15 @@ def warm(
         served_model=served_model,
         api_key=api_key,
         engine_arguments=dict(_argument(text) for text in engine_arg or ()),
-        tokenizer=tokenizer,
         namespace=namespace,
         adapters=dict(_pair(text, "--lora") for text in lora or ()),
         at_once=concurrency,
         answer_s=request_s,
-        patience=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
+        limits=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
     )
-    with ending_in_order(), watching(session.out) as watch:
-        report = run_warm(session.resolved, read_prompts(places), options, watch)
+    with ending_in_order(), session.out.steps("warming") as step:
+        progress = WarmProgress(lambda one: step(one.done, one.prompts), session.out.note)
+        report = run_warm(session.resolved, read_prompts(places), options, progress)
     show_report(session.out, report)
     return _code(report)
 
@@ -299,9 +236,7 @@ def _pair(text: str, option: str) -> tuple[str, str]:
     return name, value
 
 
-def _argument(text: str) -> tuple[str, Any]:
-    name, value = _pair(text, "--engine-arg")
-    try:
-        return name.replace("-", "_"), json.loads(value)
-    except ValueError:
-        return name.replace("-", "_"), value
+def _argument(text: str) -> tuple[str, str | bool]:
+    name, found, value = text.partition("=")
+    flags = {"": not found or "", "true": True, "false": False}
+    return name.removeprefix("--"), flags.get(value, value)

@@ -19,7 +19,6 @@ from objkv.client.matching import Matcher, encoded
 from objkv.client.results import Match, Namespace, PinnedPrefix
 from objkv.config import Resolved, resolve_config
 from objkv.errors import ConfigError, NotStored, PayloadError
-from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
 from objkv.ops.audit.audit import Audit, audit_options, audit_view, find_places, walk_stages
@@ -27,13 +26,13 @@ from objkv.ops.audit.report import AuditReport
 from objkv.ops.audit.spool import AuditSpool
 from objkv.ops.audit.walk import AuditWalk
 from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
+from objkv.ops.chat import LocalTokenizer
 from objkv.ops.explain.causes import Explanation, Question
 from objkv.ops.explain.explain import explain_match
 from objkv.ops.listing import find_namespace
 from objkv.ops.match import match_prompt
-from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins
+from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins, stored_prefix
 from objkv.ops.runs import WorkPool
-from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import to_prompt
 from objkv.telemetry import NullRecorder
 
@@ -282,7 +281,7 @@ class Client:
             assert prompt is not None
             tokens, extras = self._read(prompt, cache_salt, lora_digest)
             hashes = prefix_hashes(known.name, tokens, known.identity.chunk_tokens, extras)
-            chain = _leading(index.lookup(known.name, hashes) if hashes else [])
+            chain = stored_prefix(index, known.name, hashes)
             if not chain:
                 raise NotStored(f"{known.name}: no chunk of this prompt is stored")
         return _pin(pinner.pin(known.name, chain, until_s=int(time.time() + for_s)))
@@ -326,14 +325,11 @@ class Client:
     ) -> "WarmReport":
         """Compute and save ``prompts`` in advance, with this client's settings.
 
-        Takes the arguments of ``objkv.warm``. With ``check``, ``tokenizer`` is by default that
-        of the client.
+        Takes the arguments of ``objkv.warm``.
         """
         from objkv.client.warming import WarmOptions, warm_prompts  # late: a client of HTTP
 
         self._check_open()
-        if check and self._place is not None:
-            options.setdefault("tokenizer", Path(self._place))
         chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
         return warm_prompts(self._resolved, prompts, chosen)
 
@@ -400,16 +396,6 @@ class Client:
     def _pinner(self) -> Pinner:
         backends = self._backends
         return Pinner(backends.bulk, for_operators(backends.admin), self._config.ttl_s)
-
-
-def _leading(records: Sequence[Record | None]) -> list[Record]:
-    """Return the records of the stored prefix."""
-    chain = []
-    for record in records:
-        if record is None or not record.shards:
-            break
-        chain.append(record)
-    return chain
 
 
 def _hash(leaf: str) -> bytes:

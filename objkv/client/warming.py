@@ -1,10 +1,8 @@
-"""Wires ``warm``: the engines or endpoints that compute, store and index. For the command and for
-programs."""
+"""Wires ``warm``: the endpoints that compute, store and index. For the command and for programs."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -12,47 +10,38 @@ from typing import Any
 from objkv.assembly.backends import open_backends
 from objkv.config import Resolved, resolve_config
 from objkv.errors import ConfigError
-from objkv.keys.identity import name_model
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.listing import find_identity
-from objkv.ops.warm import endpoint, engine
-from objkv.ops.warm.chat import LocalTokenizer
-from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
-from objkv.ops.warm.engine import EngineProcess, WarmEngineJob
-from objkv.ops.warm.prefill import Prefiller
+from objkv.ops.warm import server
+from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
-from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import WarmLimits
-from objkv.ops.warm.warm import Means, WarmProgress, check_stored, warm_by
+from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
+from objkv.ops.warm.run import WarmJob, check_stored, warm_by
 from objkv.telemetry import NullRecorder
-
-_ENGINE = "objkv.programs.warm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmOptions:
-    """The way to compute, with its options: one of ``endpoints``, ``model``, ``llm``, ``check``."""
+    """The way to compute, with its options: ``endpoints``, ``model``, or none with ``check``."""
 
     endpoints: Sequence[str] = ()
     model: str | None = None
-    """A folder or a hub id; a separate engine is started for it."""
-    llm: Any = None
-    """A ``vllm.LLM`` with objkv's connector, in this process."""
+    """A folder or a hub id; ``vllm serve`` is started for it."""
     check: bool = False
-    """Report which prompts are stored, without computing."""
+    """Report which prompts are stored, without computing. ``endpoints`` then only tokenize."""
     served_model: str | None = None
     """The base model's name at the endpoints, if they serve several."""
     api_key: str | None = field(default=None, repr=False)
     engine_arguments: Mapping[str, Any] = field(default_factory=dict)
-    tokenizer: Path | str | None = None
+    """Further arguments of ``vllm serve`` by name."""
     namespace: str | None = None
     """A namespace or its prefix; detected by default."""
     adapters: Mapping[str, str] = field(default_factory=dict)
     """By name: an adapter's folder, or the digest of its content."""
     at_once: int | None = None
-    """Concurrent requests per endpoint or engine."""
+    """Concurrent requests per endpoint."""
     answer_s: float = 600.0
-    patience: WarmLimits = field(default_factory=WarmLimits)
+    limits: WarmLimits = field(default_factory=WarmLimits)
 
 
 def warm(
@@ -61,7 +50,6 @@ def warm(
     config: Mapping[str, Any] | None = None,
     endpoints: Sequence[str] = (),
     model: str | None = None,
-    llm: Any = None,
     check: bool = False,
     **options: Any,
 ) -> WarmReport:
@@ -72,15 +60,14 @@ def warm(
             ``Path`` of a file with one of these per line.
         config: settings by name, in addition to those of the environment.
         endpoints: URLs of OpenAI-compatible servers with objkv's connector.
-        model: a folder or hub id; a separate engine computes, in a child process.
-        llm: a ``vllm.LLM`` with objkv's connector, without other users meanwhile.
-        check: only report which prompts are stored.
+        model: a folder or hub id; ``vllm serve`` is started for it, and ended afterwards.
+        check: only report which prompts are stored. Text needs ``endpoints``, which tokenize it.
         options: see ``WarmOptions``.
 
     ``report.is_complete`` is True if all of them are stored. Raises ``ConfigError`` and
     ``StoreError``. An interruption ends the call, and the report states it.
     """
-    chosen = WarmOptions(endpoints=endpoints, model=model, llm=llm, check=check, **options)
+    chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
     return warm_prompts(resolve_config(dict(config or {})), prompts, chosen)
 
 
@@ -95,17 +82,18 @@ def run_warm(
     resolved: Resolved,
     prompts: Iterable[WarmPrompt],
     options: WarmOptions,
-    watch: WarmProgress | None = None,
+    progress: WarmProgress | None = None,
 ) -> WarmReport:
     """Implement ``warm``."""
-    config, watch = resolved.config, watch or WarmProgress()
-    modes = [bool(options.endpoints), options.model is not None, options.llm is not None]
-    if sum(modes) + options.check != 1:
+    config, progress = resolved.config, progress or WarmProgress()
+    if bool(options.endpoints) + (options.model is not None) != 1 and not (
+        options.check and options.model is None
+    ):
         raise ConfigError(
-            "choose how to compute: an endpoint, or a model to start an engine; or check, which "
+            "choose how to compute: an endpoint, or a model to start a server; or check, which "
             "does not compute"
         )
-    digests = {name: _digest(name, value) for name, value in options.adapters.items()}
+    adapters = {name: _digest(name, value) for name, value in options.adapters.items()}
     with ExitStack() as stack:
         backends = stack.enter_context(open_backends(config, NullRecorder()))
         backends.bulk.check()
@@ -113,60 +101,50 @@ def run_warm(
         view = BackendsView.of(
             config, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
         )
-        if options.check:
-            means = Means(view, digests, _tokenizer(options), None, watch, _base(options))
+        identity = None
+        base = {name for name in (options.served_model, options.model) if name is not None}
+        if options.check or options.namespace is not None:
             identity = find_identity(view.bulk, view.index, options.namespace)
-            return check_stored(means, prompts, identity)
-        askers = _askers(resolved, options)
-        for asker in askers:
-            stack.enter_context(closing(asker))
-        is_named = options.namespace is not None
-        identity_of = (
-            partial(find_identity, view.bulk, view.index, options.namespace) if is_named else None
-        )
-        means = Means(view, digests, _tokenizer(options), identity_of, watch, _base(options))
-        return warm_by(means, askers, prompts, options.patience)
+            base |= {identity.model, identity.model.rpartition("/")[2]}
+        if options.model is not None:
+            progress.note(f"starting vllm serve {options.model}")
+            folders = {name: _folder(name, path) for name, path in options.adapters.items()}
+            socket = stack.enter_context(
+                server.serving(
+                    options.model,
+                    _environment(resolved),
+                    adapters=folders,
+                    arguments=options.engine_arguments,
+                )
+            )
+            at_once = options.at_once or server.AT_ONCE
+            own = Endpoint("http://localhost", at_once=at_once, socket=socket)
+            endpoints = [own]
+        else:
+            endpoints = [
+                Endpoint(
+                    url,
+                    at_once=options.at_once or 8,
+                    answer_s=options.answer_s,
+                    model=options.served_model,
+                    api_key=options.api_key,
+                    allow_plaintext=config.allow_plaintext,
+                )
+                for url in dict.fromkeys(options.endpoints)
+            ]
+        job = WarmJob(view, endpoints, identity, adapters, base, options.limits, progress)
+        if options.check:
+            return check_stored(job, prompts)
+        return warm_by(job, prompts, "model" if options.model else "endpoints")
 
 
 def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:
     for number, value in enumerate(prompts):
-        if isinstance(value, WarmPrompt):
-            yield value
-        elif isinstance(value, Path):
+        if isinstance(value, Path):
             yield from read_prompts([str(value)])
         else:
             # Arrays are converted to lists.
             yield to_prompt(getattr(value, "tolist", lambda v=value: v)(), f"prompt {number}")
-
-
-def _askers(resolved: Resolved, options: WarmOptions) -> list[Prefiller]:
-    if options.llm is not None:
-        folders = {name: path for name, path in options.adapters.items() if Path(path).is_dir()}
-        asker: Prefiller = import_module(_ENGINE).LlmAsker(
-            options.llm, adapters=folders, at_once=options.at_once or engine.AT_ONCE
-        )
-        return [asker]
-    if options.model is not None:
-        job = WarmEngineJob(
-            options.model,
-            options.engine_arguments,
-            {name: _folder(name, path) for name, path in options.adapters.items()},
-            tokenizes=options.tokenizer is None,
-            at_once=options.at_once or engine.AT_ONCE,
-        )
-        return [EngineProcess(job, _environment(resolved))]
-    limits = EndpointLimits(options.at_once or endpoint.AT_ONCE, options.answer_s)
-    urls = list(dict.fromkeys(options.endpoints))
-    return [
-        PrefillEndpoint(
-            url,
-            limits,
-            model=options.served_model,
-            api_key=options.api_key,
-            allow_plaintext=resolved.config.allow_plaintext,
-        )
-        for url in urls
-    ]
 
 
 def _environment(resolved: Resolved) -> dict[str, str]:
@@ -181,22 +159,12 @@ def _environment(resolved: Resolved) -> dict[str, str]:
     return {f"OBJKV_{name.upper()}": str(value) for name, value in passed.items()}
 
 
-def _base(options: WarmOptions) -> frozenset[str]:
-    """Return the names of the base model, for endpoints that do not report them."""
-    names = {options.served_model, options.model}
-    if options.model is not None:
-        names.add(Path(name_model(options.model, None)).name)
-    return frozenset(name for name in names if name is not None)
-
-
-def _tokenizer(options: WarmOptions) -> LocalTokenizer | None:
-    return None if options.tokenizer is None else LocalTokenizer(Path(options.tokenizer))
-
-
 def _digest(name: str, value: str) -> bytes:
     folder = Path(value)
     if folder.is_dir():
-        digest: bytes | None = import_module(_ENGINE).adapter_content(folder)
+        # By name: this floor knows nothing of the connector, and other callers need none of it.
+        weights = import_module("objkv.connector.model.weights")
+        digest: bytes | None = weights.adapter_content(folder)
         if digest is None:
             raise ConfigError(f"adapter {name}: {value} has no weights")
         return digest

@@ -33,24 +33,28 @@ class ReplicaNamespace(Generic[IdentityT]):
         self._writes = writes
         self._stored: set[str] = set()
         self._storing = False
+        self._logged = ""
+        """The namespace whose document was logged last."""
         self.open = True
         """False while the replica's own blocks may come from old weights."""
         self.name: str = identity.namespace()
 
     def announce(self) -> None:
-        """Store the identity document in the background, unless that was done or has begun.
-
-        A replica that only loads may lack the rights to store it. It logs the document instead,
-        once per namespace, and ``objkv diff`` reads it from the log.
+        """Log the identity document, which ``objkv diff`` reads from any replica's log, and store
+        it in the background, unless that was done or has begun. A replica that only loads may lack
+        the rights to store it.
         """
         name = self.name
+        if name != self._logged:
+            self._logged = name
+            logged = self.identity.canonical().decode()
+            logger.info("objkv identity namespace=%s document=%s", name, logged)
         if self._storing or name in self._stored:
             return
-        document = self.identity.canonical()
         if not self._writes:
             self._stored.add(name)
-            logger.info("objkv identity namespace=%s document=%s", name, document.decode())
             return
+        document = self.identity.canonical()
 
         def put() -> Steps[None]:
             try:

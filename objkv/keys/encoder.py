@@ -16,8 +16,6 @@ from objkv.keys.prefix import PromptExtras, encode_extras, field_digest
 
 ENCODER_SCHEME = "objkv-encoder-1"
 ENCODER_GROUP = 0
-ENCODER_FIELD = str(ENCODER_GROUP)
-"""The output's field in its index record. It is the same on every TP rank, and one saves it."""
 
 
 @dataclass(frozen=True, slots=True)

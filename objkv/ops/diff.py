@@ -310,8 +310,7 @@ def diff(a: Document, b: Document) -> DiffReport:
 def _reason(report: DiffReport) -> str:
     if report.share:
         return "they share: each can load what the other has saved"
-    # ``causes`` is empty if fields follow from each other in a circle.
-    causes = report.causes or report.differences
+    causes = report.causes
     names = [_name(cause) for cause in causes[:_NAMES_SHOWN]]
     more = len(causes) - len(names)
     listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))

@@ -1,6 +1,7 @@
 """Formats numbers and texts for people. An unknown value is a dash, never a zero."""
 
 import re
+import time
 from datetime import UTC, datetime
 from typing import Final
 
@@ -94,6 +95,13 @@ def duration(seconds: float | None) -> str:
         if abs(seconds) >= length:
             return f"{seconds / length:,.1f} {unit}"
     return f"{seconds:,.1f} s"
+
+
+def age(moment_s: float | None, now_s: float | None = None) -> str:
+    """``3 d``: how long ago it was."""
+    if moment_s is None:
+        return DASH
+    return span((time.time() if now_s is None else now_s) - moment_s)
 
 
 def ago(moment_s: int | None, now_s: int) -> str:

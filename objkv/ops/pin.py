@@ -9,6 +9,7 @@ read again; if they have changed, the update is repeated, so the last update ref
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from objkv.cache.pins import UNTIL_S_MAX, Pin, pin_path, read_pin, scan_pins
 from objkv.cache.pins import read_pins as read_pins
@@ -65,6 +66,13 @@ def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
         if len(chain) == _CHUNKS_MAX or record.token_end <= record.token_start:
             raise ConfigError(f"{namespace}: the chain of {leaf.hex()} does not end")
         wanted, end = record.parent_hash, record.token_start
+
+
+def stored_prefix(index: ReadIndex, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
+    """Return the records of a prompt's stored prefix. ``hashes``: those of its whole chunks."""
+    records = index.lookup(namespace, hashes) if hashes else []
+    stored = takewhile(lambda record: record is not None and record.shards, records)
+    return [record for record in stored if record is not None]
 
 
 @dataclass(frozen=True, slots=True)

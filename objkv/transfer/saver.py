@@ -257,25 +257,24 @@ class Saver:
 
     def _gather(self, step: _Step) -> None:
         """Submit a step's copies, in a thread that does nothing else: a fence waits for it."""
-        named, step.plans = list(self._named(step.plans)), ()
+        plans, step.plans = step.plans, ()
         chunks, failed = list[_SavedChunk](), list[_SavedChunk]()
         mark = None
-        if not self._advance(step, _State.GATHERING):
-            self._drop(named)
-        else:
-            try:
-                chunks = self._take(named)
-                if chunks:
-                    failed = self._submit(chunks, step.after)
-                    mark = self._lane.mark()
-            except Exception:
-                logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
-                failed = chunks
-            if not self._advance(step, _State.GATHERED, mark):
-                failed = chunks
-            self._give_up(failed, mark)
-            self._drop(failed)
-            step.chunks = [one for one in chunks if one not in failed]
+        try:
+            named = list(self._named(plans))
+            if not self._advance(step, _State.GATHERING):
+                self._drop(named)
+            elif chunks := self._take(named):
+                failed = self._submit(chunks, step.after)
+                mark = self._lane.mark()
+        except Exception:  # the step must end: otherwise its requests keep their blocks for ever
+            logger.exception("chunks not gathered, their slabs are lost count=%d", len(chunks))
+            failed = chunks
+        if not self._advance(step, _State.GATHERED, mark):
+            failed = chunks
+        self._give_up(failed, mark)
+        self._drop(failed)
+        step.chunks = [one for one in chunks if one not in failed]
         with self._changed:
             self._waiting += len(step.chunks)
         if not self._saves.put([step]):

@@ -287,7 +287,7 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
 
     monkeypatch.setattr(node, "connect", late)
     key = read_header(made[1]).claim.key
-    forward = threading.Thread(target=lambda: begun.append(node.desk.saves.begin_save(key)))
+    forward = threading.Thread(target=lambda: begun.append(node.desk.saves.begin_save(key.path())))
     with ThreadPoolExecutor(1) as pool:
         try:
             handed = pool.submit(node.desk.hand_over, made[0])

@@ -306,6 +306,31 @@ def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
     assert first.result(_SOON_S) is None
 
 
+def test_cancelled_work_gives_its_place_back_once() -> None:
+    thread, may_go = StepThread("objkv-test", answer_s=PATIENCE_S, queue_max=2), Event()
+
+    def blocks() -> None:
+        may_go.wait(PATIENCE_S)
+
+    assert thread.run(blocks)
+
+    def quick() -> Steps[None]:
+        yield None
+
+    waiting = thread.start(quick())
+    assert waiting is not None
+    assert thread.start(quick()) is None
+    for _ in range(2):
+        thread.cancel(waiting)
+    assert thread.unfinished == 1
+    other = thread.start(quick())
+    assert other is not None
+    may_go.set()
+    other.result(_SOON_S)
+    wait_until(lambda: thread.unfinished == 0)
+    thread.close(_SOON_S)
+
+
 def test_closing_cancels_what_has_not_begun_and_fails_what_asks(mute: Mute) -> None:
     thread = StepThread("objkv-test", answer_s=PATIENCE_S)
     asked = thread.start(asking(mute))

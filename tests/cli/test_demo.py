@@ -117,7 +117,7 @@ def test_the_table_tells_each_prompt_and_the_median(capsys: pytest.CaptureFixtur
         *["document", "1,", "question", "1", "812", "512", "3.00", "3.10", "0.50", "6.0x", "yes"]
     ]
     assert shared.split() == [
-        *["document", "1,", "question", "2", "812", "512", "3.00", "-", "0.50", "6.0x", "yes"]
+        *["document", "1,", "question", "2", "812", "512", "3.00", "–", "0.50", "6.0x", "yes"]
     ]
     assert "Median speed-up: 6.0x. Stored: 15 chunks, 3,840 tokens, 3.0 MiB." in out
     assert "not a benchmark" in out

@@ -58,7 +58,7 @@ def test_a_namespace_that_is_not_there_is_2_with_those_that_are_close(
     refused(run("diff", NAMESPACE, typo), f"has no {typo}/identity.json; did you mean {NAMESPACE}?")
     far = run("diff", NAMESPACE, "0123456789abcdef" * 2)
     assert (far.code, far.err.count("\n")) == (2, 1)
-    assert "a reader logs its identity instead of saving it" in far.err
+    assert "give the replica's log, which has its identity" in far.err
     blind = run("diff", NAMESPACE, typo, "--index-url", NOWHERE)
     assert (blind.code, blind.out) == (2, "")
 

@@ -1,6 +1,5 @@
 """``objkv doctor``."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -37,75 +36,6 @@ def test_a_bulk_store_that_is_no_folder_is_2(run: Run, tmp_path: Path) -> None:
     assert ran.code == 2
     assert ran.document["verdict"] == "denied"
     assert "remove the file whose path must be a folder" in ran.out
-
-
-def connector(folder: Path, **settings: Any) -> dict[str, Any]:
-    extra = {"bulk_url": f"file://{folder}/b", "index_url": f"sqlite://{folder}/i"} | settings
-    module = {"kv_connector_module_path": "objkv.connector"}
-    named = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
-    return named | module | {"kv_connector_extra_config": extra}
-
-
-def tier(folder: Path, entry: dict[str, Any], **extra: Any) -> dict[str, Any]:
-    urls = {"bulk_url": f"file://{folder}/b", "index_url": f"sqlite://{folder}/i"}
-    names = {"type": "ObjKVTier", "module_path": "objkv.connector.tier"}
-    whole = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1 << 30, "block_size": 256}
-    whole |= {"secondary_tiers": [{"type": "fs"}, urls | names | entry]}
-    return {
-        "kv_connector": "OffloadingConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": whole | extra,
-    }
-
-
-@pytest.mark.slow
-def test_vllms_configuration_is_checked_and_its_stores_are_probed(run: Run, tmp_path: Path) -> None:
-    several = {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {
-            "connectors": [
-                connector(tmp_path),
-                tier(tmp_path, {"codec": "lz4"}),
-            ]
-        },
-    }
-    (tmp_path / "kv.json").write_text(json.dumps(several))
-    for given in (json.dumps(several), f"{tmp_path}/kv.json"):
-        ran = run("doctor", "--json", "--kv-transfer-config", given)
-        checks = {(check["area"], check["name"]): check for check in ran.document["checks"]}
-        assert ran.code == 0
-        assert checks["engine", "ObjKVConnector"]["status"] == "ok"
-        assert checks["engine", "ObjKVTier"]["status"] == "ok"
-        assert checks["engine", "entries"]["status"] == "warning"
-        assert checks["bulk", "delete"]["status"] == "ok"
-        settings = {one["name"]: one["value"] for one in ran.document["settings"]}
-        assert settings["bulk_url"] == f"file://{tmp_path}/b"
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        ({"kv_role": "both"}, "kv_both"),
-        ({"kv_connector": "Other"}, "ObjKVTier"),
-        ({"kv_connector_module_path": "objkv"}, "'objkv.connector'"),
-        ({"kv_connector_extra_config": {"bulk_ulr": "x"}}, "'bulk_url'"),
-        ({"kv_connector_extra_config": [1]}, "form"),
-        (tier(Path("/x"), {"localityy": 1}), "localityy"),
-        (tier(Path("/x"), {"locality": "HERE"}), "locality"),
-        (tier(Path("/x"), {"module_path": "objkv"}), "'objkv.connector.tier'"),
-        (tier(Path("/x"), {}, spec_name=None), "spec_name"),
-        (tier(Path("/x"), {}, cpu_bytes_to_use=0), "cpu_bytes_to_use"),
-        (tier(Path("/x"), {}) | {"kv_connector": "X"}, "'OffloadingConnector'"),
-    ],
-)
-def test_what_vllm_or_objkv_would_refuse_at_start_is_2(
-    run: Run, tmp_path: Path, change: dict[str, Any], word: str
-) -> None:
-    given = json.dumps(connector(tmp_path) | change)
-    ran = run("doctor", "--kv-transfer-config", given)
-    assert ran.code == 2
-    assert word in ran.err
 
 
 @pytest.mark.slow

@@ -51,7 +51,7 @@ def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine) -> Non
     assert ran.code == 0
     assert f"why: the match ends at chunk 2, tokens {CHUNK}-{2 * CHUNK}: this" in ran.out
     document = run("match", "--explain", "--json", stdin=json.dumps(other)).document
-    assert document["explanation"]["cause"] == "parted"
+    assert document["explanation"]["cause"] == "diverged"
 
 
 def test_an_explained_match_counts_no_chunk_that_replicas_would_refuse(

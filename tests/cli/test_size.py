@@ -11,7 +11,7 @@ def test_a_known_model_is_told_for_people(run: Run) -> None:
     ran = run("size", "--model", "llama-3.1-8b", "--rate", "2")
     assert (ran.code, ran.err) == (0, "")
     told = {line.split("  ")[0]: line for line in ran.out.splitlines()}
-    assert "128.0 KiB" in told["per token"]
+    assert "128 KiB" in told["per token"]
     assert "32.0 MiB" in told["per chunk"]
     assert "config.json of meta-llama/Llama-3.1-8B" in told["model"]
     assert {"bucket", "Redis", "PUT", "GET", "per month", "network, saving"} <= told.keys()

@@ -92,7 +92,7 @@ def test_what_is_stored_is_checked_without_anybody_who_computes(
     assert (ran.code, ran.document["stored_before"], ran.document["complete"]) == (0, 1, True)
     ran = run("warm", "-", "--check", "--namespace", NAMESPACE, stdin='{"prompt": "a text"}')
     assert ran.code == 2
-    assert "is text, and --check uses no engine: set --tokenizer" in ran.err
+    assert "is text, which a server tokenizes: name one with --endpoint" in ran.err
 
 
 @pytest.mark.slow

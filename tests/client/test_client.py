@@ -19,7 +19,7 @@ from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.ops.warm.test_chat import folder as tokenizer_folder
+from tests.ops.test_chat import folder as tokenizer_folder
 from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, save, save_identity
 
 __all__ = ["tokenizer_folder"]

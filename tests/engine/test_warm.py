@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from objkv.assembly.backends import open_backends
 from objkv.config import load_config
 from objkv.keys.prefix import PromptExtras
+from objkv.ops.chat import LocalTokenizer
 from objkv.ops.match import match_prompt
-from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.lookup import known_identities
 from objkv.ops.warm.prompts import read_prompts
 from objkv.telemetry import NullRecorder
@@ -31,8 +31,8 @@ from tests.support.servers.redis import wait_until
 pytestmark = pytest.mark.slow
 OBJKV = Path(sys.executable).with_name("objkv")
 GROUPS, PROMPTS, CHUNK = 3, 6, 256
-RUNS = 3
-"""Through the servers."""
+RUNS = 2
+"""That compute, through the servers."""
 SHARED, OWN = 2, 1
 """Chunks that a group shares, and that each of its prompts has more."""
 SETTINGS = {
@@ -150,7 +150,7 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
         runs = {"first": told(process)}
         runs["second"] = told(warm(folder, settings, *given))
         found = usable(settings, file, tiny)
-        runs["third"] = told(warm(folder, settings, *given, "--tokenizer", str(tiny)))
+        runs["third"] = told(warm(folder, settings, *given, "--check"))
         saved = [server.metrics()["vllm:objkv_saves_accepted_total"] for server in (one, two)]
     return {"chunks": chunks, "runs": runs, "found": found, "saved": saved}
 
@@ -174,7 +174,7 @@ def an_agent_that_holds_back(folder: Path) -> Values:
 
 
 @scenario
-def an_engine_of_its_own(folder: Path) -> Values:
+def a_server_of_its_own(folder: Path) -> Values:
     tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     write_prompts(file, groups=2, seed=2)
     settings = SETTINGS | {
@@ -224,9 +224,10 @@ def test_both_servers_saved_and_no_chunk_twice_but_for_what_the_interruption_cut
     assert sum(run["saved"]) <= run["chunks"] + probes + cut_off
 
 
-def test_the_tokenizer_here_gives_the_tokens_that_the_servers_give() -> None:
+def test_a_check_finds_stored_what_the_servers_tokenize() -> None:
     third = two_servers_and_an_interruption()["runs"]["third"]
     assert third["code"] == 0
+    assert third["report"]["mode"] == "check"
     assert third["report"]["stored_before"] == GROUPS * PROMPTS
 
 
@@ -238,11 +239,11 @@ def test_an_agent_that_holds_back_puts_what_is_warmed() -> None:
     assert warmed["numbers"]["unsaved"] == 0
 
 
-def test_an_engine_of_its_own_saves_where_the_servers_look() -> None:
-    engine = an_engine_of_its_own()
-    report = engine["run"]["report"]
-    assert (engine["run"]["code"], report["mode"]) == (0, "engine")
+def test_a_server_of_its_own_saves_where_the_servers_look() -> None:
+    run = a_server_of_its_own()
+    report = run["run"]["report"]
+    assert (run["run"]["code"], report["mode"]) == (0, "model")
     assert report["warmed"] == 2 * PROMPTS
     second = two_servers_and_an_interruption()["runs"]["second"]["report"]
     assert report["namespace"] == second["namespace"]
-    assert whole(engine["found"])
+    assert whole(run["found"])

@@ -291,8 +291,8 @@ class Engine:
         self.sides[-1].close()
         if stage.now >= bound:
             _TOLD[:] = [line for line in _TOLD if not line.startswith(_COPIES_LEFT)]
-            gathers = self.sides[-1].saver._gathers
-            stage.wait("gathers", lambda: not gathers.threads)
+            gathering = [task for task in stage.tasks if task.name.startswith("objkv-gather")]
+            stage.wait("gathers", lambda: all(task.over for task in gathering))
             for stream in {lane.stream for lane in self.lanes if lane.stream.name == "save lane"}:
                 stage.wait("copies", lambda s=stream: s.done >= s.given)  # type: ignore[misc]
 

@@ -14,7 +14,7 @@ from objkv.connector.model import drafts, parts
 from objkv.connector.model.groups import Geometry
 from objkv.errors import ConfigError
 from objkv.ops.models.layers import read_layers
-from objkv.ops.models.verdict import KINDS_FROM, WITH_KV, WITHOUT_KV, Wish, judge
+from objkv.ops.models.verdict import KINDS_FROM, WITH_KV, WITHOUT_KV, VllmOptions, judge
 from tests.models.recorded import HERE, Model, answers, geometry, models
 
 ROOT = Path(__file__).parents[2]
@@ -77,10 +77,10 @@ VARIABLE = re.compile(
 """Names and numbers of layers in a sentence, which vLLM gives."""
 
 
-def wish(model: Model, case: str) -> Wish:
+def wish(model: Model, case: str) -> VllmOptions:
     asked = model.cases()[case]
     draft = asked.get("draft")
-    return Wish(
+    return VllmOptions(
         tp=asked.get("tp", 1),
         pp=asked.get("pp", 1),
         dcp=asked.get("dcp", 1),
@@ -133,7 +133,7 @@ def test_the_verdict_is_the_connectors(model: Model, case: str) -> None:
 def test_a_chunk_has_the_bytes_of_its_layers(name: str) -> None:
     model = models()[name]
     found = geometry(answers(name)["0.32"]["plain"], model.cases()["plain"])
-    verdict = judge(model.folder, Wish())
+    verdict = judge(model.folder, VllmOptions())
     if isinstance(found, Geometry) and all(group.kind == "full" for group in found.groups):
         cells = sum(len(group.layers) * group.heads * group.content for group in found.groups)
         assert verdict.token_bytes == 2 * cells
@@ -187,15 +187,15 @@ def test_what_cannot_be_read_says_what_to_do(tmp_path: Path, text: str | None, w
 @pytest.mark.parametrize(
     ("asked", "what"),
     [
-        (Wish(tp=3), "8 KV heads among 3 ranks"),
-        (Wish(pp=99), "only 32 layers"),
-        (Wish(tp=2, dcp=4), "divisor of --tp 2"),
-        (Wish(kv_dtype="int3"), "--kv-dtype int3: choose auto"),
-        (Wish(draft="mtp"), "no layers for mtp"),
-        (Wish(draft="magic"), "neither a folder nor one of"),
+        (VllmOptions(tp=3), "8 KV heads among 3 ranks"),
+        (VllmOptions(pp=99), "only 32 layers"),
+        (VllmOptions(tp=2, dcp=4), "divisor of --tp 2"),
+        (VllmOptions(kv_dtype="int3"), "--kv-dtype int3: choose auto"),
+        (VllmOptions(draft="mtp"), "no layers for mtp"),
+        (VllmOptions(draft="magic"), "neither a folder nor one of"),
     ],
 )
-def test_a_wrong_wish_says_what_to_choose(asked: Wish, what: str) -> None:
+def test_a_wrong_wish_says_what_to_choose(asked: VllmOptions, what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         judge(HERE / "llama-3.1-8b", asked)
 

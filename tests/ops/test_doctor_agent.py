@@ -68,7 +68,7 @@ def test_it_says_what_a_running_agent_has_decided() -> None:
     )
     with http_of(node):
         (found,) = [check for check in check_agent(settings) if check.name == "saves"]
-    assert found.detail.endswith("; puts reused")
+    assert found.detail.endswith("; saves reused")
     node.close()
 
 

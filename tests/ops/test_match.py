@@ -8,8 +8,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
 from objkv.keys.tokenizer import Tokenizers
+from objkv.ops.chat import LocalTokenizer
 from objkv.ops.match import match_prompt, parse_tokens
-from objkv.ops.warm.chat import LocalTokenizer
 from objkv.ops.warm.prompts import WarmPrompt
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore

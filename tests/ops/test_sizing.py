@@ -12,7 +12,8 @@ from objkv.config.prices import Prices
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard, frame_name
-from objkv.ops.size.model import LayerShape, ModelShape, attention, preset, read_model
+from objkv.ops.models.layers import CacheLayer
+from objkv.ops.size.model import ModelShape, attention, preset, read_model
 from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
 
 TINY = attention("tiny", 3, 4, 64, kv_dtype="bfloat16", source="a test")
@@ -54,7 +55,7 @@ def test_a_chunk_is_as_large_as_what_is_saved_of_it(tp_size: int) -> None:
 
 
 def test_latents_are_saved_once_however_many_ranks_have_them() -> None:
-    model = ModelShape("latent", (LayerShape("mla", 1, 576),) * 61, "bfloat16", "a test")
+    model = ModelShape("latent", (CacheLayer("mla", 1, 576),) * 61, "bfloat16", "a test")
     found = sized(model, replace(LAYOUT, chunk_tokens=256, tp_size=8))
     assert found.chunk.payloads == 1
     assert found.chunk.raw_bytes == 61 * 576 * 2 * 256
@@ -98,7 +99,7 @@ def test_large_payloads_are_read_in_several_requests() -> None:
 
 
 def test_of_windows_only_their_end_is_kept_and_loaded() -> None:
-    layers = (LayerShape("full", 4, 128), LayerShape("sliding_window", 4, 128, 32))
+    layers = (CacheLayer("full", 4, 128), CacheLayer("sliding_window", 4, 128, 32))
     model = ModelShape("windows", layers, "bfloat16", "a test")
     found = sized(model)
     assert (found.chunk.groups, found.chunk.payloads) == (2, 2)
@@ -130,7 +131,7 @@ LLAMA = {
     "hidden_size": 512,
     "torch_dtype": "bfloat16",
 }
-FULL = LayerShape("full", 2, 128)
+FULL = CacheLayer("full", 2, 128)
 
 
 def written(folder: Path, **changes: Any) -> Path:
@@ -144,23 +145,24 @@ def test_a_plain_model_is_read(tmp_path: Path) -> None:
     assert shape.layers == (FULL,) * 4
     assert (shape.kv_dtype, shape.name) == ("bfloat16", tmp_path.name)
     assert read_model(tmp_path / "config.json").layers == shape.layers
+    assert read_model(written(tmp_path, torch_dtype="float32")).kv_dtype == "bfloat16"
+    assert read_model(tmp_path, "fp8").kv_dtype == "fp8"
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
-        ({"num_hidden_layers": "4"}, "num_hidden_layers is '4'"),
-        ({"num_hidden_layers": True}, "num_hidden_layers is True"),
-        ({"hidden_size": None}, "head_dim"),
-        ({"sliding_window": 32}, "the layers with a sliding window are unknown"),
-        ({"layer_types": ["full_attention"]}, "does not list 4 layers"),
-        ({"layer_types": ["linear_attention"] * 4}, "objkv ls"),
-        ({"layer_types": ["sliding_attention"] * 4}, "sliding_window is None"),
-        ({"mamba_d_state": 16}, "layer_types"),
-        ({"index_topk": 2048}, "index_topk"),
-        ({"v_head_dim": 32}, "differ in size"),
+        ({"num_hidden_layers": None}, "no num_hidden_layers, but None"),
+        ({"num_hidden_layers": "4"}, "but '4'"),
+        ({"num_hidden_layers": True}, "but True"),
+        ({"model_type": "lama"}, r"'lama' is unknown to objkv \(similar: llama\)"),
+        ({"layer_types": ["linear_attention"] * 4, "model_type": "mamba2"}, "no num_heads"),
+        ({"layer_types": ["sliding_attention"] * 4}, "no sliding_window"),
         ({"torch_dtype": "int4"}, "--kv-dtype"),
+        (
+            {"model_type": "deepseek_v4", "compress_ratios": [1] * 4},
+            "has compressed layers, .*: let a replica save some and use objkv ls",
+        ),
     ],
 )
 def test_what_the_file_does_not_tell_is_not_guessed(

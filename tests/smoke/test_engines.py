@@ -68,7 +68,7 @@ def test_two_replicas_share_a_prefix_through_an_agent(tmp_path: Path) -> None:
     before, found = alone.answers[-1], second.answers[-1]
     assert {"boto3", "botocore", "redis"}.isdisjoint({*found["modules"]} - {*before["modules"]})
     assert {*found["peers"]} - {*before["peers"]} == {f"{agent.path}.new"}  # as it was bound
-    assert found["threads"] == ["objkv-load", "objkv-lookup", "objkv-save-0"]
+    assert found["threads"] == ["objkv-gather-0", "objkv-load", "objkv-lookup", "objkv-save-0"]
     assert second.metrics["vllm:objkv_hit_tokens"] == sum(LOADED)
     assert counted["saves"] == counted["hits"] == len(store.payloads()) == sum(LOADED) // CHUNK
 

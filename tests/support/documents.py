@@ -22,7 +22,6 @@ from objkv.ops.diff import Difference
 from objkv.ops.doctor.access import Access
 from objkv.ops.doctor.doctor import DoctorReport
 from objkv.ops.explain.causes import Explanation
-from objkv.ops.explain.explain import ReplicaCounters
 from objkv.ops.gpu_check import GpuReport
 from objkv.ops.listing import Branch, NamespaceSummary, PrefixSummary, TenantTotals
 from objkv.ops.match import MatchReport
@@ -34,7 +33,7 @@ from objkv.ops.size.model import Preset
 from objkv.ops.size.sizing import Layout, Load, Sizing
 from objkv.ops.sweep.remove import Category
 from objkv.ops.sweep.survey import Doubt
-from objkv.ops.top.watch import View
+from objkv.ops.top.fleet import View
 from objkv.ops.warm.report import WarmReport
 
 
@@ -182,8 +181,6 @@ class ExplainKeys(TypedDict):
     """With an agent that answers: how much it has in this node's memory."""
     explanation: NotRequired[Explanation]
     """With ``--explain`` only."""
-    replicas: NotRequired[list[ReplicaCounters]]
-    """With ``--explain`` only: one for each ``--endpoint``."""
 
 
 class RebuildSkipped(TypedDict):
@@ -295,8 +292,6 @@ class TopKeys(TypedDict):
 
     hit_rate: float | None
     """The share from objkv of the fleet's tokens that no replica had itself; null without any."""
-    every_s: float
-    """Seconds between the two looks."""
 
 
 class VerifyKeys(TypedDict):

@@ -3,6 +3,7 @@
 import logging
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from threading import Event
 from typing import cast
 
@@ -387,6 +388,16 @@ def test_a_thread_that_submits_nothing_holds_up_one_fence_and_what_it_has_is_dro
     assert gathered(saver, plan_of(four, 0, 1, 2)) == set(), "it goes on"
     assert saver.drain(PATIENCE_S)
     assert four.recorder.value("saves") == 3
+
+
+@ON_HOST
+def test_a_plan_that_cannot_be_read_keeps_no_blocks(four: Replica) -> None:
+    (plan,) = plan_of(four, 0)
+    (save,) = plan.moves
+    wrong = replace(save, move=replace(save.move, first_block=1))
+    four.saver.gather((replace(plan, moves=(wrong,)),))
+    assert four.saver.drain(PATIENCE_S)
+    assert four.saver.left_device("r")
 
 
 @ON_HOST

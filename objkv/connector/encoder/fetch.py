@@ -138,7 +138,7 @@ class EncoderFetcher:
         entry = self._entries.get(output)
         if entry is None:
             return State.ABSENT
-        if entry.state is State.WAITING and self.is_late(entry.deadline):
+        if entry.state is State.WAITING and self._clock() >= entry.deadline:
             state = State.STORED if entry.is_stored else State.ABSENT
             self._settle(entry, state, "load_deadlines")
         return entry.state
@@ -170,14 +170,6 @@ class EncoderFetcher:
         is_full = self._thread.unfinished >= LOOKUP_QUEUE_MAX
         return not is_full and self._thread.run(job)
 
-    def deadline(self) -> float:
-        """Return the deadline, on this clock, of a fetch that starts now."""
-        return self._clock() + self._config.encoder_deadline_ms / 1000
-
-    def is_late(self, deadline: float) -> bool:
-        """Whether ``deadline`` has passed."""
-        return self._clock() >= deadline
-
     def wait(self, seconds: float) -> None:
         """Block until a state changes, for at most ``seconds``. Returns at once if nothing
         waits."""
@@ -202,8 +194,9 @@ class EncoderFetcher:
         """Fetch what no other request needs, once there is memory for all of it. Returns False
         until then. What exceeds all memory is treated as missing, and everything after the
         deadline."""
-        deadline = self.queue.setdefault(owner, self.deadline())
-        is_late = self.is_late(deadline)
+        now, wait_s = self._clock(), self._config.encoder_deadline_ms / 1000
+        deadline = self.queue.setdefault(owner, now + wait_s)
+        is_late = now >= deadline
         fits, nbytes = set[EncoderOutput](), 0
         for output in outputs:
             size = output.layer.nbytes
@@ -231,7 +224,7 @@ class EncoderFetcher:
     def _is_first(self, owner: str) -> bool:
         """Whether it is the turn of ``owner``. A request whose deadline has passed lets others go
         first: vLLM may not query for it any more."""
-        while (first := next(iter(self.queue))) != owner and self.is_late(self.queue[first]):
+        while (first := next(iter(self.queue))) != owner and self._clock() >= self.queue[first]:
             self.queue[first] = self.queue.pop(first)
         return first == owner
 

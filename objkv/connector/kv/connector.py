@@ -243,11 +243,6 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             return KVConnectorTransferResults()
         return self.worker.results(self._plan(), finished_req_ids)
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """The older form of ``get_transfer_results``."""
-        done = self.get_transfer_results(finished_req_ids)
-        return done.finished_sending or None, done.finished_recving or None
-
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return the blocks to recompute. See the base class.
 
@@ -333,7 +328,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if side is None:
             return
         failed_requests = side.update(connector_output)
-        if manager is not None:
+        if failed_requests and manager is not None:
             guarded(None)(free_failed)(manager, failed_requests)
         if connector_output.invalid_block_ids and manager is not None:
             failed = connector_output.invalid_block_ids

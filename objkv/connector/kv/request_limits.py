@@ -69,7 +69,9 @@ class LimitReader:
     def read(self, request: "Request") -> RequestLimits:
         """Return the limits of a request."""
         params = getattr(request, "kv_transfer_params", None)
-        if not isinstance(params, Mapping) or not {_LOADS, _SAVES, _TIERS, PUTS} & params.keys():
+        if params is None or not isinstance(params, Mapping):  # usually None, which is quick
+            return NO_LIMITS
+        if not {_LOADS, _SAVES, _TIERS, PUTS} & params.keys():
             return NO_LIMITS
         return RequestLimits(
             self._valid(params, _LOADS, int, "not a non-negative integer"),

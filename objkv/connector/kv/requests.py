@@ -7,6 +7,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from math import inf
 from threading import Lock
@@ -30,6 +31,7 @@ from objkv.connector.kv.request_limits import (
 from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.adapters import Adapters, UnknownAdapterError
 from objkv.connector.model.groups import Geometry
+from objkv.index.base import Shards
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
 
@@ -190,8 +192,6 @@ class TrackedRequest:
     """None while its adapter is not identified."""
     records: Records = ()
     """Records of its chunks from the last lookup."""
-    stored: set[int] = field(default_factory=set)
-    """Chunks that were stored when they were looked up."""
     planned: int = 0
     """Number of leading chunks whose save was decided. Each is decided once."""
     again: set[int] = field(default_factory=set)
@@ -222,15 +222,19 @@ class TrackedRequest:
         headers = getattr(self.request, "trace_headers", None)
         return headers.get("traceparent") if headers else None
 
-    def due(self, computed: int) -> list[int]:
-        """Return the chunks to save after ``computed`` leading chunks are complete, each once."""
+    def due(self, computed: int, is_complete: Callable[[Shards], bool]) -> list[int]:
+        """Return the chunks to save after ``computed`` leading chunks are complete, each once.
+        ``is_complete``: whether nothing remains to save of a chunk with these shards."""
         if computed <= self.planned and not self.again:
             return []
         again = set(sorted(chunk for chunk in self.again if chunk < computed)[:_RETRIES_MAX])
         self.again -= again
-        fresh = set(range(self.planned, computed)) - self.stored | again
+        for chunk in range(self.planned, computed):
+            shards = self.records[chunk] if chunk < len(self.records) else None
+            if shards is None or not is_complete(shards):
+                again.add(chunk)
         self.planned = max(self.planned, computed)
-        return sorted(fresh)
+        return sorted(again)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,7 +278,9 @@ class RequestTracker:
 
         ``trusted``: whether the weights and images that determine its KV are identified.
         """
-        tracked = TrackedRequest(request, namespace, self._lookups.deadline())
+        tracked = TrackedRequest(request, namespace)
+        if request.lora_request is not None:
+            tracked.deadline = self._lookups.deadline()
         tracked.limits = self._limits.read(request)
         tracked.may_load = tracked.limits.loads
         self._tracked[request.request_id] = tracked
@@ -356,23 +362,20 @@ class RequestTracker:
         records = self._lookups.ask(name, tracked.namespace, hashes, trace)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            complete = self.payloads.is_complete
-            tracked.stored |= {i for i, r in enumerate(records) if r and complete(r)}
             self._put_held(tracked, hashes, records)
         return records
 
     def _put_held(self, tracked: TrackedRequest, hashes: RequestHashes, records: Records) -> None:
         """Have the agent put what it holds back of a request that is to be put. Reading it again
         would do so too, but vLLM reads nothing of a prompt in its own prefix cache."""
-        order, count = PrefetchOrder(_PUT_S, puts=True), len(records)
-
-        def put() -> Steps[None]:
-            yield from in_steps(self._prefetch(tracked.namespace, hashes[:count], order))
-
         if tracked.limits.puts and any(
             is_held(one) for shards in records if shards for one in shards.values()
         ):
-            self._lookups.submit(put)
+            self._lookups.submit(partial(self._put, tracked.namespace, hashes, len(records)))
+
+    def _put(self, namespace: str, hashes: RequestHashes, count: int) -> Steps[None]:
+        order = PrefetchOrder(_PUT_S, puts=True)
+        yield from in_steps(self._prefetch(namespace, hashes[:count], order))
 
     def hashing(self, tracked: TrackedRequest) -> bool:
         """Whether the hashes for its saves are still being computed. The request is held back
@@ -387,7 +390,8 @@ class RequestTracker:
         hashes = self.hashes(tracked)
         if hashes is None:
             return []
-        return tracked.due(hashes.ready(computed, self._lookups.submit))
+        ready = hashes.ready(computed, self._lookups.submit)
+        return tracked.due(ready, self.payloads.is_complete)
 
     def hashes(self, tracked: TrackedRequest) -> RequestHashes | None:
         """Return the request's hashes. None if its adapter is not identified yet, or cannot be."""

@@ -337,14 +337,17 @@ class SchedulerSide:
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
         """Process the workers' reports. Returns the requests whose whole load failed. Never
         raises."""
-        self._held -= output.finished_sending or set()
-        report = output.kv_connector_worker_meta
+        if output.finished_sending:
+            self._held -= output.finished_sending
+        report, received = output.kv_connector_worker_meta, output.finished_recving
         if not isinstance(report, StepReport):
+            if not received and not output.failed_recving:  # as after nearly every step
+                return []
             report = StepReport()
         for request_id in report.failed:  # first: otherwise vLLM would ask for the same load again
             if tracked := self.requests.get(request_id):
                 tracked.may_load = False
-        ended = self._loads.ended(report, output.finished_recving or ())
+        ended = self._loads.ended(report, received or ())
         try:
             for tracked in self.requests.save_again(report):
                 self._saves.add(tracked)

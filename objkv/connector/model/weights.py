@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from objkv.background import Steps
+from objkv.background import Steps, at_once
 from objkv.config import Config
 from objkv.errors import ConfigError
 
@@ -100,6 +100,12 @@ def adapter_digest(files: Sequence[Path]) -> Steps[str | None]:
                 left -= len(piece)
                 yield None
     return digest.hexdigest()
+
+
+def adapter_content(folder: Path) -> bytes | None:
+    """Return the digest of the adapter in ``folder``, at once; None without weights."""
+    digest = at_once(adapter_digest(adapter_files(folder)))
+    return None if digest is None else bytes.fromhex(digest)
 
 
 def local_folder(model: str, revision: str | None, file_name: str = "config.json") -> Path | None:

@@ -1,7 +1,6 @@
 """Checks of a replica's node agent: whether it answers, and whether its arena fits this machine."""
 
 import os
-import resource
 import shutil
 import stat
 from contextlib import closing, suppress
@@ -16,10 +15,9 @@ from objkv.config.node import agent_socket, host_bytes, http_path
 from objkv.config.urls import local_path
 from objkv.errors import ConfigError, TransferError
 from objkv.ops.doctor.probes import Check
-from objkv.ops.top.nodes import NodePuts, node_of
+from objkv.ops.top.fleet import SavePolicy, agent_row
 from objkv.ops.top.scrape import MetricsSource
 
-_HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _METRICS_S = 2.0
 _ARENA_SHARE_MAX = 3 / 4
 """More of the machine's memory leaves too little for engines and page cache."""
@@ -33,7 +31,7 @@ def check_agent(config: Config) -> list[Check]:
         detail = f"{exc}; replicas cache nothing"
         fix = "chmod 700 the folder if it is yours, or remove it"
         return [Check("agent", "socket", "warning", detail, fix)]
-    checks = [_check_memory(), _check_locked(), *_check_huge_pages(), *_check_disk(config)]
+    checks = [_check_memory(), *_check_disk(config)]
     if path is None:
         checks.append(_check_saves(config, None))
         return [Check("agent", "socket", "ok", "each replica starts its own"), *checks]
@@ -80,33 +78,13 @@ def _check_memory() -> Check:
     return Check("agent", "shared memory", "ok", "sealed memory files")
 
 
-def _check_locked() -> Check:
-    """Report how much memory a process may page-lock. A replica with a device locks the memory that
-    it hands saves over in, and the arena as it reads it; root is not limited."""
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY:
-        detail = "unlimited"
-    else:
-        detail = f"{limit >> 10:,} KiB; with a GPU, replicas need pinned_bytes_max and the arena"
-    return Check("agent", "locked memory", "ok", detail)
-
-
-def _check_huge_pages() -> list[Check]:
-    try:
-        chosen = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
-    except OSError:
-        return []
-    hint = "" if chosen != "never" else f"; loads are faster after: echo advise > {_HUGE_PAGES}"
-    return [Check("agent", "huge pages", "ok", f"shmem_enabled is {chosen}{hint}")]
-
-
 def _check_saves(config: Config, path: Path | None) -> Check:
     """Say which payloads an agent puts, and why. ``path``: where one listens, perhaps."""
-    rule, found = PutRule.of(config), tuple[NodePuts, ...]()
+    rule, found = PutRule.of(config), tuple[SavePolicy, ...]()
     if path is not None:
         source = MetricsSource("http://agent", deadline_s=_METRICS_S, socket=http_path(path))
         with closing(source):
-            found = node_of("", None, source.scrape()).puts
+            found = agent_row("", None, source.scrape()).policies
     prices = rule.prices
     detail = f"save_to_bucket {rule.setting}"
     if rule.is_fixed:

@@ -227,9 +227,9 @@ class Patient:
     """See ``objkv.ops.doctor.lifecycle``."""
 
 
-def examine(resolved: Resolved, patient: Patient, further: tuple[Check, ...] = ()) -> DoctorReport:
+def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
     """Probe store and index as ``role`` uses them, with a temporary key and record that are removed
-    again. ``further``: checks that were made elsewhere."""
+    again."""
     role = resolved.config.role
     own = resolved.config.index_url == "bulk:"
     # A folder that is its own index has no records to probe.
@@ -253,7 +253,6 @@ def examine(resolved: Resolved, patient: Patient, further: tuple[Check, ...] = (
         *check_login(resolved.config),
         check_engine(),
         *_examine_agent(resolved.config),
-        *further,
     ]
     values = resolved.config.public()
     return DoctorReport(

@@ -4,18 +4,15 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice, takewhile
 from typing import Final, Literal
 
-from objkv.cache.chunks import stored_header
 from objkv.cache.match import shards_of
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
-from objkv.index.base import ReadIndex, Record
-from objkv.keys.chunk import ChunkKey
+from objkv.index.base import ReadIndex
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
-from objkv.ops.backends_view import read_identity, record_keys, stored_namespaces
+from objkv.ops.backends_view import read_identity, stored_namespaces
 from objkv.ops.diff import diff
 from objkv.ops.match import ChunkMatch, MatchReport, match_prompt
 from objkv.stores.base import ReadStore
@@ -86,19 +83,19 @@ def without_extras(
 
 Cause = Literal[
     "nothing",
-    "ghost",
+    "missing",
     "corrupt",
     "quarantined",
     "incomplete",
     "unindexed",
     "elsewhere",
     "other_extras",
-    "parted",
+    "diverged",
     "gone",
     "unknown",
 ]
 """``nothing``: the match did not end early. ``incomplete``: some layers, heads or groups are not
-stored. ``unindexed``: stored without a record. ``parted``: other prompts continue here with other
+stored. ``unindexed``: stored without a record. ``diverged``: other prompts continue here with other
 tokens. ``gone``: it was stored once. ``unknown``: there is no trace of it."""
 
 
@@ -118,7 +115,7 @@ class Explanation:
     evidence: tuple[str, ...]
     """Observations, one sentence each."""
     advice: tuple[str, ...]
-    untold: tuple[str, ...]
+    unknown: tuple[str, ...]
     """Questions that cannot be answered from the stored data."""
 
 
@@ -145,13 +142,11 @@ class Findings:
     sentence: str
     evidence: list[str] = field(default_factory=list)
     advice: list[str] = field(default_factory=list)
-    untold: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
 
 
 SCAN_MAX: Final = 200_000
 """Records to scan for chunks that continue the same prefix."""
-SIBLINGS_MAX: Final = 32
-"""Of these chunks, the number whose stored tokens are compared."""
 
 
 def explain_absent(question: Question, number: int) -> Findings:
@@ -167,7 +162,7 @@ def explain_absent(question: Question, number: int) -> Findings:
             f"{later[0].token_start:,}"
         )
         found.advice.append("the next replica that computes it saves it and completes the prefix")
-        found.untold.append("whether it expired, was swept, or its save was dropped")
+        found.unknown.append("whether it expired, was swept, or its save was dropped")
         return found
     if extras := without_extras(
         question.index, question.identity, question.tokens, question.extras, number
@@ -201,25 +196,21 @@ def _add_siblings(question: Question, number: int, found: Findings) -> None:
     report = question.report
     namespace, chunk = report.namespace, report.chunks[number]
     parent = report.chunks[number - 1].prefix_hash if number else root_hash(namespace)
-    hashes = prefix_hashes(namespace, question.tokens, report.chunk_tokens, question.extras)
-    assert hashes[number] == chunk.prefix_hash
-    siblings: list[Record] = []
     count = 0
     for scanned, record in enumerate(question.index.scan(namespace)):
         if scanned >= SCAN_MAX:
-            found.untold.append(
+            found.unknown.append(
                 f"whether other prompts continue here: only {SCAN_MAX:,} records were scanned"
             )
             break
         if record.parent_hash == parent and record.token_start == chunk.token_start:
             count += 1
-            siblings += [record] if len(siblings) < SIBLINGS_MAX else []
     where = f"tokens {chunk.token_start:,}-{chunk.token_end:,}"
     if count:
         others = "1 other prompt starts" if not number else "1 other prompt continues"
         if count > 1:
             others = f"{count:,} other prompts {'continue' if number else 'start'}"
-        found.cause = "parted"
+        found.cause = "diverged"
         found.sentence = (
             f"this prompt differs from the stored ones within {where}: {others} there with other "
             "tokens, salt or adapter"
@@ -228,41 +219,13 @@ def _add_siblings(question: Question, number: int, found: Findings) -> None:
             "a time, name or id makes every prompt different: move it behind the shared text, or "
             "compare the token ids of both prompts there"
         )
-        _add_token(question, siblings, found)
+        found.unknown.append("at which token they differ")
     else:
         found.evidence.append(f"no other prompt continues there: no record of {where}")
         found.advice.append("send the prompt again or use objkv warm, then match again")
-    found.untold.append(
+    found.unknown.append(
         "whether it was never saved, expired, or was swept: none of these leaves a trace"
     )
-
-
-def _add_token(question: Question, siblings: Sequence[Record], found: Findings) -> None:
-    """Add where the prompts part, if payloads contain token ids. The ids are not revealed."""
-    shared = -1
-    for record in siblings:
-        start = record.token_start
-        own = question.tokens[start : record.token_end]
-        for key in islice(record_keys(question.report.namespace, record), 1):
-            tokens = _stored_tokens(question, key)
-            if tokens is not None:
-                same = takewhile(lambda pair: pair[0] == pair[1], zip(own, tokens, strict=False))
-                shared = max(shared, start + sum(1 for _ in same))
-    if shared < 0:
-        found.untold.append("at which token they differ: no token ids are stored (store_tokens)")
-    else:
-        found.evidence.append(f"it differs from the most similar one at token {shared:,}")
-
-
-def _stored_tokens(question: Question, key: ChunkKey) -> tuple[int, ...] | None:
-    entry = question.bulk.head(key.path())
-    if entry is None:
-        return None
-    try:
-        header = stored_header(question.bulk, entry, question.seal)
-    except PayloadError:
-        return None
-    return None if header is None else header.provenance.tokens
 
 
 _NAMES_SHOWN = 3

@@ -4,18 +4,13 @@ Unknowns are reported as such. Most often it is unknown whether a missing chunk 
 deleted chunk leaves no trace, so only its neighbours give evidence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from dataclasses import dataclass
-from math import isfinite
-from time import monotonic
 from typing import Final
 
 from objkv.cache.chunks import stored_header
 from objkv.cache.switch import in_force, read_switches
 from objkv.codec.seal import Seal
-from objkv.config.urls import parse_endpoint
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
@@ -49,7 +44,7 @@ def explain_match(question: Question) -> Explanation:
         chunk, found = usable, _stopped(question, usable)
     ending = report.chunks[chunk]
     if report.usable_tokens and spoilt is None:
-        found.untold.append(
+        found.unknown.append(
             "whether every byte of the chunks before it is correct: only headers were read "
             "(objkv verify reads every byte)"
         )
@@ -64,7 +59,7 @@ def explain_match(question: Question) -> Explanation:
         served_tokens=chunk * report.chunk_tokens,
         evidence=tuple(found.evidence),
         advice=tuple(found.advice),
-        untold=tuple(found.untold),
+        unknown=tuple(found.unknown),
     )
 
 
@@ -76,16 +71,16 @@ def _unstopped(question: Question) -> Explanation:
     sentence = "every whole chunk of the prompt would be served"
     if not report.chunks:
         sentence = "the prompt is shorter than one chunk, and only whole chunks are stored"
-    untold = []
+    unknown = []
     if report.chunks:
-        untold += [
+        unknown += [
             "whether every byte is correct: only headers were read (objkv verify reads every byte)",
             "whether a replica loads or recomputes it (objkv match --endpoint queries a replica)",
         ]
     evidence = (why,) if why else ()
     return Explanation(
         "nothing", sentence, None, None, None, None, report.usable_tokens, evidence,
-        tuple(_orders(question)), tuple(untold),
+        tuple(_orders(question)), tuple(unknown),
     )  # fmt: skip
 
 
@@ -111,7 +106,7 @@ def _first_spoilt(question: Question, usable: int) -> tuple[int, Findings] | Non
         for key in () if record is None else record_keys(report.namespace, record):
             entry = bulk.head(key.path())
             if entry is None:
-                return "ghost", key.path()
+                return "missing", key.path()
             if problem := _header_problem(bulk, entry, question.seal):
                 return "corrupt", f"{key.path()}: {problem}"
         return None
@@ -133,14 +128,14 @@ def _header_problem(bulk: ReadStore, entry: Entry, seal: Seal | None) -> str | N
 
 
 def _spoilt(kind: str, detail: str) -> Findings:
-    if kind == "ghost":
+    if kind == "missing":
         return Findings(
-            "ghost",
-            "the index has a record of it, but its payload is not in the bulk store (a ghost)",
+            "missing",
+            "the index has a record of it, but its payload is not in the bulk store",
             [f"missing: {detail}"],
             [
                 "replicas forget the record at their next load; objkv sweep --apply forgets all "
-                "ghosts"
+                "that are missing"
             ],
             ["who deleted it: a lifecycle rule, a person, or a sweep with another index"],
         )
@@ -227,59 +222,3 @@ def _span(seconds: float) -> str:
         if seconds >= length:
             return f"{seconds / length:.1f} {unit}"
     return f"{int(seconds)} s"
-
-
-_PREFIX: Final = "vllm_objkv_"
-_SENTENCES: Final = {
-    "admission_refused": "{n} matches not loaded, because recomputing was measured to be faster",
-    "admission_cut": "{n} matches loaded without their tail, for the same reason",
-    "load_failures": "{n} loads that failed in part and were recomputed",
-    "load_refused": "{n} chunks not loaded, because the queue was full",
-    "lookup_errors": "{n} lookups that the index did not answer",
-    "lookup_deadlines": "{n} lookups that missed their deadline",
-    "lookup_refused": "{n} lookups not made, because the queue was full",
-    "save_drops": "{n} chunks not saved: no slab, queue full, or too late",
-    "save_errors": "{n} chunks not saved, because the node agent did not take them",
-    "saves_shed": "{n} chunks not saved, because the circuit was open or the store overloaded",
-    "save_over_quota": "{n} chunks not saved, because the quota was full",
-    "adapters_unknown": "{n} requests not shared, because their adapter is unknown",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class ReplicaCounters:
-    """One replica's counters, since it started."""
-
-    endpoint: str
-    """Its address, without a password."""
-    counters: dict[str, int]
-    """The counters of refused or failed loads and saves that are above 0."""
-    sentences: tuple[str, ...]
-    problem: str | None
-    """Why the counters could not be read; None if they were."""
-
-
-def ask_replica(
-    endpoint: str, *, deadline_s: float = 5.0, clock: Callable[[], float] = monotonic
-) -> ReplicaCounters:
-    """Read the metrics of ``endpoint``, a replica's base URL or the URL of its metrics.
-
-    Raises ``ConfigError`` if it is not a URL.
-    """
-    from objkv.ops.top.scrape import MetricsSource  # late: it imports httpx
-
-    source = MetricsSource(endpoint, deadline_s=deadline_s, clock=clock, is_exact=True)
-    with closing(source):
-        found = source.scrape()
-    shown = parse_endpoint(endpoint)[1].shown
-    if found.problem is not None:
-        why = found.problem.removeprefix("no metrics: ")
-        return ReplicaCounters(shown, {}, (), f"no metrics: {why}")
-    if not any(name.startswith(_PREFIX) for name in found.values):
-        return ReplicaCounters(
-            shown, {}, (), "it exports no objkv metrics; check that it loads the connector"
-        )
-    sums = {name: found.values.get(f"{_PREFIX}{name}_total", 0.0) for name in _SENTENCES}
-    counters = {name: int(value) for name, value in sums.items() if value and isfinite(value)}
-    sentences = tuple(_SENTENCES[name].format(n=f"{count:,}") for name, count in counters.items())
-    return ReplicaCounters(shown, counters, sentences, None)

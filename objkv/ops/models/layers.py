@@ -19,6 +19,15 @@ CacheKind = Literal[
     "full", "sliding_window", "chunked_local", "mla", "mamba", "indexed", "compressed", "cross"
 ]
 """Kinds of ``GroupIdentity``, and those whose pages cannot be divided by token."""
+KV_DTYPES: Final = {
+    "bfloat16": ("BF16", 2),
+    "float16": ("F16", 2),
+    "float32": ("F32", 4),
+    "fp8": ("F8_E4M3", 1),
+    "fp8_e4m3": ("F8_E4M3", 1),
+    "fp8_e5m2": ("F8_E5M2", 1),
+}
+"""KV cache dtypes by vLLM's names: their names in payloads, and bytes of an element."""
 _CONFIG_BYTES_MAX = 16 << 20
 _COUNT_MAX = 1 << 24
 _BFLOAT16, _FLOAT32 = 2, 4
@@ -78,6 +87,7 @@ class ModelLayers:
     name: str
     model_type: str
     dtype: str
+    """That of its KV, unless --kv-cache-dtype names another."""
     layers: tuple[CacheLayer, ...]
     """In forward order. A layer of vLLM with two caches is listed as two."""
     draft_layers: int
@@ -105,6 +115,8 @@ def read_layers(folder: Path) -> ModelLayers:
         drafts = drafts or 1  # its configuration does not mention them
     layers = tuple(shapes.layers())
     dtype = str(dtype).removeprefix("torch.")
+    if dtype == "float32":  # vLLM's --dtype auto computes with such weights in bfloat16
+        dtype = "bfloat16"
     name = name_model(str(folder if folder.is_dir() else folder.parent), None)
     return ModelLayers(name, model_type, dtype, layers, drafts)
 
@@ -202,7 +214,7 @@ class _Shapes:
             return CacheLayer("chunked_local", heads, content, window)
         if kind != "sliding_attention":
             raise self._missing("a known kind of layer", f"but {kind!r}")
-        window = self._count("sliding_window", self._count("sliding_window_size", 0))
+        window = self._count("sliding_window", self._config.get("sliding_window_size"))
         if self._type == "mimo_v2_flash":
             heads = self._count("swa_num_key_value_heads")
             content = self._count("swa_head_dim") + self._count("swa_v_head_dim")

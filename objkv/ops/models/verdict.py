@@ -11,18 +11,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from objkv.errors import ConfigError
-from objkv.ops.models.layers import CacheLayer, ModelLayers, read_config, read_layers
+from objkv.ops.models.layers import KV_DTYPES, CacheLayer, ModelLayers, read_config, read_layers
 
 Use = Literal["connector", "tier"]
 
-ITEM_BYTES: Final = {
-    "bfloat16": 2,
-    "float16": 2,
-    "float32": 4,
-    "fp8": 1,
-    "fp8_e4m3": 1,
-    "fp8_e5m2": 1,
-}
 WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods of speculative decoding that keep no KV of their own."""
 WITH_KV: Final = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
@@ -46,7 +38,7 @@ _PAGED = {"indexed": "mla", "compressed": "sliding_window"}
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class VllmOptions:
     """The settings of vLLM that matter to the cache."""
 
     tp: int = 1
@@ -83,23 +75,21 @@ class ModelVerdict:
     """Methods of speculative decoding that can be used."""
 
 
-def judge(folder: Path, wish: Wish) -> ModelVerdict:
-    """Judge the model in ``folder``. Raises ``ConfigError`` for a wrong wish or configuration."""
+def judge(folder: Path, options: VllmOptions) -> ModelVerdict:
+    """Judge the model in ``folder``. Raises ``ConfigError`` for what is wrong with either."""
     model = read_layers(folder)
-    dtype = model.dtype if wish.kv_dtype == "auto" else wish.kv_dtype
-    if dtype not in ITEM_BYTES:
-        raise ConfigError(f"--kv-dtype {dtype}: choose auto, {', '.join(ITEM_BYTES)}")
-    _check_ranks(model, wish)
-    method = read_method(model, wish.draft)
-    refused = _refusal(model, wish, method)
+    dtype = model.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    if dtype not in KV_DTYPES:
+        raise ConfigError(f"--kv-dtype {dtype}: choose auto, {', '.join(KV_DTYPES)}")
+    item = KV_DTYPES[dtype][1]
+    _check_ranks(model, options)
+    method = read_method(model, options.draft)
+    refused = _refusal(model, options, method)
     states = sum(layer.content for layer in model.layers if layer.kind == "mamba")
     divisible = all(layer.divisible or layer.kind == "mamba" for layer in model.layers)
-    tokens = _chunk_tokens(model, wish, ITEM_BYTES[dtype])
-    token_bytes = sum(_token_bytes(layer, ITEM_BYTES[dtype]) for layer in model.layers)
-    kept = sum(
-        _token_bytes(layer, ITEM_BYTES[dtype]) * _kept_tokens(layer, tokens)
-        for layer in model.layers
-    )
+    tokens = _chunk_tokens(model, options, item)
+    token_bytes = sum(_token_bytes(layer, item) for layer in model.layers)
+    kept = sum(_token_bytes(layer, item) * _kept_tokens(layer, tokens) for layer in model.layers)
     return ModelVerdict(
         model=model.name,
         model_type=model.model_type,
@@ -135,15 +125,15 @@ def read_method(model: ModelLayers, draft: str | None) -> str | None:
     return "draft_model"
 
 
-def _refusal(model: ModelLayers, wish: Wish, method: str | None) -> str | None:
+def _refusal(model: ModelLayers, options: VllmOptions, method: str | None) -> str | None:
     """Return the connector's error. Its checks have this order."""
     kinds = {layer.kind for layer in model.layers}
-    if wish.pp > 1 and method in WITH_KV:
+    if options.pp > 1 and method in WITH_KV:
         return (
             f"objkv does not support {method!r} together with pipeline parallelism, because only "
             f"the last stage has the draft: {_INSTEAD} set pipeline_parallel_size to 1"
         )
-    if wish.pp > 1 and (reason := _stages_refused(model)):
+    if options.pp > 1 and (reason := _stages_refused(model)):
         return reason
     if "cross" in kinds:
         return (
@@ -154,10 +144,10 @@ def _refusal(model: ModelLayers, wish: Wish, method: str | None) -> str | None:
         )
     drafted = "full" if method in WITH_KV else None
     undivided = next((layer.kind for layer in model.layers if layer.kind not in _DIVIDED), drafted)
-    if wish.dcp > 1 and undivided is not None:
+    if options.dcp > 1 and undivided is not None:
         return (
-            f"objkv does not support decode_context_parallel_size={wish.dcp} for the KV cache of "
-            f"some layers ({_PAGED.get(undivided, undivided)}): {_INSTEAD} set it to 1, or use "
+            f"objkv does not support decode_context_parallel_size={options.dcp} for the KV cache "
+            f"of some layers ({_PAGED.get(undivided, undivided)}): {_INSTEAD} set it to 1, or use "
             "ObjKVTier"
         )
     return None
@@ -198,20 +188,20 @@ def _stages_refused(model: ModelLayers) -> str | None:
     return None
 
 
-def _check_ranks(model: ModelLayers, wish: Wish) -> None:
+def _check_ranks(model: ModelLayers, options: VllmOptions) -> None:
     for layer in model.layers:
         heads = layer.heads
         if layer.kind in ("full", "sliding_window", "chunked_local") and (
-            heads % wish.tp and wish.tp % heads
+            heads % options.tp and options.tp % heads
         ):
             raise ConfigError(
-                f"--tp {wish.tp}: vLLM cannot divide {heads} KV heads among {wish.tp} ranks; "
+                f"--tp {options.tp}: vLLM cannot divide {heads} KV heads among {options.tp} ranks; "
                 "choose a divisor or a multiple"
             )
-    if wish.pp > len(model.layers):
-        raise ConfigError(f"--pp {wish.pp}: the model has only {len(model.layers)} layers")
-    if wish.tp % wish.dcp:
-        raise ConfigError(f"--dcp {wish.dcp}: vLLM needs a divisor of --tp {wish.tp}")
+    if options.pp > len(model.layers):
+        raise ConfigError(f"--pp {options.pp}: the model has only {len(model.layers)} layers")
+    if options.tp % options.dcp:
+        raise ConfigError(f"--dcp {options.dcp}: vLLM needs a divisor of --tp {options.tp}")
 
 
 def _token_bytes(layer: CacheLayer, item: int) -> int:
@@ -225,17 +215,17 @@ def _kept_tokens(layer: CacheLayer, chunk: int) -> int:
     return min(chunk, -(-layer.window // _BLOCK_STEP) * _BLOCK_STEP)
 
 
-def _chunk_tokens(model: ModelLayers, wish: Wish, item: int) -> int:
+def _chunk_tokens(model: ModelLayers, options: VllmOptions, item: int) -> int:
     """Return the least tokens of a chunk. vLLM makes a block of attention as large as a state."""
     state = max((layer.content for layer in model.layers if layer.kind == "mamba"), default=0)
     if not state:
-        return wish.chunk_tokens
+        return options.chunk_tokens
     pages = [
-        max(1, layer.heads // wish.tp) * layer.content * item
+        max(1, layer.heads // options.tp) * layer.content * item
         for layer in model.layers
         if layer.divisible
     ]
-    tokens = -(-(state // wish.tp) // max(pages)) if pages else 1
+    tokens = -(-(state // options.tp) // max(pages)) if pages else 1
     return -(-tokens // _BLOCK_STEP) * _BLOCK_STEP
 
 

@@ -15,7 +15,8 @@ from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Topology, frame_name
-from objkv.ops.size.model import DTYPES, ModelShape
+from objkv.ops.models.layers import KV_DTYPES
+from objkv.ops.size.model import ModelShape
 
 RECORD_BYTES: Final = 300
 """Redis memory per chunk of one group. Measured with Valkey 9.1 and 20,000 chunks, after a touch:
@@ -209,7 +210,9 @@ def _payloads(
         shape = (blocks, group.heads // len(shards), group.block_size, group.content)
         specs = [
             LayerSpec(
-                frame_name(name, shard) if len(shards) > 1 else name, DTYPES[model.kv_dtype], shape
+                frame_name(name, shard) if len(shards) > 1 else name,
+                KV_DTYPES[model.kv_dtype][0],
+                shape,
             )
             for name in group.layers
             for shard in shards

@@ -40,14 +40,13 @@ class MetricsSource:
         *,
         deadline_s: float,
         clock: Callable[[], float] = monotonic,
-        is_exact: bool = False,
         socket: Path | None = None,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        """``url``: the server's URL, with or without ``/metrics`` or ``/v1``. ``is_exact``: use any
-        other path of the URL unchanged. ``socket``: the Unix socket to connect to, whatever host
-        the URL names. Raises ``ConfigError``."""
-        self.url = _metrics_url(url, is_exact=is_exact)
+        """``url``: the server's URL, with or without ``/metrics`` or ``/v1``.
+        ``socket``: the Unix socket to connect to, whatever host the URL names. Raises
+        ``ConfigError``."""
+        self.url = _metrics_url(url)
         self._place = parse_endpoint(self.url)[1]
         self._deadline_s = deadline_s
         self._clock = clock
@@ -114,13 +113,12 @@ def values_of(text: str) -> dict[str, float]:
             if name.endswith(("_bucket", "_created")) or value != value:
                 continue
             values[name] = values.get(name, 0.0) + value
-            for label in ("end", "namespace"):
-                if label in sample.labels:
-                    values[f"{name}:{sample.labels[label]}"] = value
+            if "namespace" in sample.labels:
+                values[f"{name}:{sample.labels['namespace']}"] = value
     return values
 
 
-def _metrics_url(url: str, *, is_exact: bool) -> str:
-    whole, place = parse_endpoint(url)
+def _metrics_url(url: str) -> str:
+    place = parse_endpoint(url)[1]
     path = f"/{place.path}".removesuffix("/metrics").removesuffix("/v1").rstrip("/")
-    return whole if is_exact and path else f"{place.root}{path}/metrics"
+    return f"{place.root}{path}/metrics"

@@ -1,313 +1,278 @@
-"""One OpenAI-compatible endpoint: a vLLM server, or a proxy or router in front of several."""
+"""One OpenAI-compatible endpoint: a vLLM server, or a proxy or router in front of several.
+
+All methods run on one event loop, so that a request can be cancelled at any time: the server then
+notices the closed connection and stops computing.
+"""
 
 import asyncio
 import json
 import os
 import ssl
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import CancelledError
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from email.utils import parsedate_to_datetime
-from threading import Lock, Thread
-from time import time
-from typing import Any, Final, TypeVar
+from pathlib import Path
+from time import monotonic, time
+from typing import Any, Final, Literal
 
 import httpx
 
 from objkv.config.aws import is_plain
 from objkv.config.urls import Url, parse_endpoint
-from objkv.errors import ConfigError
-from objkv.ops.warm.prefill import TRANSFER_PARAMS, PrefillError, PrefillReply, PrefillRequest
+from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.warm.prompts import WarmPrompt
+from objkv.ops.warm.report import EndpointReport
 
-T = TypeVar("T")
-
-
-class LoopClosed(Exception):
-    """The call was cancelled, or the loop is closed."""
-
-
-class Loop:
-    """An event loop on its own thread. Unlike a thread that waits for a socket, its calls can be
-    cancelled at any time, and the server notices the closed connection."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._lock = Lock()
-        self._closed = False
-        self._thread = Thread(target=self._loop.run_forever, name="objkv-warm-http", daemon=True)
-        self._thread.start()
-
-    def call(self, work: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """Run ``work`` and wait for its result. Raises its exceptions, and ``LoopClosed``."""
-        with self._lock:
-            if self._closed:
-                raise LoopClosed
-            future = asyncio.run_coroutine_threadsafe(work(), self._loop)
-        try:
-            return future.result()
-        except CancelledError as exc:
-            raise LoopClosed from exc
-
-    def close(self, last: Callable[[], Awaitable[None]]) -> None:
-        """Cancel all calls, then run ``last``. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-
-        async def end() -> None:
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in others:
-                task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
-            await last()
-
-        asyncio.run_coroutine_threadsafe(end(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-
-AT_ONCE: Final = 8
+Trouble = Literal["busy", "down", "failed", "refused"]
+TRANSFER_PARAMS: Final = {"objkv_put": True}
+"""Of each request: node agents put its chunks at once, see ``connector.kv.request_limits``."""
 _CONNECT_S: Final = 10.0
 _CHECK_S: Final = 10.0
 """Time limit of requests that need no computing."""
 _ANSWER_BYTES_MAX: Final = 64 << 20
 """Ids of a million tokens are 8 MB."""
-_TOLD_MAX: Final = 300
-_BUSY: Final = (429, 503)
-_OF_A_CHECK: Final = ("/health", "/v1/models")
+_ERROR_MAX: Final = 300
+_FIRST_PAUSE_S: Final = 0.5
+_PAUSE_MAX_S: Final = 30.0
+_RETRY_AFTER_MAX_S: Final = 120.0
 
 
-@dataclass(frozen=True, slots=True)
-class EndpointLimits:
-    """Limits of the requests to an endpoint."""
+class EndpointError(ObjkvError):
+    """No reply. ``busy``: retry later. ``down``: the endpoint is unreachable, try another.
+    ``failed``: only this request failed and may be retried. ``refused``: a retry would fail too."""
 
-    at_once: int = AT_ONCE
-    answer_s: float = 600.0
-    """A request that takes longer is retried, on another endpoint if possible."""
-
-
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The models that an endpoint serves."""
-
-    model: str
-    """The base model's name in requests."""
-    root: str
-    """The folder or hub id that the model was loaded from."""
-    adapters: tuple[str, ...]
+    def __init__(self, trouble: Trouble, why: str, *, after_s: float | None = None) -> None:
+        super().__init__(why)
+        self.trouble = trouble
+        self.after_s = after_s
+        """Seconds to wait before a retry, if the endpoint reported it."""
 
 
-class PrefillEndpoint:
-    """See ``Prefiller``."""
+class Endpoint:
+    """Computes prompts, and knows how it fares: pauses after errors, and checks before the next
+    request once it was unreachable. Raises ``EndpointError``, and ``ConfigError`` for a model that
+    it does not serve and a key that it does not accept."""
 
     def __init__(
         self,
         url: str,
-        limits: EndpointLimits,
         *,
+        at_once: int = 8,
+        answer_s: float = 600.0,
         model: str | None = None,
         api_key: str | None = None,
         allow_plaintext: bool = False,
+        socket: Path | None = None,
     ) -> None:
-        """``url``: with or without ``/v1``. ``model``: the one to use of several. Raises
-        ``ConfigError``."""
+        """``url``: with or without ``/v1``. ``at_once``: concurrent requests. ``answer_s``: a
+        request that takes longer has failed. ``model``: the one to use of several. ``socket``: the
+        Unix socket to connect to, whatever host the URL names. Raises ``ConfigError``."""
         place = _place(url, api_key is not None and not allow_plaintext)
-        self._base = (place.root + f"/{place.path}".removesuffix("/v1")).rstrip("/")
-        self._limits = limits
-        self._model = model
-        self._served: Served | None = None
+        self.name = (place.root + f"/{place.path}".removesuffix("/v1")).rstrip("/")
+        self.at_once = at_once
         if not is_plain(api_key or ""):
             raise ConfigError(
                 "the API key (--api-key, VLLM_API_KEY) contains a space, a line break or a "
                 "character other than ASCII: give it without"
             )
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        self._loop = Loop()
+        self._answer_s = answer_s
+        self._wanted = model
+        self.model = ""
+        """The base model's name in requests; empty before it has passed a check."""
+        limits = httpx.Limits(max_connections=at_once + 2)
         self._http = httpx.AsyncClient(
-            base_url=self._base,
-            headers=headers,
-            timeout=httpx.Timeout(limits.answer_s, connect=_CONNECT_S),
-            limits=httpx.Limits(max_connections=limits.at_once + 2),
+            base_url=self.name,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(answer_s, connect=_CONNECT_S),
+            limits=limits,
             # Servers on this machine are never reached through a proxy.
             trust_env=place.is_far,
+            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=limits) if socket else None,
         )
+        self._answered = self._tokens = self._errors = self._failed_in_row = 0
+        self._last_error = ""
+        self._not_before_s = 0.0
+        self._recovery = asyncio.Lock()
+        self.down_since_s: float | None = None
+        """When it became unreachable, by ``monotonic``; None while it answers."""
 
     def __repr__(self) -> str:
-        return f"<Endpoint {self._base}>"
+        return f"<Endpoint {self.name}>"
 
-    @property
-    def name(self) -> str:
-        """See ``Prefiller``."""
-        return self._base
+    async def check(self) -> None:
+        """Return if it accepts requests and serves the model."""
+        bound_s = min(_CHECK_S, self._answer_s)
+        await self._call("GET", "/health", bound_s=bound_s)
+        if not self.model:
+            answer = await self._call("GET", "/v1/models", bound_s=bound_s)
+            self.model = _served(answer, self._wanted, self.name)
 
-    @property
-    def at_once(self) -> int:
-        """See ``Prefiller``."""
-        return self._limits.at_once
-
-    def check(self) -> None:
-        """See ``Prefiller``. Raises ``ConfigError`` if the endpoint does not serve the model."""
-        bound_s = min(_CHECK_S, self._limits.answer_s)
-        self._call("GET", "/health", bound_s=bound_s)
-        if self._served is None:
-            told = self._call("GET", "/v1/models", bound_s=bound_s)
-            self._served = _served(told, self._model, self._base)
-
-    @property
-    def served(self) -> Served:
-        """The served models; available after ``check``."""
-        assert self._served is not None
-        return self._served
-
-    def tokenize(self, prompt: WarmPrompt) -> list[int]:
-        """See ``Prefiller``."""
-        if prompt.tokens is not None:
-            return list(prompt.tokens)
-        request: dict[str, Any] = {"model": prompt.model or self.served.model}
+    async def tokenize(self, prompt: WarmPrompt) -> list[int]:
+        """Return the token ids that a request with this prompt would have."""
+        request: dict[str, Any] = {"model": prompt.model or self.model}
         if prompt.chat is not None:
             request |= {"messages": list(prompt.chat.messages), **prompt.chat.options}
         else:
             request["prompt"] = prompt.text
-        answer = self._call("POST", "/tokenize", request)
+        answer = await self._call("POST", "/tokenize", request)
         tokens = answer.get("tokens")
         if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
-            raise PrefillError("refused", f"{self._base} does not tokenize: use --tokenizer")
+            raise EndpointError("refused", f"{self.name} does not tokenize: give token ids")
         return tokens
 
-    def ask(self, ask: PrefillRequest) -> PrefillReply:
-        """See ``Prefiller``."""
+    async def compute(
+        self, tokens: Sequence[int], salt: str | None, adapter: str | None
+    ) -> int | None:
+        """Compute a prompt and one token after it. Its saves may still be in flight afterwards.
+
+        ``adapter``: None means the base model. Return how many prompt tokens were loaded or in the
+        engine's own cache; None if that is not reported.
+        """
         request: dict[str, Any] = {
-            "model": ask.model or self.served.model,
-            "prompt": list(ask.tokens),
+            "model": adapter or self.model,
+            "prompt": list(tokens),
             "max_tokens": 1,
             "temperature": 0,
             "kv_transfer_params": TRANSFER_PARAMS,
         }
-        if ask.salt is not None:
-            request["cache_salt"] = ask.salt
-        answer = self._call("POST", "/v1/completions", request)
+        if salt is not None:
+            request["cache_salt"] = salt
+        answer = await self._call("POST", "/v1/completions", request)
         usage = answer.get("usage")
-        if not isinstance(usage, Mapping) or usage.get("prompt_tokens") != len(ask.tokens):
-            told = usage.get("prompt_tokens") if isinstance(usage, Mapping) else None
-            raise PrefillError(
-                "refused", f"{self._base} computed {told} of {len(ask.tokens)} tokens"
-            )
+        usage = usage if isinstance(usage, Mapping) else {}
+        if (computed := usage.get("prompt_tokens")) != len(tokens):
+            why = f"{self.name} computed {computed} of {len(tokens)} tokens"
+            raise EndpointError("refused", why)
+        self._answered += 1
+        self._tokens += len(tokens)
+        self._failed_in_row, self.down_since_s = 0, None
         details = usage.get("prompt_tokens_details")
         cached = details.get("cached_tokens") if isinstance(details, Mapping) else None
-        return PrefillReply(cached if type(cached) is int else None)
+        return cached if type(cached) is int else None
 
-    def close(self) -> None:
-        """See ``Prefiller``."""
-        self._loop.close(self._http.aclose)
+    def failed(self, error: EndpointError) -> None:
+        """Note a failed request or check: the next one waits, the longer the more have failed."""
+        if error.trouble == "refused":  # the prompt is at fault, and the endpoint answers
+            self._failed_in_row = 0
+            return
+        now = monotonic()
+        self._errors += 1
+        self._failed_in_row += 1
+        self._last_error = str(error)
+        if error.trouble == "down" and self.down_since_s is None:
+            self.down_since_s = now
+        pause_s = min(_PAUSE_MAX_S, _FIRST_PAUSE_S * 2 ** min(self._failed_in_row - 1, 10))
+        if error.trouble == "failed":  # its other requests may succeed
+            pause_s = _FIRST_PAUSE_S
+        if error.after_s is not None:
+            pause_s = max(pause_s, min(error.after_s, _RETRY_AFTER_MAX_S))
+        self._not_before_s = max(self._not_before_s, now + pause_s)
 
-    def _call(
+    async def ready(self) -> None:
+        """Wait until it may be used: its pause is over, and it answers."""
+        async with self._recovery:  # one check for all that wait
+            while True:
+                if (pause_s := self._not_before_s - monotonic()) > 0:
+                    await asyncio.sleep(pause_s)
+                elif self.down_since_s is None:
+                    return
+                else:
+                    try:
+                        await self.check()
+                    except (EndpointError, ConfigError) as exc:  # another model is served now
+                        self.failed(EndpointError("down", str(exc)))
+                    else:
+                        self._failed_in_row, self.down_since_s = 0, None
+
+    def report(self) -> EndpointReport:
+        """Return its totals."""
+        is_down = self.down_since_s is not None
+        return EndpointReport(
+            self.name, self._answered, self._tokens, self._errors, is_down, self._last_error
+        )
+
+    async def close(self) -> None:
+        """Close its connections. Idempotent."""
+        await self._http.aclose()
+
+    async def _call(
         self, method: str, path: str, request: object = None, *, bound_s: float | None = None
     ) -> dict[str, Any]:
-        what = f"{self._base}{path}"
+        what = f"{self.name}{path}"
         content = None if request is None else json.dumps(request).encode()
-        bound_s = bound_s or self._limits.answer_s
-        try:
-            # A limit for the whole request: the client's limits apply to each read.
-            answer = self._loop.call(
-                lambda: asyncio.wait_for(self._answer(method, path, content), bound_s)
-            )
-        except (httpx.TimeoutException, TimeoutError) as exc:
-            is_down = isinstance(exc, httpx.ConnectTimeout)
-            raise PrefillError(
-                "down" if is_down else "failed", f"{what}: no answer within the time limit"
-            ) from exc
-        except httpx.InvalidURL as exc:
-            raise ConfigError(f"endpoint {self._base}: {exc}") from exc
-        except httpx.HTTPError as exc:
-            raise PrefillError("down", f"{what}: {_reason(exc)}") from exc
-        except LoopClosed as exc:
-            raise PrefillError("down", f"{what}: cancelled") from exc
-        if len(answer.content) > _ANSWER_BYTES_MAX:
-            raise PrefillError("failed", f"{what}: longer than {_ANSWER_BYTES_MAX} bytes")
-        if 200 <= answer.status < 300:
-            return _parsed(answer, what, is_health=path == "/health")
-        if answer.status == 404 and path in _OF_A_CHECK:
-            why = f"{self._base} answers HTTP 404 on {path}: check that it is a vLLM server"
-            raise PrefillError("refused", why)
-        raise _error(answer, what)
-
-    async def _answer(self, method: str, path: str, content: bytes | None) -> "_Answer":
         headers = {} if content is None else {"Content-Type": "application/json"}
         read = bytearray()
-        async with self._http.stream(method, path, content=content, headers=headers) as answer:
-            async for piece in answer.aiter_bytes():
-                read += piece
-                if len(read) > _ANSWER_BYTES_MAX:
-                    break
-        return _Answer(answer.status_code, answer.headers.get("retry-after", ""), bytes(read))
+        try:
+            # A limit for the whole request: the client's limits apply to each read.
+            async with (
+                asyncio.timeout(bound_s or self._answer_s),
+                self._http.stream(method, path, content=content, headers=headers) as answer,
+            ):
+                async for piece in answer.aiter_bytes():
+                    read += piece
+                    if len(read) > _ANSWER_BYTES_MAX:
+                        why = f"{what}: longer than {_ANSWER_BYTES_MAX} bytes"
+                        raise EndpointError("failed", why)
+        except (httpx.TimeoutException, TimeoutError) as exc:
+            trouble: Trouble = "down" if isinstance(exc, httpx.ConnectTimeout) else "failed"
+            raise EndpointError(trouble, f"{what}: no answer within the time limit") from exc
+        except httpx.InvalidURL as exc:
+            raise ConfigError(f"endpoint {self.name}: {exc}") from exc
+        except httpx.HTTPError as exc:
+            raise EndpointError("down", f"{what}: {_reason(exc)}") from exc
+        if not answer.is_success:
+            raise _error(answer, bytes(read), what)
+        try:
+            found = json.loads(read or b"{}")  # vLLM's /health is empty
+        except ValueError:
+            found = None
+        if isinstance(found, dict) or path == "/health":
+            return found if isinstance(found, dict) else {}
+        why = f"{what}: the answer is not a JSON object: check that the server is OpenAI-compatible"
+        raise EndpointError("refused", why)
 
 
-@dataclass(frozen=True, slots=True)
-class _Answer:
-    status: int
-    retry_after: str
-    content: bytes
-    """May exceed the limit by one piece."""
-
-
-def _parsed(answer: _Answer, what: str, *, is_health: bool) -> dict[str, Any]:
-    if not answer.content:  # as vLLM's /health
-        return {}
-    try:
-        found = json.loads(answer.content)
-    except ValueError:
-        found = None
-    if isinstance(found, dict):
-        return found
-    if is_health:
-        return {}
-    why = f"{what}: the answer is not a JSON object: check that the server is OpenAI-compatible"
-    raise PrefillError("refused", why)
-
-
-def _error(answer: _Answer, what: str) -> Exception:
-    why = f"{what}: HTTP {answer.status}: {_told(answer)}".rstrip(": ")
-    if answer.status in _BUSY:
-        return PrefillError("busy", why, after_s=_retry_after(answer.retry_after))
-    if answer.status in (401, 403):
+def _error(answer: httpx.Response, content: bytes, what: str) -> ObjkvError:
+    status = answer.status_code
+    why = f"{what}: HTTP {status}: {_message(content)}".rstrip(": ")
+    if status in (429, 503):
+        after_s = _retry_after(answer.headers.get("retry-after", ""))
+        return EndpointError("busy", why, after_s=after_s)
+    if status in (401, 403):
         return ConfigError(f"{why}; set --api-key or VLLM_API_KEY")
-    if answer.status in (502, 504):  # a proxy in front of the fleet reached no server
-        return PrefillError("down", why)
-    if answer.status >= 500 or answer.status == 408:
-        return PrefillError("failed", why)
-    return PrefillError("refused", why)
+    if status == 404 and what.endswith(("/health", "/v1/models")):
+        return EndpointError("refused", f"{what}: HTTP 404: check that it is a vLLM server")
+    if status in (502, 504):  # a proxy in front of the fleet reached no server
+        return EndpointError("down", why)
+    return EndpointError("failed" if status >= 500 or status == 408 else "refused", why)
 
 
-def _told(answer: _Answer) -> str:
+def _message(content: bytes) -> str:
     """Return the error message in the body, as one line."""
     try:
-        found: Any = json.loads(answer.content)
+        found: Any = json.loads(content)
     except ValueError:
-        found = answer.content.decode("utf-8", "replace")
+        found = content.decode("utf-8", "replace")
         if found.lstrip().startswith("<"):  # an HTML page
             return ""
     while isinstance(found, dict):
         found = found.get("error", found.get("message", found.get("detail", "")))
-    return " ".join(str(found).split())[:_TOLD_MAX]
+    return " ".join(str(found).split())[:_ERROR_MAX]
 
 
 def _reason(error: BaseException) -> str:
     """Return the operating system's error text rather than the HTTP client's."""
-    told = str(error) or type(error).__name__
+    text = str(error) or type(error).__name__
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             number = 0 if isinstance(cause, ssl.SSLError) else cause.errno or 0
-            told = os.strerror(number) if number > 0 else cause.strerror
-            told = told[:1].lower() + told[1:]
+            text = os.strerror(number) if number > 0 else cause.strerror
+            text = text[:1].lower() + text[1:]
         if isinstance(cause, BaseExceptionGroup):  # one for each address of a name
             cause = cause.exceptions[0]
         else:
             cause = cause.__cause__ or cause.__context__
-    return told
+    return text
 
 
 def _retry_after(text: str) -> float | None:
@@ -320,16 +285,15 @@ def _retry_after(text: str) -> float | None:
         return None
 
 
-def _served(answer: Mapping[str, Any], wanted: str | None, base: str) -> Served:
+def _served(answer: Mapping[str, Any], wanted: str | None, base: str) -> str:
+    """Return the base model's name: ``wanted``, or the first one."""
     cards = answer.get("data")
     known = [card for card in cards if isinstance(card, dict)] if isinstance(cards, list) else []
-    models = {str(card.get("id")): card for card in known if not card.get("parent")}
-    adapters = tuple(str(card.get("id")) for card in known if card.get("parent"))
-    if wanted is None:
-        wanted = next(iter(models), None)
+    models = [str(card.get("id")) for card in known if not card.get("parent")]
+    wanted = wanted or next(iter(models), None)
     if wanted is None or wanted not in models:
         raise ConfigError(f"{base} serves {', '.join(models) or 'no model'}, not {wanted}")
-    return Served(wanted, str(models[wanted].get("root") or wanted), adapters)
+    return wanted
 
 
 def _place(url: str, refuse_clear: bool) -> Url:

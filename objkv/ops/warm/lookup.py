@@ -1,15 +1,25 @@
-"""Looks up stored chunks of a prompt, as replicas do."""
+"""Looks up stored chunks of a prompt, as replicas do, and finds the namespace of endpoints."""
 
+import asyncio
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from time import monotonic
 
 from objkv.cache.match import shards_to_read, usable_chunks
-from objkv.errors import PayloadError
+from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.backends_view import HANDOFF_LAYOUT, read_identity, stored_namespaces
+from objkv.ops.warm.endpoint import Endpoint, EndpointError
 from objkv.stores.base import ReadStore
+
+SALT = "objkv-warm-"
+"""The start of the salts of probe chunks."""
+_CHUNK_TOKENS = 256
+"""The default chunk, used while nothing is stored yet."""
+_PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,3 +84,84 @@ def known_identities(bulk: ReadStore) -> dict[str, Identity]:
         if identity is not None and identity.page_layout != HANDOFF_LAYOUT:
             found[name] = identity
     return found
+
+
+async def find_identity_of(
+    endpoints: Sequence[Endpoint],
+    tokens: Sequence[int],
+    bulk: ReadStore,
+    index: ReadIndex,
+    *,
+    wait_s: float,
+) -> Identity:
+    """Return the common identity of all endpoints, and verify that they save to this store.
+
+    Each endpoint computes a chunk under a random salt, so it cannot be stored yet; the endpoint's
+    namespace is the one in which the chunk appears. Other namespaces of the same model may have
+    other weights, another tenant or another layout.
+
+    ``tokens``: token ids of any prompt. Raises ``ConfigError`` if a chunk does not appear within
+    ``wait_s``, or if the endpoints' namespaces differ, and ``EndpointError`` if a request fails.
+    """
+    found = {one.name: await _find(one, tokens, bulk, index, wait_s) for one in endpoints}
+    if len({identity.namespace() for identity in found.values()}) > 1:
+        each = ", ".join(f"{name} {identity.namespace()}" for name, identity in found.items())
+        raise ConfigError(
+            f"the endpoints do not share a namespace: {each}; objkv diff shows why; warm each "
+            "group of endpoints separately"
+        )
+    return next(iter(found.values()))
+
+
+async def _find(
+    endpoint: Endpoint, tokens: Sequence[int], bulk: ReadStore, index: ReadIndex, wait_s: float
+) -> Identity:
+    salt = SALT + secrets.token_hex(8)
+    longest = 0
+    """The longest chunk requested so far; longer ones need another request."""
+    ends_s = monotonic() + wait_s
+    while True:
+        known = await asyncio.to_thread(known_identities, bulk)
+        sizes = {_CHUNK_TOKENS, *(identity.chunk_tokens for identity in known.values())}
+        if max(sizes) > longest:
+            longest = max(sizes)
+            await _compute(endpoint, tokens, salt, sorted(sizes, reverse=True), wait_s)
+            ends_s = monotonic() + wait_s
+        for identity in known.values():
+            lookup = PromptLookup(index, identity)
+            first = lookup.hashes(_of_size(tokens, identity.chunk_tokens), salt)
+            if any((await asyncio.to_thread(lookup.find, first)).nbytes):
+                return identity
+        if monotonic() >= ends_s:
+            raise ConfigError(
+                f"{endpoint.name} saved nothing here within {wait_s:.0f} s: check that it "
+                "uses the objkv connector, that it may save (kv_role, role, quota), and that "
+                "its bulk_url and index_url are those of this command; objkv doctor shows "
+                "them here, the line 'objkv ready' in the server's log shows them there"
+            )
+        await asyncio.sleep(_PAUSE_S)
+
+
+async def _compute(
+    endpoint: Endpoint, tokens: Sequence[int], salt: str, sizes: Sequence[int], wait_s: float
+) -> None:
+    """Compute a chunk of the first of ``sizes`` that the endpoint accepts."""
+    left, ends_s = list(sizes), monotonic() + wait_s
+    while True:
+        made = [*_of_size(tokens, left[0]), tokens[0]]  # the last token is never saved
+        try:
+            await endpoint.compute(made, salt, None)
+            return
+        except EndpointError as exc:
+            if exc.trouble == "refused" and len(left) > 1:
+                left.pop(0)
+                continue
+            pause_s = exc.after_s or 5 * _PAUSE_S
+            if exc.trouble == "refused" or monotonic() + pause_s >= ends_s:
+                raise
+            await asyncio.sleep(pause_s)
+
+
+def _of_size(tokens: Sequence[int], size: int) -> list[int]:
+    """Return ``tokens``, cut or repeated to ``size``."""
+    return (list(tokens[:size]) * (size // len(tokens[:size]) + 1))[:size]

@@ -1,10 +1,27 @@
-"""The report of a ``warm`` run: totals, and the prompts that failed."""
+"""Limits, progress and report of a ``warm`` run: totals, and the prompts that failed."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Ending = Literal["complete", "interrupted", "unreachable"]
 NAMED_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class WarmLimits:
+    """Limits of attempts and times."""
+
+    attempts_max: int = 4
+    """Attempts per prompt, not counting busy answers."""
+    busy_max: int = 100
+    """Busy answers per prompt."""
+    save_s: float = 60.0
+    """Time from the answer until the prompt is stored; afterwards it is sent again."""
+    gone_s: float = 120.0
+    """The run ends when no endpoint has answered for this time."""
+    pause_s: float = 0.05
+    """Pause between lookups of a pending save; grows to ten times this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +34,7 @@ class Failure:
 
 @dataclass(frozen=True, slots=True)
 class EndpointReport:
-    """The totals of one endpoint or of the local engine."""
+    """The totals of one endpoint."""
 
     name: str
     answered: int
@@ -32,7 +49,7 @@ class WarmReport:
     """The report of one run."""
 
     mode: str
-    """``endpoints``, ``engine`` or ``check``."""
+    """``endpoints``, ``model`` or ``check``."""
     namespace: str = ""
     model: str = ""
     ending: Ending = "complete"
@@ -78,10 +95,6 @@ class WarmReport:
     def fail(self, name: str, why: str) -> None:
         """Count and name a prompt that could not be warmed."""
         self.failed += 1
-        self.name(name, why)
-
-    def name(self, name: str, why: str) -> None:
-        """Name a failed prompt or payload, up to ``NAMED_MAX``."""
         if len(self.failures) < NAMED_MAX:
             self.failures.append(Failure(name, why))
 
@@ -90,3 +103,11 @@ class WarmReport:
         document = {"command": "warm", "complete": self.is_complete, **asdict(self)}
         document["omitted"] = max(0, self.failed - len(self.failures))
         return document
+
+
+@dataclass(frozen=True, slots=True)
+class WarmProgress:
+    """Callbacks for progress. They come from another thread."""
+
+    moved: Callable[[WarmReport], None] = lambda report: None
+    note: Callable[[str], None] = lambda text: None

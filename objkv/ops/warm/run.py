@@ -1,443 +1,400 @@
-"""Runs ``warm`` with engines: sends prompts, waits until they are stored, and retries.
+"""Runs ``warm``: tokenizes prompts, sends them to endpoints, waits until they are stored, retries.
 
 A prompt is done when the index has all its chunks, not when it is answered: replicas save in the
-background and may drop saves. The owner's thread does everything except the requests. It may be
-interrupted at any time, because a later run skips stored prompts.
+background and may drop saves. A run may be interrupted at any time, because a later one skips
+stored prompts.
 """
 
-import heapq
-import os
-import tempfile
-import time
+import asyncio
 from array import array
-from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
-from dataclasses import dataclass
-from threading import Lock
-from typing import Any
+from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from itertools import islice
+from threading import Thread
+from time import monotonic
+from types import TracebackType
+from typing import Any, Final, Self, TypeVar
 
-from objkv.errors import ConfigError, StoreError
-from objkv.ops.warm.fleet import PrefillFleet, Seat
-from objkv.ops.warm.lookup import Found, PromptLookup
-from objkv.ops.warm.prefill import PrefillError, PrefillReply, PrefillRequest
-from objkv.ops.warm.report import EndpointReport, WarmReport
+from objkv.errors import ConfigError, StoreError, StoreUnavailable
+from objkv.keys.identity import Identity
+from objkv.ops.backends_view import BackendsView
+from objkv.ops.warm.endpoint import Endpoint, EndpointError
+from objkv.ops.warm.lookup import Found, PromptLookup, find_identity_of
+from objkv.ops.warm.order import Order, Task
+from objkv.ops.warm.prompts import WarmPrompt
+from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
 
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A prompt to compute next."""
-
-    number: int
-    root: bytes
-    """The root of its tree; prompts with the same root should go to the same engine."""
-    missing: int
-    """Chunks not stored so far; 0 if other prompts have all of them."""
-
-
-class Order:
-    """Orders prompts so that shared prefixes are computed once.
-
-    The prompts' chunks form a tree. A prompt in progress claims its missing chunks until they are
-    stored; another prompt that needs a claimed chunk waits. So the first prompt with a shared
-    prefix runs alone, and the others load its chunks. Prompts with the most shared chunks go first.
-    For one thread. Uses about 200 bytes per distinct chunk.
-    """
-
-    def __init__(self) -> None:
-        self._names: dict[bytes, int] = {}
-        self._uses = array("I")
-        self._chunks: dict[int, array[int]] = {}
-        self._roots: dict[int, bytes] = {}
-        self._stored: set[int] = set()
-        self._claims: dict[int, int] = {}
-        """The prompt that computes each claimed chunk."""
-        self._waiting: defaultdict[int, list[int]] = defaultdict(list)
-        self._heap: list[tuple[int, int]] = []
-        self._weights: dict[int, int] = {}
-        self._is_begun = False
-
-    def add(self, number: int, chunks: Sequence[bytes], stored: int) -> None:
-        """Add a prompt whose first ``stored`` chunks are stored. Add all prompts before the first
-        ``next``."""
-        assert not self._is_begun
-        assert chunks
-        own = array("I")
-        for position, name in enumerate(chunks):
-            chunk = self._names.setdefault(name, len(self._names))
-            if chunk == len(self._uses):
-                self._uses.append(0)
-            self._uses[chunk] += 1
-            if position < stored:
-                self._stored.add(chunk)
-            own.append(chunk)
-        self._chunks[number], self._roots[number] = own, chunks[0]
-
-    def next(self) -> Turn | None:
-        """Return the next prompt and claim its missing chunks; None if all wait or none is left."""
-        if not self._is_begun:
-            self._begin()
-        while self._heap:
-            _, number = heapq.heappop(self._heap)
-            missing = self._missing(number)
-            if missing and missing[0] in self._claims:
-                self._waiting[missing[0]].append(number)
-                continue
-            for chunk in missing:
-                self._claims[chunk] = number
-            if not missing:
-                self._chunks.pop(number)
-            return Turn(number, self._roots[number], len(missing))
-        return None
-
-    def end(self, number: int, *, stored: bool) -> None:
-        """End a prompt that is now stored or has failed for good."""
-        for chunk in self._chunks.pop(number):
-            if self._claims.get(chunk) == number:
-                del self._claims[chunk]
-                if stored:
-                    self._stored.add(chunk)
-                for other in self._waiting.pop(chunk, ()):
-                    self._push(other)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether every prompt has ended."""
-        return not self._chunks
-
-    def _missing(self, number: int) -> "array[int]":
-        chunks = self._chunks[number]
-        # A chunk's hash covers all chunks before it, so those are stored too.
-        start = next((at for at, one in enumerate(chunks) if one not in self._stored), len(chunks))
-        return chunks[start:]
-
-    def _begin(self) -> None:
-        self._is_begun = True
-        self._names.clear()
-        for number in self._chunks:
-            self._weights[number] = sum(self._uses[chunk] - 1 for chunk in self._missing(number))
-            self._push(number)
-
-    def _push(self, number: int) -> None:
-        heapq.heappush(self._heap, (-self._weights[number], number))
-
-
-_TOKEN_BYTES = 4
-
-
-class TokenSpool:
-    """Token ids of many prompts in an unnamed temporary file. Safe from many threads."""
-
-    def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``close``
-        self._lock = Lock()
-        self._places: list[tuple[int, int]] = []
-        self._end = 0
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def add(self, tokens: Sequence[int]) -> int:
-        """Store the ids and return their number for ``read``."""
-        encoded = array("I", tokens)
-        assert encoded.itemsize == _TOKEN_BYTES
-        with self._lock:
-            os.pwrite(self._file.fileno(), encoded.tobytes(), self._end)
-            self._places.append((self._end, len(encoded)))
-            self._end += len(encoded) * _TOKEN_BYTES
-            return len(self._places) - 1
-
-    def read(self, number: int) -> "array[int]":
-        """Return the ids added as ``number``."""
-        start, length = self._places[number]
-        tokens = array("I")
-        tokens.frombytes(os.pread(self._file.fileno(), length * _TOKEN_BYTES, start))
-        return tokens
-
-    def length(self, number: int) -> int:
-        """Return the number of ids added as ``number``."""
-        return self._places[number][1]
-
-    def close(self) -> None:
-        """Delete the file. Idempotent."""
-        self._file.close()
-
-
-@dataclass(frozen=True, slots=True)
-class WarmLimits:
-    """Limits of attempts and times."""
-
-    attempts_max: int = 4
-    """Attempts per prompt, not counting busy answers."""
-    busy_max: int = 100
-    """Busy answers per prompt."""
-    save_s: float = 60.0
-    """Time from the answer until the prompt is stored; afterwards it is sent again."""
-    gone_s: float = 120.0
-    """The run ends when no prefiller has answered for this time."""
-    pause_s: float = 0.05
-    """Pause between lookups of pending saves; grows to ten times this while nothing changes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """A tokenized prompt. Its position in the list is the number of its tokens in the spool."""
-
-    name: str
-    salt: str | None
-    adapter: str | None
-
-
-@dataclass(slots=True)
-class _Under:
-    """A prompt in progress."""
-
-    turn: Turn
-    attempts: int = 0
-    busy: int = 0
-    stored: int = 0
-    """Chunks stored before it was sent."""
-    saved_by_s: float = 0.0
-
-
-Tell = Callable[[WarmReport], None]
-_SAVING_FACTOR = 4
+T = TypeVar("T")
+_BATCH: Final = 512
+"""Prompts that are read, tokenized and looked up together."""
+_TOKENIZING, _FINDERS = 8, 8
+"""Concurrent requests for token ids, and threads for index lookups."""
+_ROUNDS: Final = 6
+"""Attempts to tokenize a prompt, per endpoint."""
+_SAVING_FACTOR: Final = 4
 """Answered prompts with pending saves, per concurrent request."""
-_FINDERS, _BATCH = 8, 512
-"""Threads for index lookups, and prompts looked up between two progress reports."""
-_LOOK_S, _BREATH_S = 1.0, 0.01
-"""The longest wait of a round, and the shortest one before prefillers are considered again."""
+_WATCH_S: Final = 0.5
 
 
-class Warming:
-    """One run. ``report`` is always up to date."""
+@dataclass(frozen=True, slots=True)
+class WarmJob:
+    """What a run works with."""
 
-    def __init__(
-        self,
-        tasks: Sequence[Task],
-        spool: TokenSpool,
-        fleet: PrefillFleet,
-        lookup: PromptLookup,
-        patience: WarmLimits,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        on_progress: Tell = lambda report: None,
-    ) -> None:
-        self._tasks = tasks
-        self._spool = spool
-        self._fleet = fleet
-        self._lookup = lookup
-        self._patience = patience
-        self._clock = clock
-        self._tell = on_progress
-        self._order = Order()
-        self._under: dict[int, _Under] = {}
-        self._again: deque[int] = deque()
-        self._asking: dict[Future[PrefillReply], tuple[int, Seat]] = {}
-        self._checking: dict[Future[None], Seat] = {}
-        self._saving: list[int] = []
-        self._finders = ThreadPoolExecutor(_FINDERS, thread_name_prefix="objkv-warm-find")
-        self._looked_s = self._paused_s = 0.0
-        self.report = WarmReport("engine", lookup.namespace, lookup.identity.model)
-        self.report.prompts = len(tasks)
+    view: BackendsView
+    endpoints: Sequence[Endpoint] = ()
+    identity: Identity | None = None
+    """None: find the namespace with a probe."""
+    adapters: Mapping[str, bytes] = field(default_factory=dict)
+    """Content digests of LoRA adapters by their names in requests."""
+    base: Collection[str] = ()
+    """Further names of the base model in requests, in addition to those of the endpoints."""
+    limits: WarmLimits = field(default_factory=WarmLimits)
+    progress: WarmProgress = field(default_factory=WarmProgress)
 
-    def run(self) -> None:
-        """Run until every prompt is stored or has failed, or no prefiller answers any more.
 
-        An interrupt or an unreachable index also ends the run, and ``report`` shows it.
-        """
-        started_s = self._clock()
-        # One more per prefiller, for checks while it is down.
-        threads = self._fleet.at_once + len(self._fleet.seats)
-        pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-warm")
-        self.report.ending = "interrupted"  # unless it gets to the end
+def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str = "endpoints") -> WarmReport:
+    """Compute the prompts that are not stored. Closes the endpoints.
+
+    An interrupt, endpoints that no longer answer and an unreachable index end it, and the report
+    shows that. Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
+    """
+    assert job.endpoints
+    with _Loop() as loop, ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders:
+        run = _Run(job, WarmReport(mode), finders)
         try:
-            self._look_up()
-            while self._advance(pool):
-                self._tell(self.report)
+            loop.call(run.check())
+            _add(loop, run, prompts)
+            loop.call(run.compute())
         except KeyboardInterrupt:
-            with suppress(StoreError):  # answered prompts may be stored by now
-                self._look()
-        except StoreError as exc:
-            self.report.ending, self.report.why = "unreachable", str(exc)
+            if run.report.ending != "interrupted":  # nothing was computed
+                raise
+            loop.call(run.look_once())
         finally:
-            for seat in self._fleet.seats:
-                seat.asker.close()
-            pool.shutdown(wait=True, cancel_futures=True)
-            self._finders.shutdown(wait=True, cancel_futures=True)
-            self.report.seconds = self._clock() - started_s
-            self.report.endpoints = [_told(seat) for seat in self._fleet.seats]
-            self.report.left = self.report.prompts - self.report.done
-            self._tell(self.report)
+            loop.call(run.close())
+        return run.ended()
 
-    def _look_up(self) -> None:
-        """Look up all prompts and order those that are not stored."""
-        report = self.report
-        report.prompt_tokens = sum(map(self._spool.length, range(len(self._tasks))))
-        for start in range(0, len(self._tasks), _BATCH):
-            numbers = range(start, min(start + _BATCH, len(self._tasks)))
-            every = self._finders.map(self._find, numbers)
-            for number, (hashes, found) in zip(numbers, every, strict=True):
-                if not hashes:
-                    report.short += 1
-                elif found.is_all:
-                    report.stored_before += 1
-                else:
-                    self._order.add(number, hashes, found.usable)
-            self._tell(report)
 
-    def _find(self, number: int) -> tuple[list[bytes], Found]:
-        task = self._tasks[number]
-        hashes = self._lookup.hashes(self._spool.read(number), task.salt, task.adapter)
-        return hashes, self._lookup.find(hashes)
-
-    def _advance(self, pool: ThreadPoolExecutor) -> bool:
-        """Run one round; return False at the end."""
-        self._check(pool)
-        self._ask_more(pool)
-        if self._order.is_empty:
-            self.report.ending = "complete"
-            return False
-        if self._fleet.gone_s() > self._patience.gone_s and not self._saving:
-            self.report.ending = "unreachable"
-            errors = [seat.last_error for seat in self._fleet.seats]
-            self.report.why = f"no endpoint answers any more: {'; '.join(errors)}"
-            return False
-        pause_s = self._paused_s if self._saving else self._fleet.rest_s() + _BREATH_S
-        if self._asking or self._checking:
-            under_way: set[Future[Any]] = {*self._asking, *self._checking}
-            # With free prefillers and no pending saves, only an answer can start further work.
-            limit_s = _LOOK_S if self._fleet.has_room() and not self._saving else pause_s
-            ended, _ = wait(under_way, min(limit_s, _LOOK_S), FIRST_COMPLETED)
-            for future in [future for future in self._asking if future in ended]:
-                self._take(future)
-        else:
-            time.sleep(min(pause_s, _LOOK_S))
-        if self._clock() - self._looked_s >= self._paused_s:
-            self._look()
-        return True
-
-    def _check(self, pool: ThreadPoolExecutor) -> None:
-        """Check the prefillers that are down."""
-        for seat in self._fleet.to_check():
-            self._checking[pool.submit(seat.asker.check)] = seat
-        for future in [future for future in self._checking if future.done()]:
-            seat = self._checking.pop(future)
-            try:
-                future.result()
-            except (PrefillError, ConfigError) as exc:  # ConfigError: it serves another model now
-                self._fleet.failed(seat, PrefillError("down", str(exc)))
-            else:
-                self._fleet.passed(seat)
-
-    def _ask_more(self, pool: ThreadPoolExecutor) -> None:
-        most = _SAVING_FACTOR * self._fleet.at_once
-        while self._fleet.has_room():
-            if self._again:
-                under = self._under[self._again.popleft()]
-            elif len(self._saving) >= most or (turn := self._order.next()) is None:
-                return
-            elif not turn.missing:
-                self.report.warmed += 1
-                self.report.shared += 1
-                continue
-            else:
-                _, found = self._find(turn.number)
-                under = _Under(turn, stored=found.usable)
-                self._under[turn.number] = under
-                if found.is_all:  # stored by another client meanwhile
-                    self._finish(under, found)
-                    continue
-            seat = self._fleet.take(under.turn.root)
-            future = pool.submit(self._ask, under.turn.number, seat)
-            self._asking[future] = under.turn.number, seat
-
-    def _ask(self, number: int, seat: Seat) -> PrefillReply:
-        task = self._tasks[number]
-        return seat.asker.ask(PrefillRequest(self._spool.read(number), task.salt, task.adapter))
-
-    def _take(self, future: Future[PrefillReply]) -> None:
-        number, seat = self._asking.pop(future)
-        under = self._under[number]
+def check_stored(job: WarmJob, prompts: Iterable[WarmPrompt]) -> WarmReport:
+    """Report which prompts are stored, without computing. Endpoints, if there are any, tokenize.
+    Raises ``ConfigError`` and ``StoreError``."""
+    assert job.identity is not None
+    with _Loop() as loop, ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders:
+        run = _Run(job, WarmReport("check"), finders)
         try:
-            reply = future.result()
-        except PrefillError as exc:
-            self._fleet.failed(seat, exc)
-            self._retry(under, exc)
-            return
-        except ConfigError as exc:  # the API key is no longer accepted
-            error = PrefillError("down", str(exc))
-            self._fleet.failed(seat, error)
-            self._retry(under, error)
-            return
-        tokens = self._spool.length(number)
-        self._fleet.answered(seat, tokens)
-        self.report.asked_tokens += tokens
-        if reply.cached_tokens is not None:
-            self.report.cached_tokens = (self.report.cached_tokens or 0) + reply.cached_tokens
-        under.saved_by_s = self._clock() + self._patience.save_s
-        self._saving.append(number)
-        self._paused_s = self._patience.pause_s
+            if job.endpoints:
+                loop.call(run.check())
+            _add(loop, run, prompts)
+        finally:
+            loop.call(run.close())
+        for task in run.tasks:
+            stored = f"{task.stored} of {len(task.hashes)} chunks are stored"
+            run.report.fail(task.name, stored)
+        return run.ended()
 
-    def _retry(self, under: _Under, error: PrefillError) -> None:
-        if error.trouble == "busy":
-            under.busy += 1
+
+def _add(loop: "_Loop", run: "_Run", prompts: Iterable[WarmPrompt]) -> None:
+    """Read, tokenize and look up ``prompts``."""
+    every = iter(prompts)
+    while batch := list(islice(every, _BATCH)):
+        loop.call(run.add(batch))
+
+
+class _Run:
+    """One run. Its coroutines run on one loop, and never two of them at a time."""
+
+    def __init__(self, job: WarmJob, report: WarmReport, finders: ThreadPoolExecutor) -> None:
+        self.job = job
+        self.report = report
+        self.tasks: list[Task] = []
+        self._order = Order(())
+        self._finders = finders
+        self._lookup: PromptLookup | None = None
+        self._changed, self._done = asyncio.Event(), asyncio.Event()
+        """Whether there may be another task to send, and whether none is left."""
+        self._saving: dict[Task, asyncio.Task[None]] = {}
+        """Answered prompts that are not stored so far."""
+        self._tokenizing = asyncio.Semaphore(_TOKENIZING)
+        if job.identity is not None:
+            self._found_namespace(job.identity)
+
+    async def check(self) -> None:
+        """Check all endpoints. Raises ``StoreUnavailable`` if none answers."""
+
+        async def error_of(endpoint: Endpoint) -> EndpointError | None:
+            try:
+                await endpoint.check()
+            except EndpointError as exc:
+                endpoint.failed(EndpointError("down", str(exc)))
+                return exc
+            return None
+
+        errors = list(filter(None, await asyncio.gather(*map(error_of, self.job.endpoints))))
+        if not any(endpoint.model for endpoint in self.job.endpoints):
+            raise StoreUnavailable("; ".join(map(str, errors)))
+        for error in errors:
+            self.job.progress.note(f"skipped for now: {error}")
+
+    async def add(self, prompts: Sequence[WarmPrompt]) -> None:
+        """Tokenize and look up ``prompts``, and add those that are not stored to ``tasks``."""
+        adapters = list(map(self._adapter, prompts))
+        every = await asyncio.gather(*map(self._tokens, prompts))
+        self.report.prompts += len(prompts)
+        known: list[tuple[WarmPrompt, str | None, array[int]]] = []
+        for prompt, adapter, tokens in zip(prompts, adapters, every, strict=True):
+            if isinstance(tokens, array):
+                known.append((prompt, adapter, tokens))
+                self.report.prompt_tokens += len(tokens)
+            else:
+                self.report.fail(prompt.name, tokens)
+        if known and self._lookup is None:
+            await self._probe(known[0][2])
+        await asyncio.gather(*(self._add(*one) for one in known))
+        self.job.progress.moved(self.report)
+
+    async def compute(self) -> None:
+        """Compute until every prompt is stored or has failed, or nothing answers any more."""
+        if not self.tasks:
+            return
+        self._order = Order(self.tasks)
+        self.report.ending = "interrupted"  # unless it gets to the end
+        started_s = monotonic()
+        try:
+            async with asyncio.TaskGroup() as group:
+                running = [group.create_task(self._watch())]
+                running += [
+                    group.create_task(self._work(endpoint, group))
+                    for endpoint in self.job.endpoints
+                    for _ in range(endpoint.at_once)
+                ]
+                await self._done.wait()
+                for one in running:  # such as those that wait for an endpoint that is down
+                    one.cancel()
+            self.report.ending = "complete"
+        except* StoreError as errors:
+            self.report.ending, self.report.why = "unreachable", str(errors.exceptions[0])
+        finally:
+            self.report.seconds = monotonic() - started_s
+
+    async def look_once(self) -> None:
+        """Finish the answered prompts that are stored by now."""
+        try:
+            for task in list(self._saving):
+                self._finish(task, await self._find(task.hashes))
+        except StoreError:
+            return
+
+    async def close(self) -> None:
+        """Close the endpoints."""
+        for endpoint in self.job.endpoints:
+            await endpoint.close()
+
+    def ended(self) -> WarmReport:
+        """Return the report, after the end."""
+        report = self.report
+        if self._lookup is not None:
+            report.namespace = self._lookup.namespace
+            report.model = self._lookup.identity.model
+        report.endpoints = [endpoint.report() for endpoint in self.job.endpoints]
+        report.left = report.prompts - report.done
+        self.job.progress.moved(report)
+        return report
+
+    def _adapter(self, prompt: WarmPrompt) -> str | None:
+        """Return the prompt's adapter, if any. Raises ``ConfigError`` for an unknown model."""
+        if prompt.model is None or prompt.model in self.job.adapters:
+            return prompt.model
+        base = {one.model for one in self.job.endpoints if one.model} | {*self.job.base}
+        if prompt.model in base:
+            return None
+        raise ConfigError(
+            f"{prompt.name}: model {prompt.model} is not {' or '.join(sorted(base))}; if it "
+            f"is a LoRA adapter, add --lora {prompt.model}=FOLDER, or its digest"
+        )
+
+    async def _tokens(self, prompt: WarmPrompt) -> "array[int] | str":
+        """Return the prompt's token ids, from the first endpoint that answers; or why there are
+        none."""
+        if prompt.tokens is not None:
+            return array("I", prompt.tokens)
+        endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
+        if not endpoints:
+            raise ConfigError(
+                f"{prompt.name}: is text, which a server tokenizes: name one with --endpoint, or "
+                "give token ids"
+            )
+        why = ""
+        for number in range(_ROUNDS * len(endpoints)):
+            try:
+                async with self._tokenizing:
+                    tokens = await endpoints[number % len(endpoints)].tokenize(prompt)
+                return array("I", tokens) if tokens else "the prompt has no tokens"
+            except EndpointError as exc:
+                why = str(exc)
+                if exc.trouble == "refused":
+                    break
+                if (number + 1) % len(endpoints) == 0:
+                    pause_s = 0.25 * 2 ** (number // len(endpoints))
+                    await asyncio.sleep(min(30.0, max(exc.after_s or 0.0, pause_s)))
+        return why
+
+    async def _probe(self, tokens: Sequence[int]) -> None:
+        view, endpoints = self.job.view, [one for one in self.job.endpoints if one.model]
+        try:
+            identity = await find_identity_of(
+                endpoints, tokens, view.bulk, view.index, wait_s=self.job.limits.save_s
+            )
+            self._found_namespace(identity)
+        except EndpointError as exc:
+            raise StoreUnavailable(f"the first request failed: {exc}") from exc
+
+    def _found_namespace(self, identity: Identity) -> None:
+        self._lookup = PromptLookup(self.job.view.index, identity, self.job.adapters)
+
+    async def _add(self, prompt: WarmPrompt, adapter: str | None, tokens: "array[int]") -> None:
+        assert self._lookup is not None
+        hashes = self._lookup.hashes(tokens, prompt.salt, adapter)
+        found = await self._find(hashes)
+        if not hashes:
+            self.report.short += 1
+        elif found.is_all:
+            self.report.stored_before += 1
         else:
-            under.attempts += 1
-        patience = self._patience
-        spent = under.attempts >= patience.attempts_max or under.busy >= patience.busy_max
-        if error.trouble == "refused" or (spent and error.trouble != "down"):
-            self._fail(under, str(error))
-        elif spent and not all(seat.is_down for seat in self._fleet.seats):
-            # Other prefillers are up, so this prompt is the cause.
-            self._fail(under, str(error))
+            task = Task(prompt.name, tokens, prompt.salt, adapter, hashes, found.usable)
+            self.tasks.append(task)
+
+    async def _find(self, hashes: Sequence[bytes]) -> Found:
+        assert self._lookup is not None
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._finders, self._lookup.find, hashes)
+
+    async def _watch(self) -> None:
+        """Raise ``StoreUnavailable`` once no endpoint has answered for the time allowed."""
+        while True:
+            await asyncio.sleep(min(_WATCH_S, self.job.limits.gone_s))
+            since = [one.down_since_s for one in self.job.endpoints]
+            down = [moment_s for moment_s in since if moment_s is not None]
+            if self._saving or len(down) < len(since):
+                continue
+            if monotonic() - max(down) > self.job.limits.gone_s:
+                errors = "; ".join(one.report().last_error for one in self.job.endpoints)
+                raise StoreUnavailable(f"no endpoint answers any more: {errors}")
+
+    async def _work(self, endpoint: Endpoint, group: asyncio.TaskGroup) -> None:
+        """Send one prompt after the other to ``endpoint``."""
+        while True:
+            task = await self._next(endpoint)
+            try:
+                cached = await endpoint.compute(task.tokens, task.salt, task.adapter)
+            except (EndpointError, ConfigError) as exc:
+                # ConfigError: the API key is no longer accepted.
+                error = exc if isinstance(exc, EndpointError) else EndpointError("down", str(exc))
+                endpoint.failed(error)
+                self._retry(task, error)
+                continue
+            self.report.asked_tokens += len(task.tokens)
+            if cached is not None:
+                self.report.cached_tokens = (self.report.cached_tokens or 0) + cached
+            task.saved_by_s = monotonic() + self.job.limits.save_s
+            self._saving[task] = group.create_task(self._wait_until_stored(task))
+
+    async def _next(self, endpoint: Endpoint) -> Task:
+        """Wait for a prompt that ``endpoint`` may compute."""
+        saving_max = _SAVING_FACTOR * sum(one.at_once for one in self.job.endpoints)
+        while True:
+            await endpoint.ready()
+            is_full = len(self._saving) >= saving_max
+            task = None if is_full else self._order.next(endpoint)
+            if task is None:
+                self._changed.clear()
+                await self._changed.wait()
+            elif task.stored < len(task.hashes):
+                return task
+            else:  # other prompts have all its chunks
+                self.report.shared += 1
+                self._end(task, is_stored=True)
+
+    async def _wait_until_stored(self, task: Task) -> None:
+        pause_s = self.job.limits.pause_s
+        while not self._finish(task, found := await self._find(task.hashes)):
+            if monotonic() >= task.saved_by_s:
+                del self._saving[task]
+                count = f"{found.usable} of {found.chunks} chunks were stored"
+                why = f"{count} {self.job.limits.save_s:.0f} s after it was computed"
+                self._retry(task, EndpointError("failed", why))
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(1.5 * pause_s, 10 * self.job.limits.pause_s)
+
+    def _finish(self, task: Task, found: Found) -> bool:
+        """End an answered prompt if all of it is stored. Return whether it is."""
+        if found.is_all:
+            del self._saving[task]
+            self.report.saved_chunks += found.chunks - task.stored
+            self.report.saved_bytes += sum(found.nbytes[task.stored :])
+            self._end(task, is_stored=True)
+        return found.is_all
+
+    def _retry(self, task: Task, error: EndpointError) -> None:
+        """Send ``task`` once more, or give it up."""
+        task.busy += error.trouble == "busy"
+        task.attempts += error.trouble != "busy"
+        limits = self.job.limits
+        is_spent = task.attempts >= limits.attempts_max or task.busy >= limits.busy_max
+        all_down = all(one.down_since_s is not None for one in self.job.endpoints)
+        # While other endpoints are up, the prompt is the cause.
+        is_spent &= not (error.trouble == "down" and all_down)
+        if error.trouble == "refused" or is_spent:
+            self.report.fail(task.name, str(error))
+            self._end(task, is_stored=False)
         else:
             self.report.retries += 1
-            self._again.append(under.turn.number)
+            self._order.again(task)
+            self._changed.set()
 
-    def _fail(self, under: _Under, why: str) -> None:
-        number = under.turn.number
-        self.report.fail(self._tasks[number].name, why)
-        del self._under[number]
-        self._order.end(number, stored=False)
-
-    def _look(self) -> None:
-        """Look up the answered prompts and finish those that are stored."""
-        self._looked_s = self._clock()
-        left = []
-        every = list(self._finders.map(self._find, self._saving))
-        for number, (_, found) in zip(self._saving, every, strict=True):
-            under = self._under.get(number)
-            if under is None:  # after an interrupt
-                continue
-            if found.is_all:
-                self._finish(under, found)
-            elif self._clock() < under.saved_by_s:
-                left.append(number)
-            else:
-                count = f"{found.usable} of {found.chunks} chunks were stored"
-                why = f"{count} {self._patience.save_s:.0f} s after it was computed"
-                self._retry(under, PrefillError("failed", why))
-        if len(left) == len(self._saving):
-            self._paused_s = min(1.5 * self._paused_s, 10 * self._patience.pause_s)
-        self._saving = left
-
-    def _finish(self, under: _Under, found: Found) -> None:
-        number = under.turn.number
-        self.report.warmed += 1
-        self.report.saved_chunks += found.usable - under.stored
-        self.report.saved_bytes += sum(found.nbytes[under.stored : found.usable])
-        del self._under[number]
-        self._order.end(number, stored=True)
+    def _end(self, task: Task, *, is_stored: bool) -> None:
+        self.report.warmed += is_stored
+        self._order.end(task, is_stored=is_stored)
+        self._changed.set()
+        if not self._order:
+            self._done.set()
+        self.job.progress.moved(self.report)
 
 
-def _told(seat: Seat) -> EndpointReport:
-    return EndpointReport(
-        seat.asker.name,
-        seat.answered,
-        seat.tokens,
-        seat.errors,
-        seat.is_down,
-        seat.last_error,
-    )
+class _Loop:
+    """An event loop on its own thread, because the caller's may run one, as in a notebook. A
+    context manager. An interrupt of the caller cancels what it waits for."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._thread = Thread(target=self._loop.run_forever, name="objkv-warm", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.call(self._loop.shutdown_default_executor())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run ``work`` and return its result. Raises its exceptions."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            asyncio.run_coroutine_threadsafe(_until_all_ended(), self._loop).result()
+            raise
+
+
+async def _until_all_ended() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)

@@ -23,7 +23,8 @@ from objkv.connector.model.parts import whole_groups
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.ops.size.model import LayerShape, ModelShape
+from objkv.ops.models.layers import CacheLayer
+from objkv.ops.size.model import ModelShape
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores
@@ -94,8 +95,8 @@ def test_every_stage_means_the_groups_of_the_whole_model(mix: str, pp_size: int)
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_objkv_size_groups_layers_as_vllm_does(mix: str) -> None:
-    shapes = {"full_attention": LayerShape("full", 2, 16)}
-    shapes["sliding_attention"] = LayerShape("sliding_window", 2, 16, 64)
+    shapes = {"full_attention": CacheLayer("full", 2, 16)}
+    shapes["sliding_attention"] = CacheLayer("sliding_window", 2, 16, 64)
     model = ModelShape("x", tuple(shapes[kind] for kind in MIXES[mix]), "bfloat16", "a test")
     theirs = of_vllm(MIXES[mix], 1)[0]
     assert sorted(tuple(one.layer_names) for one in theirs) == sorted(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.ops.warm.prefill import TRANSFER_PARAMS
+from objkv.ops.warm.endpoint import TRANSFER_PARAMS
 from tests.connector.kv.hybrid_engine import Engine
 from tests.connector.kv.hybrid_layout import Layout
 from tests.faults.toy import LAYOUT, STORED_TOKENS, prompt

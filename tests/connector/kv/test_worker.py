@@ -19,6 +19,7 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import Blank, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.support.paged_cache import (
     BLOCKS,
     CHUNK,
@@ -294,16 +295,18 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
     lane.is_done = True
 
 
-def test_a_save_that_is_refused_after_its_step_is_in_a_later_report() -> None:
+def test_a_save_that_is_refused_after_its_step_is_in_a_later_report(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def lease(_: SlabPool) -> Slab:
+        raise SlabsExhaustedError("all are leased")
+
     worker, load = without_its_payload()
-    slabs = worker.saver._slabs
-    leased = [slabs.lease() for _ in range(slabs.total)]
+    monkeypatch.setattr(SlabPool, "lease", lease)
     worker.end_forward(StepPlan(saves=(save_of(load),)))
     assert worker.saver.drain(300)
     assert told(worker).dropped == {("s", 0)}
     assert worker.take_report() is None
-    for slab in leased:
-        slab.release()
 
 
 @pytest.mark.parametrize("has_events", [False, True])

@@ -228,6 +228,7 @@ def keeps_slabs_of_closed(rig: OrderRig) -> bool:
 def closed(rig: OrderRig) -> bool:
     """Slabs and blocks that have a new owner after the worker was closed during a save"""
     _save_late(rig, _CLOSING_S)
+    rig.wait_until(lambda: rig.save_slabs.leased > 0)  # a step that is queued would be dropped
     return rig.close_safely() and _slabs_are_unused(rig)
 
 

@@ -1,23 +1,13 @@
-"""``objkv.ops.top.watch``: a whole fleet."""
+"""``objkv.ops.top.fleet``: a whole fleet."""
 
 from collections.abc import Callable
 
 import httpx
 
+from objkv.ops.top.fleet import FleetWatch
 from objkv.ops.top.scrape import MetricsSource
-from objkv.ops.top.watch import FleetWatch
 from tests.contracts.clock import ManualClock
-
-EXPORTER = """\
-# TYPE objkv_up gauge
-objkv_up{end="bulk"} 1
-objkv_up{end="index"} 0
-# TYPE objkv_stored_bytes gauge
-objkv_stored_bytes{namespace="a"} 10
-objkv_stored_bytes{namespace="b"} 20
-# TYPE objkv_namespaces gauge
-objkv_namespaces 2
-"""
+from tests.contracts.memory_index import MemoryIndex
 
 
 def source(name: str, clock: ManualClock, text: Callable[[], str]) -> MetricsSource:
@@ -42,21 +32,25 @@ def counters(queries: float, hits: float) -> str:
 def test_rates_are_from_one_look_to_the_next() -> None:
     clock, told = ManualClock(0.0), {"a": counters(0, 0), "b": counters(0, 0)}
     sources = [source(name, clock, lambda name=name: told[name]) for name in told]
-    with FleetWatch(sources, clock=clock) as watch:
+    with FleetWatch(sources) as watch:
         assert [row.state for row in watch.tick().rows] == ["new", "new"]
         clock.now_s, told["a"], told["b"] = 2.0, counters(100, 50), counters(100, 0)
         view = watch.tick()
     assert [row.flow.hit_rate for row in view.rows] == [0.5, 0.0]
     assert (view.total.tokens, view.total.hit_rate) == (100, 0.25)
-    assert view.hit_rates == (0.25,)
 
 
-def test_the_exporter_tells_what_is_stored_and_which_ends_answer() -> None:
+def test_totals_are_since_each_process_started() -> None:
     clock = ManualClock(0.0)
-    exporter = source("exporter", clock, lambda: EXPORTER)
-    with FleetWatch([source("a", clock, lambda: counters(0, 0))], exporter, clock=clock) as watch:
-        view = watch.tick()
-    assert view.ends == (("bulk", True), ("index", False))
-    assert view.stored is not None
-    assert (view.stored.nbytes, view.stored.namespaces, view.stored.told_by) == (30, 2, "exporter")
-    assert len(view.rows) == 1
+    with FleetWatch([source("a", clock, lambda: counters(100, 50))]) as watch:
+        [row] = watch.totals().rows
+    assert (row.state, row.flow.tokens, row.flow.hit_rate) == ("up", 100, 0.5)
+
+
+def test_the_index_is_asked_once_and_what_it_says_is_shown() -> None:
+    clock, index = ManualClock(0.0), MemoryIndex()
+    with FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index) as watch:
+        stored = watch.totals().stored
+        assert stored is not None
+        assert (stored.nbytes, stored.namespaces) == (0, 0)
+        assert watch.tick().stored == stored

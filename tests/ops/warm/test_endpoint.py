@@ -1,20 +1,21 @@
 """One endpoint: what is sent, and what is made of its answers."""
 
+import asyncio
 import socket
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import pytest
 
 from objkv.errors import ConfigError
 from objkv.ops.warm import endpoint as endpoint_module
-from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
-from objkv.ops.warm.prefill import PrefillError, PrefillRequest
+from objkv.ops.warm.endpoint import Endpoint, EndpointError
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import FakeVllm, Handler, Place, status
 
-ASK = PrefillRequest([1, 2, 3], "salt", None)
+TOKENS = [1, 2, 3]
 
 
 @pytest.fixture
@@ -23,21 +24,31 @@ def server(bulk: MemoryStore, index: MemoryIndex) -> Iterator[FakeVllm]:
         yield server
 
 
-@pytest.fixture
-def endpoint(server: FakeVllm) -> Iterator[PrefillEndpoint]:
-    endpoint = PrefillEndpoint(f"{server.url}/v1/", EndpointLimits(), api_key="sesame")
-    endpoint.check()
-    yield endpoint
-    endpoint.close()
+@asynccontextmanager
+async def opened(url: str, **options: Any) -> AsyncIterator[Endpoint]:
+    endpoint = Endpoint(url, **options)
+    try:
+        yield endpoint
+    finally:
+        await endpoint.close()
 
 
-def test_the_key_is_sent_and_the_address_may_end_in_v1(
-    server: FakeVllm, endpoint: PrefillEndpoint
-) -> None:
-    endpoint.ask(ASK)
+def computed(server: FakeVllm) -> int | None:
+    """What one request gives, to an endpoint that was checked."""
+
+    async def work() -> int | None:
+        async with opened(f"{server.url}/v1/", api_key="sesame") as endpoint:
+            assert "sesame" not in repr(endpoint)
+            await endpoint.check()
+            return await endpoint.compute(TOKENS, "salt", None)
+
+    return asyncio.run(work())
+
+
+def test_the_key_is_sent_and_the_address_may_end_in_v1(server: FakeVllm) -> None:
+    computed(server)
     assert server.headers[-1]["Authorization"] == "Bearer sesame"
     assert (server.asked[0].tokens, server.asked[0].salt) == ((1, 2, 3), "salt")
-    assert "sesame" not in repr(endpoint)
 
 
 @pytest.mark.parametrize(
@@ -53,46 +64,28 @@ def test_the_key_is_sent_and_the_address_may_end_in_v1(
     ],
 )
 def test_what_an_answer_means_is_told_by_its_status(
-    server: FakeVllm, endpoint: PrefillEndpoint, code: int, trouble: str
+    server: FakeVllm, code: int, trouble: str
 ) -> None:
     server.every = status(code)
-    with pytest.raises(PrefillError) as raised:
-        endpoint.ask(ASK)
+    with pytest.raises(EndpointError) as raised:
+        computed(server)
     assert raised.value.trouble == trouble
     assert f"HTTP {code}: told so" in str(raised.value)
 
 
-def test_who_is_not_let_in_is_told_what_to_give(
-    server: FakeVllm, endpoint: PrefillEndpoint
-) -> None:
+def test_who_is_not_let_in_is_told_what_to_give(server: FakeVllm) -> None:
     server.every = status(401)
     with pytest.raises(ConfigError, match="--api-key"):
-        endpoint.ask(ASK)
+        computed(server)
 
 
-def test_a_server_that_computed_another_number_of_tokens_is_not_believed(
-    server: FakeVllm, endpoint: PrefillEndpoint
-) -> None:
+def test_a_server_that_computed_another_number_of_tokens_is_not_believed(server: FakeVllm) -> None:
     def cut(handler: Handler) -> bool:
         return handler.answer(200, {"usage": {"prompt_tokens": 2}})
 
     server.every = cut
-    with pytest.raises(PrefillError, match="computed 2 of 3 tokens"):
-        endpoint.ask(ASK)
-
-
-def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
-    server: FakeVllm, endpoint: PrefillEndpoint
-) -> None:
-    def close(handler: Handler) -> bool:
-        endpoint.close()
-        return False
-
-    server.every = close
-    with pytest.raises(PrefillError, match="cancelled"):
-        endpoint.ask(ASK)
-    with pytest.raises(PrefillError, match="cancelled"):
-        endpoint.ask(ASK)
+    with pytest.raises(EndpointError, match="computed 2 of 3 tokens"):
+        computed(server)
 
 
 @pytest.mark.parametrize(
@@ -106,24 +99,29 @@ def test_a_call_that_waits_ends_when_the_endpoint_is_closed(
 )
 def test_addresses_that_are_none_or_not_safe_are_refused(url: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words) as raised:
-        PrefillEndpoint(url, EndpointLimits(), api_key="sesame")
+        Endpoint(url, api_key="sesame")
     assert "secret" not in str(raised.value)
 
 
 @pytest.mark.parametrize("key", ["sesame-open\n", "sesame open", "sésame-open"])
 def test_a_key_that_no_request_can_carry_is_refused(key: str) -> None:
     with pytest.raises(ConfigError, match="VLLM_API_KEY") as raised:
-        PrefillEndpoint("http://127.0.0.1:1", EndpointLimits(), api_key=key)
+        Endpoint("http://127.0.0.1:1", api_key=key)
     assert "open" not in str(raised.value)
 
 
 def test_a_check_does_not_wait_as_long_as_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint_module, "_CHECK_S", 0.2, raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        endpoint = PrefillEndpoint(f"http://127.0.0.1:{silent.getsockname()[1]}", EndpointLimits())
-        with pytest.raises(PrefillError, match="no answer within the time limit"):
-            endpoint.check()
-        endpoint.close()
+
+    async def check(url: str) -> None:
+        async with opened(url) as endpoint:
+            await endpoint.check()
+
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        pytest.raises(EndpointError, match="no answer within the time limit"),
+    ):
+        asyncio.run(check(f"http://127.0.0.1:{silent.getsockname()[1]}"))
 
 
 def endless(handler: Handler) -> bool:
@@ -139,10 +137,49 @@ def endless(handler: Handler) -> bool:
 
 
 def test_an_answer_without_an_end_is_not_kept(
-    server: FakeVllm, endpoint: PrefillEndpoint, monkeypatch: pytest.MonkeyPatch
+    server: FakeVllm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_module, "_ANSWER_BYTES_MAX", 1 << 16, raising=False)
     server.every = endless
-    with pytest.raises(PrefillError, match="longer than 65536 bytes") as raised:
-        endpoint.ask(ASK)
+    with pytest.raises(EndpointError, match="longer than 65536 bytes") as raised:
+        computed(server)
     assert raised.value.trouble == "failed"
+
+
+def test_one_that_does_not_answer_is_used_again_once_it_passes_a_check(
+    server: FakeVllm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint_module, "_FIRST_PAUSE_S", 0.01)
+
+    async def recover() -> None:
+        async with opened(server.url) as endpoint:
+            server.healthy = False
+            endpoint.failed(EndpointError("down", "refused"))
+            waiting = asyncio.create_task(endpoint.ready())
+            while endpoint.report().errors < 2:  # a check has failed meanwhile
+                await asyncio.sleep(0.01)
+            assert not waiting.done()
+            assert endpoint.down_since_s is not None
+            server.healthy = True
+            await asyncio.wait_for(waiting, 60)
+            assert endpoint.down_since_s is None
+
+    asyncio.run(recover())
+
+
+def test_a_busy_one_is_left_alone_for_as_long_as_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses: list[float] = []
+    moment_s = [100.0]
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        moment_s[0] += seconds
+
+    monkeypatch.setattr(endpoint_module, "monotonic", lambda: moment_s[0])
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    endpoint = Endpoint("http://127.0.0.1:1")
+    endpoint.failed(EndpointError("busy", "later", after_s=7.0))
+    asyncio.run(endpoint.ready())
+    endpoint.failed(EndpointError("busy", "later", after_s=1e9))
+    asyncio.run(endpoint.ready())
+    assert pauses == [7.0, 120.0]

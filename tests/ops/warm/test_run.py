@@ -1,20 +1,22 @@
 """Warming through servers that talk as vLLM's do, over real sockets, with their faults."""
 
+import os
 import random
+import signal
 import threading
+from array import array
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.keys.identity import Identity
-from objkv.ops.warm.endpoint import EndpointLimits, PrefillEndpoint
+from objkv.ops.warm.endpoint import Endpoint
+from objkv.ops.warm.lookup import PromptLookup
+from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import Chat, WarmPrompt
-from objkv.ops.warm.report import WarmReport
-from objkv.ops.warm.run import Order, WarmLimits
-from objkv.ops.warm.warm import Means, WarmProgress, warm_by
+from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
+from objkv.ops.warm.run import WarmJob, check_stored, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
@@ -60,25 +62,13 @@ class Run:
     ) -> None:
         view = view_of(place.bulk, place.index)  # type: ignore[arg-type]
         self.notes: list[str] = []
-        self.means = Means(
-            view, {ADAPTER: ADAPTER_DIGEST}, None, None, WarmProgress(note=self.notes.append)
-        )
-        self.endpoints = [
-            PrefillEndpoint(server.url, EndpointLimits(at_once, answer_s=answer_s))
-            for server in servers
-        ]
+        endpoints = [Endpoint(server.url, at_once=at_once, answer_s=answer_s) for server in servers]
+        progress = WarmProgress(note=self.notes.append)
+        adapters = {ADAPTER: ADAPTER_DIGEST}
+        self.job = WarmJob(view, endpoints, None, adapters, limits=QUICK, progress=progress)
 
-    def __call__(
-        self,
-        prompts: Sequence[WarmPrompt],
-        patience: WarmLimits = QUICK,
-        identity: Identity | None = None,
-    ) -> WarmReport:
-        means = self.means if identity is None else replace(self.means, identity=lambda: identity)
-        with ExitStack() as stack:
-            for endpoint in self.endpoints:
-                stack.callback(endpoint.close)
-            return warm_by(means, self.endpoints, prompts, patience)
+    def __call__(self, prompts: Sequence[WarmPrompt], limits: WarmLimits = QUICK) -> WarmReport:
+        return warm_by(replace(self.job, limits=limits), prompts)
 
 
 def test_everything_is_computed_once_and_stored_when_it_is_done(place: Place) -> None:
@@ -199,6 +189,44 @@ def test_an_endpoint_that_dies_is_left_to_the_others(place: Place) -> None:
     assert alive.answered > dead.answered
 
 
+def test_when_no_endpoint_answers_any_more_it_ends_and_says_why(place: Place) -> None:
+    with FakeVllm(place) as server:
+
+        def die(handler: Handler) -> bool:
+            if len(server.real) < 3:
+                return False
+            server.end()
+            return reset(handler)
+
+        server.every = die
+        report = Run(place, server, at_once=1)(
+            prompts_of(*(tail(number, 2) for number in range(1, 7)))
+        )
+    assert (report.ending, report.warmed, report.left) == ("unreachable", 2, 4)
+    assert report.why.startswith(f"no endpoint answers any more: {server.url}")
+    [endpoint] = report.endpoints
+    assert endpoint.is_down
+
+
+def test_when_the_index_fails_it_ends_and_says_why(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(*_: object) -> None:
+        raise StoreUnavailable("the index is gone")
+
+    def fail(handler: Handler) -> bool:
+        is_probe = (handler.server.fake.asked[-1].salt or "").startswith("objkv-warm-")
+        if not is_probe:
+            monkeypatch.setattr(PromptLookup, "find", gone)
+        return False
+
+    with FakeVllm(place) as server:
+        server.every = fail
+        report = Run(place, server)(prompts_of(SHARED, tail(1)))
+    assert (report.ending, report.why) == ("unreachable", "the index is gone")
+    assert report.left == 2
+
+
 def test_without_any_endpoint_the_command_cannot_begin(place: Place) -> None:
     with FakeVllm(place) as server:
         server.end()
@@ -239,7 +267,7 @@ def test_endpoints_that_do_not_share_are_told_apart(place: Place) -> None:
 
 
 def test_an_interruption_ends_requests_and_the_next_run_goes_on(
-    place: Place, monkeypatch: pytest.MonkeyPatch
+    place: Place,
 ) -> None:
     prompts = prompts_of(*(tail(number, 2) for number in range(1, 9)))
     gate = Gate()
@@ -252,17 +280,15 @@ def test_an_interruption_ends_requests_and_the_next_run_goes_on(
 
         server.every = hold
         run = Run(place, server, at_once=2)
-
         is_interrupted = threading.Event()
 
         def interrupt(report: WarmReport) -> None:
             if report.warmed >= 3 and not is_interrupted.is_set():
                 is_interrupted.set()
-                raise KeyboardInterrupt
+                os.kill(os.getpid(), signal.SIGINT)
 
-        run.means = replace(run.means, watch=WarmProgress(warmed=interrupt))
-        patience = replace(QUICK, save_s=30)
-        first = run(prompts, patience)
+        run.job = replace(run.job, progress=WarmProgress(moved=interrupt))
+        first = run(prompts, replace(QUICK, save_s=30))
         gate.opened.set()
     assert (first.ending, first.warmed, first.left) == ("interrupted", 3, 5)
     with FakeVllm(place) as server:
@@ -277,42 +303,67 @@ def names(*letters: str) -> list[bytes]:
     return ["".join(letters[: end + 1]).encode() for end in range(len(letters))]
 
 
-def order_of(*prompts: list[bytes], stored: int = 0) -> Order:
-    order = Order()
-    for number, prompt in enumerate(prompts):
-        order.add(number, prompt, stored)
-    return order
+def task_of(hashes: Sequence[bytes]) -> Task:
+    return Task("p", array("I"), None, None, hashes)
+
+
+def test_prompts_of_one_tree_go_to_the_endpoint_that_has_their_prefix() -> None:
+    order = Order([task_of(names(*one)) for one in ("ab", "xb", "ac", "xc", "ad")])
+
+    def begun(endpoint: str) -> bytes:
+        task = order.next(endpoint)
+        assert task is not None
+        return task.hashes[-1]
+
+    first = order.next("one")
+    second = order.next("two")
+    assert first is not None
+    assert second is not None
+    assert order.next("one") is None, "all others wait"
+    order.end(second, is_stored=True)
+    order.end(first, is_stored=True)
+    assert (begun("two"), begun("one")) == (b"xc", b"ac")
+    assert begun("two") == b"ad", "rather another's than none"
 
 
 def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> None:
     source = random.Random(5)
     for _ in range(50):
-        prompts = [
-            names(*(source.choice("ab") for _ in range(source.randint(1, 6)))) for _ in range(40)
-        ]
-        order, under_way, computed, done = (
-            order_of(*prompts),
-            dict[int, list[bytes]](),
-            set[bytes](),
-            0,
+        order = Order(
+            task_of(names(*(source.choice("ab") for _ in range(source.randint(1, 6)))))
+            for _ in range(40)
         )
-        while not order.is_empty:
-            while (turn := order.next()) is not None:
-                if not turn.missing:
-                    assert set(prompts[turn.number]) <= computed
+        under_way, computed, done = list[Task](), set[bytes](), 0
+        while order:
+            while (task := order.next(source.choice("xy"))) is not None:
+                missing = set(task.hashes[task.stored :])
+                if not missing:
+                    assert set(task.hashes) <= computed
+                    order.end(task, is_stored=True)
                     done += 1
                     continue
-                missing = prompts[turn.number][-turn.missing :]
                 assert computed.isdisjoint(missing)
-                assert all(set(other).isdisjoint(missing) for other in under_way.values())
-                under_way[turn.number] = missing
+                assert all(missing.isdisjoint(one.hashes[one.stored :]) for one in under_way)
+                under_way.append(task)
             if not under_way:
-                assert order.is_empty
                 break
-            ended = source.choice(list(under_way))
-            claimed, stored = under_way.pop(ended), source.random() < 0.8
-            if stored:
-                computed |= set(claimed)
-            order.end(ended, stored=stored)
+            task = under_way.pop(source.randrange(len(under_way)))
+            end = source.random()
+            if end < 0.2:
+                order.again(task)
+                continue
+            if end < 0.8:
+                computed |= set(task.hashes)
+            order.end(task, is_stored=end < 0.8)
             done += 1
-        assert done == len(prompts)
+        assert (done, len(order)) == (40, 0)
+
+
+def test_a_check_with_an_endpoint_tokenizes_and_computes_nothing(place: Place) -> None:
+    place.save(SHARED)
+    prompts = [WarmPrompt("text", text=" ".join(map(str, SHARED)))]
+    with FakeVllm(place) as server:
+        job = replace(Run(place, server).job, identity=IDENTITY)
+        report = check_stored(job, [*prompts, *prompts_of(SHARED + tail(1))])
+    assert (report.stored_before, report.failed, server.asked) == (1, 1, [])
+    assert report.failures[0].why == "2 of 3 chunks are stored"

@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from objkv.errors import ConfigError
-from objkv.ops.warm.chat import LocalTokenizer
+from objkv.ops.chat import LocalTokenizer
 from objkv.ops.warm.prompts import WarmPrompt, to_prompt
 
 TEMPLATE = """{{- bos_token }}
