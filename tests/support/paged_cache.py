@@ -224,6 +224,7 @@ class Replica(Worker):
         num_blocks: int = 32,
         join_s: float = PATIENCE_S,
         seal: Seal | None = None,
+        room: Any = None,
         **options: Any,
     ) -> None:
         """``options``: of ``Worker``."""
@@ -235,7 +236,7 @@ class Replica(Worker):
         self.index = index
         super().__init__(
             paged,
-            ChunkCache(store, hot, index, settings, recorder, seal=seal),
+            ChunkCache(store, hot, index, settings, recorder, seal=seal, room=room),
             recorder,
             name=name,
             load=LoadLimits(queue_max, deadline_s, step_deadline_s, join_s),
