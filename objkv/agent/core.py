@@ -167,7 +167,7 @@ class Core:
             self._recorder.count("agent_prefetches" if ahead else "agent_fills", len(new))
         if old and not ahead:
             self._recorder.count("agent_hits", len(old))
-            for resident in old:
+            for resident in old if self.spill is not None else ():
                 self.keep(resident, was_read=True)
         return opened
 

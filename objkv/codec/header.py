@@ -513,6 +513,29 @@ class Form:
         return total, ends[:-1], ends[1:]
 
 
+def identities(
+    namespace: str, fields: Sequence[str], rows: Iterable[tuple[bytes, bytes, int, int, int]]
+) -> list[bytes]:
+    """Return what headers of payloads have from ``CHUNK_AT`` on, up to the end of their claim, if
+    they are not signed. A valid header with these bytes has this claim. One with others may have it
+    too, so it must be read.
+
+    Args:
+        fields: see ``ChunkKey.field``.
+        rows: of each payload the prefix hash, the parent's, the tokens ``[start, end)``, and the
+            position of its field.
+    """
+    forms = []
+    for field in fields:
+        group, _, shard = field.partition(".")
+        chunk = f"{namespace}%s{int(group):010}"
+        forms.append(_CLAIM_TEXT % (chunk, shard, "%s", "%s", "%s") + '"')
+    return [
+        (forms[field] % (prefix_hash.hex(), parent_hash.hex(), start, end)).encode()
+        for prefix_hash, parent_hash, start, end, field in rows
+    ]
+
+
 def _opening(claim: Claim) -> bytes:
     """Return the output of ``render`` up to the provenance."""
     return _BEGINNING + (_CLAIM_TEXT % (claim.key.chunk_text, *claim_values(claim))).encode()

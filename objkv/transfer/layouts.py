@@ -8,11 +8,12 @@ its group is refused.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from objkv.codec.payload import LayerSpec, check_layers
+from objkv.codec.payload import Claim, Header, LayerSpec, check_layers, read_claimed
 from objkv.errors import ObjkvError, PayloadError
 from objkv.keys.states import part_names
 from objkv.keys.topology import Shard, TokenPart, frame_name
@@ -164,58 +165,71 @@ class PayloadLayout:
         return found[place :: self.columns][self.rows.start : self.rows.stop]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PlacedLayout:
+    """A layout, and where its frames are in payloads with headers of one length."""
+
+    layout: PayloadLayout
+    nbytes: int
+    """Bytes of the payload."""
+    starts: Ints
+    """Where what is read of each row starts in the payload, see ``PayloadLayout.starts``."""
+
+
+class SourceShape(NamedTuple):
+    """What the payloads of a source are to one rank."""
+
+    filled: range
+    """The rank's rows that they fill; none if it needs none of them."""
+    nbytes: int
+    """About how many bytes one has: right for all whose layers are alike."""
+
+
 class PayloadLayouts:
-    """The layouts of the payloads that one rank reads. ``of`` and ``expected`` are for one
-    thread."""
+    """The layouts of the payloads that one rank reads. ``read`` is for one thread."""
 
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
-        self._known: dict[tuple[Source, int], PayloadLayout] = {}
-        """The last layout of payloads of one source and length."""
-        self._all: dict[tuple[Source, tuple[LayerSpec, ...]], PayloadLayout] = {}
-        self._counted = lru_cache(_KEPT_MAX)(self._count)
+        self._sources: dict[Source, SourceShape] = {}
+        self._known: dict[tuple[Source, tuple[LayerSpec, ...], int], PlacedLayout] = {}
 
-    def filled(self, source: Source) -> range:
-        """Return the rank's rows that payloads of a source fill; none if it needs none of them."""
+    def of(self, source: Source) -> SourceShape:
+        """Return the shape of payloads of a source."""
+        found = self._sources.get(source)
+        if found is None:
+            found = self._shape(source)
+            if len(self._sources) >= _KEPT_MAX:
+                self._sources = {}
+            self._sources[source] = found
+        return found
+
+    def _shape(self, source: Source) -> SourceShape:
         group = self._groups.get(source.group)
         if group is None:
-            return range(0)
-        layers = _common_layers(group.shape, source.shard or group.shape.whole)
-        return _rows(group.shape, layers, group.shape.rank_shard.shard) if layers else layers
-
-    def nbytes(self, source: Source) -> int:
-        """Return about how many bytes a payload has: right for all whose layers are alike."""
-        return self._counted(source)
-
-    def _count(self, source: Source) -> int:
-        group = self._groups[source.group]
+            return SourceShape(range(0), 0)
         held, own = source.shard or group.shape.whole, group.shape.rank_shard.shard
         layers = (held.layer_end - held.layer_start) / (own.layer_end - own.layer_start)
         nbytes = sum(layer.nbytes for layer in group.layers)
-        return int(nbytes * layers * _ranks(group, held))
+        common = _common_layers(group.shape, held)
+        filled = _rows(group.shape, common, own) if common else common
+        return SourceShape(filled, int(nbytes * layers * _ranks(group, held)))
 
-    def expected(self, source: Source, nbytes: int) -> tuple[LayerSpec, ...]:
-        """Return the frames that a payload of ``nbytes`` most probably has: the same object as long
-        as that does not change."""
-        known = self._known.get((source, nbytes))
-        return self._groups[source.group].layers if known is None else known.layers
-
-    def of(self, source: Source, nbytes: int, found: tuple[LayerSpec, ...]) -> PayloadLayout:
-        """Return the layout of a payload with these frames. Raises ``PayloadError`` if no payload
-        of the source has them."""
-        known = self._known.get((source, nbytes))
-        if known is not None and known.layers is found:
-            return known
-        layout = self._all.get((source, found))
-        if layout is None:
-            layout = PayloadLayout(self._groups[source.group], source.shard, found)
-            if len(self._all) >= _KEPT_MAX:
-                del self._all[next(iter(self._all))]
-            self._all[source, found] = layout
-        if len(self._known) >= _KEPT_MAX:
-            self._known.clear()
-        self._known[source, nbytes] = layout
-        return layout
+    def read(self, payload: memoryview, claim: Claim) -> tuple[Header, PlacedLayout]:
+        """Return the header of an uncompressed payload, and its layout. Raises ``PayloadError`` if
+        the payload is not what the claim says, and ``ForeignLayoutError``."""
+        source, nbytes = Source(claim.key.group, claim.key.shard), len(payload)
+        header = read_claimed(payload, claim, self._groups[source.group].layers)
+        if header.nbytes != nbytes or header.codec != "none":
+            raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
+        key = source, header.frames.layers, header.data_start
+        placed = self._known.get(key)
+        if placed is None:
+            layout = PayloadLayout(self._groups[source.group], source.shard, header.frames.layers)
+            placed = PlacedLayout(layout, nbytes, layout.starts + header.data_start)
+            if len(self._known) >= _KEPT_MAX:
+                self._known.clear()
+            self._known[key] = placed
+        return header, placed
 
 
 def row_bytes_max(group: PagedGroup) -> int:
@@ -228,11 +242,6 @@ def _ranks(group: PagedGroup, held: Shard) -> float:
     own = group.shape.rank_shard.shard
     heads = (held.head_end - held.head_start) / (own.head_end - own.head_start)
     return heads * own.tokens.size / held.tokens.size
-
-
-def bits_of(layers: range) -> int:
-    """Return layers as bits of a number."""
-    return (1 << layers.stop) - (1 << layers.start)
 
 
 def _shares(columns: int, heads: int, held: Shard) -> list[Shard]:

@@ -10,15 +10,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from objkv.agent.messages import CLAIM_ROW, Claims
+from objkv.keys.chunk import field_of
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.keys.topology import Shard
 
-T = TypeVar("T")
+_CLAIM_ROW, _HASH = np.dtype(list(CLAIM_ROW)), np.dtype(f"V{PREFIX_HASH_BYTES}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +92,10 @@ class Row(IntEnum):
 
 
 class LoadMoves:
-    """The moves of a load, in columns. Immutable and thread-safe.
+    """The moves of a load, in columns, in the order of their chunks. Immutable and thread-safe.
 
-    A ``LoadMove`` is made each time one is read, which takes microseconds: it is for the threads
-    that fetch. The forward thread reads columns. Pickled, the columns are a few byte strings.
+    A ``LoadMove`` is made each time one is read, which takes microseconds: transfers read columns.
+    Pickled, the columns are a few byte strings.
     """
 
     def __init__(
@@ -110,19 +112,20 @@ class LoadMoves:
             block_ids: ``[blocks]`` int64, contiguous: physical block ids, none of them the null
                 block.
         """
-        self._table = np.frombuffer(table, np.int32).reshape(len(Row), -1)
+        self.table = np.frombuffer(table, np.int32).reshape(len(Row), -1)
+        """``[len(Row), moves]`` int32."""
         self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
         self.sources = sources
         """Which payloads the moves of this load read, usually one source per group."""
 
     def __len__(self) -> int:
-        return int(self._table.shape[1])
+        return int(self.table.shape[1])
 
     def __iter__(self) -> Iterator[LoadMove]:
         return map(self.__getitem__, range(len(self)))
 
     def __getitem__(self, index: int) -> LoadMove:
-        column = self._table[:, index].tolist()
+        column = self.table[:, index].tolist()
         source = self.sources[column[Row.SOURCE]]
         move = ChunkMove(
             chunk=column[Row.CHUNK],
@@ -136,52 +139,57 @@ class LoadMoves:
         )
         return LoadMove(move, source.shard)
 
-    def block_ids(self, index: int) -> npt.NDArray[np.int64]:
-        """Return the block ids of a move, ``[blocks]``."""
-        return self._block_ids[self._table[Row.IDS, index] : self._table[Row.IDS_END, index]]
-
     def __reduce__(self) -> tuple[Any, ...]:
-        columns = self._table.tobytes(), self._hashes, self._block_ids.tobytes()
+        columns = self.table.tobytes(), self._hashes, self._block_ids.tobytes()
         return LoadMoves, (*columns, self.sources)
 
     @cached_property
     def chunks(self) -> list[int]:
         """The chunk of each move."""
-        return list(self._table[Row.CHUNK].tolist())
-
-    @cached_property
-    def groups(self) -> list[int]:
-        """The group of each move."""
-        groups = np.array([source.group for source in self.sources], np.int32)
-        return list(groups[self._table[Row.SOURCE]].tolist())
+        return list(self.table[Row.CHUNK].tolist())
 
     @property
     def token_spans(self) -> list[tuple[int, int]]:
         """First and last token of each move's chunk, ``[start, end)``."""
-        starts, ends = self._table[Row.TOKEN_START], self._table[Row.TOKEN_END]
+        starts, ends = self.table[Row.TOKEN_START], self.table[Row.TOKEN_END]
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
-    def each(self, of_source: Sequence[T]) -> list[T]:
-        """Return for each move what ``of_source`` has for its source."""
-        if len(of_source) == 1:  # nearly always, on the forward thread
-            return [of_source[0]] * len(self)
-        return [of_source[source] for source in self._table[Row.SOURCE].tolist()]
+    def each(self, of_source: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Return for each move what ``of_source`` has for its source, ``[moves]``."""
+        found: npt.NDArray[np.int64] = np.array(of_source, np.int64)[self.table[Row.SOURCE]]
+        return found
+
+    def claims(self, namespace: str, part: range) -> Claims:
+        """Return what the payloads of some moves are to be. The fields are those of ``sources``."""
+        table = self.table[:, part.start : part.stop]
+        hashes = np.frombuffer(self._hashes, _HASH)
+        rows = np.empty(len(part), _CLAIM_ROW)
+        rows["prefix_hash"] = hashes[table[Row.HASH]]
+        rows["parent_hash"] = hashes[table[Row.HASH] - 1]
+        rows["token_start"], rows["token_end"] = table[Row.TOKEN_START], table[Row.TOKEN_END]
+        rows["field"] = table[Row.SOURCE]
+        fields = tuple([field_of(*source) for source in self.sources])
+        return Claims(namespace, fields, rows.tobytes())
+
+    def block_ids(self, moves: Sequence[int], blocks: int) -> npt.NDArray[np.int64]:
+        """Return the block ids of moves that have ``blocks`` each, ``[moves, blocks]``."""
+        return self._block_ids[self.table[Row.IDS, moves][:, None] + np.arange(blocks)]
 
     def only(self, wanted: Sequence[bool]) -> "LoadMoves":
         """Return the moves whose source is ``wanted``."""
         if all(wanted):
             return self
-        table = self._table[:, np.array(wanted)[self._table[Row.SOURCE]]]
+        table = self.table[:, np.array(wanted)[self.table[Row.SOURCE]]]
         columns = np.ascontiguousarray(table), self._hashes, self._block_ids
         return LoadMoves(*columns, sources=self.sources)
 
     def prefix_hashes(self) -> list[bytes]:
         """Return the different prefix hashes of the moves, in order."""
-        return list(dict.fromkeys(map(self._hash, self._table[Row.HASH].tolist())))
+        return list(dict.fromkeys(map(self._hash, self.table[Row.HASH].tolist())))
 
     def blocks_from(self, chunk: int) -> frozenset[int]:
         """Return the physical block ids of all moves of ``chunk`` and later chunks."""
-        table = self._table[:, self._table[Row.CHUNK] >= chunk]
+        table = self.table[:, self.table[Row.CHUNK] >= chunk]
         spans = zip(table[Row.IDS].tolist(), table[Row.IDS_END].tolist(), strict=True)
         return frozenset(block for a, b in spans for block in self._block_ids[a:b].tolist())
 

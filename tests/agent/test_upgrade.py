@@ -286,7 +286,7 @@ def test_a_replica_of_another_version_says_so_once_and_runs_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("objkv.transfer.loading.loader._RETRY_S", 0.0)
+    monkeypatch.setattr("objkv.transfer.loading.connection._RETRY_S", 0.0)
     monkeypatch.setattr(client_module, "VERSION", VERSION + 1)
     reader = reader_over(node.store, node.index, node.path)
     for _ in range(3):

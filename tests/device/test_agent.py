@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from objkv.connector.kv.metadata import StepPlan
-from objkv.transfer.loading import loader
+from objkv.transfer.loading import connection
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab
 from tests.device.mutants import delay
@@ -63,7 +63,7 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
     sim: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, undos, pin = list[Any](), list[Any](), sim.DRIVER.pin_read_only
-    monkeypatch.setattr(loader, "_KEPT", kept)
+    monkeypatch.setattr(connection, "_KEPT", kept)
 
     def pinned(*place: int) -> Any:
         undos.append(pin(*place))

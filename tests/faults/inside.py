@@ -18,10 +18,10 @@ def begin(_llm: Any) -> None:
     """Do not wait half a minute where a test cannot."""
     from objkv.agent import calls, outbox
     from objkv.cache import chunks as repeats
-    from objkv.transfer.loading import loader
+    from objkv.transfer.loading import connection
 
     repeats.KEEP_S = 0.0
-    loader.RETRY_MAX_S = PAUSE_S / 3
+    connection.RETRY_MAX_S = PAUSE_S / 3
     calls.RETRY_S = outbox.RETRY_S = PAUSE_S / 3
 
 

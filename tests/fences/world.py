@@ -38,7 +38,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import loader
+from objkv.transfer.loading import connection, loader
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
@@ -677,7 +677,9 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         stack.enter_context(patch.object(core, "ArenaCache", kept))
         stack.enter_context(patch.object(in_test, "InsideConnection", WatchedConnection))
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
-        for module in (arena, arena_cache, loader):
+        # Payloads are small, and a step is to get them layer by layer nevertheless.
+        stack.enter_context(patch.object(loader, "_SLICE_BYTES", 1))
+        for module in (arena, arena_cache, connection):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
         for module in (arena, arena_cache):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))

@@ -25,7 +25,8 @@ from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.lanes import HostLane, Ints, Lane, PagedLayers, Recast
-from objkv.transfer.loading.loader import WINDOW, Loader, LoadLimits
+from objkv.transfer.loading.connection import WINDOW
+from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
@@ -223,6 +224,7 @@ class Replica(Worker):
         num_blocks: int = 32,
         join_s: float = PATIENCE_S,
         seal: Seal | None = None,
+        room: Any = None,
         **options: Any,
     ) -> None:
         """``options``: of ``Worker``."""
@@ -234,7 +236,7 @@ class Replica(Worker):
         self.index = index
         super().__init__(
             paged,
-            ChunkCache(store, hot, index, settings, recorder, seal=seal),
+            ChunkCache(store, hot, index, settings, recorder, seal=seal, room=room),
             recorder,
             name=name,
             load=LoadLimits(queue_max, deadline_s, step_deadline_s, join_s),

@@ -9,12 +9,14 @@ import pytest
 
 from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import AgentConnection
+from objkv.agent.messages import Opened
+from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.transfer.lanes import Lane
-from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading import connection as module
+from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadPlan
 from tests.agent.consistency import is_consistent
 from tests.agent.reader import load_by_agent
@@ -22,7 +24,7 @@ from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
+from tests.support.paged_cache import BLOCKS, HASHES, NAMESPACE, Replica, same_blocks
 from tests.support.plans import packed
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
@@ -102,8 +104,8 @@ def test_long_prompts_are_opened_a_few_payloads_at_a_time(
     most, opened = [0], ArenaCache.open
     monkeypatch.setattr(module, "WINDOW", 2)
 
-    def counted(self: ArenaCache, *given: Any, **options: Any) -> Any:
-        found = opened(self, *given, **options)
+    def counted(self: ArenaCache, *wanted: Any, **options: Any) -> Any:
+        found = opened(self, *wanted, **options)
         most[0] = max(most[0], world.reader.loader.leased)  # type: ignore[attr-defined]
         return found
 
@@ -200,6 +202,61 @@ def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> Non
     assert world.reader.loader.take_finished(sync=False) == [], "told once"
 
 
+def hand_out(monkeypatch: pytest.MonkeyPatch, number: int, **other: int) -> None:
+    """The agent answers an opening with another place or length of its payload ``number``."""
+    lease = AgentSession.lease
+
+    def wrong(session: AgentSession, wanted: Any, **how: Any) -> Any:
+        opened = Opened(*zip(*lease(session, wanted, **how), strict=True))
+        columns = {name: list(getattr(opened, name)) for name in other}
+        for name, value in other.items():
+            columns[name][number] = value
+        return list(zip(*opened._replace(**columns), strict=True))
+
+    monkeypatch.setattr(AgentSession, "lease", wrong)
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_stale_offset_of_equal_layout_never_loads_another_prompt(
+    world: World, sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    (other,) = world.node.arena_cache.seen([world.reader.path(3)])
+    assert other is not None
+    hand_out(monkeypatch, 2, offsets=other.offset)
+    before = world.reader.snapshot()
+    outcome = world.reader.load(range(4), 17, sync=sync)
+    assert outcome.failed_blocks == frozenset(range(21, 25))
+    assert {prefix_hash for _, prefix_hash in outcome.rejected} == {HASHES[2]}
+    assert world.right(17, chunks=2)
+    assert same_blocks(before, range(21, 25), world.reader.caches, range(21, 25))
+    assert world.reader.recorder.value("load_corrupt") == 1
+    path = world.reader.path(2)
+    wait_until(lambda: world.node.arena_cache.holds([path]) == [False])
+
+
+@pytest.mark.parametrize("change", [-4096, 4096, 1 << 40])
+def test_a_payload_of_another_length_than_its_layout_is_refused(
+    world: World, change: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    (one,) = world.node.arena_cache.seen([world.reader.path(1)])
+    assert one is not None
+    hand_out(monkeypatch, 1, nbytes=one.nbytes + change)
+    assert min(world.reader.load(range(4), 17).failed_blocks) == 17 + BLOCKS
+    assert world.right(17, chunks=1)
+
+
+def test_numbers_of_an_agent_mean_nothing_to_the_next(world: World) -> None:
+    assert not world.reader.load(range(4), 1).failed_blocks
+    layouts = world.reader.loader._link.layouts  # type: ignore[attr-defined]
+    ((key, placed),) = layouts.items()
+    layouts[key] = replace(placed, starts=placed.starts[::-1].copy())
+    world.restart()
+    wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
+    assert world.right()
+
+
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
     world: World, sync: bool
@@ -237,9 +294,9 @@ def test_more_moves_than_the_queue_takes_are_misses(
     """All at once: the forward pass waits for it."""
     small, failed, fail = world.open(queue_max=2), list[int](), LoadJob.fail
 
-    def counted(job: LoadJob, index: int, *, rejected: bool) -> bool:
-        failed.append(index)
-        return fail(job, index, rejected=rejected)
+    def counted(job: LoadJob, move: int, *, rejected: bool) -> bool:
+        failed.append(move)
+        return fail(job, move, rejected=rejected)
 
     monkeypatch.setattr(LoadJob, "fail", counted)
     outcome = small.load(range(4), 1)
@@ -418,9 +475,9 @@ def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
     with loader._lock:  # the thread finds it together with the loss
         assert loader.agent is not None
         loader.agent.is_lost = True  # type: ignore[attr-defined]
-        loader._came.append((LoadJob(nothing, [], 1e9, lambda: 0.0), 0))
+        loader._waiting.append((LoadJob(nothing, [], 1e9, lambda: 0.0), range(0)))
     loader.cancel("none")
-    wait_until(lambda: not loader._came)
+    wait_until(lambda: not loader._waiting)
     assert not world.reader.outcome(nothing).failed
     wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
 

@@ -7,7 +7,8 @@ import pytest
 
 from objkv.keys.prefix import root_hash
 from objkv.transfer.lanes import Mark
-from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.layouts import SourceShape
+from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
@@ -18,7 +19,7 @@ from tests.transfer.test_saver import HungMark
 
 pytestmark = ON_HOST
 LAYERS = 2
-ALL_LAYERS = (1 << LAYERS) - 1
+ALL_LAYERS = [SourceShape(range(LAYERS), 1)]
 
 
 def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
@@ -30,12 +31,12 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
         move = ChunkMove(c, 0, HASHES[c], parent, at, at + CHUNK, 0, blocks)
         moves.append(LoadMove(move, None))
     plan = LoadPlan("r", NAMESPACE, packed(moves), sync)
-    return LoadJob(plan, [ALL_LAYERS] * len(plan.moves), clock() + 5.0, clock)
+    return LoadJob(plan, ALL_LAYERS, clock() + 5.0, clock)
 
 
 def write_all_layers(job: LoadJob) -> None:
-    job.leave(0, range(LAYERS), Mark())
-    job.done(0, 0)
+    job.leave([0], range(LAYERS), Mark())
+    job.done([0], 0)
 
 
 def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> None:
@@ -55,7 +56,7 @@ def test_nothing_is_written_after_the_deadline(*, sync: bool) -> None:
     clock = ManualClock()
     job = job_of(clock, sync=sync)
     clock.advance(5.0)
-    assert not job.wanted(0)
+    assert not job.needed()
     assert not job.enter(0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
@@ -64,7 +65,7 @@ def test_nothing_is_written_after_the_deadline(*, sync: bool) -> None:
 @pytest.mark.parametrize("is_layer", [False, True])
 def test_nobody_waits_longer_than_the_deadline(*, is_layer: bool) -> None:
     plan = job_of(ManualClock(), sync=True).plan
-    job = LoadJob(plan, [ALL_LAYERS], monotonic() + 0.05, monotonic)
+    job = LoadJob(plan, ALL_LAYERS, monotonic() + 0.05, monotonic)
     try:
         at_once(lambda: job.wait_layer(0, 0) if is_layer else job.wait_over())
     finally:
@@ -85,8 +86,8 @@ def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
     job = job_of(ManualClock(), sync=True)
     assert job.enter(0)
-    job.leave(0, range(1, 2), Mark())
-    job.done(0, 0)
+    job.leave([0], range(1, 2), Mark())
+    job.done([0], 0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
 
@@ -107,26 +108,26 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
 
     def computing() -> None:
         job.wait_layer(0, 0)
-        came.append(list(job._missing))
+        came.append(job._layers.tolist())
 
     thread = Thread(target=computing)
     thread.start()
     for index in (2, 0, 3):
-        assert job.enter(index)
-        job.leave(index, range(1), Mark())
+        assert job.enter(index) > index
+        job.leave([index], range(1), Mark())
         thread.join(0.01)
         assert thread.is_alive()
     assert job.enter(1)
-    job.leave(1, range(1), Mark())
+    job.leave([1], range(1), Mark())
     thread.join()
-    assert came == [[0b10] * 4]
+    assert came == [[1] * 4]
 
 
 def test_what_a_lane_could_not_mark_was_not_written() -> None:
     job = job_of(ManualClock(), sync=False)
     assert job.enter(0)
-    job.leave(0, range(LAYERS), None)
-    job.done(0, 0)
+    job.leave([0], range(LAYERS), None)
+    job.done([0], 0)
     assert job.close().failed_blocks == {3, 4}
 
 
@@ -135,10 +136,10 @@ def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
     assert job.enter(0)
     closing = Thread(target=job.close)
     closing.start()
-    wait_until(lambda: not job.wanted(0))
+    wait_until(lambda: not job.needed())
     assert not job.enter(0)
     assert closing.is_alive()
-    job.leave(0, range(0), Mark())
+    job.leave([0], range(0), Mark())
     closing.join()
 
 
@@ -148,7 +149,7 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     assert job.enter(0)
     job.cancel()
     assert job.poll() is None
-    job.leave(0, range(1), HungMark(ended.is_set))
+    job.leave([0], range(1), HungMark(ended.is_set))
     assert not job.enter(0)
     assert job.poll() is None
     ended.set()
@@ -159,13 +160,13 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
 def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
     job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), HungMark(ended.is_set))
+    job.leave([0], range(1), HungMark(ended.is_set))
     Timer(0.05, ended.set).start()
     assert job.close().failed
     assert ended.is_set()
     job, ended = job_of(ManualClock(), sync=False), Event()
     assert job.enter(0)
-    job.leave(0, range(1), HungMark(ended.is_set))
+    job.leave([0], range(1), HungMark(ended.is_set))
     assert job.close(0.01).failed
     assert not ended.is_set()
 
@@ -175,8 +176,8 @@ def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_threa
 ):
     job, mark = job_of(ManualClock(), sync=True), HungMark()
     assert job.enter(0)
-    job.leave(0, range(LAYERS), mark)
-    job.done(0, 0)
+    job.leave([0], range(LAYERS), mark)
+    job.done([0], 0)
     assert not job.close().failed
     assert mark.is_held
 
@@ -186,13 +187,12 @@ def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
     assert (nothing.nbytes, nothing.seconds, nothing.first_s) == (0, 0.0, None)
     clock = ManualClock()
     job = job_of(clock, sync=False, chunks=2)
-    clock.advance(1.0)
-    job.began()
-    clock.advance(0.5)
-    job.began()
-    job.done(0, 1000)
-    clock.advance(0.25)
-    job.done(1, 500)
+    for move, seconds, nbytes in ((0, 0.5, 1000), (1, 0.25, 500)):
+        clock.advance(1.0 - move)
+        assert job.enter(move) > move
+        job.leave([move], range(LAYERS), Mark())
+        clock.advance(seconds)
+        job.done([move], nbytes)
     clock.advance(2.0)
     outcome = job.close()
     assert (outcome.nbytes, outcome.seconds, outcome.first_s) == (1500, 1.75, 1.0)

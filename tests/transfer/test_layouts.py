@@ -13,9 +13,9 @@ from objkv.codec.payload import LayerSpec
 from objkv.errors import PayloadError
 from objkv.keys.topology import Topology
 from objkv.transfer.devices import open_lane
-from objkv.transfer.layouts import PayloadLayouts
+from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.plan import LoadPlan, Source
+from objkv.transfer.plan import LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST, host_bytes
@@ -269,7 +269,7 @@ def test_blocks_of_several_payloads_are_written_and_no_more_blocks_than_they_hav
     caches = [torch.zeros(24, 2, 16, 4, device=device) for _ in range(2)]
     group = PagedGroup(GroupShape(("a", "b"), 4, 16, share, heads=given_heads), caches)
     found = tuple(LayerSpec(name, "F32", (4, given_heads, 16, 4)) for name in "ab")
-    layout = PayloadLayouts({0: group}).of(Source(0), 1, found)
+    layout = PayloadLayout(group, None, found)
     payloads = torch.randn(3, 2, 4, given_heads, 16, 4)
     memory, lane = host_bytes(payloads), open_lane(device)
     starts = np.arange(3)[:, None] * (len(memory) // 3) + layout.starts
@@ -305,4 +305,4 @@ def test_frames_that_divide_a_block_are_a_fault_of_the_payload() -> None:
     group = PagedGroup(GroupShape(("a",), 1, 16, share), [torch.zeros(4, 2, 16, 4)])
     found = tuple(LayerSpec(name, "F32", (1, 2, 16, 4)) for name in "ab")
     with pytest.raises(PayloadError, match="tokens"):
-        PayloadLayouts({0: group}).of(Source(0), 1, found)
+        PayloadLayout(group, None, found)

@@ -3,6 +3,7 @@
 import threading
 from dataclasses import replace
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -12,8 +13,9 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
+from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadOutcome
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
@@ -222,6 +224,46 @@ def test_a_last_layer_that_never_comes_fails_the_chunk_whose_first_layers_came()
     (outcome,) = replica.loader.take_finished(sync=True)
     assert outcome.failed_blocks == set(ALL_MINE[:BLOCKS])
     assert len(outcome.rejected) == 1
+
+
+@ON_HOST
+def test_the_lease_of_a_payload_that_failed_ends_after_the_copies_of_its_first_layers() -> None:
+    store, index = LateStore(), MemoryIndex()
+    has_ended, looks = Event(), list[int]()
+    lane = HungLane(HungMark(lambda: looks.append(1) or has_ended.is_set()))
+    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, cuts=IN_PARTS, lane=lane)
+    replica.save(range(1))
+    replica.loader.submit(replica.load_plan(range(1), ALL_MINE[0], sync=True))
+    replica.loader.wait_layer(0, 0)
+    store.delete(replica.path(0))
+    store.go.set()
+    (outcome,) = replica.loader.take_finished(sync=True)
+    assert outcome.failed
+    wait_until(lambda: len(looks) > 4 or not replica.leased)
+    assert replica.leased == 1
+    has_ended.set()
+    wait_until(lambda: not replica.leased)
+
+
+def test_a_step_gets_the_first_layers_of_all_payloads_before_the_last_of_any(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "_SLICE_BYTES", 1)
+    store, index = stores()
+    replica = Replica(store, index, seed=1, group=LAYERED_GROUP)
+    replica.save(range(LAYERED_CHUNKS))
+    assert not replica.load(range(LAYERED_CHUNKS), ALL_MINE[0]).failed  # they are in memory now
+    seen, scatter = list[tuple[int, int]](), PayloadLayout.scatter
+
+    def watched(layout: PayloadLayout, lane: Any, rows: range, *given: Any) -> None:
+        seen.append((rows.start, len(given[1])))
+        scatter(layout, lane, rows, *given)
+
+    monkeypatch.setattr(PayloadLayout, "scatter", watched)
+    assert not replica.load(range(LAYERED_CHUNKS), ALL_MINE[0], sync=True).failed
+    assert [row for row, _ in seen] == sorted(row for row, _ in seen)
+    assert sum(count for _, count in seen) == LAYERED * LAYERED_CHUNKS
+    assert same_blocks(replica.caches, ALL_THEIRS, replica.caches, ALL_MINE)
 
 
 @pytest.mark.parametrize(

@@ -149,8 +149,7 @@ class Switch:
 
 def test_above_the_quota_nothing_is_saved_and_what_is_stored_is_loaded() -> None:
     index, room = MemoryIndex(), Switch()
-    replica = Replica(MemoryStore(), index, seed=1)
-    replica.cache._room = room
+    replica = Replica(MemoryStore(), index, seed=1, room=room)
     assert replica.save(range(2)) == set()
     (usage,) = index.usage()
     assert (usage.namespace, usage.nbytes) == (NAMESPACE, room.added)

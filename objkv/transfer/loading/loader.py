@@ -1,57 +1,54 @@
 """Loads from the agent's arena: the agent fetches and verifies, this copies to the paged cache.
 
-One thread opens payloads in the order of their chunks, sleeps until the agent has verified more of
-them, and gives the frames to the lane where they are. A lease ends when the lane has read its
-memory. A block is loaded only if its last byte was verified and its payload is as long as its
-header states. Any fault is a miss: the move fails, and all later chunks of the same plan. Without
-an agent every load is a miss until there is one again. Nothing raises into the forward thread.
+One thread opens payloads in batches, in the order of their chunks, sleeps until the agent has
+verified more of them, and gives the lane what is new of all of them at once, from where it is. A
+lease ends when the lane has read its memory. A block is loaded only if its last byte was verified,
+and its payload is the chunk that was asked for. Any fault is a miss: the move fails, and all later
+chunks of the same plan. Without an agent every load is a miss until there is one again. Nothing
+raises into the forward thread.
 """
 
 import logging
+import math
+from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from threading import Event, Lock, Thread
+from threading import Condition, Event, Lock, Thread
 from time import monotonic, sleep
 
-from objkv.agent.client import AgentConnection, ArenaLease, leases_of
-from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
-from objkv.agent.messages import Claims, MissReason, Urgency
-from objkv.background import Alarm, join_all, wait_for
-from objkv.codec.payload import Claim, Header, frame_pages, read_claimed
-from objkv.errors import ObjkvError, PayloadError, TransferError
-from objkv.keys.chunk import ChunkKey
-from objkv.telemetry import Recorder, Trouble
+import numpy as np
+
+from objkv.agent.client import AgentConnection, ArenaLease
+from objkv.agent.memory.arena import CellState, Progress
+from objkv.agent.messages import MissReason, Urgency
+from objkv.background import Alarm, join_all
+from objkv.codec.header import identities
+from objkv.codec.payload import Claim, Header, frame_pages
+from objkv.codec.values import CHUNK_AT
+from objkv.errors import PayloadError, TransferError
+from objkv.telemetry import Recorder
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
 from objkv.transfer.lanes import Ints, Lane, Mark
-from objkv.transfer.layouts import ForeignLayoutError, PayloadLayout, PayloadLayouts, bits_of
-from objkv.transfer.loading.job import LoadJob
+from objkv.transfer.layouts import ForeignLayoutError, PayloadLayouts, PlacedLayout, SourceShape
+from objkv.transfer.loading.connection import LOOK_S, CopyUnknownError, LoadConnection
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import LoadOutcome, LoadPlan, Source
+from objkv.transfer.plan import LoadOutcome, LoadPlan, Row
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.slabs import Slab, SlabsExhaustedError
 
 logger = logging.getLogger(__name__)
-_LOOK_S = 3e-4
-"""How often the device is polled while it reads leased memory."""
 _COPIES_S = 1.0
 """How long ``close`` waits for copies to the device, which write into blocks."""
+_CLOSE_LOOK_S = 1e-3
 _IDLE_S = 5.0
-_RETRY_S, RETRY_MAX_S = 0.1, 5.0
-"""Pauses between attempts to reach an agent."""
-WINDOW, _WINDOW_BYTES = 64, 512 << 20
-"""Payloads open at once, so that one long prompt does not lease the whole arena."""
-_WINDOW_SHARE = 2
-"""Divisor: of a small arena, they take at most this fraction."""
-_BATCH_BYTES = 128 << 20
-"""Payloads opened at once. Their pages are copied before the thread looks for more urgent loads.
-Counts those of other ranks too: if a rank of TP 8 opened as many of its own, loads of all ranks
-took 1.25 times as long, although 5 % less processor time (2 cores, 2026-11)."""
+_SLICE_BYTES = 16 << 20
+"""Bytes given to the lane at once if a step waits for the first layers, or if the lane copies them
+in this thread."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
-_KEPT: list[AgentConnection] = []
-"""Connections whose memory a hung device may still read. They end with the process."""
+_ENDED = -1
+"""Instead of a payload's next row: the lane gets nothing more of it."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
 _COUNTED = {
     MissReason.NO_ROOM: "load_refused",
@@ -60,14 +57,6 @@ _COUNTED = {
     MissReason.LATE: "",
 }
 """Counters of misses. All others are errors."""
-
-
-class _UnwantedError(TransferError):
-    """The bytes are no longer needed: the job was closed, or an earlier chunk failed."""
-
-
-class _CopyUnknownError(TransferError):
-    """The device failed, and nothing shows until when it reads the frames."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,140 +73,309 @@ class LoadLimits:
     """How long ``close`` waits for threads that are still on the network."""
 
 
-class _Reading:
-    """One open payload, for one move. Belongs to the load thread."""
+class LoadJob:
+    """One load in progress: which moves succeeded, and the fence around its blocks. Thread-safe.
 
-    def __init__(self, job: LoadJob, index: int, layouts: PayloadLayouts, lane: Lane) -> None:
-        load = job.plan.moves[index]
-        move = load.move
-        key = ChunkKey(job.plan.namespace, move.prefix_hash, move.group, load.shard)
-        self.claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-        self.job, self.index = job, index
-        self._source, self._layouts = Source(move.group, load.shard), layouts
-        self.nbytes = layouts.nbytes(self._source)
-        """Bytes of the payload in the arena, or about as many until it is there."""
-        self._layout: PayloadLayout | None = None
-        self._lane, self._first_block = lane, move.first_block
-        self._ids: Ints = job.plan.moves.block_ids(index)[None]
-        self.lease: ArenaLease | None = None
-        self._header: Header | None = None
-        self.frames = 0
-        """Leading frames that were looked at."""
-        self._rows = 0
-        """Leading rows of the payload that were given to the lane, or are not needed."""
-        self.mark: Mark | None = None
-        """A mark after all copies so far. The frames must stay as they are until it is done."""
-        self.is_copied = False
-        """Whether nothing more will be given to the lane."""
-        self.is_stalled = False
-        """Whether frames wait for a slab that the device is reading."""
-        self._span: Span = NO_SPAN
-        self._came_ns = 0
-        if job.span.is_on and index < _TRACED_PAYLOADS_MAX:
-            self._span = job.span.child("objkv.get", chunk=move.chunk)
+    The fence guarantees that this job writes into blocks only between ``enter`` and ``leave``, and
+    that no copy is left when ``poll`` or ``close`` has returned the outcome. Blocks may be reused
+    from then on. No thread is on the network between ``enter`` and ``leave``.
+    """
 
-    def end(self, error: str | None = None) -> None:
-        """End the trace of it: everything was given to the lane, or it is a miss."""
-        self.is_copied = True
-        span, self._span = self._span, NO_SPAN
-        if not span.is_on:
-            return
-        if self._came_ns:
-            span.part("objkv.copy", self._came_ns, now_ns())
-        span.end(error, bytes=self.nbytes)
-
-    def read(
+    def __init__(
         self,
-        progress: Progress,
-        arena: memoryview,
-        on_device: DeviceFrames | None = None,
-        *,
-        verify: bool,
+        plan: LoadPlan,
+        shapes: Sequence[SourceShape],
+        deadline: float,
+        clock: Callable[[], float],
+        after: Mark | None = None,
+        span: Span = NO_SPAN,
     ) -> None:
-        """Give the lane the frames that are new. Raises ``PayloadError`` if the payload is not what
-        this rank expects or, with ``verify``, a frame is not what its checksum promises, and
-        ``SlabsExhaustedError`` if the device cannot read more for now."""
-        self.nbytes = progress.nbytes
-        payload = arena[progress.offset : progress.offset + progress.nbytes]
-        header = self._header or self._read_header(payload)
-        layout = self._layout
-        assert layout is not None
-        frames = min(progress.frames, len(header.frames.layers))
-        until = min(frames // layout.columns, layout.rows.stop)
-        while self._rows < until:
-            rows = range(max(self._rows, layout.rows.start), until)
-            if verify:
-                for n in layout.frames(rows):
-                    frame_pages(header, n, payload, None)
-            memory, slab = arena, None
-            starts = layout.starts[None, rows.start : rows.stop] + (
-                progress.offset + header.data_start
-            )
-            if on_device is not None and rows:
-                sizes = layout.sizes[rows.start : rows.stop]
-                _, memory, starts, slab = on_device.take(starts, sizes)
-                rows = rows[: starts.shape[1]]
-            self._write(layout, rows, memory, starts, slab)
-            self._rows = rows.stop if rows else until
-        self.frames = frames  # not before: without a slab they are looked at again
+        """``shapes``: of the plan's sources, each with rows that the rank needs. ``after``: a mark
+        of the compute stream that copies must follow, because earlier kernels may use these
+        blocks."""
+        self.plan, self._moves = plan, plan.moves
+        self.nbytes = plan.moves.each([shape.nbytes for shape in shapes])
+        """About how many bytes the payload of each move has."""
+        self.after = after
+        self.deadline = deadline
+        """Time on ``clock``. Everything not loaded by then is a miss."""
+        self.started = clock()
+        self.span = span
+        self.request_ended = False
+        """Whether nothing waits for the load any more, so that it cannot fail."""
+        self._clock = clock
+        self._changed = Condition()
+        self._holds: Callable[[], bool] = bool
+        """Whether the forward thread may go on, which waits for this, or has."""
+        self._chunks = plan.moves.chunks
+        self._needed = len(self._chunks)
+        """The leading moves that are needed still. Those from the first failed chunk on are not."""
+        self._ended = np.zeros(self._needed, np.bool_)
+        """Which moves have succeeded or failed."""
+        self._layers = plan.moves.each([shape.filled.start for shape in shapes])
+        """Of each move the first layer that is not in its blocks yet: they come in order."""
+        self._stops = plan.moves.each([shape.filled.stop for shape in shapes])
+        self._groups = plan.moves.each([source.group for source in plan.moves.sources])
+        self._marks: dict[tuple[int, int], Mark] = {}
+        """The last mark of each group's layers, for a load within a step."""
+        self._last_mark: Mark | None = None
+        """It covers the earlier ones: all copies of a load are of one lane."""
+        self._rejected: set[tuple[str, bytes]] = set()
+        self._writing, self._closed = 0, False
+        self._nbytes, self._last = 0, self.started
+        self._first: float | None = None
 
-    def _read_header(self, payload: memoryview) -> Header:
-        """Read what every payload has in front of its frames. Raises ``PayloadError``."""
-        source, nbytes = self._source, len(payload)
-        expected = self._layouts.expected(source, nbytes)
-        header = read_claimed(payload, self.claim, expected)
-        found = header.frames
-        if found.ends[-1] != nbytes or set(found.codecs) != {"none"}:
-            raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
-        self._layout = self._layouts.of(source, nbytes, found.layers)
-        self._header = header
-        self._came_ns = now_ns() if self._span.is_on else 0
-        self.job.began()
-        return header
+    def needed(self) -> int:
+        """Return how many leading moves are still needed: no earlier chunk failed, and the job is
+        open."""
+        with self._changed:
+            return self._open_moves()
 
-    def _write(
-        self,
-        layout: PayloadLayout,
-        rows: range,
-        memory: memoryview,
-        starts: Ints,
-        slab: Slab | None,
-    ) -> None:
-        """Submit rows that the rank needs, if any.
+    def enter(self, first: int) -> int:
+        """Request permission to write moves from ``first`` on into their blocks. Returns where
+        those end that may be written. If it is beyond ``first``, the caller must call ``leave``."""
+        with self._changed:
+            end = self._open_moves()
+            if end > first:
+                self._writing += 1
+                if self._first is None:
+                    self._first = self._clock()
+            return end
 
-        Raises ``_UnwantedError`` if the job allows no more writes, and ``_CopyUnknownError`` if the
-        memory of the frames may never be reused.
+    def leave(self, moves: Sequence[int], layers: range, mark: Mark | None) -> None:
+        """End the writes that ``enter`` allowed: ``layers`` of these moves, of one group, were
+        verified and submitted to the lane before ``mark``. Without a mark no layer is recorded as
+        written."""
+        with self._changed:
+            self._writing -= 1
+            if mark is not None:
+                self._last_mark = mark
+                before = self._layers[moves]
+                self._layers[moves] = np.where(before == layers.start, layers.stop, before)
+                if self.plan.sync and layers:
+                    group = int(self._groups[moves[0]])
+                    self._marks |= {(group, layer): mark for layer in layers}
+            self._wake()
 
-        Args:
-            memory: has the raw bytes of the rows, each from its place in ``starts`` on, ``[1,
-                rows]``.
-            slab: has that memory, if any slab does, and goes back when it is copied.
+    def done(self, moves: Sequence[int], nbytes: int) -> None:
+        """Record that moves, ``nbytes`` as stored, are verified and were given to the lane. Those
+        have succeeded of which all layers are in their blocks."""
+        with self._changed:
+            self._nbytes += nbytes
+            self._last = self._clock()
+            lacking = self._layers[moves] < self._stops[moves]
+            if lacking.any():
+                self._fail_from(moves[int(lacking.argmax())])
+            self._end(moves)
+
+    def fail(self, move: int, *, rejected: bool) -> None:
+        """Record that a move failed. All later chunks fail with it."""
+        with self._changed:
+            self._fail_from(move)
+            if rejected:
+                self._rejected.add((self.plan.namespace, self._moves[move].move.prefix_hash))
+            self._end([move])
+
+    def cancel(self) -> None:
+        """Cancel the load. Everything not written by now fails."""
+        with self._changed:
+            self.deadline = self._clock()
+            self._changed.notify_all()
+
+    def is_over(self) -> bool:
+        """Whether every move that is still needed has succeeded or failed, or the deadline has
+        passed."""
+        with self._changed:
+            return self._is_over()
+
+    def wait_over(self) -> None:
+        """Block until every move that is still needed has succeeded or failed, or the deadline
+        has passed."""
+        with self._changed:
+            self._wait_for(self._has_ended)
+
+    def wait_layer(self, group: int, layer: int) -> Mark | None:
+        """Block until ``layer`` of ``group`` was submitted to the lane for every move that is
+        still needed, or the deadline has passed. Returns the mark that computing must wait for.
+
+        A move that lacks the layer by then has failed, because the layer is computed without it,
+        even if a write in progress still completes.
         """
-        job, lane = self.job, self._lane
-        if not job.enter(self.index):
-            if slab is not None:
-                slab.release()
-            raise _UnwantedError("the load was given up")
-        mark, filled = None, range(0)
-        try:
-            if rows:
-                if job.after is not None:
-                    lane.follow(job.after)
-                layout.scatter(lane, rows, memory, starts, self._ids, self._first_block)
-                first = layout.filled.start + rows.start - layout.rows.start
-                filled = range(first, first + len(rows))
-        finally:
-            try:
-                if rows:
-                    self.mark = mark = lane.mark()  # also after a fault: work may be submitted
-                    if slab is not None:
-                        slab.release_after(mark)
-            except Exception as exc:
-                if slab is not None:
-                    slab.strand()
-                raise _CopyUnknownError(f"the device failed: {exc}") from exc
-            finally:  # closing the job waits for this call
-                job.leave(self.index, filled, mark)
+        waited = (self._groups == group) & (layer < self._stops)
+
+        def lacking() -> Ints:
+            return np.flatnonzero(waited & (self._layers <= layer))
+
+        with self._changed:
+            self._wait_for(lambda: not (lacking() < self._needed).any())
+            for move in lacking()[:1].tolist():
+                self._fail_from(move)
+            return self._marks.get((group, layer))
+
+    def poll(self) -> LoadOutcome | None:
+        """Return the outcome if the load is over and none of its copies is left. Never waits. After
+        the first call on a load that is over, nothing more is written."""
+        with self._changed:
+            if not self._is_over():
+                return None
+            self._closed = True
+            if self._writing:
+                return None
+            mark = self._last_mark
+            return self._outcome() if mark is None or mark.done() else None
+
+    def close(self, seconds: float = math.inf) -> LoadOutcome:
+        """Forbid further writes, wait for writes in progress and return the outcome.
+
+        It never waits for the network. For a load within a step it makes the compute stream wait
+        for the lane's copies, before anything else can touch these blocks, so the forward thread
+        does not wait for the device. For a load between steps it waits for them, for at most
+        ``seconds``.
+        """
+        with self._changed:
+            self._closed = True
+            self._changed.wait_for(lambda: not self._writing)
+            self._changed.notify_all()
+            mark, self._last_mark = self._last_mark, None
+            outcome = self._outcome()
+        end = monotonic() + seconds
+        while mark is not None and not mark.done():
+            if self.plan.sync:
+                mark.hold_compute()
+                break
+            if monotonic() >= end:
+                logger.error("copies of loads did not finish on the device, going on")
+                break
+            sleep(_CLOSE_LOOK_S)
+        return outcome
+
+    def reported(self, outcome: LoadOutcome) -> None:
+        """End the job's trace span with the outcome that ``close`` returned."""
+        failed, error = len(outcome.failed_blocks), None
+        if failed:
+            error = f"{failed} blocks are computed instead"
+        if failed and self.request_ended:
+            error = "the request ended first"
+        span, self.span = self.span, NO_SPAN
+        span.end(
+            error,
+            namespace=self.plan.namespace,
+            chunks=len(set(self._chunks)),
+            bytes=outcome.nbytes,
+            failed_blocks=failed,
+            within_step=self.plan.sync,
+        )
+
+    def _outcome(self) -> LoadOutcome:
+        failed, blocks = self._needed, frozenset[int]()
+        if not self._has_ended():
+            failed = int(self._ended.argmin())
+        if failed < len(self._chunks):
+            blocks = self._moves.blocks_from(self._chunks[failed])
+        return LoadOutcome(
+            self.plan.request_id,
+            blocks,
+            frozenset(self._rejected),
+            nbytes=self._nbytes,
+            seconds=self._last - self.started,
+            first_s=None if self._first is None else self._first - self.started,
+        )
+
+    def _wait_for(self, holds: Callable[[], bool]) -> None:
+        """Wait for ``holds()``, or until the deadline.
+
+        This thread is woken only when its condition holds, because on a busy machine a wake-up
+        costs as much as decoding a frame.
+        """
+        self._holds = holds
+        while not (self._closed or holds()):
+            if not self._changed.wait(self.deadline - self._clock()):
+                return
+
+    def _end(self, moves: Sequence[int]) -> None:
+        self._ended[moves] = True
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._closed or self._holds():
+            self._changed.notify_all()
+
+    def _fail_from(self, move: int) -> None:
+        self._needed = min(self._needed, bisect_left(self._chunks, self._chunks[move]))
+
+    def _has_ended(self) -> bool:
+        return bool(self._ended[: self._needed].all())
+
+    def _is_over(self) -> bool:
+        return self._closed or self._has_ended() or self._clock() >= self.deadline
+
+    def _open_moves(self) -> int:
+        return 0 if self._closed or self._clock() >= self.deadline else self._needed
+
+
+class _Batch:
+    """Payloads of one load that were opened together, in columns. Belongs to the load thread."""
+
+    def __init__(self, job: LoadJob, part: range) -> None:
+        """``part``: the moves that read the payloads."""
+        self.job, self.part, moves, count = job, part, job.plan.moves, len(part)
+        self.nbytes: list[int] = job.nbytes[part.start : part.stop].tolist()
+        """About how many bytes each payload has."""
+        rows = [Row.SOURCE, Row.FIRST_BLOCK, Row.IDS, Row.IDS_END]
+        source, first, ids, ids_end = moves.table[rows, part.start : part.stop]
+        columns = source.tolist(), first.tolist(), (ids_end - ids).tolist()
+        self.forms: list[tuple[int, int, int]] = list(zip(*columns, strict=True))
+        """Of each payload the position of its source, the first block that is read, and how many.
+        """
+        self.claims = moves.claims(job.plan.namespace, part)
+        self.identities = identities(job.plan.namespace, self.claims.fields, self.claims)
+        self.leases: list[ArenaLease] = []
+        self.progress: list[Progress] = []
+        """What the agent has verified of each payload."""
+        self.placed: list[PlacedLayout | None] = [None] * count
+        """Known of payloads that are the chunks that were asked for."""
+        self.headers: dict[int, Header] = {}
+        """Of payloads that are verified again."""
+        self.rows = [0] * count
+        """The next row of each payload to be given to the lane, or ``_ENDED``."""
+        self.stops = [_ENDED] * count
+        """Where the rows end that the rank needs."""
+        self.left = list(range(count))
+        """The payloads that are still being read."""
+        self.is_stalled = False
+        """Whether rows wait for a slab that the device is reading."""
+        self.has_begun = False
+        """Whether the lane was given anything."""
+        self.spans: dict[int, tuple[Span, int]] = {}
+        """Of traced payloads, and when their first bytes had come."""
+
+    def claim(self, n: int) -> Claim:
+        """Return what a payload is to be."""
+        return self.claims.claim(list(self.claims)[n])
+
+    def payload(self, n: int, arena: memoryview) -> memoryview:
+        """Return the memory of a payload."""
+        progress = self.progress[n]
+        return arena[progress.offset : progress.offset + progress.nbytes]
+
+    def pieces(self) -> list[tuple[range, list[int]]]:
+        """Return rows that are verified and not given to the lane yet, with all payloads that have
+        them in one layout, and for equally many blocks. A step gets the first layers of all
+        payloads first."""
+        alike: dict[tuple[PlacedLayout, int, int, tuple[int, int, int]], list[int]] = {}
+        for n in self.left:
+            if (placed := self.placed[n]) is not None:
+                verified = self.progress[n].frames // placed.layout.columns
+                until = min(verified, self.stops[n])
+                alike.setdefault((placed, self.rows[n], until, self.forms[n]), []).append(n)
+        pieces: list[tuple[range, list[int]]] = []
+        for (placed, start, until, _), some in alike.items():
+            step = max(1, until - start)
+            if self.job.plan.sync:
+                row_bytes = int(placed.layout.sizes[placed.layout.rows.start])
+                step = max(1, _SLICE_BYTES // (row_bytes * len(some)))
+            pieces += [(range(at, min(at + step, until)), some) for at in range(start, until, step)]
+        return sorted(pieces, key=lambda piece: piece[0].start)
 
 
 class Loader:
@@ -247,34 +405,33 @@ class Loader:
         self._last_layers = {g: len(group.layers) - 1 for g, group in groups.items()}
         self._layouts = PayloadLayouts(groups)
         self._lane, self._limits, self._recorder = lane, limits, recorder
-        self._clock, self._tracing = clock, tracing
-        self._connect, self._verify = connect, verify
+        self._clock, self._tracing, self._verify = clock, tracing, verify
         self.on_device = on_device
         """How the device reads the arena, None if the cache is in host memory."""
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
-        self._window_bytes = _WINDOW_BYTES
-        self._trouble = Trouble(logger, "loads from the agent")
-        self.agent: AgentConnection | None = None
-        """The present connection, None without one."""
-        self._is_moving = False
-        """Whether the agent opens no more, because it is replaced."""
-        self._retry_at, self._retry_s = 0.0, _RETRY_S
+        """Set when a load may be over."""
+        self._link = LoadConnection(connect, on_device, limits.deadline_s)
         self._lock = Lock()
-        self._came: deque[tuple[LoadJob, int]] = deque()
-        self._moves = 0
-        """Moves that wait for the thread. Guarded by the lock, with ``_came`` and ``_closed``."""
+        self._waiting: deque[tuple[LoadJob, range]] = deque()
+        """Moves that are not opened yet. Guarded by the lock, with ``_closed``."""
         self._closed = False
-        self._waiting, self._reading = deque[tuple[LoadJob, int]](), list[_Reading]()
+        self._batches: list[_Batch] = []
+        """Those of which a payload is still being read."""
         self._alarm = Alarm()
-        self._reach()
+        self._link.reach()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
         self._thread.start()
 
     @property
+    def agent(self) -> AgentConnection | None:
+        """The present connection, None without one."""
+        return self._link.agent
+
+    @property
     def leased(self) -> int:
         """Number of payloads that this worker reads now."""
-        return len(self._reading)
+        return self._link.leased
 
     @property
     def in_flight(self) -> int:
@@ -291,34 +448,35 @@ class Loader:
         ``after``: a mark from before the forward pass of this step. By default copies follow
         everything that was submitted so far, and so the whole forward pass if it has begun.
         """
-        filled = [self._layouts.filled(source) for source in plan.moves.sources]
-        plan = replace(plan, moves=plan.moves.only([bool(rows) for rows in filled]))
+        shapes = [self._layouts.of(source) for source in plan.moves.sources]
+        if not all(shape.filled for shape in shapes):
+            moves = plan.moves.only([bool(shape.filled) for shape in shapes])
+            plan = replace(plan, moves=moves)
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
         after = after or self.mark_compute()  # earlier kernels may still use these blocks
         span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
-        missing = plan.moves.each([bits_of(rows) for rows in filled])
-        job = LoadJob(plan, missing, deadline, self._clock, after, span)
+        job = LoadJob(plan, shapes, deadline, self._clock, after, span)
         assert plan.request_id not in self._jobs
         self._jobs[plan.request_id] = job  # nothing raises from here on: one outcome per plan
         self._begin(job)
 
     def _begin(self, job: LoadJob) -> None:
-        """Queue the moves of a job, from the first on, as many as the queue takes."""
-        count = len(job.plan.moves)
+        """Queue the moves of a job, from the first on, as many as the queue takes. Those within the
+        step go first."""
+        count = taken = len(job.plan.moves)
         with self._lock:
-            serves = not self._closed and self.agent is not None and self.agent.is_open
+            serves = not self._closed and self._link.is_open
             if serves:
-                taken = min(count, max(0, self._limits.queue_max - self._moves))
-                self._moves += taken
-                self._came.append((job, taken))
+                waiting = sum(len(moves) for _, moves in self._waiting)
+                taken = min(count, max(0, self._limits.queue_max - waiting))
+                put = self._waiting.appendleft if job.plan.sync else self._waiting.append
+                put((job, range(taken)))
                 self._alarm.ring()
         if not serves:
-            self._recorder.count("load_errors", count)
-            if count:  # none on a rank without layers of the plan
-                job.fail(0, rejected=False)
-        elif taken < count:
-            self._recorder.count("load_refused", count - taken)
+            taken = 0
+        if taken < count:
+            self._recorder.count("load_refused" if serves else "load_errors", count - taken)
             job.fail(taken, rejected=False)  # and with it all later chunks
 
     def wait_layer(self, group: int, layer: int) -> None:
@@ -348,7 +506,7 @@ class Loader:
             if not jobs or any(job.poll() for job in jobs):
                 return
             # Copies to a device end without a call, so they are polled.
-            self._over.wait(min(left_s, _LOOK_S) if any(j.is_over() for j in jobs) else left_s)
+            self._over.wait(min(left_s, LOOK_S) if any(j.is_over() for j in jobs) else left_s)
 
     def take_finished(self, *, sync: bool) -> list[LoadOutcome]:
         """Return the outcomes of plans that ended since the last call, each once.
@@ -381,7 +539,7 @@ class Loader:
             was_closed, self._closed = self._closed, True
         end = monotonic() + _COPIES_S  # for all loads: a device that hangs ends none of them
         for job in self._jobs.values():
-            job.ended(job.close(max(0.0, end - monotonic())))
+            job.reported(job.close(max(0.0, end - monotonic())))
         if was_closed:
             return
         self._alarm.ring()
@@ -394,7 +552,8 @@ class Loader:
     def _count(self, job: LoadJob, outcome: LoadOutcome) -> None:
         self._recorder.observe("load_seconds", self._clock() - job.started)
         self._recorder.count("loads")
-        job.ended(outcome)
+        if job.span.is_on:
+            job.reported(outcome)
         if outcome.failed and not job.request_ended:
             self._recorder.count("load_failures")
             self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))
@@ -417,253 +576,286 @@ class Loader:
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
-        agent = self.agent or self._reach()
+        agent = self._link.agent or self._link.reach()
         if agent is None:
-            wait_for([self._alarm], self._retry_at - monotonic())
+            self._link.await_retry(self._alarm)
             return
         try:
-            self._take_jobs()
-            self._open(agent)
-            self._advance(agent)
-            if self._is_moving and not self._reading:
-                self._move()
-                return
-        except _CopyUnknownError as exc:
-            self._trouble.failed(exc)
-            self._lose(keep=True)
-            return
+            self._open()
+            self._advance()
         except TransferError as exc:
-            self._trouble.failed(exc)
-            self._lose()
+            self._link.trouble.failed(exc)
+            self._lose(keep=isinstance(exc, CopyUnknownError))
             return
-        if agent.wait(self._idle_s(), self._alarm):
-            return
-        if self._reading:
-            self._trouble.failed(TransferError("the agent ended the connection"))
-            self._lose()
-        else:
+        if self._link.is_moving and not self.leased:
             self._move()
+        elif not agent.wait(self._idle_s(), self._alarm):
+            if self.leased:
+                self._link.trouble.failed(TransferError("the agent ended the connection"))
+                self._lose()
+            else:
+                self._move()
 
     def _move(self) -> None:
         """Go on with the agent that has replaced this one, if there is one already."""
-        if self._reach() is None:
+        if self._link.reach() is None:
             self._lose()
-
-    def _reach(self) -> AgentConnection | None:
-        if monotonic() < self._retry_at:
-            return None
-        self._retry_at = monotonic() + self._retry_s  # whatever fails now
-        self._retry_s = min(2 * self._retry_s, RETRY_MAX_S)
-        try:
-            before, self.agent = self.agent, self._connect()
-        except ObjkvError as exc:
-            self._trouble.failed(exc)
-            return None
-        if before is not None:
-            self._leave(before)
-        if self.on_device is not None:
-            self.on_device.attach(self.agent.arena)
-        self._window_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // _WINDOW_SHARE
-        self._trouble.worked()
-        self._retry_at, self._retry_s, self._is_moving = 0.0, _RETRY_S, False
-        return self.agent
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
-        if self._waiting and not self._is_moving and (not self._reading or min(self._room()) > 0):
+        if self._waiting and min(self._link.room()) > 0:
             return 0.0
-        if any(one.is_copied or one.is_stalled for one in self._reading):
-            return _LOOK_S
-        left = [one.job.deadline - self._clock() for one in self._reading]
+        if self._link.is_copying or any(batch.is_stalled for batch in self._batches):
+            return LOOK_S
+        left = [batch.job.deadline - self._clock() for batch in self._batches]
         return max(0.0, min(left, default=_IDLE_S))
 
-    def _take_jobs(self) -> None:
-        """Queue the moves of new jobs: those within the step go first."""
-        with self._lock:
-            came, self._came = self._came, deque()
-        for job, taken in came:
-            moves = [(job, index) for index in range(taken)]
-            if job.plan.sync:
-                self._waiting.extendleft(reversed(moves))
-            else:
-                self._waiting.extend(moves)
-
-    def _room(self) -> tuple[int, int]:
-        """Return how many payloads, and how many bytes, may be opened besides those that are."""
-        nbytes = sum([one.nbytes for one in self._reading])
-        limit = min(_WINDOW_BYTES, self._window_bytes)
-        return WINDOW - len(self._reading), limit - nbytes
-
-    def _open(self, agent: AgentConnection) -> None:
+    def _open(self) -> None:
         """Open the next payloads of one job, as many as there is room for."""
-        if self._is_moving or not (batch := self._next()):
+        job, part = self._next()
+        if job is None:
             return
-        job = batch[0].job
-        self._reading += batch
-        opened = agent.open(
-            Claims.of([one.claim for one in batch]),
+        batch = _Batch(job, part)
+        self._batches.append(batch)
+        leases = self._link.open(
+            batch.claims,
+            sum(batch.nbytes),
             deadline_s=job.deadline - self._clock(),
             urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
         )
-        if opened.reasons[0] == MissReason.CLOSED:
-            self._is_moving = True
-            self._reading = self._reading[: -len(batch)]
-            self._waiting.extendleft((job, one.index) for one in reversed(batch))
+        if leases is None:
+            self._batches.pop()
             with self._lock:
-                self._moves += len(batch)
+                self._waiting.appendleft((job, part))
             return
-        for one, lease in zip(batch, leases_of(opened, agent.arena.board), strict=True):
-            one.lease = lease
+        batch.leases, batch.progress = leases, [lease.progress for lease in leases]
+        for move in part[: max(0, _TRACED_PAYLOADS_MAX - part.start)] if job.span.is_on else ():
+            span = job.span.child("objkv.get", chunk=job.plan.moves.chunks[move])
+            batch.spans[move - part.start] = span, 0
 
-    def _next(self) -> list[_Reading]:
-        """Take the next payloads of one job from the queue, as many as there is room for."""
-        count, room = self._room()
-        room, taken = min(room, _BATCH_BYTES), 0
-        batch: list[_Reading] = []
-        while self._waiting and len(batch) < count:
-            job, index = self._waiting[0]
-            if batch and job is not batch[0].job:
-                break
-            if room <= 0 and (batch or self._reading):
-                break
-            self._waiting.popleft()
-            taken += 1
-            if not job.wanted(index):
-                continue
-            batch.append(_Reading(job, index, self._layouts, self._lane))
-            room -= batch[-1].nbytes
+    def _next(self) -> tuple[LoadJob | None, range]:
+        """Take the next moves of one job from the queue, none if there is none or no room."""
         with self._lock:
-            self._moves -= taken
-        return batch
+            while self._waiting and min(room := self._link.room()) > 0:
+                job, moves = self._waiting.popleft()
+                sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
+                count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
+                if count and count < len(moves):
+                    self._waiting.appendleft((job, moves[count:]))
+                if count:
+                    return job, moves[:count]
+        return None, range(0)
 
-    def _advance(self, agent: AgentConnection) -> None:
-        """Read new frames, and end the leases that are not needed any more."""
-        ended, kept = [], []
+    def _advance(self) -> None:
+        """Read what is new, and end the leases that are not needed any more."""
         # Those that a step waits for get slabs first.
-        for one in sorted(self._reading, key=attrgetter("job.plan.sync"), reverse=True):
-            if not one.is_copied:
-                self._read(agent, one)
-            if one.is_copied and _is_past(one.mark):
-                ended.append(one)
-            else:
-                kept.append(one)
-        self._reading = kept
-        agent.release([one.lease.number for one in ended if one.lease and one.lease.number])
+        for batch in sorted(self._batches, key=lambda batch: not batch.job.plan.sync):
+            self._read(batch)
+        self._batches = [batch for batch in self._batches if batch.left]
+        self._link.release()
 
-    def _read(self, agent: AgentConnection, one: _Reading) -> None:
-        """Read the verified frames of one payload. Every fault is a miss."""
-        assert one.lease is not None
-        job, progress = one.job, one.lease.progress
-        is_filling = progress.state is CellState.FILLING
-        if (is_filling or one.is_stalled) and not job.wanted(one.index):
-            self._given_up(one)
-            return
-        one.is_stalled = False
-        if is_filling:
-            progress = agent.arena.board.read(one.lease.cell)
-        is_ready = progress.state is CellState.READY
-        try:
-            # A device has one copy for a whole payload, unless a step waits for single layers.
-            streams = is_ready or job.plan.sync or not self._lane.per_span
-            if streams and progress.frames > one.frames:
-                one.read(progress, agent.arena.view, self.on_device, verify=self._verify)
-            if is_ready:
-                one.end()
-                self._recorder.count("load_bytes", one.nbytes)
-                if job.done(one.index, one.nbytes):
-                    self._over.set()
-            elif progress.state is CellState.FAILED:
+    def _read(self, batch: _Batch) -> None:
+        """Give the lane what the agent has verified of a batch since the last call."""
+        board = self._link.present.arena.board
+        # A device has one copy for a whole payload, unless a step waits for single layers.
+        streams = batch.job.plan.sync or not self._lane.per_span
+        batch.is_stalled = False
+        self._drop_unneeded(batch)
+        for n in batch.left:
+            progress = batch.progress[n]
+            if batch.rows[n] == _ENDED:  # another one has failed
+                break
+            if progress.state is CellState.FILLING:
+                progress = batch.progress[n] = board.read(batch.leases[n].cell)
+            if progress.state is CellState.FAILED:
                 reason = MissReason(progress.reason)
                 if name := _COUNTED.get(reason, "load_errors"):
                     self._recorder.count(name)
-                self._fail(one, reason.name.lower(), rejected=reason in _REFUSED)
+                self._fail(batch, n, reason.name.lower(), rejected=reason in _REFUSED)
+            elif batch.placed[n] is None and (
+                progress.state is CellState.READY or (streams and progress.frames)
+            ):
+                self._identify(batch, n)
+        try:
+            while pieces := batch.pieces():
+                for rows, some in pieces:
+                    self._give(batch, rows, some)
         except SlabsExhaustedError:
-            one.is_stalled = True
-        except _UnwantedError:
-            self._given_up(one)
-        except PayloadError as exc:
-            logger.warning("payload refused request=%s reason=%s", job.plan.request_id, exc)
-            self._recorder.count("load_corrupt")
-            agent.reject(one.claim)  # before it fails: it may be made and saved again at once
-            self._fail(one, "corrupt", rejected=True)
-        except TransferError:
-            raise
-        except ForeignLayoutError as exc:
-            self._recorder.count("load_errors")
-            logger.warning("payload not readable request=%s reason=%s", job.plan.request_id, exc)
-            self._fail(one, "foreign", rejected=False)
-        except Exception:  # of this payload, such as too little memory of a device
-            self._recorder.count("load_errors")
-            logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
-            self._fail(one, "failed", rejected=False)
-
-    def _given_up(self, one: _Reading) -> None:
-        self._recorder.count("load_given_up")
-        one.end("given up")
-
-    def _fail(self, one: _Reading, reason: str, *, rejected: bool) -> None:
-        one.end(reason)
-        self._settle(one.job.fail(one.index, rejected=rejected))
-
-    def _settle(self, is_over: bool) -> None:
-        if is_over:
+            batch.is_stalled = True
+        ready = [n for n in batch.left if batch.progress[n].state is CellState.READY]
+        if given := [n for n in ready if batch.rows[n] == batch.stops[n]]:
+            nbytes = sum([batch.progress[n].nbytes for n in given])
+            self._recorder.count("load_bytes", nbytes)
+            self._end(batch, given)
+            batch.job.done([batch.part.start + n for n in given], nbytes)
             self._over.set()
 
+    def _identify(self, batch: _Batch, n: int) -> None:
+        """Find out whether a payload is the chunk that was asked for, and its layout.
+
+        This is the last check: at an offset that the agent mixes up is another chunk's payload.
+        """
+        arena, known = self._link.present.arena.view, self._link.layouts
+        progress, text = batch.progress[n], batch.identities[n]
+        at = progress.offset + CHUNK_AT
+        key = progress.layout, batch.job.plan.moves.sources[batch.forms[n][0]]
+        placed = known.get(key)
+        if (
+            placed is None
+            or bytes(arena[at : at + len(text)]) != text
+            or progress.nbytes != placed.nbytes
+            or self._verify
+        ):
+            try:
+                payload = batch.payload(n, arena)
+                batch.headers[n], placed = self._layouts.read(payload, batch.claim(n))
+            except Exception as exc:
+                self._refuse(batch, n, exc)
+                return
+            if progress.layout:
+                known[key] = placed
+        rows = placed.layout.rows
+        batch.placed[n], batch.rows[n], batch.stops[n] = placed, rows.start, rows.stop
+        if n in batch.spans:
+            batch.spans[n] = batch.spans[n][0], now_ns()
+
+    def _give(self, batch: _Batch, rows: range, some: Sequence[int]) -> None:
+        """Give the lane rows of payloads that are alike, as many as it can read and the job allows.
+
+        Raises ``SlabsExhaustedError`` if it can read none, and ``CopyUnknownError`` if the memory
+        of the frames may never be reused.
+        """
+        some = [n for n in some if batch.rows[n] == rows.start]
+        if not some:
+            return
+        memory, placed, slab, n = (
+            self._link.present.arena.view,
+            batch.placed[some[0]],
+            None,
+            some[0],
+        )
+        assert placed is not None
+        try:
+            for n in some if self._verify else ():
+                for frame in placed.layout.frames(rows):
+                    frame_pages(batch.headers[n], frame, batch.payload(n, memory), None)
+            n = some[0]
+            starts = np.array([[batch.progress[n].offset] for n in some], np.int64)
+            starts = starts + placed.starts[rows.start : rows.stop]
+            if self.on_device is not None:
+                sizes = placed.layout.sizes[rows.start : rows.stop]
+                which, memory, starts, slab = self.on_device.take(starts, sizes)
+                some, rows = [some[at] for at in which], rows[: starts.shape[1]]
+            self._submit(batch, placed, rows, some, memory, starts, slab)
+        except TransferError:
+            raise
+        except Exception as exc:
+            self._refuse(batch, n, exc)
+
+    def _submit(
+        self,
+        batch: _Batch,
+        placed: PlacedLayout,
+        rows: range,
+        some: Sequence[int],
+        memory: memoryview,
+        starts: Ints,
+        slab: Slab | None,
+    ) -> None:
+        """Submit rows of payloads, which start in ``memory`` at ``starts``, ``[payloads, rows]``.
+        ``slab`` has that memory, if any does, and goes back when it is copied."""
+        job, lane, layout = batch.job, self._lane, placed.layout
+        moves = [batch.part.start + n for n in some]
+        _, first_block, blocks = batch.forms[some[0]]
+        end = job.enter(moves[0])
+        moves = moves[: bisect_left(moves, end)]
+        if not moves:
+            if slab is not None:
+                slab.release()
+            self._drop_unneeded(batch)
+            return
+        mark, filled = None, range(0)
+        try:
+            if not batch.has_begun and job.after is not None:
+                lane.follow(job.after)
+            batch.has_begun = True
+            ids = job.plan.moves.block_ids(moves, blocks)
+            layout.scatter(lane, rows, memory, starts[: len(moves)], ids, first_block)
+            first = layout.filled.start + rows.start - layout.rows.start
+            filled = range(first, first + len(rows))
+            for move in moves:
+                batch.rows[move - batch.part.start] = rows.stop
+        finally:
+            try:
+                self._link.mark = mark = lane.mark()  # also after a fault: work may be submitted
+                if slab is not None:
+                    slab.release_after(mark)
+            except Exception as exc:
+                if slab is not None:
+                    slab.strand()
+                raise CopyUnknownError(f"the device failed: {exc}") from exc
+            finally:  # closing the job waits for this call
+                job.leave(moves, filled, mark)
+
+    def _refuse(self, batch: _Batch, n: int, reason: Exception) -> None:
+        """End a payload that cannot be loaded. It is a miss, like all later chunks."""
+        request, is_corrupt = batch.job.plan.request_id, isinstance(reason, PayloadError)
+        self._recorder.count("load_corrupt" if is_corrupt else "load_errors")
+        if is_corrupt or isinstance(reason, ForeignLayoutError):
+            logger.warning("payload refused request=%s reason=%s", request, reason)
+        else:  # of this payload, such as too little memory of a device
+            logger.error("load failed unexpectedly request=%s", request, exc_info=reason)
+        if is_corrupt:  # before it fails: it may be made and saved again at once
+            self._link.present.reject(batch.claim(n))
+        self._fail(batch, n, "corrupt" if is_corrupt else "failed", rejected=is_corrupt)
+
+    def _fail(self, batch: _Batch, n: int, reason: str, *, rejected: bool) -> None:
+        self._end(batch, [n], reason)
+        batch.job.fail(batch.part.start + n, rejected=rejected)
+        self._over.set()
+        self._drop_unneeded(batch)
+
+    def _drop_unneeded(self, batch: _Batch) -> None:
+        """End payloads that are not needed any more."""
+        needed = batch.job.needed() - batch.part.start
+        if batch.left and batch.left[-1] >= needed:
+            unneeded = [n for n in batch.left if n >= needed]
+            self._recorder.count("load_given_up", len(unneeded))
+            self._end(batch, unneeded, "given up")
+
+    def _end(self, batch: _Batch, some: Sequence[int], error: str | None = None) -> None:
+        """Give the lane nothing more of some payloads: it has everything, or they are misses, or
+        not needed."""
+        for n in some:
+            batch.rows[n] = _ENDED
+        batch.left = [n for n in batch.left if batch.rows[n] != _ENDED]
+        leases, nbytes = [batch.leases[n] for n in some], sum([batch.nbytes[n] for n in some])
+        self._link.end(leases, nbytes, is_given=batch.has_begun)
+        for n in some if batch.spans else ():
+            span, came_ns = batch.spans.pop(n, (NO_SPAN, 0))
+            if came_ns:
+                span.part("objkv.copy", came_ns, now_ns())
+            span.end(error, bytes=batch.progress[n].nbytes)
+
     def _lose(self, *, keep: bool = False) -> None:
-        """Give up the connection, once no lane reads the arena any more. The rest fails.
+        """Give up the connection, once no lane reads the arena any more. What the lane was not
+        given fails.
 
         ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
         """
         with self._lock:
-            agent, self.agent, self._moves = self.agent, None, 0
-        self._take_jobs()
-        unread = [(one.job, one.index) for one in self._reading if not one.is_copied]
-        lost = sum(job.wanted(index) for job, index in (*self._waiting, *unread))
-        self._recorder.count("load_errors", lost)
-        first: dict[LoadJob, int] = {}
-        for job, index in self._waiting:
-            first[job] = min(index, first.get(job, index))
-        for job, index in first.items():  # and with it all later chunks
-            self._settle(job.fail(index, rejected=False))
-        for one in self._reading:  # also what was given to the lane, which may still read it
-            self._fail(one, "lost", rejected=False)
-        self._waiting.clear()
-        marks = [one.mark for one in self._reading]
-        self._reading = []
-        keep = keep or not self._await(marks)
-        if agent is None:
-            return
-        if keep:
-            logger.error("copies of loads did not finish on the device, keeping their memory")
-            _KEPT.append(agent)
-            if self.on_device is not None:
-                self.on_device.abandon()
-        else:
-            self._leave(agent)
-
-    def _leave(self, agent: AgentConnection) -> None:
-        """Close a connection whose arena nothing reads, once a device has unlocked it."""
-        if self.on_device is None:
-            agent.close()
-        else:
-            self.on_device.detach(agent.close)
-
-    def _await(self, marks: list[Mark | None]) -> bool:
-        """Wait until all marks have passed. Returns False if they do not, or nothing shows it."""
-        end = monotonic() + self._limits.deadline_s
-        try:
-            while not all(map(_is_past, marks)):
-                if monotonic() >= end:
-                    return False
-                sleep(_LOOK_S)
-        except _CopyUnknownError:
-            return False
-        return True
-
-
-def _is_past(mark: Mark | None) -> bool:
-    """Whether a device has read everything before ``mark``. Raises ``_CopyUnknownError``."""
-    try:
-        return mark is None or mark.done()
-    except Exception as exc:
-        raise _CopyUnknownError(f"the device failed: {exc}") from exc
+            agent, self._link.agent = self._link.agent, None
+            waiting, self._waiting = self._waiting, deque()
+        lost = [(job, moves) for job, moves in waiting if moves]
+        for batch in self._batches:
+            lost += [(batch.job, batch.part[n : n + 1]) for n in batch.left]
+        count = sum([max(0, min(moves.stop, job.needed()) - moves.start) for job, moves in lost])
+        self._recorder.count("load_errors", count)
+        for batch in self._batches:
+            if batch.leases:
+                self._end(batch, batch.left, "lost")
+        for job, moves in lost:  # and with each all later chunks
+            job.fail(moves.start, rejected=False)
+        self._over.set()
+        self._batches.clear()
+        self._link.lose(agent, keep=keep)
