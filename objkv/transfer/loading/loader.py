@@ -43,8 +43,7 @@ _COPIES_S = 1.0
 _CLOSE_LOOK_S = 1e-3
 _IDLE_S = 5.0
 _SLICE_BYTES = 16 << 20
-"""Bytes given to the lane at once if a step waits for the first layers, or if the lane copies them
-in this thread."""
+"""Bytes given to the lane at once if a step waits for the first layers."""
 _TRACED_PAYLOADS_MAX = 64
 """Payloads traced per load. A long prompt has hundreds, which all look alike."""
 _ENDED = -1
