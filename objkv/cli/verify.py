@@ -154,6 +154,7 @@ def _verify(
         raise ConfigError(wrong_bulk)
     for kind in ("orphan", "expired"):
         run.counters.counts[kind] = inventory.count(f"kind = '{kind}'")
+    run.counters.counts["recorded"] = inventory.count(f"{PAYLOADS} AND {RECORDED}")
     if chosen.most is None:
         number, of = chosen.part
         parts = [one for one in inventory.slices(where) if one.fan[0] % of == number - 1]
@@ -194,8 +195,7 @@ def _is_bad_left(counters: Counters) -> bool:
 
 def _is_index_lost(counters: Counters) -> bool:
     """Whether most of the listed payloads have no record."""
-    counts = counters.counts
-    return counts["orphan"] > sum(counts[kind] for kind in ("ok", *_WRONG)) - counts["missing"]
+    return counters.counts["orphan"] > counters.counts["recorded"]
 
 
 def _plan(counts: Mapping[str, int]) -> str:

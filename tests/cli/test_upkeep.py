@@ -323,6 +323,16 @@ def test_an_index_that_knows_little_is_no_fine_one(
     assert run("verify", *options).code == 0
 
 
+@pytest.mark.parametrize("options", [("--sample", "5"), ("--all", "--part", "1/16")])
+def test_an_index_that_knows_most_is_not_lost_because_few_were_checked(
+    run: Run, ends: Backends, options: tuple[str, ...]
+) -> None:
+    DamagedStore(ends).plant(Defects(good=40, orphan=20))
+    ran = run("verify", *options)
+    assert (ran.code, "the index was lost" in ran.out) == (0, False)
+    assert "20 more have no record" in ran.out
+
+
 def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Backends) -> None:
     planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, unidentified=6, old_epoch=1))
     other = replace(IDENTITY, tenant="other")
