@@ -92,7 +92,7 @@ def test_a_payload_that_is_saved_while_the_audit_walks_is_neither_missing_nor_or
 def test_the_other_payload_of_a_chunk_that_is_saved_meanwhile_is_not_missing() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_identity(bulk)
-    [left] = save(bulk, None, [7] * 16, shards=(LEFT,))
+    save(bulk, None, [7] * 16, shards=(LEFT,))
     auditor = Auditor(bulk, index)
     auditor.records()
     auditor.payloads()

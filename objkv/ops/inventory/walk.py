@@ -275,9 +275,7 @@ class Walk:
             check()
             self.inventory.add_other("quarantined", entry, "quarantined by objkv verify")
 
-    def _again_work(
-        self, name: str, doubtful: Sequence[str]
-    ) -> Callable[[Counters, Check], None]:
+    def _again_work(self, name: str, doubtful: Sequence[str]) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
             ns = self.inventory.namespace(name)
             rows = [
