@@ -153,7 +153,9 @@ def _verify(
     if applied and not is_forced and wrong_bulk:
         raise ConfigError(wrong_bulk)
     for kind in ("orphan", "expired"):
-        run.counters.counts[kind] = inventory.count(f"kind = '{kind}'")
+        # The records of newer ones may have been published after the records were read.
+        old = f"kind = '{kind}' AND modified_s <= {inventory.begun_s}"
+        run.counters.counts[kind] = inventory.count(old)
     run.counters.counts["recorded"] = inventory.count(f"{PAYLOADS} AND {RECORDED}")
     if chosen.most is None:
         number, of = chosen.part
