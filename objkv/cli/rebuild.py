@@ -18,7 +18,7 @@ _MEANS = {
     "corrected": "had a wrong record",
     "present": "had a correct record",
     "written": "were being written by others",
-    "corrupt": "are unreadable or belong to another key; objkv sweep removes them",
+    "corrupt": "are unreadable or of another key; verify (or sweep, without a record) removes them",
 }
 
 

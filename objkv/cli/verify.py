@@ -153,7 +153,10 @@ def _verify(
     if applied and not is_forced and wrong_bulk:
         raise ConfigError(wrong_bulk)
     for kind in ("orphan", "expired"):
-        run.counters.counts[kind] = inventory.count(f"kind = '{kind}'")
+        # The records of newer ones may have been published after the records were read.
+        old = f"kind = '{kind}' AND modified_s <= {inventory.begun_s}"
+        run.counters.counts[kind] = inventory.count(old)
+    run.counters.counts["recorded"] = inventory.count(f"{PAYLOADS} AND {RECORDED}")
     if chosen.most is None:
         number, of = chosen.part
         parts = [one for one in inventory.slices(where) if one.fan[0] % of == number - 1]
@@ -194,8 +197,7 @@ def _is_bad_left(counters: Counters) -> bool:
 
 def _is_index_lost(counters: Counters) -> bool:
     """Whether most of the listed payloads have no record."""
-    counts = counters.counts
-    return counts["orphan"] > sum(counts[kind] for kind in ("ok", *_WRONG)) - counts["missing"]
+    return counters.counts["orphan"] > counters.counts["recorded"]
 
 
 def _plan(counts: Mapping[str, int]) -> str:

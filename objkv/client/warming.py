@@ -118,7 +118,9 @@ def run_warm(
                 )
             )
             at_once = options.at_once or server.AT_ONCE
-            own = Endpoint("http://localhost", at_once=at_once, socket=socket)
+            own = Endpoint(
+                "http://localhost", at_once=at_once, answer_s=options.answer_s, socket=socket
+            )
             endpoints = [own]
         else:
             endpoints = [

@@ -4,6 +4,7 @@ these, mend them, and harm nothing else."""
 import os
 import re
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from objkv.errors import StoreDenied
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
+from objkv.ops.inventory.walk import Walk
+from objkv.ops.runs import Unit
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Run, refused
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects
@@ -321,6 +324,32 @@ def test_an_index_that_knows_little_is_no_fine_one(
     assert "8 more have no record" in ran.out
     assert run("rebuild", "--apply").code == 0
     assert run("verify", *options).code == 0
+
+
+@pytest.mark.parametrize("options", [("--sample", "5"), ("--all", "--part", "1/16")])
+def test_an_index_that_knows_most_is_not_lost_because_few_were_checked(
+    run: Run, ends: Backends, options: tuple[str, ...]
+) -> None:
+    DamagedStore(ends).plant(Defects(good=40, orphan=20))
+    ran = run("verify", *options)
+    assert (ran.code, "the index was lost" in ran.out) == (0, False)
+    assert "20 more have no record" in ran.out
+
+
+def test_what_is_saved_while_a_verification_walks_has_a_record(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    DamagedStore(ends).plant(Defects(good=2, orphan=1))
+    listed = Walk.payloads
+
+    def payloads(walk: Walk) -> Iterator[Unit]:
+        time.sleep(0.02)  # file times are some ms old
+        DamagedStore(ends, seed=1).plant(Defects(good=8))
+        return listed(walk)
+
+    monkeypatch.setattr(Walk, "payloads", payloads)
+    ran = run("verify", "--json")
+    assert (ran.code, ran.document["ok"], ran.document["orphan"]) == (0, 2, 1)
 
 
 def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Backends) -> None:

@@ -18,7 +18,7 @@ from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.audit import Auditor, hash_of, save_prompts
-from tests.support.samples import NAMESPACE, save, save_identity
+from tests.support.samples import LEFT, NAMESPACE, RIGHT, save, save_identity
 
 DAY_S = 86_400
 NOW_S = 20_000 * DAY_S + 3_600.0
@@ -87,6 +87,31 @@ def test_a_payload_that_is_saved_while_the_audit_walks_is_neither_missing_nor_or
         assert counts(report) == {}
         assert report.totals.chunks == 3
         assert report.totals.roots == 2
+
+
+def test_the_other_payload_of_a_chunk_that_is_saved_meanwhile_is_not_missing() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_identity(bulk)
+    save(bulk, None, [7] * 16, shards=(LEFT,))
+    auditor = Auditor(bulk, index)
+    auditor.records()
+    auditor.payloads()
+    save(bulk, index, [7] * 16, shards=(LEFT, RIGHT))
+    auditor.again()
+    assert counts(auditor.report()) == {}
+
+
+def test_a_namespace_that_is_new_while_namespaces_are_read_is_left_to_the_next_walk() -> None:
+    index = MemoryIndex()
+
+    class Joined(MemoryStore):
+        def folders(self, folder: str) -> list[str]:
+            found = super().folders(folder)
+            if not found:
+                save_prompts(self, index, [(0, 1)])
+            return found
+
+    assert counts(Auditor(Joined(), index).all()) == {}
 
 
 @pytest.mark.parametrize("first", ["records", "payloads"])

@@ -10,6 +10,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ServerFacts, Usage
+from objkv.keys.chunk import ChunkKey
 from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.server import ExporterServer
@@ -173,6 +174,37 @@ def test_a_scan_counts_payloads_and_those_without_a_record() -> None:
     assert page["objkv_scan_finding_bytes"][f"orphan|{label}"] == sum(
         len(bulk.get(key.path()) or b"") for key in keys[:2]
     )
+
+
+def test_the_bytes_of_findings_are_those_of_the_ones_counted() -> None:
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_identity(bulk)
+    save(bulk, None)
+    found = scans(bulk, index, now_s=stored_at(bulk), grace_s=60)
+    found.scan()
+    page = World().page(scans=found)
+    for name in ("objkv_scan_findings", "objkv_scan_finding_bytes"):
+        assert set(page[name].values()) == {0}
+
+
+def test_what_is_evicted_during_a_scan_is_not_missing() -> None:
+    index = MemoryIndex()
+
+    class Evicted(MemoryStore):
+        def folders(self, folder: str) -> list[str]:
+            if folder:  # the records have been read
+                for record in list(index.scan(NAMESPACE)):
+                    for text, shard in record.shards.items():
+                        index.forget(NAMESPACE, record.prefix_hash, text, shard)
+                        self.delete(ChunkKey.of(NAMESPACE, record.prefix_hash, text).path())
+            return super().folders(folder)
+
+    bulk = Evicted()
+    save_identity(bulk)
+    save(bulk, index)
+    found = scans(bulk, index, now_s=stored_at(bulk))
+    found.scan()
+    assert set(World().page(scans=found).get("objkv_scan_findings", {"": 0.0}).values()) == {0}
 
 
 def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> None:

@@ -75,7 +75,7 @@ def _unstopped(question: Question) -> Explanation:
     if report.chunks:
         unknown += [
             "whether every byte is correct: only headers were read (objkv verify reads every byte)",
-            "whether a replica loads or recomputes it (objkv match --endpoint queries a replica)",
+            "whether a replica loads or recomputes it (objkv top counts what replicas refused)",
         ]
     evidence = (why,) if why else ()
     return Explanation(

@@ -203,7 +203,7 @@ class StoreCollector(Collector):
         for (kind, name), found in scan.findings.items():
             kinds.setdefault(kind, {})[name] = {
                 "objkv_scan_findings": float(found.count - found.young),
-                "objkv_scan_finding_bytes": float(found.nbytes),
+                "objkv_scan_finding_bytes": float(found.nbytes - found.young_bytes),
             }
         for kind, of in kinds.items():
             self._add_rows(page, of, by="objkv_scan_finding_bytes", first=(kind,))

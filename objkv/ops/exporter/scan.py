@@ -1,7 +1,7 @@
 """Takes an inventory of store and index from time to time, for ``--scan-every`` only.
 
-A scan lists everything once, with one request per 1,000 payloads, and reads all index records. It
-changes nothing.
+A scan lists everything once, with one request per 1,000 payloads, reads all index records, and
+looks twice at payloads that seem missing. It changes nothing.
 """
 
 import logging
@@ -92,7 +92,8 @@ class Scans:
             with closing(Inventory(clock=self.clock)) as inventory:
                 view = read_view(self.view)
                 walk = Walk(view, inventory, find_places(view), _WORKERS, self.clock)
-                for units in (walk.records(), walk.payloads(), walk.leftovers()):
+                again = walk.second_looks(unrecorded=False)  # those count only once they are old
+                for units in (walk.records(), walk.payloads(), walk.leftovers(), again):
                     pool.run(() if self._stopping.is_set() else units)
                 if self._stopping.is_set() or pool.ending != "complete":
                     return

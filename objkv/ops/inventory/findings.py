@@ -51,7 +51,8 @@ _GRACED: Final[tuple[FindingKind, ...]] = (
 )  # fmt: skip
 """Kinds that a sweep keeps until they are older than ``sweep_grace_s``."""
 _COUNTS = """
-SELECT kind, ns, count(*), sum(size), sum(at_s > ?), max(at_s) FROM (
+SELECT kind, ns, count(*), sum(size), sum(at_s > ?1),
+  sum((at_s > ?1) * size), max(at_s) FROM (
   SELECT kind, ns, ifnull(nbytes, recorded) AS size, ifnull(modified_s, created_s) AS at_s
     FROM temp.found WHERE kind NOT IN ('sound', 'gone')
   UNION ALL SELECT kind, ns, nbytes, modified_s FROM main.others)
@@ -191,6 +192,7 @@ class NamespaceFindings:
     count: int
     young: int
     nbytes: int
+    young_bytes: int
 
 
 def read_findings(
@@ -200,7 +202,9 @@ def read_findings(
     young_s, names = inventory.begun_s - grace_s, inventory.names()
     by_kind: dict[str, _Kind] = {kind: _Kind() for kind in get_args(FindingKind)}
     wrong: dict[tuple[str, str], NamespaceFindings] = {}
-    for kind, ns, count, nbytes, recent, newest_s in inventory.rows(_COUNTS, (young_s,)):
+    for kind, ns, count, nbytes, recent, recent_bytes, newest_s in inventory.rows(
+        _COUNTS, (young_s,)
+    ):
         one = by_kind[kind]
         one.count, one.nbytes, one.recent = (
             one.count + count,
@@ -208,8 +212,8 @@ def read_findings(
             one.recent + recent,
         )
         one.newest_s = max(one.newest_s, newest_s)
-        young = recent if kind == "orphan" else 0
-        wrong[kind, names.get(ns, "")] = NamespaceFindings(count, young, nbytes)
+        young = (recent, recent_bytes) if kind == "orphan" else (0, 0)
+        wrong[kind, names.get(ns, "")] = NamespaceFindings(count, young[0], nbytes, young[1])
     counts = tuple(
         FindingCount(
             kind,

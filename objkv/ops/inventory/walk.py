@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from objkv.cache.chunks import shard_record, stored_header
@@ -100,10 +100,11 @@ def find_places(view: ReadView, only: str | None = None, *, has_index: bool = Tr
     """Return the places of all namespaces, or of the namespace ``only``. ``has_index``: False to
     ask nothing of the index."""
     has_index = has_index and not view.is_own_index
+    # First the index: a namespace's document is put before its first record is published.
+    indexed = view.index.namespaces() if has_index else []
     every = stored_namespaces(view.bulk)
     known = {name: read_namespace(view.bulk, name) for name in every}
     own = {*every, QUARANTINE, OPERATOR_FOLDER}
-    indexed = view.index.namespaces() if has_index else []
     return Places(
         namespaces={name: one for name, one in known.items() if only in (None, name)},
         old=old_epochs(known.values()),
@@ -167,10 +168,11 @@ class Walk:
         """Yield a unit that lists unfinished writes and the quarantine."""
         yield Unit(self._leftovers)
 
-    def second_looks(self) -> Iterator[Unit]:
-        """Yield units that look again at what seems wrong, because replicas kept writing."""
+    def second_looks(self, *, unrecorded: bool = True) -> Iterator[Unit]:
+        """Yield units that look again at what seems wrong, because replicas kept writing.
+        ``unrecorded``: also at payloads without a record."""
         for name in () if self.view.is_own_index else self.places.every:
-            yield Unit(self._again_work(name))
+            yield Unit(self._again_work(name, _DOUBTFUL if unrecorded else _DOUBTFUL[:1]))
 
     def judge(self, *, ttl_s: float) -> None:
         """Let the inventory judge its payloads, by records that live for ``ttl_s``."""
@@ -273,11 +275,11 @@ class Walk:
             check()
             self.inventory.add_other("quarantined", entry, "quarantined by objkv verify")
 
-    def _again_work(self, name: str) -> Callable[[Counters, Check], None]:
+    def _again_work(self, name: str, doubtful: Sequence[str]) -> Callable[[Counters, Check], None]:
         def work(counters: Counters, check: Check) -> None:
             ns = self.inventory.namespace(name)
             rows = [
-                row for one in _DOUBTFUL for row in self.inventory.some(one, (ns, LOOKED_TWICE_MAX))
+                row for one in doubtful for row in self.inventory.some(one, (ns, LOOKED_TWICE_MAX))
             ]
             keys = [ChunkKey.of(name, prefix_hash, text) for prefix_hash, text in rows]
             for start in range(0, len(keys), CHUNKS_AT_ONCE):
@@ -293,7 +295,15 @@ class Walk:
         records = dict(zip(hashes, self.view.index.lookup(name, hashes), strict=True))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="objkv-heads") as pool:
             entries = list(looks(self.view.bulk, pool, keys, at_once=self.workers))
-        found = [one for one in records.values() if one is not None]
+        # Other payloads of these chunks may be newer than the listing.
+        fields = defaultdict[bytes, set[str]](set)
+        for key in keys:
+            fields[key.prefix_hash].add(key.field)
+        found = [
+            replace(one, shards={f: s for f, s in one.shards.items() if f in fields[prefix_hash]})
+            for prefix_hash, one in records.items()
+            if one is not None
+        ]
         self.inventory.add_records(name, found, has_hits=True)
         both = list(zip(keys, entries, strict=True))
         self.inventory.add_payloads(name, [(key, one) for key, one in both if one is not None])

@@ -72,10 +72,7 @@ class Sweep:
 
     def leftovers(self) -> Iterator[Unit]:
         """Sweep leftovers of killed writers, and the quarantine."""
-        if "temporary" in self._limits.only:
-            yield Unit(self._temporary)
-        if "quarantined" in self._limits.only:
-            yield Unit(self._quarantined)
+        yield Unit(self._leftovers)
 
     def parts(self) -> Iterator[Unit]:
         """Sweep payloads, by their namespace and their records."""
@@ -97,6 +94,13 @@ class Sweep:
             return
         for name in sorted(self._places.namespaces):
             yield Unit(self._document_work(name))
+
+    def _leftovers(self, counters: Counters, check: Check) -> None:
+        """One after the other: only one thread at a time may use ``rows``."""
+        if "temporary" in self._limits.only:
+            self._temporary(counters, check)
+        if "quarantined" in self._limits.only:
+            self._quarantined(counters, check)
 
     def _temporary(self, counters: Counters, check: Check) -> None:
         for key, name, nbytes, modified_s in self._inventory.rows(_OTHERS, ("temporary",)):

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from time import monotonic
 from typing import Final
@@ -103,14 +104,14 @@ class MetricsSource:
 
 
 def values_of(text: str) -> dict[str, float]:
-    """Return values summed over labels. Raises ValueError for text that is not in Prometheus
+    """Return finite values summed over labels. Raises ValueError for text that is not in Prometheus
     format."""
     values: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
             name = sample.name.replace(":", "_")
             value = float(sample.value)
-            if name.endswith(("_bucket", "_created")) or value != value:
+            if name.endswith(("_bucket", "_created")) or not isfinite(value):
                 continue
             values[name] = values.get(name, 0.0) + value
             if "namespace" in sample.labels:

@@ -30,6 +30,7 @@ _CHECK_S: Final = 10.0
 """Time limit of requests that need no computing."""
 _ANSWER_BYTES_MAX: Final = 64 << 20
 """Ids of a million tokens are 8 MB."""
+_TOKENS: Final = 1 << 32
 _ERROR_MAX: Final = 300
 _FIRST_PAUSE_S: Final = 0.5
 _PAUSE_MAX_S: Final = 30.0
@@ -115,7 +116,7 @@ class Endpoint:
             request["prompt"] = prompt.text
         answer = await self._call("POST", "/tokenize", request)
         tokens = answer.get("tokens")
-        if not isinstance(tokens, list) or any(type(token) is not int for token in tokens):
+        if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
             raise EndpointError("refused", f"{self.name} does not tokenize: give token ids")
         return tokens
 
@@ -223,12 +224,16 @@ class Endpoint:
             raise _error(answer, bytes(read), what)
         try:
             found = json.loads(read or b"{}")  # vLLM's /health is empty
-        except ValueError:
+        except (ValueError, RecursionError):
             found = None
         if isinstance(found, dict) or path == "/health":
             return found if isinstance(found, dict) else {}
         why = f"{what}: the answer is not a JSON object: check that the server is OpenAI-compatible"
         raise EndpointError("refused", why)
+
+
+def _is_token(value: object) -> bool:
+    return type(value) is int and 0 <= value < _TOKENS
 
 
 def _error(answer: httpx.Response, content: bytes, what: str) -> ObjkvError:
@@ -250,7 +255,7 @@ def _message(content: bytes) -> str:
     """Return the error message in the body, as one line."""
     try:
         found: Any = json.loads(content)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = content.decode("utf-8", "replace")
         if found.lstrip().startswith("<"):  # an HTML page
             return ""

@@ -63,6 +63,7 @@ def serving(
         given |= {"enable_lora": True, "max_loras": min(8, len(adapters))}
     # A hub id may have to be downloaded, unlike the models of other programs.
     environment = {"HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "0"), **settings}
+    environment["VLLM_API_KEY"] = ""  # the fleet's; only this process can reach the socket
     descriptor, name = tempfile.mkstemp(prefix="objkv-warm-", suffix=".log")
     os.close(descriptor)
     log = Path(name)

@@ -38,6 +38,10 @@ def source_that(answer: httpx.Response | Exception, **settings: float) -> Metric
     )
 
 
+def test_what_is_no_number_is_left_out() -> None:
+    assert values_of("a_total NaN\nb +Inf\nc -Inf\nd 1\n") == {"d": 1}
+
+
 def test_values_are_summed_over_engines() -> None:
     values = values_of(TEXT)
     assert values["vllm_objkv_hit_tokens_total"] == 7

@@ -26,6 +26,8 @@ def main() -> None:
     if "--model=broken" in sys.argv:
         sys.exit("(EngineCore pid=7) ValueError: no such model.\nmore")
     print(*sys.argv[1:], os.environ["OBJKV_BULK_URL"], flush=True)
+    if key := os.environ.get("VLLM_API_KEY"):
+        print(f"asks for the key {key}", flush=True)
 
     def end(*_: Any) -> None:
         print("ended in order", flush=True)

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -11,6 +11,7 @@ import pytest
 from objkv.errors import ConfigError
 from objkv.ops.warm import endpoint as endpoint_module
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
+from objkv.ops.warm.prompts import WarmPrompt
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import FakeVllm, Handler, Place, status
@@ -43,6 +44,19 @@ def computed(server: FakeVllm) -> int | None:
             return await endpoint.compute(TOKENS, "salt", None)
 
     return asyncio.run(work())
+
+
+def raw(code: int, body: bytes) -> Callable[[Handler], bool]:
+    """An answer of these bytes."""
+
+    def fault(handler: Handler) -> bool:
+        handler.send_response(code)
+        handler.send_header("Content-Length", str(len(body)))
+        handler.end_headers()
+        handler.wfile.write(body)
+        return True
+
+    return fault
 
 
 def test_the_key_is_sent_and_the_address_may_end_in_v1(server: FakeVllm) -> None:
@@ -85,6 +99,25 @@ def test_a_server_that_computed_another_number_of_tokens_is_not_believed(server:
 
     server.every = cut
     with pytest.raises(EndpointError, match="computed 2 of 3 tokens"):
+        computed(server)
+
+
+@pytest.mark.parametrize("token", [-1, 1 << 32])
+def test_ids_that_no_token_has_are_not_taken(server: FakeVllm, token: int) -> None:
+    async def work() -> list[int]:
+        async with opened(server.url) as endpoint:
+            return await endpoint.tokenize(WarmPrompt("p", text=f"7 {token}"))
+
+    with pytest.raises(EndpointError, match="does not tokenize"):
+        asyncio.run(work())
+
+
+@pytest.mark.parametrize("code", [200, 500])
+def test_an_answer_that_is_nested_without_an_end_is_one_more_bad_answer(
+    server: FakeVllm, code: int
+) -> None:
+    server.every = raw(code, b"[" * 200_000)
+    with pytest.raises(EndpointError):
         computed(server)
 
 

@@ -45,6 +45,15 @@ def test_one_that_does_not_start_says_why_and_its_log_stays(log_folder: Path) ->
     assert Path(str(raised.value).rpartition(" ")[2]).exists()
 
 
+def test_it_asks_for_no_key_though_the_fleet_has_one(
+    log_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "fleet")
+    with serving("tiny", SETTINGS, adapters={}, arguments={}, module=FAKE):
+        [log] = log_folder.glob("*.log")
+        assert "asks for the key" not in log.read_text()
+
+
 def test_without_vllm_it_is_named() -> None:
     with (
         pytest.raises(ConfigError, match=r"--model needs vLLM, .* or use --endpoint"),
