@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.client import AgentConnection
+import objkv.agent.payloads as module
+from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.fill import PayloadRequest
-from objkv.agent.messages import Commit, CommitStatus
+from objkv.agent.memory.arena import Board
+from objkv.agent.messages import Commit, CommitStatus, Opened
 from objkv.agent.payloads import (
     PayloadReader,
     PayloadTransfer,
@@ -153,6 +155,26 @@ def test_a_payload_that_claims_other_tokens_is_corrupt_for_who_expects_them(node
     other = PayloadRequest(replace(one.claim, token_end=99), one.record)
     with reading(node.connect) as reader:
         assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ, ReadOutcome.CORRUPT]
+
+
+def test_a_payload_where_another_one_should_be_is_corrupt(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As from an agent that mixes up offsets."""
+    one, other, _ = node.save()
+    with reading(node.connect) as reader:
+        assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ] * 2
+        monkeypatch.setattr(module, "leases_of", swapped)
+        assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.CORRUPT] * 2
+
+
+def swapped(opened: Opened, board: Board) -> list[ArenaLease]:
+    """Leases with each other's progress."""
+    found = leases_of(opened, board)
+    return [
+        lease._replace(progress=other.progress)
+        for lease, other in zip(found, reversed(found), strict=True)
+    ]
 
 
 def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:

@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -12,7 +13,6 @@ from tokenizers.models import WordLevel
 
 from objkv.errors import StoreUnavailable
 from objkv.index.base import Savings
-from objkv.ops.inventory.walk import Walk
 from objkv.stores.base import Entry
 from objkv.stores.local import LocalStore
 from tests.cli.conftest import Machine, Run, refused
@@ -67,7 +67,14 @@ def test_an_interrupted_audit_reports_no_part_of_the_store(
     run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine.fill()
-    monkeypatch.setattr(Walk, "leftovers", interrupt)
+    scan = LocalStore.scan
+
+    def interrupted(store: LocalStore, prefix: str) -> Iterator[Entry]:
+        if current_thread() is not main_thread():  # but a thread of the walk
+            interrupt()
+        return scan(store, prefix)
+
+    monkeypatch.setattr(LocalStore, "scan", interrupted)
     refused(run("audit"), "interrupted", code=130)
     refused(run("audit", "--json"), "interrupted", code=130)
 
