@@ -559,7 +559,10 @@ class Loader:
             self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))
 
     def _work(self) -> None:
-        self._lane.adopt_thread()
+        try:
+            self._lane.adopt_thread()
+        except Exception:  # a dead thread would have every load wait for its deadline
+            logger.exception("load thread not prepared")
         try:
             while not self._closed:
                 try:
@@ -728,29 +731,33 @@ class Loader:
         some = [n for n in some if batch.rows[n] == rows.start]
         if not some:
             return
-        memory, placed, slab, n = (
+        arena, placed, slab, n = (
             self._link.present.arena.view,
             batch.placed[some[0]],
             None,
             some[0],
         )
         assert placed is not None
+        memory = arena
         try:
-            for n in some if self._verify else ():
-                for frame in placed.layout.frames(rows):
-                    frame_pages(batch.headers[n], frame, batch.payload(n, memory), None)
-            n = some[0]
             starts = np.array([[batch.progress[n].offset] for n in some], np.int64)
             starts = starts + placed.starts[rows.start : rows.stop]
             if self.on_device is not None:
                 sizes = placed.layout.sizes[rows.start : rows.stop]
                 which, memory, starts, slab = self.on_device.take(starts, sizes)
                 some, rows = [some[at] for at in which], rows[: starts.shape[1]]
-            self._submit(batch, placed, rows, some, memory, starts, slab)
+            for n in some if self._verify else ():  # not those that come in a later slab
+                for frame in placed.layout.frames(rows):
+                    frame_pages(batch.headers[n], frame, batch.payload(n, arena), None)
+            n, given, slab = some[0], slab, None
+            self._submit(batch, placed, rows, some, memory, starts, given)
         except TransferError:
             raise
         except Exception as exc:
             self._refuse(batch, n, exc)
+        finally:
+            if slab is not None:
+                slab.release()
 
     def _submit(
         self,
