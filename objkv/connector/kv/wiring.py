@@ -292,8 +292,8 @@ def plan_pools(
         save = min(save, queue_max + 1)
     if save < 1:
         raise ConfigError(
-            f"pinned_bytes_max={config.pinned_bytes_max} is less than {1 + bounce} slabs of {slab_bytes} "
-            "bytes, one chunk each: raise it, or lower chunk_tokens"
+            f"pinned_bytes_max={config.pinned_bytes_max} is less than {1 + bounce} slabs of "
+            f"{slab_bytes} bytes, one chunk each: raise it, or lower chunk_tokens"
         )
     if save < two_steps:
         logger.warning(
