@@ -15,6 +15,7 @@ from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.transfer.layouts import PayloadLayout
+from objkv.transfer.loading import connection
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadOutcome
@@ -105,6 +106,27 @@ def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothi
     assert replica.outcome().failed_blocks == {11, 12}
     assert same_blocks(before, range(32), replica.caches, range(32))
     assert not replica.load(range(2), first_block=20).failed, "they are of use to the next"
+
+
+def test_a_step_does_not_wait_for_room_that_slow_loads_have_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "WINDOW", 2)
+    store = StuckStore()
+    replica = Replica(store, MemoryIndex(), seed=1)
+    replica.save(range(3))
+    store.go.set()
+    assert not replica.load(range(2, 3), 20).failed, "it is in memory now"
+    store.go.clear()
+    replica.loader.submit(replace(replica.load_plan(range(2), 9), request_id="slow"))
+    wait_until(lambda: replica.loader.leased == 2)
+    replica.loader.submit(replica.load_plan(range(2, 3), 20, sync=True))
+    try:
+        (step,) = at_once(lambda: replica.loader.take_finished(sync=True))
+    finally:
+        store.go.set()
+    assert not step.failed
+    assert not replica.outcome().failed
 
 
 @pytest.mark.parametrize("sync", [False, True])

@@ -606,7 +606,7 @@ class Loader:
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
-        if self._waiting and min(self._link.room()) > 0:
+        if self._waiting and min(self._room()) > 0:
             return 0.0
         if self._link.is_copying or any(batch.is_stalled for batch in self._batches):
             return LOOK_S
@@ -639,7 +639,7 @@ class Loader:
     def _next(self) -> tuple[LoadJob | None, range]:
         """Take the next moves of one job from the queue, none if there is none or no room."""
         with self._lock:
-            while self._waiting and min(room := self._link.room()) > 0:
+            while self._waiting and min(room := self._room()) > 0:
                 job, moves = self._waiting.popleft()
                 sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
                 count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
@@ -648,6 +648,10 @@ class Loader:
                 if count:
                     return job, moves[:count]
         return None, range(0)
+
+    def _room(self) -> tuple[int, int]:
+        """Return the room for the next job in the queue, from which only this thread takes."""
+        return self._link.room(in_step=self._waiting[0][0].plan.sync)
 
     def _advance(self) -> None:
         """Read what is new, and end the leases that are not needed any more."""
