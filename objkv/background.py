@@ -89,7 +89,7 @@ class Pool(Generic[Job]):
             name: name of the threads, followed by a number.
             run: runs one job on a thread of the pool.
             failed: receives exceptions of ``run``; by default they are logged as errors.
-            begin: called by each thread before its first job.
+            begin: called by each thread before its first job. If it fails, jobs run all the same.
         """
         self._name, self._run, self._failed, self._begin = name, run, failed, begin
         self._lock = Lock()
@@ -165,8 +165,11 @@ class Pool(Generic[Job]):
         return join_all(self._threads, join_s)
 
     def _work(self) -> None:
-        if self._begin is not None:
-            self._begin()
+        try:
+            if self._begin is not None:
+                self._begin()
+        except Exception:  # a dead thread would never end a job, and what waits for one
+            logger.exception("thread not prepared pool=%s", self._name)
         while True:
             with self._lock:
                 self._came.wait_for(lambda: self._jobs or self._closed)

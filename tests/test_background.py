@@ -153,6 +153,20 @@ def test_each_thread_begins_once_before_its_first_job() -> None:
     pool.close()
 
 
+def test_a_thread_that_cannot_be_prepared_runs_its_jobs(caplog: pytest.LogCaptureFixture) -> None:
+    """Blocks wait for some of them: a thread that ends would keep the blocks for ever."""
+
+    def begin() -> None:
+        raise RuntimeError("no device")
+
+    done = Event()
+    pool: Pool[Callable[[], object]] = Pool("t", 1, run, begin=begin)
+    pool.put([done.set])
+    assert done.wait(PATIENCE_S)
+    assert "thread not prepared pool=t" in caplog.text
+    pool.close()
+
+
 def test_a_process_ends_although_a_job_hangs() -> None:
     program = (
         "from objkv.background import Pool\n"

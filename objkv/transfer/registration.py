@@ -250,7 +250,8 @@ class DeviceFrames:
 
         Either all spans of payloads that it can read in the arena, or a slab with all spans of the
         first payloads; if not even those of one fit, with the first spans of the first payload.
-        Raises ``SlabsExhaustedError`` if all slabs are being read. Never waits for the device.
+        Raises ``SlabsExhaustedError`` if all slabs are being read, and IndexError for a span
+        outside the arena. Never waits for the device.
 
         Args:
             starts: ``[n, spans]``: where they start in the arena, in order; neither is 0.
@@ -265,6 +266,9 @@ class DeviceFrames:
         assert windows is not None
         assert arena is not None
         extent = int(starts[0, -1] - starts[0, 0] + sizes[-1])
+        first, last = int(starts[:, 0].min()), int(starts[:, 0].max())
+        if first < 0 or last > len(arena) - extent:  # numpy would cut the span, or repeat a byte
+            raise IndexError(f"spans from {first} to {last} of {len(arena)} bytes")
         in_place = windows.have(starts[:, 0] + address_of(arena), extent)
         if in_place.any():
             return np.flatnonzero(in_place).tolist(), arena, starts[in_place], None

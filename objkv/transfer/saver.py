@@ -286,7 +286,8 @@ class Saver:
             self._is_stuck = False
             if step.state is _State.DROPPED:
                 return False
-            step.state, step.mark = state, mark
+            step.mark = mark  # first: ``has_left`` takes no lock
+            step.state = state
             self._changed.notify_all()
             return True
 

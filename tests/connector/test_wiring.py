@@ -81,6 +81,10 @@ def test_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
     device = PropertyMock(return_value=torch.device("cuda"))
     with patch.object(type(paged), "device", device):
         pools = plan_pools(Config(), {0: paged}, CHUNK, RANK)
+        few = Config(pinned_bytes_max=3 * pools.slab_bytes)
+        assert plan_pools(few, {0: paged}, CHUNK, RANK).load_slabs == 1, "or it reads the arena"
+        with pytest.raises(ConfigError, match="raise it"):
+            plan_pools(Config(pinned_bytes_max=pools.slab_bytes), {0: paged}, CHUNK, RANK)
     assert pools.load_slabs == 4
     assert pools.slab_bytes >= max(on_cpu.slab_bytes, row_bytes_max(paged))
 

@@ -14,7 +14,7 @@ from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
-from objkv.transfer.lanes import Lane
+from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading import connection as module
 from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadPlan
@@ -480,6 +480,22 @@ def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
     wait_until(lambda: not loader._waiting)
     assert not world.reader.outcome(nothing).failed
     wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
+
+
+def test_a_thread_that_cannot_be_prepared_loads_all_the_same(
+    world: World, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without it each load would end at its deadline."""
+
+    class Lost(HostLane):
+        def adopt_thread(self) -> None:
+            raise RuntimeError("no device")
+
+    lost = world.open(Lost())
+    assert not at_once(lambda: lost.load(range(4), 1)).failed
+    assert world.right(reader=lost)
+    assert "load thread not prepared" in caplog.text
+    lost.close()
 
 
 def test_a_closed_loader_takes_and_cancels_nothing(world: World) -> None:

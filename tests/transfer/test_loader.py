@@ -5,18 +5,21 @@ from dataclasses import replace
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from objkv.agent.fill import Cuts
-from objkv.codec.payload import read_header
+from objkv.codec.payload import Header, frame_pages, read_header
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.transfer.layouts import PayloadLayout
+from objkv.transfer.loading import connection
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadOutcome
+from objkv.transfer.registration import Windows
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
@@ -103,6 +106,51 @@ def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothi
     assert replica.outcome().failed_blocks == {11, 12}
     assert same_blocks(before, range(32), replica.caches, range(32))
     assert not replica.load(range(2), first_block=20).failed, "they are of use to the next"
+
+
+def test_a_step_does_not_wait_for_room_that_slow_loads_have_taken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connection, "WINDOW", 2)
+    store = StuckStore()
+    replica = Replica(store, MemoryIndex(), seed=1)
+    replica.save(range(3))
+    store.go.set()
+    assert not replica.load(range(2, 3), 20).failed, "it is in memory now"
+    store.go.clear()
+    replica.loader.submit(replace(replica.load_plan(range(2), 9), request_id="slow"))
+    wait_until(lambda: replica.loader.leased == 2)
+    replica.loader.submit(replica.load_plan(range(2, 3), 20, sync=True))
+    try:
+        (step,) = at_once(lambda: replica.loader.take_finished(sync=True))
+    finally:
+        store.go.set()
+    assert not step.failed
+    assert not replica.outcome().failed
+
+
+@pytest.mark.parametrize("sync", [False, True])
+def test_a_reader_that_verifies_looks_at_each_frame_once_however_few_slabs_there_are(
+    monkeypatch: pytest.MonkeyPatch, *, sync: bool
+) -> None:
+    store, index = stores()
+    writer = Replica(store, index, seed=1)
+    reader = Replica(store, index, seed=2, slabs=1)
+    writer.save(range(4))
+    assert not reader.load(range(4), first_block=9).failed, "all are in memory now"
+    seen = list[int]()
+
+    def counted(header: Header, index: int, *args: Any) -> memoryview:
+        seen.append(index)
+        return frame_pages(header, index, *args)
+
+    monkeypatch.setattr(Windows, "have", lambda _, starts, nbytes: np.zeros(len(starts), bool))
+    monkeypatch.setattr(module, "frame_pages", counted)
+    monkeypatch.setattr(reader.loader, "_verify", True)
+    assert not reader.load(range(4), first_block=9, sync=sync).failed
+    assert sorted(seen) == sorted(4 * list(range(len(reader.caches))))
+    ids = range(4 * BLOCKS)
+    assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
 
 
 # The end of a loader: its threads go, and what still arrives touches nothing.

@@ -258,6 +258,24 @@ def test_spans_that_a_device_cannot_read_are_copied_and_none_is_lost(
     assert frames.join(PATIENCE_S)
 
 
+@pytest.mark.parametrize("beyond", [1, PAGE, 40 * PAGE])
+def test_spans_outside_the_arena_are_refused_and_keep_no_slab(
+    pins: Pins, arena: Arena, beyond: int
+) -> None:
+    """Of one that is cut off after one byte, numpy would repeat that byte."""
+    pins.refuses = True
+    slabs = SlabPool("load", count=1, slab_bytes=PAGE)
+    frames = DeviceFrames(slabs, pins, window_bytes=WINDOW)
+    frames.attach(arena)
+    sizes = np.array([64, 2])
+    for starts in ([arena.nbytes - 66 + beyond, arena.nbytes - 2 + beyond], [-66, -2]):
+        with pytest.raises(IndexError, match="spans from"):
+            frames.take(np.array([starts]), sizes)
+        assert slabs.leased == 0
+    frames.detach(lambda: None)
+    assert frames.join(PATIENCE_S)
+
+
 class Runtime:
     """The CUDA runtime, as ctypes calls it."""
 

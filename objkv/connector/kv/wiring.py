@@ -284,7 +284,7 @@ def plan_pools(
     queue_max = max(_SAVE_QUEUE_MIN, two_steps)
     share = host_bytes() // _PINNED_SHARE // rank.workers
     budget = (config.pinned_bytes_max or max(share, 4 * slab_bytes)) // slab_bytes
-    bounce = min(bounce, budget // 4)
+    bounce = min(bounce, max(1, budget // 4))  # a device never gets pageable memory
     save = budget - bounce
     if config.pinned_bytes_max:
         queue_max = max(queue_max, save)
@@ -292,8 +292,8 @@ def plan_pools(
         save = min(save, queue_max + 1)
     if save < 1:
         raise ConfigError(
-            f"pinned_bytes_max={config.pinned_bytes_max} is less than 4 slabs of {slab_bytes} "
-            "bytes, one chunk each: raise it, or lower chunk_tokens"
+            f"pinned_bytes_max={config.pinned_bytes_max} is less than {1 + bounce} slabs of "
+            f"{slab_bytes} bytes, one chunk each: raise it, or lower chunk_tokens"
         )
     if save < two_steps:
         logger.warning(

@@ -31,6 +31,9 @@ WINDOW, _WINDOW_BYTES = 64, 512 << 20
 """Payloads open at once, so that one long prompt does not lease the whole arena."""
 _WINDOW_SHARE = 2
 """Divisor: of a small arena, they take at most this fraction."""
+_IN_STEP_SHARE = 4
+"""Divisor: loads within a step may open so much more. Otherwise slow loads between steps could take
+all room, and the forward pass waited for them, for what is in the arena already."""
 _BATCH_BYTES = 128 << 20
 """Payloads opened at once. Their pages are copied before the thread looks for more urgent loads.
 Counts those of other ranks too: if a rank of TP 8 opened as many of its own, loads of all ranks
@@ -121,13 +124,16 @@ class LoadConnection:
         """Wait until an agent may be reached again, or for ``alarm``."""
         wait_for([alarm], self._retry_at - monotonic())
 
-    def room(self) -> tuple[int, int]:
+    def room(self, *, in_step: bool) -> tuple[int, int]:
         """Return how many payloads, and how many bytes, may be opened now. If none is open, one of
-        any size may."""
+        any size may. ``in_step``: whether a step waits for them."""
         if self.is_moving:
             return 0, 0
-        nbytes = min(_WINDOW_BYTES, self._share_bytes) - self._leased_bytes
-        return WINDOW - self.leased, min(_BATCH_BYTES, nbytes if self.leased else max(1, nbytes))
+        count, nbytes = WINDOW, min(_WINDOW_BYTES, self._share_bytes)
+        if in_step:
+            count, nbytes = count + -(-count // _IN_STEP_SHARE), nbytes + nbytes // _IN_STEP_SHARE
+        left = nbytes - self._leased_bytes
+        return count - self.leased, min(_BATCH_BYTES, left if self.leased else max(1, left))
 
     def open(
         self, claims: Claims, nbytes: int, *, deadline_s: float, urgency: Urgency

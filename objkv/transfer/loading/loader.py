@@ -558,7 +558,10 @@ class Loader:
             self._recorder.count("load_failed_blocks", len(outcome.failed_blocks))
 
     def _work(self) -> None:
-        self._lane.adopt_thread()
+        try:
+            self._lane.adopt_thread()
+        except Exception:  # a dead thread would have every load wait for its deadline
+            logger.exception("load thread not prepared")
         try:
             while not self._closed:
                 try:
@@ -602,7 +605,7 @@ class Loader:
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
-        if self._waiting and min(self._link.room()) > 0:
+        if self._waiting and min(self._room()) > 0:
             return 0.0
         if self._link.is_copying or any(batch.is_stalled for batch in self._batches):
             return LOOK_S
@@ -635,7 +638,7 @@ class Loader:
     def _next(self) -> tuple[LoadJob | None, range]:
         """Take the next moves of one job from the queue, none if there is none or no room."""
         with self._lock:
-            while self._waiting and min(room := self._link.room()) > 0:
+            while self._waiting and min(room := self._room()) > 0:
                 job, moves = self._waiting.popleft()
                 sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
                 count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
@@ -644,6 +647,10 @@ class Loader:
                 if count:
                     return job, moves[:count]
         return None, range(0)
+
+    def _room(self) -> tuple[int, int]:
+        """Return the room for the next job in the queue, from which only this thread takes."""
+        return self._link.room(in_step=self._waiting[0][0].plan.sync)
 
     def _advance(self) -> None:
         """Read what is new, and end the leases that are not needed any more."""
@@ -727,29 +734,33 @@ class Loader:
         some = [n for n in some if batch.rows[n] == rows.start]
         if not some:
             return
-        memory, placed, slab, n = (
+        arena, placed, slab, n = (
             self._link.present.arena.view,
             batch.placed[some[0]],
             None,
             some[0],
         )
         assert placed is not None
+        memory = arena
         try:
-            for n in some if self._verify else ():
-                for frame in placed.layout.frames(rows):
-                    frame_pages(batch.headers[n], frame, batch.payload(n, memory), None)
-            n = some[0]
             starts = np.array([[batch.progress[n].offset] for n in some], np.int64)
             starts = starts + placed.starts[rows.start : rows.stop]
             if self.on_device is not None:
                 sizes = placed.layout.sizes[rows.start : rows.stop]
                 which, memory, starts, slab = self.on_device.take(starts, sizes)
                 some, rows = [some[at] for at in which], rows[: starts.shape[1]]
-            self._submit(batch, placed, rows, some, memory, starts, slab)
+            for n in some if self._verify else ():  # not those that come in a later slab
+                for frame in placed.layout.frames(rows):
+                    frame_pages(batch.headers[n], frame, batch.payload(n, arena), None)
+            n, given, slab = some[0], slab, None
+            self._submit(batch, placed, rows, some, memory, starts, given)
         except TransferError:
             raise
         except Exception as exc:
             self._refuse(batch, n, exc)
+        finally:
+            if slab is not None:
+                slab.release()
 
     def _submit(
         self,
