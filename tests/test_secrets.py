@@ -222,11 +222,11 @@ def errors_of(backends: Backends) -> Iterator[BaseException]:
             functools.partial(store.put, key, b"x"),
             functools.partial(store.put_if_absent, key, b"x"),
             functools.partial(store.delete, key),
-            lambda store=store: list(store.scan("ns/")),
         )
     ]
     index = backends.index
     calls += [
+        lambda: list(backends.bulk.scan("ns/")),
         index.check,
         index.namespaces,
         lambda: index.lookup(NAMESPACE, [prefix_hash(1)]),

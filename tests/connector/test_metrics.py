@@ -48,7 +48,8 @@ def test_every_number_that_a_worker_counts_is_a_metric() -> None:
     known = KV_METRICS.counters.keys() | KV_METRICS.gauges.keys() | set(KV_METRICS.histograms)
     assert found - known == set()
     among_several = {"admission_cut", "hints_prefetched", "load_ghosts"}
-    among_several |= {"save_errors", "save_over_quota"}
+    among_several |= {"save_errors", "save_over_quota", "saves_accepted", "save_accepted_bytes"}
+    among_several |= {"save_existed", "saves_shed", "save_drops", "save_drop_bytes"}
     assert known - found == among_several
 
 

@@ -5,12 +5,12 @@ from threading import Event
 import pytest
 import torch
 
-from objkv.agent.memory.arena import BOARD_BYTES
+from objkv.agent.memory.arena import BOARD_BYTES, PAGE
 from objkv.agent.outbox import RETRY_S
+from objkv.codec.values import OPENING
 from objkv.connector.encoder import fetch
 from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
-    ARENA_BYTES,
     EMBEDS,
     WIDTH,
     Limits,
@@ -76,7 +76,10 @@ def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:
         seen = request("b", "x")
         second.wait(seen)
         assert second.side.has_item("x")
-        second.node.arena.view[BOARD_BYTES:] = bytes(ARENA_BYTES)
+        arena = second.node.arena.view
+        for at in range(BOARD_BYTES, len(arena), PAGE):
+            if OPENING not in bytes(arena[at : at + PAGE]):  # the agent's headers are right
+                arena[at : at + PAGE] = bytes(PAGE)
         second.restart_node()
         second.clock.advance(RETRY_S)  # some thread may have found nobody meanwhile
         assert second.see(request("c", "y")) == []
