@@ -29,6 +29,8 @@ PATIENCE_S = 4.0
 """For mutants that make something wait for ever."""
 ROUNDS = 12
 """How often a scenario is tried against a mutant. One or two are enough on a quiet machine."""
+SLOWNESS_MAX = 3.0
+"""With longer delays, a worker that closes would rightly wait no more."""
 ATTEMPT_S = 0.3
 """How long the device is busy where something must not wait for it."""
 DELAY_US_MAX = 500
@@ -128,7 +130,8 @@ def rounds_to_find(mutant: Mutant) -> int:
     setup = replace(scenario.setup, patience_s=PATIENCE_S, attempts_s=(ATTEMPT_S,))
     with mutant.applied():
         for number in range(ROUNDS):
-            if play(replace(scenario, setup=setup), mutant.way, number):
+            slower = replace(setup, slowness=min(1 + number / 4, SLOWNESS_MAX))
+            if play(replace(scenario, setup=slower), mutant.way, number):
                 return number + 1
     return 0
 

@@ -273,7 +273,8 @@ class OrderRig:
     def delay_compute(self, seconds: float) -> None:
         """Keep the compute stream busy."""
         if self.is_asynchronous:
-            self._delay(torch.get_device_module(self.device).current_stream(self.device), seconds)
+            stream = torch.get_device_module(self.device).current_stream(self.device)
+            self._delay(stream, self.setup.slowness * seconds)
 
     def delay_loads(self, seconds: float) -> None:
         """Keep the lane of loads busy."""
@@ -285,7 +286,7 @@ class OrderRig:
 
     def _delay_lane(self, lane: Lane, seconds: float) -> None:
         if self.is_asynchronous:
-            self._delay(cast("DeviceLane", lane).stream, seconds)
+            self._delay(cast("DeviceLane", lane).stream, self.setup.slowness * seconds)
 
     def synchronize(self) -> None:
         """Wait for all work on the device."""

@@ -78,6 +78,9 @@ class Setup:
     attempts_s: tuple[float, ...] = (0.2, 0.8, 3.2)
     """How long the device is busy in each attempt to show that something does not wait for it. The
     machine may be too busy for the first ones."""
+    slowness: float = 1.0
+    """Factor of the other delays of the device. A busy machine needs longer ones to show an edge
+    that is missing."""
     patience_s: float = 20.0
     """Bound of every wait for another thread or for the device."""
 
