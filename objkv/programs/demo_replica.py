@@ -113,11 +113,15 @@ class DemoEngine:
     def forget(self) -> None:
         """Empty vLLM's own prefix cache, which would otherwise serve repeated prompts."""
         deadline = time.monotonic() + _FORGET_S
+        core = getattr(self._engine.engine_core, "engine_core", None)
         while not self._llm.reset_prefix_cache():
-            # Blocks of the last prompt stay in use until its saves have left the GPU.
+            # Blocks of the last prompt stay in use until its saves have read them, which vLLM
+            # learns in a step.
             if time.monotonic() > deadline:
                 raise RuntimeError("vLLM could not reset its prefix cache: blocks are in use")
-            time.sleep(0.05)
+            if core is not None:  # in this process, and makes no steps of its own
+                self._engine.step()
+            time.sleep(0.01)
 
     def ask(self, name: str, tokens: Sequence[int], *, forget: bool = True) -> DemoAnswer:
         """Return the greedy answer. ``forget``: empty the engine's own prefix cache before."""

@@ -31,7 +31,7 @@ def test_from_an_empty_machine_to_a_served_prompt(home: Path) -> None:
 
     digest = Machine(home).fill()[2]
     [namespace] = json.loads(objkv("ls", "--json").stdout)["namespaces"]
-    assert (namespace["namespace"], namespace["chunks"]) == (NAMESPACE, 3)
+    assert namespace["namespace"] == NAMESPACE
     assert json.loads(objkv("show", digest, "--json").stdout)["verdict"] == "ok"
     matched = objkv("match", "--json", stdin=json.dumps(TOKENS))
     assert json.loads(matched.stdout)["usable_tokens"] == 3 * CHUNK

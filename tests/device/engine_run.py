@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import asdict, dataclass, field
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -179,8 +178,6 @@ class Engine:
             patch.object(runner, "allocate_kv_cache", allocate),
             patch.object(ObjKVConnector, "register_kv_caches", register_on_device),
             patch.object(wiring, "Saver", self.witness.open_saver),
-            # As if not on a CPU.
-            patch.object(wiring, "current_platform", SimpleNamespace(is_cpu=lambda: False)),
         ):
             self._llm = vllm.LLM(**_arguments(agent))
         self._agent = agent

@@ -228,7 +228,14 @@ ROWS: tuple[Row, ...] = (
         Cell("drop", beside=AWAY),
         is_fetched=True,
     ),
-    _agent("frozen", "the node agent hangs (it is frozen)", _NO_LOOKUP, _NO_LOAD, _NO_SAVE),
+    _agent(
+        "frozen",
+        "the node agent hangs (it is frozen)",
+        _NO_LOOKUP,
+        _NO_LOAD,
+        # Once it goes on, it copies and verifies what it was sent before the call timed out.
+        Cell("saved", "save_errors", SAVES_TOLD),
+    ),
     _agent("unlinked", "the node agent's socket is removed", _FOUND, _FOUND, _SAVED),
     _agent(
         "full",

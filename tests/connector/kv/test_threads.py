@@ -12,7 +12,7 @@ from tests.support.agents import AgentProcess
 pytestmark = pytest.mark.slow
 
 
-def test_one_thread_loads_one_saves_and_one_looks_up(tmp_path: Path) -> None:
+def test_one_thread_loads_two_save_and_one_looks_up(tmp_path: Path) -> None:
     urls = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     before = set(threading.enumerate())
     with (
@@ -26,5 +26,5 @@ def test_one_thread_loads_one_saves_and_one_looks_up(tmp_path: Path) -> None:
         assert [answer.loaded for answer in answers] == [STORED_TOKENS] * 2
         names = sorted(one.name for one in set(threading.enumerate()) - before)
         ours = [name for name in names if name.startswith("objkv-") and "register" not in name]
-        assert len(ours) <= 3, ours
+        assert len(ours) <= 4, ours
         assert "objkv-lookup" in ours
