@@ -63,7 +63,7 @@ def test_the_second_replica_is_served_what_the_first_computed() -> None:
 
 
 def test_what_it_stored_can_be_looked_at_afterwards() -> None:
-    listed = [found["chunks"] for found in demo()["listed"]["namespaces"]]
+    listed = [found["payloads"] for found in demo()["listed"]["namespaces"]]
     assert listed == [demo()["report"]["stored"]["chunks"]]
     assert demo()["matched"]["usable_tokens"] == 1280
 
