@@ -15,7 +15,7 @@ from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import PriceGbMonth, check_file, priced
-from objkv.cli.output import Printer, age, counted, plain, size
+from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import WORKERS, OneNamespace, Workers, upkeep
 from objkv.errors import ConfigError
 from objkv.keys.tokenizer import load_tokenizer
@@ -27,7 +27,7 @@ from objkv.ops.audit.report import (
     SavingsAudit,
     verdict,
 )
-from objkv.ops.formats import dollars, duration, moment, share
+from objkv.ops.formats import age, dollars, duration, moment, share, size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import Finding
 from objkv.ops.inventory.tree import RootAudit

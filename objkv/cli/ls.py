@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Printer, age, counted, plain, size
+from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import WORKERS
 from objkv.errors import ConfigError
+from objkv.ops.formats import age, size
 from objkv.ops.inventory import tree as trees
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch, PrefixSummary, make_tree

@@ -24,11 +24,7 @@ from rich.table import Table
 from rich.text import Text
 
 from objkv.ops.formats import DASH, printable
-from objkv.ops.formats import age as age
-from objkv.ops.formats import size as size
 
-HASH_DIGITS: Final = 12
-"""Digits of a shortened hash: enough to name one chunk among millions."""
 _HASH: Final = re.compile(r"(?<![0-9A-Za-z])([0-9a-f]{12})[0-9a-f]{20,52}(?![0-9A-Za-z])")
 _NAME_MIN: Final = 12
 """Names are cut to this width before a column is left out."""

@@ -7,9 +7,10 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import counted, size
+from objkv.cli.output import counted
 from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
 from objkv.ops.backends_view import StoredNamespace
+from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.rebuild import Rebuild
 

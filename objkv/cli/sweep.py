@@ -9,9 +9,10 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import time_option
-from objkv.cli.output import counted, size
+from objkv.cli.output import counted
 from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
 from objkv.errors import ConfigError
+from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import MEANINGS, Doubt, find_doubts
 from objkv.ops.inventory.walk import Walk

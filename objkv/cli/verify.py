@@ -9,7 +9,7 @@ import typer
 
 from objkv.cache.listed_index import MISSING_UNSEEN, is_listed
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.output import counted, plain, size
+from objkv.cli.output import counted, plain
 from objkv.cli.upkeep import (
     MEMORY_BYTES,
     WORKERS,
@@ -21,6 +21,7 @@ from objkv.cli.upkeep import (
     upkeep,
 )
 from objkv.errors import ConfigError
+from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import find_doubts
 from objkv.ops.inventory.walk import Walk
