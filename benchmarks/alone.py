@@ -20,9 +20,10 @@ from benchmarks.harness import (
 )
 from objkv.cli.command import FINE, FOUND, WRONG_USAGE, Session, command, ending_in_order
 from objkv.cli.demo import Steps, print_failure
-from objkv.cli.output import Printer, plain, size
+from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder
 from objkv.errors import ConfigError
+from objkv.ops.formats import size
 from objkv.ops.programs import ProgramFailed
 
 _COLUMNS = ("", ">objkv", ">limit", "unit", ">ratio", ">target", "reached", "limit is", "~detail")

@@ -7,7 +7,7 @@ import pytest
 
 from objkv.cli.app import COMMANDS
 from objkv.cli.command import exit_code, guarded
-from objkv.cli.output import Printer, age, size
+from objkv.cli.output import Printer
 from objkv.errors import (
     ConfigError,
     ObjkvError,
@@ -18,7 +18,7 @@ from objkv.errors import (
     TransferError,
 )
 from objkv.ops.doctor.access import ROLES
-from objkv.ops.formats import printable
+from objkv.ops.formats import age, printable, size
 from tests.cli.conftest import Run
 
 
