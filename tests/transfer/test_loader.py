@@ -302,6 +302,7 @@ def test_a_step_gets_the_first_layers_of_all_payloads_before_the_last_of_any(
     replica = Replica(store, index, seed=1, group=LAYERED_GROUP)
     replica.save(range(LAYERED_CHUNKS))
     assert not replica.load(range(LAYERED_CHUNKS), ALL_MINE[0]).failed  # they are in memory now
+    wait_until(lambda: not replica.leased)  # otherwise there is no room for all of them
     seen, scatter = list[tuple[int, int]](), PayloadLayout.scatter
 
     def watched(layout: PayloadLayout, lane: Any, rows: range, *given: Any) -> None:
