@@ -85,6 +85,7 @@ def test_bytes_outside_of_their_memory_and_blocks_outside_of_the_cache_are_refus
     if len(ids[0]) == 2:
         with pytest.raises(IndexError):
             lane.scatter(*given, frames)
+    lane.follow(lane.mark_compute())
     lane.scatter(memory.numpy().data, zeros[:, None] + [0, 512], layers, zeros[:, None])
     lane.mark().wait()
     assert layers.caches[0].cpu().sum() == 32 * 0x0101010101010101 * (len(layers) - 1)
