@@ -26,7 +26,7 @@ class SpoilingArenaCache(ArenaCache):
         super().failed(one, *why)
 
     def _spoil(self, one: CachedPayload) -> None:
-        if one.leases > 1 or self._keeps:
+        if one.leases > 1 or self._keeps or self._closed:  # closed, it allots nothing any more
             return
         self.forget(one.key)
         if one.leases == 1 and one.offset >= 0:  # nobody has found it meanwhile
