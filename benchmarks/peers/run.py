@@ -109,7 +109,7 @@ def show(result: Result, console: Console, title: str) -> None:
 
 
 def markdown(result: Result, title: str) -> str:
-    """The results section of docs/performance.md."""
+    """The table in Markdown."""
     lines = [title, "", "| what | who | median | rounds | objkv is times as fast |"]
     lines.append("| --- | --- | ---: | ---: | ---: |")
     lines += [f"| {' | '.join(cells)} |" for cells in _cells(result)]
@@ -158,9 +158,7 @@ def main() -> int:
         "--large-malloc", action="store_true", help="make all allocators keep freed memory"
     )
     parser.add_argument("--json", action="store_true")
-    parser.add_argument(
-        "--markdown", action="store_true", help="print the tables of docs/performance.md"
-    )
+    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     arguments = parser.parse_args()
     options = Options(
         sizes=tuple((size, max(1, int(count * arguments.scale))) for size, count in SIZES),

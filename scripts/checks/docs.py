@@ -23,6 +23,9 @@ NAMES = {
     "metric": re.compile(r"`((?:vllm:)?objkv_[a-z_]*[a-z])[`{]"),
     "target of make": re.compile(r"^[` ]*(?:\$ )?make ([a-z-]+)\b(?!=)", re.MULTILINE),
 }
+PACKAGE_FILE = re.compile(r"(?<![\w/])[a-z]+/[\w/]+\.py\b")
+PACKAGE_CLASS = re.compile(r"(?<!\w)((?:[A-Z][a-z0-9]+){2,})\b")
+CLASS = re.compile(r"^(?:class )?([A-Z]\w+)", re.MULTILINE)
 IMPORTED = re.compile(r"^\| `(objkv(?:\.\w+)*)\.(\w+)` \|", re.MULTILINE)
 LOGGED = {"ready", "identity"}
 """Lines of a replica's log begin like a command."""
@@ -69,6 +72,8 @@ def findings() -> Iterator[str]:
         if path.name != "CHANGELOG.md":  # It may name what is gone.
             for start, code in pieces:
                 found += [(start + at, what) for at, what in in_code(code, names)]
+        if path.name == "architecture.md":
+            found += in_package(text)
         if path.name == "upgrade.md":
             found += [(one.start(), gone(*one.groups())) for one in IMPORTED.finditer(text)]
         yield from (f"{name_of(path)}:{line_of(text, at)}: {w}" for at, w in sorted(found) if w)
@@ -81,6 +86,19 @@ def links(path: Path, text: str) -> Iterator[tuple[int, str]]:
         target = (path.parent / name).resolve() if name else path
         if not target.exists() or (anchor and anchor not in anchors(target)):
             yield link.start(), f"the link leads nowhere: {link[1]}"
+
+
+def in_package(text: str) -> Iterator[tuple[int, str]]:
+    """Each file and class of the package that does not exist."""
+    package, contracts = ROOT / "objkv", ROOT / "tests" / "contracts"
+    for file in PACKAGE_FILE.finditer(text):
+        if not (package / file[0]).exists() and not (ROOT / file[0]).exists():
+            yield file.start(), f"no such file: {file[0]}"
+    code = [*package.rglob("*.py"), *contracts.glob("*.py")]
+    classes = {found for path in code for found in CLASS.findall(path.read_text())}
+    for name in PACKAGE_CLASS.finditer(text):
+        if name[1] not in classes:
+            yield name.start(), f"no such class: {name[1]}"
 
 
 def in_code(code: str, names: dict[str, set[str]]) -> Iterator[tuple[int, str]]:

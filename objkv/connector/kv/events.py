@@ -5,7 +5,7 @@ when a load of it succeeded. The event has the hashes that vLLM gives the same b
 A chunk is reported as ``BlockRemoved`` when it is found missing, or when this replica no longer
 tracks it. Both have their own medium, so they do not affect the device's blocks. vLLM must have KV
 events enabled. Source: vLLM 0.31-0.33, ``distributed/kv_events.py`` and ``v1/core/block_pool.py``.
-Described in ``docs/kv-events.md``.
+Described in ``docs/routers.md``.
 """
 
 from collections import OrderedDict
