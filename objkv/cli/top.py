@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Final
@@ -12,26 +13,33 @@ from rich.live import Live
 from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
-from objkv.cli.options import time_option
-from objkv.cli.output import Printer, counted, plain, rich_table
+from objkv.cli.output import Printer, counted, rich_table
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
 from objkv.ops.formats import printable, size
-from objkv.ops.top.fleet import AgentRow, FleetWatch, Flow, ReplicaRow, View
+from objkv.ops.top.fleet import FleetWatch, Row, View, hit_rate
 from objkv.ops.top.scrape import MetricsSource
 
-_SOURCES: Final = ("computed", "local", "hot", "bulk")
 _REPLICA: Final = (
-    "replica", "state", "~notes", ">tokens", ">hit", ">local", ">loaded", ">saved",
-    ">refused", ">missed", ">dropped", ">lookup", ">load", ">run", ">wait",
+    "replica", "state", "~notes", ">tokens", ">hit", ">local", ">loaded", ">saved", ">dropped",
 )  # fmt: skip
 _AGENT: Final = (
     "node", "state", "~notes", ">arena", ">used", ">held back", ">in memory", ">fetched", ">saved",
-    ">no room", ">on disk", ">leased", ">clients",
+    ">no room", ">clients",
 )  # fmt: skip
+_REASONS: Final = {
+    "refused": "faster to compute",
+    "late_lookups": "late lookups",
+    "failed_lookups": "failed lookups",
+    "failed_loads": "failed loads",
+    "queue_full": "queue full",
+}
+"""Why stored tokens were computed, by the name of the number."""
 _DEFAULT: Final = "http://127.0.0.1:8000"
 """The default address of ``vllm serve``."""
-_DEADLINE_MAX_S: Final = 5.0
+_EVERY_S: Final = 2.0
+"""Between two looks, and the time limit of each."""
+_ONCE_S: Final = 5.0
 
 
 @command
@@ -49,22 +57,19 @@ def top(
             metavar="PATH",
         ),
     ] = None,
-    every: Annotated[
-        float, time_option("Time between updates", "--every", least=0.2, most=3600, shown="2s")
-    ] = 2.0,
     once: Annotated[
         bool, typer.Option("--once", help="Print totals since each process started, and exit.")
     ] = False,
 ) -> int:
     """Show live hit rates, traffic and errors of a fleet.
 
-    Read-only. Values are per second of the last interval. Ctrl-C ends it.
+    Read-only. Values are per second of the last two seconds. Ctrl-C ends it.
     """
     urls = list(dict.fromkeys(endpoint or ([] if agent else [_DEFAULT])))
     # The usage of a folder that is its own index is counted by a walk through it.
     has_usage = not session.config.index_url.startswith("bulk:") and session.has_bulk()
     once = once or session.out.machine or not sys.stdout.isatty()
-    deadline_s = _DEADLINE_MAX_S if once else min(max(every, 1.0), _DEADLINE_MAX_S)
+    deadline_s = _ONCE_S if once else _EVERY_S
     with ExitStack() as stack:
         stack.enter_context(ending_in_order())
         backends = stack.enter_context(session.backends()) if has_usage else None
@@ -75,7 +80,7 @@ def top(
         ]
         index = backends.index if backends else None
         watch = stack.enter_context(FleetWatch(sources, agents, index))
-        return _once(session.out, watch) if once else _live(session.out, watch, every)
+        return _once(session.out, watch) if once else _live(session.out, watch)
 
 
 def _agents(given: list[Path] | None, config: Config) -> list[Path]:
@@ -92,7 +97,7 @@ def _once(out: Printer, watch: FleetWatch) -> int:
     with out.waiting("reading metrics"):
         view = watch.totals()
     if out.machine:
-        out.document({**plain(view), "hit_rate": view.total.hit_rate})
+        out.document(view)
     else:
         for line in summary_lines(view, ""):
             out.line(line)
@@ -105,14 +110,14 @@ def _once(out: Printer, watch: FleetWatch) -> int:
     return FOUND if "down" in states or view.problem else FINE
 
 
-def _live(out: Printer, watch: FleetWatch, every_s: float) -> int:
+def _live(out: Printer, watch: FleetWatch) -> int:
     """Redraw the table until Ctrl-C."""
     try:
         with Live(console=out.screen(), screen=True, auto_refresh=False) as live:
             while True:
-                due_s = time.monotonic() + every_s
+                due_s = time.monotonic() + _EVERY_S
                 view = watch.tick()
-                head = f"objkv top  {time.strftime('%H:%M:%S')}  every {every_s:g} s"
+                head = f"objkv top  {time.strftime('%H:%M:%S')}"
                 parts: list[RenderableType] = [Text(head, style="bold")]
                 parts += [Text(printable(line)) for line in summary_lines(view, "/s")]
                 for columns, cells in _tables(view):
@@ -145,18 +150,16 @@ def summary_lines(view: View, per: str) -> list[str]:
             "no replica answers: is vllm serve running there? --endpoint URL names another",
         ]
     else:
-        shares = [
-            f"{name} {getattr(total, f'{name}_tokens') / total.tokens:.0%}"
-            for name in _SOURCES
-            if total.tokens
-        ]
+        sources = ("local", "hot", "bulk")
+        shares = [f"{name} {_share(total[f'{name}_tokens'], total['tokens'])}" for name in sources]
         lines += [
-            f"{counted(len(view.rows), 'replica')}, {down} down; hit rate {_hit_rate(total)}; "
-            f"{total.tokens:,.0f} prompt tokens{per}: {', '.join(shares) or 'none'}",
-            f"loads {size(round(total.load_bytes))}{per}; saves {size(round(total.save_bytes))}"
-            f"{per}; refused {_count(total.refusals)}{per}, missed {_count(total.misses)}{per}, "
-            f"dropped {_count(total.drops)}{per}",
+            f"{counted(len(view.rows), 'replica')}, {down} down; hit rate {_hit_rate(view)}; "
+            f"{total['tokens']:,.0f} prompt tokens{per}: {', '.join(shares)}",
+            f"loads {_bytes(total['load_bytes'])}{per}; saves {_bytes(total['save_bytes'])}{per}; "
+            f"dropped {_count(total['drops'])}{per}",
         ]
+        if reasons := _reasons(total):
+            lines.append(f"stored but computed{per}: {', '.join(reasons)}")
     if (stored := view.stored) is not None:
         lines.append(
             f"stored {size(stored.nbytes)} in {counted(stored.payloads, 'payload')} of "
@@ -165,63 +168,63 @@ def summary_lines(view: View, per: str) -> list[str]:
     return [*lines, view.problem] if view.problem else lines
 
 
-def _hit_rate(total: Flow) -> str:
+def _reasons(values: Mapping[str, float]) -> list[str]:
+    """Return why stored tokens were computed, with how often."""
+    return [f"{words} {_count(values[name])}" for name, words in _REASONS.items() if values[name]]
+
+
+def _hit_rate(view: View) -> str:
     """Return the hit rate. If the replicas' own caches served most tokens, name the remaining share
     that it refers to, so that 0% does not look like a failure."""
-    rate = _percent(total.hit_rate)
-    if total.hit_rate is None or 2 * total.local_tokens < total.tokens:
+    local, tokens = view.total["local_tokens"], view.total["tokens"]
+    rate = _percent(view.hit_rate)
+    if view.hit_rate is None or 2 * local < tokens:
         return rate
-    return f"{rate} of the {total.asked_tokens / total.tokens:.0%} that was not in GPU memory"
+    return f"{rate} of the {1 - local / tokens:.0%} that was not in GPU memory"
 
 
-def replica_cells(row: ReplicaRow) -> list[str]:
+def replica_cells(row: Row) -> list[str]:
     """Return one replica's row as text."""
-    flow = row.flow
-    if row.problem is not None:
-        return [row.name, row.state, row.problem, *[""] * 12]
-    grown = [
-        f"{flow.tokens:,.0f}",
-        _percent(flow.hit_rate),
-        _percent(flow.local_tokens / flow.tokens if flow.tokens else None),
-        _bytes(flow.load_bytes),
-        _bytes(flow.save_bytes),
-        _count(flow.refusals),
-        _count(flow.misses),
-        _count(flow.drops),
-        _millis(flow.lookup_ms),
-        _millis(flow.load_ms),
-    ]
+    values = row.values
+    if not values or row.state == "new":
+        return [row.name, row.state, row.problem or "", *[""] * 6]
+    notes = ["operator's order"] if values["switched"] else []
     return [
         row.name,
         row.state,
-        "operator's order" if row.switched else "",
-        *(grown if row.state != "new" else [""] * len(grown)),
-        f"{flow.running:.0f}",
-        f"{flow.waiting:.0f}",
+        ", ".join([*notes, *_reasons(values)]),
+        f"{values['tokens']:,.0f}",
+        _percent(hit_rate(values)),
+        _share(values["local_tokens"], values["tokens"]),
+        _bytes(values["load_bytes"]),
+        _bytes(values["save_bytes"]),
+        _count(values["drops"]),
     ]
 
 
-def agent_cells(row: AgentRow) -> list[str]:
+def agent_cells(row: Row) -> list[str]:
     """Return one node agent's row as text."""
-    if row.problem is not None:
-        return [row.name, row.state, row.problem, *[""] * 10]
-    requested = row.hits + row.fills
-    opened = [f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open]
+    values = row.values
+    if not values:
+        return [row.name, row.state, row.problem or "", *[""] * 8]
+    arena = values["arena_bytes"]
     return [
         row.name,
         row.state,
-        ", ".join([*opened, *map(str, row.policies)]),
-        size(round(row.arena_bytes)),
-        _percent(row.used_share),
-        _bytes(row.held_back_bytes),
-        _percent(row.hit_rate),
-        _bytes(row.load_bytes),
-        _bytes(row.save_bytes),
-        _count(row.no_room),
-        _percent(row.disk_hits / requested if requested else None),
-        _percent(row.leased_bytes / row.arena_bytes if row.arena_bytes else None),
-        f"{row.clients:.0f}",
+        ", ".join(f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open),
+        _bytes(arena),
+        _share(arena - values["free_bytes"], arena),
+        _bytes(values["held_back_bytes"]),
+        _share(values["hits"], values["hits"] + values["fills"]),
+        _bytes(values["load_bytes"]),
+        _bytes(values["save_bytes"]),
+        _count(values["no_room"]),
+        _count(values["clients"]),
     ]
+
+
+def _share(part: float, whole: float) -> str:
+    return _percent(part / whole if whole else None)
 
 
 def _percent(share: float | None) -> str:
@@ -234,7 +237,3 @@ def _bytes(value: float) -> str:
 
 def _count(value: float) -> str:
     return f"{value:,.1f}".removesuffix(".0")
-
-
-def _millis(value: float | None) -> str:
-    return "" if value is None else f"{value:,.1f} ms"

@@ -1,5 +1,6 @@
 """``objkv warm``: compute and store prompts before users send them."""
 
+import os
 from typing import Annotated
 
 import typer
@@ -13,24 +14,51 @@ from objkv.cli.command import (
     command,
     ending_in_order,
 )
-from objkv.cli.options import time_option
 from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops.formats import printable, size
-from objkv.ops.listing import find_namespace
 from objkv.ops.warm.prompts import read_prompts
-from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
+from objkv.ops.warm.report import WarmReport
 
 _SHOWN_MAX = 20
 
 
 def show_report(out: Printer, report: WarmReport) -> None:
-    """Print the result as text or as one JSON document."""
-    if out.machine:
-        out.document(report.plain())
-        return
-    _show_warmed(out, report)
-    _show_failures(out, report)
+    """Print the result as text."""
+    if report.namespace:
+        out.line(f"namespace {report.namespace}, model {printable(report.model)}")
+    is_check = report.mode == "check"
+    rows: list[tuple[object, ...]] = [
+        ("prompts", report.prompts),
+        ("stored" if is_check else "stored before", report.stored_before),
+    ]
+    if not is_check:
+        rows.append(("warmed", report.warmed))
+    if report.short:
+        rows.append(("shorter than a chunk", report.short))
+    if report.failed:
+        rows.append(("missing" if is_check else "failed", report.failed))
+    out.table(("", ">"), rows)
+    if report.asked_tokens:
+        speed = report.asked_tokens / report.seconds if report.seconds else 0.0
+        out.line(
+            f"sent {report.asked_tokens:,} tokens in {report.seconds:.1f} s, {speed:,.0f} "
+            f"tokens/s; {report.cached_tokens:,} of them were cached; saved "
+            f"{report.saved_chunks:,} chunks, {size(report.saved_bytes)}"
+        )
+    for one in report.endpoints:
+        if one.errors:
+            out.line(
+                f"{one.name}: {one.answered:,} answers, {one.errors:,} errors, the last: "
+                f"{one.last_error}",
+                "yellow",
+            )
+    if report.failures:
+        out.line()
+        shown = report.failures[:_SHOWN_MAX]
+        out.table(("not warmed", "~why"), [(one.name, one.why) for one in shown])
+        if more := report.failed - len(shown):
+            out.line(f"{more:,} more: --json lists the first thousand")
     if report.ending != "complete":
         why = f": {report.why}" if report.why else ""
         left = f", {report.left:,} prompts left" if report.left else ""
@@ -40,75 +68,9 @@ def show_report(out: Printer, report: WarmReport) -> None:
         )
 
 
-def _show_warmed(out: Printer, report: WarmReport) -> None:
-    if report.namespace:
-        out.line(f"namespace {report.namespace}, model {printable(report.model)}")
-    rows: list[tuple[object, ...]] = [
-        ("prompts", report.prompts, f"{report.prompt_tokens:,} tokens"),
-    ]
-    if report.mode == "check":
-        rows.append(("stored", report.stored_before, ""))
-    else:
-        rows.append(("stored before", report.stored_before, "skipped"))
-        rows.append(("warmed", report.warmed, _warmed(report)))
-    if report.short:
-        rows.append(("too short", report.short, "shorter than one chunk, so not stored"))
-    if report.failed:
-        rows.append(("missing" if report.mode == "check" else "failed", report.failed, ""))
-    out.table(("", ">", "~"), rows)
-    if report.mode == "check":
-        return
-    if report.asked_tokens:
-        out.line(_asked(report))
-    out.line(f"saved {report.saved_chunks:,} chunks, {size(report.saved_bytes)}")
-    answered = sum(one.answered for one in report.endpoints)
-    if (answered and len(report.endpoints) > 1) or any(one.errors for one in report.endpoints):
-        out.line()
-        out.table(
-            ("endpoint", ">answers", ">tokens", ">errors", "state", "~last error"),
-            [
-                (
-                    one.name,
-                    one.answered,
-                    one.tokens,
-                    one.errors,
-                    "down" if one.is_down else "ok",
-                    one.last_error,
-                )
-                for one in report.endpoints
-            ],
-        )
-
-
-def _warmed(report: WarmReport) -> str:
-    text = "verified in the index"
-    if report.shared:
-        text += f"; all chunks of {report.shared:,} of them were computed by others"
-    return text
-
-
-def _asked(report: WarmReport) -> str:
-    speed = report.asked_tokens / report.seconds if report.seconds else 0.0
-    text = f"sent {report.asked_tokens:,} tokens in {report.seconds:.1f} s, {speed:,.0f} tokens/s"
-    if report.cached_tokens is not None:
-        text += f"; {report.cached_tokens:,} of them were cached"
-    return text + (f"; {report.retries:,} requests were retried" if report.retries else "")
-
-
-def _show_failures(out: Printer, report: WarmReport) -> None:
-    if not report.failures:
-        return
-    out.line()
-    shown = report.failures[:_SHOWN_MAX]
-    out.table(("not warmed", "~why"), [(one.name, one.why) for one in shown])
-    if more := max(report.failed, len(report.failures)) - len(shown):
-        out.line(f"{more:,} more: --json lists the first thousand")
-
-
-_USUAL = WarmLimits()
 _Prompts = Annotated[
     list[str] | None,
-    typer.Argument(help="JSON Lines files, glob patterns, or - for stdin.", metavar="FILES"),
+    typer.Argument(help="JSON Lines files, or - for stdin.", metavar="FILES"),
 ]
 _Endpoint = Annotated[
     list[str] | None,
@@ -119,23 +81,12 @@ _Model = Annotated[
     typer.Option(help="Start vllm serve with this model folder or hub id.", metavar="MODEL"),
 ]
 _Check = Annotated[bool, typer.Option("--check", help="Only report which prompts are stored.")]
-_Lora = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="A LoRA adapter: its name in requests, and its folder or digest. Repeatable.",
-        metavar="NAME=FOLDER",
-    ),
-]
 _EngineArg = Annotated[
     list[str] | None,
     typer.Option(help="An argument of vllm serve for --model; repeatable.", metavar="NAME[=VALUE]"),
 ]
 _ServedModel = Annotated[
     str | None, typer.Option(help="The base model's name in requests.", metavar="NAME")
-]
-_ApiKey = Annotated[
-    str | None,
-    typer.Option(help="API key of the endpoints.", envvar="VLLM_API_KEY", show_envvar=True),
 ]
 _Namespace = Annotated[
     str | None,
@@ -151,24 +102,6 @@ _Concurrency = Annotated[
     int | None,
     typer.Option(min=1, max=4096, help="Concurrent requests per endpoint.", metavar="N"),
 ]
-_Attempts = Annotated[int, typer.Option(min=1, help="Attempts per prompt.", metavar="N")]
-_RequestS = Annotated[
-    float,
-    time_option("Retry a request that takes longer", "--request-timeout", least=0.1, shown="10m"),
-]
-_SaveS = Annotated[
-    float,
-    time_option(
-        "Time limit from the answer to a prompt until its KV is saved",
-        "--save-timeout",
-        least=0.1,
-        shown="1m",
-    ),
-]
-_GoneS = Annotated[
-    float,
-    time_option("Give up after this time without answers", "--give-up-after", shown="2m"),
-]
 
 
 @command
@@ -178,65 +111,48 @@ def warm(
     endpoint: _Endpoint = None,
     model: _Model = None,
     check: _Check = False,
-    lora: _Lora = None,
     engine_arg: _EngineArg = None,
     served_model: _ServedModel = None,
-    api_key: _ApiKey = None,
     namespace: _Namespace = None,
     concurrency: _Concurrency = None,
-    attempts: _Attempts = _USUAL.attempts_max,
-    request_s: _RequestS = 600.0,
-    save_s: _SaveS = _USUAL.save_s,
-    gone_s: _GoneS = _USUAL.gone_s,
 ) -> int:
     """Compute and save prompts before users send them.
 
     Waits until they are stored. Skips stored prompts, so an interrupted command can be repeated.
+    VLLM_API_KEY is the endpoints' API key.
     """
     from objkv.client.warming import WarmOptions, run_warm
 
-    places = list(prompts or ())
-    if not places:
+    if not prompts:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
     if engine_arg and model is None:
         raise ConfigError("--engine-arg needs --model")
-    if namespace is not None:
-        with session.backends() as backends:
-            namespace = find_namespace(backends.bulk, backends.index, namespace)
     options = WarmOptions(
         endpoints=endpoint or (),
         model=model,
         check=check,
         served_model=served_model,
-        api_key=api_key,
-        engine_arguments=dict(_argument(text) for text in engine_arg or ()),
+        api_key=os.environ.get("VLLM_API_KEY"),
+        engine_arguments=[_argument(text) for text in engine_arg or ()],
         namespace=namespace,
-        adapters=dict(_pair(text, "--lora") for text in lora or ()),
         at_once=concurrency,
-        answer_s=request_s,
-        limits=WarmLimits(attempts_max=attempts, save_s=save_s, gone_s=gone_s),
     )
     with ending_in_order(), session.out.steps("warming") as step:
-        progress = WarmProgress(lambda one: step(one.done, one.prompts), session.out.note)
-        report = run_warm(session.resolved, read_prompts(places), options, progress)
-    show_report(session.out, report)
-    return _code(report)
-
-
-def _code(report: WarmReport) -> int:
+        report = run_warm(
+            session.resolved,
+            read_prompts(prompts),
+            options,
+            lambda one: step(one.done, one.prompts),
+        )
+    if session.out.machine:
+        session.out.document(report.plain())
+    else:
+        show_report(session.out, report)
     if report.ending != "complete":
         return INTERRUPTED if report.ending == "interrupted" else UNREACHABLE
     return FINE if report.is_complete else FOUND
 
 
-def _pair(text: str, option: str) -> tuple[str, str]:
-    name, found, value = text.partition("=")
-    if not (name and found and value):
-        raise ConfigError(f"{option} {text}: write NAME=VALUE")
-    return name, value
-
-
-def _argument(text: str) -> tuple[str, str | bool]:
-    name, found, value = text.partition("=")
-    flags = {"": not found or "", "true": True, "false": False}
-    return name.removeprefix("--"), flags.get(value, value)
+def _argument(text: str) -> str:
+    name, equals, value = text.removeprefix("--").partition("=")
+    return f"--{name.replace('_', '-')}{equals}{value}"

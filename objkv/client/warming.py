@@ -1,9 +1,8 @@
 """Wires ``warm``: the endpoints that compute, store and index. For the command and for programs."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ from objkv.ops.listing import find_identity
 from objkv.ops.warm import server
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.prompts import WarmPrompt, read_prompts, to_prompt
-from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
-from objkv.ops.warm.run import WarmJob, check_stored, warm_by
+from objkv.ops.warm.report import WarmLimits, WarmReport
+from objkv.ops.warm.run import WarmJob, warm_by
 from objkv.telemetry import NullRecorder
 
 
@@ -28,20 +27,16 @@ class WarmOptions:
     model: str | None = None
     """A folder or a hub id; ``vllm serve`` is started for it."""
     check: bool = False
-    """Report which prompts are stored, without computing. ``endpoints`` then only tokenize."""
+    """Report which prompts are stored: no server is started, and ``endpoints`` only tokenize."""
     served_model: str | None = None
     """The base model's name at the endpoints, if they serve several."""
     api_key: str | None = field(default=None, repr=False)
-    engine_arguments: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of ``vllm serve`` by name."""
+    engine_arguments: Sequence[str] = ()
+    """Further arguments of ``vllm serve``, as ``--NAME`` or ``--NAME=VALUE``."""
     namespace: str | None = None
     """A namespace or its prefix; detected by default."""
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    """By name: an adapter's folder, or the digest of its content."""
     at_once: int | None = None
     """Concurrent requests per endpoint."""
-    answer_s: float = 600.0
-    limits: WarmLimits = field(default_factory=WarmLimits)
 
 
 def warm(
@@ -82,18 +77,15 @@ def run_warm(
     resolved: Resolved,
     prompts: Iterable[WarmPrompt],
     options: WarmOptions,
-    progress: WarmProgress | None = None,
+    progress: Callable[[WarmReport], None] = lambda report: None,
 ) -> WarmReport:
     """Implement ``warm``."""
-    config, progress = resolved.config, progress or WarmProgress()
-    if bool(options.endpoints) + (options.model is not None) != 1 and not (
-        options.check and options.model is None
-    ):
+    config = resolved.config
+    if bool(options.endpoints) + (options.model is not None) != 1 and not options.check:
         raise ConfigError(
             "choose how to compute: an endpoint, or a model to start a server; or check, which "
             "does not compute"
         )
-    adapters = {name: _digest(name, value) for name, value in options.adapters.items()}
     with ExitStack() as stack:
         backends = stack.enter_context(open_backends(config, NullRecorder()))
         backends.bulk.check()
@@ -102,42 +94,30 @@ def run_warm(
             config, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
         )
         identity = None
-        base = {name for name in (options.served_model, options.model) if name is not None}
         if options.check or options.namespace is not None:
             identity = find_identity(view.bulk, view.index, options.namespace)
-            base |= {identity.model, identity.model.rpartition("/")[2]}
-        if options.model is not None:
-            progress.note(f"starting vllm serve {options.model}")
-            folders = {name: _folder(name, path) for name, path in options.adapters.items()}
+        mode = "check" if options.check else "model" if options.model else "endpoints"
+        if mode == "model":
             socket = stack.enter_context(
-                server.serving(
-                    options.model,
-                    _environment(resolved),
-                    adapters=folders,
-                    arguments=options.engine_arguments,
-                )
+                server.serving(str(options.model), _environment(resolved), options.engine_arguments)
             )
             at_once = options.at_once or server.AT_ONCE
-            own = Endpoint(
-                "http://localhost", at_once=at_once, answer_s=options.answer_s, socket=socket
-            )
-            endpoints = [own]
+            endpoints = [Endpoint("http://localhost", at_once=at_once, socket=socket)]
         else:
             endpoints = [
                 Endpoint(
                     url,
                     at_once=options.at_once or 8,
-                    answer_s=options.answer_s,
                     model=options.served_model,
                     api_key=options.api_key,
                     allow_plaintext=config.allow_plaintext,
                 )
                 for url in dict.fromkeys(options.endpoints)
             ]
-        job = WarmJob(view, endpoints, identity, adapters, base, options.limits, progress)
-        if options.check:
-            return check_stored(job, prompts)
-        return warm_by(job, prompts, "model" if options.model else "endpoints")
+        # Replicas give a save up after their deadline, so waiting any longer is of no use.
+        limits = WarmLimits(save_s=max(WarmLimits().save_s, config.save_deadline_ms / 1000))
+        job = WarmJob(view, endpoints, identity, limits, progress)
+        return warm_by(job, prompts, mode)
 
 
 def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:
@@ -159,29 +139,3 @@ def _environment(resolved: Resolved) -> dict[str, str]:
     passed |= {name: values[name] for name in ("bulk_url", "index_url", "quota_bytes")}
     passed.setdefault("agent", "private")  # it ends with the engine
     return {f"OBJKV_{name.upper()}": str(value) for name, value in passed.items()}
-
-
-def _digest(name: str, value: str) -> bytes:
-    folder = Path(value)
-    if folder.is_dir():
-        # By name: this floor knows nothing of the connector, and other callers need none of it.
-        weights = import_module("objkv.connector.model.weights")
-        digest: bytes | None = weights.adapter_content(folder)
-        if digest is None:
-            raise ConfigError(f"adapter {name}: {value} has no weights")
-        return digest
-    try:
-        digest = bytes.fromhex(value)
-    except ValueError:
-        digest = b""
-    if len(digest) != 32:
-        raise ConfigError(
-            f"adapter {name}: {value} is neither a folder nor a digest of 64 hex digits"
-        )
-    return digest
-
-
-def _folder(name: str, path: str) -> str:
-    if not Path(path).is_dir():
-        raise ConfigError(f"adapter {name}: --model needs the adapter's folder, not its digest")
-    return path

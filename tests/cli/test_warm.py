@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Machine, Run
-from tests.ops.warm.fake_vllm import ADAPTER, ADAPTER_DIGEST, LONGEST, FakeVllm, Place
+from tests.ops.warm.fake_vllm import LONGEST, FakeVllm, Place
 from tests.support.samples import CHUNK, NAMESPACE, TOKENS, save, save_identity
 
 OBJKV = Path(sys.executable).with_name("objkv")
@@ -56,20 +56,6 @@ def test_a_prompt_that_could_not_be_warmed_is_1_and_named(
     assert "maximum context length" in ran.out
 
 
-def test_adapters_are_known_by_what_they_hold(run: Run, server: FakeVllm) -> None:
-    line = json.dumps({"prompt": list(TOKENS), "model": ADAPTER})
-    given = ("warm", "-", "--endpoint", server.url, "--json")
-    ran = run(*given, stdin=line)
-    assert ran.code == 2
-    assert f"--lora {ADAPTER}=FOLDER" in ran.err
-    ran = run(*given, "--lora", f"{ADAPTER}={ADAPTER_DIGEST.hex()}", stdin=line)
-    assert (ran.code, ran.document["warmed"]) == (0, 1)
-    matched = run(
-        "match", "--json", "--lora-digest", ADAPTER_DIGEST.hex(), stdin=json.dumps(TOKENS)
-    ).document
-    assert matched["usable_tokens"] == len(TOKENS)
-
-
 def test_who_may_only_read_may_warm(
     run: Run, server: FakeVllm, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -90,6 +76,8 @@ def test_what_is_stored_is_checked_without_anybody_who_computes(
     assert "3 of 4 chunks are stored" in ran.out
     ran = run("warm", "-", "--check", "--json", "--namespace", NAMESPACE, stdin=json.dumps(TOKENS))
     assert (ran.code, ran.document["stored_before"], ran.document["complete"]) == (0, 1, True)
+    ran = run("warm", str(prompts), "--check", "--model", "none", "--json")
+    assert (ran.code, ran.document["mode"], ran.document["stored_before"]) == (1, "check", 1)
     ran = run("warm", "-", "--check", "--namespace", NAMESPACE, stdin='{"prompt": "a text"}')
     assert ran.code == 2
     assert "is text, which a server tokenizes: name one with --endpoint" in ran.err
@@ -112,7 +100,7 @@ def test_who_says_nothing_does_not_hold_up_an_end(
         ) as process:
             connection, _ = silent.accept()
             with connection:
-                assert connection.recv(65_536).startswith(b"GET /health")
+                assert connection.recv(65_536).startswith(b"GET /v1/models")
                 process.send_signal(number)
                 process.communicate(timeout=60)
     assert process.returncode == code

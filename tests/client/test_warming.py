@@ -1,14 +1,12 @@
 """``objkv.warm``: the same from Python."""
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 import objkv
-from objkv.client import warming
 from objkv.client.warming import _environment
 from objkv.config import resolve_config
 from objkv.errors import ConfigError
@@ -55,21 +53,16 @@ def test_an_engine_that_warms_has_an_agent_of_its_own_unless_one_is_named(tmp_pa
     assert environ["OBJKV_AGENT"] == "unix:///run/a.sock"
 
 
-def test_a_started_server_has_the_time_limit_of_the_options(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: dict[str, object] = {}
-
-    def endpoint(url: str, **options: object) -> None:
-        seen.update(options)
-        raise ConfigError("seen")
-
-    monkeypatch.setattr(server, "serving", lambda *_, **__: nullcontext(tmp_path / "socket"))
-    monkeypatch.setattr(warming, "Endpoint", endpoint)
-    config = {"bulk_url": f"file://{tmp_path}", "index_url": f"sqlite://{tmp_path}/i.sqlite"}
-    with pytest.raises(ConfigError, match="seen"):
-        objkv.warm([[1]], config=config, model="tiny", answer_s=3_600)
-    assert seen["answer_s"] == 3_600
+def test_a_check_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(LocalStore(tmp_path / "chunks"), SqliteIndex(tmp_path / "index.sqlite"))
+    place.save(TOKENS)
+    monkeypatch.setattr(server, "serving", lambda *_, **__: pytest.fail("a server was started"))
+    config = {
+        "bulk_url": f"file://{tmp_path / 'chunks'}",
+        "index_url": f"sqlite://{tmp_path / 'index.sqlite'}",
+    }
+    report = objkv.warm([TOKENS], config=config, model="tiny", check=True)
+    assert (report.mode, report.stored_before) == ("check", 1)
 
 
 @pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])

@@ -182,10 +182,11 @@ def a_server_of_its_own(folder: Path) -> Values:
         "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
     }
     arguments = {
-        "dtype": "float32", "enforce_eager": "true", "max_model_len": "2048",
+        "dtype": "float32", "max_model_len": "2048",
         "block_size": "32", "kv_cache_memory_bytes": str(256 << 20), "seed": "0",
     }  # fmt: skip
     words = [f"--engine-arg={name}={value}" for name, value in arguments.items()]
+    words.append("--engine-arg=enforce_eager")
     run = told(warm(folder, settings, str(file), "--model", str(tiny), *words))
     return {"run": run, "found": usable(settings, file, tiny)}
 

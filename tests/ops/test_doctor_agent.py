@@ -61,17 +61,6 @@ def test_it_says_what_is_put_and_why(endpoint: str, status: str, said: str) -> N
     assert bool(found.fix) == (status == "warning")
 
 
-def test_it_says_what_a_running_agent_has_decided() -> None:
-    node = Node(policy=put_policy(has_disk=True)).listen()
-    settings = Config(
-        bulk_url="s3://kv", index_url="sqlite:///dev/null/i", agent=f"unix://{node.path}"
-    )
-    with http_of(node):
-        (found,) = [check for check in check_agent(settings) if check.name == "saves"]
-    assert found.detail.endswith("; saves reused")
-    node.close()
-
-
 def test_an_agent_that_does_not_answer_is_unreachable_with_a_fix() -> None:
     with agent_folder() as folder:
         (first, *_) = check_agent(config(folder / "s"))

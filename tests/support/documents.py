@@ -276,13 +276,6 @@ class SweepKeys(TypedDict):
     """Kept data that looks wrong; ``--force`` sweeps it, too."""
 
 
-class TopKeys(TypedDict):
-    """The keys that ``top --once`` adds."""
-
-    hit_rate: float | None
-    """The share from objkv of the fleet's tokens that no replica had itself; null without any."""
-
-
 class VerifyKeys(TypedDict):
     """The keys that ``verify`` adds."""
 
@@ -329,8 +322,6 @@ class WarmKeys(TypedDict):
     command: Literal["warm"]
     complete: bool
     """Whether every prompt that can be stored is stored."""
-    omitted: int
-    """Failures that are counted but not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -374,7 +365,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "show": (JsonDocument((ShowKeys,)),),
     "size": (JsonDocument((SizeKeys,)), JsonDocument((ModelsKeys,), "--list")),
     "sweep": (JsonDocument((RunKeys, SweepKeys)),),
-    "top": (JsonDocument((View, TopKeys), "--once"),),
+    "top": (JsonDocument((View,), "--once"),),
     "unpin": (JsonDocument((Pinned,)),),
     "verify": (JsonDocument((RunKeys, VerifyKeys)),),
     "warm": (JsonDocument((WarmKeys, WarmReport)),),

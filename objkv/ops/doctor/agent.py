@@ -11,14 +11,11 @@ from objkv.agent.disk import FOLDER
 from objkv.agent.memory.arena import PAGE, Arena
 from objkv.cache.worth import PutRule
 from objkv.config import Config
-from objkv.config.node import agent_socket, host_bytes, http_path
+from objkv.config.node import agent_socket, host_bytes
 from objkv.config.urls import local_path
 from objkv.errors import ConfigError, TransferError
 from objkv.ops.doctor.probes import Check
-from objkv.ops.top.fleet import SavePolicy, agent_row
-from objkv.ops.top.scrape import MetricsSource
 
-_METRICS_S = 2.0
 _ARENA_SHARE_MAX = 3 / 4
 """More of the machine's memory leaves too little for engines and page cache."""
 
@@ -33,9 +30,9 @@ def check_agent(config: Config) -> list[Check]:
         return [Check("agent", "socket", "warning", detail, fix)]
     checks = [_check_memory(), *_check_disk(config)]
     if path is None:
-        checks.append(_check_saves(config, None))
+        checks.append(_check_saves(config))
         return [Check("agent", "socket", "ok", "each replica starts its own"), *checks]
-    checks = [*_check_folder(path), *checks, _check_saves(config, path)]
+    checks = [*_check_folder(path), *checks, _check_saves(config)]
     try:
         with closing(AgentConnection(path, wants_arena=True)) as agent:
             nbytes = agent.arena.nbytes
@@ -78,13 +75,9 @@ def _check_memory() -> Check:
     return Check("agent", "shared memory", "ok", "sealed memory files")
 
 
-def _check_saves(config: Config, path: Path | None) -> Check:
-    """Say which payloads an agent puts, and why. ``path``: where one listens, perhaps."""
-    rule, found = PutRule.of(config), tuple[SavePolicy, ...]()
-    if path is not None:
-        source = MetricsSource("http://agent", deadline_s=_METRICS_S, socket=http_path(path))
-        with closing(source):
-            found = agent_row("", None, source.scrape()).policies
+def _check_saves(config: Config) -> Check:
+    """Say which payloads an agent puts, and why."""
+    rule = PutRule.of(config)
     prices = rule.prices
     detail = f"save_to_bucket {rule.setting}"
     if rule.is_fixed:
@@ -93,7 +86,6 @@ def _check_saves(config: Config, path: Path | None) -> Check:
         f", at prices of {prices.source}: ${prices.per_1000_puts:g} for 1,000 PUTs, "
         f"${prices.gb_month:g} for a GB and month; ${prices.gpu_hour:g} for a GPU and hour"
     )
-    detail += "".join(f"; {one}" for one in found)
     if prices.is_guessed:
         fix = "set price_gb_month and price_puts to those of your provider"
         return Check("agent", "saves", "warning", detail, fix)

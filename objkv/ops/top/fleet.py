@@ -5,150 +5,75 @@ Values are per second between the scrapes, or totals since each process started.
 
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 from time import monotonic
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Final, Self
 
-from objkv.agent.http.metrics import PREFIX as _AGENT
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex
 from objkv.ops.top.scrape import MetricsSource, Scrape
 
-_REPLICA: Final = "vllm_objkv_"
-_REFUSALS: Final = ("admission_refused", "admission_cut", "load_refused", "lookup_refused")
-_MISSES: Final = ("load_failures", "lookup_errors", "lookup_deadlines")
-_DROPS: Final = ("save_drops", "saves_shed", "save_over_quota", "save_errors")
 _AT_ONCE_MAX: Final = 16
 _USAGE_EVERY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Flow:
-    """What replicas did; can be summed over replicas."""
+class Kind:
+    """Replicas or node agents: the numbers to show, from which metrics."""
 
-    computed_tokens: float = 0.0
-    local_tokens: float = 0.0
-    hot_tokens: float = 0.0
-    bulk_tokens: float = 0.0
-    load_bytes: float = 0.0
-    save_bytes: float = 0.0
-    refusals: float = 0.0
-    """Hits not loaded, because admission refused or a queue was full."""
-    misses: float = 0.0
-    """Failed loads and lookups."""
-    drops: float = 0.0
-    """Chunks not saved."""
-    lookups: float = 0.0
-    lookup_seconds: float = 0.0
-    loads: float = 0.0
-    load_seconds: float = 0.0
-    running: float = 0.0
-    """Current requests, never per second."""
-    waiting: float = 0.0
+    prefix: str
+    stranger: str
+    """The state of a server that has none of these metrics."""
+    counters: Mapping[str, Sequence[str]]
+    """Sums of counters, without ``_total``."""
+    levels: Mapping[str, str] = field(default_factory=dict)
 
-    def __add__(self, other: "Flow") -> "Flow":
-        sums = {f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(self)}
-        return Flow(**sums)
 
-    @property
-    def tokens(self) -> float:
-        """All prompt tokens, from any source."""
-        return self.computed_tokens + self.local_tokens + self.hot_tokens + self.bulk_tokens
-
-    @property
-    def asked_tokens(self) -> float:
-        """Tokens missing in the replica's own prefix cache."""
-        return self.tokens - self.local_tokens
-
-    @property
-    def hit_rate(self) -> float | None:
-        """The share of ``asked_tokens`` that objkv served; None without such tokens."""
-        if self.asked_tokens <= 0:
-            return None
-        return (self.hot_tokens + self.bulk_tokens) / self.asked_tokens
-
-    @property
-    def lookup_ms(self) -> float | None:
-        """Mean duration of a lookup, in ms."""
-        return 1000 * self.lookup_seconds / self.lookups if self.lookups else None
-
-    @property
-    def load_ms(self) -> float | None:
-        """Mean duration of a load, in ms."""
-        return 1000 * self.load_seconds / self.loads if self.loads else None
+REPLICA: Final = Kind(
+    "vllm_objkv_",
+    "no objkv",
+    {
+        "tokens": ("query_tokens",),
+        "local_tokens": ("local_hit_tokens",),
+        "hot_tokens": ("hit_hot_tokens",),
+        "bulk_tokens": ("hit_bulk_tokens",),
+        "load_bytes": ("load_bytes",),
+        "save_bytes": ("save_accepted_bytes",),
+        "refused": ("admission_refused", "admission_cut"),
+        "late_lookups": ("lookup_deadlines",),
+        "failed_lookups": ("lookup_errors",),
+        "failed_loads": ("load_failures",),
+        "queue_full": ("load_refused", "lookup_refused"),
+        "drops": ("save_drops", "saves_shed", "save_over_quota", "save_errors"),
+    },
+    {"switched": "admission_switched"},
+)
+AGENT: Final = Kind(
+    "objkv_agent_",
+    "no agent",
+    {name: (name,) for name in ("hits", "fills", "load_bytes", "save_bytes", "no_room")},
+    {
+        "arena_bytes": "arena_bytes",
+        "free_bytes": "arena_free_bytes",
+        "held_back_bytes": "unsaved_bytes",
+        "clients": "clients",
+    },
+)
+_IS_OPEN: Final = "breaker_open_"
 
 
 @dataclass(frozen=True, slots=True)
-class ReplicaRow:
-    """One replica."""
+class Row:
+    """One replica or node agent."""
 
     name: str
     state: str
-    """``up``, ``down``, ``new`` (scraped once so far), ``restarted`` or ``no objkv``."""
-    problem: str | None
-    flow: Flow
-    switched: bool = False
-    """Whether an operator's order decides about its loads."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavePolicy:
-    """Which payloads of a namespace a node's agent saves to the bucket."""
-
-    namespace: str
-    """Empty: of all, because the settings alone decide."""
-    saves: str
-    """``all`` or ``reused``."""
-    break_even: float | None
-    """How often a saved chunk must be read again to pay; None while it is not known."""
-
-    def __str__(self) -> str:
-        share = "" if self.break_even is None else f" {self.break_even:.2f}"
-        return f"{self.namespace[:8]} saves {self.saves}{share}".strip()
-
-
-@dataclass(frozen=True, slots=True)
-class AgentRow:
-    """One node's agent. What is not a level is 0 after the first scrape."""
-
-    name: str
-    """Its socket."""
-    state: str
-    """``up``, ``down``, ``new`` (scraped once so far), ``restarted`` or ``no agent``."""
+    """``up``, ``down``, ``new`` (scraped once so far), ``restarted``, or not one of this kind."""
     problem: str | None = None
-    arena_bytes: float = 0.0
-    free_bytes: float = 0.0
-    leased_bytes: float = 0.0
-    clients: float = 0.0
-    """Connections of replicas."""
-    held_back_payloads: float = 0.0
-    """Payloads that no store has so far."""
-    held_back_bytes: float = 0.0
-    hits: float = 0.0
-    """Payloads read from the arena."""
-    disk_hits: float = 0.0
-    """Payloads read back from the node's disk."""
-    fills: float = 0.0
-    """Payloads that had to be fetched, from wherever."""
-    load_bytes: float = 0.0
-    """Bytes fetched from stores."""
-    save_bytes: float = 0.0
-    no_room: float = 0.0
-    """Payloads not fetched because the arena was full of leased ones."""
-    policies: tuple[SavePolicy, ...] = ()
+    values: Mapping[str, float] = field(default_factory=dict)
+    """By the names of its kind. Empty without metrics; counters are 0 after the first scrape."""
     breakers_open: tuple[str, ...] = ()
-
-    @property
-    def hit_rate(self) -> float | None:
-        """The share of requested payloads that were in the arena; None if none was requested."""
-        asked = self.hits + self.fills
-        return self.hits / asked if asked else None
-
-    @property
-    def used_share(self) -> float | None:
-        """The share of the arena that payloads take; None without an arena."""
-        return 1 - self.free_bytes / self.arena_bytes if self.arena_bytes else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,113 +89,60 @@ class StoredTotals:
 class View:
     """Everything shown at one moment."""
 
-    rows: tuple[ReplicaRow, ...]
-    total: Flow
+    rows: tuple[Row, ...]
+    total: Mapping[str, float]
+    """Sums over the replicas."""
+    hit_rate: float | None
     stored: StoredTotals | None
+    """None also while the index has counted nothing: totals follow saves by seconds."""
     problem: str | None
     """Why the index did not say what is stored."""
-    agents: tuple[AgentRow, ...]
+    agents: tuple[Row, ...]
 
 
-def replica_row(name: str, before: Scrape | None, now: Scrape) -> ReplicaRow:
-    """Return a replica's row; ``before`` is its last successful scrape."""
+def hit_rate(values: Mapping[str, float]) -> float | None:
+    """Return the share of the tokens that replicas did not have themselves, and objkv served; None
+    without such tokens."""
+    asked = values["tokens"] - values["local_tokens"]
+    return (values["hot_tokens"] + values["bulk_tokens"]) / asked if asked > 0 else None
+
+
+def row_of(kind: Kind, name: str, before: Scrape | None, now: Scrape) -> Row:
+    """Return a row; ``before`` is the last successful scrape."""
     if now.problem is not None:
-        return ReplicaRow(name, "down", now.problem, Flow())
-    if not any(key.startswith(_REPLICA) for key in now.values):
-        return ReplicaRow(name, "no objkv", "its metrics contain no objkv metrics", Flow())
-    change = _Change(before, now, _REPLICA)
-    query, local = change.total("query_tokens"), change.total("local_hit_tokens")
-    hot, bulk = change.total("hit_hot_tokens"), change.total("hit_bulk_tokens")
-    flow = Flow(
-        # Preempted requests are counted twice, so the difference may be negative.
-        computed_tokens=max(0.0, query - local - hot - bulk),
-        local_tokens=local,
-        hot_tokens=hot,
-        bulk_tokens=bulk,
-        load_bytes=change.total("load_bytes"),
-        save_bytes=change.total("save_accepted_bytes"),
-        refusals=change.total(*_REFUSALS),
-        misses=change.total(*_MISSES),
-        drops=change.total(*_DROPS),
-        lookups=change.of("lookup_seconds_count"),
-        lookup_seconds=change.of("lookup_seconds_sum"),
-        loads=change.of("load_seconds_count"),
-        load_seconds=change.of("load_seconds_sum"),
-        running=now.values.get("vllm_num_requests_running", 0.0),
-        waiting=now.values.get("vllm_num_requests_waiting", 0.0),
-    )
-    switched = now.values.get(f"{_REPLICA}admission_switched", 0.0) > 0
-    return ReplicaRow(name, change.state, None, flow, switched)
-
-
-def agent_row(name: str, before: Scrape | None, now: Scrape) -> AgentRow:
-    """Return an agent's row; ``before`` is its last successful scrape."""
-    if now.problem is not None:
-        return AgentRow(name, "down", now.problem)
-    if f"{_AGENT}arena_bytes" not in now.values:
-        return AgentRow(name, "no agent", "its metrics are not those of an agent")
-    change = _Change(before, now, _AGENT)
-    is_open, puts_all = f"{_AGENT}breaker_open_", f"{_AGENT}puts_all:"
-    levels = {
-        "arena_bytes": "arena_bytes",
-        "free_bytes": "arena_free_bytes",
-        "leased_bytes": "leased_bytes",
-        "clients": "clients",
-        "held_back_payloads": "unsaved_payloads",
-        "held_back_bytes": "unsaved_bytes",
-    }
-    counters = ("hits", "disk_hits", "fills", "load_bytes", "save_bytes", "no_room")
-    policies = tuple(
-        SavePolicy(
-            namespace := key.removeprefix(puts_all),
-            "all" if value else "reused",
-            now.values.get(f"{_AGENT}break_even:{namespace}"),
-        )
-        for key, value in now.values.items()
-        if key.startswith(puts_all)
-    )
-    opened = [key for key, value in now.values.items() if key.startswith(is_open) and value]
-    values: dict[str, Any] = {
-        field: now.values.get(f"{_AGENT}{metric}", 0.0) for field, metric in levels.items()
-    }
-    values |= {name: change.total(name) for name in counters}
-    breakers = tuple(key.removeprefix(is_open) for key in opened)
-    return AgentRow(name, change.state, policies=policies, breakers_open=breakers, **values)
-
-
-class _Change:
-    """How much counters have grown, per second of the interval."""
-
-    def __init__(self, before: Scrape | None, now: Scrape, prefix: str) -> None:
-        self._now, self._prefix = now.values, prefix
-        self._before: Mapping[str, float] = {}
-        self._seconds = 1.0
-        self.state = "up"
-        if before is None or now.at_s <= before.at_s:
-            self.state, self._before = "new", now.values
-            return
-        self._seconds = now.at_s - before.at_s
+        return Row(name, "down", now.problem)
+    values = _own(kind, now)
+    if not values:
+        return Row(name, kind.stranger, f"{kind.stranger}: its metrics are others")
+    state, seconds, old = "up", 1.0, dict[str, float]()
+    if before is None or now.at_s <= before.at_s:
+        state, old = "new", values
+    else:
+        seconds, old = now.at_s - before.at_s, _own(kind, before)
         # Counters that decreased were reset: their values now are the growth since the restart.
-        if any(
-            now.values.get(key, 0.0) < value
-            for key, value in before.values.items()
-            if key.startswith(prefix) and key.endswith(("_total", "_count"))
-        ):
-            self.state = "restarted"
-        else:
-            self._before = before.values
-
-    def of(self, name: str) -> float:
-        key = self._prefix + name
-        return max(0.0, self._now.get(key, 0.0) - self._before.get(key, 0.0)) / self._seconds
-
-    def total(self, *names: str) -> float:
-        return sum(self.of(f"{name}_total") for name in names)
+        if any(key.endswith("_total") and values.get(key, 0.0) < old[key] for key in old):
+            state, old = "restarted", {}
+    found = {to: values.get(metric, 0.0) for to, metric in kind.levels.items()}
+    for to, metrics in kind.counters.items():
+        keys = [f"{metric}_total" for metric in metrics]
+        grown = sum(max(0.0, values.get(key, 0.0) - old.get(key, 0.0)) for key in keys)
+        found[to] = grown / seconds
+    opened = [key for key, value in values.items() if key.startswith(_IS_OPEN) and value]
+    return Row(name, state, None, found, tuple(key.removeprefix(_IS_OPEN) for key in opened))
 
 
-def total_of(rows: Iterable[ReplicaRow]) -> Flow:
-    """Return the sum over all replicas."""
-    return sum((row.flow for row in rows), Flow())
+def _own(kind: Kind, scrape: Scrape) -> dict[str, float]:
+    return {
+        key.removeprefix(kind.prefix): value
+        for key, value in scrape.values.items()
+        if key.startswith(kind.prefix)
+    }
+
+
+def total_of(rows: Iterable[Row]) -> dict[str, float]:
+    """Return the sums over replicas."""
+    every = [row.values for row in rows]
+    return {name: sum(one.get(name, 0.0) for one in every) for name in REPLICA.counters}
 
 
 class FleetWatch:
@@ -284,7 +156,7 @@ class FleetWatch:
     ) -> None:
         self._replicas, self._agents, self._index = replicas, agents, index
         self._last: dict[MetricsSource, Scrape] = {}
-        self._usage: Future[StoredTotals] | None = None
+        self._usage: Future[StoredTotals | None] | None = None
         """The last answer of the index, or the one that is awaited."""
         self._usage_due_s = 0.0
         self._pool = ThreadPoolExecutor(_AT_ONCE_MAX, thread_name_prefix="objkv-top")
@@ -326,18 +198,19 @@ class FleetWatch:
 
         sources = [*self._replicas, *self._agents]
         found = list(self._pool.map(scraped, sources))
-        rows = tuple(replica_row(*one) for one in found[: len(self._replicas)])
-        agents = tuple(agent_row(*one) for one in found[len(self._replicas) :])
+        rows = tuple(row_of(REPLICA, *one) for one in found[: len(self._replicas)])
+        agents = tuple(row_of(AGENT, *one) for one in found[len(self._replicas) :])
         stored, problem = None, None
         if self._usage is not None and (since_start or self._usage.done()):
             try:
                 stored = self._usage.result()
             except StoreError as exc:
                 problem = f"the index does not answer: {exc}"
-        return View(rows, total_of(rows), stored, problem, agents)
+        total = total_of(rows)
+        return View(rows, total, hit_rate(total), stored, problem, agents)
 
 
-def _usage(index: ReadIndex) -> StoredTotals:
+def _usage(index: ReadIndex) -> StoredTotals | None:
     usages = index.usage()
     nbytes, payloads = sum(one.nbytes for one in usages), sum(one.payloads for one in usages)
-    return StoredTotals(nbytes, payloads, len(usages))
+    return StoredTotals(nbytes, payloads, len(usages)) if payloads else None

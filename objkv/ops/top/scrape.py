@@ -62,9 +62,6 @@ class MetricsSource:
             transport=transport,
         )
 
-    def __repr__(self) -> str:
-        return f"<Source {self.name}>"
-
     @property
     def name(self) -> str:
         """Host, port and path, without a password; of a node agent the path of its socket."""
@@ -114,8 +111,6 @@ def values_of(text: str) -> dict[str, float]:
             if name.endswith(("_bucket", "_created")) or not isfinite(value):
                 continue
             values[name] = values.get(name, 0.0) + value
-            if "namespace" in sample.labels:
-                values[f"{name}:{sample.labels['namespace']}"] = value
     return values
 
 

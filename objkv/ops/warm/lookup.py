@@ -2,7 +2,7 @@
 
 import asyncio
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from time import monotonic
 
@@ -43,21 +43,14 @@ class PromptLookup:
     """Looks up chunks of one namespace in the index. Safe from many threads. Raises
     ``StoreError``."""
 
-    def __init__(
-        self, index: ReadIndex, identity: Identity, adapters: Mapping[str, bytes] | None = None
-    ) -> None:
-        """``adapters``: content digests of LoRA adapters by their names in requests."""
+    def __init__(self, index: ReadIndex, identity: Identity) -> None:
         self._index = index
-        self._adapters = adapters or {}
         self.identity = identity
         self.namespace = identity.namespace()
 
-    def hashes(
-        self, tokens: Sequence[int], salt: str | None = None, adapter: str | None = None
-    ) -> list[bytes]:
+    def hashes(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
         """Return the prefix hashes of the prompt's whole chunks; only these can be stored."""
-        digest = None if adapter is None else self._adapters[adapter]
-        extras = PromptExtras(lora_digest=digest, salt=salt)
+        extras = PromptExtras(salt=salt)
         return prefix_hashes(self.namespace, tokens, self.identity.chunk_tokens, extras)
 
     def find(self, hashes: Sequence[bytes]) -> Found:
@@ -117,13 +110,11 @@ async def _find(
     endpoint: Endpoint, tokens: Sequence[int], bulk: ReadStore, index: ReadIndex, wait_s: float
 ) -> Identity:
     salt = SALT + secrets.token_hex(8)
-    longest = 0
-    """The longest chunk requested so far; longer ones need another request."""
-    ends_s = monotonic() + wait_s
+    longest, ends_s = 0, 0.0
     while True:
         known = await asyncio.to_thread(known_identities, bulk)
         sizes = {_CHUNK_TOKENS, *(identity.chunk_tokens for identity in known.values())}
-        if max(sizes) > longest:
+        if max(sizes) > longest:  # the first time, and when a namespace of longer chunks appears
             longest = max(sizes)
             await _compute(endpoint, tokens, salt, sorted(sizes, reverse=True), wait_s)
             ends_s = monotonic() + wait_s
@@ -150,10 +141,10 @@ async def _compute(
     while True:
         made = [*_of_size(tokens, left[0]), tokens[0]]  # the last token is never saved
         try:
-            await endpoint.compute(made, salt, None)
+            await endpoint.compute(made, salt)
             return
         except EndpointError as exc:
-            if exc.trouble == "refused" and len(left) > 1:
+            if exc.trouble == "refused" and len(left) > 1:  # longer than the model's context
                 left.pop(0)
                 continue
             pause_s = exc.after_s or 5 * _PAUSE_S

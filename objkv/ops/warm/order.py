@@ -4,11 +4,6 @@ from array import array
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
-from typing import Final
-
-_AHEAD: Final = 64
-"""How far ``next`` looks for a prompt whose prefix the endpoint has computed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -18,7 +13,6 @@ class Task:
     name: str
     tokens: "array[int]"
     salt: str | None
-    adapter: str | None
     hashes: Sequence[bytes]
     """Prefix hashes of its whole chunks, at least one."""
     stored: int = 0
@@ -26,8 +20,6 @@ class Task:
     attempts: int = 0
     """Requests that failed, without busy answers."""
     busy: int = 0
-    saved_by_s: float = 0.0
-    """When it is sent again unless it is stored by then."""
 
 
 class Order:
@@ -44,8 +36,6 @@ class Order:
         self._claims: set[bytes] = set()
         self._waiting: defaultdict[bytes, list[Task]] = defaultdict(list)
         """The prompts that wait for each claimed chunk."""
-        self._homes: dict[bytes, object] = {}
-        """The endpoint that computed a first chunk, which is then in its prefix cache."""
         names: dict[bytes, bytes] = {}
         uses: Counter[bytes] = Counter()
         ready = []
@@ -63,21 +53,16 @@ class Order:
         """How many prompts have not ended."""
         return self._left
 
-    def next(self, endpoint: object) -> Task | None:
-        """Return the next prompt for ``endpoint`` and claim its missing chunks; None if all wait
-        or none is left. If ``stored`` says that all is stored, other prompts computed it."""
+    def next(self) -> Task | None:
+        """Return the next prompt and claim its missing chunks; None if all wait or none is left.
+        If ``stored`` says that all is stored, other prompts computed it."""
         while self._ready:
-            homes = (self._homes.get(one.hashes[0], endpoint) for one in self._ready)
-            near = (at for at, home in enumerate(islice(homes, _AHEAD)) if home is endpoint)
-            at = next(near, 0)
-            task = self._ready[at]
-            del self._ready[at]
+            task = self._ready.popleft()
             missing = self._missing(task)
             if missing and missing[0] in self._claims:
                 self._waiting[missing[0]].append(task)
                 continue
             self._claims.update(missing)
-            self._homes[task.hashes[0]] = endpoint
             return task
         return None
 

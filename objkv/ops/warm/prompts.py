@@ -6,7 +6,6 @@ object. An object is a request of OpenAI's API (``prompt`` or ``messages``, ``to
 Other fields are ignored: every request generates one token.
 """
 
-import glob
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,13 +54,16 @@ class WarmPrompt:
         assert [self.tokens, self.text, self.chat].count(None) == 2
 
 
-def read_prompts(places: Sequence[str]) -> Iterator[WarmPrompt]:
-    """Yield the prompts in files, files that match glob patterns, and standard input (``-``).
+def read_prompts(files: Sequence[str]) -> Iterator[WarmPrompt]:
+    """Yield the prompts in files and standard input (``-``).
 
     A ``.txt`` file is one prompt; any other file has one per line. Raises ``ConfigError`` with file
     and line, and immediately for a missing file.
     """
-    return _read(list(_files(places)))
+    for file in files:
+        if file != "-" and not Path(file).is_file():
+            raise ConfigError(f"{file}: no such file")
+    return _read(files)
 
 
 def _read(files: Sequence[str]) -> Iterator[WarmPrompt]:
@@ -89,21 +91,9 @@ def to_prompt(value: object, name: str) -> WarmPrompt:
     raise ConfigError(f"{name}: a prompt must be text, a list of token ids or an object")
 
 
-def _files(places: Sequence[str]) -> Iterator[str]:
-    for place in places:
-        if place == "-" or Path(place).is_file():
-            yield place
-            continue
-        found = sorted(file for file in glob.glob(place, recursive=True) if Path(file).is_file())
-        if not found:
-            raise ConfigError(f"{place}: no such file")
-        yield from found
-
-
 def _lines(file: str, opened: Any) -> Iterator[WarmPrompt]:
-    number = 0
-    while line := opened.readline(LINE_BYTES_MAX + 1):
-        number += 1
+    lines = iter(lambda: opened.readline(LINE_BYTES_MAX + 1), b"")
+    for number, line in enumerate(lines, 1):
         name = f"{file}:{number}"
         if len(line) > LINE_BYTES_MAX:
             raise ConfigError(f"{name}: longer than {LINE_BYTES_MAX >> 20} MiB")
@@ -123,7 +113,7 @@ def _of_request(value: Mapping[str, Any], name: str) -> WarmPrompt:
         value = value["body"]
         if not isinstance(value, Mapping):
             raise ConfigError(f"{name}: body must be an object")
-    names = ("prompt", "messages", "token_ids", "prompt_token_ids", "tokens", "text")
+    names = ("prompt", "messages", "token_ids")
     given = [key for key in names if value.get(key) is not None]
     if len(given) != 1:
         raise ConfigError(
@@ -137,7 +127,7 @@ def _of_request(value: Mapping[str, Any], name: str) -> WarmPrompt:
     }
     if given == ["messages"]:
         return WarmPrompt(name, chat=_chat(what, value, name), **common)
-    if isinstance(what, str) and given[0] in ("prompt", "text"):
+    if isinstance(what, str) and given == ["prompt"]:
         return WarmPrompt(name, text=what, **common)
     return WarmPrompt(name, tokens=_tokens(what, name), **common)
 

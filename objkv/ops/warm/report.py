@@ -1,6 +1,5 @@
-"""Limits, progress and report of a ``warm`` run: totals, and the prompts that failed."""
+"""Limits and report of a ``warm`` run: totals, and the prompts that failed."""
 
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -32,16 +31,14 @@ class Failure:
     why: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EndpointReport:
     """The totals of one endpoint."""
 
     name: str
-    answered: int
-    tokens: int
-    errors: int
-    is_down: bool
-    last_error: str
+    answered: int = 0
+    errors: int = 0
+    last_error: str = ""
 
 
 @dataclass(slots=True)
@@ -60,17 +57,13 @@ class WarmReport:
     """Prompts shorter than one chunk, which cannot be stored."""
     warmed: int = 0
     """Prompts stored now but not before."""
-    shared: int = 0
-    """Warmed prompts that needed no request, because other prompts have all their chunks."""
     failed: int = 0
     left: int = 0
     """Prompts not processed because of an early end."""
-    prompt_tokens: int = 0
-    """Tokens of all prompts."""
     asked_tokens: int = 0
     """Tokens of the prompts that were sent and answered."""
-    cached_tokens: int | None = None
-    """The part of ``asked_tokens`` loaded or found in an engine's cache; None if not reported."""
+    cached_tokens: int = 0
+    """The part of ``asked_tokens`` that was loaded or in an engine's cache, as far as reported."""
     saved_chunks: int = 0
     saved_bytes: int = 0
     """Newly stored bytes."""
@@ -100,14 +93,4 @@ class WarmReport:
 
     def plain(self) -> dict[str, Any]:
         """Return the JSON document."""
-        document = {"command": "warm", "complete": self.is_complete, **asdict(self)}
-        document["omitted"] = max(0, self.failed - len(self.failures))
-        return document
-
-
-@dataclass(frozen=True, slots=True)
-class WarmProgress:
-    """Callbacks for progress. They come from another thread."""
-
-    moved: Callable[[WarmReport], None] = lambda report: None
-    note: Callable[[str], None] = lambda text: None
+        return {"command": "warm", "complete": self.is_complete, **asdict(self)}

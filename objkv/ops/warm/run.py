@@ -7,14 +7,14 @@ stored prompts.
 
 import asyncio
 from array import array
-from collections.abc import Collection, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Thread
 from time import monotonic
-from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Any, Final
 
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.keys.identity import Identity
@@ -23,18 +23,15 @@ from objkv.ops.warm.endpoint import Endpoint, EndpointError
 from objkv.ops.warm.lookup import Found, PromptLookup, find_identity_of
 from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import WarmPrompt
-from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
+from objkv.ops.warm.report import WarmLimits, WarmReport
 
-T = TypeVar("T")
+Call = Callable[[Coroutine[Any, Any, None]], None]
 _BATCH: Final = 512
 """Prompts that are read, tokenized and looked up together."""
 _TOKENIZING, _FINDERS = 8, 8
 """Concurrent requests for token ids, and threads for index lookups."""
 _ROUNDS: Final = 6
 """Attempts to tokenize a prompt, per endpoint."""
-_SAVING_FACTOR: Final = 4
-"""Answered prompts with pending saves, per concurrent request."""
-_WATCH_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,59 +42,70 @@ class WarmJob:
     endpoints: Sequence[Endpoint] = ()
     identity: Identity | None = None
     """None: find the namespace with a probe."""
-    adapters: Mapping[str, bytes] = field(default_factory=dict)
-    """Content digests of LoRA adapters by their names in requests."""
-    base: Collection[str] = ()
-    """Further names of the base model in requests, in addition to those of the endpoints."""
     limits: WarmLimits = field(default_factory=WarmLimits)
-    progress: WarmProgress = field(default_factory=WarmProgress)
+    progress: Callable[[WarmReport], None] = lambda report: None
+    """Called as prompts end, from another thread."""
 
 
-def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str = "endpoints") -> WarmReport:
-    """Compute the prompts that are not stored. Closes the endpoints.
+def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str) -> WarmReport:
+    """Compute the prompts that are not stored; in mode ``check`` only report them, and endpoints,
+    if there are any, tokenize. Closes the endpoints.
 
     An interrupt, endpoints that no longer answer and an unreachable index end it, and the report
     shows that. Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
     """
-    assert job.endpoints
-    with _Loop() as loop, ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders:
+    assert job.endpoints or (mode == "check" and job.identity is not None)
+    every = iter(prompts)
+    with ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders, _calls() as call:
         run = _Run(job, WarmReport(mode), finders)
         try:
-            loop.call(run.check())
-            _add(loop, run, prompts)
-            loop.call(run.compute())
+            if job.endpoints:
+                call(run.check())
+            while batch := list(islice(every, _BATCH)):
+                call(run.add(batch))
+            if mode == "check":
+                for task in run.tasks:
+                    stored = f"{task.stored} of {len(task.hashes)} chunks are stored"
+                    run.report.fail(task.name, stored)
+            else:
+                call(run.compute())
         except KeyboardInterrupt:
             if run.report.ending != "interrupted":  # nothing was computed
                 raise
-            loop.call(run.look_once())
         finally:
-            loop.call(run.close())
+            call(run.close())
         return run.ended()
 
 
-def check_stored(job: WarmJob, prompts: Iterable[WarmPrompt]) -> WarmReport:
-    """Report which prompts are stored, without computing. Endpoints, if there are any, tokenize.
-    Raises ``ConfigError`` and ``StoreError``."""
-    assert job.identity is not None
-    with _Loop() as loop, ThreadPoolExecutor(_FINDERS, "objkv-warm-find") as finders:
-        run = _Run(job, WarmReport("check"), finders)
+@contextmanager
+def _calls() -> Iterator[Call]:
+    """Yield a function that runs a coroutine on the loop of another thread, because the caller's
+    may run one, as in a notebook. An interrupt of the caller cancels what it waits for."""
+    loop = asyncio.new_event_loop()
+    thread = Thread(target=loop.run_forever, name="objkv-warm", daemon=True)
+    thread.start()
+
+    def call(work: Coroutine[Any, Any, None]) -> None:
+        future = asyncio.run_coroutine_threadsafe(work, loop)
         try:
-            if job.endpoints:
-                loop.call(run.check())
-            _add(loop, run, prompts)
-        finally:
-            loop.call(run.close())
-        for task in run.tasks:
-            stored = f"{task.stored} of {len(task.hashes)} chunks are stored"
-            run.report.fail(task.name, stored)
-        return run.ended()
+            future.result()
+        except BaseException:
+            future.cancel()
+            asyncio.run_coroutine_threadsafe(_until_all_ended(), loop).result()
+            raise
+
+    try:
+        yield call
+    finally:
+        call(loop.shutdown_default_executor())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
 
-def _add(loop: "_Loop", run: "_Run", prompts: Iterable[WarmPrompt]) -> None:
-    """Read, tokenize and look up ``prompts``."""
-    every = iter(prompts)
-    while batch := list(islice(every, _BATCH)):
-        loop.call(run.add(batch))
+async def _until_all_ended() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 class _Run:
@@ -110,13 +118,11 @@ class _Run:
         self._order = Order(())
         self._finders = finders
         self._lookup: PromptLookup | None = None
-        self._changed, self._done = asyncio.Event(), asyncio.Event()
-        """Whether there may be another task to send, and whether none is left."""
-        self._saving: dict[Task, asyncio.Task[None]] = {}
-        """Answered prompts that are not stored so far."""
+        self._changed = asyncio.Event()
+        """Set when there may be another task to send, or an endpoint to send one to."""
         self._tokenizing = asyncio.Semaphore(_TOKENIZING)
         if job.identity is not None:
-            self._found_namespace(job.identity)
+            self._lookup = PromptLookup(job.view.index, job.identity)
 
     async def check(self) -> None:
         """Check all endpoints. Raises ``StoreUnavailable`` if none answers."""
@@ -129,60 +135,48 @@ class _Run:
                 return exc
             return None
 
-        errors = list(filter(None, await asyncio.gather(*map(error_of, self.job.endpoints))))
-        if not any(endpoint.model for endpoint in self.job.endpoints):
+        errors = await asyncio.gather(*map(error_of, self.job.endpoints))
+        if all(errors):
             raise StoreUnavailable("; ".join(map(str, errors)))
-        for error in errors:
-            self.job.progress.note(f"skipped for now: {error}")
 
     async def add(self, prompts: Sequence[WarmPrompt]) -> None:
         """Tokenize and look up ``prompts``, and add those that are not stored to ``tasks``."""
-        adapters = list(map(self._adapter, prompts))
         every = await asyncio.gather(*map(self._tokens, prompts))
         self.report.prompts += len(prompts)
-        known: list[tuple[WarmPrompt, str | None, array[int]]] = []
-        for prompt, adapter, tokens in zip(prompts, adapters, every, strict=True):
+        known: list[tuple[WarmPrompt, array[int]]] = []
+        for prompt, tokens in zip(prompts, every, strict=True):
             if isinstance(tokens, array):
-                known.append((prompt, adapter, tokens))
-                self.report.prompt_tokens += len(tokens)
+                known.append((prompt, tokens))
             else:
                 self.report.fail(prompt.name, tokens)
         if known and self._lookup is None:
-            await self._probe(known[0][2])
+            await self._probe(known[0][1])
         await asyncio.gather(*(self._add(*one) for one in known))
-        self.job.progress.moved(self.report)
+        self.job.progress(self.report)
 
     async def compute(self) -> None:
         """Compute until every prompt is stored or has failed, or nothing answers any more."""
-        if not self.tasks:
-            return
         self._order = Order(self.tasks)
         self.report.ending = "interrupted"  # unless it gets to the end
         started_s = monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                running = [group.create_task(self._watch())]
-                running += [
-                    group.create_task(self._work(endpoint, group))
-                    for endpoint in self.job.endpoints
-                    for _ in range(endpoint.at_once)
-                ]
-                await self._done.wait()
-                for one in running:  # such as those that wait for an endpoint that is down
-                    one.cancel()
+                while self._order:
+                    task = self._order.next()
+                    if task is None:
+                        self._changed.clear()
+                        await self._changed.wait()
+                    elif task.stored == len(task.hashes):  # other prompts have all its chunks
+                        self._end(task, is_stored=True)
+                    else:
+                        endpoint = await self._free_endpoint()
+                        endpoint.running += 1
+                        group.create_task(self._warm(task, endpoint))
             self.report.ending = "complete"
         except* StoreError as errors:
             self.report.ending, self.report.why = "unreachable", str(errors.exceptions[0])
         finally:
             self.report.seconds = monotonic() - started_s
-
-    async def look_once(self) -> None:
-        """Finish the answered prompts that are stored by now."""
-        try:
-            for task in list(self._saving):
-                self._finish(task, await self._find(task.hashes))
-        except StoreError:
-            return
 
     async def close(self) -> None:
         """Close the endpoints."""
@@ -195,29 +189,23 @@ class _Run:
         if self._lookup is not None:
             report.namespace = self._lookup.namespace
             report.model = self._lookup.identity.model
-        report.endpoints = [endpoint.report() for endpoint in self.job.endpoints]
+        report.endpoints = [endpoint.report for endpoint in self.job.endpoints]
         report.left = report.prompts - report.done
-        self.job.progress.moved(report)
+        self.job.progress(report)
         return report
-
-    def _adapter(self, prompt: WarmPrompt) -> str | None:
-        """Return the prompt's adapter, if any. Raises ``ConfigError`` for an unknown model."""
-        if prompt.model is None or prompt.model in self.job.adapters:
-            return prompt.model
-        base = {one.model for one in self.job.endpoints if one.model} | {*self.job.base}
-        if prompt.model in base:
-            return None
-        raise ConfigError(
-            f"{prompt.name}: model {prompt.model} is not {' or '.join(sorted(base))}; if it "
-            f"is a LoRA adapter, add --lora {prompt.model}=FOLDER, or its digest"
-        )
 
     async def _tokens(self, prompt: WarmPrompt) -> "array[int] | str":
         """Return the prompt's token ids, from the first endpoint that answers; or why there are
-        none."""
+        none. Raises ``ConfigError`` for a prompt of another model."""
+        endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
+        served = {endpoint.model for endpoint in endpoints}
+        if (identity := self.job.identity) is not None:
+            served |= {identity.model, identity.model.rpartition("/")[2]}
+        if prompt.model is not None and prompt.model not in served:
+            names = " or ".join(sorted(served))
+            raise ConfigError(f"{prompt.name}: model {prompt.model} is not {names}")
         if prompt.tokens is not None:
             return array("I", prompt.tokens)
-        endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
         if not endpoints:
             raise ConfigError(
                 f"{prompt.name}: is text, which a server tokenizes: name one with --endpoint, or "
@@ -244,96 +232,81 @@ class _Run:
             identity = await find_identity_of(
                 endpoints, tokens, view.bulk, view.index, wait_s=self.job.limits.save_s
             )
-            self._found_namespace(identity)
         except EndpointError as exc:
             raise StoreUnavailable(f"the first request failed: {exc}") from exc
+        self._lookup = PromptLookup(view.index, identity)
 
-    def _found_namespace(self, identity: Identity) -> None:
-        self._lookup = PromptLookup(self.job.view.index, identity, self.job.adapters)
-
-    async def _add(self, prompt: WarmPrompt, adapter: str | None, tokens: "array[int]") -> None:
+    async def _add(self, prompt: WarmPrompt, tokens: "array[int]") -> None:
         assert self._lookup is not None
-        hashes = self._lookup.hashes(tokens, prompt.salt, adapter)
+        hashes = self._lookup.hashes(tokens, prompt.salt)
         found = await self._find(hashes)
         if not hashes:
             self.report.short += 1
         elif found.is_all:
             self.report.stored_before += 1
         else:
-            task = Task(prompt.name, tokens, prompt.salt, adapter, hashes, found.usable)
-            self.tasks.append(task)
+            self.tasks.append(Task(prompt.name, tokens, prompt.salt, hashes, found.usable))
 
     async def _find(self, hashes: Sequence[bytes]) -> Found:
         assert self._lookup is not None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._finders, self._lookup.find, hashes)
 
-    async def _watch(self) -> None:
-        """Raise ``StoreUnavailable`` once no endpoint has answered for the time allowed."""
+    async def _free_endpoint(self) -> Endpoint:
+        """Wait for an endpoint that may compute one more prompt. Raises ``StoreUnavailable`` once
+        none has answered for the time allowed."""
+        endpoints = self.job.endpoints
         while True:
-            await asyncio.sleep(min(_WATCH_S, self.job.limits.gone_s))
-            since = [one.down_since_s for one in self.job.endpoints]
-            down = [moment_s for moment_s in since if moment_s is not None]
-            if self._saving or len(down) < len(since):
-                continue
-            if monotonic() - max(down) > self.job.limits.gone_s:
-                errors = "; ".join(one.report().last_error for one in self.job.endpoints)
+            now_s = monotonic()
+            free = [one for one in endpoints if one.running < one.at_once]
+            if ready := [one for one in free if one.not_before_s <= now_s]:
+                return min(ready, key=lambda one: (one.down_since_s is not None, one.running))
+            since = [one.down_since_s for one in endpoints if one.down_since_s is not None]
+            if len(since) == len(endpoints) and now_s - max(since) > self.job.limits.gone_s:
+                errors = "; ".join(one.report.last_error for one in endpoints)
                 raise StoreUnavailable(f"no endpoint answers any more: {errors}")
+            self._changed.clear()
+            with suppress(TimeoutError):
+                async with asyncio.timeout(
+                    min((one.not_before_s - now_s for one in free), default=None)
+                ):
+                    await self._changed.wait()
 
-    async def _work(self, endpoint: Endpoint, group: asyncio.TaskGroup) -> None:
-        """Send one prompt after the other to ``endpoint``."""
-        while True:
-            task = await self._next(endpoint)
-            try:
-                cached = await endpoint.compute(task.tokens, task.salt, task.adapter)
-            except (EndpointError, ConfigError) as exc:
-                # ConfigError: the API key is no longer accepted.
-                error = exc if isinstance(exc, EndpointError) else EndpointError("down", str(exc))
-                endpoint.failed(error)
-                self._retry(task, error)
-                continue
+    async def _warm(self, task: Task, endpoint: Endpoint) -> None:
+        """Have ``endpoint`` compute a prompt, and wait until it is stored."""
+        error: EndpointError | None
+        try:
+            cached = await endpoint.compute(task.tokens, task.salt)
             self.report.asked_tokens += len(task.tokens)
-            if cached is not None:
-                self.report.cached_tokens = (self.report.cached_tokens or 0) + cached
-            task.saved_by_s = monotonic() + self.job.limits.save_s
-            self._saving[task] = group.create_task(self._wait_until_stored(task))
+            self.report.cached_tokens += cached
+            error = await self._wait_until_stored(task)
+        except (EndpointError, ConfigError) as exc:
+            # ConfigError: another model is served now, or the API key is no longer accepted.
+            error = exc if isinstance(exc, EndpointError) else EndpointError("down", str(exc))
+            endpoint.failed(error)
+        finally:
+            endpoint.running -= 1
+            self._changed.set()
+        if error is not None:
+            self._retry(task, error)
 
-    async def _next(self, endpoint: Endpoint) -> Task:
-        """Wait for a prompt that ``endpoint`` may compute."""
-        saving_max = _SAVING_FACTOR * sum(one.at_once for one in self.job.endpoints)
+    async def _wait_until_stored(self, task: Task) -> EndpointError | None:
+        """End an answered prompt once all of it is stored; return an error if that takes long."""
+        limits = self.job.limits
+        ends_s, pause_s = monotonic() + limits.save_s, limits.pause_s
         while True:
-            await endpoint.ready()
-            is_full = len(self._saving) >= saving_max
-            task = None if is_full else self._order.next(endpoint)
-            if task is None:
-                self._changed.clear()
-                await self._changed.wait()
-            elif task.stored < len(task.hashes):
-                return task
-            else:  # other prompts have all its chunks
-                self.report.shared += 1
+            found = await self._find(task.hashes)
+            if found.is_all:
+                self.report.saved_chunks += found.chunks - task.stored
+                self.report.saved_bytes += sum(found.nbytes[task.stored :])
                 self._end(task, is_stored=True)
-
-    async def _wait_until_stored(self, task: Task) -> None:
-        pause_s = self.job.limits.pause_s
-        while not self._finish(task, found := await self._find(task.hashes)):
-            if monotonic() >= task.saved_by_s:
-                del self._saving[task]
+                return None
+            if monotonic() >= ends_s:
                 count = f"{found.usable} of {found.chunks} chunks were stored"
-                why = f"{count} {self.job.limits.save_s:.0f} s after it was computed"
-                self._retry(task, EndpointError("failed", why))
-                return
+                why = f"{count} {limits.save_s:.0f} s after it was computed"
+                return EndpointError("failed", why)
             await asyncio.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, 10 * self.job.limits.pause_s)
-
-    def _finish(self, task: Task, found: Found) -> bool:
-        """End an answered prompt if all of it is stored. Return whether it is."""
-        if found.is_all:
-            del self._saving[task]
-            self.report.saved_chunks += found.chunks - task.stored
-            self.report.saved_bytes += sum(found.nbytes[task.stored :])
-            self._end(task, is_stored=True)
-        return found.is_all
+            pause_s = min(1.5 * pause_s, 10 * limits.pause_s)
 
     def _retry(self, task: Task, error: EndpointError) -> None:
         """Send ``task`` once more, or give it up."""
@@ -356,45 +329,4 @@ class _Run:
         self.report.warmed += is_stored
         self._order.end(task, is_stored=is_stored)
         self._changed.set()
-        if not self._order:
-            self._done.set()
-        self.job.progress.moved(self.report)
-
-
-class _Loop:
-    """An event loop on its own thread, because the caller's may run one, as in a notebook. A
-    context manager. An interrupt of the caller cancels what it waits for."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._thread = Thread(target=self._loop.run_forever, name="objkv-warm", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.call(self._loop.shutdown_default_executor())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run ``work`` and return its result. Raises its exceptions."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            asyncio.run_coroutine_threadsafe(_until_all_ended(), self._loop).result()
-            raise
-
-
-async def _until_all_ended() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    await asyncio.gather(*others, return_exceptions=True)
+        self.job.progress(self.report)

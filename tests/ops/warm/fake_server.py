@@ -23,7 +23,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def main() -> None:
-    if "--model=broken" in sys.argv:
+    if "broken" in sys.argv:
         sys.exit("(EngineCore pid=7) ValueError: no such model.\nmore")
     print(*sys.argv[1:], os.environ["OBJKV_BULK_URL"], flush=True)
     if key := os.environ.get("VLLM_API_KEY"):

@@ -20,7 +20,6 @@ from objkv.stores.base import WriteStore
 from tests.support.samples import CHUNK, IDENTITY, payload_of, save_identity
 
 MODEL = "tiny"
-ADAPTER, ADAPTER_DIGEST = "lawyer", bytes(range(32))
 LONGEST = 40 * CHUNK
 Fault = Callable[["Handler"], bool]
 """Does something to a completion; whether it was answered."""
@@ -45,26 +44,20 @@ class Place:
     index: WriteIndex
     identity: Identity = IDENTITY
 
-    def stored(
-        self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
-    ) -> int:
-        hashes = self.hashes(tokens, salt, lora)
+    def stored(self, tokens: Sequence[int], salt: str | None = None) -> int:
+        hashes = self.hashes(tokens, salt)
         found = self.index.lookup(self.identity.namespace(), hashes) if hashes else []
         return sum(record is not None for record in found)
 
-    def hashes(
-        self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
-    ) -> list[bytes]:
-        extras = PromptExtras(salt=salt, lora_digest=lora)
+    def hashes(self, tokens: Sequence[int], salt: str | None = None) -> list[bytes]:
+        extras = PromptExtras(salt=salt)
         return prefix_hashes(self.identity.namespace(), tokens, CHUNK, extras)
 
-    def save(
-        self, tokens: Sequence[int], salt: str | None = None, lora: bytes | None = None
-    ) -> None:
+    def save(self, tokens: Sequence[int], salt: str | None = None) -> None:
         save_identity(self.bulk, self.identity)
         namespace = self.identity.namespace()
         parent = root_hash(namespace)
-        for number, name in enumerate(self.hashes(tokens, salt, lora)):
+        for number, name in enumerate(self.hashes(tokens, salt)):
             chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
             key = ChunkKey(namespace, name, 0)
             payload = payload_of(key, chunk, tokens, "none")
@@ -93,7 +86,6 @@ class FakeVllm:
         self.under_way: list[tuple[int, ...]] = []
         self.together: list[tuple[tuple[int, ...], ...]] = []
         """What was under way when each completion came."""
-        self.healthy = True
         self.lock = threading.Lock()
         self._server = _Server(("127.0.0.1", 0), Handler)
         self._server.fake = self
@@ -160,12 +152,10 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         fake = self.server.fake
-        if self.path == "/health":
-            self.answer(200 if fake.healthy else 500)
-        elif self.path == "/v1/models":
+        if self.path == "/v1/models":
             cards = [
                 {"id": fake.model, "root": "acme/tiny"},
-                {"id": ADAPTER, "root": "/adapters/x", "parent": fake.model},
+                {"id": "lawyer", "root": "/adapters/x", "parent": fake.model},
             ]
             self.answer(200, {"data": cards})
         else:
@@ -185,7 +175,7 @@ class Handler(BaseHTTPRequestHandler):
     def _complete(self, request: dict[str, Any]) -> None:
         fake = self.server.fake
         tokens, salt = tuple(request["prompt"]), request.get("cache_salt")
-        if request["model"] not in (fake.model, ADAPTER):
+        if request["model"] != fake.model:
             self.answer(
                 404, {"error": {"message": f"The model {request['model']} does not exist."}}
             )
@@ -193,9 +183,8 @@ class Handler(BaseHTTPRequestHandler):
         if len(tokens) >= LONGEST:
             self.answer(400, {"error": {"message": f"maximum context length is {LONGEST}"}})
             return
-        lora = ADAPTER_DIGEST if request["model"] == ADAPTER else None
         with fake.lock:
-            stored = fake.place.stored(tokens, salt, lora)
+            stored = fake.place.stored(tokens, salt)
             fake.asked.append(Asked(tokens, salt, request["model"], stored))
             fake.under_way.append(tokens)
             fake.together.append(tuple(fake.under_way))
@@ -206,7 +195,7 @@ class Handler(BaseHTTPRequestHandler):
             if fault is not None and fault(self):
                 return
             if fake.saves and request.get("kv_transfer_params") == {"objkv_put": True}:
-                fake.place.save(tokens, salt, lora)
+                fake.place.save(tokens, salt)
             usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": 0}}
             usage["prompt_tokens_details"] = {"cached_tokens": stored * CHUNK}
             self.answer(200, {"choices": [], "usage": usage})

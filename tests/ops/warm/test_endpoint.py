@@ -41,7 +41,7 @@ def computed(server: FakeVllm) -> int | None:
         async with opened(f"{server.url}/v1/", api_key="sesame") as endpoint:
             assert "sesame" not in repr(endpoint)
             await endpoint.check()
-            return await endpoint.compute(TOKENS, "salt", None)
+            return await endpoint.compute(TOKENS, "salt")
 
     return asyncio.run(work())
 
@@ -89,7 +89,7 @@ def test_what_an_answer_means_is_told_by_its_status(
 
 def test_who_is_not_let_in_is_told_what_to_give(server: FakeVllm) -> None:
     server.every = status(401)
-    with pytest.raises(ConfigError, match="--api-key"):
+    with pytest.raises(ConfigError, match="VLLM_API_KEY"):
         computed(server)
 
 
@@ -179,40 +179,31 @@ def test_an_answer_without_an_end_is_not_kept(
     assert raised.value.trouble == "failed"
 
 
-def test_one_that_does_not_answer_is_used_again_once_it_passes_a_check(
-    server: FakeVllm, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("errors", "pause_s"),
+    [
+        ([EndpointError("busy", "later", after_s=7.0)], 7.0),
+        ([EndpointError("busy", "later", after_s=1e9)], 120.0),
+        ([EndpointError("down", "gone")] * 9, 0.5),
+        ([EndpointError("refused", "too long", after_s=7.0)], 0.0),
+    ],
+)
+def test_an_endpoint_is_left_alone_for_as_long_as_its_errors_ask(
+    errors: list[EndpointError], pause_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint_module, "_FIRST_PAUSE_S", 0.01)
-
-    async def recover() -> None:
-        async with opened(server.url) as endpoint:
-            server.healthy = False
-            endpoint.failed(EndpointError("down", "refused"))
-            waiting = asyncio.create_task(endpoint.ready())
-            while endpoint.report().errors < 2:  # a check has failed meanwhile
-                await asyncio.sleep(0.01)
-            assert not waiting.done()
-            assert endpoint.down_since_s is not None
-            server.healthy = True
-            await asyncio.wait_for(waiting, 60)
-            assert endpoint.down_since_s is None
-
-    asyncio.run(recover())
-
-
-def test_a_busy_one_is_left_alone_for_as_long_as_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
-    moment_s = [100.0]
-
-    async def sleep(seconds: float) -> None:
-        pauses.append(seconds)
-        moment_s[0] += seconds
-
-    monkeypatch.setattr(endpoint_module, "monotonic", lambda: moment_s[0])
-    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(endpoint_module, "monotonic", lambda: 100.0)
     endpoint = Endpoint("http://127.0.0.1:1")
-    endpoint.failed(EndpointError("busy", "later", after_s=7.0))
-    asyncio.run(endpoint.ready())
-    endpoint.failed(EndpointError("busy", "later", after_s=1e9))
-    asyncio.run(endpoint.ready())
-    assert pauses == [7.0, 120.0]
+    for error in errors:  # of requests that were sent together
+        endpoint.failed(error)
+    assert max(0.0, endpoint.not_before_s - 100.0) == pause_s
+
+
+def test_one_that_stays_down_is_tried_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    endpoint, now_s, pauses = Endpoint("http://127.0.0.1:1"), 100.0, []
+    for _ in range(9):
+        monkeypatch.setattr(endpoint_module, "monotonic", lambda at=now_s: at)
+        endpoint.failed(EndpointError("down", "gone"))
+        pauses.append(endpoint.not_before_s - now_s)
+        now_s = endpoint.not_before_s
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert endpoint.down_since_s == 100.0

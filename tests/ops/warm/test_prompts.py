@@ -17,7 +17,6 @@ MESSAGES = [{"role": "user", "content": "hello"}]
         ("tell me", WarmPrompt("p", text="tell me")),
         ([1, 2], WarmPrompt("p", tokens=(1, 2))),
         ({"prompt": "tell me"}, WarmPrompt("p", text="tell me")),
-        ({"text": "tell me"}, WarmPrompt("p", text="tell me")),
         ({"prompt": [1, 2]}, WarmPrompt("p", tokens=(1, 2))),
         ({"token_ids": [1, 2], "max_tokens": 9}, WarmPrompt("p", tokens=(1, 2))),
         ({"prompt": "x", "cache_salt": "s"}, WarmPrompt("p", text="x", salt="s")),
@@ -60,11 +59,11 @@ def test_what_is_no_prompt_is_named(value: Any, words: str) -> None:
     assert words in str(raised.value)
 
 
-def test_files_patterns_and_whole_texts_are_read(tmp_path: Path) -> None:
+def test_files_and_whole_texts_are_read(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl").write_text('[1, 2]\n\n{"prompt": "x"}\n')
     (tmp_path / "a.jsonl").write_text('"y"')
     (tmp_path / "c.txt").write_text("one\ntwo")
-    found = list(read_prompts([str(tmp_path / "*.jsonl"), str(tmp_path / "c.txt")]))
+    found = list(read_prompts([str(tmp_path / name) for name in ("a.jsonl", "b.jsonl", "c.txt")]))
     assert [prompt.name for prompt in found] == [
         f"{tmp_path}/a.jsonl:1",
         f"{tmp_path}/b.jsonl:1",

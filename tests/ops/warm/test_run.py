@@ -15,13 +15,11 @@ from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.lookup import PromptLookup
 from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import Chat, WarmPrompt
-from objkv.ops.warm.report import WarmLimits, WarmProgress, WarmReport
-from objkv.ops.warm.run import WarmJob, check_stored, warm_by
+from objkv.ops.warm.report import WarmLimits, WarmReport
+from objkv.ops.warm.run import WarmJob, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
-    ADAPTER,
-    ADAPTER_DIGEST,
     LONGEST,
     FakeVllm,
     Gate,
@@ -57,18 +55,13 @@ def place(bulk: MemoryStore, index: MemoryIndex) -> Place:
 class Run:
     """One run of ``warm`` in this process."""
 
-    def __init__(
-        self, place: Place, *servers: FakeVllm, at_once: int = 4, answer_s: float = 60.0
-    ) -> None:
+    def __init__(self, place: Place, *servers: FakeVllm, at_once: int = 4) -> None:
         view = view_of(place.bulk, place.index)  # type: ignore[arg-type]
-        self.notes: list[str] = []
-        endpoints = [Endpoint(server.url, at_once=at_once, answer_s=answer_s) for server in servers]
-        progress = WarmProgress(note=self.notes.append)
-        adapters = {ADAPTER: ADAPTER_DIGEST}
-        self.job = WarmJob(view, endpoints, None, adapters, limits=QUICK, progress=progress)
+        endpoints = [Endpoint(server.url, at_once=at_once) for server in servers]
+        self.job = WarmJob(view, endpoints, limits=QUICK)
 
     def __call__(self, prompts: Sequence[WarmPrompt], limits: WarmLimits = QUICK) -> WarmReport:
-        return warm_by(replace(self.job, limits=limits), prompts)
+        return warm_by(replace(self.job, limits=limits), prompts, "endpoints")
 
 
 def test_everything_is_computed_once_and_stored_when_it_is_done(place: Place) -> None:
@@ -87,23 +80,21 @@ def test_equal_prompts_are_computed_once(place: Place) -> None:
     with FakeVllm(place) as server:
         report = Run(place, server)(prompts_of(SHARED, SHARED, SHARED[:CHUNK], SHARED))
     assert len(server.real) == 1
-    assert (report.warmed, report.shared) == (4, 3)
+    assert report.warmed == 4
 
 
-def test_salts_and_adapters_share_nothing(place: Place) -> None:
-    prompts = [
-        WarmPrompt("plain", tokens=SHARED),
-        WarmPrompt("salted", tokens=SHARED, salt="acme"),
-        WarmPrompt("adapter", tokens=SHARED, model=ADAPTER),
-    ]
+def test_salts_share_nothing(place: Place) -> None:
+    prompts = [WarmPrompt("plain", tokens=SHARED), WarmPrompt("salted", tokens=SHARED, salt="acme")]
     with FakeVllm(place) as server:
         report = Run(place, server)(prompts)
-    assert report.warmed == 3
-    assert sorted((one.salt, one.model) for one in server.real if one.salt is None) == [
-        (None, ADAPTER),
-        (None, server.model),
-    ]
-    assert place.stored(SHARED, "acme") == place.stored(SHARED, None, ADAPTER_DIGEST) == 2
+    assert (report.warmed, len(server.real)) == (2, 2)
+    assert place.stored(SHARED, "acme") == place.stored(SHARED) == 2
+
+
+def test_a_prompt_of_another_model_or_an_adapter_is_refused(place: Place) -> None:
+    with FakeVllm(place) as server, pytest.raises(ConfigError, match="p0: model lawyer is not"):
+        Run(place, server)(prompts_of(SHARED, model="lawyer"))
+    assert server.real == []
 
 
 def test_text_and_messages_are_tokenized_by_the_endpoint(place: Place) -> None:
@@ -185,7 +176,6 @@ def test_an_endpoint_that_dies_is_left_to_the_others(place: Place) -> None:
     assert report.warmed == 20
     dead, alive = report.endpoints
     assert dead.errors > 0
-    assert not alive.is_down
     assert alive.answered > dead.answered
 
 
@@ -204,8 +194,6 @@ def test_when_no_endpoint_answers_any_more_it_ends_and_says_why(place: Place) ->
         )
     assert (report.ending, report.warmed, report.left) == ("unreachable", 2, 4)
     assert report.why.startswith(f"no endpoint answers any more: {server.url}")
-    [endpoint] = report.endpoints
-    assert endpoint.is_down
 
 
 def test_when_the_index_fails_it_ends_and_says_why(
@@ -287,7 +275,7 @@ def test_an_interruption_ends_requests_and_the_next_run_goes_on(
                 is_interrupted.set()
                 os.kill(os.getpid(), signal.SIGINT)
 
-        run.job = replace(run.job, progress=WarmProgress(moved=interrupt))
+        run.job = replace(run.job, progress=interrupt)
         first = run(prompts, replace(QUICK, save_s=30))
         gate.opened.set()
     assert (first.ending, first.warmed, first.left) == ("interrupted", 3, 5)
@@ -304,26 +292,7 @@ def names(*letters: str) -> list[bytes]:
 
 
 def task_of(hashes: Sequence[bytes]) -> Task:
-    return Task("p", array("I"), None, None, hashes)
-
-
-def test_prompts_of_one_tree_go_to_the_endpoint_that_has_their_prefix() -> None:
-    order = Order([task_of(names(*one)) for one in ("ab", "xb", "ac", "xc", "ad")])
-
-    def begun(endpoint: str) -> bytes:
-        task = order.next(endpoint)
-        assert task is not None
-        return task.hashes[-1]
-
-    first = order.next("one")
-    second = order.next("two")
-    assert first is not None
-    assert second is not None
-    assert order.next("one") is None, "all others wait"
-    order.end(second, is_stored=True)
-    order.end(first, is_stored=True)
-    assert (begun("two"), begun("one")) == (b"xc", b"ac")
-    assert begun("two") == b"ad", "rather another's than none"
+    return Task("p", array("I"), None, hashes)
 
 
 def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> None:
@@ -335,7 +304,7 @@ def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> No
         )
         under_way, computed, done = list[Task](), set[bytes](), 0
         while order:
-            while (task := order.next(source.choice("xy"))) is not None:
+            while (task := order.next()) is not None:
                 missing = set(task.hashes[task.stored :])
                 if not missing:
                     assert set(task.hashes) <= computed
@@ -364,6 +333,6 @@ def test_a_check_with_an_endpoint_tokenizes_and_computes_nothing(place: Place) -
     prompts = [WarmPrompt("text", text=" ".join(map(str, SHARED)))]
     with FakeVllm(place) as server:
         job = replace(Run(place, server).job, identity=IDENTITY)
-        report = check_stored(job, [*prompts, *prompts_of(SHARED + tail(1))])
+        report = warm_by(job, [*prompts, *prompts_of(SHARED + tail(1))], "check")
     assert (report.stored_before, report.failed, server.asked) == (1, 1, [])
     assert report.failures[0].why == "2 of 3 chunks are stored"
