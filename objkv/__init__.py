@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from objkv.client.results import Chunk, Match, Namespace, PinnedPrefix
     from objkv.client.warming import warm
     from objkv.ops.audit.report import AuditReport
-    from objkv.ops.explain.causes import Explanation
+    from objkv.ops.explain import Explanation
     from objkv.ops.warm.report import WarmReport
 
 __all__ = [
@@ -58,7 +58,7 @@ _PLACES = {
     "objkv.client.client": ("Client", "open"),
     "objkv.client.results": ("Chunk", "Match", "Namespace", "PinnedPrefix"),
     "objkv.ops.audit.report": ("AuditReport",),
-    "objkv.ops.explain.causes": ("Explanation",),
+    "objkv.ops.explain": ("Explanation",),
     "objkv.ops.warm.report": ("WarmReport",),
 }
 """The module of each other name. It is imported at the name's first use, which takes a second."""

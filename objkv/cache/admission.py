@@ -15,6 +15,7 @@ with the model. So the more requests wait, the more time a load saves (``docs/sc
 cost of ignoring them).
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
@@ -22,6 +23,8 @@ from typing import Literal, NamedTuple
 
 from objkv.cache.speed import Typical
 from objkv.telemetry import Recorder
+
+logger = logging.getLogger(__name__)
 
 Tier = Literal["hot", "bulk"]
 Mode = Literal["auto", "always", "never"]
@@ -87,6 +90,7 @@ class AdmissionPolicy:
         self._mode, self._recorder, self._clock = mode, recorder, clock
         self._tiers: dict[Tier, _TierCost] = {"hot": _TierCost(), "bulk": _TierCost()}
         self._prefill = Typical()
+        self._has_logged = False
 
     def loaded(self, tier: Tier, nbytes: int, load: LoadTime) -> None:
         """Record a successful load of ``nbytes``, as stored, from ``tier``."""
@@ -122,6 +126,13 @@ class AdmissionPolicy:
             refused = sum(chunk.tokens for chunk in chunks[admitted:])
             self._recorder.count("admission_refused_tokens", refused)
             self._recorder.count("admission_refused" if admitted == 0 else "admission_cut")
+            if not self._has_logged:
+                self._has_logged = True
+                logger.info(
+                    "not loading stored tokens, computing them is faster here tokens=%d, the "
+                    "first of those that admission_refused and admission_cut count",
+                    refused,
+                )
         return admitted
 
     def _is_due(self, chunks: Sequence[ChunkSize]) -> bool:

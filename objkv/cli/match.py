@@ -9,14 +9,15 @@ from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ObjkvError
-from objkv.ops.explain.causes import Explanation, Question
-from objkv.ops.explain.explain import explain_match
+from objkv.ops.explain import Explanation, Question, explain_match, found_chunks
 from objkv.ops.formats import age, size
 from objkv.ops.listing import find_identity
 from objkv.ops.match import MatchReport, match_prompt
 
 if TYPE_CHECKING:
     from objkv.agent.prefetch import Matched
+
+_AGENT_S = 5.0
 
 
 @command
@@ -42,6 +43,7 @@ def match(
     with session.backends() as backends:
         identity = find_identity(backends.bulk, backends.index, namespace)
         report = match_prompt(backends.index, identity, prompt, extras)
+        agent = _ask_agent(session, report)
         why = None
         if explain:
             with session.out.waiting("explaining the match"):
@@ -55,47 +57,53 @@ def match(
                         report=report,
                         seal=seal_of(session, backends, report.namespace),
                         ttl_s=session.config.ttl_s,
+                        agent=agent,
                     )
                 )
-    memory = _in_memory(session, report)
+    memory = None if isinstance(agent, str) else agent
     if session.out.machine:
         more = {"explanation": plain(why)} if why else {}
         if memory is not None:
             more["memory"] = plain(memory)
         session.out.document({**plain(report), **more})
         return FINE
-    _print(session.out, report, report.usable_tokens if why is None else why.served_tokens)
+    found = found_chunks(report, memory) * report.chunk_tokens
+    _print(session.out, report, found if why is None else why.served_tokens)
     if memory is not None:
         session.out.line(
             f"{memory.resident_payloads:,} of {counted(memory.payloads, 'payload')} are in this "
             f"node's memory, {size(memory.resident_bytes)}"
         )
+    elif isinstance(agent, str):
+        session.out.line(agent, "yellow")
     if why is not None:
-        _print_reason(session.out, why)
+        _print_reason(session.out, why, report)
     return FINE
 
 
-def _in_memory(session: Session, report: MatchReport) -> "Matched | None":
-    """Return what the node's agent has of the prompt; None without an agent that answers."""
-    if not report.chunks:
-        return None
+def _ask_agent(session: Session, report: MatchReport) -> "Matched | str | None":
+    """Return what the node's agent has of the prompt; why one that the settings name does not
+    answer; None without an agent."""
     from objkv.config.node import agent_socket, http_path
     from objkv.ops.agent_api import AgentApi, AskedPrompt  # late: `--help` must start at once
 
     prompt = AskedPrompt(report.namespace, hashes=[one.prefix_hash for one in report.chunks])
     try:
         where = agent_socket(session.config)
-        return None if where is None else AgentApi(http_path(where), answer_s=1.0).match(prompt)
-    except ObjkvError:
-        return None
+        if where is None or not report.chunks:
+            return None
+        return AgentApi(http_path(where), answer_s=_AGENT_S).match(prompt)
+    except ObjkvError as exc:
+        return str(exc) if session.config.agent.startswith("unix:") else None
 
 
-def _print_reason(out: Printer, why: Explanation) -> None:
+def _print_reason(out: Printer, why: Explanation, report: MatchReport) -> None:
     out.line()
     if why.chunk is None:
         out.line(f"why: {why.sentence}", "bold")
     else:
-        where = f"chunk {why.chunk + 1}, tokens {why.token_start:,}-{why.token_end:,}"
+        chunk = report.chunks[why.chunk]
+        where = f"chunk {why.chunk + 1}, tokens {chunk.token_start:,}-{chunk.token_end:,}"
         out.line(f"why: the match ends at {where}: {why.sentence}", "bold")
     for text in why.evidence:
         out.line(f"  found: {text}")
@@ -118,7 +126,7 @@ def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:
                     f"{chunk.token_start:,}-{chunk.token_end:,}",
                     chunk.prefix_hash.hex(),
                     _stored(chunk.payloads, chunk.groups_missing),
-                    "yes" if chunk.usable and chunk.token_end <= served_tokens else "no",
+                    "yes" if chunk.token_end <= served_tokens else "no",
                     size(chunk.nbytes) if chunk.payloads else "-",
                     chunk.hits,
                     age(chunk.created_s),

@@ -25,8 +25,7 @@ from objkv.ops.audit.audit import Audit, audit_options, audit_stages
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
 from objkv.ops.chat import LocalTokenizer
-from objkv.ops.explain.causes import Explanation, Question
-from objkv.ops.explain.explain import explain_match
+from objkv.ops.explain import Explanation, Question, explain_match
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Walk, find_places, read_view
 from objkv.ops.listing import find_namespace

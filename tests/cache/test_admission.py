@@ -64,12 +64,18 @@ def test_nothing_measured_means_everything_is_loaded() -> None:
     assert admission.admit(chunks(5)) == 5
 
 
-def test_a_load_that_would_lose_is_refused_and_counted_unless_others_wait_behind_it() -> None:
+def test_a_load_that_would_lose_is_refused_and_counted_unless_others_wait_behind_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO")
     recorder = MemoryRecorder()
     admission = taught(ManualClock(1e6), bulk_mb_s=20, recorder=recorder)  # 50 ms against 25.6
     assert admission.admit(chunks(8)) == 0
     assert recorder.value("admission_refused") == 1
     assert recorder.value("admission_refused_tokens") == 8 * 256
+    assert admission.admit(chunks(8)) == 0
+    assert "not loading stored tokens" in caplog.text
+    assert len(caplog.records) == 1, "each line is logged once"
     assert admission.admit(chunks(8), waiting=1) == 8
 
 

@@ -8,7 +8,7 @@ from objkv.config import Config
 from objkv.errors import ConfigError
 from objkv.ops.doctor import agent as module
 from objkv.ops.doctor.agent import check_agent
-from tests.agent.world import Node, http_of, put_policy
+from tests.agent.world import Node
 from tests.support.agents import agent_folder
 
 

@@ -21,7 +21,7 @@ from objkv.ops.demo import DemoReport, DemoRow
 from objkv.ops.diff import Difference
 from objkv.ops.doctor.access import Access
 from objkv.ops.doctor.doctor import DoctorReport
-from objkv.ops.explain.causes import Explanation
+from objkv.ops.explain import Explanation
 from objkv.ops.gpu_check import GpuReport
 from objkv.ops.inventory.findings import Doubt
 from objkv.ops.inventory.tree import Branch, PrefixSummary

@@ -177,10 +177,15 @@ class Engine:
         return config
 
     def run(
-        self, prompts: Sequence[Sequence[int]], *, max_tokens: int = 3, **transfer: Any
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int = 3,
+        salt: str | None = None,
+        **transfer: Any,
     ) -> list[Answer]:
         """Answers to prompts that arrive at once. ``transfer``: their ``kv_transfer_params``."""
-        answers = {self._add(prompt, max_tokens, transfer): Answer() for prompt in prompts}
+        answers = {self._add(prompt, max_tokens, transfer, salt): Answer() for prompt in prompts}
         deadline = time.monotonic() + _PATIENCE_S
         while self.scheduler.has_unfinished_requests():
             assert time.monotonic() < deadline
@@ -200,7 +205,9 @@ class Engine:
             self._step({})
         assert self.scheduler.reset_prefix_cache()
 
-    def _add(self, prompt: Sequence[int], max_tokens: int, transfer: dict[str, Any]) -> str:
+    def _add(
+        self, prompt: Sequence[int], max_tokens: int, transfer: dict[str, Any], salt: str | None
+    ) -> str:
         from vllm import SamplingParams
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -215,7 +222,8 @@ class Engine:
         )
         params.update_from_generation_config({}, None)
         hasher = get_request_block_hasher(self._sizes[1], hash_function)
-        self.scheduler.add_request(Request(name, list(prompt), params, None, block_hasher=hasher))
+        request = Request(name, list(prompt), params, None, cache_salt=salt, block_hasher=hasher)
+        self.scheduler.add_request(request)
         return name
 
     def _step(self, answers: dict[str, Answer]) -> None:

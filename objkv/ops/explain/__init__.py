@@ -1,1 +1,0 @@
-"""``objkv match --explain``: why a prompt's prefix is or is not stored."""
