@@ -4,7 +4,7 @@ A new subcommand is one line in ``GROUPS`` and one module in this folder. Import
 takes ten times longer than printing the list.
 """
 
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator
 from importlib import import_module
 from typing import Annotated, Any, Final
 
@@ -13,8 +13,6 @@ from typer.core import TyperGroup
 from typer.main import get_group
 
 from objkv import __version__
-from objkv.cli.command import with_common_options
-from objkv.cli.options import CommonOptions
 
 GROUPS: Final = {
     "Inspect": {
@@ -64,44 +62,38 @@ GROUPS: Final = {
 COMMANDS: Final = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 
 
-class CommandTable(MutableMapping[str, Any]):
-    """Click commands by name. A command's module is imported when the command is read."""
-
-    def __init__(self) -> None:
-        self._loaded: dict[str, Any] = {}
-
-    def __getitem__(self, name: str) -> Any:
-        if name not in self._loaded:
-            module, _, attribute = COMMANDS[name][0].partition(":")
-            found = getattr(import_module(f"objkv.cli.{module}"), attribute)
-            group = typer.Typer(add_completion=False, rich_markup_mode=None)
-            group.command(name)(found)
-            self._loaded[name] = get_group(group).commands[name]
-        return self._loaded[name]
-
-    def __setitem__(self, name: str, command: Any) -> None:
-        self._loaded[name] = command
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError("a subcommand cannot be removed")
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(COMMANDS)
-
-    def __len__(self) -> int:
-        return len(COMMANDS)
-
-
 class Commands(TyperGroup):
-    """The group of all subcommands."""
+    """The group of all subcommands. A command's module is imported when the command is used."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands = CommandTable()
+        self.commands: dict[str, Any] = dict.fromkeys(COMMANDS)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of ``COMMANDS``."""
         return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Return the Click command; None if there is none of this name."""
+        if cmd_name in COMMANDS and self.commands[cmd_name] is None:
+            module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+            found = getattr(import_module(f"objkv.cli.{module}"), attribute)
+            group = typer.Typer(add_completion=False, rich_markup_mode=None)
+            group.command(cmd_name)(found)
+            self.commands[cmd_name] = get_group(group).commands[cmd_name]
+        return self.commands.get(cmd_name)
+
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """Complete the name of a subcommand without importing any."""
+        if incomplete.startswith("-"):
+            return super().shell_complete(ctx, incomplete)
+        from typer._click.shell_completion import CompletionItem
+
+        return [
+            CompletionItem(name, help=sentence)
+            for name, (_, sentence) in COMMANDS.items()
+            if name.startswith(incomplete)
+        ]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the list of subcommands without importing them."""
@@ -153,10 +145,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-@with_common_options
 def root(
-    ctx: typer.Context,
-    options: CommonOptions,
     version: Annotated[
         bool,
         typer.Option(
@@ -164,17 +153,17 @@ def root(
         ),
     ] = False,
 ) -> None:
-    """Keep the options before the command's name."""
-    ctx.obj = options
+    """Do nothing: the subcommand does."""
 
 
 def all_commands() -> Iterator[tuple[str, Any]]:
     """Yield ``objkv`` and each command, as (``objkv ls``, Click command). Imports every module of
     the command line."""
     group = get_group(app)
+    assert isinstance(group, Commands)
     yield "objkv", group
-    for name, command in group.commands.items():
-        yield f"objkv {name}", command
+    for name in COMMANDS:
+        yield f"objkv {name}", group.get_command(None, name)
 
 
 def main() -> None:

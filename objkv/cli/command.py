@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import wraps
@@ -93,34 +93,16 @@ def command(work: Callable[..., int]) -> Callable[..., None]:
     Adds the common options. An error becomes one sentence on standard error and an exit code.
     """
     own = list(inspect.signature(work).parameters.values())[1:]
-
-    def run(ctx: typer.Context, options: CommonOptions, **values: Any) -> None:
-        before = ctx.obj or CommonOptions()  # a program of one command has no options before it
-        options = before.then(options)
-        raise typer.Exit(guarded(lambda: work(_session(options), **values), debug=options.debug))
-
-    run.__name__, run.__doc__ = work.__name__, work.__doc__
-    return with_common_options(run, own)
-
-
-def with_common_options(
-    run: Callable[..., None], own: Sequence[inspect.Parameter] | None = None
-) -> Callable[..., None]:
-    """Turn ``run(ctx, options, its own options…)`` into a function that typer can call. ``own``:
-    the latter, if ``run`` does not declare them."""
-    if own is None:
-        own = list(inspect.signature(run).parameters.values())[2:]
     common = inspect.signature(CommonOptions).parameters.values()
-    context = inspect.Parameter("ctx", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context)
     parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *common)]
 
-    @wraps(run)
-    def called(ctx: typer.Context, **values: Any) -> None:
+    @wraps(work)
+    def called(**values: Any) -> None:
         options = CommonOptions(**{f.name: values.pop(f.name) for f in fields(CommonOptions)})
-        run(ctx, options, **values)
+        raise typer.Exit(guarded(lambda: work(_session(options), **values), debug=options.debug))
 
-    called.__signature__ = inspect.Signature([context, *parameters])  # type: ignore[attr-defined]
-    called.__annotations__ = {p.name: p.annotation for p in (context, *parameters)}
+    called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
     return called
 
 
@@ -158,7 +140,7 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
             # The machine refused, as with a full disk or a folder of another user: no bug.
             place = f"{exc.filename}: " if exc.filename else ""
             return _say(f"{place}{exc.strerror or exc}", WRONG_USAGE)
-        sentence = f"a bug in objkv: {type(exc).__name__}: {exc}; objkv --debug shows where"
+        sentence = f"a bug in objkv: {type(exc).__name__}: {exc}; --debug shows where"
         return _say(sentence, BUG)
 
 

@@ -24,7 +24,7 @@ Output = Literal["table", "json", "wide"]
 
 @dataclass(frozen=True, slots=True)
 class CommonOptions:
-    """The options of every command, given before or after its name."""
+    """The options of every command."""
 
     bulk_url: Annotated[
         str | None, typer.Option(help="Bulk store; overrides OBJKV_BULK_URL.", metavar="URL")
@@ -55,20 +55,6 @@ class CommonOptions:
     def form(self) -> Output:
         """The form of the result."""
         return "json" if self.json else self.output or "table"
-
-    def then(self, later: "CommonOptions") -> "CommonOptions":
-        """Return these options with those of ``later``, which were given after the command."""
-        form = self if not later.json and later.output is None else later
-        return replace(
-            later,
-            bulk_url=self.bulk_url if later.bulk_url is None else later.bulk_url,
-            index_url=self.index_url if later.index_url is None else later.index_url,
-            config=self.config if later.config is None else later.config,
-            output=form.output,
-            json=form.json,
-            no_color=self.no_color or later.no_color,
-            debug=self.debug or later.debug,
-        )
 
 
 def time_option(

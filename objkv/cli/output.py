@@ -4,7 +4,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, Final
 
@@ -14,7 +14,6 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
-    SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
@@ -103,17 +102,6 @@ class Printer:
         self._progress.print(Text(printable(text), style="yellow"), soft_wrap=True)
 
     @contextmanager
-    def counting(self, what: str) -> Iterator[Callable[[int], None]]:
-        """Yield a function that takes the number done so far. Shown on a terminal only."""
-        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        disable = not self._progress.is_terminal
-        with Progress(
-            *columns, console=self._progress, transient=True, disable=disable
-        ) as progress:
-            task = progress.add_task(what, total=None)
-            yield lambda done: progress.update(task, description=f"{what}: {done:,}")
-
-    @contextmanager
     def steps(self, what: str) -> Iterator[Callable[[int, int | None], None]]:
         """Yield a function that takes the number of entries done and of all, None if the latter is
         unknown. Shown on a terminal only."""
@@ -131,11 +119,9 @@ class Printer:
             task = progress.add_task(what, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
-    @contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Show a spinner on a terminal within the block."""
-        with self.counting(what):
-            yield
+    def waiting(self, what: str) -> AbstractContextManager[object]:
+        """Return a context manager that shows a spinner on a terminal."""
+        return self._progress.status(what)
 
 
 def rich_table(

@@ -56,7 +56,7 @@ def test_an_interrupt_is_told_on_a_line_of_its_own(
 def test_a_bug_is_a_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert raising(ZeroDivisionError("by zero")) == 70
     told = capsys.readouterr()
-    assert told.err.startswith("objkv: a bug in objkv: ZeroDivisionError: by zero; objkv --debug")
+    assert told.err.startswith("objkv: a bug in objkv: ZeroDivisionError: by zero; --debug")
     assert told.out == ""
 
 
@@ -66,7 +66,7 @@ def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_debug_shows_where_an_error_comes_from(run: Run) -> None:
-    ran = run("--debug", "ls", "--index-url", "redis://127.0.0.1:1")
+    ran = run("ls", "--debug", "--index-url", "redis://127.0.0.1:1")
     assert ran.code == 3
     assert "Traceback (most" in ran.err
     assert ran.err.splitlines()[-1].startswith("objkv: redis index")
