@@ -1,30 +1,25 @@
-"""``docs/reference/cli.md``: commands, options and JSON keys from ``objkv/cli``, the other words
-from ``cli_page.txt``."""
+"""``docs/reference/cli.md``: commands and options from ``objkv/cli``, the other words from
+``cli_page.txt``."""
 
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, is_dataclass
-from itertools import groupby
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import fields
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, is_typeddict
+from typing import Any
 
 from typer.core import TyperArgument, TyperOption
 
 from objkv.cli.app import COMMANDS, all_commands
 from objkv.cli.options import CommonOptions
-from tests.support.documents import DOCUMENTS, Key, RunKeys, keys_of
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
 WORDS = Path(__file__).with_name("cli_page.txt")
 NUMBER = re.compile(r"<(?:int|integer|float)(?: range)?>")
 COMMON = {field.name for field in fields(CommonOptions)}
-KINDS = {
-    int: "integer", float: "number", bool: "true or false", str: "text", bytes: "hash", Any: "any",
-}  # fmt: skip
-WIDTH = 115
+WIDTH = 100
 
 
 def commands() -> list[tuple[str, Any]]:
@@ -76,87 +71,37 @@ def bounds(brackets: str) -> str:
     return f"{text[0].upper()}{text[1:]}." if text else ""
 
 
-def section(path: str, command: Any, words: str) -> Iterator[str]:
-    """The lines about one command."""
-    context = command.make_context(path.split()[-1], [], resilient_parsing=True)
-    yield from (f"## {path}", "", *paragraphs(command.help))
-    pieces = " ".join(command.collect_usage_pieces(context))
-    yield from ("```", f"{path} {pieces}".rstrip(), "```", "")
-    shared = {p.name for p in command.params} >= COMMON
-    own = [
+def own_options(command: Any) -> list[Any]:
+    """A command's arguments and options, without the common ones."""
+    return [
         p
         for p in command.params
         if isinstance(p, TyperArgument)
-        or (isinstance(p, TyperOption) and not p.hidden and not (shared and p.name in COMMON))
+        or (isinstance(p, TyperOption) and not p.hidden and p.name not in COMMON)
     ]
+
+
+def section(path: str, command: Any, words: str, shared: Collection[str]) -> Iterator[str]:
+    """The lines about one command. ``shared``: items of options that are listed elsewhere."""
+    context = command.make_context(path.split()[-1], [], resilient_parsing=True)
+    yield from (f"## {path}", "", *paragraphs(command.help))
+    items = {one.opts[0]: parameter_item(one, context) for one in own_options(command)}
+    own = [text for text in items.values() if text not in shared]
     if own:
-        yield from (*(parameter_item(one, context) for one in own), "")
+        yield from (*own, "")
+    if also := [f"`{name}`" for name, text in items.items() if text in shared]:
+        yield from (f"[As elsewhere](#options-of-several-commands): {', '.join(also)}.", "")
     if words:
         yield from (words, "")
-    for document in DOCUMENTS.get(path.removeprefix("objkv "), ()):
-        given = f" with `{document.options}`" if document.options else ""
-        what = "a list of these objects" if document.is_list else "these keys"
-        parts = [part for part in document.parts if part is not RunKeys]
-        run = " besides [those of long runs](#long-runs)" if RunKeys in document.parts else ""
-        yield from (f"`--json`{given} prints {what}{run}:", "")
-        yield from (*keys(keys_of(*parts), set()), "")
 
 
-def keys(found: Mapping[str, Key], known: set[Any], level: int = 0) -> Iterator[str]:
-    """One item for each key; keys in a row without a meaning of their own share an item."""
-    each = [(name, key, kind_of(key), objects_in(key.type)) for name, key in found.items()]
-
-    def together(row: tuple[str, Key, str, Any]) -> tuple[str, object]:
-        name, key, kind, inner = row
-        return kind, name if key.meaning or inner else ""
-
-    for (kind, _), rows in groupby(each, together):
-        group = list(rows)
-        names = ", ".join(f"`{name}`" for name, *_ in group)
-        _, key, _, inner = group[0]
-        meaning = re.sub(r"\bNone\b", "null", plain(key.meaning))
-        end = "" if not meaning or meaning.endswith((".", ":")) else "."
-        is_new = inner is not None and inner not in known
-        text = f"{names}: {kind}{f'. {meaning}{end}' if meaning else ''}"
-        if inner is not None and not is_new:
-            text = f"{text.removesuffix('.')}, as above."
-        yield item(text, level)
-        if is_new:
-            known.add(inner)
-            yield from keys(keys_of(*inner), known, level + 1)
-
-
-def kind_of(key: Key) -> str:
-    """A type in words."""
-    return words_of(key.type) + ("" if key.is_required else ", not always present")
-
-
-def words_of(kind: Any) -> str:
-    """A type in words."""
-    origin, inner = get_origin(kind), get_args(kind)
-    if origin is Annotated or is_dataclass(kind) or is_typeddict(kind):
-        return "object"
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in inner)
-    if origin in (Union, UnionType):
-        return " or ".join("null" if one is type(None) else words_of(one) for one in inner)
-    if isinstance(origin, type) and issubclass(origin, Mapping):
-        return f"object with names as keys: {words_of(inner[1])}"
-    if origin is tuple and inner[-1] is not ...:
-        return f"list: {', '.join(map(words_of, inner))}"
-    if isinstance(origin, type) and issubclass(origin, Sequence):
-        return f"list of {words_of(inner[0])}".replace("list of object", "list of objects")
-    return KINDS[kind]
-
-
-def objects_in(kind: Any) -> tuple[Any, ...] | None:
-    """The types whose keys an object of this type has; None if there is none."""
-    if get_origin(kind) is Annotated:
-        return get_args(kind)
-    if is_dataclass(kind) or is_typeddict(kind):
-        return (kind,)
-    found = filter(None, (objects_in(one) for one in get_args(kind) if one is not ...))
-    return next(found, None)
+def shared_items(commands: Mapping[str, Any]) -> list[str]:
+    """The items of options that several commands have."""
+    found = Counter[str]()
+    for path, command in commands.items():
+        context = command.make_context(path.split()[-1], [], resilient_parsing=True)
+        found.update(parameter_item(one, context) for one in own_options(command))
+    return [text for text, count in found.items() if count > 1]
 
 
 def paragraphs(text: str | None) -> list[str]:
@@ -179,16 +124,17 @@ def page() -> str:
         item(f"[`{name}`](#objkv-{name}): {plain(sentence)}")
         for name, (_, sentence) in COMMANDS.items()
     ]
+    commands_only = {path: command for path, command in known.items() if path != "objkv"}
+    shared = shared_items(commands_only)
     lists = {
         "commands": listed,
         "common": [parameter_item(option, context) for option in common],
-        "run keys": keys(keys_of(RunKeys), set()),
+        "shared": shared,
     }
     for name, items in lists.items():
         head = head.replace(f"<!-- {name} -->", "\n".join(items))
     sections = [
-        "\n".join(section(path, command, written.get(path, "")))
-        for path, command in known.items()
-        if path != "objkv"
+        "\n".join(section(path, command, written.get(path, ""), shared))
+        for path, command in commands_only.items()
     ]
     return "\n".join([head, *sections]).replace("\n\n\n", "\n\n").rstrip() + "\n"

@@ -1,12 +1,9 @@
-"""The types of the documents that ``--json`` prints: one list for tests and for the reference.
+"""The types of the documents that ``--json`` prints, to which tests hold every command.
 
 A document has the keys of one type, or of several taken together: a result that a command prints as
 it is, and the keys that the command adds. No command imports this module.
 """
 
-import ast
-import inspect
-import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Annotated, Any, Final, Literal, NotRequired, TypedDict, get_type_hints
@@ -380,8 +377,6 @@ class Key:
     type: Any
     """With ``Annotated[A, B]`` for an object that has the keys of both."""
     is_required: bool
-    meaning: str
-    """The attribute's docstring on one line; empty without one."""
 
 
 def keys_of(*parts: Any) -> dict[str, Key]:
@@ -389,26 +384,9 @@ def keys_of(*parts: Any) -> dict[str, Key]:
     found: dict[str, Key] = {}
     for part in parts:
         hints = get_type_hints(part, include_extras=True)
-        meanings = _meanings(part)
         names = [field.name for field in fields(part)] if is_dataclass(part) else list(hints)
         for name in names:
             optional = getattr(hints[name], "__origin__", None) is NotRequired
             kind = hints[name].__args__[0] if optional else hints[name]
-            found[name] = Key(kind, not optional, meanings.get(name, ""))
-    return found
-
-
-def _meanings(part: Any) -> dict[str, str]:
-    """The docstrings below the attributes of a class."""
-    [body] = ast.parse(textwrap.dedent(inspect.getsource(part))).body
-    assert isinstance(body, ast.ClassDef)
-    found = {}
-    for above, below in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(above, ast.AnnAssign)
-            and isinstance(above.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            found[above.target.id] = " ".join(str(below.value.value).split())
+            found[name] = Key(kind, not optional)
     return found
