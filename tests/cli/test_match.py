@@ -44,16 +44,6 @@ def test_tokens_come_from_standard_input_or_from_text(
         assert ran.document["usable_tokens"] == 3 * CHUNK
 
 
-def test_a_match_that_ends_early_is_explained(run: Run, machine: Machine) -> None:
-    machine.fill()
-    other = [*TOKENS[:CHUNK], *range(1, 1 + CHUNK)]
-    ran = run("match", "--explain", stdin=json.dumps(other))
-    assert ran.code == 0
-    assert f"why: the match ends at chunk 2, tokens {CHUNK}-{2 * CHUNK}: this" in ran.out
-    document = run("match", "--explain", "--json", stdin=json.dumps(other)).document
-    assert document["explanation"]["cause"] == "diverged"
-
-
 def test_an_explained_match_counts_no_chunk_that_replicas_would_refuse(
     run: Run, machine: Machine, prompt: Path
 ) -> None:

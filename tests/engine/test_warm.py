@@ -25,7 +25,6 @@ from objkv.telemetry import NullRecorder
 from tests.engine import model
 from tests.engine.scenario import Values, scenario
 from tests.engine.servers import Server
-from tests.support.agents import AgentProcess
 from tests.support.servers.redis import wait_until
 
 pytestmark = pytest.mark.slow
@@ -156,24 +155,6 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
 
 
 @scenario
-def an_agent_that_holds_back(folder: Path) -> Values:
-    tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
-    write_prompts(file, groups=1, seed=3)
-    urls = {"bulk_url": f"file://{folder}/chunks", "index_url": f"sqlite://{folder}/index.sqlite"}
-    settings = SETTINGS | {f"OBJKV_{name.upper()}": url for name, url in urls.items()}
-    own = {"save_to_bucket": "reused", "agent_memory_bytes": str(64 << 20)}
-    with (
-        AgentProcess(urls | own) as agent,
-        Server(
-            folder / "one", settings=settings | {"OBJKV_AGENT": agent.url}, with_tokenizer=tiny
-        ) as server,
-    ):
-        server.wait_until_ready()
-        run = told(warm(folder, settings, str(file), "--endpoint", server.url))
-        return {"run": run, "found": usable(settings, file, tiny), "numbers": agent.end()}
-
-
-@scenario
 def a_server_of_its_own(folder: Path) -> Values:
     tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     write_prompts(file, groups=2, seed=2)
@@ -230,14 +211,6 @@ def test_a_check_finds_stored_what_the_servers_tokenize() -> None:
     assert third["code"] == 0
     assert third["report"]["mode"] == "check"
     assert third["report"]["stored_before"] == GROUPS * PROMPTS
-
-
-def test_an_agent_that_holds_back_puts_what_is_warmed() -> None:
-    warmed = an_agent_that_holds_back()
-    assert warmed["run"]["code"] == 0, warmed["run"]
-    assert warmed["run"]["report"]["warmed"] == PROMPTS
-    assert whole(warmed["found"])
-    assert warmed["numbers"]["unsaved"] == 0
 
 
 def test_a_server_of_its_own_saves_where_the_servers_look() -> None:

@@ -1,7 +1,6 @@
 """Explanations of why a match ends where it does."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -11,7 +10,6 @@ from objkv.ops.explain import Explanation, Question, explain_match
 from objkv.ops.match import match_prompt
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.ops.warm.fake_vllm import Place
 from tests.support.samples import (
     CHUNK,
     CREATED_S,
@@ -71,25 +69,6 @@ def test_a_whole_match_was_stopped_by_nothing(
     assert short.unknown == []
 
 
-def test_a_record_without_its_payload_is_missing_and_ends_the_match_before_the_index_says(
-    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
-) -> None:
-    bulk.delete(stored[1])
-    why = explain(bulk, index)
-    assert (why.cause, why.chunk, why.served_tokens) == ("missing", 1, CHUNK)
-    assert stored[1] in why.evidence[0]
-
-
-def test_a_corrupt_header_is_found_although_the_record_is_there(
-    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
-) -> None:
-    payload = bytearray(bulk.get(stored[2]) or b"")
-    payload[200] ^= 1
-    bulk.put(stored[2], bytes(payload))
-    why = explain(bulk, index)
-    assert (why.cause, why.chunk) == ("corrupt", 2)
-
-
 def test_a_corrupt_frame_whose_record_was_withdrawn_is_read_to_its_last_byte(
     bulk: MemoryStore, index: MemoryIndex, stored: list[str]
 ) -> None:
@@ -100,15 +79,6 @@ def test_a_corrupt_frame_whose_record_was_withdrawn_is_read_to_its_last_byte(
     why = explain(bulk, index)
     assert (why.cause, why.chunk) == ("corrupt", 2)
     assert "has no record" in why.sentence
-
-
-def test_a_quarantined_payload_is_told(
-    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
-) -> None:
-    bulk.put(f"quarantine/{stored[2]}", b"x")
-    bulk.delete(stored[2])
-    forget(index, 2)
-    assert explain(bulk, index).cause == "quarantined"
 
 
 @pytest.mark.parametrize(
@@ -135,43 +105,8 @@ def test_a_chunk_of_which_a_rank_is_missing_says_which_heads(
     assert "group 0 (full) lacks layers or heads" in why.sentence
 
 
-def test_a_hole_before_stored_chunks_was_there_once(
+def test_a_salt_and_an_adapter_that_were_not_used_when_saving_are_told(
     bulk: MemoryStore, index: MemoryIndex, stored: list[str]
 ) -> None:
-    bulk.delete(stored[1])
-    forget(index, 1)
-    why = explain(bulk, index)
-    assert (why.cause, why.chunk) == ("gone", 1)
-    assert f"the first at token {2 * CHUNK}" in why.evidence[0]
-
-
-def test_a_salt_that_was_not_used_when_saving_is_told(
-    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
-) -> None:
-    why = explain(bulk, index, extras=PromptExtras(salt="x"))
-    assert why.cause == "other_extras"
-    assert "without the cache_salt" in why.sentence
     both = explain(bulk, index, extras=PromptExtras(salt="x", lora_digest=b"y"))
     assert "without the cache_salt and the adapter" in both.sentence
-
-
-def test_another_namespace_that_has_the_prompt_is_told_with_what_differs(
-    bulk: MemoryStore, index: MemoryIndex
-) -> None:
-    save_identity(bulk)
-    other = replace(IDENTITY, weights_epoch=4)
-    Place(bulk, index, other).save(TOKENS)
-    why = explain(bulk, index)
-    assert (why.cause, why.chunk) == ("elsewhere", 0)
-    assert other.namespace() in why.sentence
-    assert "weights_epoch" in why.sentence
-
-
-def test_prompts_that_part_are_told_to_part(
-    bulk: MemoryStore, index: MemoryIndex, stored: list[str]
-) -> None:
-    mine = [*TOKENS[:CHUNK], *range(1, 1 + CHUNK)]
-    why = explain(bulk, index, mine)
-    assert (why.cause, why.chunk) == ("diverged", 1)
-    assert "1 other prompt continues there" in why.sentence
-    assert any("at which token" in one for one in why.unknown)

@@ -157,24 +157,24 @@ def compared(place: Place, engine: ShakenEngine, url: str) -> tuple[Any, int]:
 
 
 @pytest.mark.parametrize(
-    ("happens", "cause", "served"),
+    ("happens", "cause", "served", "words"),
     [
-        (whole, "nothing", CHUNKS),
-        (short, "nothing", 0),
-        (longer, "unknown", CHUNKS),
-        (another_end, "diverged", 1),
-        (another_salt, "other_extras", 0),
-        (another_epoch, "elsewhere", 0),
-        (payload_deleted, "missing", 1),
-        (header_broken, "corrupt", 1),
-        (record_lost, "orphan", 1),
-        (chunk_swept, "gone", 1),
-        (last_quarantined, "quarantined", 2),
-        (switched_off, "switched_off", 0),
+        (whole, "nothing", CHUNKS, "every whole chunk"),
+        (short, "nothing", 0, "shorter than one chunk"),
+        (longer, "unknown", CHUNKS, "in neither the index nor the bulk store"),
+        (another_end, "diverged", 1, "1 other prompt continues there"),
+        (another_salt, "other_extras", 0, "without the cache_salt"),
+        (another_epoch, "elsewhere", 0, "weights_epoch"),
+        (payload_deleted, "missing", 1, "not in the bulk store"),
+        (header_broken, "corrupt", 1, "replicas refuse it"),
+        (record_lost, "orphan", 1, "has no record"),
+        (chunk_swept, "gone", 1, "later chunks of this prompt are stored"),
+        (last_quarantined, "quarantined", 2, "is quarantined"),
+        (switched_off, "switched_off", 0, "nothing is loaded now"),
     ],
 )
 def test_a_replica_loads_what_is_explained(
-    place: Place, happens: Callable[[Place], None], cause: str, served: int
+    place: Place, happens: Callable[[Place], None], cause: str, served: int, words: str
 ) -> None:
     happens(place)
     settings = {"admission": "always"} | place.urls | place.settings
@@ -182,6 +182,7 @@ def test_a_replica_loads_what_is_explained(
         assert engine.agent is not None
         why, loaded = compared(place, engine, engine.agent.url)
     assert (why["cause"], why["served_tokens"], loaded) == (cause, served * CHUNK, served * CHUNK)
+    assert words in why["sentence"]
 
 
 def test_what_an_agent_holds_back_is_served_on_its_node_and_no_prompt_need_change(
