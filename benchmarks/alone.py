@@ -77,7 +77,7 @@ def run_work(session: Session, work: Work, options: BenchOptions) -> int:
     """Run ``work``, show its report and return the exit code."""
     if options.check and options.quick:
         raise ConfigError("--check needs full sizes: remove --quick")
-    machine, steps = describe_machine(), Steps(color=session.out.color)
+    machine, steps = describe_machine(), Steps()
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="objkv-bench-") as folder:
         models = cache_folder() / "demo" / "models"
         setting = BenchSetting(options.rounds, options.quick, Path(folder), steps.tell, models)

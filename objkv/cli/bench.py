@@ -58,7 +58,7 @@ def bench(
 
     Writes payloads and records of its own, and deletes them at the end.
     """
-    config, steps = session.config, Steps(color=session.out.color)
+    config, steps = session.config, Steps()
     socket = agent_socket(config)
     if socket is not None and not is_listening(socket):
         session.out.note(f"no agent listens at {socket}: start one with objkv agent")

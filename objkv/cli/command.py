@@ -160,9 +160,8 @@ def _session(options: CommonOptions) -> Session:
     given = {"bulk_url": options.bulk_url, "index_url": options.index_url}
     overrides = {name: value for name, value in given.items() if value is not None}
     resolved = resolve_config(overrides, file=options.config)
-    form, color = options.form, not options.no_color
-    out = Printer(machine=form == "json", wide=form == "wide", color=color)
-    return Session(resolved, out)
+    form = options.form
+    return Session(resolved, Printer(machine=form == "json", wide=form == "wide"))
 
 
 def _say(sentence: str, code: int) -> int:

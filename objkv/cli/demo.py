@@ -43,8 +43,8 @@ _COLUMNS = (
 class Steps:
     """Progress on standard error: a spinner on a terminal, otherwise one line per stage."""
 
-    def __init__(self, *, color: bool) -> None:
-        self._console = Console(stderr=True, no_color=None if color else True, highlight=False)
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False)
         self._status = self._console.status("") if self._console.is_terminal else None
         self._name = ""
         self._started = 0.0
@@ -183,7 +183,7 @@ def demo(
 
 
 def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
-    with Steps(color=out.color).shown() as steps:
+    with Steps().shown() as steps:
         report = show_replicas(length, place, steps.tell, lambda: count_stored(place))
     if out.machine:
         out.document(report_document(report))

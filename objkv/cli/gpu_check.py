@@ -70,7 +70,7 @@ def gpu_check(
     name = _model(model, is_random=random)
     if find_spec("torch") is None or find_spec("vllm") is None:
         raise ConfigError(f"gpu-check needs vLLM: {pip_install('vllm')}")
-    steps, place = Steps(color=session.out.color), cache_folder() / "gpu-check"
+    steps, place = Steps(), cache_folder() / "gpu-check"
     make_private(place)
     with ending_in_order(), tempfile.TemporaryDirectory(dir=place) as folder:
         check = GpuCheck(name, Path(folder), cache_folder() / "demo" / "models", steps.tell)

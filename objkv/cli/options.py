@@ -44,7 +44,6 @@ class CommonOptions:
         ),
     ] = None
     json: Annotated[bool, typer.Option("--json", help="The same as -o json.")] = False
-    no_color: Annotated[bool, typer.Option("--no-color", help="Print without colors.")] = False
     debug: Annotated[bool, typer.Option("--debug", help="Show where errors come from.")] = False
 
     def __post_init__(self) -> None:

@@ -52,18 +52,16 @@ class _Console(Console):
 class Printer:
     """Writes results to standard output and progress to standard error."""
 
-    def __init__(self, *, machine: bool, color: bool, wide: bool = False) -> None:
+    def __init__(self, *, machine: bool, wide: bool = False) -> None:
         """``wide``: tables are not fitted to the terminal."""
         self.machine = machine
         """Whether the result is one JSON document and nothing else."""
-        self.color = color
-        """Whether colors are allowed. The terminal decides whether there are any."""
         self._wide = wide
         self._is_cut = False
         # Wider than any row: a pipe's reader finds whole hashes with grep. Tables for a terminal
         # are fitted to it before they are printed.
-        self._console = _Console(width=_WIDTH, no_color=True if not color else None)
-        self._progress = Console(stderr=True, no_color=True if not color else None)
+        self._console = _Console(width=_WIDTH)
+        self._progress = Console(stderr=True)
 
     def document(self, value: Any) -> None:
         """Print ``value``, which may contain dataclasses, as the JSON document."""
@@ -88,10 +86,6 @@ class Printer:
         if len(table.columns) < len(columns) and not self._is_cut:
             self._is_cut = True
             self.line("cut to fit the terminal: -o wide shows everything", "dim")
-
-    def screen(self) -> Console:
-        """Return a console of the terminal's size, for what is redrawn."""
-        return Console(no_color=None if self.color else True)
 
     def line(self, text: str = "", style: str = "") -> None:
         """Print one line, with control characters replaced."""

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -36,24 +36,11 @@ AgentPath = Annotated[
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchReport:
+class PrefetchReport(Prefetched):
     """The outcome of ``objkv prefetch``."""
 
     namespace: str
     prompt_tokens: int
-    chunks: int
-    """Whole chunks of the prompt."""
-    stored: int
-    """Leading chunks that are stored."""
-    started: int
-    """Payloads that the agent began to fetch."""
-    started_bytes: int
-    resident: int
-    """Payloads that were in memory, or on their way, before."""
-    resident_bytes: int
-    refused: int
-    """Payloads beyond ``--prefetch-max`` or beyond what the agent keeps unread."""
-    refused_bytes: int
     waited: bool
     arrived: int
     """Payloads in memory at the end. With ``--no-wait``: at its start."""
@@ -156,27 +143,14 @@ def fetch(
             break
         sleep(pause)
         pause = min(_POLL_MAX_S, 1.5 * pause)
-    return _report(prompt, answer, (arrived, nbytes), waited=wait, seconds=clock() - began)
-
-
-def _report(
-    prompt: AskedPrompt, answer: Prefetched, arrived: tuple[int, int], **more: float
-) -> PrefetchReport:
     return PrefetchReport(
+        **asdict(answer),
         namespace=prompt.namespace,
         prompt_tokens=len(prompt.tokens),
-        chunks=answer.chunks,
-        stored=answer.stored,
-        started=answer.started,
-        started_bytes=answer.started_bytes,
-        resident=answer.resident,
-        resident_bytes=answer.resident_bytes,
-        refused=answer.refused,
-        refused_bytes=answer.refused_bytes,
-        waited=bool(more["waited"]),
-        arrived=arrived[0],
-        arrived_bytes=arrived[1],
-        seconds=round(more["seconds"], 3),
+        waited=wait,
+        arrived=arrived,
+        arrived_bytes=nbytes,
+        seconds=round(clock() - began, 3),
     )
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
@@ -80,7 +80,7 @@ def top(
         ]
         index = backends.index if backends else None
         watch = stack.enter_context(FleetWatch(sources, agents, index))
-        return _once(session.out, watch) if once else _live(session.out, watch)
+        return _once(session.out, watch) if once else _live(watch)
 
 
 def _agents(given: list[Path] | None, config: Config) -> list[Path]:
@@ -110,10 +110,10 @@ def _once(out: Printer, watch: FleetWatch) -> int:
     return FOUND if "down" in states or view.problem else FINE
 
 
-def _live(out: Printer, watch: FleetWatch) -> int:
+def _live(watch: FleetWatch) -> int:
     """Redraw the table until Ctrl-C."""
     try:
-        with Live(console=out.screen(), screen=True, auto_refresh=False) as live:
+        with Live(console=Console(), screen=True, auto_refresh=False) as live:
             while True:
                 due_s = time.monotonic() + _EVERY_S
                 view = watch.tick()

@@ -86,21 +86,19 @@ def test_an_error_cannot_drive_the_terminal(
 def test_every_command_has_the_common_options_and_a_sentence(name: str, run: Run) -> None:
     ran = run(name, "--help")
     assert ran.code == 0
-    for option in ("--bulk-url", "--index-url", "--config", "--json", "--no-color"):
+    for option in ("--bulk-url", "--index-url", "--config", "--json"):
         assert option in ran.out
 
 
-@pytest.mark.parametrize("how", ["option", "variable"])
 def test_colours_can_be_switched_off_on_a_terminal(
-    how: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm-256color")
-    Printer(machine=False, color=True).line("x", "red")
+    Printer(machine=False).line("x", "red")
     assert "\x1b[31m" in capsys.readouterr().out
-    if how == "variable":
-        monkeypatch.setenv("NO_COLOR", "1")
-    Printer(machine=False, color=how == "variable").line("x", "red")
+    monkeypatch.setenv("NO_COLOR", "1")
+    Printer(machine=False).line("x", "red")
     assert "\x1b[31m" not in capsys.readouterr().out
 
 

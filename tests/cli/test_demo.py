@@ -68,7 +68,7 @@ def report(shown: tuple[DemoRow, ...], **changes: object) -> DemoReport:
 
 
 def printed(capsys: pytest.CaptureFixture[str], shown: DemoReport) -> str:
-    print_report(Printer(machine=False, color=False), shown)
+    print_report(Printer(machine=False), shown)
     return capsys.readouterr().out
 
 

@@ -124,5 +124,6 @@ def test_a_pipe_has_no_width_even_with_forced_colors(
 ) -> None:
     machine.fill()
     monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
-    assert NAMESPACE in run("ls", "--prefixes", "--no-color").out
+    assert NAMESPACE in run("ls", "--prefixes").out
