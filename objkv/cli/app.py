@@ -128,7 +128,7 @@ app = typer.Typer(
     name="objkv",
     cls=Commands,
     help="Inspect, check and maintain one shared KV cache for a fleet of vLLM replicas.",
-    epilog="Exit codes: 0 success, 1 the check found a problem, 2 wrong usage or settings, "
+    epilog="Exit codes: 0 success, 1 not what you asked for, 2 wrong usage or settings, "
     "3 a store is unreachable, 70 a bug in objkv, 130 interrupted, 141 standard output was closed.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["--help", "-h"]},

@@ -100,7 +100,12 @@ _Namespace = Annotated[
 ]
 _Concurrency = Annotated[
     int | None,
-    typer.Option(min=1, max=4096, help="Concurrent requests per endpoint.", metavar="N"),
+    typer.Option(
+        min=1,
+        max=4096,
+        help="Concurrent requests per endpoint (default: 8; 64 with --model).",
+        metavar="N",
+    ),
 ]
 
 

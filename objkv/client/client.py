@@ -323,11 +323,11 @@ class Client:
 
         Takes the arguments of ``objkv.warm``.
         """
-        from objkv.client.warming import WarmOptions, warm_prompts  # late: a client of HTTP
+        from objkv.client.warming import WarmOptions, run_warm  # late: a client of HTTP
 
         self._check_open()
         chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
-        return warm_prompts(self._resolved, prompts, chosen)
+        return run_warm(self._resolved, prompts, chosen)
 
     @property
     def _backends(self) -> Backends:

@@ -63,23 +63,18 @@ def warm(
     ``StoreError``. An interruption ends the call, and the report states it.
     """
     chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
-    return warm_prompts(resolve_config(dict(config or {})), prompts, chosen)
-
-
-def warm_prompts(resolved: Resolved, prompts: Iterable[Any], options: WarmOptions) -> WarmReport:
-    """Warm ``prompts`` in any of the forms that ``warm`` takes."""
-    if isinstance(prompts, str | bytes | Mapping):
-        raise ConfigError("prompts must be a list of prompts, not a single one")
-    return run_warm(resolved, _given(prompts), options)
+    return run_warm(resolve_config(dict(config or {})), prompts, chosen)
 
 
 def run_warm(
     resolved: Resolved,
-    prompts: Iterable[WarmPrompt],
+    prompts: Iterable[Any],
     options: WarmOptions,
     progress: Callable[[WarmReport], None] = lambda report: None,
 ) -> WarmReport:
-    """Implement ``warm``."""
+    """Warm ``prompts`` in any of the forms that ``warm`` takes, or ``WarmPrompt``."""
+    if isinstance(prompts, str | bytes | Mapping):
+        raise ConfigError("prompts must be a list of prompts, not a single one")
     config = resolved.config
     if bool(options.endpoints) + (options.model is not None) != 1 and not options.check:
         raise ConfigError(
@@ -117,12 +112,14 @@ def run_warm(
         # Replicas give a save up after their deadline, so waiting any longer is of no use.
         limits = WarmLimits(save_s=max(WarmLimits().save_s, config.save_deadline_ms / 1000))
         job = WarmJob(view, endpoints, identity, limits, progress)
-        return warm_by(job, prompts, mode)
+        return warm_by(job, _given(prompts), mode)
 
 
 def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:
     for number, value in enumerate(prompts):
-        if isinstance(value, Path):
+        if isinstance(value, WarmPrompt):
+            yield value
+        elif isinstance(value, Path):
             yield from read_prompts([str(value)])
         else:
             # Arrays are converted to lists.
