@@ -28,33 +28,17 @@ _ERROR_CHARS_MAX = 500
 
 
 class Span:
-    """An operation with a duration. Any thread may use it, not only the one that began it. Without
-    a tracer it is disabled."""
+    """An operation with a duration. Any thread may use it, not only the one that began it."""
 
-    def __init__(self, tracer: "Tracer | None" = None, span: Any = None) -> None:
-        self._tracer, self._span = tracer, span
-        self.is_on = tracer is not None
+    def __init__(self, span: Any = None) -> None:
+        """``span``: OpenTelemetry's. None: disabled."""
+        self._span = span
+        self.is_on = span is not None
         """Whether the span will be exported."""
-
-    def child(self, name: str, **attributes: Attribute) -> "Span":
-        """Begin a child span."""
-        if self._tracer is not None:
-            with _logged():
-                return _begun(self._tracer, name, self._context(), attributes)
-        return NO_SPAN
-
-    def part(self, name: str, begun_ns: int, ended_ns: int, **attributes: Attribute) -> None:
-        """Add a finished child span. The times come from ``now_ns``."""
-        if self._tracer is not None:
-            with _logged():
-                span = self._tracer.start_span(
-                    name, self._context(), attributes=_named(attributes), start_time=begun_ns
-                )
-                span.end(end_time=max(begun_ns, ended_ns))
 
     def end(self, error: str | None = None, **attributes: Attribute) -> None:
         """End the span with its final attributes. Call it once."""
-        if self._tracer is None:
+        if self._span is None:
             return
         from opentelemetry.trace import Status, StatusCode
 
@@ -62,13 +46,7 @@ class Span:
             self._span.set_attributes(_named(attributes))
             if error is not None:
                 self._span.set_status(Status(StatusCode.ERROR, error[:_ERROR_CHARS_MAX]))
-            self._span.end(end_time=now_ns())
-
-    def _context(self) -> Any:
-        from opentelemetry.context import Context
-        from opentelemetry.trace import set_span_in_context
-
-        return set_span_in_context(self._span, Context())
+            self._span.end(end_time=time.time_ns())
 
 
 NO_SPAN = Span()
@@ -112,11 +90,6 @@ class Tracing:
 NO_TRACING = Tracing()
 
 
-def now_ns() -> int:
-    """Return the time of the spans' clock."""
-    return time.time_ns()
-
-
 @contextmanager
 def _logged() -> Iterator[None]:
     """Log what OpenTelemetry raises, and go on."""
@@ -127,9 +100,10 @@ def _logged() -> Iterator[None]:
 
 
 def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
-    span = tracer.start_span(name, context, attributes=_named(attributes), start_time=now_ns())
-    # A span that is not sampled has no children either.
-    return Span(tracer, span) if span.is_recording() else NO_SPAN
+    span = tracer.start_span(
+        name, context, attributes=_named(attributes), start_time=time.time_ns()
+    )
+    return Span(span) if span.is_recording() else NO_SPAN
 
 
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:

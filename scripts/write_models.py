@@ -12,29 +12,11 @@ from typing import Any
 
 from objkv.cache.match import stored_blocks
 from objkv.connector.model.groups import Geometry
-from objkv.keys.identity import GroupIdentity
 from tests.models.recorded import VERSIONS, Model, answers, geometry, models, tier
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 HEAD = Path(__file__).with_name("models_page.txt").read_text()
-IMAGES = (
-    "Prompts with images or audio are named by the content of these, see [Sharing](sharing.md)."
-)
-PROOFS = {
-    "full": "E", "sliding_window": "E", "mla": "E", "gdn_attn": "E", "mamba": "M",
-    "chunked_local": "M", "page": "M",
-}  # fmt: skip
-"""How each kind of cache is shown."""
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
-
-
-def kind_of(group: GroupIdentity) -> str:
-    """Return the kind in ``PROOFS``."""
-    if group.page is not None:
-        return "page"
-    if group.kind == "mamba" and (group.state or "").startswith("gdn_attn"):
-        return "gdn_attn"
-    return group.kind
 
 
 def layers_of(found: Geometry) -> str:
@@ -47,7 +29,7 @@ def layers_of(found: Geometry) -> str:
     for group in found.groups[: found.target_count]:
         name = f"{names[group.kind]} {group.window}" if group.window else names[group.kind]
         if group.page is not None:
-            name = f"page of {group.page:,} B"
+            name = f"{names[group.kind]} page"
         counts[name] = counts.get(name, 0) + len(group.layers)
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
@@ -61,7 +43,8 @@ def chunk_of(found: Geometry, dtype: str) -> str:
         if group.kind != "mamba" and group.page is None:
             each *= _ITEM[dtype] * group.block_size
         total += blocks * each * len(group.layers)
-    return f"{found.chunk_tokens:,}, {total / (1 << 20):,.1f} MiB"
+    tokens = "" if found.chunk_tokens == 256 else f"{found.chunk_tokens:,}: "
+    return f"{tokens}{total / (1 << 20):,.1f}"
 
 
 def outcome(model: Model, case: str, version: str) -> tuple[str, Geometry | str]:
@@ -84,49 +67,21 @@ REFERENCE = "0.32"
 """The version of the table. Others are compared with it."""
 
 
-def shown_by(model: Model) -> str:
-    """Return how the model's own caches are shown."""
-    word, found = outcome(model, "plain", REFERENCE)
-    if word != "yes" or isinstance(found, str):
-        return "R"
-    kinds = {kind_of(group) for group in found.groups[: found.target_count]}
-    return ", ".join(sorted({PROOFS[kind] for kind in kinds}))
-
-
 def row(model: Model) -> str:
     """Return the row of a model."""
-    cases = model.cases()
+    cases = list(model.cases())
     word, found = outcome(model, "plain", REFERENCE)
-    cells = [model.title, "", word]
+    layers, chunk, lacks, drafts = "", word, "", list[str]()
     if isinstance(found, Geometry):
         dtype = answers(model.name)[REFERENCE]["plain"]["dtype"]
-        cells[1:] = [layers_of(found), chunk_of(found, dtype)]
-    tp, pp, fp8, dcp = (outcome(model, case, REFERENCE)[0] for case in list(cases)[1:5])
-    cells += [f"{model.tp}: {tp}", pp, fp8, dcp]
-    drafts = [(case, outcome(model, case, REFERENCE)[0]) for case in list(cases)[5:]]
-    cells += [", ".join(name if word == "yes" else f"{name}: {word}" for name, word in drafts)]
-    return f"| {' | '.join([*cells, shown_by(model)])} |\n"
-
-
-def refusals() -> Iterator[str]:
-    """List each sentence of the reference version once, with the models and settings it is for."""
-    said: dict[str, list[tuple[str, str]]] = {}
-    for model in models().values():
-        for case in model.cases():
-            _, found = outcome(model, case, REFERENCE)
-            if isinstance(found, str):
-                setting = "" if case == "plain" else case.split(", ")[-1]
-                said.setdefault(found, []).append((setting, model.title))
-    for sentence, all_named in said.items():
-        parts = []
-        for setting in dict(all_named):
-            titles = [title for own, title in all_named if own == setting]
-            named = ", ".join(titles) if len(titles) <= _NAMED_MAX else f"{len(titles)} models"
-            parts.append(f"{setting}: {named}" if setting else named)
-        yield from (line + "\n" for line in wrapped(f"* {'; '.join(parts)}.", f"*{sentence}*"))
-
-
-_NAMED_MAX = 12
+        layers, chunk = layers_of(found), chunk_of(found, dtype)
+        words = [outcome(model, case, REFERENCE)[0] for case in cases[1:5]]
+        named = zip(("TP", "PP", "fp8", "DCP"), words, strict=True)
+        lacks = ", ".join(f"{name} ({word})" for name, word in named if word != "yes")
+    for case in cases[5:]:
+        word = outcome(model, case, REFERENCE)[0]
+        drafts.append(case if word == "yes" else f"{case} ({word})")
+    return f"| {model.title} | {layers} | {chunk} | {lacks} | {', '.join(drafts)} |\n"
 
 
 def wrapped(*texts: str) -> list[str]:
@@ -173,32 +128,11 @@ def block_sizes(found: Geometry) -> str:
     return ", ".join(map(str, sorted({group.block_size for group in found.groups})))
 
 
-def sources() -> Iterator[str]:
-    """List where the configurations come from."""
-    yield "| Model | Configuration |\n|---|---|\n"
-    for model in models().values():
-        yield f"| {model.title} | {model.source} (`tests/models/{model.name}`) |\n"
-
-
 def page() -> str:
     """The whole page."""
-    known = models().values()
-    seen = sorted({version for model in known for version in versions(model)})
-    parts = [
-        HEAD.format(count=len(known), versions=", ".join(seen), images=IMAGES),
-        *map(row, known),
-        "\n## Refusals\n\n",
-        f"objkv prints its sentence at start, and vLLM does not start. With vLLM {REFERENCE}:\n\n",
-        *refusals(),
-        "\n## Other versions of vLLM\n\n",
-        f"The table is of vLLM {REFERENCE}. Differences of others:\n\n",
-        *(list(differences()) or ["Nothing.\n"]),
-        "\n## Configurations\n\n",
-        "A configuration has the values of the published model where they shape its cache. "
-        "vLLM may say no on a\nCPU to what it runs on a GPU.\n\n",
-        *sources(),
-    ]
-    return "".join(parts)
+    table = "".join(map(row, models().values()))
+    found = "".join(differences()) or "Nothing.\n"
+    return HEAD.replace("<!-- models -->\n", table).replace("<!-- differences -->\n", found)
 
 
 def record(names: list[str]) -> None:

@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import StatusCode
 
 from objkv import tracing as tracing_module
-from objkv.tracing import NO_SPAN, NO_TRACING, Tracing, now_ns, open_tracing
+from objkv.tracing import NO_SPAN, NO_TRACING, Tracing, open_tracing
 
 TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 PARENT = f"00-{TRACE}-{ABOVE}-01"
@@ -27,25 +27,15 @@ def collected() -> tuple[Tracing, InMemorySpanExporter]:
     return Tracing(provider.get_tracer("objkv")), exporter
 
 
-def test_a_span_and_its_parts_belong_to_the_trace_of_the_request() -> None:
+def test_a_span_belongs_to_the_trace_of_the_request() -> None:
     tracing, exporter = collected()
     load = tracing.begin("objkv.load", PARENT, request_id="r-1")
-    get = load.child("objkv.get", chunk=3)
-    begun = now_ns()
-    get.part("objkv.decode", begun, begun + 5_000, busy_ms=0.005)
-    get.end(bytes=100)
-    load.end()
-    decode, get_span, load_span = exporter.get_finished_spans()
-    assert {f"{span.context.trace_id:032x}" for span in (decode, get_span, load_span)} == {TRACE}
+    load.end(bytes=100)
+    (load_span,) = exporter.get_finished_spans()
+    assert f"{load_span.context.trace_id:032x}" == TRACE
     assert load_span.parent is not None
     assert f"{load_span.parent.span_id:016x}" == ABOVE
-    assert get_span.parent is not None
-    assert get_span.parent.span_id == load_span.context.span_id
-    assert decode.parent is not None
-    assert decode.parent.span_id == get_span.context.span_id
-    assert (decode.start_time, decode.end_time) == (begun, begun + 5_000)
-    assert dict(get_span.attributes or {}) == {"objkv.chunk": 3, "objkv.bytes": 100}
-    assert dict(load_span.attributes or {}) == {"gen_ai.request.id": "r-1"}
+    assert dict(load_span.attributes or {}) == {"gen_ai.request.id": "r-1", "objkv.bytes": 100}
 
 
 @pytest.mark.parametrize("parent", [None, "", "nonsense", f"00-{'0' * 32}-{ABOVE}-01"])
@@ -67,12 +57,10 @@ def test_a_failure_is_told_in_a_sentence_of_bounded_length() -> None:
     assert span.status.description == "x" * 500
 
 
-def test_a_trace_that_is_not_sampled_has_no_parts_and_never_complains() -> None:
+def test_a_trace_that_is_not_sampled_has_no_spans_and_never_complains() -> None:
     tracing = Tracing(TracerProvider(sampler=ALWAYS_OFF).get_tracer("objkv"))
     assert tracing.begin("objkv.load", None) is NO_SPAN
     assert tracing.begin("objkv.load", f"00-{TRACE}-{ABOVE}-00") is NO_SPAN
-    assert NO_SPAN.child("part") is NO_SPAN
-    NO_SPAN.part("part", 2, 1)
     NO_SPAN.end("failed")
     assert not NO_SPAN.is_on
 
@@ -172,16 +160,12 @@ def test_whatever_opentelemetry_raises_is_no_span_nor_is_a_parent_that_is_no_tex
     assert exporter.get_finished_spans() == ()
 
 
-def test_parts_and_ends_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ends_raise_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     tracer = Broken().get_tracer("objkv")
     monkeypatch.setattr(tracer, "start_span", lambda *_, **__: BrokenSpan())
     span = Tracing(tracer).begin("objkv.load", None)
     assert span.is_on
-    span.part("objkv.get", 1, 2, chunk=1)
     span.end("failed", bytes=1)
-    monkeypatch.undo()
-    assert span.child("objkv.get") is NO_SPAN
-    span.part("objkv.get", 1, 2)
 
 
 class HeldProvider(TracerProvider):

@@ -118,7 +118,7 @@ def _judge(out: Printer, verdict: ModelVerdict) -> int:
 
 
 def _rows(verdict: ModelVerdict) -> Iterator[tuple[str, str]]:
-    yield "use", "ObjKVConnector" if verdict.use == "connector" else "ObjKVTier, see docs/tier.md"
+    yield "use", "ObjKVConnector" if verdict.use == "connector" else "ObjKVTier, see docs/models.md"
     yield "layers", ", ".join(f"{count} with {kind}" for kind, count in verdict.layers.items())
     unknown = "set by vLLM: its pages are not divided by token"
     token, chunk = verdict.token_bytes, verdict.chunk_bytes

@@ -34,8 +34,6 @@ COUNTERS = {
     "lookup_refused": "Lookups not made because the queue was full.",
     "admission_switch_errors": "Failed reads of an operator's switch for loads.",
     "limits_ignored": "Invalid transfer parameters of requests, such as max_load_tokens.",
-    "hints_prefetched": "KV hints in requests that the node agent acted on with a prefetch.",
-    "hints_unused": "KV hints in requests without effect: unknown, invalid, failed or too many.",
     "adapters_unknown": "Requests not shared because their adapter could not be identified.",
     "saves_accepted": "Payloads that the node agent took. The node's replicas find them at once.",
     "save_accepted_bytes": "Bytes of those.",

@@ -2,7 +2,7 @@
 
 import os
 import socket
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from objkv.assembly.link import Replica
 from objkv.config import Config
@@ -65,8 +65,3 @@ def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:
             "role to writer, or give the replica a vLLM role that loads"
         )
     return False
-
-
-def locality(config: Config) -> Literal["LOCAL", "REMOTE"]:
-    """Return where the bulk store is, in the words of vLLM's KV events and transfer parameters."""
-    return "LOCAL" if config.bulk_url.startswith("file:") else "REMOTE"

@@ -93,7 +93,7 @@ _REASONS: dict[str, tuple[str, str]] = {
     "groups[].state": (
         "the layers keep their state in different tensors",
         "serve the same model with the same mamba cache dtype and VLLM_SSM_CONV_STATE_LAYOUT; some "
-        "states also need the same TP size, see docs/groups.md",
+        "states also need the same TP size, see docs/models.md",
     ),
     _DTYPE: ("the models compute in different dtypes", "start both with the same --dtype"),
     _RESET: (

@@ -308,24 +308,30 @@ class Saver:
 
     def _take(self, named: Sequence[_SavedChunk]) -> list[_SavedChunk]:
         """Decide what to save. Returns the chunks that have a slab now."""
-        wanted = list[_SavedChunk]()
-        reason = "" if self._target.has_room() else "save_over_quota"
-        reason = "saves_shed" if self.is_shedding else reason
-        for one in named:
-            if reason:  # not a drop, which the scheduler would plan again for the next step
-                self._leave(one, reason)
-            elif self._target.begin_save(one.path, puts=one.plan.puts, again=one.save.again):
-                wanted.append(one)
-            else:
-                self._recorder.count("save_repeats")
-        chunks = list[_SavedChunk]()
-        with suppress(SlabsExhaustedError):
-            for one in wanted[: max(0, self._limits.queue_max - self._waiting)]:
-                one.slab = self._slabs.lease()
-                chunks.append(one)
+        wanted, chunks = list[_SavedChunk](), list[_SavedChunk]()
+        try:
+            reason = "" if self._target.has_room() else "save_over_quota"
+            reason = "saves_shed" if self.is_shedding else reason
+            for one in named:
+                if reason:  # not a drop, which the scheduler would plan again for the next step
+                    self._leave(one, reason)
+                elif self._target.begin_save(one.path, puts=one.plan.puts, again=one.save.again):
+                    wanted.append(one)
+                else:
+                    self._recorder.count("save_repeats")
+            with suppress(SlabsExhaustedError):
+                for one in wanted[: max(0, self._limits.queue_max - self._waiting)]:
+                    one.slab = self._slabs.lease()
+                    chunks.append(one)
+            dropped = wanted[len(chunks) :]
+        except Exception:
+            logger.exception("saves failed unexpectedly count=%d", len(named))
+            for one in chunks:
+                one.slab.release()
+            chunks, dropped = [], [*named]
         for one in wanted[len(chunks) :]:
             self._target.end_save(one.path)
-        self._drop(wanted[len(chunks) :])
+        self._drop(dropped)
         return chunks
 
     def _submit(self, chunks: Sequence[_SavedChunk], after: Mark) -> list[_SavedChunk]:

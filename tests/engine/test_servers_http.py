@@ -238,7 +238,7 @@ def spans_of_the_load(collector: Collector) -> list[dict[str, object]]:
 
     def are_there() -> bool:
         names = {span["name"] for span in collector.spans() if span["trace"] == TRACE}
-        return names >= {"llm_request", "objkv.lookup", "objkv.load", "objkv.copy"}
+        return names >= {"llm_request", "objkv.lookup", "objkv.load"}
 
     wait_until(are_there, "the spans of the load", bound_s=TRACES_S)
     return [span for span in collector.spans() if span["trace"] == TRACE]
@@ -276,12 +276,10 @@ def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> Non
     spans = an_outage_and_an_end()["spans"]
     by_name = {name: [s for s in spans if s["name"] == name] for name in {s["name"] for s in spans}}
     (lookup,), (load,) = by_name["objkv.lookup"], by_name["objkv.load"]
-    gets = by_name["objkv.get"]
     assert lookup["parent"] == load["parent"] == ABOVE
     assert lookup["attributes"]["objkv.chunks_found"] == LOADED // CHUNK
-    assert load["attributes"]["objkv.bytes"] == sum(g["attributes"]["objkv.bytes"] for g in gets)
-    assert len(gets) == LOADED // CHUNK
-    assert {part["parent"] for part in by_name["objkv.copy"]} == {get["id"] for get in gets}
+    assert load["attributes"]["objkv.chunks"] == LOADED // CHUNK
+    assert load["attributes"]["objkv.bytes"] > 0
     assert not [span for span in spans if span["failed"]]
     # vLLM calls the request the same in its own span.
     ids = {s["attributes"]["gen_ai.request.id"] for s in (lookup, load)}

@@ -16,6 +16,7 @@ from objkv.errors import StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading import connection as module
+from objkv.transfer.loading import loader as loader_module
 from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadPlan
 from tests.agent.consistency import is_consistent
@@ -504,3 +505,19 @@ def test_a_closed_loader_takes_and_cancels_nothing(world: World) -> None:
     closed.loader.close()
     closed.loader.cancel("r")
     assert closed.load(range(4), 1).failed_blocks
+
+
+def test_payloads_that_cannot_be_asked_for_are_misses_at_once(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(*_: Any) -> list[bytes]:
+        raise ValueError("no identities")
+
+    monkeypatch.setattr(loader_module, "identities", fails)
+    outcome = world.reader.load(range(4), 1)
+    assert len(outcome.failed_blocks) == 4 * BLOCKS
+    assert not outcome.rejected
+    assert "load failed unexpectedly" in caplog.text
+    monkeypatch.undo()
+    assert not world.reader.load(range(4), 17).failed_blocks
+    assert world.right(17)

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Event
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
@@ -536,3 +536,26 @@ def test_a_device_that_fails_while_it_copies_costs_drops(four: Replica) -> None:
     assert four.recorder.value("save_drops") == 1
     assert four.save_slabs.leased == 1
     saver.close(-10.0)
+
+
+@ON_HOST
+@pytest.mark.parametrize("broken", ["begin_save", "lease"])
+def test_a_save_that_fails_before_its_copy_keeps_no_slab_and_is_planned_again(
+    four: Replica, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    owner = four.saver._target if broken == "begin_save" else four.save_slabs
+    calls, method = list[Any](), getattr(owner, broken)
+
+    def fails_the_second_time(*given: Any, **named: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise RuntimeError("broken")
+        return method(*given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, broken, fails_the_second_time)
+        assert gathered(four.saver, plan_of(four, 0, 1, 2)) == {("r", 0), ("r", 1), ("r", 2)}
+    assert four.save_slabs.leased == 0
+    assert gathered(four.saver, plan_of(four, 0, 1, 2)) == set()
+    assert four.saver.drain(PATIENCE_S)
+    assert four.recorder.value("saves") == 3

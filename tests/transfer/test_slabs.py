@@ -10,7 +10,7 @@ import torch
 
 from objkv.transfer import slabs
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
-from tests.support.device import current_device, pinning
+from tests.support.device import ON_HOST, current_device, pinning
 from tests.support.mappings import is_private
 
 
@@ -34,6 +34,7 @@ class Copies:
         raise AssertionError("no slab concerns the model")
 
 
+@ON_HOST
 def test_free_and_leased_slabs_are_all_there_are_and_each_is_given_back_once() -> None:
     pool = SlabPool("load", count=3, slab_bytes=8)
     assert (pool.total, pool.leased) == (3, 0)
@@ -49,6 +50,7 @@ def test_free_and_leased_slabs_are_all_there_are_and_each_is_given_back_once() -
     assert (pool.total, pool.leased) == (3, 0)
 
 
+@ON_HOST
 def test_a_slab_is_free_when_its_copies_have_ended() -> None:
     pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
     first, second = pool.lease(), pool.lease()
@@ -63,6 +65,7 @@ def test_a_slab_is_free_when_its_copies_have_ended() -> None:
     assert pool.leased == 0
 
 
+@ON_HOST
 def test_a_lane_that_is_behind_keeps_no_slabs_of_another() -> None:
     pool, slow, fast = SlabPool("load", count=3, slab_bytes=8), Copies(), Copies()
     for copies in (slow, fast, fast):
@@ -75,6 +78,7 @@ def test_a_lane_that_is_behind_keeps_no_slabs_of_another() -> None:
     assert len(fast.polled_by) == 1, "once for all slabs of a mark"
 
 
+@ON_HOST
 def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
     class Fails(Copies):
         def done(self) -> bool:
@@ -104,10 +108,12 @@ class Pinned:
         return lambda: self.locked.remove(piece)
 
 
+@ON_HOST
 def test_slabs_are_in_no_core_dump_and_no_child() -> None:
     assert is_private(SlabPool("save", count=2, slab_bytes=4096).memory.numpy())
 
 
+@ON_HOST
 def test_slabs_are_pages_of_their_own_and_not_one_more() -> None:
     driver = Pinned()
     pool = SlabPool("load", count=3, slab_bytes=3 * 4096, pin=driver.pin)
@@ -117,6 +123,7 @@ def test_slabs_are_pages_of_their_own_and_not_one_more() -> None:
     assert starts == {0, 3 * 4096, 6 * 4096}
 
 
+@ON_HOST
 def test_slabs_are_locked_until_the_pool_and_every_view_of_them_are_gone() -> None:
     driver = Pinned()
     pool = SlabPool("load", count=2, slab_bytes=4096, pin=driver.pin)
@@ -131,6 +138,7 @@ def test_slabs_are_locked_until_the_pool_and_every_view_of_them_are_gone() -> No
     assert driver.locked == []
 
 
+@ON_HOST
 def test_what_a_device_still_copies_is_neither_unlocked_nor_freed_with_its_pool(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -147,6 +155,7 @@ def test_what_a_device_still_copies_is_neither_unlocked_nor_freed_with_its_pool(
     assert "slabs kept for copies that never ended pool=load count=1" in caplog.text
 
 
+@ON_HOST
 def test_a_driver_that_cannot_unlock_ends_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     def fail() -> None:
         raise RuntimeError("the driver is shutting down")

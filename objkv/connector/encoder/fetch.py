@@ -82,8 +82,8 @@ class EncoderFetcher:
     """Fetches outputs. Only the scheduler's thread calls public methods.
 
     vLLM queries for all of its waiting requests in one step, and frees memory request by request. A
-    request gets memory for all outputs that it is the first to need at once, in the order in which
-    requests ask, and has none while it waits: so the first one can always have what it waits for.
+    request gets memory for all outputs that it is the first to need at once, and has none while it
+    waits. So requests do not wait for each other for ever.
     """
 
     def __init__(
@@ -113,7 +113,7 @@ class EncoderFetcher:
         self.held_bytes = 0
         """Memory of all outputs. Changes with the lock held."""
         self.queue: dict[str, float] = {}
-        """Requests that wait for memory, in order, and until when."""
+        """Requests that wait for memory, and until when."""
         self._thread = StepThread(
             "objkv-lookup-outputs",
             answer_s=CALL_S,
@@ -203,7 +203,7 @@ class EncoderFetcher:
             if not is_late and output not in self._entries and nbytes + size <= self._nbytes_max:
                 fits.add(output)
                 nbytes += size
-        if self.held_bytes + nbytes > self._nbytes_max or not (is_late or self._is_first(owner)):
+        if self.held_bytes + nbytes > self._nbytes_max:
             return False
         del self.queue[owner]
         waiting = sum(entry.is_needed for entry in self._entries.values())
@@ -220,13 +220,6 @@ class EncoderFetcher:
                     )
             entry.owners.add(owner)
         return True
-
-    def _is_first(self, owner: str) -> bool:
-        """Whether it is the turn of ``owner``. A request whose deadline has passed lets others go
-        first: vLLM may not query for it any more."""
-        while (first := next(iter(self.queue))) != owner and self._clock() >= self.queue[first]:
-            self.queue[first] = self.queue.pop(first)
-        return first == owner
 
     def _begin(self, entry: WantedOutput) -> None:
         with self._changed:

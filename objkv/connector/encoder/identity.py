@@ -13,10 +13,10 @@ from objkv.config import Config
 from objkv.connector.encoder.items import OutputForm
 from objkv.connector.model.identity import (
     further_settings,
+    has_fp8_encoder,
     names_media,
     refuse_external_launcher,
 )
-from objkv.connector.model.media import has_fp8_encoder
 from objkv.connector.model.weights import local_folder, read_weights
 from objkv.errors import ConfigError
 from objkv.keys.encoder import EncoderIdentity

@@ -1,5 +1,5 @@
 """A step of a vLLM V0 engine: its prompts that can be handed over, and one rank's caches and states
-as the frames of their payloads, and back. ``docs/handoff.md`` specifies names and frames.
+as the frames of their payloads, and back. ``docs/models.md`` specifies names and frames.
 
 V0's objects have no types here, because current vLLM has none of their classes. Source: vLLM
 0.6-0.10, ``worker/model_runner.py``, ``attention/backends/abstract.py``, and ``get_kv_cache_shape``

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import gcd
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from vllm.distributed.kv_events import (
     MEDIUM_STORAGE,
@@ -27,10 +27,8 @@ from objkv.cache.match import covered, stored_blocks
 from objkv.config import Config
 from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.request_limits import Locality
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
-from objkv.connector.wiring import locality
 from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+Locality = Literal["LOCAL", "REMOTE"]
 OWNERSHIP = "objkv"
 """Name of the tier in all events. Their medium is that of vLLM's own storage tiers: this replica
 can load the blocks from shared stores."""
@@ -305,7 +304,8 @@ def open_event_log(
     if not events_enabled(vllm_config):
         return None
     hash_tokens = read_hash_tokens(vllm_config, kv_cache_config, geometry)
-    return EventLog(geometry, hash_tokens, locality(config), ttl_s=config.ttl_s)
+    place: Locality = "LOCAL" if config.bulk_url.startswith("file:") else "REMOTE"
+    return EventLog(geometry, hash_tokens, place, ttl_s=config.ttl_s)
 
 
 def _table_groups(geometry: Geometry, group: int) -> list[int]:

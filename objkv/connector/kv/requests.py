@@ -1,18 +1,18 @@
-"""Per-request state of the scheduler's side: hashes, and the records of stored chunks.
+"""Per-request state of the scheduler's side: limits, hashes, and the records of stored chunks.
 
 While a lookup is in progress, calls take the same time for prompts of any length.
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from math import inf
 from threading import Lock
 from time import sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,17 +20,9 @@ from objkv.agent.messages import PrefetchOrder, is_held
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.metadata import StepReport
-from objkv.connector.kv.request_limits import (
-    NO_LIMITS,
-    HintReader,
-    LimitReader,
-    Locality,
-    Prefetch,
-    RequestLimits,
-)
-from objkv.connector.kv.stored import StoredPayloads
-from objkv.connector.model.adapters import Adapters, UnknownAdapterError
+from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.model.groups import Geometry
+from objkv.connector.model.weights import Adapters, UnknownAdapterError
 from objkv.index.base import Shards
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
@@ -42,6 +34,58 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 _PUT_S = 30.0
 """How long reading what an agent's disk holds back may take."""
+_KINDS: dict[str, type[Any]] = {
+    "max_load_tokens": int,
+    "max_offload_tokens": int,
+    "objkv_put": bool,
+}
+"""Parameters of ``RequestLimits``, in its order. The last is objkv's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """The limits of one request."""
+
+    load_tokens_max: int | None = None
+    """Most tokens to load beyond those that vLLM has. None: any number."""
+    save_tokens_max: int | None = None
+    """Most leading tokens to save. None: all."""
+    puts: bool = False
+    """Whether a node's agent puts what is saved at once, and what it holds back already."""
+
+
+NO_LIMITS = RequestLimits()
+Prefetch = Callable[[str, Sequence[bytes], PrefetchOrder], Steps[int] | int]
+"""Namespace, prefix hashes and order. Raises ``StoreError``."""
+
+
+class LimitReader:
+    """Reads the limits of requests. For the scheduler's thread only. Never raises.
+
+    Names and meanings are those of vLLM's own ``OffloadingConnector``, so that a router can send
+    the same parameters whatever stores the KV. Values of another type are ignored. Source: vLLM
+    0.33, ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._logged = recorder, set[str]()
+
+    def read(self, request: "Request") -> RequestLimits:
+        """Return the limits of a request."""
+        params = getattr(request, "kv_transfer_params", None)
+        if not isinstance(params, Mapping) or not _KINDS.keys() & params.keys():
+            return NO_LIMITS
+        loads, saves, puts = (self._valid(name, params.get(name)) for name in _KINDS)
+        return RequestLimits(loads, saves, puts is True)
+
+    def _valid(self, name: str, value: Any) -> Any:
+        if value is None or (type(value) is _KINDS[name] and value >= 0):  # a bool is an int
+            return value
+        self._recorder.count("limits_ignored")
+        if name not in self._logged:
+            self._logged.add(name)
+            logger.warning("transfer parameter ignored name=%s value=%.100r", name, value)
+        return None
 
 
 _PIECE_CHUNKS = 8
@@ -259,16 +303,14 @@ class RequestTracker:
         recorder: Recorder,
         payloads: StoredPayloads,
         *,
-        locality: Locality,
         prefetch: Prefetch,
     ) -> None:
-        """``locality``: of the bulk store. ``prefetch``: of the node's agent."""
+        """``prefetch``: of the node's agent."""
         self._geometry = geometry
         self._lookups = lookups
         self._recorder = recorder
         self.adapters = Adapters(lookups.submit)
-        self._limits, self._prefetch = LimitReader(locality, recorder), prefetch
-        self._hints = HintReader(prefetch, lookups.submit, geometry.chunk_tokens, recorder)
+        self._limits, self._prefetch = LimitReader(recorder), prefetch
         self._tracked: dict[str, TrackedRequest] = {}
         self._has_met_session = False
         self.payloads = payloads
@@ -282,7 +324,6 @@ class RequestTracker:
         if request.lora_request is not None:
             tracked.deadline = self._lookups.deadline()
         tracked.limits = self._limits.read(request)
-        tracked.may_load = tracked.limits.loads
         self._tracked[request.request_id] = tracked
         if request.resumable or not trusted:
             # In a resumable session vLLM removes a token of the prompt and adds tokens and images,
@@ -292,8 +333,6 @@ class RequestTracker:
                 self._has_met_session = True
                 logger.info("sessions with streaming input are not shared")
         self.records(tracked)
-        own = tracked.hashes if tracked.may_load else None
-        self._hints.act(request, namespace, own)
         return tracked
 
     def __len__(self) -> int:

@@ -1,6 +1,7 @@
 """Plans the saves of each step: which chunks it completes, and whose blocks may be saved."""
 
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from functools import partial
 from heapq import heappop, heappush
@@ -8,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from objkv.config import Config
 from objkv.connector.guard import guarded
-from objkv.connector.kv.drafts import DraftGaps
 from objkv.connector.kv.planning import Computed, save_moves, states_after
 from objkv.connector.kv.requests import RequestTracker, TrackedRequest
 from objkv.connector.model.groups import Geometry
@@ -127,6 +127,45 @@ class DueSaves:
                 if (tracked := self._requests.get(name)) is not None:
                     due.append(tracked)
         return due
+
+
+_GAPS_MAX = 65_536
+"""Gaps to remember, 100 bytes each. vLLM has long evicted the blocks of older ones."""
+
+
+class DraftGaps:
+    """Decides whether a request's draft KV may be stored. For the scheduler's thread only.
+
+    Replicas without the draft store the target's layers alone. A replica with the draft loads
+    these, and zeroes the draft's blocks. The output does not change, because the target decides on
+    every proposed token. But what the draft computes afterwards depends on those zeros, also in
+    requests that find the blocks in vLLM's own prefix cache. None of it may be stored, or every
+    replica would load it.
+    """
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._chunk_tokens = geometry.chunk_tokens
+        self._gaps: OrderedDict[bytes, None] = OrderedDict()
+        """Hashes of prefixes, in chunks. After each of them the draft's KV may be missing."""
+
+    def lost(self, tracked: TrackedRequest, end: int) -> None:
+        """Record a load without the draft's KV of tokens from ``end`` on."""
+        assert tracked.hashes is not None
+        tracked.draft_complete = False
+        prefix = tracked.hashes.chain.parent(end // self._chunk_tokens)
+        self._gaps[prefix] = None
+        self._gaps.move_to_end(prefix)
+        while len(self._gaps) > _GAPS_MAX:
+            self._gaps.popitem(last=False)
+
+    def is_complete(self, tracked: TrackedRequest, chunk: int) -> bool:
+        """Whether the draft's KV of a chunk, whose hash is computed, depends on no gap."""
+        if not tracked.draft_complete or not self._gaps:
+            return tracked.draft_complete
+        assert tracked.hashes is not None
+        local = -(-tracked.local // self._chunk_tokens)  # chunks that vLLM had, the last in part
+        before = map(tracked.hashes.chain.parent, range(min(chunk + 1, local)))
+        return not any(prefix in self._gaps for prefix in before)
 
 
 class SavePlanner:

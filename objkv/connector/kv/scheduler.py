@@ -18,20 +18,22 @@ from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, Record
 from objkv.cache.parts import PartsIndex
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
-from objkv.connector.kv.drafts import draft_blanks, matched_end, stored_draft_end
 from objkv.connector.kv.events import EventLog
-from objkv.connector.kv.loads import ReliedLoads
+from objkv.connector.kv.loads import ReliedLoads, Timing
 from objkv.connector.kv.metadata import StepPlan, StepReport
-from objkv.connector.kv.planning import BlockTable, load_moves
-from objkv.connector.kv.request_limits import Prefetch
-from objkv.connector.kv.requests import RequestTracker, TrackedRequest, Usable
+from objkv.connector.kv.planning import (
+    BlockTable,
+    StoredPayloads,
+    draft_blanks,
+    load_moves,
+    matched_end,
+    stored_draft_end,
+)
+from objkv.connector.kv.requests import Prefetch, RequestTracker, TrackedRequest, Usable
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
-from objkv.connector.kv.stored import StoredPayloads
-from objkv.connector.kv.timing import Timing
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
-from objkv.connector.wiring import locality
 from objkv.index.base import ShardRecord, Shards, WriteIndex
 from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
@@ -143,7 +145,6 @@ class SchedulerSide:
             self.lookups,
             recorder,
             payloads,
-            locality=locality(config),
             prefetch=prefetch,
         )
         self._timing = Timing(

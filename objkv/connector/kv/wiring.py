@@ -26,10 +26,10 @@ from objkv.connector.model.identity import (
     pipeline_rank,
     placed,
     read_identity,
+    read_quantised,
     safe_load_mode,
     tensor_rank,
 )
-from objkv.connector.model.media import read_quantised
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
 from objkv.index.base import WriteIndex

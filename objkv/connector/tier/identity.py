@@ -21,10 +21,10 @@ from objkv.config import Config
 from objkv.connector.model.drafts import WITHOUT_KV
 from objkv.connector.model.identity import (
     further_settings,
+    kv_dtype_name,
     names_media,
     refuse_external_launcher,
 )
-from objkv.connector.model.media import kv_dtype_name
 from objkv.connector.model.weights import read_weights
 from objkv.errors import ConfigError
 from objkv.keys.identity import NamespaceIdentity, name_model, sealed_extra
@@ -111,7 +111,7 @@ class TierAdapters:
     vLLM's keys contain an adapter's name and path but not its content, and a tier cannot see which
     adapter a request uses. A name that is loaded again is therefore treated as other weights.
     Adapters that come with requests, and changed files, are not noticed. For those the operator is
-    responsible, see ``docs/tier.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
+    responsible, see ``docs/models.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
     ``v1/core/kv_cache_utils.py``.
     """
 

@@ -4,7 +4,7 @@ It is for operators who run ``OffloadingConnector`` with ``TieringOffloadingSpec
 chunks, and those of other replicas, in objkv's stores. vLLM calls every method on the scheduler's
 thread. Only the constructor and ``shutdown`` wait for the node's agent. Only the constructor
 raises. Read against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Described in
-``docs/tier.md``.
+``docs/models.md``.
 """
 
 import logging
@@ -47,8 +47,7 @@ from objkv.connector.tier.identity import (
     none_hash,
     read_tier_identity,
 )
-from objkv.connector.tier.jobs import Job, JobRow, Rows, TierJobs, chunk_key, row_layer
-from objkv.connector.tier.lookup import TierLookups
+from objkv.connector.tier.jobs import Job, JobRow, Rows, TierJobs, TierLookups, chunk_key, row_layer
 from objkv.connector.wiring import replica_of, writer_name
 from objkv.errors import ConfigError, StoreError
 from objkv.stores.base import WriteStore

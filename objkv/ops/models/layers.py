@@ -104,7 +104,7 @@ def read_layers(folder: Path) -> ModelLayers:
             f"{folder}: model_type {model_type!r} is unknown to objkv"
             + (f" (similar: {near[0]})" if near else "")
             + ": start vLLM with the connector, which reads the cache groups that vLLM makes and "
-            "refuses those that it cannot share; docs/groups.md lists the kinds that it can"
+            "refuses those that it cannot share; docs/models.md lists the kinds that it can"
         )
     shapes = _Shapes(folder, model_type, config)
     dtype = config.get("dtype") or config.get("torch_dtype") or document.get("dtype")

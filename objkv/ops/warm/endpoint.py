@@ -21,7 +21,7 @@ from objkv.ops.warm.report import EndpointReport
 
 Trouble = Literal["busy", "down", "failed", "refused"]
 TRANSFER_PARAMS: Final = {"objkv_put": True}
-"""Of each request: node agents put its chunks at once, see ``connector.kv.request_limits``."""
+"""Of each request: node agents put its chunks at once, see ``connector.kv.requests``."""
 _CONNECT_S: Final = 10.0
 _CHECK_S: Final = 10.0
 _ANSWER_S: Final = 1800.0

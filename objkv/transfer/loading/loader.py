@@ -28,7 +28,7 @@ from objkv.codec.payload import Claim, Header, frame_pages
 from objkv.codec.values import CHUNK_AT
 from objkv.errors import PayloadError, TransferError
 from objkv.telemetry import Recorder
-from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing, now_ns
+from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing
 from objkv.transfer.lanes import Ints, Lane, Mark
 from objkv.transfer.layouts import ForeignLayoutError, PayloadLayouts, PlacedLayout, SourceShape
 from objkv.transfer.loading.connection import LOOK_S, CopyUnknownError, LoadConnection
@@ -44,8 +44,6 @@ _CLOSE_LOOK_S = 1e-3
 _IDLE_S = 5.0
 _SLICE_BYTES = 16 << 20
 """Bytes given to the lane at once if a step waits for the first layers."""
-_TRACED_PAYLOADS_MAX = 64
-"""Payloads traced per load. A long prompt has hundreds, which all look alike."""
 _ENDED = -1
 """Instead of a payload's next row: the lane gets nothing more of it."""
 _REFUSED = frozenset((MissReason.MISSING, MissReason.CORRUPT))
@@ -104,8 +102,6 @@ class LoadJob:
         """Whether nothing waits for the load any more, so that it cannot fail."""
         self._clock = clock
         self._changed = Condition()
-        self._holds: Callable[[], bool] = bool
-        """Whether the forward thread may go on, which waits for this, or has."""
         self._chunks = plan.moves.chunks
         self._needed = len(self._chunks)
         """The leading moves that are needed still. Those from the first failed chunk on are not."""
@@ -154,7 +150,7 @@ class LoadJob:
                 if self.plan.sync and layers:
                     group = int(self._groups[moves[0]])
                     self._marks |= {(group, layer): mark for layer in layers}
-            self._wake()
+            self._changed.notify_all()
 
     def done(self, moves: Sequence[int], nbytes: int) -> None:
         """Record that moves, ``nbytes`` as stored, are verified and were given to the lane. Those
@@ -281,23 +277,15 @@ class LoadJob:
         )
 
     def _wait_for(self, holds: Callable[[], bool]) -> None:
-        """Wait for ``holds()``, or until the deadline.
-
-        This thread is woken only when its condition holds, because on a busy machine a wake-up
-        costs as much as decoding a frame.
-        """
-        self._holds = holds
-        while not (self._closed or holds()):
-            if not self._changed.wait(self.deadline - self._clock()):
-                return
+        """Wait for ``holds()``, or until the deadline."""
+        self._changed.wait_for(
+            lambda: self._closed or holds() or self._clock() >= self.deadline,
+            self.deadline - self._clock(),
+        )
 
     def _end(self, moves: Sequence[int]) -> None:
         self._ended[moves] = True
-        self._wake()
-
-    def _wake(self) -> None:
-        if self._closed or self._holds():
-            self._changed.notify_all()
+        self._changed.notify_all()
 
     def _fail_from(self, move: int) -> None:
         self._needed = min(self._needed, bisect_left(self._chunks, self._chunks[move]))
@@ -345,8 +333,6 @@ class _Batch:
         """Whether rows wait for a slab that the device is reading."""
         self.has_begun = False
         """Whether the lane was given anything."""
-        self.spans: dict[int, tuple[Span, int]] = {}
-        """Of traced payloads, and when their first bytes had come."""
 
     def claim(self, n: int) -> Claim:
         """Return what a payload is to be."""
@@ -617,7 +603,12 @@ class Loader:
         job, part = self._next()
         if job is None:
             return
-        batch = _Batch(job, part)
+        try:
+            batch = _Batch(job, part)
+        except Exception:
+            logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
+            self._miss([(job, part)])
+            return
         self._batches.append(batch)
         leases = self._link.open(
             batch.claims,
@@ -631,9 +622,6 @@ class Loader:
                 self._waiting.appendleft((job, part))
             return
         batch.leases, batch.progress = leases, [lease.progress for lease in leases]
-        for move in part[: max(0, _TRACED_PAYLOADS_MAX - part.start)] if job.span.is_on else ():
-            span = job.span.child("objkv.get", chunk=job.plan.moves.chunks[move])
-            batch.spans[move - part.start] = span, 0
 
     def _next(self) -> tuple[LoadJob | None, range]:
         """Take the next moves of one job from the queue, none if there is none or no room."""
@@ -677,7 +665,7 @@ class Loader:
                 reason = MissReason(progress.reason)
                 if name := _COUNTED.get(reason, "load_errors"):
                     self._recorder.count(name)
-                self._fail(batch, n, reason.name.lower(), rejected=reason in _REFUSED)
+                self._fail(batch, n, rejected=reason in _REFUSED)
             elif batch.placed[n] is None and (
                 progress.state is CellState.READY or (streams and progress.frames)
             ):
@@ -722,8 +710,6 @@ class Loader:
                 known[key] = placed
         rows = placed.layout.rows
         batch.placed[n], batch.rows[n], batch.stops[n] = placed, rows.start, rows.stop
-        if n in batch.spans:
-            batch.spans[n] = batch.spans[n][0], now_ns()
 
     def _give(self, batch: _Batch, rows: range, some: Sequence[int]) -> None:
         """Give the lane rows of payloads that are alike, as many as it can read and the job allows.
@@ -734,14 +720,9 @@ class Loader:
         some = [n for n in some if batch.rows[n] == rows.start]
         if not some:
             return
-        arena, placed, slab, n = (
-            self._link.present.arena.view,
-            batch.placed[some[0]],
-            None,
-            some[0],
-        )
+        n, placed, slab = some[0], batch.placed[some[0]], None
         assert placed is not None
-        memory = arena
+        memory = arena = self._link.present.arena.view
         try:
             starts = np.array([[batch.progress[n].offset] for n in some], np.int64)
             starts = starts + placed.starts[rows.start : rows.stop]
@@ -817,10 +798,10 @@ class Loader:
             logger.error("load failed unexpectedly request=%s", request, exc_info=reason)
         if is_corrupt:  # before it fails: it may be made and saved again at once
             self._link.present.reject(batch.claim(n))
-        self._fail(batch, n, "corrupt" if is_corrupt else "failed", rejected=is_corrupt)
+        self._fail(batch, n, rejected=is_corrupt)
 
-    def _fail(self, batch: _Batch, n: int, reason: str, *, rejected: bool) -> None:
-        self._end(batch, [n], reason)
+    def _fail(self, batch: _Batch, n: int, *, rejected: bool) -> None:
+        self._end(batch, [n])
         batch.job.fail(batch.part.start + n, rejected=rejected)
         self._over.set()
         self._drop_unneeded(batch)
@@ -831,9 +812,9 @@ class Loader:
         if batch.left and batch.left[-1] >= needed:
             unneeded = [n for n in batch.left if n >= needed]
             self._recorder.count("load_given_up", len(unneeded))
-            self._end(batch, unneeded, "given up")
+            self._end(batch, unneeded)
 
-    def _end(self, batch: _Batch, some: Sequence[int], error: str | None = None) -> None:
+    def _end(self, batch: _Batch, some: Sequence[int]) -> None:
         """Give the lane nothing more of some payloads: it has everything, or they are misses, or
         not needed."""
         for n in some:
@@ -841,11 +822,6 @@ class Loader:
         batch.left = [n for n in batch.left if batch.rows[n] != _ENDED]
         leases, nbytes = [batch.leases[n] for n in some], sum([batch.nbytes[n] for n in some])
         self._link.end(leases, nbytes, is_given=batch.has_begun)
-        for n in some if batch.spans else ():
-            span, came_ns = batch.spans.pop(n, (NO_SPAN, 0))
-            if came_ns:
-                span.part("objkv.copy", came_ns, now_ns())
-            span.end(error, bytes=batch.progress[n].nbytes)
 
     def _lose(self, *, keep: bool = False) -> None:
         """Give up the connection, once no lane reads the arena any more. What the lane was not
@@ -859,13 +835,14 @@ class Loader:
         lost = [(job, moves) for job, moves in waiting if moves]
         for batch in self._batches:
             lost += [(batch.job, batch.part[n : n + 1]) for n in batch.left]
+        self._batches.clear()
+        self._miss(lost)
+        self._link.lose(agent, keep=keep)  # with all its leases
+
+    def _miss(self, lost: Sequence[tuple[LoadJob, range]]) -> None:
+        """Fail moves of jobs, and with each all later chunks."""
         count = sum([max(0, min(moves.stop, job.needed()) - moves.start) for job, moves in lost])
         self._recorder.count("load_errors", count)
-        for batch in self._batches:
-            if batch.leases:
-                self._end(batch, batch.left, "lost")
-        for job, moves in lost:  # and with each all later chunks
+        for job, moves in lost:
             job.fail(moves.start, rejected=False)
         self._over.set()
-        self._batches.clear()
-        self._link.lose(agent, keep=keep)

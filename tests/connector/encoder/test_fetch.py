@@ -126,18 +126,6 @@ def test_what_never_fits_is_not_waited_for(place: Place) -> None:
         assert second.count("load_refused") == 1
 
 
-def test_one_that_vllm_does_not_ask_for_any_more_lets_others_go_first(
-    place: Place, limits: Limits
-) -> None:
-    """Its prompt's KV is found to cover the image, for example."""
-    with replica(place, limits=limits) as second:
-        holder = full(place, second)
-        second.side.finish(holder)
-        assert not second.side.is_ready(request("c", "x"), 0)
-        second.clock.advance(5.1)
-        assert second.see(request("d", "x")) == []
-
-
 class Index:
     """An index, and an agent that reads what it has, when they are told to."""
 
@@ -227,18 +215,6 @@ class Crowd:
 
 def output(image: int, rows: int) -> EncoderOutput:
     return EncoderOutput(IDENTITY.namespace(), bytes([image]) * 20, rows, 1, "U8")
-
-
-def test_a_request_that_needs_nothing_any_more_lets_others_have_memory() -> None:
-    """As after the image that it waited for was computed for another one."""
-    crowd = Crowd(4, [], [])
-    fetcher, first, other = crowd.fetcher, output(1, 4), output(5, 4)
-    assert not fetcher.want("first", [first])
-    assert not fetcher.want("second", [output(2, 4)])
-    assert fetcher.want("second", [])
-    fetcher.drop("first", [first])
-    fetcher.want("third", [other])
-    assert fetcher.state(other) is State.WAITING
 
 
 @given(st.data())

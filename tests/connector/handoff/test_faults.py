@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from objkv.assembly import agent
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import shard_record
-from objkv.codec.payload import LayerSpec, encode, frame_pages, read_header
+from objkv.codec.payload import read_header
 from objkv.config import load_config
 from objkv.connector.handoff import connector as handoff
 from objkv.connector.handoff.connector import RankAgreement
@@ -91,52 +91,6 @@ def test_a_broken_byte_anywhere_is_a_miss_and_is_forgotten(folder: Path) -> None
 
     with backends:
         check()
-
-
-def relabel(layers: list[LayerSpec], index: int, **change: Any) -> list[LayerSpec]:
-    old = layers[index]
-    values = {"name": old.name, "dtype": old.dtype, "shape": old.shape} | change
-    return [*layers[:index], LayerSpec(**values), *layers[index + 1 :]]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda layers: relabel(layers, 1, dtype="I32"),
-        lambda layers: relabel(layers, 3, dtype="I32"),
-        lambda layers: relabel(layers, 0, shape=(7, 8, 1, 8)),
-        lambda layers: relabel(layers, 0, shape=(1, 4, 7, 16)),
-        lambda layers: relabel(layers, 3, shape=(7, 2, 1, 12)),
-        lambda layers: relabel(layers, 2, name="layers.3"),
-        lambda layers: relabel(layers, 3, name="other_states"),
-        lambda layers: [layers[1], layers[0], *layers[2:]],
-        lambda layers: layers[:3],
-        lambda layers: layers[1:],
-    ],
-)
-def test_a_valid_payload_of_something_else_is_a_miss(
-    folder: Path, change: Callable[[list[LayerSpec]], list[LayerSpec]]
-) -> None:
-    sender, receiver = Engine(folder), Engine(folder)
-    sender.send(step())
-    path = payload_of(sender, 7)
-    whole = path.read_bytes()
-    header = read_header(whole)
-    layers = list(header.frames.layers)
-    pages = {layer.nbytes: frame_pages(header, i, whole, None) for i, layer in enumerate(layers)}
-    changed = change(layers)
-    path.write_bytes(
-        encode(
-            header.claim,
-            changed,
-            [pages[layer.nbytes] for layer in changed],
-            codec="none",
-            provenance=header.provenance,
-        )
-    )
-    receiver.spoil()
-    assert receiver.receive(step()) == (None, False)
-    assert untouched(receiver)
 
 
 def test_a_bug_is_a_miss_or_a_drop(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,11 +110,10 @@ HIT = {"queries": 1, "query_tokens": 70, "hits": 1, "hit_tokens": STORED, "hit_b
         ({"tokens": [8] * 70}, {}, {"queries": 1, "query_tokens": 70}),
         ({"skip_reading_prefix_cache": True}, {}, {}),
         ({"resumable": True}, {}, {}),
-        ({"kv_transfer_params": {"kv_load_tiers": [{"medium": "CPU"}]}}, {}, {}),
         ({}, {"roles": {"loads": False}}, {}),
         ({}, {"admission": "never"}, {"queries": 1, "query_tokens": 70}),
     ],
-    ids=["hit", "miss", "computes all", "session", "other tier", "producer", "admission"],
+    ids=["hit", "miss", "computes all", "session", "producer", "admission"],
 )
 def test_queries_are_the_requests_that_may_load(
     asked: dict[str, Any], settings: dict[str, Any], expected: Counted

@@ -13,10 +13,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.cache.match import ends_within, needed_from
-from objkv.connector.kv.drafts import draft_blanks
-from objkv.connector.kv.planning import Computed, load_moves, save_moves
+from objkv.connector.kv.planning import (
+    Computed,
+    StoredPayloads,
+    draft_blanks,
+    load_moves,
+    save_moves,
+)
 from objkv.connector.kv.scheduler import matched_end, stored_draft_end
-from objkv.connector.kv.stored import StoredPayloads
 from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity

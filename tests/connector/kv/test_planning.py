@@ -6,8 +6,13 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.kv.planning import Computed, load_moves, save_moves, states_after
-from objkv.connector.kv.stored import StoredPayloads
+from objkv.connector.kv.planning import (
+    Computed,
+    StoredPayloads,
+    load_moves,
+    save_moves,
+    states_after,
+)
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity

@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import get_ident
 from types import SimpleNamespace
 from typing import Any, cast
@@ -11,14 +12,33 @@ import torch
 
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.connector.kv.metadata import StepReport
-from objkv.connector.kv.requests import RequestHashes, RequestTracker, TrackedRequest
-from objkv.connector.kv.stored import StoredPayloads
+from objkv.connector.kv.planning import StoredPayloads
+from objkv.connector.kv.requests import (
+    NO_LIMITS,
+    LimitReader,
+    RequestHashes,
+    RequestLimits,
+    RequestTracker,
+    TrackedRequest,
+)
+from objkv.connector.kv.scheduler import SchedulerSide
 from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
-from tests.support.sides import FIELD, GEOMETRY, RECORD, SIZE, Jobs, request
+from tests.support.sides import (
+    FIELD,
+    GEOMETRY,
+    RECORD,
+    SIZE,
+    Jobs,
+    ask,
+    publish_prompt,
+    request,
+    scheduler_side,
+    step,
+)
 from tests.support.waiting import PATIENCE_S, wait_until
 
 NAMESPACE = "0" * 32
@@ -124,7 +144,6 @@ def tracker_of(lookups: LookupService) -> RequestTracker:
         lookups,
         MemoryRecorder(),
         StoredPayloads(GEOMETRY),
-        locality="REMOTE",
         prefetch=lambda *_: 0,
     )
 
@@ -241,3 +260,91 @@ def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
         assert len(some) < 50
         tried += some
     assert tried == list(range(500))
+
+
+# What a request's sender asks for is read as vLLM's own connector reads it.
+
+
+def read(params: Any, recorder: MemoryRecorder | None = None, **more: Any) -> RequestLimits:
+    request = cast("Any", SimpleNamespace(kv_transfer_params=params, **more))
+    return LimitReader(recorder or MemoryRecorder()).read(request)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, "text", 7])
+def test_a_request_without_limits_has_none(params: Any) -> None:
+    assert read(params) is NO_LIMITS
+
+
+@pytest.mark.parametrize("value", [True, -1, 1.5, "5", [5], {}])
+@pytest.mark.parametrize("name", ["max_load_tokens", "max_offload_tokens", "objkv_put"])
+def test_an_invalid_value_is_ignored_and_counted(name: str, value: Any) -> None:
+    value = 1 if (name, value) == ("objkv_put", True) else value
+    recorder = MemoryRecorder()
+    assert read({name: value}, recorder) == NO_LIMITS
+    assert recorder.drain() == {"limits_ignored": 1}
+
+
+def side(stored: int) -> SchedulerSide:
+    """A replica whose stores have this many chunks of the prompt of every request."""
+    publish_prompt(index := MemoryIndex(), [7] * stored * SIZE)
+    return scheduler_side(index, admission="always")
+
+
+@pytest.mark.parametrize(
+    ("asked", "computed", "loaded"),
+    [
+        ({}, 0, 3 * SIZE),
+        ({"max_load_tokens": 2 * SIZE}, 0, 2 * SIZE),
+        ({"max_load_tokens": 2 * SIZE - 1}, 0, SIZE),
+        ({"max_load_tokens": SIZE}, SIZE, SIZE),
+        ({"max_load_tokens": 0}, 0, 0),
+    ],
+    ids=str,
+)
+def test_no_more_is_loaded_than_is_allowed(
+    asked: dict[str, Any], computed: int, loaded: int
+) -> None:
+    prompt = request(3 * SIZE + 2, kv_transfer_params=asked)
+    assert ask(side(3), prompt, computed)[0] == loaded
+
+
+@pytest.mark.parametrize(
+    ("asked", "saved"),
+    [({}, 3), ({"max_offload_tokens": 2 * SIZE + 1}, 2), ({"max_offload_tokens": 0}, 0)],
+    ids=str,
+)
+def test_no_more_is_saved_than_is_allowed(asked: dict[str, Any], saved: int) -> None:
+    ask(one := side(0), prompt := request(3 * SIZE, kv_transfer_params=asked))
+    one.plan_load(prompt, (), 0)
+    plans = one.plan_step(step({"r": 3 * SIZE}, [3, 4, 5, 6, 7, 8])).saves
+    assert sum(len(plan.moves) for plan in plans) == saved
+
+
+def test_what_only_some_nodes_would_hold_back_is_put_at_once() -> None:
+    one = scheduler_side(geometry=replace(GEOMETRY, tp_size=2, nodes=2))
+    ask(one, prompt := request(2 * SIZE))
+    one.plan_load(prompt, (), 0)
+    (plan,) = one.plan_step(step({"r": 2 * SIZE}, list(range(1, 9)))).saves
+    assert plan.puts
+
+
+@pytest.mark.parametrize("puts", [False, True])
+def test_what_an_agent_holds_back_is_put_for_a_request_that_says_so(puts: bool) -> None:
+    unsaved = replace(RECORD, header_checksum="unsaved:" + RECORD.header_checksum)
+    publish_prompt(index := MemoryIndex(), [7] * SIZE, unsaved)
+    asked: list[tuple[list[bytes], bool]] = []
+    one = scheduler_side(
+        index,
+        admission="always",
+        prefetch=lambda _, hashes, order: asked.append((list(hashes), order.puts)) or 1,
+    )
+    prompt = request(2 * SIZE + 1, kv_transfer_params={"objkv_put": puts})
+    assert ask(one, prompt, SIZE)[0] == 0, "vLLM has that chunk"
+    one.plan_load(prompt, (), 0)
+    prompt.num_computed_tokens = SIZE
+    (plan,) = one.plan_step(step({"r": SIZE + 1}, list(range(1, 9)))).saves
+    assert plan.puts is puts
+    assert [save.move.chunk for save in plan.moves] == [1]
+    hashes = prefix_hashes(one.namespace, [7] * 2 * SIZE, SIZE)
+    wait_until(lambda: not one.lookups._thread.unfinished)
+    assert asked == ([(hashes, True)] if puts else [])

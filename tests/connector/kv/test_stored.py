@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from objkv.cache.lookup import Records
 from objkv.cache.parts import PartsIndex
-from objkv.connector.kv.drafts import matched_end
-from objkv.connector.kv.stored import StoredPayloads
+from objkv.connector.kv.planning import StoredPayloads, matched_end
 from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.chunk import parse_field

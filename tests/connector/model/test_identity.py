@@ -5,6 +5,8 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
+from vllm.platforms import current_platform
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
 from objkv.config import Config, LoadMode
@@ -12,13 +14,16 @@ from objkv.connector.encoder.identity import read_form
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     further_settings,
+    kv_dtype_name,
     names_media,
     read_geometry,
+    read_quantised,
     refuse_external_launcher,
     safe_load_mode,
 )
 from objkv.connector.model.weights import read_weights
 from objkv.errors import ConfigError
+from objkv.transfer.paging import Quantised
 from tests.connector.encoder.engine import engine, make_model
 from tests.support.sides import ONE_LAYER
 
@@ -228,3 +233,72 @@ def test_what_fp8_encoders_make_of_an_image_may_depend_on_earlier_ones(
 ) -> None:
     assert names_media(media_of(SimpleNamespace(mm_encoder_attn_dtype=dtype))) is (dtype is None)
     assert ("--mm-encoder-attn-dtype" in caplog.text) is (dtype is not None)
+
+
+# What a worker reads of quantised layers, and what is refused: one scale for K and one for V.
+
+
+PAGES = (4, 1, 32, 8)
+BYTES = torch.zeros(PAGES, dtype=torch.uint8)
+
+
+def layer(k: float = 0.5, v: float = 2.0, name: str = "fp8", **more: Any) -> Any:
+    """What is read of vLLM's attention layer."""
+    plain = {"_k_scale_float": k, "_v_scale_float": v, "kv_cache_dtype": name}
+    plain |= {"_k_scale": torch.tensor(k), "_v_scale": torch.tensor(v)}
+    return SimpleNamespace(**(plain | more))
+
+
+def read(one: Any, cache: torch.Tensor = BYTES) -> dict[str, Quantised]:
+    layers = SimpleNamespace(static_forward_context={"l0": one})
+    engine: Any = SimpleNamespace(compilation_config=layers)
+    return read_quantised(engine, {"l0": cache})
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("fp8", "F8_E4M3"),
+        ("fp8_e4m3", "F8_E4M3"),
+        ("fp8_e5m2", "F8_E5M2"),
+        ("int8_per_token_head", None),
+        ("nvfp4", None),
+    ],
+)
+def test_plain_bytes_get_their_format_from_the_layer(name: str, dtype: str | None) -> None:
+    assert read(layer(name=name)) == {"l0": Quantised(dtype, "0.5 2.0")}
+
+
+def test_a_tensor_that_says_its_dtype_is_believed() -> None:
+    cache = torch.zeros(PAGES, dtype=torch.float8_e5m2)
+    assert read(layer(), cache) == {"l0": Quantised(None, "0.5 2.0")}
+
+
+def test_wide_elements_and_states_are_not_quantised() -> None:
+    assert read(layer(), BYTES.to(torch.bfloat16)) == {}
+    assert read(SimpleNamespace(), BYTES.to(torch.int8)) == {}
+    assert read(None) == {}
+
+
+def test_a_scale_for_each_head_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="--kv-cache-dtype auto"):
+        read(layer(_k_scale=torch.ones(2)))
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
+def test_what_is_no_scale_is_refused(scale: float) -> None:
+    with pytest.raises(ConfigError, match="not a finite positive scale"):
+        read(layer(scale))
+
+
+@pytest.mark.parametrize("fnuz", [False, True])
+def test_the_other_kind_of_fp8_has_another_name(
+    fnuz: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half the value for the same bits, and 0x80 is no number but NaN."""
+    monkeypatch.setattr(type(current_platform), "is_fp8_fnuz", classmethod(lambda cls: fnuz))
+    suffix = "_fnuz" if fnuz else ""
+    assert kv_dtype_name("fp8") == f"fp8{suffix}"
+    assert kv_dtype_name("bfloat16") == "bfloat16"
+    [found] = read(layer()).values()
+    assert found.dtype == f"F8_E4M3{suffix[1:].upper()}"

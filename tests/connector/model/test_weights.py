@@ -1,15 +1,31 @@
 """Which weights these are: digests of files."""
 
+import hashlib
 import json
 import shutil
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.connector.model.weights import local_folder, weights_digest
+from objkv.background import Steps
+from objkv.connector.model import weights
+from objkv.connector.model import weights as module
+from objkv.connector.model.weights import (
+    Adapters,
+    UnknownAdapterError,
+    adapter_digest,
+    adapter_files,
+    local_folder,
+    weights_digest,
+)
+from tests.support.sides import Jobs
+from tests.support.steps import complete
 
 PAGE = 4096
 
@@ -88,3 +104,206 @@ def test_a_folder_below_home_is_found(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "ada").mkdir()
     assert local_folder("~/ada", None) == tmp_path / "ada"
     assert local_folder("s3://bucket/model", None) is None
+
+
+# Which LoRA adapter a request uses.
+
+
+@pytest.fixture
+def jobs() -> Jobs:
+    return Jobs()
+
+
+@pytest.fixture
+def known(jobs: Jobs) -> Adapters:
+    return Adapters(jobs.submit)
+
+
+@pytest.fixture
+def ada(tmp_path: Path) -> Path:
+    folder = tmp_path / "ada"
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text('{"r": 8}')
+    (folder / "adapter_model.safetensors").write_bytes(b"ada")
+    return folder
+
+
+def lora(folder: Path, number: int = 1, **more: Any) -> Any:
+    """vLLM's ``LoRARequest``."""
+    plain = {"lora_path": str(folder), "lora_int_id": number, "load_inplace": False}
+    return SimpleNamespace(**(plain | {"is_3d_lora_weight": False} | more))
+
+
+def ask(known: Adapters, jobs: Jobs, request_id: str, request: Any) -> bytes:
+    assert known.digest(request_id, request) is None
+    jobs.run()
+    digest = known.digest(request_id, request)
+    assert digest is not None
+    return digest
+
+
+def is_unknown(known: Adapters, jobs: Jobs, request_id: str, request: Any) -> bool:
+    """Whether there is no digest once it was looked for."""
+    assert known.digest(request_id, request) is None
+    jobs.run()
+    with pytest.raises(UnknownAdapterError):
+        known.digest(request_id, request)
+    return True
+
+
+def read_as(digest: bytes) -> Callable[[list[Path]], Steps[str]]:
+    def read(files: list[Path]) -> Steps[str]:
+        yield None
+        return digest.hex()
+
+    return read
+
+
+def exchange(folder: Path, content: bytes) -> None:
+    """Other weights at the same path, as ``mv`` puts them there."""
+    other = folder / "new"
+    other.write_bytes(content)
+    other.rename(folder / "adapter_model.safetensors")
+
+
+def test_an_adapter_is_what_it_holds_wherever_it_lies(
+    known: Adapters, jobs: Jobs, ada: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(ada, tmp_path / "moved")
+    shutil.copytree(ada, tmp_path / "other")
+    exchange(tmp_path / "other", b"other")
+    (tmp_path / "moved" / "README.md").write_text("moved")
+    (tmp_path / "moved" / "subfolder.json").mkdir()
+    first = ask(known, jobs, "a", lora(ada))
+    assert ask(known, jobs, "b", lora(tmp_path / "moved", 2)) == first
+    assert ask(known, jobs, "c", lora(tmp_path / "other", 3)) != first
+    assert ask(known, jobs, "d", lora(ada, 4, is_3d_lora_weight=True)) != first
+
+
+def test_it_is_read_once_and_every_request_looks_by_stat_alone(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ask(known, jobs, "a", lora(ada))
+    monkeypatch.setattr(module, "adapter_digest", lambda files: pytest.fail("read again"))
+    assert ask(known, jobs, "b", lora(ada)) == first
+
+
+@pytest.mark.parametrize("change", ["exchanged", "written", "added", "removed", "gone"])
+def test_an_adapter_that_changed_beneath_its_name_is_unknown_from_then_on(
+    known: Adapters, jobs: Jobs, ada: Path, change: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM may have loaded it before, or load it again now: nobody can tell which."""
+    ask(known, jobs, "a", lora(ada))
+    if change == "exchanged":
+        exchange(ada, b"ben")
+    elif change == "written":
+        (ada / "adapter_model.safetensors").write_bytes(b"longer")
+    elif change == "added":
+        (ada / "new_embeddings.safetensors").write_bytes(b"")
+    elif change == "removed":
+        (ada / "adapter_config.json").unlink()
+    else:
+        shutil.rmtree(ada)
+    assert all(is_unknown(known, jobs, name, lora(ada)) for name in "bc")
+    assert caplog.text.count("adapter changed in place") <= 2
+
+
+def test_after_it_was_put_away_it_is_read_anew(known: Adapters, jobs: Jobs, ada: Path) -> None:
+    first = ask(known, jobs, "a", lora(ada))
+    exchange(ada, b"ben")
+    known.unloaded(2)
+    assert is_unknown(known, jobs, "b", lora(ada))
+    known.unloaded(1)
+    assert ask(known, jobs, "c", lora(ada)) != first
+
+
+def test_it_is_read_when_vllm_loads_it_so_that_later_changes_are_seen(
+    known: Adapters, jobs: Jobs, ada: Path
+) -> None:
+    known.loaded(lora(ada))
+    known.loaded(lora(ada))
+    assert len(jobs) == 1
+    jobs.run()
+    exchange(ada, b"ben")
+    assert is_unknown(known, jobs, "a", lora(ada))
+
+
+def test_a_number_with_another_path_is_unknown_because_vllm_goes_by_the_number(
+    known: Adapters, jobs: Jobs, ada: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(ada, tmp_path / "ben")
+    exchange(tmp_path / "ben", b"ben")
+    first = ask(known, jobs, "a", lora(ada))
+    with pytest.raises(UnknownAdapterError):
+        known.digest("b", lora(tmp_path / "ben"))
+    known.unloaded(1)
+    assert ask(known, jobs, "c", lora(tmp_path / "ben")) != first
+
+
+@pytest.mark.parametrize("name", ["nowhere", "", "s3://bucket/adapter"])
+def test_what_is_not_there_is_unknown_and_asked_for_once(
+    known: Adapters, jobs: Jobs, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    request = lora(tmp_path / "empty", lora_path=name or str(tmp_path / "empty"))
+    assert is_unknown(known, jobs, "a", request)
+    with pytest.raises(UnknownAdapterError):
+        known.digest("a", request)
+    assert not jobs
+
+
+def test_one_that_cannot_be_read_for_any_reason_keeps_nobody_waiting(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(files: list[Path]) -> Steps[str]:
+        yield None
+        raise ValueError(files)
+
+    monkeypatch.setattr(module, "adapter_digest", broken)
+    assert known.digest("a", lora(ada)) is None
+    with pytest.raises(ValueError, match="adapter_model"):
+        jobs.run()
+    with pytest.raises(UnknownAdapterError):
+        known.digest("a", lora(ada))
+
+
+def test_a_digest_that_was_being_read_when_adapters_changed_is_not_believed(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "adapter_digest", read_as(b"before"))
+    assert known.digest("a", lora(ada)) is None
+    known.forget()
+    jobs.run()
+    assert known.digest("a", lora(ada)) is None
+    monkeypatch.setattr(module, "adapter_digest", read_as(b"after"))
+    jobs.run()
+    assert known.digest("a", lora(ada)) == b"after"
+
+
+def test_a_file_that_changes_while_it_is_read_makes_it_unknown(
+    known: Adapters, jobs: Jobs, ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(files: list[Path]) -> Steps[str]:
+        yield None
+        exchange(ada, b"ben")
+        return b"mixed".hex()
+
+    monkeypatch.setattr(module, "adapter_digest", slow)
+    assert is_unknown(known, jobs, "a", lora(ada))
+
+
+def test_others_need_not_wait_until_an_adapter_is_read(
+    ada: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lookups share the thread. Its digest is that of all of it nevertheless."""
+    files = adapter_files(ada)
+    whole = complete(adapter_digest(files))
+    monkeypatch.setattr(weights, "_PIECE", 2)
+    steps = adapter_digest(files)
+    assert len(list(steps)) >= 3
+    assert complete(adapter_digest(files)) == whole
+    due = hashlib.sha256(b"objkv-adapter-1")
+    for path in files:
+        for value in (path.name.encode(), path.read_bytes()):
+            due.update(len(value).to_bytes(8, "little") + value)
+    assert whole == due.hexdigest()

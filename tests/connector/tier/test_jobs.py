@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult
 
 from objkv.cache.lookup import LookupLimits
-from objkv.connector.tier.jobs import JobRow, Rows, TierJobs, chunk_key, row_layer
-from objkv.connector.tier.lookup import TierLookups
+from objkv.connector.tier.jobs import JobRow, Rows, TierJobs, TierLookups, chunk_key, row_layer
 from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.telemetry import MemoryRecorder, NullRecorder

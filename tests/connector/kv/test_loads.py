@@ -6,10 +6,9 @@ from typing import Any, cast
 import pytest
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
-from objkv.connector.kv.loads import ReliedLoads
+from objkv.connector.kv.loads import ReliedLoads, Timing
 from objkv.connector.kv.metadata import StepReport
-from objkv.connector.kv.stored import StoredPayloads
-from objkv.connector.kv.timing import Timing
+from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, ShardRecord
 from objkv.keys.identity import GroupIdentity
