@@ -6,7 +6,6 @@ objkv verifies every byte while it arrives; the limit does not.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Self
 from unittest.mock import patch
 
@@ -30,13 +29,11 @@ from objkv.assembly import fetchers
 from objkv.config import Config
 from objkv.ops.bench.sample import PAYLOAD_8_MIB, PayloadSample, Shape, get_verified, make_samples
 from objkv.stores.base import PruneStore
-from objkv.stores.s3.store import S3Limits
 from tests.support.servers.quick_s3 import quick_s3_process
 
 S3_GET = Target(0.85)
 S3_PUT = Target(0.80)
 CONNECTIONS = (1, 4)
-NO_RANGES = partial(S3Limits, ranges_max=0, hedge_percent_max=0)
 _ROUND_BYTES = 64 << 20
 _QUICK_ROUND_BYTES = 1 << 20
 _PASSES = 6
@@ -69,7 +66,7 @@ def s3_config(endpoint_url: str, **changes: str) -> Config:
 
 def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[BenchRow]:
     # One request per payload: the limit has as many connections as there are threads, and no more.
-    with patch.object(fetchers, "S3Limits", NO_RANGES):
+    with patch.object(fetchers, "RANGES_MAX", 0):
         store = open_store(s3_config(url))
     try:
         for shape in large_payloads(setting):

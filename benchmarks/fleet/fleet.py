@@ -5,7 +5,7 @@ from typing import Literal
 
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.trace import BLOCK_TOKENS
-from objkv.stores.s3.store import S3Limits
+from objkv.stores.s3.store import RANGES_MAX
 
 Routing = Literal["random", "affine"]
 Policy = Literal["all", "reused"]
@@ -24,7 +24,7 @@ class Settings:
     hot_save_bytes_max: int = 256 << 10
     load_threads: int = 8
     save_threads: int = 16
-    ranges_max: int = S3Limits.ranges_max
+    ranges_max: int = RANGES_MAX
     queue_max: int = 64
     """Chunks of a worker that may wait to be saved."""
     lookup_deadline_ms: int = 500

@@ -23,18 +23,15 @@ from objkv.index.base import PruneIndex, ServerFacts, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.net.breaker import Breakers, OnChange, Patience, log_change
-from objkv.net.guard import Guard, Slots
+from objkv.net.guard import Guard
 from objkv.stores.base import HotStore, LifecycleRules, PruneStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore, GuardedValues
 from objkv.stores.local import LocalStore
-from objkv.telemetry import NullRecorder, Recorder
+from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
 CONNECT_FLOOR_S, READ_FLOOR_S = 1.0, 2.0
 """Shortest time limits for connecting to Redis, and for one of its replies."""
-_CALLS_MIN = 64
-"""Concurrent calls to the bulk store that are allowed at least. Half of them may be writes, so the
-threads that save have one each, and others are left for lookups in folders."""
 _CHECK_FACTOR = 2
 """Multiple of ``load_deadline_ms``: stores with a deadline have ended by then."""
 
@@ -100,7 +97,7 @@ def open_bulk(
         return GuardedStore(_folder(config.bulk_url), guard)
     from objkv.assembly.fetchers import open_s3, open_s3_of_agent
 
-    place = open_s3_of_agent(config, recorder) if of_agent else open_s3(config, recorder)
+    place = open_s3_of_agent(config, recorder) if of_agent else open_s3(config)
     return GuardedStore(place, guard)
 
 
@@ -146,7 +143,7 @@ def read_lifecycle(config: Config) -> LifecycleRules | None:
         return None
     from objkv.assembly.fetchers import open_s3
 
-    with closing(open_s3(config, NullRecorder())) as store:
+    with closing(open_s3(config)) as store:
         return store.lifecycle()
 
 
@@ -208,10 +205,6 @@ def _within(seconds: float, check: Callable[[], None]) -> None:
 
 
 def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) -> Guard:
-    slots = None
-    if end == "bulk":  # which has deadlines of its own
-        calls_max = max(_CALLS_MIN, 4 * config.load_threads)
-        slots = Slots(calls_max, config.load_deadline_ms / 1000)
     # Loads near their deadline have less time; all others detect a stalled store.
     enough_s = min(1.0, config.load_deadline_ms / 2000, config.step_load_deadline_ms / 2000)
     return Guard(
@@ -219,8 +212,9 @@ def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) ->
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
         Breakers(end, Patience(enough_s=enough_s), recorder, on_change=on_change),
-        slots=slots,
-        seconds=None if slots else call_s(config),
+        seconds=None
+        if end == "bulk"
+        else call_s(config),  # bulk stores have deadlines of their own
         may_write=config.role != "reader",
     )
 

@@ -3,7 +3,6 @@ with this module, and with its settings in the environment; see ``objkv.stores.p
 
 import os
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
 from objkv.stores.processes import FetchPool, FetchProcess, ProcessGets, run
 from objkv.stores.s3.client import open_s3_access
-from objkv.stores.s3.store import S3Limits, S3Store
+from objkv.stores.s3.store import RANGES_MAX, S3Store
 from objkv.telemetry import Recorder
 
 _CORES_EACH = 8
@@ -20,14 +19,13 @@ _CORES_EACH = 8
 _PROCESSES_MAX = 4
 
 
-def open_s3(config: Config, recorder: Recorder, *, processes: int = 1) -> S3Store:
+def open_s3(config: Config, *, processes: int = 1) -> S3Store:
     """Open the store of ``bulk_url``, a bucket, in one of so many processes of an agent. Sends
     nothing yet. Raises ``ConfigError``."""
     place = parse_url("bulk_url", config.bulk_url)
     access = open_s3_access(config)
-    limits = S3Limits()
-    limits = replace(limits, ranges_max=-(-limits.ranges_max // processes))
-    return S3Store(access, config, recorder, bucket=place.host, prefix=place.path, limits=limits)
+    ranges_max = -(-RANGES_MAX // processes)
+    return S3Store(access, config, bucket=place.host, prefix=place.path, ranges_max=ranges_max)
 
 
 def process_count(store: S3Store) -> int:
@@ -38,7 +36,7 @@ def process_count(store: S3Store) -> int:
 
 def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
     """Open the store for an agent, whose large gets processes make. None is started yet."""
-    store = open_s3(config, recorder)
+    store = open_s3(config)
     processes = process_count(store)
     if not processes:
         return store
@@ -59,5 +57,5 @@ def _environment(config: Config) -> dict[str, str]:
 
 if __name__ == "__main__":
     count = int(sys.argv[1])
-    run(sys.argv[2:], lambda recorder: open_s3(load_config(), recorder, processes=count))
+    run(sys.argv[2:], lambda: open_s3(load_config(), processes=count))
     os._exit(0)  # threads may hang in a get

@@ -23,35 +23,8 @@ from objkv.telemetry import Recorder
 logger = logging.getLogger(__name__)
 
 
-class Burst:
-    """Detects ``times`` events within ``seconds`` and within ``calls``, as opposed to occasional
-    ones. Thread-safe."""
-
-    def __init__(self, times: int, *, seconds: float, calls: int) -> None:
-        self._seconds = seconds
-        self._calls = calls
-        self._seen: deque[tuple[float, int]] = deque(maxlen=times)
-        self._lock = Lock()
-
-    def add(self, now_s: float, number: int) -> bool:
-        """Record an event at call ``number`` of all calls. Return True if it completes a burst; the
-        next burst then starts from zero."""
-        with self._lock:
-            self._seen.append((now_s, number))
-            (first_s, first), is_full = self._seen[0], len(self._seen) == self._seen.maxlen
-            if not is_full or now_s - first_s > self._seconds or number - first > self._calls:
-                return False
-            self._seen.clear()
-            return True
-
-
 Direction = Literal["read", "write"]
 DIRECTIONS: tuple[Direction, ...] = ("read", "write")
-_PROBES_MAX = 2
-"""Number of hanging probes after which further ones become rare: a file system that hangs keeps the
-thread of every call."""
-_SELDOM = 10
-"""Interval between such further probes, in longest pauses."""
 _CUT_SHARE = 1 / 4
 """In this last part of a caller's time no attempt starts (``objkv.stores.s3.client``)."""
 _BUSY_MAX = 3
@@ -139,50 +112,39 @@ class Breaker:
         self._failures = 0
         """Consecutive failures while it is closed."""
         self._lock = Lock()
-        self._numbers = count()
-        self._probes: set[int | None] = set()
         self._pauses = 0
         self._pauses_kept: int | None = None
         """The number of pauses before it opened briefly."""
         self._again_s = 0.0
-        self._seldom_s = 0.0
         self._closed_s = -math.inf
         self._denied = False
 
-    def enter(self, verb: str) -> int | None:
-        """Return the number of the probe that the caller may make, or None if the circuit is
-        closed. Raises ``LeftAlone``."""
+    def enter(self, verb: str) -> bool:
+        """Whether the call that the caller may make is a probe. Raises ``LeftAlone``."""
         with self._lock:
             if not self.is_open:
-                return None
-            now_s = self.clock()
-            if now_s < self._again_s or (
-                len(self._probes) >= _PROBES_MAX and now_s < self._seldom_s
-            ):
+                return False
+            if self.clock() < self._again_s:
                 what = self._change
                 self._recorder.count(f"breaker_refused_{what.end}_{what.direction}")
                 raise LeftAlone(
                     f"{verb}: {what.end} {what.direction}s keep failing, so they are paused "
                     "(circuit open)"
                 )
-            probe = next(self._numbers)
-            self._probes.add(probe)
-            self._seldom_s = now_s + _SELDOM * self._patience.reset_max_s
             self._pause()  # as if it had failed: it may never return
-            return probe
+            return True
 
-    def leave(self, probe: int | None, error: StoreError | None) -> None:
+    def leave(self, error: StoreError | None, *, is_probe: bool) -> None:
         """Record the outcome of a call."""
-        if error is None and probe is None and not self._failures:
+        if error is None and not is_probe and not self._failures:
             return  # the usual case, without a lock
         failed = error is not None and (error.transient or isinstance(error, StoreDenied))
         with self._lock:
-            self._probes.discard(probe)
             if not self.is_open:
                 self._failures = self._failures + 1 if failed else 0
                 if self._failures >= self._patience.failures:
                     self._open(error)
-            elif probe is None:
+            elif not is_probe:
                 pass  # a call that began before the circuit opened
             elif failed:
                 self._pauses_kept = None
@@ -199,14 +161,6 @@ class Breaker:
             return False  # the server replied
         left_s = ends_s() - self.now_s()
         return given_s < self._patience.enough_s and left_s <= given_s * _CUT_SHARE
-
-    def let_go(self, probe: int | None, *, at_once: bool = False) -> None:
-        """Record a call without an outcome. If it was a probe, another follows after its pause, or
-        ``at_once``."""
-        with self._lock:
-            self._probes.discard(probe)
-            if at_once and probe is not None:
-                self._again_s = self.clock()
 
     def open(self, error: StoreError, *, briefly: bool = False) -> None:
         """Open now, regardless of failures. ``briefly``: for the first pause; if the server
@@ -232,7 +186,6 @@ class Breaker:
             self._closed_s = self.clock()
         else:
             self._pauses, self._pauses_kept = self._pauses_kept, None
-        self._probes.clear()  # probes that still hang belong to the previous outage
         self._denied = False
         self._report(None)
 
@@ -253,7 +206,7 @@ class Attempt:
     """A context manager around one call. Entering it raises ``LeftAlone`` if the call must not be
     made. Leaving it reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
 
-    __slots__ = ("_breaker", "_given_s", "_on_busy", "_probe", "_trial", "_verb")
+    __slots__ = ("_breaker", "_given_s", "_is_probe", "_on_busy", "_trial", "_verb")
 
     def __init__(
         self, breaker: Breaker, verb: str, on_busy: Callable[[StoreBusy], None] = lambda _: None
@@ -262,24 +215,20 @@ class Attempt:
 
     def __enter__(self) -> None:
         breaker = self._breaker
-        self._probe = breaker.enter(self._verb) if breaker.is_open else None
+        self._is_probe = breaker.is_open and breaker.enter(self._verb)
         self._given_s = ends_s() - breaker.now_s()
-        if self._probe is not None:  # not retried: many calls may wait for its outcome
+        if self._is_probe:  # not retried: many calls may wait for its outcome
             self._trial = Trial()
             self._trial.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        breaker, probe = self._breaker, self._probe
-        if probe is not None:
+        if self._is_probe:
             self._trial.__exit__()
         if error is None:
-            breaker.leave(probe, None)
-        elif not isinstance(error, StoreError):  # it proves nothing about the server
-            breaker.let_go(probe, at_once=isinstance(error, KeyboardInterrupt))
-        elif breaker.is_cut(error, self._given_s):
-            breaker.let_go(probe)
-        else:
-            breaker.leave(probe, error)
+            self._breaker.leave(None, is_probe=self._is_probe)
+        elif isinstance(error, StoreError) and not self._breaker.is_cut(error, self._given_s):
+            self._breaker.leave(error, is_probe=self._is_probe)
+        # Anything else proves nothing about the server. After a probe another follows its pause.
         if isinstance(error, StoreBusy):
             self._on_busy(error)
 
@@ -303,7 +252,9 @@ class Breakers:
         self.read = Breaker(end, "read", patience, recorder, on_change, clock)
         self.write = Breaker(end, "write", patience, recorder, on_change, clock)
         self._reads = count()
-        self._busy = Burst(_BUSY_MAX, seconds=_BUSY_WITHIN_S, calls=_BUSY_WITHIN_READS)
+        self._lock = Lock()
+        self._busy: deque[tuple[float, int]] = deque(maxlen=_BUSY_MAX)
+        """When and at which read the server replied ``StoreBusy``."""
 
     def attempt(self, direction: Direction, verb: str) -> Attempt:
         """Return the context manager for one call."""
@@ -313,5 +264,11 @@ class Breakers:
         return Attempt(self.write, verb, self.write.open)
 
     def _busy_read(self, error: StoreBusy) -> None:
-        if self._busy.add(self.read.clock(), next(self._reads)):
-            self.write.open(error, briefly=True)
+        with self._lock:
+            self._busy.append((self.read.clock(), next(self._reads)))
+            (first_s, first), (last_s, last) = self._busy[0], self._busy[-1]
+            is_near = last_s - first_s <= _BUSY_WITHIN_S and last - first <= _BUSY_WITHIN_READS
+            if len(self._busy) < _BUSY_MAX or not is_near:
+                return
+            self._busy.clear()
+        self.write.open(error, briefly=True)

@@ -15,14 +15,9 @@ from contextvars import ContextVar, Token
 from typing import Any
 
 
-def can_wait(sock: socket.socket) -> bool:
-    """Whether ``bound_waits`` works for ``sock``. It does not for TLS, which keeps state between
-    calls."""
-    return not isinstance(sock, ssl.SSLSocket)
-
-
 def bound_waits(sock: socket.socket, seconds: float) -> None:
-    """Make each call on ``sock`` wait in the kernel for at most ``seconds``; 0 waits forever.
+    """Make each call on ``sock`` wait in the kernel for at most ``seconds``; 0 waits forever. Not
+    for TLS, which keeps state between calls.
 
     A call that reaches the limit returns its partial result, or raises BlockingIOError if there is
     none. A signal restarts the wait: a timer that fires more often than ``seconds`` in the same

@@ -1,24 +1,21 @@
 """A guard around each store and index: all calls pass it in one method and one order.
 
-    read-only role → slot → circuit breaker → recorder → deadline → the store or index itself
+    read-only role → circuit breaker → recorder → deadline → the store or index itself
 
-A call that the role forbids goes no further. Waiting for a slot is neither recorded nor counted
-against the server, because only this process is busy. Metrics count calls that reach the store, and
-not those that a breaker refuses. The deadline is innermost, so it bounds only the call itself. See
-decision 26 in ``docs/decisions.md``.
+A call that the role forbids goes no further. Metrics count calls that reach the store, and not
+those that a breaker refuses. See decision 26 in ``docs/decisions.md``.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from time import monotonic
 from typing import Any, Final, Generic, ParamSpec, Protocol, TypeVar
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import StoreDenied, StoreError
 from objkv.net.breaker import Breakers, Direction
-from objkv.net.deadline import EndsBy, ends_s
+from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder
 
 P = ParamSpec("P")
@@ -94,61 +91,10 @@ def guarded(verb: str) -> Callable[..., Any]:
 
 
 def guarded_scan(self: Guarded[Any], start: str) -> Iterator[Any]:
-    """Scan ``self.inner``. Each item passes ``self.guard``, so its consumer holds no slot while
-    it works."""
+    """Scan ``self.inner``. Each item passes ``self.guard``."""
     items = self.inner.scan(start)
     while (item := self.guard.call("scan", next, items, None)) is not None:
         yield item
-
-
-class Slots:
-    """Limits concurrent calls to ``calls_max``. At most half of them may write, so that loads never
-    wait for saves. A call that waits longer than ``wait_s`` for a slot raises ``StoreUnavailable``.
-    """
-
-    def __init__(self, calls_max: int, wait_s: float) -> None:
-        assert calls_max > 0
-        assert wait_s >= 0
-        self._limit = f"no free slot within {wait_s:g} s, {calls_max} calls in progress"
-        self._wait_s = wait_s
-        self._all = _tokens(calls_max)
-        self._writes = _tokens(max(1, calls_max // 2))
-
-    def of(self, verb: str, direction: Direction) -> AbstractContextManager[None]:
-        """Return a context manager that holds a slot during one call of ``verb``. Many threads may
-        enter it."""
-        pools = (self._all,) if direction == "read" else (self._writes, self._all)
-        return _Slot(pools, self._wait_s, f"{verb}: {self._limit}")
-
-
-def _tokens(count: int) -> "SimpleQueue[None]":
-    # A queue takes a tenth of a semaphore's time, because it is written in C.
-    tokens: SimpleQueue[None] = SimpleQueue()
-    for _ in range(count):
-        tokens.put(None)
-    return tokens
-
-
-class _Slot:
-    def __init__(self, pools: "tuple[SimpleQueue[None], ...]", wait_s: float, refusal: str) -> None:
-        self._pools, self._wait_s, self._refusal = pools, wait_s, refusal
-
-    def __enter__(self) -> None:
-        held = 0
-        try:
-            for pool in self._pools:
-                pool.get(timeout=min(self._wait_s, max(0.0, ends_s() - monotonic())))
-                held += 1
-        except BaseException as exc:
-            for pool in self._pools[:held]:
-                pool.put(None)
-            if isinstance(exc, Empty):
-                raise StoreUnavailable(self._refusal) from None
-            raise
-
-    def __exit__(self, *_: object) -> None:
-        for pool in self._pools:
-            pool.put(None)
 
 
 class Guard(CallPolicy):
@@ -158,9 +104,8 @@ class Guard(CallPolicy):
     ``<name>_<verb>_errors``, also per class as ``<name>_<verb>_errors_StoreDenied``. ``verbs``
     defines the other counters.
 
-    ``slots``: None if the backend has its own limit. ``seconds``: the deadline of a call (twelve
-    times as long for one that walks), which deadline sockets respect; None if the backend has its
-    own. ``may_write``: False for the read-only role.
+    ``seconds``: the deadline of a call (twelve times as long for one that walks), which deadline
+    sockets respect; None if the backend has its own. ``may_write``: False for the read-only role.
     """
 
     def __init__(
@@ -170,7 +115,6 @@ class Guard(CallPolicy):
         recorder: Recorder,
         breakers: Breakers,
         *,
-        slots: Slots | None = None,
         seconds: float | None = None,
         may_write: bool = True,
         clock: Callable[[], float] = time.perf_counter,
@@ -185,7 +129,6 @@ class Guard(CallPolicy):
             verb: _Row(
                 how,
                 f"{name}_{verb}",
-                _NOTHING if slots is None else slots.of(verb, how.direction),
                 seconds and seconds * (_WALK_FACTOR if how.walks else 1),
             )
             for verb, how in verbs.items()
@@ -197,7 +140,7 @@ class Guard(CallPolicy):
         how, count = row.how, self.recorder.count
         if not self.may_write and how.direction == "write":
             self.check_may_write(f"{verb} {args[0]}")
-        with row.slot, self.breakers.attempt(how.direction, verb):
+        with self.breakers.attempt(how.direction, verb):
             begun_s = self.clock()
             if how.totals is not None:
                 count(f"{self._name}_{how.totals[0]}")
@@ -233,5 +176,4 @@ class _Row:
 
     how: Verb
     name: str
-    slot: AbstractContextManager[None]
     bound_s: float | None

@@ -20,7 +20,7 @@ from typing import Any, Final
 import redis
 from redis import exceptions
 
-from objkv.net.deadline import bound_waits, can_wait, check_end, deadline_socket, ends_s
+from objkv.net.deadline import bound_waits, check_end, deadline_socket, ends_s
 from objkv.net.redis_errors import CLIENT_ERRORS, explained
 
 Pool = Any
@@ -41,8 +41,6 @@ PRIVATE_NAMES: Final = {
 }
 """The undocumented names of redis-py that this module uses, by owner. If a connection lacks one,
 its calls go through the client."""
-_IS_KNOWN = tuple(map(int, redis.__version__.split(".")[:2])) >= (5, 3)
-"""Earlier versions differ, for example in the arguments for getting a connection."""
 _LINE_BYTES_MAX = 4_096
 _RECEIVE_BYTES = 65_536
 _CRLF = b"\r\n"
@@ -67,9 +65,7 @@ class RespConnection:
         self._rest = b""
         self._poll = select.poll()
         self._poll.register(self.sock, select.POLLIN)
-        # Saves a system call per receive: with a time-out, Python polls before each.
-        self._blocking = can_wait(self.sock)
-        if self._blocking:
+        if not self.tls:  # with a time-out, Python would poll before each receive
             bound_waits(self.sock, self._timeout_s or 0.0)
 
     def is_fresh(self) -> bool:
@@ -97,7 +93,7 @@ class RespConnection:
             return  # it belongs to the parent process
         if not self.clean or not self._is_quiet():
             self._connection.disconnect()
-        elif self._blocking and self._connection._sock is self.sock:
+        elif not self.tls and self._connection._sock is self.sock:
             self.sock.settimeout(self._timeout_s)
         self.pool.release(self._connection)
 
@@ -117,7 +113,7 @@ class RespConnection:
         number of bytes."""
         self.clean = False
         try:
-            if self._blocking:
+            if not self.tls:
                 return self.sock.send(data, socket.MSG_DONTWAIT)
             self.sock.sendall(data)
             return len(data)
@@ -217,8 +213,6 @@ class RespConnections:
         """Return the pool of the server that has ``key``; None if its connections cannot be
         lent."""
         client = self._client
-        if not _IS_KNOWN:
-            return None
         if self.is_cluster:
             client = client.get_redis_connection(client.get_node_from_key(key))
         return client.connection_pool if client.connection is None else None
@@ -353,7 +347,7 @@ class _Deadline:
         the credentials of this login may have expired."""
         login_s: float = getattr(self.credential_provider, "login_s", math.inf)
         is_old = time.monotonic() - self._login_at_s > login_s
-        return is_old or bool(getattr(super(), "should_reconnect", bool)())  # new in redis-py 5.3
+        return is_old or super().should_reconnect()  # type: ignore[misc]
 
     def connect_check_health(self, *args: Any, **options: Any) -> None:
         """Connect and log in. The error explains a server that answers only with, or

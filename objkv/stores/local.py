@@ -194,16 +194,13 @@ class LocalStore:
 
     def get_range(self, key: str, start: int, end: int) -> bytes | None:
         """Return bytes ``[start, end)`` of the file, or None."""
-        with translated("get", key), self._opened(key) as opened:
+        with self._opened(key) as opened:
             if opened is None:
                 return None
             fd, found = opened
-            end, value = min(end, found.st_size), b""
-            while (at := start + len(value)) < end:  # one read returns at most 2 GiB
-                if not (part := os.pread(fd, end - at, at)):
-                    raise StoreError(f"get {key}: the file was truncated during the read; retry")
-                value += part
-            return value
+            value = bytearray(max(0, min(end, found.st_size) - start))
+            read_into(key, fd, start, memoryview(value), None)
+            return bytes(value)
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None

@@ -21,17 +21,16 @@ import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from threading import Event, Lock, Thread
-from time import monotonic, sleep
+from time import monotonic
 from typing import Annotated, Final
 
 from pydantic import Field, TypeAdapter
 
 from objkv.errors import (
-    PayloadError,
     StoreBusy,
     StoreDenied,
     StoreError,
@@ -41,21 +40,19 @@ from objkv.errors import (
 from objkv.net.deadline import EndsBy, Trial, ends_s, is_trial
 from objkv.stores.base import Arrived, PruneStore, ReadStore, check_key, copy_bytes, map_memory
 from objkv.stores.guarded import GuardedStore
-from objkv.telemetry import MemoryRecorder, Recorder
+from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
 LANE_BYTES: Final = 256 << 20
 """Memory of a lane. The system provides it as it is written."""
 GRACE_S = 2.0
 """How long a process may still answer after the deadline of a get, before it is killed."""
-_RESTART_S, _RESTART_MAX_S = 1.0, 60.0
-"""Shortest time between two starts after a process ended early. It doubles each time."""
+_RESTART_S = 30.0
+"""How long none is started after one ended early or could not be started."""
 _READY_S = 60.0
 """How long a process may take to start."""
 _LOOK_S = 0.5
 """How often the watching thread looks at what may be due."""
-_FAULT_S = 1.0
-"""Its pause after an unexpected fault."""
 _JOIN_S = 5.0
 _END_S = 1.0
 _BYTES_MIN: Final = 256 << 10
@@ -99,37 +96,20 @@ class Answer:
     error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
     """Number of the error that ended the get."""
     text: str = ""
-    counts: dict[str, float] = field(default_factory=dict)
-    """By how much the store's counters rose."""
-
-    def raise_error(self) -> None:
-        """Raise the error that ended the get, if one did."""
-        if self.error is not None:
-            raise _ERRORS[self.error](self.text)
-
-
-class _Counters(MemoryRecorder):
-    """Keeps only counters, because the agent adds up what its processes send."""
-
-    def observe(self, name: str, value: float) -> None:
-        """Drop it."""
-
-    def level(self, name: str, value: float) -> None:
-        """Drop it."""
 
 
 REQUESTS: Final = TypeAdapter(GetRequest)
 ANSWERS: Final = TypeAdapter(Answer)
 
 
-def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -> None:
+def run(arguments: Sequence[str], open_store: Callable[[], ReadStore]) -> None:
     """The fetching process: serve an agent until it ends, which closes its control socket. The
     caller then ends the process at once, because threads may hang in a get.
 
     Args:
         arguments: of the command line, see ``FetchProcess``: descriptors of the memory, of the
             control socket and of each lane's socket.
-        open_store: opens the store; its counters are sent to the agent.
+        open_store: opens the store.
     """
     for one in (signal.SIGINT, signal.SIGTERM):  # an agent that drains still fetches
         signal.signal(one, signal.SIG_IGN)
@@ -138,26 +118,23 @@ def run(arguments: Sequence[str], open_store: Callable[[Recorder], ReadStore]) -
     view = memoryview(map_memory(memory, size))
     os.close(memory)
     control = socket.socket(fileno=control_fd)
-    recorder = _Counters()
-    store = open_store(recorder)
+    store = open_store()
     share = size // len(lane_fds)
     for number, fd in enumerate(lane_fds):
         part = view[number * share : (number + 1) * share]
-        serve = partial(_serve, socket.socket(fileno=fd), part, store, recorder)
+        serve = partial(_serve, socket.socket(fileno=fd), part, store)
         Thread(target=serve, name=f"objkv-lane-{number}", daemon=True).start()
     with suppress(OSError):
         control.send(READY)
         control.recv(1)  # returns when the agent has closed its end, or ended
 
 
-def _serve(
-    lane: socket.socket, memory: memoryview, store: ReadStore, recorder: MemoryRecorder
-) -> None:
+def _serve(lane: socket.socket, memory: memoryview, store: ReadStore) -> None:
     """Answer the requests of one lane until the agent closes it."""
     with suppress(OSError), lane:
         while message := lane.recv(MESSAGE_BYTES_MAX):
             last = _get(lane, REQUESTS.validate_json(message), memory, store)
-            lane.send(ANSWERS.dump_json(replace(last, is_last=True, counts=recorder.drain())))
+            lane.send(ANSWERS.dump_json(last))
 
 
 def _get(lane: socket.socket, request: GetRequest, memory: memoryview, store: ReadStore) -> Answer:
@@ -169,7 +146,8 @@ def _get(lane: socket.socket, request: GetRequest, memory: memoryview, store: Re
     room = memory[: request.nbytes]
     try:
         with EndsBy(request.ends_s), Trial() if request.is_trial else nullcontext():
-            return Answer(request.number, store.get_into(request.key, room, arrived, request.start))
+            nbytes = store.get_into(request.key, room, arrived, request.start)
+            return Answer(request.number, nbytes, is_last=True)
     except Exception as exc:  # the agent knows what becomes of it
         return failed(request.number, exc)
 
@@ -179,7 +157,7 @@ def failed(number: int, error: Exception) -> Answer:
     kinds = [_ERRORS.index(kind) for kind in type(error).__mro__ if kind in _ERRORS]
     text = str(error) if kinds else f"{type(error).__name__}: {error}"
     text = text.encode(errors="replace").decode()[:_TEXT_CHARS_MAX]
-    return Answer(number, None, error=kinds[0] if kinds else 0, text=text)
+    return Answer(number, None, is_last=True, error=kinds[0] if kinds else 0, text=text)
 
 
 class LaneLost(Exception):
@@ -266,6 +244,7 @@ class FetchProcess:
             os.close(memory)
             for _, there in pairs:
                 there.close()
+        self.pid = self._process.pid
         self._control, *ours = [here for here, _ in pairs]
         self._control.setblocking(False)
         self.lanes: tuple[FetchLane, ...] = tuple(
@@ -276,11 +255,6 @@ class FetchProcess:
         """Lanes that are not in use. Guarded by the pool's lock."""
         self.born_s = monotonic()
         self.is_ready = False
-
-    @property
-    def pid(self) -> int:
-        """Its number."""
-        return self._process.pid
 
     def look(self) -> bool:
         """Whether the process is alive. Updates ``is_ready``. Never waits."""
@@ -344,9 +318,7 @@ class FetchPool:
         self._processes: list[FetchProcess] = []
         self._abandoned: list[FetchLane] = []
         self._lost: list[FetchProcess] = []
-        self._used_s = -math.inf
-        self._pause_s = 0.0
-        self._next_start_s = 0.0
+        self._used_s = self._next_start_s = -math.inf
         self._closed = False
         self._wake = Event()
         self._thread = Thread(target=self._watch, name="objkv-fetchers", daemon=True)
@@ -427,26 +399,24 @@ class FetchPool:
         self._processes.remove(process)
         self._lost.append(process)
         self._wake.set()
-        now = monotonic()
-        if now - process.born_s < _RESTART_MAX_S:
-            self._pause_s = min(max(_RESTART_S, 2 * self._pause_s), _RESTART_MAX_S)
-        else:
-            self._pause_s = 0.0
-        self._next_start_s = now + self._pause_s
+        self._next_start_s = monotonic() + _RESTART_S
 
     def _watch(self) -> None:
         """Start, end and kill processes until the pool is closed."""
         while not self._closed:
             try:
                 self._bury()
-                self._start_missing()
+                while self._is_short() and monotonic() >= self._next_start_s:
+                    process = self._start()
+                    with self._lock:
+                        self._processes.append(process)
                 is_idle = not self._processes and not self._is_short()
                 self._wake.wait(None if is_idle else _LOOK_S)
                 self._wake.clear()
                 self._look()
-            except Exception as exc:  # without this thread, nothing is killed or started any more
-                logger.warning("cannot watch the fetching processes reason=%s", exc)
-                sleep(_FAULT_S)
+            except Exception as exc:  # no memory, descriptor or process, or no such program
+                logger.warning("no fetching process, the agent fetches without it reason=%s", exc)
+                self._next_start_s = monotonic() + _RESTART_S
         with self._lock:
             self._lost += self._processes
             self._processes.clear()
@@ -457,22 +427,7 @@ class FetchPool:
     def _is_short(self) -> bool:
         """Whether processes should be started: some are missing, and gets were made lately."""
         is_used = monotonic() < self._used_s + self._idle_s
-        return len(self._processes) < self._processes_max and is_used
-
-    def _start_missing(self) -> None:
-        while True:
-            with self._lock:
-                if not self._is_short() or monotonic() < self._next_start_s or self._closed:
-                    return
-            try:
-                process = self._start()
-            except Exception as exc:  # no memory, descriptor or process, or no such program
-                logger.warning("no fetching process, the agent fetches without it reason=%s", exc)
-                self._pause_s = _RESTART_MAX_S
-                self._next_start_s = monotonic() + self._pause_s
-                return
-            with self._lock:
-                self._processes.append(process)
+        return is_used and len(self._processes) < self._processes_max and not self._closed
 
     def _look(self) -> None:
         """Drop what has ended or hangs, and all processes if they are idle."""
@@ -504,10 +459,9 @@ class ProcessGets(GuardedStore):
     """``inner``, whose large ``get_into`` are made by the processes of ``pool``. Closing this store
     closes both.
 
-    A get that finds no process is made by ``inner``, and one whose process ends is continued by
-    ``inner`` where it stopped: the caller must verify what it reads, as values may be replaced
-    between the two. So if ``arrived`` then raises ``PayloadError``, the get has failed, and proves
-    nothing about the value. The counters of a process are added to ``recorder``.
+    A get that finds no process, or whose process ends before a byte has arrived, is made by
+    ``inner``. One whose process ends later fails: another store might continue with bytes of
+    another value.
     """
 
     def __init__(
@@ -522,52 +476,30 @@ class ProcessGets(GuardedStore):
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         """See ``ReadStore``."""
+        check_key(key)
         lane = self._pool.take() if _BYTES_MIN <= len(buffer) <= LANE_BYTES else None
         if lane is None:
             return self.inner.get_into(key, buffer, arrived, start)
         self._recorder.count("fetch_process_gets")
         end_s = min(monotonic() + self._deadline_s, ends_s())
-        target = _Target(key, buffer, arrived, start)
+        request = GetRequest(next(self._numbers), len(buffer), start, end_s, is_trial(), key)
+        target = _Target(buffer, arrived)
         try:
-            got = self._follow(lane, target, end_s)
+            got = _follow(lane, request, target)
         except LaneLost as exc:
             self._pool.lose(lane, exc)
+            if target.at:
+                raise StoreUnavailable(
+                    f"get_into {key}: the fetching process ended after {target.at} bytes"
+                ) from exc
         except BaseException:
             self._pool.leave(lane, end_s)
             raise
         else:
             self._pool.leave(lane, end_s)
             return got
-        try:
-            with EndsBy(end_s):
-                return target.complete(self.inner)
-        except PayloadError as exc:
-            if not target.at:
-                raise
-            raise StoreUnavailable(
-                f"get_into {key}: after {target.at} bytes the fetching process ended, and the rest "
-                f"does not match them: {exc}"
-            ) from exc
-
-    def _follow(self, lane: FetchLane, target: "_Target", end_s: float) -> int | None:
-        """Have a process make a get, and take over its bytes as they arrive."""
-        key, nbytes = target.key, len(target.buffer)
-        check_key(key)
-        number = next(self._numbers)
-        lane.ask(GetRequest(number, nbytes, target.start, end_s, is_trial(), key))
-        while (answer := lane.read(end_s + _SLACK_S)) is not None:
-            for name, amount in answer.counts.items():
-                self._recorder.count(name, amount)
-            answer.raise_error()
-            if answer.nbytes is None:
-                return None
-            target.take(lane.memory, answer.nbytes)
-            if answer.is_last:
-                return answer.nbytes
-        raise StoreUnavailable(
-            f"get_into {key}: the deadline passed after {target.at} of {nbytes} bytes, and the "
-            "fetching process did not answer"
-        )
+        with EndsBy(end_s):
+            return self.inner.get_into(key, buffer, arrived, start)
 
     def close(self) -> None:
         """End the processes, and close the inner store."""
@@ -576,15 +508,11 @@ class ProcessGets(GuardedStore):
 
 
 class _Target:
-    """The caller's buffer, and how much of it is filled."""
+    """The caller's buffer, of which the first ``at`` bytes have arrived."""
 
-    def __init__(
-        self, key: str, buffer: memoryview, arrived: Arrived | None, start: int | None
-    ) -> None:
-        self.key, self.buffer, self.start = key, buffer, start
-        self.at = 0
-        self._arrived = arrived
-        self._reported = -1
+    def __init__(self, buffer: memoryview, arrived: Arrived | None) -> None:
+        self.buffer, self.at = buffer, 0
+        self._arrived, self._reported = arrived, -1
 
     def take(self, memory: memoryview, nbytes: int) -> None:
         """Copy and report the bytes that have arrived since the last call. Raises ``LaneLost`` if a
@@ -592,18 +520,25 @@ class _Target:
         at = self.at
         if not at <= nbytes <= len(self.buffer):
             raise LaneLost(f"{nbytes} bytes after {at}, for {len(self.buffer)}")
-        if nbytes > at:
-            copy_bytes(self.buffer[at:nbytes], memory[at:nbytes], nbytes - at)
-            self.at = nbytes
+        copy_bytes(self.buffer[at:nbytes], memory[at:nbytes], nbytes - at)
+        self.at = nbytes
         if self._arrived is not None and nbytes > self._reported:
             self._reported = nbytes
             self._arrived(nbytes)
 
-    def complete(self, store: ReadStore) -> int | None:
-        """Read the rest from ``store``. Bytes that were reported are not written again."""
-        at, arrived = self.at, self._arrived
-        if not at:
-            return store.get_into(self.key, self.buffer, arrived, self.start)
-        shifted = None if arrived is None else lambda nbytes: arrived(at + nbytes)
-        got = store.get_into(self.key, self.buffer[at:], shifted, (self.start or 0) + at)
-        return None if got is None else at + got
+
+def _follow(lane: FetchLane, request: GetRequest, target: _Target) -> int | None:
+    """Have a process make a get, and take over its bytes as they arrive."""
+    lane.ask(request)
+    while (answer := lane.read(request.ends_s + _SLACK_S)) is not None:
+        if answer.error is not None:
+            raise _ERRORS[answer.error](answer.text)
+        if answer.nbytes is None:
+            return None
+        target.take(lane.memory, answer.nbytes)
+        if answer.is_last:
+            return answer.nbytes
+    raise StoreUnavailable(
+        f"get_into {request.key}: the deadline passed after {target.at} of {request.nbytes} bytes, "
+        "and the fetching process did not answer"
+    )

@@ -169,4 +169,4 @@ def test_processes_are_as_many_as_tls_and_cores_ask_for(
     keys = {"s3_access_key_id": "test", "s3_secret_access_key": "testsecret"}
     usual = {"bulk_url": "s3://bucket/kv", "s3_endpoint_url": "https://127.0.0.1:1"}
     config = load_config(usual | keys | given, environ={})
-    assert process_count(open_s3(config, NullRecorder())) == expected
+    assert process_count(open_s3(config)) == expected

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from objkv.net.breaker import Breakers, Patience
-from objkv.net.guard import Guard, Slots
+from objkv.net.guard import Guard
 from objkv.stores.guarded import STORE_VERBS
 from objkv.telemetry import NullRecorder, Recorder
 
@@ -18,13 +18,12 @@ def guard_of(
     recorder: Recorder | None = None,
     *,
     breakers: Breakers | None = None,
-    slots: tuple[int, float] | None = None,
     verbs: Any = STORE_VERBS,
     **options: Any,
 ) -> Guard:
     recorder = recorder or NullRecorder()
     breakers = breakers or Breakers(name, Patience(), NullRecorder())
-    return Guard(name, verbs, recorder, breakers, slots=slots and Slots(*slots), **options)
+    return Guard(name, verbs, recorder, breakers, **options)
 
 
 def assert_all_end(

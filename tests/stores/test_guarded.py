@@ -1,7 +1,6 @@
 """``GuardedStore``: counted, limited, given up and found again, read-only, and yet a good store."""
 
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
@@ -15,7 +14,7 @@ from objkv.errors import (
     ValueTooLong,
 )
 from objkv.net.breaker import Breakers, Change, Patience
-from objkv.net.deadline import EndsBy, is_trial
+from objkv.net.deadline import is_trial
 from objkv.stores.base import Unfinished
 from objkv.stores.guarded import GuardedStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -30,7 +29,7 @@ DOWN = StoreUnavailable("down")
 class TestGuardedStore(StoreContract):
     @pytest.fixture
     def store(self) -> GuardedStore:
-        return GuardedStore(MemoryStore(), guard_of(slots=(2, 60), seconds=60))
+        return GuardedStore(MemoryStore(), guard_of(seconds=60))
 
 
 def test_every_call_is_timed_and_bytes_misses_and_errors_are_counted() -> None:
@@ -88,68 +87,6 @@ def test_what_would_write_is_denied_with_what_to_set_and_sent_nowhere(
     assert len(inner.calls) == asked
     assert store.get("k") == b"1"
     assert [entry.key for entry in store.scan("")] == ["k"]
-
-
-def test_no_more_calls_go_through_than_allowed() -> None:
-    inner, gate = FlakyStore(MemoryStore()), threading.Event()
-    inner.hold(gate)
-    store = GuardedStore(inner, guard_of(slots=(3, 60)))
-    with ThreadPoolExecutor(8) as pool:
-        calls = [pool.submit(store.get, "k") for _ in range(8)]
-        while len(inner.calls) < 3:
-            pass
-        assert len(inner.calls) == 3
-        gate.set()
-        assert [call.result() for call in calls] == [None] * 8
-    assert len(inner.calls) == 8
-
-
-def test_a_scan_holds_no_slot_while_its_consumer_works() -> None:
-    store = GuardedStore(MemoryStore(), guard_of(slots=(1, 0)))
-    store.put("a", b"")
-    store.put("b", b"")
-    for entry in store.scan(""):
-        assert store.get(entry.key) == b""
-
-
-def test_writes_leave_half_of_the_slots_to_reads() -> None:
-    inner, gate = FlakyStore(MemoryStore()), threading.Event()
-    inner.hold(gate)
-    store = GuardedStore(inner, guard_of(slots=(4, 60)))
-
-    def get() -> bytes | None:
-        with EndsBy(time.monotonic() + 2):
-            return store.get("k0")
-
-    with ThreadPoolExecutor(10) as pool:
-        try:
-            puts = [pool.submit(store.put, f"k{i}", b"v") for i in range(8)]
-            while len(inner.calls) < 2:
-                pass
-            gets = [pool.submit(get) for _ in range(2)]
-            while inner.calls.count("get") < 2:
-                assert not any(one.done() for one in gets)
-            assert inner.calls.count("put") == 2
-        finally:
-            gate.set()
-        for call in (*puts, *gets):
-            call.result()
-    assert inner.calls.count("put") == 8
-
-
-def test_whoever_has_less_time_waits_less() -> None:
-    inner, gate = FlakyStore(MemoryStore()), threading.Event()
-    inner.hold(gate)
-    store = GuardedStore(inner, guard_of(slots=(1, 5)))
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(store.get, "k")
-        assert inner.arrived.wait(60)
-        now_s = time.monotonic()
-        with pytest.raises(StoreUnavailable), EndsBy(now_s):
-            store.get("k")
-        gate.set()
-        assert time.monotonic() - now_s < 5
-        assert first.result() is None
 
 
 class Scene:

@@ -10,11 +10,9 @@ import pytest
 
 from objkv.cache.bulk_index import BulkIndex
 from objkv.errors import StoreDenied
-from objkv.stores import local_paths as local_beneath
 from objkv.stores.base import Unfinished
 from objkv.stores.local import LocalStore
 from tests.contracts.index_contract import NAMESPACE
-from tests.contracts.store_contract import StoreContract
 
 SECRET = b"somebody else's"
 KEY = "ns/aa/hash/0.payload"
@@ -38,12 +36,8 @@ BELOW: dict[str, Use] = {
 }
 
 
-@pytest.fixture(params=["kernel", "walking"])
-def store(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> LocalStore:
-    if request.param == "walking":
-        monkeypatch.setattr(local_beneath, "kernel_opens", lambda: None)
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
     store = LocalStore(tmp_path / "chunks")
     store.put("ns/aa/other/0.payload", b"ours")
     return store
@@ -66,17 +60,6 @@ def outside(tmp_path: Path) -> Path:
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-class TestWalkingStore(StoreContract):
-    """A kernel without ``openat2``."""
-
-    @pytest.fixture
-    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LocalStore:
-        monkeypatch.setattr(local_beneath, "kernel_opens", lambda: None)
-        return LocalStore(tmp_path / "chunks")
-
-    test_scan_passes_page_boundaries = None  # slow, and no other than with ``openat2``
 
 
 @pytest.mark.parametrize("place", ["ns/aa/hash", "ns"])

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.errors import PayloadError, StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.net.deadline import EndsBy
 from objkv.stores import processes
 from objkv.stores.base import Arrived
@@ -23,7 +23,6 @@ from objkv.stores.local import LocalStore
 from objkv.stores.processes import (
     ANSWERS,
     REQUESTS,
-    Answer,
     FetchPool,
     FetchProcess,
     GetRequest,
@@ -146,14 +145,13 @@ def test_messages_are_read_as_they_were_written() -> None:
     for start in (None, 0, 1 << 40):
         request = GetRequest(1 << 50, 1 << 33, start, 12.5, is_trial=True, key="ns/a")
         assert REQUESTS.validate_json(REQUESTS.dump_json(request)) == request
-    answer = Answer(3, 4, counts={"s3_hedges": 2.0})
-    assert ANSWERS.validate_json(ANSWERS.dump_json(answer)) == answer
     for error in (StoreUnavailable("x y"), StoreDenied("\udcff"), ValueTooLong("l"), KeyError("k")):
-        told = ANSWERS.validate_json(ANSWERS.dump_json(failed(7, error)))
-        with pytest.raises(StoreError) as caught:
-            told.raise_error()
-        assert caught.type is (type(error) if isinstance(error, StoreError) else StoreError)
-        assert str(error).replace("\udcff", "?") in str(caught.value)
+        answer = failed(7, error)
+        assert ANSWERS.validate_json(ANSWERS.dump_json(answer)) == answer
+        assert answer.error is not None
+        kind = processes._ERRORS[answer.error]
+        assert kind is (type(error) if isinstance(error, StoreError) else StoreError)
+        assert str(error).replace("\udcff", "?") in answer.text
     unknown = b'{"number": 3, "nbytes": null, "error": 9}'
     for message in (b"", b"\xff" * 17, b"[3, 4]", b'{"number": 3}', unknown):
         with pytest.raises(ValueError, match=r"."):
@@ -167,62 +165,34 @@ def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) 
     assert into == value(1)
     assert fleet.own.starts == [None]
     fleet.ready()
-    before = fleet.recorder.value("child_gets")
     fleet.own.starts.clear()
     fleet.store.get_into("warm", into)
     assert fleet.own.starts == []
-    assert fleet.recorder.value("child_gets") == before + 1, "what it counts is counted here"
-    assert not any("child_seconds" in name for name in fleet.recorder.drain()), "sums of maxima"
     fleet.store.put("small", b"x")
     assert fleet.store.get_into("small", memoryview(bytearray(10))) == 1
     assert fleet.own.starts == [None]
 
 
-def test_a_get_of_a_killed_process_continues_where_it_stopped(
+def test_a_get_of_a_killed_process_fails_and_the_next_one_does_not(
     fleet: Fleet, one_thread: ThreadPoolExecutor
 ) -> None:
+    """What was reported is not written again, and the value may have been replaced meanwhile."""
     (pid,) = fleet.ready()
     fleet.own.starts.clear()
     fleet.store.put("held/a", value(2))
     into, seen = memoryview(bytearray(SIZE)), list[int]()
     got = one_thread.submit(fleet.store.get_into, "held/a", into, seen.append)
     fleet.at_half(pid)
+    wait_until(lambda: seen)
     os.kill(pid, signal.SIGKILL)
-    assert got.result(PATIENCE_S) == SIZE
+    with pytest.raises(StoreUnavailable, match=f"ended after {SIZE // 2} bytes"):
+        got.result(PATIENCE_S)
+    assert (seen, fleet.own.starts) == ([SIZE // 2], [])
+    assert fleet.store.get_into("held/a", into) == SIZE
     assert into == value(2)
-    assert fleet.own.starts == [SIZE // 2]
-    assert seen[0] == SIZE // 2
-    assert seen[-1] == SIZE
-    assert seen == sorted(seen)
+    assert fleet.own.starts == [None]
     assert fleet.recorder.value("fetch_process_losses") == 1
     assert fleet.ready() != [pid]
-
-
-@pytest.mark.parametrize("is_replaced", [True, False])
-def test_two_halves_that_do_not_match_prove_nothing_about_the_value(
-    fleet: Fleet, one_thread: ThreadPoolExecutor, is_replaced: bool
-) -> None:
-    """The second one may be of another value."""
-    (pid,) = fleet.ready()
-    fleet.store.put("held/a", value(2))
-    into = memoryview(bytearray(SIZE))
-
-    def verify(nbytes: int) -> None:
-        if into[:nbytes] != value(2)[:nbytes]:
-            raise PayloadError("the checksum does not match")
-
-    got = one_thread.submit(fleet.store.get_into, "held/a", into, verify)
-    fleet.at_half(pid)
-    if is_replaced:
-        fleet.store.put("held/a", value(3))
-    os.kill(pid, signal.SIGKILL)
-    if not is_replaced:
-        assert got.result(PATIENCE_S) == SIZE
-        return
-    with pytest.raises(StoreUnavailable, match="checksum"):
-        got.result(PATIENCE_S)
-    with pytest.raises(PayloadError):  # one value as a whole
-        fleet.own.get_into("held/a", into, verify)
 
 
 @pytest.mark.slow
@@ -328,7 +298,6 @@ def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_on
     command: str,
 ) -> None:
     monkeypatch.setattr(processes, "_RESTART_S", 3600.0)
-    monkeypatch.setattr(processes, "_RESTART_MAX_S", 7200.0)
     store, recorder, started = Counted(tmp_path), MemoryRecorder(), list[int]()
 
     def start() -> FetchProcess:
@@ -360,8 +329,8 @@ def test_close_ends_all_processes_and_gets_go_on(
     fleet.at_half(pid)
     fleet.pool.close()
     wait_until(partial(has_ended, pid))
-    assert got.result(PATIENCE_S) == SIZE
-    assert into == value(11)
+    with pytest.raises(StoreUnavailable):
+        got.result(PATIENCE_S)
     assert fleet.store.get_into("warm", into) == SIZE
 
 
@@ -406,7 +375,6 @@ def test_the_watching_thread_outlives_a_fault(
             raise fault
         return look(self)
 
-    monkeypatch.setattr(processes, "_FAULT_S", 0.01)
     monkeypatch.setattr(FetchProcess, "look", faulty)
     os.kill(pid, signal.SIGKILL)
     wait_until(partial(has_ended, pid))

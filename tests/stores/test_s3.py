@@ -3,10 +3,7 @@ process."""
 
 import hashlib
 import threading
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from itertools import count
 from typing import Any
 from unittest.mock import Mock
 
@@ -25,15 +22,11 @@ from werkzeug.serving import make_server
 
 from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.net.deadline import EndsBy
-from objkv.stores.s3 import bucket
 from objkv.stores.s3 import client as s3_client
 from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.client import ATTEMPTS, Repeater, S3Access, open_s3_access
 from objkv.stores.s3.errors import translated
-from objkv.stores.s3.http import Hedge
 from objkv.stores.s3.store import S3Store
-from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.store_contract import StoreContract
 from tests.support.servers.listener import Scripted, hasty
 from tests.support.servers.quick_s3 import Answer, QuickS3, Request
@@ -134,13 +127,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faulty]:
 
 
 @pytest.fixture
-def recorder() -> MemoryRecorder:
-    return MemoryRecorder()
-
-
-@pytest.fixture
-def spoiled(faulty: Faulty, recorder: MemoryRecorder) -> Iterator[S3Store]:
-    with s3_store(faulty.url, client=PATIENT, load_deadline_ms=900_000, recorder=recorder) as store:
+def spoiled(faulty: Faulty) -> Iterator[S3Store]:
+    with s3_store(faulty.url, client=PATIENT, load_deadline_ms=900_000) as store:
         yield store
 
 
@@ -169,55 +157,21 @@ def test_objects_that_are_no_keys_are_left_out_of_a_scan(
 
 
 def test_a_server_that_honours_the_condition_is_asked_once(
-    spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty
+    spoiled: S3Store, faulty: Faulty
 ) -> None:
-    assert spoiled.conditional is None
-    assert [spoiled.put_if_absent(f"k{number}", b"") for number in range(3)] == [True] * 3
-    assert spoiled.conditional is True
-    assert faulty.count("PutObject") == 4
-    assert recorder.value("s3_unconditional_puts") == 0
+    assert [spoiled.put_if_absent("k", value) for value in (b"1", b"2")] == [True, False]
+    assert spoiled.get("k") == b"1"
+    assert faulty.count("PutObject") == 2
 
 
-@pytest.mark.parametrize("code", ["NotImplemented", "InvalidArgument", ""])
-def test_where_the_condition_is_refused_or_ignored_a_head_is_asked_for_instead(
-    spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty, code: str
+@pytest.mark.parametrize("code", ["NotImplemented", ""])
+def test_a_server_that_refuses_the_condition_is_denied(
+    spoiled: S3Store, faulty: Faulty, code: str
 ) -> None:
-    asked = []
-
-    def refuse(request: Request) -> Answer | None:
-        if not request.headers.pop("if-none-match", None):
-            return None
-        asked.append(1)
-        return refusal(501 if code == "NotImplemented" else 400, code) if code else None
-
-    faulty.on("PutObject", refuse)
-    assert spoiled.put_if_absent("a", b"1") is True
-    assert spoiled.put_if_absent("a", b"2") is False
-    assert spoiled.put_if_absent("b", b"3") is True
-    assert spoiled.get("a") == b"1"
-    assert spoiled.conditional is False
-    assert len(asked) == (1 if code else 2)
-    assert recorder.value("s3_unconditional_puts") == (3 if code else 2)
-
-
-@pytest.mark.parametrize(
-    "instead",
-    [refusal(503, "SlowDown"), refusal(400, "RequestTimeout"), b""],
-    ids=["busy", "timed out", "closed"],
-)
-def test_a_second_put_without_a_verdict_leaves_it_to_the_next_to_find_out(
-    spoiled: S3Store, recorder: MemoryRecorder, faulty: Faulty, instead: Answer | bytes
-) -> None:
-    lost = iter([None, *[instead] * 5])  # with the repetitions, one of a connection used before
-    faulty.on("PutObject", lambda _: next(lost, None))
-    assert spoiled.put_if_absent("a", b"1") is True
-    assert spoiled.conditional is None
-    faulty.on("PutObject", lambda _: None)
-    assert spoiled.put_if_absent("a", b"2") is False
-    assert spoiled.put_if_absent("b", b"2") is True
-    assert spoiled.conditional is True
-    assert recorder.value("s3_unconditional_puts") == 0
-    assert spoiled.get("a") == b"1"
+    faulty.on("PutObject", lambda _: refusal(501, code))
+    with pytest.raises(StoreDenied, match="If-None-Match"):
+        spoiled.put_if_absent("k", b"1")
+    assert faulty.count("PutObject") == 1
 
 
 def test_a_conflict_with_another_writer_is_tried_again_but_not_for_ever(
@@ -239,48 +193,20 @@ def test_a_body_that_ends_early_is_unavailable() -> None:
             store.get_into("k", memoryview(bytearray(100)))
 
 
-def test_a_bucket_in_another_region_is_found_like_the_client_finds_it(
-    spoiled: S3Store, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "answer", [Answer(301), Answer(307), refusal(400, "AuthorizationHeaderMalformed")]
+)
+def test_a_bucket_in_another_region_is_denied_and_not_followed(
+    spoiled: S3Store, faulty: Faulty, answer: Answer
 ) -> None:
-    """The client remembers where it was redirected to."""
-    spoiled.put("k", b"value")
-    there = replace(spoiled._bucket.endpoint(), region="eu-west-9")
-    faulty.on(
-        "GetObject",
-        lambda request: (
-            None
-            if "/eu-west-9/s3/" in request.headers["authorization"]
-            else refusal(400, "AuthorizationHeaderMalformed")
-        ),
-    )
-    with pytest.raises(StoreDenied, match="set s3_region"):
-        spoiled.get("k")
-    monkeypatch.setattr(bucket, "find_endpoint", lambda *_: there)
-    assert spoiled.get("k") == b"value"
-
-
-def test_a_server_that_always_names_another_region_is_denied(
-    spoiled: S3Store, faulty: Faulty, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    here, regions = spoiled._bucket.endpoint(), count()
-    monkeypatch.setattr(
-        bucket, "find_endpoint", lambda *_: replace(here, region=f"eu-west-{next(regions)}")
-    )
-    faulty.on("GetObject", lambda _: refusal(400, "AuthorizationHeaderMalformed"))
-    with EndsBy(time.monotonic() + 2), pytest.raises(StoreDenied, match="set s3_region"):
-        spoiled.get("k")
-    assert faulty.count("GetObject") == ATTEMPTS
-
-
-def test_a_server_that_redirects_and_does_not_say_where_to_is_denied(
-    spoiled: S3Store, faulty: Faulty
-) -> None:
-    """The client would ask it where to, again and again."""
-    for name in ("GetObject", ""):
-        faulty.on(name, lambda _: Answer(307))
-    with pytest.raises(StoreDenied, match="in another region"):
-        spoiled.get("k")
-    assert len(faulty.asked) < 10
+    """The client would follow it, and values would not."""
+    for name in ("GetObject", "PutObject", ""):
+        faulty.on(name, lambda _: answer)
+    calls = (lambda: spoiled.get("k"), lambda: spoiled.put("k", b""), spoiled.check)
+    for call in calls:
+        with pytest.raises(StoreDenied, match="in another region: set s3_region"):
+            call()
+    assert len(faulty.asked) == len(calls)
 
 
 def test_what_is_not_answered_with_200_or_206_is_no_value(spoiled: S3Store, faulty: Faulty) -> None:
@@ -393,7 +319,7 @@ class Lists:
 
 
 def bucket_of(client: Any) -> Bucket:
-    return Bucket(S3Access(client, Mock(), Repeater()), "b", "p/", Hedge(0, NullRecorder()))
+    return Bucket(S3Access(client, Mock(), Repeater()), "b", "p/")
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "403"])

@@ -18,8 +18,6 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 from botocore.exceptions import ClientError
-from hypothesis import example, given
-from hypothesis import strategies as st
 
 from objkv import background
 from objkv.errors import StoreError, StoreUnavailable
@@ -29,16 +27,12 @@ from objkv.stores.s3 import http as s3_http
 from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.client import last_s, one_call
 from objkv.stores.s3.http import (
-    LATE_MIN_S,
-    SAMPLES_MIN,
     ConnectionFailed,
-    Hedge,
     HttpConnection,
     HttpResponse,
 )
 from objkv.stores.s3.read import RangedGet
 from objkv.stores.s3.store import S3Store
-from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.stores.guards import assert_all_end
 from tests.support.servers.listener import (
     Listener,
@@ -97,10 +91,11 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, ca
         "load_deadline_ms": 800,
         "client": {"load_deadline_ms": 800},
     }
-    with s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store:
-        store.conditional = True
-        with pytest.raises(StoreUnavailable):
-            call(store)
+    with (
+        s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store,
+        pytest.raises(StoreUnavailable),
+    ):
+        call(store)
     assert mute.connections <= 2
 
 
@@ -128,7 +123,6 @@ def opened(url: str) -> Iterator[S3Store]:
         range_bytes=MIB,
         ranges_max=2,
     ) as store:
-        store.conditional = True
         yield store
 
 
@@ -266,7 +260,6 @@ def test_conflicts_share_one_deadline() -> None:
         s3_store(server.url, load_deadline_ms=10_000) as store,
     ):
         store._bucket.endpoint()
-        store.conditional = True
         real = time.monotonic
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(time, "monotonic", lambda: real() + now_s)
@@ -377,74 +370,6 @@ def test_what_broke_off_goes_on_where_it_was(is_repeated: bool) -> None:
         assert checked.buffer == value
     rest = f"bytes={MIB}-{3 * MIB - 1}"
     assert asked == ["all", rest, rest][: 3 if is_repeated else 2]
-
-
-class Slow:
-    """Holds the first request for the key ``slow`` back."""
-
-    def __init__(self) -> None:
-        self.asked = 0
-        self.let_go = threading.Event()
-        self._lock = threading.Lock()
-
-    def __call__(self, request: Request) -> None:
-        if request.method != "GET" or not request.key.endswith("slow"):
-            return
-        with self._lock:
-            self.asked += 1
-            is_first = self.asked == 1
-        if is_first:
-            self.let_go.wait(120)
-
-
-def warm_up(store: S3Store) -> None:
-    buffer = memoryview(bytearray(10))
-    store.put("k", b"quick")
-    store.put("slow", b"slow")
-    for _ in range(SAMPLES_MIN):
-        assert store.get_into("k", buffer) == 5
-
-
-def test_an_answer_that_is_late_is_asked_for_once_more() -> None:
-    slow, recorder = Slow(), MemoryRecorder()
-    with (
-        QuickS3(intercept=slow) as server,
-        s3_store(server.url, hedge_percent_max=5, recorder=recorder) as store,
-    ):
-        warm_up(store)
-        buffer = bytearray(10)
-        assert store.get_into("slow", memoryview(buffer)) == 4
-        assert buffer[:4] == b"slow"
-        assert slow.asked == 2
-        assert recorder.value("s3_hedge_wins") == 1
-        # The losing connection carries an unread response.
-        for _ in range(5):
-            assert store.get_into("k", memoryview(buffer)) == 5
-            assert buffer[:5] == b"quick"
-        slow.let_go.set()
-
-
-IN_STEPS = [number / 1000 for number in range(100)]
-
-
-@given(
-    percent=st.integers(0, 100),
-    times=st.lists(st.floats(0, 10), min_size=1, max_size=600),
-)
-@example(percent=1, times=[0.1] * 100)
-@example(percent=5, times=IN_STEPS)
-def test_hedges_are_a_bounded_share_of_requests(percent: int, times: list[float]) -> None:
-    hedge, hedged = Hedge(percent, NullRecorder()), 0
-    for number, first_byte_s in enumerate(times, 1):
-        hedge.observe(first_byte_s)
-        late_s = hedge.late_s
-        assert late_s is None or (number >= SAMPLES_MIN and percent)
-        hedged += late_s is not None and hedge.take()
-        assert hedged <= number * percent / 100
-    if percent and len(times) >= SAMPLES_MIN:
-        assert LATE_MIN_S <= (hedge.late_s or 0) <= max(LATE_MIN_S, *times)
-    if percent and times == IN_STEPS:
-        assert 0.085 <= (hedge.late_s or 0) <= 0.096, "later than 95 of 100"
 
 
 def test_a_call_ends_with_its_deadline_or_its_callers(monkeypatch: pytest.MonkeyPatch) -> None:

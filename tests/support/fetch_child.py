@@ -13,21 +13,18 @@ from pathlib import Path
 from objkv.stores.base import Arrived
 from objkv.stores.local import LocalStore
 from objkv.stores.processes import run
-from objkv.telemetry import Recorder
 
 
 class HeldStore(LocalStore):
     """See the module."""
 
-    def __init__(self, folder: Path, gates: Path, recorder: Recorder) -> None:
+    def __init__(self, folder: Path, gates: Path) -> None:
         super().__init__(folder)
-        self._gates, self._recorder = gates, recorder
+        self._gates = gates
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        self._recorder.count("child_gets")
-        self._recorder.observe("child_seconds", 1.0)
         if key.startswith("lying/"):
             assert arrived is not None
             arrived(len(buffer) + 1)
@@ -50,7 +47,7 @@ class HeldStore(LocalStore):
 def main() -> None:
     """Serve; arguments: folder of values, folder of gates, descriptors."""
     folder, gates, *descriptors = sys.argv[1:]
-    run(descriptors, lambda recorder: HeldStore(Path(folder), Path(gates), recorder))
+    run(descriptors, lambda: HeldStore(Path(folder), Path(gates)))
 
 
 if __name__ == "__main__":

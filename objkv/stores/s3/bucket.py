@@ -6,23 +6,21 @@ buckets. Building a request from its models takes 0.5 ms of CPU, and signing it 
 """
 
 import hmac
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from itertools import count
 from time import gmtime, strftime, time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from botocore.exceptions import BotoCoreError, ClientError, NoCredentialsError
+from botocore.exceptions import ClientError, NoCredentialsError
 
 from objkv.config import is_directory_bucket
-from objkv.errors import StoreDenied, StoreError
+from objkv.errors import StoreDenied
 from objkv.stores.base import check_key
-from objkv.stores.s3.client import ATTEMPTS, S3Access, check_headers
+from objkv.stores.s3.client import S3Access, check_headers
 from objkv.stores.s3.errors import error_code, error_of, is_missing
-from objkv.stores.s3.http import Hedge, HttpResponse, host_of
+from objkv.stores.s3.http import HttpResponse, host_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -33,9 +31,6 @@ it: see decision 9 in ``docs/decisions.md``."""
 _SOUGHT = "objkv-sought"
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
-_REDIRECTS = {301, 302, 307}
-_REDIRECT_CODES = {"AuthorizationHeaderMalformed", "IllegalLocationConstraintException"}
-"""Of a bucket in another region than the signature or the endpoint."""
 _REFUSALS = {"AccessDenied", "Forbidden", "403"}
 """The response to a HEAD has no S3 code."""
 
@@ -170,12 +165,11 @@ class Bucket:
     """A bucket under a prefix. Thread-safe. Raises the client's exceptions and ``StoreError``, each
     call within ``one_call``."""
 
-    def __init__(self, access: S3Access, name: str, prefix: str, hedge: Hedge) -> None:
+    def __init__(self, access: S3Access, name: str, prefix: str) -> None:
         """``prefix`` is empty or ends with a slash."""
         self.name, self.prefix = name, prefix
         self.client: Any = access.client
         self._access = access
-        self._hedge = hedge
         self._endpoint: S3Endpoint | None = None
 
     def endpoint(self) -> S3Endpoint:
@@ -200,29 +194,13 @@ class Bucket:
         def attempt() -> HttpResponse:
             endpoint = self.endpoint()
             head = endpoint.signed(method, key, extra)
-            response = self._access.connections.ask(endpoint.url, head, body, self._hedge)
+            response = self._access.connections.ask(endpoint.url, head, body)
             if response.status < 300:
                 return response
             with response:
                 raise error_of(method, response.status, response.read())
 
-        for turn in count(1):
-            try:
-                return self._access.repeater.run(attempt)
-            except ClientError as exc:
-                status, code = error_code(exc)
-                is_redirect = status in _REDIRECTS or code in _REDIRECT_CODES
-                if turn == ATTEMPTS or not (is_redirect and self._is_elsewhere()):
-                    raise
-        raise AssertionError
-
-    def _is_elsewhere(self) -> bool:
-        """Whether the client has learned that the bucket is in another region: it follows
-        redirects, and remembers them."""
-        with suppress(BotoCoreError, ClientError, StoreError):
-            self.client.head_bucket(Bucket=self.name)
-        before, self._endpoint = self._endpoint, None
-        return self.endpoint() != before
+        return self._access.repeater.run(attempt)
 
     def head(self, key: str) -> Any | None:
         """Return the client's response to HEAD, or None if the key does not exist."""

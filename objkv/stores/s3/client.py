@@ -15,7 +15,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -26,6 +25,7 @@ from botocore.client import Config as ClientConfig
 from botocore.exceptions import BotoCoreError, ClientError, SSLError
 from botocore.httpsession import get_cert_path
 from botocore.retries.quota import RetryQuota
+from botocore.utils import get_environ_proxies
 
 from objkv.config import Config
 from objkv.config.aws import (
@@ -35,11 +35,11 @@ from objkv.config.aws import (
     is_plain,
     s3_endpoint,
 )
-from objkv.config.urls import check_proxies
+from objkv.config.urls import check_proxies, is_this_machine
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s, is_trial
 from objkv.stores.s3.errors import asks_for_later, error_code, error_of, is_busy
-from objkv.stores.s3.http import ConnectionFailed, Connections, HttpResponse, host_of, proxy_of
+from objkv.stores.s3.http import ConnectionFailed, Connections, host_of
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 DEFAULT_REGION = "us-east-1"
 _CONNECT_SHARE = 1 / 3
-_ELSEWHERE = (301, 302, 307)
 ATTEMPTS = 4
 ATTEMPT_SHARE = 0.9 / ATTEMPTS
 """Share of a call's time that an attempt may take. The rest is for the pauses between attempts."""
@@ -146,7 +145,7 @@ def open_s3_access(config: Config) -> S3Access:
     (named, given), endpoint = s3_endpoint(config), ""
     if given is None or given.is_far:  # clients of this machine use no proxy
         check_proxies("http_proxy", "https_proxy")  # one is for AWS's source of credentials
-    settings = _client_config(config)
+    settings: Any = _client_config(config)
     try:
         core = botocore.session.get_session()
         session = boto3.session.Session(region_name=aws_region(config), botocore_session=core)
@@ -170,33 +169,31 @@ def open_s3_access(config: Config) -> S3Access:
             "host in letters, digits, dots and hyphens"
         )
     check_endpoint(config, endpoint, named)
-    connections = _connections(endpoint, settings, bundle)
-    events: Any = client.meta.events
-    repeater = Repeater()
-    events.register("before-send.s3", partial(_send, connections, repeater))
-    return S3Access(client, connections, repeater)
-
-
-def _connections(endpoint: str, settings: Any, bundle: Path | str | None) -> Connections:
-    proxy = proxy_of(endpoint)
-    if proxy is not None and proxy.scheme != "http":
+    host = urlsplit(endpoint).hostname or ""
+    if get_environ_proxies(endpoint).get(urlsplit(endpoint).scheme) and not is_this_machine(host):
         raise ConfigError(
-            f"the proxy of {endpoint} is a {proxy.scheme} proxy: objkv reaches S3 only through "
-            "proxies of http://, which pass TLS on; correct http_proxy or https_proxy, or name "
-            "the endpoint in no_proxy"
+            f"the environment names a proxy for {endpoint}, but objkv reaches S3 only directly: "
+            f"add {host} to no_proxy"
         )
     ca = None
     if endpoint.startswith("https:"):
         # As the client would choose it.
         ca = str(bundle or os.environ.get("REQUESTS_CA_BUNDLE") or get_cert_path(True))
     try:
-        return Connections(connect_s=settings.connect_timeout, read_s=settings.read_timeout, ca=ca)
+        connections = Connections(
+            connect_s=settings.connect_timeout, read_s=settings.read_timeout, ca=ca
+        )
     except OSError as exc:
         raise ConfigError(f"{ca}: no certificates of authorities: {exc}") from exc
+    events: Any = client.meta.events
+    repeater = Repeater()
+    events.register("before-send.s3", partial(_send, connections, repeater))
+    return S3Access(client, connections, repeater)
 
 
 def _send(connections: Connections, repeater: Repeater, request: Any, **_: object) -> AWSResponse:
-    """Send a request of the client, and return the response with its body."""
+    """Send a request of the client, and return the response with its body. Raises what an error
+    says: the client would follow a bucket to another region, and values would not."""
     if time.monotonic() > last_s():
         raise StoreUnavailable("too little time left before the deadline to send a request")
     place = urlsplit(request.url)
@@ -211,21 +208,16 @@ def _send(connections: Connections, repeater: Repeater, request: Any, **_: objec
     body = getattr(request.body, "read", lambda: request.body or b"")()
     url = f"{place.scheme}://{place.netloc}"
 
-    def attempt() -> tuple[HttpResponse, bytes]:
+    def attempt() -> AWSResponse:
         with connections.ask(url, head, memoryview(body) if body else None) as response:
             content = response.read()
-        error = error_of(request.method, response.status, content)
-        if asks_for_later(error):
-            raise error
-        return response, content
+        if response.status >= 300:
+            raise error_of(request.method, response.status, content)
+        headers: Any = HeadersDict(response.headers)
+        raw: Any = _Body(content)
+        return AWSResponse(request.url, response.status, headers, raw)
 
-    response, content = repeater.run(attempt)
-    is_told = response.status not in _ELSEWHERE or "x-amz-bucket-region" in response.headers
-    if request.method == "HEAD" and not is_told:  # the client would ask again, and again
-        raise ConnectionFailed("the server redirects, and does not say to which region")
-    headers: Any = HeadersDict(response.headers)
-    raw: Any = _Body(content)
-    return AWSResponse(request.url, response.status, headers, raw)
+    return repeater.run(attempt)
 
 
 class _Body(io.BytesIO):

@@ -40,6 +40,8 @@ _FIX = {
     "PermanentRedirect": "the bucket is in another region: set s3_region and s3_endpoint_url",
     "IllegalLocationConstraintException": "the bucket is in another region: set s3_region",
     "QuotaExceeded": "the quota is used up: raise it, or evict payloads",
+    "NotImplemented": "the server lacks what objkv needs, probably PUT with If-None-Match: *; "
+    "docs/stores.md lists servers that have it",
     "EntityTooLarge": "the server rejects values of this size: lower chunk_tokens, or raise "
     "the server's limit to 64 MiB",
     "InvalidObjectState": (
@@ -120,14 +122,13 @@ def _answered(what: str, exc: ClientError) -> StoreError:
     status, code = error_code(exc)
     reason = f"{what}: HTTP {status} {code}".rstrip()
     demands = _DEMANDS if what.startswith("put") else ""
-    if code in _FIX:
-        fix = _FIX[code] + (demands if code == "AccessDenied" else "")
-        return StoreDenied(f"{reason}: {fix}")
+    if fix := _FIX.get("NotImplemented" if status == 501 else code):
+        return StoreDenied(f"{reason}: {fix}{demands if code == 'AccessDenied' else ''}")
     if is_busy(exc):
         return StoreBusy(reason)
     if asks_for_later(exc):
         return StoreUnavailable(reason)
-    if status in (301, 307):
+    if status in (301, 302, 307):
         return StoreDenied(f"{reason}: {_FIX['PermanentRedirect']}")
     if status in (401, 403):
         return StoreDenied(f"{reason}: {_FIX['AccessDenied']}{demands}")

@@ -3,26 +3,20 @@
 Every call ends by the deadline of its thread (``objkv.net.deadline``).
 """
 
-import base64
 import os
 import select
 import socket
 import ssl
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from http.client import HTTPConnection, HTTPException
 from typing import Any, TypeVar
-from urllib.parse import SplitResult, unquote, urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from botocore.exceptions import HTTPClientError, SSLError
-from botocore.utils import get_environ_proxies
 
-from objkv.config.urls import is_this_machine
 from objkv.net.deadline import EndsBy, bound_waits, ends_s
-from objkv.telemetry import Recorder
 
 STEP_BYTES = 4 << 20
 """How much one call sends or receives at most, and after how much progress is reported."""
@@ -42,15 +36,6 @@ _KERNEL_TLS = 1 << 3
 """``ssl.OP_ENABLE_KTLS``, which Python names since 3.12."""
 _EARLY_S = 1.0
 """How long to wait for the response of a server that stopped reading the request."""
-SAMPLES = 256
-SAMPLES_MIN = 20
-LATE_MIN_S = 0.01
-"""No response is late before this: a second request would cost more than it can win."""
-_LATE_SHARE = 0.95
-_REFRESH = 16
-_SAVED_MAX = 8.0
-"""Maximum number of unused hedges that accumulate, so that a store that slows down does not get
-twice the requests."""
 T = TypeVar("T")
 
 
@@ -68,49 +53,10 @@ class NoResponse(ConnectionFailed):
     """The server closed the connection before it sent a byte of the response."""
 
 
-class Hedge:
-    """Decides when to send a slow request a second time: rarely, and late enough. Thread-safe.
-
-    At most ``percent_max`` percent of requests are sent twice; 0 disables hedging.
-    """
-
-    def __init__(self, percent_max: int, recorder: Recorder) -> None:
-        self._share = percent_max / 100
-        self.recorder = recorder
-        self._lock = threading.Lock()
-        self._samples: deque[float] = deque(maxlen=SAMPLES)
-        self._count = 0
-        self.late_s: float | None = None
-        """After how many seconds a response is late: slower than p95. None if there are too few
-        samples or hedging is disabled."""
-        self._saved = 0.0
-
-    def observe(self, first_byte_s: float) -> None:
-        """Record the time from sending a request to the first byte of its response."""
-        if not self._share:
-            return
-        with self._lock:
-            self._samples.append(first_byte_s)
-            self._count += 1
-            self._saved = min(_SAVED_MAX, self._saved + self._share)
-            if self._count >= SAMPLES_MIN and self._count % _REFRESH == SAMPLES_MIN % _REFRESH:
-                ranked = sorted(self._samples)
-                self.late_s = max(LATE_MIN_S, ranked[int(_LATE_SHARE * (len(ranked) - 1))])
-
-    def take(self) -> bool:
-        """Whether another request may be sent twice now; if so, it is counted."""
-        with self._lock:
-            if self._saved < 1:
-                return False
-            self._saved -= 1
-            return True
-
-
 class Connections:
     """The connections of one store. Thread-safe.
 
-    ``ca`` is the file of the trusted authorities; None for servers without TLS. A proxy of the
-    environment passes connections on, by CONNECT.
+    ``ca`` is the file of the trusted authorities; None for servers without TLS.
     """
 
     def __init__(self, *, connect_s: float, read_s: float, ca: str | None) -> None:
@@ -125,13 +71,7 @@ class Connections:
                 self._tls.options |= _KERNEL_TLS
         self._is_closed = False
 
-    def ask(
-        self,
-        url: str,
-        head: bytes,
-        body: memoryview | None = None,
-        hedge: Hedge | None = None,
-    ) -> "HttpResponse":
+    def ask(self, url: str, head: bytes, body: memoryview | None = None) -> "HttpResponse":
         """Send one request to the server of ``url``, ``scheme://host:port``, and read the head of
         its response, which the caller closes.
 
@@ -144,40 +84,12 @@ class Connections:
                 if body is not None:
                     return connection.put(head, body)
                 connection.send(head)
-                sent_s = time.monotonic()
-                if hedge is not None:
-                    connection = self._first_of_two(connection, head, hedge)
-                response = connection.read_head(has_body=not head.startswith(b"HEAD "))
-                if hedge is not None:
-                    hedge.observe(time.monotonic() - sent_s)
-                return response
+                return connection.read_head(has_body=not head.startswith(b"HEAD "))
             except BaseException as exc:
                 connection.release()
                 if is_fresh or not connection.is_used or not isinstance(exc, NoResponse):
                     raise
         raise AssertionError
-
-    def _first_of_two(self, first: "HttpConnection", head: bytes, hedge: Hedge) -> "HttpConnection":
-        """Return the connection whose response begins first, and release the other. A second one
-        is used only if the first is late."""
-        if hedge.late_s is None or _first_readable([first], hedge.late_s) or not hedge.take():
-            return first
-        try:
-            second = self.take(first.url)
-        except (ConnectionFailed, SSLError):
-            return first
-        hedge.recorder.count("s3_hedges")
-        winner = None
-        with suppress(ConnectionFailed):
-            try:
-                second.send(head)
-                winner = _first_readable([first, second], self._read_s)
-            finally:
-                (first if winner is second else second).release()
-        if winner is not second:
-            return first
-        hedge.recorder.count("s3_hedge_wins")
-        return second
 
     def take(self, url: str, *, is_fresh: bool = False) -> "HttpConnection":
         """Return the connection to ``url`` that was used last, or a new one; the caller releases
@@ -195,23 +107,15 @@ class Connections:
             raise ConnectionFailed("the deadline passed")
         parts = urlsplit(url)
         try:
-            made = _connected(parts, proxy_of(url), time.monotonic() + wait_s)
-            if parts.scheme == "https":
-                made = self._encrypted(made, (parts.hostname or "").rstrip("."))
+            made = _connected(parts, time.monotonic() + wait_s)
+            if self._tls is not None:  # closes the socket if the handshake fails
+                host = (parts.hostname or "").rstrip(".")
+                made = self._tls.wrap_socket(made, server_hostname=host)
         except ssl.SSLError as exc:
             raise SSLError(endpoint_url=url, error=exc) from exc
-        except (OSError, ValueError, HTTPException) as exc:
+        except (OSError, ValueError) as exc:
             raise ConnectionFailed(f"no connection to {url}: {exc}") from exc
         return HttpConnection(made, timeout_s=self._read_s, keep=self._keep, url=url)
-
-    def _encrypted(self, made: socket.socket, host: str) -> socket.socket:
-        try:
-            if self._tls is None:
-                raise ValueError("it uses TLS, unlike the endpoint of the settings")
-            return self._tls.wrap_socket(made, server_hostname=host)
-        except BaseException:
-            made.close()
-            raise
 
     def _keep(self, connection: "HttpConnection") -> None:
         self._idle[connection.url].append(connection)
@@ -227,61 +131,29 @@ class Connections:
                     idle.pop().close()
 
 
-def _first_readable(connections: list["HttpConnection"], wait_s: float) -> "HttpConnection | None":
-    wait_s = min(wait_s, ends_s() - time.monotonic())
-    poll = select.poll()
-    for one in connections:
-        poll.register(one.socket, select.POLLIN)
-    ready = {descriptor for descriptor, _ in poll.poll(max(0, wait_s) * 1000)}
-    return next((one for one in connections if one.socket.fileno() in ready), None)
-
-
 def host_of(parts: SplitResult) -> str:
     """Return the host of a URL as requests name and sign it: without the usual port."""
     return parts.netloc.lower().removesuffix({"http": ":80", "https": ":443"}[parts.scheme])
 
 
-def proxy_of(url: str) -> SplitResult | None:
-    """Return the proxy that the environment names for ``url``, or None. Servers on this machine are
-    never reached through a proxy."""
-    if is_this_machine(urlsplit(url).hostname or ""):
-        return None
-    text = get_environ_proxies(url).get(urlsplit(url).scheme, "").strip()
-    if not text:
-        return None
-    return urlsplit(text if "://" in text else f"http://{text}")
-
-
-def _connected(parts: SplitResult, proxy: SplitResult | None, until_s: float) -> socket.socket:
-    """Return a connection to the first address of the server, or of its proxy, that accepts one.
-    All addresses share the time."""
+def _connected(parts: SplitResult, until_s: float) -> socket.socket:
+    """Return a connection to the first address of the server that accepts one. All addresses share
+    the time."""
     port = parts.port or (443 if parts.scheme == "https" else 80)
-    host, its_port, login = parts.hostname or "", port, {}
-    if proxy is not None:
-        host, its_port = proxy.hostname or "", proxy.port or 80
-        if proxy.username is not None:
-            text = f"{unquote(proxy.username)}:{unquote(proxy.password or '')}".encode()
-            login = {"Proxy-Authorization": f"Basic {base64.b64encode(text).decode()}"}
-    try:
-        found = socket.getaddrinfo(host, its_port, 0, socket.SOCK_STREAM)
-    except OSError as exc:
-        raise OSError(f"the name does not resolve: {exc}") from exc
-    addresses = list(dict.fromkeys(str(address[0]) for *_, address in found))
+    found = socket.getaddrinfo(parts.hostname, port, 0, socket.SOCK_STREAM)
+    addresses = [str(address[0]) for *_, address in found]
     while True:
         left_s = until_s - time.monotonic()
         wait_s = max(1e-3, min(left_s, max(_ADDRESS_S, left_s / len(addresses))))
-        line = HTTPConnection(addresses.pop(0), its_port, timeout=wait_s)
-        if proxy is not None:
-            line.set_tunnel(parts.hostname or "", port, login)
         try:
-            line.connect()
-        except (OSError, HTTPException):
-            line.close()
+            made = socket.create_connection((addresses.pop(0), port), wait_s)
+        except OSError:
             if not addresses or time.monotonic() >= until_s:
                 raise
         else:
-            line.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            return line.sock
+            made.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            return made
 
 
 class HttpConnection:
@@ -322,12 +194,7 @@ class HttpConnection:
 
     def send(self, head: bytes, body: memoryview | bytes = b"") -> None:
         """Send a request, with the body in slices of the caller's buffer. Raises
-        ``ConnectionFailed``.
-
-        A server that refuses a request responds without waiting for the body, then closes the
-        connection. If calls wait in the kernel, check for such a response before each slice,
-        because a reset would discard it.
-        """
+        ``ConnectionFailed``."""
         try:
             if self._bounded(self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
@@ -338,9 +205,6 @@ class HttpConnection:
                     self._bounded(self.socket.sendall, step)
                     at += len(step)
                     continue
-                if self._poll.poll(0):
-                    self.early = True
-                    return
                 with suppress(BlockingIOError):
                     at += self.socket.send(step)
                     until_s = self._until()
@@ -351,7 +215,8 @@ class HttpConnection:
 
     def put(self, head: bytes, body: memoryview) -> "HttpResponse":
         """Send a request with a body, and read the head of the response. A server that refuses it
-        may respond and close the connection early. Raises like ``read_head``."""
+        may respond and close the connection early; the response can still be read. Raises like
+        ``read_head``."""
         try:
             self.send(head, body)
         except ConnectionFailed as exc:

@@ -10,14 +10,13 @@ import hashlib
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import ClientError
 
 from objkv.config import Config, is_directory_bucket
 from objkv.config.prices import RANGE_BYTES
-from objkv.errors import StoreError, StoreUnavailable
+from objkv.errors import StoreUnavailable
 from objkv.stores.base import (
     Arrived,
     Buffer,
@@ -30,40 +29,25 @@ from objkv.stores.base import (
 )
 from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.client import S3Access, one_call
-from objkv.stores.s3.errors import asks_for_later, error_code, translated
-from objkv.stores.s3.http import Hedge
+from objkv.stores.s3.errors import error_code, translated
 from objkv.stores.s3.read import S3Reader
-from objkv.telemetry import Recorder
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
 CONFLICT_TRIES = 5
 _EXISTS = 412
 _CONFLICT = 409
-_REFUSALS = {"NotImplemented", "InvalidArgument", "InvalidRequest", "UnsupportedArgument"}
 
 
-@dataclass(frozen=True)
-class S3Limits:
-    """How a store divides its work."""
-
-    range_bytes: int = RANGE_BYTES
-    ranges_max: int = 56
-    """Threads that help with large values. With ``load_threads`` 8 an agent has 64 connections, of
-    which S3 gives each about 85 MB/s; more gain nothing (``docs/scaling.md``). 0: a value is read
-    by the caller alone."""
-    hedge_percent_max: int = 5
-    """Requests above the 95th percentile are hedged: that share of all, unless the store slows down
-    for all, which hedges would make worse."""
+RANGES_MAX = 56
+"""Threads that help with large values. With ``load_threads`` 8 an agent has 64 connections for
+them, of which S3 gives each about 85 MB/s; more gain nothing (``docs/scaling.md``)."""
 
 
 class S3Store:
     """Values as objects ``<prefix>/<key>`` in ``bucket``. Closing the store closes ``access``.
 
-    ``If-None-Match: *`` decides between writers. Some servers refuse it, and others accept and
-    ignore it; the store finds out by repeating its first successful put. For these servers it uses
-    HEAD and PUT instead, counted as ``s3_unconditional_puts``, and two simultaneous writers may
-    both get True. A put that was repeated because its response was lost finds the value that it has
-    written, and returns False.
+    ``If-None-Match: *`` decides between writers, so the server must honour it. A put that was
+    repeated because its response was lost finds the value that it has written, and returns False.
 
     The caller and up to ``ranges_max`` threads of the store read values above ``range_bytes`` in
     ranges.
@@ -77,24 +61,20 @@ class S3Store:
         self,
         access: S3Access,
         config: Config,
-        recorder: Recorder,
         *,
         bucket: str,
         prefix: str,
-        limits: S3Limits = S3Limits(),
+        range_bytes: int = RANGE_BYTES,
+        ranges_max: int = RANGES_MAX,
     ) -> None:
+        """With ``ranges_max`` 0, each value is read by its caller alone."""
         self._access = access
         self._client: Any = access.client  # a verb is a variable below
         self._deadline_s = config.load_deadline_ms / 1000
         folder = f"{prefix.strip('/')}/".removeprefix("/")
-        hedge = Hedge(limits.hedge_percent_max, recorder)
-        self._bucket = Bucket(access, bucket, folder, hedge)
-        self._reader = S3Reader(
-            self._bucket, range_bytes=limits.range_bytes, threads_max=limits.ranges_max
-        )
-        self._config, self._recorder = config, recorder
-        self.conditional: bool | None = None
-        """Whether the server honours ``If-None-Match``; None before the first put."""
+        self._bucket = Bucket(access, bucket, folder)
+        self._reader = S3Reader(self._bucket, range_bytes=range_bytes, threads_max=ranges_max)
+        self._config = config
 
     @property
     def _endpoint(self) -> str:
@@ -167,15 +147,17 @@ class S3Store:
         return sorted(name for name in names if is_key(name))
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """Make one conditional request. See the class for servers that do not support it."""
+        """Make one conditional request, and another one if it conflicts with another writer's."""
         with self._call("put_if_absent", key), memoryview(value) as view:
             for _ in range(CONFLICT_TRIES):
                 try:
-                    return self._put_once(key, view)
+                    self._put(key, view, {"if-none-match": "*"})
+                    return True
                 except ClientError as exc:
-                    if error_code(exc)[0] != _CONFLICT:
+                    status, _ = error_code(exc)
+                    if status not in (_EXISTS, _CONFLICT):
                         raise
-                if self._bucket.head(key) is not None:
+                if status == _EXISTS or self._bucket.head(key) is not None:
                     return False
             raise StoreUnavailable(
                 f"put_if_absent {key}: {CONFLICT_TRIES} conflicts with other writers, retry later"
@@ -184,49 +166,12 @@ class S3Store:
     def put(self, key: str, value: Buffer) -> None:
         """Make one request."""
         with self._call("put", key), memoryview(value) as view:
-            self._put(key, view)
+            self._put(key, view, {})
 
-    def _put(self, key: str, value: memoryview, *, if_absent: bool = False) -> None:
-        """Write the value, replacing an existing one, unless the condition is sent."""
-        extra = put_headers(self._config, value)
-        if if_absent:
-            extra["if-none-match"] = "*"
+    def _put(self, key: str, value: memoryview, condition: dict[str, str]) -> None:
+        extra = put_headers(self._config, value) | condition
         with self._bucket.ask("PUT", key, extra, value) as response:
             response.read()
-
-    def _put_once(self, key: str, value: memoryview) -> bool:
-        if self.conditional is not False:
-            try:
-                self._put(key, value, if_absent=True)
-            except ClientError as exc:
-                if error_code(exc)[0] == _EXISTS:
-                    return False
-                if not _is_refused(exc):
-                    raise
-            else:
-                if self.conditional is None:
-                    self.conditional = self._refuses_a_second(key, value)
-                return True
-        self._recorder.count("s3_unconditional_puts")
-        if self._bucket.head(key) is not None:
-            return False
-        self._put(key, value)
-        self.conditional = False
-        return True
-
-    def _refuses_a_second(self, key: str, value: memoryview) -> bool | None:
-        """Whether the server honours the condition; None if the next put must find out. Repeating
-        the same bytes does no harm if it does not. Done once per process, because a HEAD before
-        every PUT would cost a round trip each."""
-        try:
-            self._put(key, value, if_absent=True)
-        except ClientError as exc:
-            if asks_for_later(exc) and not _is_refused(exc):
-                return None
-            return error_code(exc)[0] in (_EXISTS, _CONFLICT)
-        except (BotoCoreError, StoreError):  # no response, but the value was already stored
-            return None
-        return False
 
     def delete(self, key: str) -> bool:
         """Remove the object. Always returns True, because S3 does not report whether it existed."""
@@ -314,12 +259,6 @@ def put_headers(config: Config, value: memoryview) -> dict[str, str]:
     if config.s3_signed_payloads:
         headers["x-amz-content-sha256"] = hashlib.sha256(value).hexdigest()
     return headers
-
-
-def _is_refused(exc: ClientError) -> bool:
-    """Whether the server does not support conditional writes."""
-    status, code = error_code(exc)
-    return status == 501 or (status == 400 and code in _REFUSALS)
 
 
 def _applies(rule: dict[str, Any], ours: str) -> bool:

@@ -2,13 +2,11 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from typing import Any
 
 from objkv.config import Config
 from objkv.stores.s3.client import S3Access, open_s3_access
-from objkv.stores.s3.store import S3Limits, S3Store
-from objkv.telemetry import NullRecorder, Recorder
+from objkv.stores.s3.store import S3Store
 
 MIB = 1 << 20
 BUCKET = "kv-cache"
@@ -35,26 +33,19 @@ def store_of(
     *,
     bucket: str = BUCKET,
     prefix: str = "p",
-    recorder: Recorder | None = None,
     **settings: Any,
 ) -> S3Store:
-    """Without ranges or hedging, unless the settings say so."""
-    plain: dict[str, Any] = {
-        "ranges_max": 0,
-        "hedge_percent_max": 0,
-    } | settings
-    names = plain.keys() & {field.name for field in fields(S3Limits)}
-    limits = S3Limits(**{name: plain.pop(name) for name in names})
-    config = Config().model_copy(update={"load_deadline_ms": 30_000, **plain})
-    return S3Store(
-        access, config, recorder or NullRecorder(), bucket=bucket, prefix=prefix, limits=limits
-    )
+    """Without ranges, unless the settings say so."""
+    limits = {name: settings.pop(name) for name in ("range_bytes",) if name in settings}
+    limits["ranges_max"] = settings.pop("ranges_max", 0)
+    config = Config().model_copy(update={"load_deadline_ms": 30_000, **settings})
+    return S3Store(access, config, bucket=bucket, prefix=prefix, **limits)
 
 
 @contextmanager
 def s3_store(url: str, **options: Any) -> Iterator[S3Store]:
-    """A store at ``url``; keywords ``client``, a dict of settings of the client, ``prefix`` and
-    ``recorder``, and settings of the store."""
+    """A store at ``url``; keywords ``client``, a dict of settings of the client, ``prefix``, and
+    settings of the store."""
     access = s3_access(url, **options.pop("client", {}))
     store = store_of(access, **options)
     try:
