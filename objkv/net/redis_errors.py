@@ -1,14 +1,8 @@
-"""What a failed call to Redis means, and who can act.
-
-A Redis without TLS never answers a handshake, and one with TLS hangs up on a command: both look
-like a slow or dying server. So after such a failure the other kind is tried once, without
-credentials.
-"""
+"""What a failed call to Redis means, and who can act."""
 
 import re
 import socket
 import ssl
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
@@ -16,17 +10,10 @@ from typing import Final
 from redis import exceptions
 
 from objkv.errors import SCAN_DENIED, StoreDenied, StoreError, StoreUnavailable
-from objkv.net.deadline import ends_s
 
 CLIENT_ERRORS: Final = (exceptions.RedisError, exceptions.RedisClusterException)
 """All exceptions of redis-py."""
-TRY_S = 1.0
-"""How long the trial may take. It is skipped if the call that failed has less time left."""
-
-
-class WrongTransport(exceptions.RedisError):
-    """The server answers only with TLS, or only without. The operator must change index_url, so it
-    is not a ``ConnectionError``, which the client would retry."""
+_TIMED_OUT_OR_CLOSED = (exceptions.ConnectionError, exceptions.TimeoutError)
 
 
 class ClearRefused(exceptions.ConnectionError):
@@ -94,9 +81,6 @@ def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:
         return StoreDenied, fix
     if is_of(exceptions.NoPermissionError) or _RIGHTS_WORDS.search(words):
         return StoreDenied, _rights_fix(words)
-    for cause in causes:
-        if isinstance(cause, WrongTransport):
-            return StoreDenied, "" if cause is exc else str(cause)
     if is_of(*_LOGIN) or _LOGIN_WORDS.search(words):
         return StoreDenied, "check redis_username and redis_password, or redis_credentials"
     if "Cluster mode is not enabled" in words:
@@ -140,56 +124,11 @@ def _causes(exc: BaseException | None) -> Iterator[BaseException]:
         exc = exc.__cause__ or exc.__context__
 
 
-_NEEDS_NO_TRIAL = (
-    exceptions.AuthenticationError,
-    WrongTransport,
-    ClearRefused,
-    NoCredentials,
-    ConnectionRefusedError,
-    socket.gaierror,
-    ssl.SSLCertVerificationError,
-)
-
-
-def explained(exc: Exception, host: str, port: int, *, tls: bool) -> Exception:
-    """Return ``WrongTransport`` if the server at ``host`` answers only the other kind of connection
-    than the one that failed with ``exc``, and otherwise ``exc``."""
-    if any(isinstance(cause, _NEEDS_NO_TRIAL) for cause in _causes(exc)):
+def with_hint(exc: Exception, *, tls: bool) -> Exception:
+    """Return ``exc``, of a failed connection, with a hint at TLS if that may be why: a server
+    without TLS never answers a handshake, and one with TLS hangs up on a command."""
+    clear = (ConnectionRefusedError, socket.gaierror, ssl.SSLCertVerificationError)
+    if type(exc) not in _TIMED_OUT_OR_CLOSED or any(isinstance(c, clear) for c in _causes(exc)):
         return exc
-    if ends_s() - time.monotonic() < TRY_S:
-        return exc
-    if tls and _answers_in_clear(host, port):
-        fix = "does not use TLS: write redis instead of rediss in index_url"
-        return WrongTransport(f"the server at {host}:{port} {fix}, or use its TLS port")
-    if not tls and _answers_with_tls(host, port):
-        fix = "requires TLS: write rediss in index_url"
-        return WrongTransport(f"the server at {host}:{port} {fix}")
-    return exc
-
-
-def _answers_in_clear(host: str, port: int) -> bool:
-    try:
-        with socket.create_connection((host, port), TRY_S / 2) as sock:
-            sock.settimeout(TRY_S / 2)
-            sock.sendall(b"PING\r\n")
-            answer = sock.recv(64)
-    except OSError:
-        return False
-    return answer.startswith((b"+PONG", b"-NOAUTH", b"-NOPERM", b"-ERR", b"-DENIED", b"-LOADING"))
-
-
-def _answers_with_tls(host: str, port: int) -> bool:
-    context = ssl.create_default_context()
-    context.check_hostname = False
-    context.verify_mode = ssl.CERT_NONE  # nothing is sent; only the handshake matters
-    try:
-        with (
-            socket.create_connection((host, port), TRY_S / 2) as sock,
-            context.wrap_socket(sock, server_hostname=host),
-        ):
-            return True
-    except ssl.SSLError as exc:
-        # A server that requires a client certificate refuses the handshake in TLS.
-        return "ALERT" in str(exc).upper()
-    except OSError:
-        return False
+    scheme = "redis if the server does not use TLS" if tls else "rediss if the server requires TLS"
+    return type(exc)(f"{exc} (index_url begins with {scheme})")

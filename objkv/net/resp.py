@@ -21,7 +21,7 @@ import redis
 from redis import exceptions
 
 from objkv.net.deadline import bound_waits, check_end, deadline_socket, ends_s
-from objkv.net.redis_errors import CLIENT_ERRORS, explained
+from objkv.net.redis_errors import CLIENT_ERRORS, with_hint
 
 Pool = Any
 """A connection pool of redis-py, whose types do not cover its use here."""
@@ -329,8 +329,6 @@ class DeadlinePool(redis.BlockingConnectionPool):
 class _Deadline:
     """A mix-in for connection classes."""
 
-    host: str
-    port: int
     socket_connect_timeout: float
     credential_provider: Any
     _sock: socket.socket | None
@@ -350,13 +348,12 @@ class _Deadline:
         return is_old or super().should_reconnect()  # type: ignore[misc]
 
     def connect_check_health(self, *args: Any, **options: Any) -> None:
-        """Connect and log in. The error explains a server that answers only with, or
-        only without, TLS."""
+        """Connect and log in. The error hints at a server that answers only with, or only without,
+        TLS."""
         try:
             super().connect_check_health(*args, **options)  # type: ignore[misc]
         except (exceptions.ConnectionError, exceptions.TimeoutError) as exc:
-            tls = isinstance(self, redis.SSLConnection)
-            found = explained(exc, self.host, self.port, tls=tls)
+            found = with_hint(exc, tls=isinstance(self, redis.SSLConnection))
             if found is exc:
                 raise
             raise found from exc

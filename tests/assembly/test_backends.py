@@ -30,7 +30,6 @@ from objkv.index.guarded import GuardedIndex, for_operators
 from objkv.index.redis.index import RedisIndex
 from objkv.net.breaker import Attempt, Change, Patience
 from objkv.net.deadline import EndsBy, ends_s
-from objkv.net.guard import CallPolicy
 from objkv.ops.doctor.probes import probe_index, probe_store
 from objkv.stores.guarded import GuardedStore, GuardedValues
 from objkv.stores.local import LocalStore
@@ -85,9 +84,6 @@ def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_pat
     with open_backends(config, NullRecorder()) as backends:
         assert isinstance(backends.bulk, GuardedStore)
         assert isinstance(backends.bulk.inner, LocalStore)
-        nested_calls(backends.bulk.guard, 68)
-        with pytest.raises(StoreUnavailable, match="68 calls in progress"), EndsBy(monotonic()):
-            nested_calls(backends.bulk.guard, 69)
         assert isinstance(backends.hot, GuardedValues)
         assert isinstance(backends.hot.inner, RedisStore)
         assert isinstance(backends.index, ListedIndex)
@@ -95,11 +91,6 @@ def test_each_place_has_one_guard_with_the_bounds_that_the_settings_give(tmp_pat
         for guard, verb in ((backends.hot.guard, "delete"), (backends.index.guard, "publish")):
             left_s = guard.call(verb, lambda _: ends_s() - monotonic(), "k")
             assert call_s(config) - 1 < left_s <= call_s(config)
-
-
-def nested_calls(guard: CallPolicy, count: int) -> None:
-    if count:
-        guard.call("get", lambda _: nested_calls(guard, count - 1), "k")
 
 
 def test_index_and_payloads_are_on_connections_of_their_own(
