@@ -40,16 +40,18 @@ class Beneath:
         """
         if not path:
             return os.open(self.root, flags | os.O_CLOEXEC)
-        *folders, name = path.split("/")
-        current = os.open(self.root, PLACE | os.O_CLOEXEC)
+        first, *others = path.split("/")
+        names, current = [f"{self.root}/{first}", *others], None
         try:
-            for part in folders:
-                inner = _open_here(current, part, PLACE | os.O_DIRECTORY)
-                os.close(current)
+            for name in names[:-1]:
+                inner = _open_here(current, name, PLACE | os.O_DIRECTORY)
+                if current is not None:
+                    os.close(current)
                 current = inner
-            return _open_here(current, name, flags)
+            return _open_here(current, names[-1], flags)
         finally:
-            os.close(current)
+            if current is not None:
+                os.close(current)
 
     @contextmanager
     def at(self, path: str, flags: int) -> Iterator[int]:
@@ -94,7 +96,7 @@ class Beneath:
             os.close(fd)
 
 
-def _open_here(folder: int, name: str, flags: int) -> int:
+def _open_here(folder: int | None, name: str, flags: int) -> int:
     try:
         fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
     except NotADirectoryError:
