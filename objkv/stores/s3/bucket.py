@@ -9,7 +9,7 @@ import hmac
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from time import gmtime, strftime, time
+from time import gmtime, strftime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -64,7 +64,7 @@ class S3Endpoint:
         ).credentials
         if credentials is None:
             raise NoCredentialsError
-        now = _timestamp(int(time()))
+        now = strftime("%Y%m%dT%H%M%SZ", gmtime())
         headers = {
             "host": self.host,
             "x-amz-content-sha256": _HASHES[method],
@@ -75,8 +75,11 @@ class S3Endpoint:
             headers[_TOKENS[self.version]] = credentials.token
         scope = f"{now[:8]}/{self.region}/{self.service}/aws4_request"
         target = self.path + key
-        names, canonical, lines = _canonical(headers)
-        request = f"{method}\n{target}\n\n{canonical}\n{names}\n{headers['x-amz-content-sha256']}"
+        names = sorted(headers)
+        canonical = "".join([f"{name}:{headers[name]}\n" for name in names])
+        lines = "".join([f"{name}: {headers[name]}\r\n" for name in names])
+        signed = ";".join(names)
+        request = f"{method}\n{target}\n\n{canonical}\n{signed}\n{headers['x-amz-content-sha256']}"
         signature = hmac.digest(
             _signing_key(credentials.access_key, credentials.secret_key, credentials.token, scope),
             f"AWS4-HMAC-SHA256\n{now}\n{scope}\n{sha256(request.encode()).hexdigest()}".encode(),
@@ -85,7 +88,7 @@ class S3Endpoint:
         return (
             f"{method} {target} HTTP/1.1\r\n{lines}"
             f"authorization: AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, "
-            f"SignedHeaders={names}, Signature={signature}\r\n"
+            f"SignedHeaders={signed}, Signature={signature}\r\n"
             f"user-agent: {self.agent}\r\n\r\n"
         ).encode("latin-1")
 
@@ -99,19 +102,6 @@ def _signing_key(access: str, secret: str, token: str | None, scope: str) -> byt
     for part in scope.split("/"):
         key = hmac.digest(key, part.encode(), "sha256")
     return key
-
-
-@lru_cache(maxsize=2)
-def _timestamp(second: int) -> str:
-    return strftime("%Y%m%dT%H%M%SZ", gmtime(second))
-
-
-def _canonical(headers: dict[str, str]) -> tuple[str, str, str]:
-    """Return the names of the signed headers, the headers as signed, and the headers as sent."""
-    names = sorted(headers)
-    signed = "".join([f"{name}:{headers[name]}\n" for name in names])
-    sent = "".join([f"{name}: {headers[name]}\r\n" for name in names])
-    return ";".join(names), signed, sent
 
 
 class _Built(Exception):

@@ -29,8 +29,7 @@ _ADDRESS_S = 1.0
 """Minimum time for connecting to one of several addresses: TCP resends a lost packet after this
 time."""
 _LOOK_S = 0.02
-"""The longest wait of one socket call. After it, progress is reported, and a sender checks whether
-the server has already responded."""
+"""The longest wait of one socket call. After it, progress is reported."""
 _READ_BYTES = 16 << 10
 _KERNEL_TLS = 1 << 3
 """``ssl.OP_ENABLE_KTLS``, which Python names since 3.12."""
@@ -198,18 +197,9 @@ class HttpConnection:
         try:
             if self._bounded(self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
-            at, until_s = 0, self._until()
+            at = 0
             while at < len(body):
-                step = body[at : at + STEP_BYTES]
-                if self._tls is not None:
-                    self._bounded(self.socket.sendall, step)
-                    at += len(step)
-                    continue
-                with suppress(BlockingIOError):
-                    at += self.socket.send(step)
-                    until_s = self._until()
-                if time.monotonic() >= until_s:
-                    raise TimeoutError(f"the server accepted only {at} of {len(body)} bytes")
+                at += self._bounded(self.socket.send, body[at : at + STEP_BYTES])
         except (OSError, ValueError) as exc:
             raise ConnectionFailed(f"sending: {exc}") from exc
 
@@ -284,12 +274,13 @@ class HttpConnection:
         if self._tls is not None:
             self._limit_wait(ends_s())
             return call(*args)
-        until_s = self._until()
-        while True:
+        now_s, end_s = time.monotonic(), ends_s()
+        until_s = min(now_s + self._timeout_s, end_s)
+        while now_s < until_s:
             with suppress(BlockingIOError):
                 return call(*args)
-            if time.monotonic() >= until_s:
-                raise TimeoutError("the deadline passed")
+            now_s = time.monotonic()
+        raise TimeoutError("the deadline passed")
 
     def _limit_wait(self, end_s: float) -> None:
         wait_s = min(self._timeout_s, end_s - time.monotonic())
@@ -298,12 +289,6 @@ class HttpConnection:
         if wait_s != self._waits_s:
             self.socket.settimeout(wait_s)
             self._waits_s = wait_s
-
-    def _until(self) -> float:
-        now_s, end_s = time.monotonic(), ends_s()
-        if now_s >= end_s:
-            raise TimeoutError("the deadline passed")
-        return min(now_s + self._timeout_s, end_s)
 
     def shut(self) -> None:
         """End another thread's wait on this connection at once. That thread releases the
