@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable, ValueTooLong
-from objkv.net.deadline import bound_waits
 from objkv.stores.base import PruneStore
 from objkv.stores.s3.http import (
     STEP_BYTES,
@@ -474,20 +473,6 @@ def test_a_put_whose_answer_is_lost_has_written_and_finds_it(instead: Answer | b
         assert store.get("k") == b"value"
 
 
-def test_a_put_that_another_writer_beat_is_false() -> None:
-    asked: list[str] = []
-
-    def look(request: Request) -> None:
-        asked.append(f"{request.method} {request.key}")
-
-    with QuickS3(intercept=look) as server, s3_store(server.url) as store:
-        assert store.put_if_absent("first", b"0")
-        assert store.put_if_absent("k", b"other")
-        asked.clear()
-        assert not store.put_if_absent("k", b"value")
-        assert asked == ["PUT kv-cache/p/k"]
-
-
 @pytest.mark.parametrize("instead", [LOST["unavailable"], LOST["not at all"]])
 def test_a_repeated_put_that_another_writer_beat_is_false(instead: Answer | bytes) -> None:
     others: list[S3Store] = []
@@ -648,28 +633,6 @@ def test_kept_connections_are_used_last_first_and_closed_at_the_end(
     assert first.socket.fileno() == -1
     keep(second)
     assert second.socket.fileno() == -1, "once closed nothing is kept"
-
-
-def test_a_call_waits_in_the_kernel_for_all_but_not_for_ever() -> None:
-    (ours, server), buffer = socket.socketpair(), memoryview(bytearray(6))
-
-    def receive_all() -> int:
-        return int(ours.recv_into(buffer, 0, socket.MSG_WAITALL))
-
-    bound_waits(ours, 0.02)
-    with pytest.raises(BlockingIOError):
-        receive_all()
-    server.sendall(b"abc")
-    assert receive_all() == 3  # what came until then
-    server.sendall(b"def")
-    server.shutdown(socket.SHUT_WR)
-    assert receive_all() == 3
-    assert receive_all() == 0
-    poll = select.poll()
-    poll.register(ours, select.POLLIN)
-    assert poll.poll(0)
-    ours.close()
-    server.close()
 
 
 @pytest.mark.skipif(ssl.OPENSSL_VERSION_INFO < (3,), reason="this OpenSSL knows no kernel TLS")
