@@ -9,7 +9,7 @@ import hmac
 from dataclasses import dataclass, field
 from functools import lru_cache
 from hashlib import sha256
-from time import gmtime, strftime
+from time import gmtime, strftime, time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -64,7 +64,7 @@ class S3Endpoint:
         ).credentials
         if credentials is None:
             raise NoCredentialsError
-        now = strftime("%Y%m%dT%H%M%SZ", gmtime())
+        now = strftime("%Y%m%dT%H%M%SZ", gmtime(time()))
         headers = {
             "host": self.host,
             "x-amz-content-sha256": _HASHES[method],
