@@ -391,6 +391,7 @@ def rules(s3_server: S3Server) -> Iterator[Callable[[int], None]]:
 def test_lifecycle_rules_and_missing_payloads_are_seen_with_a_sweepers_rights(
     fleet: Fleet, home: None, rules: Callable[[int], None]
 ) -> None:
+    fleet.empty()
     with fleet.everything() as ends:
         save_identity(ends.bulk)
         save(ends.bulk, ends.index)
