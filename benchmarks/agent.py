@@ -10,8 +10,7 @@ took from each other on one core.
 millisecond, as a share of what it is alone: so much longer a scheduler's slowest steps take.
 ``python_ms_per_gb`` is the processor time of all threads of the worker for the same load without
 its copies and system calls, which do not hold the lock; ``processor_ms_per_gb`` includes the system
-calls. A busy machine disturbs them little, a slow hour of a shared one as much as everything else:
-``counting_ms`` is how long one thread takes to count to 20,000.
+calls. A busy machine disturbs them little, a slow hour of a shared one as much as everything else.
 
 With ``--ranks`` the ranks of a replica, a process each, save the prompt together and load it at the
 same moment. Nothing else runs then.
@@ -19,7 +18,6 @@ same moment. Nothing else runs then.
 
 import argparse
 import json
-import math
 import multiprocessing
 import os
 import resource
@@ -31,48 +29,34 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 
-from benchmarks.worker import BOUND_S, Side, step_of, stored
+from benchmarks.worker import (
+    BLOCK,
+    BLOCKS,
+    BOUND_S,
+    CHUNK,
+    LLAMA_8B,
+    Side,
+    moves_of,
+    saves_of,
+    step_of,
+    stored,
+)
 from objkv.connector.model.groups import Geometry
-from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.transfer.loading.loader import Loader
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove
+from objkv.transfer.plan import LoadMove, LoadPlan
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import paged_group
 
-CHUNK, BLOCK, CHUNKS = 256, 16, 32
-GROUP = GroupIdentity(
-    "full", None, tuple(f"l{n}" for n in range(32)), heads=8, content=256, block_size=BLOCK
-)
+CHUNKS = 32
 NAMESPACE = "0123456789abcdef" * 2
-TOKENS = list(range(1000, 1000 + CHUNKS * CHUNK))
-HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
 REPEATS = 20
 """Loads without copies per round: the kernel divides processor time by ticks of milliseconds."""
 STEP, ALONE_S = 20_000, 1.0
-
-
-def move(chunk: int) -> ChunkMove:
-    """A chunk of the prompt, in blocks of its own."""
-    blocks = CHUNK // BLOCK
-    first = 1 + chunk * blocks
-    return ChunkMove(
-        chunk,
-        0,
-        HASHES[chunk],
-        HASHES[chunk - 1] if chunk else root_hash(NAMESPACE),
-        chunk * CHUNK,
-        (chunk + 1) * CHUNK,
-        0,
-        tuple(range(first, first + blocks)),
-    )
 
 
 class Counting:
@@ -92,10 +76,14 @@ class Counting:
                 self.count += 1
             self.steps.append(time.perf_counter())
 
-    def p99_s(self, start: float, end: float) -> float:
-        """Return the 99th percentile of the duration of steps in a span of time."""
-        ends = [step for step in self.steps if start <= step <= end]
-        return float(np.percentile(np.diff(ends), 99)) if len(ends) > 1 else math.nan
+    def during(self, work: Callable[[], object]) -> tuple[float, int, float]:
+        """Return the seconds of ``work``, what was counted meanwhile, and the 99th percentile of
+        the duration of a step."""
+        before, begun = self.count, time.perf_counter()
+        work()
+        ended, counted = time.perf_counter(), self.count - before
+        steps = np.diff([step for step in self.steps if begun <= step <= ended])
+        return ended - begun, counted, float(np.percentile(steps, 99)) if len(steps) else np.nan
 
     def end(self) -> None:
         """Stop it."""
@@ -112,62 +100,28 @@ def load_once(loads: Loader, plan: LoadPlan) -> float:
     return time.perf_counter() - begun
 
 
-class Processor(NamedTuple):
-    """Processor time of a process."""
-
-    user_s: float
-    system_s: float
-
-
-def without_copies(loads: Loader, plan: LoadPlan) -> Processor:
-    """Return the processor time of a load by an agent that copies nothing."""
+def without_copies(loads: Loader, plan: LoadPlan) -> tuple[float, float]:
+    """Return the processor seconds, of Python and of the system, for a load that copies nothing."""
 
     def nothing(*_: object) -> None: ...
 
     with mock.patch.object(np, "copyto", nothing):
         before = resource.getrusage(resource.RUSAGE_SELF)
         for _ in range(REPEATS):
-            loads.submit(plan)
-            loads.wait_over(BOUND_S)
-            assert not loads.take_finished(sync=False)[0].failed_blocks
+            load_once(loads, plan)
         after = resource.getrusage(resource.RUSAGE_SELF)
-    return Processor(
-        (after.ru_utime - before.ru_utime) / REPEATS, (after.ru_stime - before.ru_stime) / REPEATS
-    )
+    user_s, system_s = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return user_s / REPEATS, system_s / REPEATS
 
 
-def counting_s() -> float:
-    """Return how long one thread takes to count to ``STEP``."""
-    begun = time.perf_counter()
-    sum(1 for _ in range(STEP))
-    return time.perf_counter() - begun
-
-
-class Held(NamedTuple):
-    """What a load and a counting thread took from each other."""
-
-    seconds: float
-    """Of the load."""
-    held_s: float
-    """For how much of it the lock was held by others than the counter."""
-    step_p99: float
-    """Of the counter's steps, as a share of what it is without a load."""
-
-
-def held(work: Callable[[], float]) -> Held:
-    """Run a load beside a counting thread."""
+def held(loads: Loader, plan: LoadPlan) -> tuple[float, float, float]:
+    """Load beside a counting thread. Return the load's seconds, for how many of them others than
+    the counter held the lock, and the 99th percentile of its steps by what it is alone."""
     counting = Counting()
-    before, begun = counting.count, time.perf_counter()
-    time.sleep(ALONE_S)  # it counts alone
-    rate = (counting.count - before) / (time.perf_counter() - begun)
-    alone_s = counting.p99_s(begun, time.perf_counter())
-    before, begun = counting.count, time.perf_counter()
-    seconds = work()
-    whole = time.perf_counter() - begun
-    counted = counting.count - before
-    step_s = counting.p99_s(begun, begun + whole)
+    alone_s, alone, alone_p99_s = counting.during(lambda: time.sleep(ALONE_S))
+    seconds, counted, p99_s = counting.during(lambda: load_once(loads, plan))
     counting.end()
-    return Held(seconds, whole - counted / rate, step_s / alone_s)
+    return seconds, seconds - counted * alone_s / alone, p99_s / alone_p99_s
 
 
 def main() -> None:
@@ -196,23 +150,25 @@ def main() -> None:
 
 def opened(stack: ExitStack, url: str, rank: int = 0, ranks: int = 1) -> tuple[Side, float]:
     """A worker, and the gigabytes of the prompt that it has."""
-    blocks = 1 + CHUNKS * CHUNK // BLOCK
     paged, caches = paged_group(
-        GROUP, chunk_tokens=CHUNK, num_blocks=blocks, seed=1 + rank, tp=(rank, ranks)
+        LLAMA_8B,
+        chunk_tokens=CHUNK,
+        num_blocks=1 + CHUNKS * BLOCKS,
+        seed=1 + rank,
+        tp=(rank, ranks),
     )
-    geometry = Geometry((GROUP,), CHUNK, BLOCK, tp_size=ranks)
+    geometry = Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=ranks)
     side = Side(stack, {"agent": url}, geometry, caches, rank)
     return side, CHUNKS * paged.raw_bytes / 1e9
 
 
 def saved(side: Side, await_others: Callable[[], object] = lambda: None) -> list[LoadMove]:
     """Save the prompt; the moves that load it."""
-    saves = []
-    for chunk in range(CHUNKS):
-        digest = token_digest(tuple(TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]))
-        saves.append(SaveMove(move(chunk), digest, None))
+    tokens, blocks = range(CHUNKS * CHUNK), range(1, 1 + CHUNKS * BLOCKS)
+    saves = saves_of(moves_of(NAMESPACE, tokens, blocks))
+    for save in saves:
         await_others()  # an agent joins few payloads at a time
-        side.save(NAMESPACE, saves[-1:])
+        side.save(NAMESPACE, [save])
     return stored(side.index, NAMESPACE, saves)
 
 
@@ -252,23 +208,16 @@ def measure_ranks(url: str, ranks: int, rounds: int) -> dict[str, float]:
 
 
 def measure(loads: Loader, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:
-    """Medians over rounds."""
-    found: list[Held] = []
-    python: list[Processor] = []
-    counting: list[float] = []
-    for number in range(rounds + 1):
-        one = held(partial(load_once, loads, plan))
-        if number:  # the first fills caches
-            found.append(one)
-        python.append(without_copies(loads, plan))
-        counting += [counting_s() for _ in range(REPEATS)]
+    """Medians over rounds, of which the first fills caches."""
+    found = [(*held(loads, plan), *without_copies(loads, plan)) for _ in range(rounds + 1)][1:]
+    seconds, held_s, step_p99, user_s, system_s = zip(*found, strict=True)
+    processor_s = [user + system for user, system in zip(user_s, system_s, strict=True)]
     return {
-        "gb_per_s": gigabytes / statistics.median(one.seconds for one in found),
-        "lock_ms_per_gb": 1e3 * statistics.median(one.held_s for one in found) / gigabytes,
-        "step_p99": statistics.median(one.step_p99 for one in found),
-        "python_ms_per_gb": 1e3 * statistics.median(one.user_s for one in python) / gigabytes,
-        "processor_ms_per_gb": 1e3 * statistics.median(map(sum, python)) / gigabytes,
-        "counting_ms": 1e3 * statistics.median(counting),
+        "gb_per_s": gigabytes / statistics.median(seconds),
+        "lock_ms_per_gb": 1e3 * statistics.median(held_s) / gigabytes,
+        "step_p99": statistics.median(step_p99),
+        "python_ms_per_gb": 1e3 * statistics.median(user_s) / gigabytes,
+        "processor_ms_per_gb": 1e3 * statistics.median(processor_s) / gigabytes,
     }
 
 

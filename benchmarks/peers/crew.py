@@ -19,6 +19,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 END_S = 10.0
+ROLES = ("writer", "reader")
 
 
 class PeerFailed(Exception):
@@ -36,7 +37,7 @@ class Entrant:
     """Of ``setup.sh``; None for objkv's own interpreter."""
     rival: str | None = None
     """Whom of objkv's it is compared with; None if it is objkv's."""
-    roles: tuple[str, ...] = ("writer", "reader")
+    roles: tuple[str, ...] = ROLES
 
     def python(self) -> Path:
         """The interpreter of its environment."""
@@ -54,18 +55,14 @@ class Entrant:
 ENTRANTS = (
     Entrant("objkv-s3", ("objkv_worker.py", "s3")),
     Entrant("lmcache-s3", ("lmcache_worker.py", "s3"), "lmcache", "objkv-s3"),
-    Entrant("lmcache-engine-s3", ("lmcache_engine_worker.py", "s3"), "lmcache", "objkv-s3"),
+    Entrant("lmcache-engine-s3", ("lmcache_worker.py", "s3", "engine"), "lmcache", "objkv-s3"),
     Entrant("nixl-obj", ("nixl_worker.py",), "nixl", "objkv-s3"),
-    Entrant(
-        "mooncake-tcp",
-        ("mooncake_worker.py",),
-        "mooncake",
-        "objkv-s3",
-        roles=("server", "writer", "reader"),
-    ),
+    Entrant("mooncake-tcp", ("mooncake_worker.py",), "mooncake", "objkv-s3", ("server", *ROLES)),
     Entrant("objkv-redis", ("objkv_worker.py", "redis")),
     Entrant("lmcache-resp", ("lmcache_worker.py", "resp"), "lmcache", "objkv-redis"),
-    Entrant("lmcache-engine-resp", ("lmcache_engine_worker.py", "resp"), "lmcache", "objkv-redis"),
+    Entrant(
+        "lmcache-engine-resp", ("lmcache_worker.py", "resp", "engine"), "lmcache", "objkv-redis"
+    ),
 )
 
 
@@ -107,10 +104,10 @@ class Process:
         if not line:
             self.kill()
             raise PeerFailed(f"{self.name}: ended at {do}: {self._last_words()}")
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            raise PeerFailed(f"{self.name}: {do}: {told['error']}")
-        return told
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerFailed(f"{self.name}: {do}: {answer['error']}")
+        return answer
 
     @property
     def alive(self) -> bool:
@@ -150,25 +147,14 @@ class Crew:
 
     def __init__(self, entrant: Entrant, folder: Path, environment: Mapping[str, str]) -> None:
         self.entrant = entrant
-        self._start = lambda: {
+        self._processes = {
             role: Process(entrant, role, folder, environment) for role in entrant.roles
         }
-        self._processes = self._start()
-        self.restarts = 0
 
     def __enter__(self) -> "Crew":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def restart(self) -> None:
-        """End them all, and begin anew."""
-        self._close()
-        self.restarts += 1
-        self._processes = self._start()
-
-    def _close(self) -> None:
         for process in reversed(self._processes.values()):
             process.close()
 
