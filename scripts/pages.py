@@ -40,11 +40,14 @@ def filled(path: Path, blocks: dict[str, str]) -> str:
 
 def files() -> dict[Path, str]:
     """Each file with the text that it should have."""
-    rights = {write_rights.FILE: write_rights.text()}
+    others = {
+        write_rights.FILE: write_rights.text(),
+        write_configuration.CHART_SCHEMA: write_configuration.chart_schema(),
+    }
     return (
         {one.PAGE: one.page() for one in WHOLE}
         | {one.PAGE: filled(one.PAGE, one.blocks()) for one in IN_PART}
-        | rights
+        | others
     )
 
 
