@@ -12,7 +12,7 @@ from rich.table import Table
 
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.fleet import Agents, Fleet, Policy, Routing
-from benchmarks.fleet.report import Summary, quantile
+from benchmarks.fleet.report import Summary
 from benchmarks.fleet.sweep import Case, Runs, changed
 from benchmarks.fleet.trace import Request
 from objkv.cache.worth import SWEEP_WAIT_S, PutRule
@@ -35,41 +35,38 @@ _STEP_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fleet. Shares are of prompt tokens; dollars and bytes are the whole fleet's in an
+    """One fleet, beside the same without agents. Dollars and bytes are the whole fleet's in an
     hour, at list prices."""
 
     routing: str
     name: str
-    gpu: float
-    node: float
-    """Loaded from the agent's memory or disk."""
-    bucket: float
-    loaded_share: float
-    """Tokens loaded from anywhere, of those that are loaded without agents; likewise bytes put."""
-    put_share: float
-    put_bytes: float
-    dropped: float
-    puts: float
-    gets: float
-    requests_usd: float
+    found: Summary
+    base: Summary
     storage_usd_h: float
     """For each hour that a payload is stored."""
     disk_usd: float
-    gpu_usd_saved: float
-    ttft_p50_s: float
-    ttft_mean_s: float
+
+    @property
+    def node(self) -> float:
+        """Share of prompt tokens loaded from the agent's memory or disk."""
+        return self.found.arena + self.found.disk
+
+    @property
+    def requests_usd(self) -> float:
+        """What the bucket costs besides storage."""
+        return self.found.request_usd + self.found.egress_usd
 
     @property
     def pays_up_to_h(self) -> float:
         """The longest life of payloads at which no more is spent than saved; 0: none."""
-        left = self.gpu_usd_saved - self.requests_usd - self.disk_usd
+        left = self.found.gpu_usd_saved - self.requests_usd - self.disk_usd
         return max(0.0, left / self.storage_usd_h) if self.storage_usd_h else 0.0
 
     @property
     def net_usd(self) -> float:
         """GPU time saved without what is spent, if payloads live for ``LIFE_H``."""
         spent = self.requests_usd + self.disk_usd + self.storage_usd_h * LIFE_H
-        return self.gpu_usd_saved - spent
+        return self.found.gpu_usd_saved - spent
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
@@ -155,44 +152,33 @@ def _row(case: Case, runs: Runs, summaries: tuple[Summary, Summary]) -> Row:
     summary, base = summaries
     run = runs.run(case.fleet)
     world, per_h = run.world, 3600 * run.world.scale / run.span_s
-    bulk, put_bytes = world.bulk, 3600 * summary.saved_bytes_s
-    node = summary.arena + summary.disk
     written = sum(host.cache.disk_written for host in world.hosts) * per_h
+    gb_h = 3600 * summary.saved_bytes_s / 1e9
     return Row(
-        routing=case.fleet.routing,
-        name=case.name,
-        gpu=summary.gpu,
-        node=node,
-        bucket=summary.bulk,
-        loaded_share=(node + summary.bulk) / max(base.bulk, 1e-9),
-        put_share=summary.saved_bytes_s / max(base.saved_bytes_s, 1e-9),
-        put_bytes=put_bytes,
-        dropped=summary.dropped,
-        puts=3600 * summary.puts_s,
-        gets=3600 * summary.gets_s,
-        requests_usd=summary.request_usd + summary.egress_usd,
-        storage_usd_h=put_bytes / 1e9 * bulk.gb_month_usd / _GB_MONTH_HOURS,
+        case.fleet.routing,
+        case.name,
+        summary,
+        base,
+        storage_usd_h=gb_h * world.bulk.gb_month_usd / _GB_MONTH_HOURS,
         disk_usd=written / _TB * world.costs.node.disk_usd_tb,
-        gpu_usd_saved=summary.gpu_usd_saved,
-        ttft_p50_s=quantile(world.counts.ttft_s, 0.5),
-        ttft_mean_s=summary.ttft_mean_s,
     )
 
 
 def _cells(row: Row) -> list[str]:
+    found, base = row.found, row.base
     return [
-        *(f"{100 * share:.1f}" for share in (row.gpu, row.node, row.bucket)),
-        f"{row.loaded_share:.2f}",
-        f"{row.put_bytes / _TB:.1f}",
-        f"{row.put_share:.2f}",
-        f"{100 * row.dropped:.0f}",
-        f"{row.puts / 1e6:.2f}",
-        f"{row.gets / 1e6:.2f}",
+        *(f"{100 * share:.1f}" for share in (found.gpu, row.node, found.bulk)),
+        f"{(row.node + found.bulk) / max(base.bulk, 1e-9):.2f}",
+        f"{3600 * found.saved_bytes_s / _TB:.1f}",
+        f"{found.saved_bytes_s / max(base.saved_bytes_s, 1e-9):.2f}",
+        f"{100 * found.dropped:.0f}",
+        f"{3600 * found.puts_s / 1e6:.2f}",
+        f"{3600 * found.gets_s / 1e6:.2f}",
         f"{row.requests_usd:.1f}",
         f"{row.disk_usd:.1f}",
-        f"{row.gpu_usd_saved:.1f}",
+        f"{found.gpu_usd_saved:.1f}",
         f"{row.pays_up_to_h:.0f}",
         f"{row.net_usd:+.1f}",
-        f"{row.ttft_p50_s:.2f}",
-        f"{row.ttft_mean_s:.2f}",
+        f"{found.ttft_p50_s:.2f}",
+        f"{found.ttft_mean_s:.2f}",
     ]

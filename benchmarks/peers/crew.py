@@ -5,11 +5,10 @@ A peer that hangs is killed with all its children.
 
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -86,19 +85,20 @@ class Process:
                 start_new_session=True,  # so that what it started can be ended with it
             )
         self._killed = False
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
 
     def ask(self, do: str, timeout_s: float, **asked: Any) -> dict[str, Any]:
         """Its answer. Raises ``PeerFailed``; after a time-out the process is gone."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
             self._process.stdin.flush()
-            line = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            self.kill()
-            raise PeerFailed(f"{self.name}: no answer to {do} in {timeout_s:g} s") from None
+            answers = select.poll()
+            answers.register(self._process.stdout, select.POLLIN)
+            if not answers.poll(1000 * timeout_s):
+                self.kill()
+                raise PeerFailed(f"{self.name}: no answer to {do} in {timeout_s:g} s")
+            line = self._process.stdout.readline()
         except OSError:
             line = ""
         if not line:
@@ -130,12 +130,6 @@ class Process:
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
 
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
