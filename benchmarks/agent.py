@@ -1,6 +1,6 @@
 """Measure what loads from a node agent's memory leave to the engine's other threads.
 
-    python -m benchmarks.agent [--rounds N] [--ranks N] [--json]
+    python -m benchmarks.agent [--rounds N] [--json]
 
 A worker loads a gigabyte into a paged cache while another thread of its process counts. How much
 less it counts than alone is the time for which loads held the interpreter's lock, and what the two
@@ -11,14 +11,10 @@ millisecond, as a share of what it is alone: so much longer a scheduler's slowes
 ``python_ms_per_gb`` is the processor time of all threads of the worker for the same load without
 its copies and system calls, which do not hold the lock; ``processor_ms_per_gb`` includes the system
 calls. A busy machine disturbs them little, a slow hour of a shared one as much as everything else.
-
-With ``--ranks`` the ranks of a replica, a process each, save the prompt together and load it at the
-same moment. Nothing else runs then.
 """
 
 import argparse
 import json
-import multiprocessing
 import os
 import resource
 import statistics
@@ -26,7 +22,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
@@ -128,7 +123,6 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -139,72 +133,27 @@ def main() -> None:
             "agent_memory_bytes": "2GiB",
         }
         agent = stack.enter_context(AgentProcess(settings, fresh=True))
-        if options.ranks > 1:
-            document = measure_ranks(agent.url, options.ranks, options.rounds)
-        else:
-            side, gigabytes = opened(stack, agent.url)
-            (plan,) = step_of(NAMESPACE, saved(side)).loads
-            document = measure(side.worker.loader, plan, options.rounds, gigabytes)
+        side, gigabytes = opened(stack, agent.url)
+        (plan,) = step_of(NAMESPACE, saved(side)).loads
+        document = measure(side.worker.loader, plan, options.rounds, gigabytes)
     show({"agent": document}, as_json=options.json)
 
 
-def opened(stack: ExitStack, url: str, rank: int = 0, ranks: int = 1) -> tuple[Side, float]:
+def opened(stack: ExitStack, url: str) -> tuple[Side, float]:
     """A worker, and the gigabytes of the prompt that it has."""
-    paged, caches = paged_group(
-        LLAMA_8B,
-        chunk_tokens=CHUNK,
-        num_blocks=1 + CHUNKS * BLOCKS,
-        seed=1 + rank,
-        tp=(rank, ranks),
-    )
-    geometry = Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=ranks)
-    side = Side(stack, {"agent": url}, geometry, caches, rank)
+    blocks = 1 + CHUNKS * BLOCKS
+    paged, caches = paged_group(LLAMA_8B, chunk_tokens=CHUNK, num_blocks=blocks, seed=1)
+    side = Side(stack, {"agent": url}, Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=1), caches)
     return side, CHUNKS * paged.raw_bytes / 1e9
 
 
-def saved(side: Side, await_others: Callable[[], object] = lambda: None) -> list[LoadMove]:
+def saved(side: Side) -> list[LoadMove]:
     """Save the prompt; the moves that load it."""
     tokens, blocks = range(CHUNKS * CHUNK), range(1, 1 + CHUNKS * BLOCKS)
     saves = saves_of(moves_of(NAMESPACE, tokens, blocks))
     for save in saves:
-        await_others()  # an agent joins few payloads at a time
         side.save(NAMESPACE, [save])
     return stored(side.index, NAMESPACE, saves)
-
-
-def measure_ranks(url: str, ranks: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds in which all ranks load the prompt at the same moment."""
-    context = multiprocessing.get_context("fork")
-    barrier, found = context.Barrier(ranks, timeout=BOUND_S), context.Queue()
-
-    def run(rank: int) -> None:
-        with ExitStack() as stack:
-            side, gigabytes = opened(stack, url, rank, ranks)
-            (plan,) = step_of(NAMESPACE, saved(side, barrier.wait)).loads
-            for number in range(rounds + 1):
-                barrier.wait()
-                begun, processor = time.perf_counter(), time.process_time()
-                ended = begun + load_once(side.worker.loader, plan)
-                found.put((number, gigabytes, begun, ended, time.process_time() - processor))
-
-    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    loads = defaultdict[int, list[list[float]]](list)
-    for _ in range((rounds + 1) * ranks):
-        number, *load = found.get(timeout=BOUND_S)
-        loads[number].append(load)
-    for process in processes:
-        process.join(BOUND_S)
-    rates, costs = list[float](), list[float]()
-    for number in range(1, rounds + 1):  # the first fills caches
-        sizes, begun, ended, processor = zip(*loads[number], strict=True)
-        rates.append(sum(sizes) / (max(ended) - min(begun)))
-        costs.append(1e3 * sum(processor) / sum(sizes))
-    return {
-        "gb_per_s": statistics.median(rates),
-        "processor_ms_per_gb": statistics.median(costs),
-    }
 
 
 def measure(loads: Loader, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:

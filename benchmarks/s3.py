@@ -9,13 +9,14 @@ import mmap
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from pathlib import Path
 from threading import Barrier
 from typing import Self
 from unittest.mock import patch
@@ -253,20 +254,22 @@ def _fill(connection: socket.socket, buffer: memoryview) -> None:
 @contextmanager
 def plain_server() -> Iterator[tuple[str, int]]:
     """The address of a ``PlainServer`` in a process of its own, killed at the end."""
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=_serve, args=(theirs,), daemon=True)
-    process.start()
-    try:
-        yield ours.recv()
-    finally:
-        process.kill()
-        process.join()
+    command = [sys.executable, "-c", "from benchmarks import s3; s3.serve()"]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        try:
+            host, port = process.stdout.readline().split()
+            yield host, int(port)
+        finally:
+            process.kill()
 
 
-def _serve(answer: Connection) -> None:
+def serve() -> None:
+    """Serve until killed; print host and port."""
     with PlainServer() as server:
-        answer.send(server.address)
+        print(*server.address, flush=True)
         signal.pause()  # until the benchmark ends this process
 
 

@@ -43,10 +43,9 @@ class Side:
         settings: Mapping[str, str],
         geometry: Geometry,
         caches: Sequence[torch.Tensor],
-        rank: int = 0,
     ) -> None:
         """``settings``: with the ``agent`` to use. ``caches``: the paged cache, a tensor a layer.
-        The worker ends with ``stack``. All ranks of an agent are one replica's."""
+        The worker ends with ``stack``."""
         bounds = dict.fromkeys(_WAITS, str(int(1000 * BOUND_S)))
         config = load_config({"pinned_bytes_max": str(2 << 30), **bounds, **settings}, environ={})
         link = AgentLink(config, Replica("bench"))
@@ -59,7 +58,7 @@ class Side:
         self.worker = make_worker_side(
             config,
             geometry,
-            Rank(rank, "bench", 1),
+            Rank(0, "bench", 1),
             link.connect,
             recorder=NullRecorder(),
             kv_caches=dict(zip(group.layers, caches, strict=True)),

@@ -13,7 +13,7 @@ from rich.table import Table
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.fleet import Agents, Fleet, Policy, Routing
 from benchmarks.fleet.report import Summary
-from benchmarks.fleet.sweep import Case, Runs, changed
+from benchmarks.fleet.sweep import Case, Runs
 from benchmarks.fleet.trace import Request
 from objkv.cache.worth import SWEEP_WAIT_S, PutRule
 from objkv.config.prices import Prices
@@ -85,8 +85,8 @@ def with_nodes(costs: Costs, model: str, replicas: int) -> Costs:
 def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     """Without agents, then with the default arena and one thing changed at a time."""
 
-    def agents(policy: Policy, disk_tb: float = 0, memory: float = 0.0) -> Fleet:
-        memory = memory or costs.node.memory_bytes * ARENA_SHARE
+    def agents(policy: Policy, disk_tb: float = 0) -> Fleet:
+        memory = costs.node.memory_bytes * ARENA_SHARE
         return replace(fleet, agents=Agents(memory, disk_tb * _TB, save_to_bucket=policy))
 
     found = {
@@ -94,9 +94,7 @@ def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
         "all": agents("all"),
         "reused": agents("reused"),
         "auto (default)": agents(decided(fleet, costs)),
-        "reused, arena of half the memory": agents("reused", memory=costs.node.memory_bytes / 2),
         "reused, disk 4 TB": agents("reused", 4),
-        "reused, disk 8 TB, chunks of 512": changed(agents("reused", 8), chunk_tokens=512),
     }
     for name, case in found.items():
         yield Case("agents", name, case)

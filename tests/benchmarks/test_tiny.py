@@ -67,13 +67,6 @@ def test_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert printed(monkeypatch, capsys, agent)["agent"]["gb_per_s"] > 0
 
 
-def test_ranks() -> None:
-    """In a process of its own, which forks: no thread may run before."""
-    command = [sys.executable, "-m", "benchmarks.agent", "--ranks", "2", "--rounds", "1", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["agent"]["gb_per_s"] > 0
-
-
 def test_calls() -> None:
     """In a process of its own: it profiles all threads."""
     done = subprocess.run(
