@@ -20,7 +20,7 @@ from objkv.config import load_config
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex
 from objkv.telemetry import NullRecorder
-from tests.examples.places import KUBERNETES, container, manifests, pods
+from tests.examples.places import KUBERNETES, ROOT, container, manifests, pods
 from tests.services.access_roles import WORK
 from tests.support.samples import NAMESPACE, save, save_identity
 from tests.support.servers.fixtures import PATIENT
@@ -61,11 +61,12 @@ class Cluster:
         (programs / "kubectl").write_text(KUBECTL)
         (programs / "kubectl").chmod(0o755)
         path = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        program = {"PATH": path, "PYTHONPATH": str(ROOT)}
         first: dict[str, str] = {}
         for keys in ({"OBJKV_S3_ACCESS_KEY_ID": "old=key"}, {"OBJKV_S3_SECRET_ACCESS_KEY": "new"}):
             subprocess.run(
                 [str(KUBERNETES / "secrets.sh"), "staging"],
-                env={"PATH": path, "MADE": str(made), "HOME": str(folder), **keys},
+                env={**program, "MADE": str(made), "HOME": str(folder), **keys},
                 check=True,
             )
             first = first or {file.name: file.read_text() for file in made.iterdir()}
@@ -144,7 +145,7 @@ def test_records_are_restored_whenever_valkey_starts_empty(
             (tmp_path / "log").open("w") as log,
             subprocess.Popen(
                 command,
-                env=environment | {"PATH": path, "PYTHONPATH": os.getcwd()},
+                env=environment | {"PATH": path, "PYTHONPATH": str(ROOT)},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
