@@ -1,6 +1,6 @@
 """Measure what loads from a node agent's memory leave to the engine's other threads.
 
-    python -m benchmarks.agent [--rounds N] [--ranks N] [--json]
+    python -m benchmarks.agent [--rounds N] [--json]
 
 A worker loads a gigabyte into a paged cache while another thread of its process counts. How much
 less it counts than alone is the time for which loads held the interpreter's lock, and what the two
@@ -10,17 +10,11 @@ took from each other on one core.
 millisecond, as a share of what it is alone: so much longer a scheduler's slowest steps take.
 ``python_ms_per_gb`` is the processor time of all threads of the worker for the same load without
 its copies and system calls, which do not hold the lock; ``processor_ms_per_gb`` includes the system
-calls. A busy machine disturbs them little, a slow hour of a shared one as much as everything else:
-``counting_ms`` is how long one thread takes to count to 20,000.
-
-With ``--ranks`` the ranks of a replica, a process each, save the prompt together and load it at the
-same moment. Nothing else runs then.
+calls. A busy machine disturbs them little, a slow hour of a shared one as much as everything else.
 """
 
 import argparse
 import json
-import math
-import multiprocessing
 import os
 import resource
 import statistics
@@ -28,51 +22,36 @@ import sys
 import tempfile
 import threading
 import time
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import numpy as np
 
-from benchmarks.worker import BOUND_S, Side, step_of, stored
+from benchmarks.worker import (
+    BLOCK,
+    BLOCKS,
+    BOUND_S,
+    CHUNK,
+    LLAMA_8B,
+    Side,
+    moves_of,
+    saves_of,
+    step_of,
+    stored,
+)
 from objkv.connector.model.groups import Geometry
-from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.transfer.loading.loader import Loader
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove
+from objkv.transfer.plan import LoadMove, LoadPlan
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import paged_group
 
-CHUNK, BLOCK, CHUNKS = 256, 16, 32
-GROUP = GroupIdentity(
-    "full", None, tuple(f"l{n}" for n in range(32)), heads=8, content=256, block_size=BLOCK
-)
+CHUNKS = 32
 NAMESPACE = "0123456789abcdef" * 2
-TOKENS = list(range(1000, 1000 + CHUNKS * CHUNK))
-HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
 REPEATS = 20
 """Loads without copies per round: the kernel divides processor time by ticks of milliseconds."""
 STEP, ALONE_S = 20_000, 1.0
-
-
-def move(chunk: int) -> ChunkMove:
-    """A chunk of the prompt, in blocks of its own."""
-    blocks = CHUNK // BLOCK
-    first = 1 + chunk * blocks
-    return ChunkMove(
-        chunk,
-        0,
-        HASHES[chunk],
-        HASHES[chunk - 1] if chunk else root_hash(NAMESPACE),
-        chunk * CHUNK,
-        (chunk + 1) * CHUNK,
-        0,
-        tuple(range(first, first + blocks)),
-    )
 
 
 class Counting:
@@ -92,10 +71,14 @@ class Counting:
                 self.count += 1
             self.steps.append(time.perf_counter())
 
-    def p99_s(self, start: float, end: float) -> float:
-        """Return the 99th percentile of the duration of steps in a span of time."""
-        ends = [step for step in self.steps if start <= step <= end]
-        return float(np.percentile(np.diff(ends), 99)) if len(ends) > 1 else math.nan
+    def during(self, work: Callable[[], object]) -> tuple[float, int, float]:
+        """Return the seconds of ``work``, what was counted meanwhile, and the 99th percentile of
+        the duration of a step."""
+        before, begun = self.count, time.perf_counter()
+        work()
+        ended, counted = time.perf_counter(), self.count - before
+        steps = np.diff([step for step in self.steps if begun <= step <= ended])
+        return ended - begun, counted, float(np.percentile(steps, 99)) if len(steps) else np.nan
 
     def end(self) -> None:
         """Stop it."""
@@ -112,69 +95,34 @@ def load_once(loads: Loader, plan: LoadPlan) -> float:
     return time.perf_counter() - begun
 
 
-class Processor(NamedTuple):
-    """Processor time of a process."""
-
-    user_s: float
-    system_s: float
-
-
-def without_copies(loads: Loader, plan: LoadPlan) -> Processor:
-    """Return the processor time of a load by an agent that copies nothing."""
+def without_copies(loads: Loader, plan: LoadPlan) -> tuple[float, float]:
+    """Return the processor seconds, of Python and of the system, for a load that copies nothing."""
 
     def nothing(*_: object) -> None: ...
 
     with mock.patch.object(np, "copyto", nothing):
         before = resource.getrusage(resource.RUSAGE_SELF)
         for _ in range(REPEATS):
-            loads.submit(plan)
-            loads.wait_over(BOUND_S)
-            assert not loads.take_finished(sync=False)[0].failed_blocks
+            load_once(loads, plan)
         after = resource.getrusage(resource.RUSAGE_SELF)
-    return Processor(
-        (after.ru_utime - before.ru_utime) / REPEATS, (after.ru_stime - before.ru_stime) / REPEATS
-    )
+    user_s, system_s = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
+    return user_s / REPEATS, system_s / REPEATS
 
 
-def counting_s() -> float:
-    """Return how long one thread takes to count to ``STEP``."""
-    begun = time.perf_counter()
-    sum(1 for _ in range(STEP))
-    return time.perf_counter() - begun
-
-
-class Held(NamedTuple):
-    """What a load and a counting thread took from each other."""
-
-    seconds: float
-    """Of the load."""
-    held_s: float
-    """For how much of it the lock was held by others than the counter."""
-    step_p99: float
-    """Of the counter's steps, as a share of what it is without a load."""
-
-
-def held(work: Callable[[], float]) -> Held:
-    """Run a load beside a counting thread."""
+def held(loads: Loader, plan: LoadPlan) -> tuple[float, float, float]:
+    """Load beside a counting thread. Return the load's seconds, for how many of them others than
+    the counter held the lock, and the 99th percentile of its steps by what it is alone."""
     counting = Counting()
-    before, begun = counting.count, time.perf_counter()
-    time.sleep(ALONE_S)  # it counts alone
-    rate = (counting.count - before) / (time.perf_counter() - begun)
-    alone_s = counting.p99_s(begun, time.perf_counter())
-    before, begun = counting.count, time.perf_counter()
-    seconds = work()
-    whole = time.perf_counter() - begun
-    counted = counting.count - before
-    step_s = counting.p99_s(begun, begun + whole)
+    alone_s, alone, alone_p99_s = counting.during(lambda: time.sleep(ALONE_S))
+    seconds, counted, p99_s = counting.during(lambda: load_once(loads, plan))
     counting.end()
-    return Held(seconds, whole - counted / rate, step_s / alone_s)
+    return seconds, seconds - counted * alone_s / alone, p99_s / alone_p99_s
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--ranks", type=int, default=1)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     with ExitStack() as stack:
@@ -185,90 +133,40 @@ def main() -> None:
             "agent_memory_bytes": "2GiB",
         }
         agent = stack.enter_context(AgentProcess(settings, fresh=True))
-        if options.ranks > 1:
-            document = measure_ranks(agent.url, options.ranks, options.rounds)
-        else:
-            side, gigabytes = opened(stack, agent.url)
-            (plan,) = step_of(NAMESPACE, saved(side)).loads
-            document = measure(side.worker.loader, plan, options.rounds, gigabytes)
+        side, gigabytes = opened(stack, agent.url)
+        (plan,) = step_of(NAMESPACE, saved(side)).loads
+        document = measure(side.worker.loader, plan, options.rounds, gigabytes)
     show({"agent": document}, as_json=options.json)
 
 
-def opened(stack: ExitStack, url: str, rank: int = 0, ranks: int = 1) -> tuple[Side, float]:
+def opened(stack: ExitStack, url: str) -> tuple[Side, float]:
     """A worker, and the gigabytes of the prompt that it has."""
-    blocks = 1 + CHUNKS * CHUNK // BLOCK
-    paged, caches = paged_group(
-        GROUP, chunk_tokens=CHUNK, num_blocks=blocks, seed=1 + rank, tp=(rank, ranks)
-    )
-    geometry = Geometry((GROUP,), CHUNK, BLOCK, tp_size=ranks)
-    side = Side(stack, {"agent": url}, geometry, caches, rank)
+    blocks = 1 + CHUNKS * BLOCKS
+    paged, caches = paged_group(LLAMA_8B, chunk_tokens=CHUNK, num_blocks=blocks, seed=1)
+    side = Side(stack, {"agent": url}, Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=1), caches)
     return side, CHUNKS * paged.raw_bytes / 1e9
 
 
-def saved(side: Side, await_others: Callable[[], object] = lambda: None) -> list[LoadMove]:
+def saved(side: Side) -> list[LoadMove]:
     """Save the prompt; the moves that load it."""
-    saves = []
-    for chunk in range(CHUNKS):
-        digest = token_digest(tuple(TOKENS[chunk * CHUNK : (chunk + 1) * CHUNK]))
-        saves.append(SaveMove(move(chunk), digest, None))
-        await_others()  # an agent joins few payloads at a time
-        side.save(NAMESPACE, saves[-1:])
+    tokens, blocks = range(CHUNKS * CHUNK), range(1, 1 + CHUNKS * BLOCKS)
+    saves = saves_of(moves_of(NAMESPACE, tokens, blocks))
+    for save in saves:
+        side.save(NAMESPACE, [save])
     return stored(side.index, NAMESPACE, saves)
 
 
-def measure_ranks(url: str, ranks: int, rounds: int) -> dict[str, float]:
-    """Medians over rounds in which all ranks load the prompt at the same moment."""
-    context = multiprocessing.get_context("fork")
-    barrier, found = context.Barrier(ranks, timeout=BOUND_S), context.Queue()
-
-    def run(rank: int) -> None:
-        with ExitStack() as stack:
-            side, gigabytes = opened(stack, url, rank, ranks)
-            (plan,) = step_of(NAMESPACE, saved(side, barrier.wait)).loads
-            for number in range(rounds + 1):
-                barrier.wait()
-                begun, processor = time.perf_counter(), time.process_time()
-                ended = begun + load_once(side.worker.loader, plan)
-                found.put((number, gigabytes, begun, ended, time.process_time() - processor))
-
-    processes = [context.Process(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for process in processes:
-        process.start()
-    loads = defaultdict[int, list[list[float]]](list)
-    for _ in range((rounds + 1) * ranks):
-        number, *load = found.get(timeout=BOUND_S)
-        loads[number].append(load)
-    for process in processes:
-        process.join(BOUND_S)
-    rates, costs = list[float](), list[float]()
-    for number in range(1, rounds + 1):  # the first fills caches
-        sizes, begun, ended, processor = zip(*loads[number], strict=True)
-        rates.append(sum(sizes) / (max(ended) - min(begun)))
-        costs.append(1e3 * sum(processor) / sum(sizes))
-    return {
-        "gb_per_s": statistics.median(rates),
-        "processor_ms_per_gb": statistics.median(costs),
-    }
-
-
 def measure(loads: Loader, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:
-    """Medians over rounds."""
-    found: list[Held] = []
-    python: list[Processor] = []
-    counting: list[float] = []
-    for number in range(rounds + 1):
-        one = held(partial(load_once, loads, plan))
-        if number:  # the first fills caches
-            found.append(one)
-        python.append(without_copies(loads, plan))
-        counting += [counting_s() for _ in range(REPEATS)]
+    """Medians over rounds, of which the first fills caches."""
+    found = [(*held(loads, plan), *without_copies(loads, plan)) for _ in range(rounds + 1)][1:]
+    seconds, held_s, step_p99, user_s, system_s = zip(*found, strict=True)
+    processor_s = [user + system for user, system in zip(user_s, system_s, strict=True)]
     return {
-        "gb_per_s": gigabytes / statistics.median(one.seconds for one in found),
-        "lock_ms_per_gb": 1e3 * statistics.median(one.held_s for one in found) / gigabytes,
-        "step_p99": statistics.median(one.step_p99 for one in found),
-        "python_ms_per_gb": 1e3 * statistics.median(one.user_s for one in python) / gigabytes,
-        "processor_ms_per_gb": 1e3 * statistics.median(map(sum, python)) / gigabytes,
-        "counting_ms": 1e3 * statistics.median(counting),
+        "gb_per_s": gigabytes / statistics.median(seconds),
+        "lock_ms_per_gb": 1e3 * statistics.median(held_s) / gigabytes,
+        "step_p99": statistics.median(step_p99),
+        "python_ms_per_gb": 1e3 * statistics.median(user_s) / gigabytes,
+        "processor_ms_per_gb": 1e3 * statistics.median(processor_s) / gigabytes,
     }
 
 

@@ -24,24 +24,30 @@ from types import CodeType, FrameType
 from typing import Any
 
 import objkv
-from benchmarks.worker import BOUND_S, Side, step_of, stored
+from benchmarks.worker import (
+    BLOCK,
+    BLOCKS,
+    BOUND_S,
+    CHUNK,
+    Side,
+    moves_of,
+    saves_of,
+    step_of,
+    stored,
+)
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.link import AgentLink, Replica
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.config import load_config
 from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from objkv.transfer.plan import ChunkMove, SaveMove
 from tests.support.paged_cache import paged_group
 
-CHUNK, BLOCK, CHUNKS = 256, 16, 8
-EACH = CHUNK // BLOCK
+CHUNKS = 8
 GROUP = GroupIdentity("full", None, ("l0", "l1"), heads=2, content=64, block_size=BLOCK)
 GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
 NAMESPACE = "0123456789abcdef" * 2
-HASHES = prefix_hashes(NAMESPACE, range(2 * CHUNKS * CHUNK), CHUNK)
 ROOT = str(Path(objkv.__file__).parent)
 HTTP = f"{ROOT}/agent/http"
 """It looks at its sockets every half second, whatever is measured."""
@@ -86,13 +92,16 @@ def measure(folder: Path) -> dict[str, Found]:
     config = load_config({**stores, "agent_memory_bytes": "256MiB"}, environ={})
     with ExitStack() as stack:
         stack.enter_context(NodeAgent(config, path, MemoryRecorder()))
-        _, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1 + CHUNKS * EACH, seed=1)
+        room = range(1, 1 + CHUNKS * BLOCKS)
+        _, caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=1 + len(room), seed=1)
         of_agent = set(threading.enumerate())
         side = Side(stack, {"agent": f"unix://{path}"}, GEOMETRY, caches)
         begun = set(threading.enumerate()) - of_agent
         of_worker = {one.ident for one in begun if not one.name.startswith("objkv-agent")}
         of_worker.add(threading.get_ident())
-        saves = [save_of(chunk) for chunk in range(CHUNKS)]
+        moves = moves_of(NAMESPACE, range(2 * CHUNKS * CHUNK), [*room, *room])
+        saves, more = saves_of(moves[:CHUNKS]), saves_of(moves[CHUNKS:])
+        hashes = [move.prefix_hash for move in moves[:CHUNKS]]
         side.save(NAMESPACE, saves)
         step = step_of(NAMESPACE, stored(side.index, NAMESPACE, saves))
         side.load(step)  # later ones know the shape of the payloads
@@ -111,27 +120,17 @@ def measure(folder: Path) -> dict[str, Found]:
             assert not outcomes[0].failed_blocks
 
         def look_up() -> None:
-            while (found := lookups.ask("r", NAMESPACE, HASHES[:CHUNKS])) is None:
+            while (found := lookups.ask("r", NAMESPACE, hashes)) is None:
                 lookups.wait_for("r", BOUND_S)
             assert None not in found
 
         found = {"load": calls.of(load), "lookup": calls.of(look_up)}
-        more = [save_of(chunk) for chunk in range(CHUNKS, 2 * CHUNKS)]
         found["save"] = calls.of(lambda: side.save(NAMESPACE, more))
         stored(side.index, NAMESPACE, more)
         for name, is_worker in (("save-worker", True), ("save-agent", False)):
             rows = found["save"].items()
             found[name] = Counter({k: n for k, n in rows if (k[0] in of_worker) is is_worker})
         return found
-
-
-def save_of(chunk: int) -> SaveMove:
-    """Return the save of a chunk, in the blocks that are its own among ``CHUNKS`` others."""
-    parent = HASHES[chunk - 1] if chunk else root_hash(NAMESPACE)
-    first = 1 + chunk % CHUNKS * EACH
-    blocks = tuple(range(first, first + EACH))
-    tokens = chunk * CHUNK, (chunk + 1) * CHUNK
-    return SaveMove(ChunkMove(chunk, 0, HASHES[chunk], parent, *tokens, 0, blocks), "0" * 64, None)
 
 
 def by_function(found: Found) -> Counter[CodeType]:

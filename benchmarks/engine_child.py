@@ -9,9 +9,9 @@ import random
 import sys
 import time
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, ConfigDict
 
 from objkv.ops.demo import VOCABULARY, Size
 from objkv.programs.demo_replica import (
@@ -43,26 +43,14 @@ class EngineJob(_Value):
     """Tokens of the longest prompt with its answer."""
 
 
-class Batch(_Value):
-    """Answer prompts at once, of which nobody has seen any before."""
+class Order(_Value):
+    """Answer prompts at once, with an empty prefix cache of vLLM's own."""
 
-    kind: Literal["batch"] = "batch"
     seed: int
-    prompts: int
+    """Of the first ``tokens`` tokens of as many documents as there are prompts."""
+    prompts: int = 1
     tokens: int
     answer: int
-
-
-class Ask(_Value):
-    """Answer the first ``tokens`` tokens of a document, alone."""
-
-    kind: Literal["ask"] = "ask"
-    seed: int
-    tokens: int
-
-
-Order = Annotated[Batch | Ask, Field(discriminator="kind")]
-ORDER: Final[TypeAdapter[Batch | Ask]] = TypeAdapter(Order)
 
 
 class Ready(_Value):
@@ -76,7 +64,9 @@ class Took(_Value):
     """What came of an order."""
 
     seconds: float
-    """For the whole batch; for one prompt, until its first token."""
+    """For all prompts."""
+    first_token_s: float
+    """Until the first token of any of them."""
     busy_s: float
     """CPU time of the engine's own thread meanwhile: what else runs here does not count."""
     answer: tuple[tuple[int, ...], ...]
@@ -98,42 +88,35 @@ class Engine:
         import vllm
 
         self._llm: Any = vllm.LLM(**_arguments(job))
-        self._engine = DemoEngine(self._llm)
+        self._demo = DemoEngine(self._llm)
         self.ready = Ready(engine=f"vLLM {vllm.__version__}", device=device())
 
-    def do(self, order: Batch | Ask) -> Took:
+    def do(self, order: Order) -> Took:
         """Carry out one order."""
-        return self._batch(order) if isinstance(order, Batch) else self._ask(order)
-
-    def _ask(self, order: Ask) -> Took:
-        tokens, busy = tokens_of(order.seed, order.tokens), time.thread_time()
-        answer = self._engine.ask(f"document {order.seed}", tokens)
-        return Took(
-            seconds=answer.first_token_s,
-            busy_s=time.thread_time() - busy,
-            answer=(answer.tokens,),
-            served_tokens=answer.served_tokens,
-        )
-
-    def _batch(self, order: Batch) -> Took:
         from vllm import SamplingParams
 
         params = SamplingParams(
             temperature=0, ignore_eos=True, detokenize=False, max_tokens=order.answer
         )
         prompts = [tokens_of(order.seed, order.tokens, prompt=n) for n in range(order.prompts)]
+        self._demo.forget()
         engine = self._llm.llm_engine
         finished: dict[str, Any] = {}
-        started, busy = time.perf_counter(), time.thread_time()
+        started, busy, first_token_s = time.perf_counter(), time.thread_time(), None
         for number, tokens in enumerate(prompts):
-            name = f"{order.seed}-{number}"
-            engine.add_request(name, {"prompt_token_ids": tokens}, params)
+            engine.add_request(f"{number}", {"prompt_token_ids": tokens}, params)
         while engine.has_unfinished_requests():
-            finished |= {output.request_id: output for output in engine.step() if output.finished}
+            for output in engine.step():
+                if first_token_s is None and output.outputs[0].token_ids:
+                    first_token_s = time.perf_counter() - started
+                if output.finished:
+                    finished[output.request_id] = output
         seconds, busy_s = time.perf_counter() - started, time.thread_time() - busy
-        outputs = sorted(finished.values(), key=lambda output: int(output.request_id.split("-")[1]))
+        assert first_token_s is not None
+        outputs = [finished[f"{number}"] for number in range(order.prompts)]
         return Took(
             seconds=seconds,
+            first_token_s=first_token_s,
             busy_s=busy_s,
             answer=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
             served_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
@@ -166,7 +149,7 @@ def main() -> None:
         answers.write(engine.ready.model_dump_json() + "\n")
         answers.flush()
         for line in sys.stdin:
-            answers.write(engine.do(ORDER.validate_json(line)).model_dump_json() + "\n")
+            answers.write(engine.do(Order.model_validate_json(line)).model_dump_json() + "\n")
             answers.flush()
 
 

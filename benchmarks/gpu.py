@@ -22,8 +22,10 @@ from functools import partial
 from typing import Annotated, Any, Final, Self, cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import typer
+from numpy.random import default_rng
 
 from benchmarks.alone import BenchOptions, Check, Quick, Rounds, run_command, run_work
 from benchmarks.harness import (
@@ -35,7 +37,17 @@ from benchmarks.harness import (
     Timings,
     interleave,
 )
-from benchmarks.sample import kv_like
+from benchmarks.worker import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    LAYERS,
+    LLAMA_8B,
+    NOTHING,
+    moves_of,
+    saves_of,
+    step_of,
+)
 from objkv.agent.core import CoreLimits
 from objkv.agent.memory.arena import PAGE
 from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
@@ -49,15 +61,14 @@ from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.prefix import token_digest
 from objkv.ops.bench.sample import NAMESPACE
 from objkv.programs.gpu_facts import device_name, plain_copy
 from objkv.stores.base import Arrived, Buffer, WriteStore, copy_bytes
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import DRIVERS, DeviceDriver, driver_of
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import LoadMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.device import simulated
 from tests.device.devices import (
@@ -69,24 +80,17 @@ from tests.device.devices import (
     open_device,
 )
 from tests.support.inside import InsideAgent
-from tests.support.plans import packed
 
 FORMS: Final = ("NHD", "HND")
 """Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not
 contiguous."""
-ORDERS: Final = ("consecutive", "scattered")
-"""Places of a prompt's blocks in the paged cache. On a busy server they are scattered."""
 STEP_MS, BUSY_STEP_MS = 10, 30
 """Length of the steps that run during one long load, and of those that each start a short one."""
 LOAD = Target(0.9)
 FORWARD_US = Target(200, at_most=True, of="ours")
 STEP = Target(1.02, at_most=True)
 _CHUNKS, _QUICK_CHUNKS = 128, 8
-CHUNK_TOKENS, _BLOCK_TOKENS = 256, 16
-_BLOCKS = CHUNK_TOKENS // _BLOCK_TOKENS
-_LAYERS = tuple(f"layers.{number}" for number in range(32))
-_GROUP = GroupIdentity("full", None, _LAYERS, heads=8, content=256, block_size=_BLOCK_TOKENS)
-_GEOMETRY = Geometry((_GROUP,), CHUNK_TOKENS, _BLOCK_TOKENS, tp_size=1)
+_GEOMETRY = Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=1)
 _PINNED_BYTES = 2 << 30
 _PLAIN_BYTES = 256 << 20
 _SAVED_SHARE, _BUSY_SHARE = 4, 8
@@ -95,7 +99,6 @@ _BUSY_STEPS = 20
 _LOOK_S = 2e-4
 _BOUND_S = 60.0
 _MATRIX, _SAMPLE = 4096, 20
-_NO_TRANSFERS = StepPlan(may_reuse=False)
 
 Compute = Callable[[float], None]
 """Submits a model's kernels that take a given number of seconds to the current stream."""
@@ -107,18 +110,37 @@ class GpuAnswer:
 
     device: str
     chunk_bytes: int
-    loaded: int
-    """Chunks of the long load."""
-    saved: int
-    """Chunks that one step saves."""
-    loaded_by_step: int
-    """Chunks that each of the busy steps loads."""
+    chunks: int
+    """Of the long load."""
     seconds: Mapping[str, Sequence[float]]
     """On the device, for each form: plain copies of the long load's bytes (``NHD to_device``,
-    ``NHD to_host``), loads and gathers for each order (``NHD load scattered``). On the device: a
+    ``NHD to_host``), the ``NHD load`` and the ``NHD gather`` of a step's saves. On the device: a
     ``step`` alone, a ``step beside`` the long load, and that ``load beside`` steps. Until it is
     reported: the ``busy load`` of one of the busy steps. Processor time of the forward thread:
     ``forward load``, ``forward save``, and ``forward idle``, a step without transfers."""
+
+    @property
+    def saved(self) -> int:
+        """Chunks that one step saves."""
+        return max(1, self.chunks // _SAVED_SHARE)
+
+    @property
+    def loaded_by_step(self) -> int:
+        """Chunks that each of the busy steps loads."""
+        return max(1, self.chunks // _BUSY_SHARE)
+
+
+def kv_like(nbytes: int, seed: int = 0) -> bytes:
+    """Return BF16 numbers that shuffled zstd makes 1.46 times smaller and shuffled lz4 1.15 to 1.2
+    times. As in a trained model, some channels of K are far from zero, and scales differ."""
+    source = default_rng(seed)
+    values: npt.NDArray[np.float32] = source.standard_normal(
+        (nbytes // 2 // LLAMA_8B.content, LLAMA_8B.content), dtype=np.float32
+    )
+    far = LLAMA_8B.content // 4
+    values[:, :far] += 8 * source.standard_normal(far, dtype=np.float32)
+    values *= np.exp(source.standard_normal(LLAMA_8B.content, dtype=np.float32) / 2)
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
 
 
 class TimedDriver(DeviceDriver):
@@ -216,15 +238,15 @@ class Rig:
         """``memory``: that of the paged cache, ``[words]`` bf16 on the device."""
         self._device, self._timed, self._compute = memory.device, timed, compute
         self._api = torch.get_device_module(memory.device)
-        heads, size, content = _GROUP.heads, _BLOCK_TOKENS, _GROUP.content
-        plain = memory.view(len(_LAYERS), -1, size * heads * content)
+        heads, size, content = LLAMA_8B.heads, BLOCK, LLAMA_8B.content
+        plain = memory.view(len(LAYERS), -1, size * heads * content)
         if form == "NHD":
             layers = plain.view(*plain.shape[:2], size, heads, content).transpose(2, 3)
         else:
             layers = plain.view(*plain.shape[:2], heads, size, content)
-        self._caches = dict(zip(_LAYERS, layers, strict=True))
-        self.chunks = (layers.shape[1] - 1) // _BLOCKS
-        self._loads: dict[str, list[LoadMove]] = {}
+        self._caches = dict(zip(LAYERS, layers, strict=True))
+        self.chunks = (layers.shape[1] - 1) // BLOCKS
+        self._loads: list[LoadMove] = []
         self.noted: dict[str, list[float]] = {}
         """Further measurements: seconds by side."""
         self._requests = 0
@@ -254,18 +276,15 @@ class Rig:
             recorder=recorder,
             kv_caches=self._caches,
         )
-        for order in ORDERS:
-            loads = []
-            for move in _moves(self.chunks, scattered=order == "scattered"):
-                key = ChunkKey(NAMESPACE, move.prefix_hash, 0)
-                claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-                loads.append(LoadMove(move, None))
-                record = self._store.add(claim)
-                entry = ChunkEntry(
-                    NAMESPACE, move.prefix_hash, move.parent_hash, move.token_start, move.token_end
-                )
-                index.publish(entry, {key.field: record}, ttl_s=3600)
-            self._loads[order] = loads
+        # On a busy server the blocks of a prompt are scattered.
+        blocks = random.Random(0).sample(range(1, 1 + self.chunks * BLOCKS), self.chunks * BLOCKS)
+        for move in moves_of(NAMESPACE, range(self.chunks * CHUNK), blocks):
+            key = ChunkKey(NAMESPACE, move.prefix_hash, 0)
+            tokens = move.token_start, move.token_end
+            self._loads.append(LoadMove(move, None))
+            record = self._store.add(Claim(key, move.parent_hash, *tokens))
+            entry = ChunkEntry(NAMESPACE, move.prefix_hash, move.parent_hash, *tokens)
+            index.publish(entry, {key.field: record}, ttl_s=3600)
 
     def __enter__(self) -> Self:
         return self
@@ -277,23 +296,23 @@ class Rig:
 
     # The measurements.
 
-    def load(self, order: str) -> float:
+    def load(self) -> float:
         """Load all chunks. Returns device seconds."""
-        plan = self._load_plan(self._loads[order])
+        plan = self._load_plan(self._loads)
         self._timed.events = []
         forward_s = self._processor_s(lambda: self._step(plan))
         self._wait_loads()
         self._note("forward load", forward_s + self._results_s)
         if not self._store.in_place:
-            self._check(order)
+            self._check()
         return self._timed.seconds()
 
-    def gather(self, order: str) -> float:
+    def gather(self) -> float:
         """Save the chunks of one step. Returns device seconds until they have left the device."""
         self._requests += 1
         name = f"save {self._requests}"
-        loads = self._loads[order][: max(1, self.chunks // _SAVED_SHARE)]
-        saves = tuple(SaveMove(load.move, token_digest(()), None) for load in loads)
+        loads = self._loads[: max(1, self.chunks // _SAVED_SHARE)]
+        saves = tuple(saves_of([load.move for load in loads]))
         # A namespace of its own: the chunks of another round would not be saved again.
         plan = StepPlan(saves=(SavePlan(name, f"{self._requests:032x}", saves),))
         self._timed.events, self._store.saved = [], []
@@ -310,27 +329,27 @@ class Rig:
         """Run a step without transfers. Returns processor seconds of the forward thread."""
 
         def step() -> None:
-            self._step(_NO_TRANSFERS)
-            self._worker.results(_NO_TRANSFERS, set())
+            self._step(NOTHING)
+            self._worker.results(NOTHING, set())
 
         return self._processor_s(step)
 
     def steps_alone(self, count: int) -> float:
         """Compute steps. Returns device seconds per step."""
-        return self._steps([_NO_TRANSFERS] * count, STEP_MS / 1e3)
+        return self._steps([NOTHING] * count, STEP_MS / 1e3)
 
     def steps_beside(self, count: int) -> float:
         """Compute steps while all chunks are loaded. Returns device seconds per step."""
-        load = self._load_plan(self._loads["scattered"])
+        load = self._load_plan(self._loads)
         self._timed.events = []
-        seconds = self._steps([load] + [_NO_TRANSFERS] * (count - 1), STEP_MS / 1e3)
+        seconds = self._steps([load] + [NOTHING] * (count - 1), STEP_MS / 1e3)
         self._wait_loads()
         self._note("load beside", self._timed.seconds())
         return seconds
 
     def busy_loads(self) -> float:
         """Compute steps that each start a load. Returns the median seconds of a load."""
-        loads, count = self._loads["scattered"], max(1, self.chunks // _BUSY_SHARE)
+        loads, count = self._loads, max(1, self.chunks // _BUSY_SHARE)
         firsts = [number * count % self.chunks for number in range(_BUSY_STEPS)]
         self._latencies.clear()
         steps = [self._load_plan(loads[first : first + count]) for first in firsts]
@@ -374,7 +393,7 @@ class Rig:
 
     def _take_loads(self) -> None:
         began = time.thread_time()
-        received = self._worker.results(_NO_TRANSFERS, set()).finished_recving
+        received = self._worker.results(NOTHING, set()).finished_recving
         self._results_s = time.thread_time() - began
         for name in received:
             self._latencies.append(time.perf_counter() - self._started.pop(name))
@@ -383,18 +402,16 @@ class Rig:
     def _load_plan(self, loads: Sequence[LoadMove]) -> StepPlan:
         """Return a step with one load, in the form in which a worker receives it."""
         self._requests += 1
-        name = f"load {self._requests}"
-        load = LoadPlan(name, NAMESPACE, packed(loads), sync=False)
-        return copy.deepcopy(StepPlan(loads=(load,)))
+        return copy.deepcopy(step_of(NAMESPACE, loads, f"load {self._requests}"))
 
     def _mark(self) -> Any:
         event = self._api.Event(enable_timing=True)
         event.record(self._api.current_stream(self._device))
         return event
 
-    def _check(self, order: str) -> None:
+    def _check(self) -> None:
         """Raise AssertionError unless the paged cache has the stored bytes."""
-        chunks = [load.move.block_ids for load in self._loads[order]]
+        chunks = [load.move.block_ids for load in self._loads]
         for layer, cache in enumerate(self._caches.values()):
             assert self._store.is_in(cache, layer, chunks), "wrong bytes were loaded"
 
@@ -406,24 +423,6 @@ class Rig:
         began = time.thread_time()
         work()
         return time.thread_time() - began
-
-
-def _moves(chunks: int, *, scattered: bool) -> Iterator[ChunkMove]:
-    blocks = list(range(1, 1 + chunks * _BLOCKS))
-    if scattered:
-        random.Random(0).shuffle(blocks)  # not a secret
-    hashes = prefix_hashes(NAMESPACE, range(chunks * CHUNK_TOKENS), CHUNK_TOKENS)
-    for chunk in range(chunks):
-        yield ChunkMove(
-            chunk=chunk,
-            group=0,
-            prefix_hash=hashes[chunk],
-            parent_hash=hashes[chunk - 1] if chunk else root_hash(NAMESPACE),
-            token_start=chunk * CHUNK_TOKENS,
-            token_end=(chunk + 1) * CHUNK_TOKENS,
-            first_block=0,
-            block_ids=tuple(blocks[chunk * _BLOCKS : (chunk + 1) * _BLOCKS]),
-        )
 
 
 def matrix_products(device: torch.device) -> Compute:
@@ -451,10 +450,10 @@ class Bench:
         self._chunks, self._compute = chunks, compute
         self._timed = TimedDriver(driver_of(device), torch.get_device_module(device))
         DRIVERS[device.type] = self._timed
-        words = _GROUP.heads * _BLOCK_TOKENS * _GROUP.content * len(_LAYERS)
-        count = words * (1 + chunks * _BLOCKS)
+        words = LLAMA_8B.heads * BLOCK * LLAMA_8B.content * len(LAYERS)
+        count = words * (1 + chunks * BLOCKS)
         self._memory = torch.empty(count, dtype=torch.bfloat16, device=device)
-        self.chunk_bytes = words * _BLOCKS * self._memory.element_size()
+        self.chunk_bytes = words * BLOCKS * self._memory.element_size()
         nbytes = min(_PLAIN_BYTES, chunks * self.chunk_bytes)
         self._plain = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._host = torch.empty(nbytes, dtype=torch.uint8)
@@ -486,9 +485,8 @@ class Bench:
             f"{form} to_device": partial(copy, up=True),
             f"{form} to_host": partial(copy, up=False),
         }
-        for order in ORDERS:
-            sides[f"{form} load {order}"] = partial(rig.load, order)
-            sides[f"{form} gather {order}"] = partial(rig.gather, order)
+        sides[f"{form} load"] = rig.load
+        sides[f"{form} gather"] = rig.gather
         if form != FORMS[0]:
             return sides
         steps = max(2, math.ceil(copy(up=True) * 1e3 / STEP_MS) + 1)
@@ -505,15 +503,15 @@ def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
     use_batched_copies(device)
     bench = Bench(device, chunks, matrix_products(device))
     seconds = bench.run(rounds, lambda on: None, in_place=False)
-    return _answer(device_name(device), bench, chunks, seconds)
+    return GpuAnswer(device_name(device), bench.chunk_bytes, chunks, seconds)
 
 
 def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
     """Measure all sides of the simulated device. Checksums are constants from now on."""
 
     def compute(seconds: float) -> None:
-        for _ in _LAYERS:
-            simulated.sleep(round(seconds * 1e6 / len(_LAYERS)))
+        for _ in LAYERS:
+            simulated.sleep(round(seconds * 1e6 / len(LAYERS)))
 
     for module in (payload, seal):
         vars(module)["digest"] = lambda content: "0" * 32
@@ -523,38 +521,23 @@ def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnsw
         f"simulated: {LAUNCH_US:g} µs a launch, copies at {COPY_GBPS:g} GB/s, kernels at "
         f"{KERNEL_GBPS:,g} GB/s; no bytes are moved or verified"
     )
-    return _answer(name, bench, chunks, seconds)
-
-
-def _answer(
-    name: str, bench: Bench, chunks: int, seconds: Mapping[str, Sequence[float]]
-) -> GpuAnswer:
-    return GpuAnswer(
-        device=name,
-        chunk_bytes=bench.chunk_bytes,
-        loaded=chunks,
-        saved=max(1, chunks // _SAVED_SHARE),
-        loaded_by_step=max(1, chunks // _BUSY_SHARE),
-        seconds=seconds,
-    )
+    return GpuAnswer(name, bench.chunk_bytes, chunks, seconds)
 
 
 def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
     """Yield one row per measurement. ``prefix``: of all names."""
-    loaded, saved = answer.loaded * answer.chunk_bytes, answer.saved * answer.chunk_bytes
+    loaded, saved = answer.chunks * answer.chunk_bytes, answer.saved * answer.chunk_bytes
     timings = _with_limits(answer)
     up, down = "plain copy, host to device", "plain copy, device to host"
     for form in FORMS:
-        for order in ORDERS:
-            load = Compared(timings, f"{form} load {order}", f"{form} to_device", up)
-            yield load.throughput(f"{prefix}load, {form}, {order} blocks", loaded, LOAD)
-        for order in ORDERS:
-            gather = Compared(timings, f"{form} gather {order}", f"{form} save limit", down)
-            yield gather.throughput(f"{prefix}save, {form}, {order} blocks", saved)
+        load = Compared(timings, f"{form} load", f"{form} to_device", up)
+        yield load.throughput(f"{prefix}load, {form}, scattered blocks", loaded, LOAD)
+        gather = Compared(timings, f"{form} gather", f"{form} save limit", down)
+        yield gather.throughput(f"{prefix}save, {form}, scattered blocks", saved)
     beside = Compared(timings, "load beside", f"{FORMS[0]} to_device", up)
     yield beside.throughput(f"{prefix}load while steps compute", loaded, LOAD)
     step = Compared(timings, "step beside", "step", "the same steps alone")
-    yield step.duration(f"{prefix}step during a load of {answer.loaded} chunks", "ms", STEP)
+    yield step.duration(f"{prefix}step during a load of {answer.chunks} chunks", "ms", STEP)
     busy = Compared(timings, "busy load", "busy limit", "the step before it, and a plain copy")
     yield busy.duration(
         f"{prefix}load of {answer.loaded_by_step} chunks in each step of {BUSY_STEP_MS} ms",
@@ -569,9 +552,9 @@ def _with_limits(answer: GpuAnswer) -> Timings:
     loads. Those begin when the step before has ended, because it may still write their blocks."""
     seconds = dict(answer.seconds)
     for form in FORMS:
-        share = answer.saved / answer.loaded
+        share = answer.saved / answer.chunks
         seconds[f"{form} save limit"] = [s * share for s in seconds[f"{form} to_host"]]
-    share = answer.loaded_by_step / answer.loaded
+    share = answer.loaded_by_step / answer.chunks
     seconds["busy limit"] = [
         BUSY_STEP_MS / 1e3 + s * share for s in seconds[f"{FORMS[0]} to_device"]
     ]
@@ -580,7 +563,7 @@ def _with_limits(answer: GpuAnswer) -> Timings:
 
 def _forward_rows(timings: Timings, answer: GpuAnswer, prefix: str) -> Iterator[BenchRow]:
     sides = {
-        "load": f"load of {answer.loaded} chunks: start and outcome",
+        "load": f"load of {answer.chunks} chunks: start and outcome",
         "save": f"save of {answer.saved} chunks",
         "idle": "step without transfers",
     }

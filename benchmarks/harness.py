@@ -1,71 +1,35 @@
 """Benchmark rounds: every round runs all sides in turn, so noise affects all of them alike."""
 
-import mmap
 import os
 import platform
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Barrier
-from typing import Literal, Self
+from typing import Literal
 
-from objkv.assembly.backends import open_bulk
-from objkv.config import Config, load_config
 from objkv.ops.doctor.doctor import DISTRIBUTIONS, installed_version, library_versions
-from objkv.stores.base import PruneStore
-from objkv.telemetry import NullRecorder
-
-# The machine: figures mean nothing without it.
+from objkv.ops.formats import size
 
 
-@dataclass(frozen=True, slots=True)
-class Machine:
-    """The hardware, and its load before the first round."""
-
-    cpu: str
-    cores: int
-    """Cores that this process may use."""
-    memory_bytes: int | None
-    system: str
-    python: str
-    load: float | None
-    """Mean number of runnable threads over the minute before; near 0 on an idle machine."""
-    libraries: Mapping[str, str]
-
-
-def describe_machine() -> Machine:
-    """Describe this machine."""
-    versions = library_versions() | {name: installed_version(name) for name in DISTRIBUTIONS}
-    return Machine(
-        cpu=_cpu(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),
-        memory_bytes=_memory_bytes(),
-        system=f"{platform.system()} {platform.release()}",
-        python=platform.python_version(),
-        load=round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        libraries={name: version for name, version in versions.items() if version},
-    )
-
-
-def _cores() -> int:
-    return os.cpu_count() or 1
-
-
-def _cpu() -> str:
+def machine() -> str:
+    """This machine, its load, and versions: figures mean nothing without them."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    versions = library_versions() | {name: installed_version(name) for name in DISTRIBUTIONS}
+    return ", ".join(
+        [
+            f"{cores} cores of {names[0] if names else platform.machine()}",
+            size(memory),
+            f"{platform.system()} {platform.release()}",
+            f"load {os.getloadavg()[0]:.2f} before the first round",
+            f"Python {platform.python_version()}",
+            *(f"{name} {version}" for name, version in versions.items() if version),
+        ]
+    )
 
 
 # Results: rows that compare a figure with a limit, and some of them with a target.
@@ -123,30 +87,14 @@ class Section:
     """The result of one benchmark."""
 
     name: str
-    """``store``, ``lookup``, ``codec``, ``engine`` or ``gpu``."""
     rows: tuple[BenchRow, ...]
     servers: Mapping[str, str]
     """Servers and devices that were measured, with versions."""
-    notes: tuple[str, ...] = ()
-    skipped: bool = False
-    """Whether the benchmark cannot run here; the notes give the reason."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchReport:
-    """The result of one run."""
-
-    objkv: str
-    machine: Machine
-    rounds: int
-    quick: bool
-    """Whether sizes were small: then the figures show only that it works."""
-    sections: tuple[Section, ...]
 
     @property
-    def missed(self) -> tuple[BenchRow, ...]:
-        """The rows that miss their targets."""
-        return tuple(row for section in self.sections for row in section.rows if row.ok is False)
+    def missed(self) -> int:
+        """How many rows miss their targets."""
+        return sum(row.ok is False for row in self.rows)
 
 
 # The arguments of every benchmark.
@@ -166,58 +114,6 @@ class BenchSetting:
     tell: Tell
     models: Path
     """Folder in which models are created and kept."""
-
-
-# Threads that start together, each with its own slab.
-
-START_S = 300.0
-
-
-class Threads:
-    """A context manager with ``threads`` threads. For one calling thread."""
-
-    def __init__(self, threads: int) -> None:
-        self.threads = threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-bench")
-        self._start = Barrier(threads)
-
-    def run(self, work: Callable[[int], None]) -> float:
-        """Call ``work`` with each thread's number. Return the seconds from the first start to the
-        last end.
-
-        Raises an error of a thread after all have ended. The threads read the clock themselves,
-        because on a busy machine the waiting thread may wake up late.
-        """
-
-        def started(number: int) -> tuple[float, float]:
-            self._start.wait(START_S)
-            begun = time.perf_counter()
-            work(number)
-            return begun, time.perf_counter()
-
-        futures = [self._pool.submit(started, number) for number in range(self.threads)]
-        errors = [future.exception() for future in futures]
-        for error in errors:
-            if error is not None:
-                raise error
-        times = [future.result() for future in futures]
-        return max(ended for _, ended in times) - min(begun for begun, _ in times)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._start.abort()  # release threads that wait for the others
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
-def make_slab(nbytes: int) -> memoryview:
-    """Return ``nbytes`` writable bytes, page-aligned, with every page touched."""
-    memory = mmap.mmap(-1, nbytes)
-    slab = memoryview(memory)
-    for at in range(0, nbytes, mmap.PAGESIZE):
-        slab[at] = 1
-    return slab
 
 
 Work = Callable[[], float]
@@ -300,14 +196,3 @@ class Compared:
 
 
 SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6}
-
-
-def open_store(config: Config) -> PruneStore:
-    """Open the bulk store of ``config`` as replicas do. The caller closes it."""
-    return open_bulk(config, NullRecorder())
-
-
-def local_config(**settings: str) -> Config:
-    """Return settings with these values, defaults otherwise, independent of the environment."""
-    ends = {"bulk_url": "file:///nowhere"}
-    return load_config(ends | settings, environ={})

@@ -1,11 +1,23 @@
 """Compare payloads between an S3 server in memory and a slab with plain sockets on the same route.
 
-objkv verifies every byte while it arrives; the limit does not.
+objkv verifies every byte while it arrives; the limit does not. The plain server is a process of its
+own, as S3 is. A request to it is nine bytes, ``G`` or ``P`` and a length: the server then sends so
+many bytes, or takes so many and answers one.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+import mmap
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from threading import Barrier
 from typing import Self
 from unittest.mock import patch
 
@@ -16,29 +28,34 @@ from benchmarks.harness import (
     Compared,
     Section,
     Target,
-    Threads,
     Work,
     interleave,
-    local_config,
-    make_slab,
-    open_store,
 )
-from benchmarks.plain_limit import PlainClient, plain_server
-from benchmarks.sample import PAYLOAD_1_MIB, PAYLOAD_32_MIB
 from objkv.assembly import fetchers
-from objkv.config import Config
+from objkv.assembly.backends import open_bulk
+from objkv.config import load_config
 from objkv.ops.bench.sample import PAYLOAD_8_MIB, PayloadSample, Shape, get_verified, make_samples
 from objkv.stores.base import PruneStore
+from objkv.telemetry import NullRecorder
+from tests.support.servers.listener import Listener
 from tests.support.servers.quick_s3 import quick_s3_process
 
+PAYLOAD_1_MIB = Shape("1 MiB", layers=15, layer_bytes=64 << 10)
+PAYLOAD_32_MIB = Shape("32 MiB", layers=32, layer_bytes=1 << 20)
+"""One chunk of 256 tokens of an 8B model: 32 layers, 8 KV heads of 128."""
 S3_GET = Target(0.85)
 S3_PUT = Target(0.80)
 CONNECTIONS = (1, 4)
+START_S = 300.0
 _ROUND_BYTES = 64 << 20
 _QUICK_ROUND_BYTES = 1 << 20
 _PASSES = 6
-"""Passes over all payloads in a round. One pass of 64 MiB takes 15 ms, in which a busy machine may
-not run every thread."""
+"""Passes of gets over all payloads in a round. One pass of 64 MiB takes 15 ms, in which a busy
+machine may not run every thread."""
+_REQUEST = struct.Struct(">cQ")
+_STEP_BYTES = 64 << 20
+_GIVEN_BYTES = 128 << 20
+"""More than caches hold; one piece of memory for all connections."""
 
 Move = Callable[[int, PayloadSample, memoryview], object]
 """Moves one payload; arguments are the thread's number, the payload and the thread's slab."""
@@ -51,143 +68,207 @@ def bench_s3(setting: BenchSetting) -> Section:
         return Section("s3", rows, {"S3": "quick_s3, in memory"})
 
 
-def s3_config(endpoint_url: str, **changes: str) -> Config:
-    """Settings for a bucket behind ``endpoint_url``; ``changes`` are values of other settings."""
+def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[BenchRow]:
     settings = {
         "bulk_url": "s3://bench/kv",
-        "s3_endpoint_url": endpoint_url,
+        "s3_endpoint_url": url,
         "s3_region": "us-east-1",
         "s3_addressing": "path",
         "s3_access_key_id": "bench",
         "s3_secret_access_key": "bench",
     }
-    return local_config(**settings | changes)
-
-
-def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[BenchRow]:
     # One request per payload: the limit has as many connections as there are threads, and no more.
     with patch.object(fetchers, "RANGES_MAX", 0):
-        store = open_store(s3_config(url))
+        store = open_bulk(load_config(settings, environ={}), NullRecorder())
     try:
-        for shape in large_payloads(setting):
+        for shape in (PAYLOAD_1_MIB,) if setting.quick else (PAYLOAD_8_MIB, PAYLOAD_32_MIB):
             for threads in CONNECTIONS:
-                case = f"{shape.name}, {connections(threads)}"
-                with (
-                    plain_clients(plain, threads) as clients,
-                    PayloadBench(setting, shape, threads) as bench,
-                ):
-                    setting.tell("S3", f"GET {case}")
-                    gets = Limit("plain recv_into", bench.gets(_plain_gets(clients)))
-                    yield bench.compare_gets(f"S3 GET {case}", store, gets, S3_GET)
-                    setting.tell("S3", f"PUT {case}")
-                    puts = Limit("plain sendall", bench.each(_plain_puts(clients)))
-                    yield bench.compare_puts(f"S3 PUT {case}", store, puts, S3_PUT)
+                setting.tell("S3", f"{shape.name}, {threads} threads")
+                with PayloadBench(setting, shape, threads, plain) as bench:
+                    yield from bench.rows(store)
     finally:
         store.close()
 
 
-@contextmanager
-def plain_clients(address: tuple[str, int], count: int) -> Iterator[list[PlainClient]]:
-    """As many connections to a ``PlainServer``."""
-    with ExitStack() as stack:
-        yield [stack.enter_context(PlainClient(address)) for _ in range(count)]
-
-
-def _plain_gets(clients: Sequence[PlainClient]) -> Move:
-    return lambda number, _, slab: clients[number].get_into(slab)
-
-
-def _plain_puts(clients: Sequence[PlainClient]) -> Move:
-    return lambda number, sample, _: clients[number].put(sample.payload)
-
-
-@dataclass(frozen=True, slots=True)
-class Limit:
-    """The comparison: moving the same number of bytes without objkv."""
-
-    name: str
-    work: Work
-
-
 class PayloadBench:
-    """Threads, each with its own slab and payloads. All payloads together are about
-    ``_ROUND_BYTES``, more than CPU caches hold; a pass moves each of them once."""
+    """Threads, each with its own slab, payloads, and connection to the plain server. All payloads
+    together are about ``_ROUND_BYTES``, more than CPU caches hold; a pass moves each of them once.
+    A context manager."""
 
-    def __init__(self, setting: BenchSetting, shape: Shape, threads: int) -> None:
-        self._setting = setting
-        self._crew = Threads(threads)
+    def __init__(
+        self, setting: BenchSetting, shape: Shape, threads: int, plain: tuple[str, int]
+    ) -> None:
+        self._setting, self._threads = setting, threads
+        plural = "" if threads == 1 else "s"
+        self._case = f"{shape.name}, {threads} connection{plural}"
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-bench")
+        self._start = Barrier(threads)
         wanted = _QUICK_ROUND_BYTES if setting.quick else _ROUND_BYTES
         each = max(1, wanted // (shape.raw_bytes * threads))
-        self.samples = make_samples(shape, each * threads)
-        self._slabs = [make_slab(len(self.samples[0].payload)) for _ in range(threads)]
-        self._nbytes = sum(len(sample.payload) for sample in self.samples)
+        self._samples = make_samples(shape, each * threads)
+        self._slabs = [_slab(len(self._samples[0].payload)) for _ in range(threads)]
+        self._plain, self._stack = plain, ExitStack()
+
+    def __enter__(self) -> Self:
+        clients = [PlainClient(self._plain) for _ in range(self._threads)]
+        self._clients = [self._stack.enter_context(client) for client in clients]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._start.abort()  # release threads that wait for the others
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._stack.close()
+
+    def rows(self, store: PruneStore) -> Iterator[BenchRow]:
+        """Gets, of which a payload is verified, and puts until they are acknowledged."""
+
+        def put_and_delete() -> float:
+            try:
+                return self._each(lambda _, one, __: store.put_if_absent(one.key, one.payload))
+            finally:
+                self._delete(store)
+
+        passes = 1 if self._setting.quick else _PASSES
+        for sample in self._samples:
+            store.put(sample.key, sample.payload)
+        yield self._compare(
+            f"S3 GET {self._case}",
+            lambda: self._each(lambda _, one, slab: get_verified(store, one, slab), passes),
+            lambda: self._each(lambda n, _, slab: self._clients[n].get_into(slab), passes),
+            ("plain recv_into", S3_GET),
+        )
+        self._delete(store)
+        yield self._compare(
+            f"S3 PUT {self._case}",
+            put_and_delete,
+            lambda: self._each(lambda n, one, _: self._clients[n].put(one.payload)),
+            ("plain sendall", S3_PUT),
+        )
+
+    def _compare(self, name: str, ours: Work, limit: Work, by: tuple[str, Target]) -> BenchRow:
+        nbytes = sum(len(sample.payload) for sample in self._samples)
+        timings = interleave({"ours": ours, "limit": limit}, self._setting.rounds)
+        return Compared(timings, "ours", "limit", by[0]).throughput(name, nbytes, by[1])
+
+    def _each(self, move: Move, passes: int = 1) -> float:
+        """Move every thread's samples. Return the seconds of a pass, from the first start to the
+        last end.
+
+        Raises an error of a thread after all have ended. The threads read the clock themselves,
+        because on a busy machine the waiting thread may wake up late.
+        """
+
+        def thread(number: int) -> tuple[float, float]:
+            self._start.wait(START_S)
+            begun = time.perf_counter()
+            for _ in range(passes):
+                for sample in self._samples[number :: self._threads]:
+                    move(number, sample, self._slabs[number])
+            return begun, time.perf_counter()
+
+        futures = [self._pool.submit(thread, number) for number in range(self._threads)]
+        for future in futures:
+            future.exception()
+        begun, ended = zip(*(future.result() for future in futures), strict=True)
+        return (max(ended) - min(begun)) / passes
+
+    def _delete(self, store: PruneStore) -> None:
+        for sample in self._samples:
+            store.delete(sample.key)
+
+
+def _slab(nbytes: int) -> memoryview:
+    """Return ``nbytes`` writable bytes, page-aligned, with every page touched."""
+    slab = memoryview(mmap.mmap(-1, nbytes))
+    for at in range(0, nbytes, mmap.PAGESIZE):
+        slab[at] = 1
+    return slab
+
+
+@cache
+def _given() -> memoryview:
+    return memoryview(b"g" * _GIVEN_BYTES)
+
+
+class PlainServer(Listener):
+    """Sends bytes of a buffer that it has, takes bytes into another; keeps nothing."""
+
+    def serve(self, connection: socket.socket) -> None:
+        """Answer requests until the client is gone. What is sent lies elsewhere each time, as that
+        of a store does: from a processor's cache it would be sent half as fast again. No page is
+        touched for the first time while it is measured."""
+        given, at = _given(), 0
+        taken = memoryview(b"")
+        request = memoryview(bytearray(_REQUEST.size))
+        with suppress(ConnectionError):
+            while True:
+                _fill(connection, request)
+                verb, nbytes = _REQUEST.unpack(request)
+                if verb == b"G":
+                    at = at if at + nbytes <= len(given) else 0
+                    connection.sendall(given[at : at + nbytes])
+                    at += nbytes
+                else:
+                    if len(taken) < nbytes:
+                        taken = memoryview(bytearray(b"p" * nbytes))
+                    _fill(connection, taken[:nbytes])
+                    connection.sendall(b"!")
+
+
+class PlainClient:
+    """One connection to a ``PlainServer``; a context manager. For one thread at a time."""
+
+    def __init__(self, address: tuple[str, int]) -> None:
+        self._socket = socket.create_connection(address)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def get_into(self, buffer: memoryview) -> None:
+        """Fill ``buffer`` with what the server sends."""
+        self._socket.sendall(_REQUEST.pack(b"G", len(buffer)))
+        _fill(self._socket, buffer)
+
+    def put(self, view: memoryview) -> None:
+        """Send ``view`` and wait until the server has taken all of it."""
+        self._socket.sendall(_REQUEST.pack(b"P", len(view)))
+        self._socket.sendall(view)
+        _fill(self._socket, memoryview(bytearray(1)))
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._crew.__exit__()
+        self._socket.close()
 
-    def each(self, move: Move, passes: int = 1) -> Work:
-        """Return a round in which every thread moves its samples; it gives the seconds per pass."""
 
-        def thread(number: int) -> None:
-            for _ in range(passes):
-                for sample in self.samples[number :: self._crew.threads]:
-                    move(number, sample, self._slabs[number])
+def _fill(connection: socket.socket, buffer: memoryview) -> None:
+    at = 0
+    while at < len(buffer):
+        got = connection.recv_into(buffer[at : at + _STEP_BYTES])
+        if not got:
+            raise ConnectionError(f"closed after {at} of {len(buffer)} bytes")
+        at += got
 
-        return lambda: self._crew.run(thread) / passes
 
-    def gets(self, move: Move) -> Work:
-        """Return a round of several passes, as gets can be repeated."""
-        return self.each(move, 1 if self._setting.quick else _PASSES)
-
-    def compare_gets(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
-        """Return a row for getting and verifying every payload."""
-
-        def get(_: int, sample: PayloadSample, slab: memoryview) -> None:
-            get_verified(store, sample, slab)
-
+@contextmanager
+def plain_server() -> Iterator[tuple[str, int]]:
+    """The address of a ``PlainServer`` in a process of its own, killed at the end."""
+    command = [sys.executable, "-c", "from benchmarks import s3; s3.serve()"]
+    with subprocess.Popen(
+        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
         try:
-            for sample in self.samples:
-                store.put(sample.key, sample.payload)
-            return self._compare(name, self.gets(get), limit, target)
+            host, port = process.stdout.readline().split()
+            yield host, int(port)
         finally:
-            self._delete(store)
-
-    def compare_puts(self, name: str, store: PruneStore, limit: Limit, target: Target) -> BenchRow:
-        """Return a row for putting until acknowledged; payloads are deleted between rounds."""
-
-        def put(_: int, sample: PayloadSample, __: memoryview) -> None:
-            assert store.put_if_absent(sample.key, sample.payload)
-
-        def put_and_delete() -> float:
-            try:
-                return puts()
-            finally:
-                self._delete(store)
-
-        puts = self.each(put)
-        return self._compare(name, put_and_delete, limit, target)
-
-    def _compare(self, name: str, ours: Work, limit: Limit, target: Target) -> BenchRow:
-        timings = interleave({"ours": ours, "limit": limit.work}, self._setting.rounds)
-        compared = Compared(timings, "ours", "limit", limit.name)
-        return compared.throughput(name, self._nbytes, target)
-
-    def _delete(self, store: PruneStore) -> None:
-        for sample in self.samples:
-            store.delete(sample.key)
+            process.kill()
 
 
-def large_payloads(setting: BenchSetting) -> tuple[Shape, ...]:
-    """Return the shapes measured in bulk stores."""
-    return (PAYLOAD_1_MIB,) if setting.quick else (PAYLOAD_8_MIB, PAYLOAD_32_MIB)
-
-
-def connections(count: int) -> str:
-    """Return the number of connections in words."""
-    return "1 connection" if count == 1 else f"{count} connections"
+def serve() -> None:
+    """Serve until killed; print host and port."""
+    with PlainServer() as server:
+        print(*server.address, flush=True)
+        signal.pause()  # until the benchmark ends this process
 
 
 if __name__ == "__main__":

@@ -12,14 +12,14 @@ from typing import Any
 
 from benchmarks.alone import run_alone
 from benchmarks.harness import SCALES, BenchRow, BenchSetting, Section, Target
-from benchmarks.sample import make_tokens
+from benchmarks.worker import BLOCK, LLAMA_8B
 from objkv.assembly.backends import open_bulk, open_index
 from objkv.config import Config, load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, Shards
 from objkv.index.guarded import GuardedIndex
-from objkv.keys.identity import GroupIdentity, Identity
+from objkv.keys.identity import Identity
 from objkv.ops.bench.sample import CHUNK_TOKENS
 from objkv.ops.bench.stores import percentile
 from objkv.telemetry import NullRecorder
@@ -28,13 +28,10 @@ STEP_US = Target(100, at_most=True, of="ours")
 _PROMPT_TOKENS = 128 << 10
 _STEPS = 5_000
 _QUICK_STEPS = 200
-_BLOCK_TOKENS = 16
 _REQUESTS = 5
 _ANSWER_S = 600.0
-_LAYERS = tuple(f"layers.{number}" for number in range(32))
-_GROUP = GroupIdentity("full", None, _LAYERS, heads=8, content=256, block_size=_BLOCK_TOKENS)
 _IDENTITY = Identity(
-    "bench", "weights", 0, "default", None, "bfloat16", (_GROUP,), "canonical", CHUNK_TOKENS
+    "bench", "weights", 0, "default", None, "bfloat16", (LLAMA_8B,), "canonical", CHUNK_TOKENS
 )
 
 
@@ -98,7 +95,7 @@ def _step(side: SchedulerSide, request: Any) -> None:
 
 
 def _side(config: Config, index: _SilentIndex) -> SchedulerSide:
-    geometry = Geometry((_GROUP,), CHUNK_TOKENS, _BLOCK_TOKENS, tp_size=1)
+    geometry = Geometry((LLAMA_8B,), CHUNK_TOKENS, BLOCK, tp_size=1)
     return SchedulerSide(
         config,
         Roles(loads=True, saves=True, steps_in_flight=2),
@@ -115,7 +112,7 @@ def _request(name: str) -> Any:
     """What is read of vLLM's request."""
     return SimpleNamespace(
         request_id=name,
-        all_token_ids=make_tokens(_PROMPT_TOKENS),
+        all_token_ids=[(number * 7919) % 128_000 for number in range(_PROMPT_TOKENS)],
         num_tokens=_PROMPT_TOKENS,
         num_prompt_tokens=_PROMPT_TOKENS,
         num_computed_tokens=0,

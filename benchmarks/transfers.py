@@ -22,22 +22,26 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.worker import Side, step_of, stored
+from benchmarks.worker import (
+    BLOCK,
+    BLOCKS,
+    CHUNK,
+    LLAMA_8B,
+    Side,
+    moves_of,
+    saves_of,
+    step_of,
+    stored,
+)
 from objkv.assembly.backends import open_index
 from objkv.config import load_config
 from objkv.connector.model.groups import Geometry
-from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
-from objkv.transfer.plan import ChunkMove, LoadMove, SaveMove
+from objkv.transfer.plan import LoadMove
 from tests.support.agents import AgentProcess
 
 NAMESPACE = "0" * 32
-CHUNK, BLOCK = 256, 32
-GROUP = GroupIdentity(
-    "full", None, tuple(f"layers.{i}" for i in range(32)), heads=8, content=256, block_size=BLOCK
-)
-GEOMETRY = Geometry((GROUP,), CHUNK, BLOCK, tp_size=1)
+GEOMETRY = Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=1)
 CODECS = ("none", "lz4", "blosc", "blosclz4")
 ARENA = "4GiB"
 
@@ -47,12 +51,13 @@ class Rig:
     second."""
 
     def __init__(self, chunks: int) -> None:
-        self.chunks = chunks
-        self.tokens = list(range(chunks * CHUNK))
-        self.hashes = prefix_hashes(NAMESPACE, self.tokens, CHUNK)
-        self.blocks = chunks * CHUNK // BLOCK
-        shape = (1 + 2 * self.blocks, GROUP.heads, BLOCK, GROUP.content)
-        self.caches = [torch.randn(shape).to(torch.bfloat16) for _ in GROUP.layers]
+        self.blocks = chunks * BLOCKS
+        shape = (1 + 2 * self.blocks, LLAMA_8B.heads, BLOCK, LLAMA_8B.content)
+        self.caches = [torch.randn(shape).to(torch.bfloat16) for _ in LLAMA_8B.layers]
+        tokens, blocks = range(chunks * CHUNK), range(1, shape[0])
+        self.saves = saves_of(moves_of(NAMESPACE, tokens, blocks))
+        moves = moves_of(NAMESPACE, tokens, blocks[self.blocks :])
+        self.loads = [LoadMove(move, None) for move in moves]
         half = self.caches[0][1 + self.blocks :]
         self.nbytes = len(self.caches) * half.numel() * half.element_size()
 
@@ -62,20 +67,6 @@ class Rig:
         for cache in self.caches:
             cache[1 + self.blocks :].copy_(cache[1 : 1 + self.blocks])
         return time.perf_counter() - started
-
-    def move(self, chunk: int, base: int) -> ChunkMove:
-        """Chunk ``chunk`` at the half that begins with block ``base``."""
-        first = base + chunk * CHUNK // BLOCK
-        return ChunkMove(
-            chunk=chunk,
-            group=0,
-            prefix_hash=self.hashes[chunk],
-            parent_hash=self.hashes[chunk - 1] if chunk else root_hash(NAMESPACE),
-            token_start=chunk * CHUNK,
-            token_end=(chunk + 1) * CHUNK,
-            first_block=0,
-            block_ids=tuple(range(first, first + CHUNK // BLOCK)),
-        )
 
     def same(self) -> bool:
         """Whether both halves are equal."""
@@ -91,31 +82,26 @@ def save_and_load(rig: Rig, folder: Path, codec: str) -> tuple[float, float, flo
         "codec": codec,
         "agent_memory_bytes": ARENA,
     }
-    saves = tuple(
-        SaveMove(rig.move(c, 1), token_digest(rig.tokens[c * CHUNK : (c + 1) * CHUNK]), None)
-        for c in range(rig.chunks)
-    )
     with ExitStack() as stack:
-        agent = stack.enter_context(AgentProcess(settings))
+        agent = stack.enter_context(AgentProcess(settings, fresh=True))
         index = open_index(load_config(settings, environ={}), NullRecorder())
         stack.callback(index.close)
         side = Side(stack, {"agent": agent.url}, GEOMETRY, rig.caches)
         started = time.perf_counter()
-        side.save(NAMESPACE, saves)
-        stored(index, NAMESPACE, saves)
+        side.save(NAMESPACE, rig.saves)
+        stored(index, NAMESPACE, rig.saves)
         saved = time.perf_counter() - started
-    loads = [LoadMove(rig.move(c, 1 + rig.blocks), None) for c in range(rig.chunks)]
     with ExitStack() as stack:
-        agent = stack.enter_context(AgentProcess(settings))
+        agent = stack.enter_context(AgentProcess(settings, fresh=True))
         side = Side(stack, {"agent": agent.url}, GEOMETRY, rig.caches)
-        return saved, load(rig, side, loads), load(rig, side, loads)
+        return saved, load(rig, side), load(rig, side)
 
 
-def load(rig: Rig, side: Side, loads: list[LoadMove]) -> float:
+def load(rig: Rig, side: Side) -> float:
     """Seconds of one load into the second half of the cache."""
     for cached in rig.caches:
         cached[1 + rig.blocks :].zero_()
-    seconds = side.load(step_of(NAMESPACE, loads))
+    seconds = side.load(step_of(NAMESPACE, rig.loads))
     assert rig.same()
     return seconds
 

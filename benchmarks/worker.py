@@ -3,7 +3,6 @@
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -15,34 +14,24 @@ from objkv.connector.kv.wiring import make_worker_side
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ReadIndex
+from objkv.keys.identity import GroupIdentity
+from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
-from objkv.transfer.plan import LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
 from tests.support.plans import packed
-from tests.support.servers.certificates import make_certificates
-from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.steps import Completed
 
+CHUNK: Final = 256
+BLOCK: Final = 16
+BLOCKS: Final = CHUNK // BLOCK
+"""Of a chunk."""
+LAYERS: Final = tuple(f"layers.{number}" for number in range(32))
+LLAMA_8B: Final = GroupIdentity("full", None, LAYERS, heads=8, content=256, block_size=BLOCK)
+"""The layers of an 8B model: a chunk of 256 tokens has 32 MiB."""
 NOTHING: Final = StepPlan(may_reuse=False)
 BOUND_S: Final = 100.0
 LOOK_S: Final = 5e-5
 _WAITS = ("load_deadline_ms", "step_load_deadline_ms", "save_deadline_ms")
-
-
-def stores(stack: ExitStack, folder: Path) -> dict[str, str]:
-    """Settings of agents over an S3 server on loopback behind TLS."""
-    certificates = make_certificates(folder / "tls")
-    server = stack.enter_context(quick_s3_process(tls=certificates))
-    return {
-        "index_url": f"sqlite://{folder}/i",
-        "bulk_url": "s3://bench/kv",
-        "s3_endpoint_url": server.url,
-        "s3_region": "us-east-1",
-        "s3_addressing": "path",
-        "s3_access_key_id": "bench",
-        "s3_secret_access_key": "bench",
-        "s3_ca_bundle": str(certificates / "ca.pem"),
-        "save_to_bucket": "all",
-    }
 
 
 class Side:
@@ -54,10 +43,9 @@ class Side:
         settings: Mapping[str, str],
         geometry: Geometry,
         caches: Sequence[torch.Tensor],
-        rank: int = 0,
     ) -> None:
         """``settings``: with the ``agent`` to use. ``caches``: the paged cache, a tensor a layer.
-        The worker ends with ``stack``. All ranks of an agent are one replica's."""
+        The worker ends with ``stack``."""
         bounds = dict.fromkeys(_WAITS, str(int(1000 * BOUND_S)))
         config = load_config({"pinned_bytes_max": str(2 << 30), **bounds, **settings}, environ={})
         link = AgentLink(config, Replica("bench"))
@@ -70,7 +58,7 @@ class Side:
         self.worker = make_worker_side(
             config,
             geometry,
-            Rank(rank, "bench", 1),
+            Rank(0, "bench", 1),
             link.connect,
             recorder=NullRecorder(),
             kv_caches=dict(zip(group.layers, caches, strict=True)),
@@ -109,6 +97,30 @@ class Side:
         received = bool(self.worker.results(NOTHING, set()).finished_recving)
         assert not self.worker.take_failed_blocks(), "a load failed"
         return received
+
+
+def moves_of(namespace: str, tokens: Sequence[int], blocks: Sequence[int]) -> list[ChunkMove]:
+    """The chunks of a prompt, each in the next ``BLOCKS`` of these blocks."""
+    hashes = prefix_hashes(namespace, tokens, CHUNK)
+    parents = [root_hash(namespace), *hashes]
+    return [
+        ChunkMove(
+            chunk=chunk,
+            group=0,
+            prefix_hash=hashed,
+            parent_hash=parents[chunk],
+            token_start=chunk * CHUNK,
+            token_end=(chunk + 1) * CHUNK,
+            first_block=0,
+            block_ids=tuple(blocks[chunk * BLOCKS : (chunk + 1) * BLOCKS]),
+        )
+        for chunk, hashed in enumerate(hashes)
+    ]
+
+
+def saves_of(moves: Sequence[ChunkMove]) -> list[SaveMove]:
+    """What saves these chunks. The digest of their tokens is one for all."""
+    return [SaveMove(move, token_digest(()), None) for move in moves]
 
 
 def step_of(namespace: str, moves: Sequence[LoadMove], name: str = "r") -> StepPlan:

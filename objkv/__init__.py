@@ -50,7 +50,7 @@ __all__ = [
     "warm",
 ]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 _PLACES = {
     "objkv.client.warming": ("warm",),

@@ -23,6 +23,7 @@ def wrong_in(wheel: Path, sdist: Path, version: str) -> dict[str, object]:
     files = (path for path in (ROOT / "objkv").rglob("*") if path.is_file())
     package = {str(p.relative_to(ROOT)) for p in files if "__pycache__" not in p.parts}
     info = f"objkv-{version}.dist-info"
+    section = "Unreleased" if "dev" in version else version
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         points = archive.read(f"{info}/entry_points.txt").decode()
@@ -38,7 +39,7 @@ def wrong_in(wheel: Path, sdist: Path, version: str) -> dict[str, object]:
         "too many bytes": wheel.stat().st_size > WHEEL_BYTES_MAX,
         "another version": metadata["Version"] != version,
         "no description": not metadata.get_payload(),
-        "no section of CHANGELOG.md": f"## [{version}]" not in (ROOT / "CHANGELOG.md").read_text(),
+        "no section of CHANGELOG.md": f"## [{section}]" not in (ROOT / "CHANGELOG.md").read_text(),
     }
 
 

@@ -1,7 +1,12 @@
-"""The files that are written from the code: ``python -m scripts.pages`` writes them all, and
-``python -m scripts.checks pages`` finds those that are stale."""
+"""The files that are written from the code, in whole or in part: ``python -m scripts.pages`` writes
+them all, and ``python -m scripts.checks pages`` finds those that are stale.
+
+Of most pages only blocks are written, each between ``<!-- NAME -->`` and ``<!-- end of NAME -->``;
+the words around them are the page's own.
+"""
 
 import os
+import re
 from pathlib import Path
 
 os.environ.pop("XDG_CACHE_HOME", None)  # Defaults on the pages are those below ~.
@@ -15,20 +20,35 @@ from scripts import (
     write_rights,
 )
 
-PAGES = (
-    write_api,
-    write_cli,
-    write_configuration,
-    write_metrics,
-    write_models,
-    write_rights,
-)
+WHOLE = (write_api, write_cli, write_configuration, write_models)
+IN_PART = (write_metrics, write_rights)
+NAMES = re.compile(r"<!-- end of (.+) -->")
+
+
+def filled(path: Path, blocks: dict[str, str]) -> str:
+    """The text of a page with these blocks. Raises ``SystemExit`` if it has others."""
+    text = path.read_text(encoding="utf-8")
+    if wrong := set(NAMES.findall(text)) ^ blocks.keys():
+        names = ", ".join(sorted(wrong))
+        raise SystemExit(f"{path}: add or delete the two comments around these blocks: {names}")
+    for name, block in blocks.items():
+        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
+        head, _, rest = text.partition(begin)
+        text = f"{head}{begin}\n{block.rstrip()}\n\n{end}{rest.partition(end)[2]}"
+    return text
 
 
 def files() -> dict[Path, str]:
     """Each file with the text that it should have."""
-    rights = {write_rights.FILE: write_rights.text()}
-    return {one.PAGE: one.page() for one in PAGES} | rights
+    others = {
+        write_rights.FILE: write_rights.text(),
+        write_configuration.CHART_SCHEMA: write_configuration.chart_schema(),
+    }
+    return (
+        {one.PAGE: one.page() for one in WHOLE}
+        | {one.PAGE: filled(one.PAGE, one.blocks()) for one in IN_PART}
+        | others
+    )
 
 
 if __name__ == "__main__":

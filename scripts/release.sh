@@ -96,7 +96,7 @@ release() {
   build_all
   package_chart "$DIST"
   package_chart "$WORK/rebuilt"
-  cmp "$DIST/objkv-$version.tgz" "$WORK/rebuilt/objkv-$version.tgz" || fail "two builds of the chart differ"
+  cmp "$DIST"/*.tgz "$WORK"/rebuilt/*.tgz || fail "two builds of the chart differ"
   write_sbom "$DIST/objkv-$version.cdx.json"
   (cd "$DIST" && sha256sum -- * >"$WORK/sums" && mv "$WORK/sums" SHA256SUMS && cat SHA256SUMS)
   say "objkv $version is in dist; nothing is signed or uploaded: the workflow attests what it publishes"

@@ -23,10 +23,9 @@ _END = r"(?![\w./-])"
 # Each finds its placeholder anywhere, and any other name where a file needs the right one. The
 # address of the documents comes first, because it can begin with the repository's.
 PATTERNS = {
-    "documentation": r"https://example\.com/objkv/docs"
-    r"|(?<=runbook_url: )https://\S+?(?=/(?:operations/)?[\w-]+\.(?:md|html))"
-    r"|(?<=runbook_url: [\"'])https://\S+?(?=/(?:operations/)?[\w-]+\.(?:md|html))",
+    "documentation": r"https://example\.com/objkv/docs",
     "repository": r"https://example\.com/objkv(?!/docs)(?=\W|$)|(?<=git::)https://\S+(?=\.git//)"
+    r"|(?:(?<=runbook_url: )|(?<=runbookUrl: ))https://\S+(?=/blob/HEAD/)"
     r"|(?<=image\.source=)https://\S+|(?<=^home: )https://\S+",
     "image": _IMAGE + "objkv" + _END,
     "replica_image": _IMAGE + "vllm-objkv" + _END,
@@ -77,8 +76,10 @@ def changes(root: Path) -> Iterator[tuple[Path, str]]:
     for path in files(root):
         text = path.read_text()
         new = rewritten(text, wanted, number)
-        if path.name == "Chart.yaml":
-            new = re.sub(r"^((?:appV|v)ersion: ).+$", rf"\g<1>{number}", new, flags=re.M)
+        if path.name == "Chart.yaml":  # Helm wants a semantic version: 0.2.0-dev0
+            chart = re.sub(r"\.?((?:dev|rc|a|b)\d+)$", r"-\1", number)
+            new = re.sub(r"^(appVersion: ).+$", rf"\g<1>{number}", new, flags=re.M)
+            new = re.sub(r"^(version: ).+$", rf"\g<1>{chart}", new, flags=re.M)
         if new != text:
             yield path, new
 

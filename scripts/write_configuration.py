@@ -1,5 +1,8 @@
-"""``docs/configuration.md``, from the schema of settings."""
+"""``docs/configuration.md``, and the names of settings in the chart's schema, from the schema of
+settings."""
 
+import re
+import textwrap
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,9 +11,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from objkv.config import Config
-from objkv.config.schema import BASIC, TOPICS
+from objkv.config.schema import BASIC, SECRET_SETTINGS, TOPICS
 from objkv.config.sources import CONFIG_FILE_VARIABLE, ENV_PREFIX
 
+CHART_SCHEMA = Path(__file__).parents[1] / "examples/kubernetes/chart/values.schema.json"
 PAGE = Path(__file__).parents[1] / "docs" / "configuration.md"
 HEAD = f"""# Configuration
 
@@ -91,3 +95,13 @@ def page() -> str:
         *(f"\n### {topic}\n{table(names)}" for topic, names in advanced().items()),
     ]
     return "".join(parts)
+
+
+def chart_schema() -> str:
+    """The chart's schema, whose users set all settings but secrets and what the chart sets."""
+    others = {*SECRET_SETTINGS, "role", "redis_prefix"}
+    names = ", ".join(f'"OBJKV_{n.upper()}"' for n in Config.model_fields if n not in others)
+    enum = textwrap.indent(textwrap.fill(names, 100), " " * 12)
+    pattern = r'\{"enum": \[[^\]]*"OBJKV_TTL_S"[^\]]*\]\}'
+    text = CHART_SCHEMA.read_text(encoding="utf-8")
+    return re.sub(pattern, f'{{"enum": [\n{enum}\n          ]}}', text)

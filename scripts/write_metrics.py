@@ -1,4 +1,4 @@
-"""``docs/metrics.md``, from the tables of metrics."""
+"""The tables in ``docs/metrics.md``, from those of metrics."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +14,6 @@ from objkv.connector.counters import (
 from objkv.ops.exporter.metrics import METRICS
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
-HEAD = Path(__file__).with_name("metrics_page.txt")
 
 Row = tuple[str, str, str]
 """Name, kind, meaning."""
@@ -55,16 +54,14 @@ def table(rows: Iterable[Row]) -> str:
     return "\n".join([*lines, *(f"| `{name}` | {kind} | {text} |" for name, kind, text in rows)])
 
 
-def page() -> str:
-    """The whole page."""
-    parts = {
+def blocks() -> dict[str, str]:
+    """The tables, and the buckets."""
+    tables = {
         "kv": connector(KV_METRICS),
         "encoder": connector(ENCODER_METRICS),
         "tier": connector(TIER_METRICS),
         "exporter": exporter(),
         "agent": agent(),
     }
-    text = HEAD.read_text()
-    for name, rows in parts.items():
-        text = text.replace(f"<!-- table: {name} -->", table(rows))
-    return text.replace("<!-- buckets -->", ", ".join(f"{bound:g}" for bound in BUCKETS_S))
+    buckets = ", ".join(f"{bound:g}" for bound in BUCKETS_S)
+    return {"buckets": buckets} | {f"table: {name}": table(rows) for name, rows in tables.items()}

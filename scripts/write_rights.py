@@ -2,7 +2,6 @@
 ``objkv.ops.doctor.access``."""
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from objkv.ops.doctor.access import (
 
 FILE = Path(__file__).parents[1] / "terraform" / "modules" / "rights" / "rights.json"
 PAGE = Path(__file__).parents[1] / "docs" / "access.md"
-_MATRIX = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- end of commands -->)", re.DOTALL)
 
 
 def rights() -> dict[str, Any]:
@@ -51,11 +49,10 @@ def text() -> str:
     return json.dumps(rights(), indent=2) + "\n"
 
 
-def page() -> str:
-    """``docs/access.md`` as it should be."""
+def blocks() -> dict[str, str]:
+    """The table of commands and roles."""
     rows = [f"| command | {' | '.join(ROLES)} |", "|---|" + "---|" * len(ROLES)]
     for name, roles in sorted(COMMAND_ROLES.items()):
         cells = ("yes" if role in roles else f"needs {roles[-1]}" for role in ROLES)
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
-    matrix = "\n" + "\n".join(rows) + "\n\n"
-    return _MATRIX.sub(lambda _: matrix, PAGE.read_text(encoding="utf-8"))
+    return {"commands": "\n".join(rows)}

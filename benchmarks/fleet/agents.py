@@ -1,84 +1,76 @@
 """The fleet with an agent per node: what is put into the bucket, what that costs and what it saves.
 
-``run.py --agents`` prints it. Both halves of the trace are simulated, each from empty caches on:
-defaults were chosen on the first, and the second shows whether they hold there.
+``run.py --agents`` prints it. The second half of the trace is simulated, from empty caches on: the
+defaults were chosen on the first.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 from rich.table import Table
 
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.fleet import Agents, Fleet, Policy, Routing
-from benchmarks.fleet.report import Summary, quantile
-from benchmarks.fleet.sweep import Case, Runs, changed
+from benchmarks.fleet.report import Summary
+from benchmarks.fleet.sweep import Case, Runs
 from benchmarks.fleet.trace import Request
 from objkv.cache.worth import SWEEP_WAIT_S, PutRule
 from objkv.config.prices import Prices
 
 ARENA_SHARE = 1 / 8
 """objkv's default: of the node's memory."""
-LIVES_H = {"4.5 h": 4.5, "8.5 h": 8.5, "24.5 h": 24.5, "1.5 d": 36.0, "2.5 d": 60.0}
-"""How long a payload is stored: with ``ttl_s`` 14,400, 28,800 and 86,400 and a sweep each hour;
-with lifecycle rules of one and of two days, which S3 rounds up to midnight."""
+LIFE_H = 4.5
+"""How long a payload is stored: ``ttl_s`` of 14,400 and a sweep each hour."""
 _TB = 1e12
 _GB_MONTH_HOURS = 730.0
 _COLUMNS = (
     "GPU %", "node %", "bucket %", "loaded, of no agents", "put TB/h", "put, of no agents",
     "drops %", "PUT M/h", "GET M/h", "requests $/h", "disk wear", "GPU time saved", "pays up to h",
-    *(f"net, {life}" for life in LIVES_H), "TTFT p50 s", "mean",
+    "left $", "TTFT p50 s", "mean",
 )  # fmt: skip
-_PROCESSES_MAX = 4
 _STEP_TOKENS = 2048
 """Of a prompt's beginning, by which the GPU time of a token is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fleet. Shares are of prompt tokens; dollars and bytes are the whole fleet's in an
+    """One fleet, beside the same without agents. Dollars and bytes are the whole fleet's in an
     hour, at list prices."""
 
-    part: str
     routing: str
     name: str
-    gpu: float
-    node: float
-    """Loaded from the agent's memory or disk."""
-    bucket: float
-    loaded_share: float
-    """Tokens loaded from anywhere, of those that are loaded without agents; likewise bytes put."""
-    put_share: float
-    put_bytes: float
-    dropped: float
-    puts: float
-    gets: float
-    requests_usd: float
+    found: Summary
+    base: Summary
     storage_usd_h: float
     """For each hour that a payload is stored."""
     disk_usd: float
-    gpu_usd_saved: float
-    ttft_p50_s: float
-    ttft_mean_s: float
+
+    @property
+    def node(self) -> float:
+        """Share of prompt tokens loaded from the agent's memory or disk."""
+        return self.found.arena + self.found.disk
+
+    @property
+    def requests_usd(self) -> float:
+        """What the bucket costs besides storage."""
+        return self.found.request_usd + self.found.egress_usd
 
     @property
     def pays_up_to_h(self) -> float:
         """The longest life of payloads at which no more is spent than saved; 0: none."""
-        left = self.gpu_usd_saved - self.requests_usd - self.disk_usd
+        left = self.found.gpu_usd_saved - self.requests_usd - self.disk_usd
         return max(0.0, left / self.storage_usd_h) if self.storage_usd_h else 0.0
 
-    def net_usd(self, life_h: float) -> float:
-        """GPU time saved without what is spent, if payloads are stored so long."""
-        spent = self.requests_usd + self.disk_usd + self.storage_usd_h * life_h
-        return self.gpu_usd_saved - spent
+    @property
+    def net_usd(self) -> float:
+        """GPU time saved without what is spent, if payloads live for ``LIFE_H``."""
+        spent = self.requests_usd + self.disk_usd + self.storage_usd_h * LIFE_H
+        return self.found.gpu_usd_saved - spent
 
     def as_json(self) -> dict[str, Any]:
         """Plain values."""
-        net = {f"net_usd, {name}": self.net_usd(life_h) for name, life_h in LIVES_H.items()}
-        return asdict(self) | {"pays_up_to_h": self.pays_up_to_h} | net
+        return asdict(self) | {"pays_up_to_h": self.pays_up_to_h, "net_usd": self.net_usd}
 
 
 def with_nodes(costs: Costs, model: str, replicas: int) -> Costs:
@@ -92,24 +84,17 @@ def with_nodes(costs: Costs, model: str, replicas: int) -> Costs:
 
 def cases(fleet: Fleet, costs: Costs) -> Iterator[Case]:
     """Without agents, then with the default arena and one thing changed at a time."""
-    memory = costs.node.memory_bytes * ARENA_SHARE
 
-    def agents(policy: Policy, disk_tb: float = 0, **others: Any) -> Fleet:
-        one = Agents(memory, disk_tb * _TB, save_to_bucket=policy)
-        return replace(fleet, agents=replace(one, **others))
+    def agents(policy: Policy, disk_tb: float = 0) -> Fleet:
+        memory = costs.node.memory_bytes * ARENA_SHARE
+        return replace(fleet, agents=Agents(memory, disk_tb * _TB, save_to_bucket=policy))
 
-    half = costs.node.memory_bytes / 2
     found = {
         "no agents": fleet,
         "all": agents("all"),
-        "all, one process": agents("all", processes=1),
         "reused": agents("reused"),
         "auto (default)": agents(decided(fleet, costs)),
-        "reused, one process": agents("reused", processes=1),
-        "reused, arena of half the memory": agents("reused", memory_bytes=half),
-        "reused, disk 4 TB of read payloads": agents("reused", 4, disk_keeps="read"),
         "reused, disk 4 TB": agents("reused", 4),
-        "reused, disk 8 TB, chunks of 512": changed(agents("reused", 8), chunk_tokens=512),
     }
     for name, case in found.items():
         yield Case("agents", name, case)
@@ -133,101 +118,65 @@ def decided(fleet: Fleet, costs: Costs) -> Policy:
     return rule.decide(rule.chunk([payload], gpu_s)).puts
 
 
-def halves(requests: Sequence[Request]) -> dict[str, list[Request]]:
-    """Both halves of the trace, each from its own time 0 on."""
-    middle = len(requests) // 2
-    parts = {"first half": requests[:middle], "second half": requests[middle:]}
-    return {
-        name: [replace(one, at_s=one.at_s - part[0].at_s) for one in part]
-        for name, part in parts.items()
-    }
-
-
-def rows(part: str, requests: Sequence[Request], costs: Costs, fleet: Fleet) -> list[Row]:
-    """Simulate one part of the trace with one routing."""
-    runs, out = Runs(requests, costs), list[Row]()
-    base: Summary | None = None
-    for case in cases(fleet, costs):
-        summary = runs.summary(case)
-        base = base or summary
-        out.append(_row(part, case, runs, (summary, base)))
-    return out
-
-
 def all_rows(requests: Sequence[Request], costs: Costs, fleet: Fleet) -> list[Row]:
-    """Both halves with both routings, beside each other on as many processors as there are."""
+    """The second half of the trace with both routings."""
+    half = requests[len(requests) // 2 :]
+    half = [replace(one, at_s=one.at_s - half[0].at_s) for one in half]
+    runs, out = Runs(half, costs), list[Row]()
     routings: tuple[Routing, ...] = ("random", "affine")
-    jobs = [
-        (part, some, costs, replace(fleet, routing=routing))
-        for part, some in halves(requests).items()
-        for routing in routings
-    ]
-    with ProcessPoolExecutor(_PROCESSES_MAX) as pool:
-        found = [pool.submit(partial(rows, *job)) for job in jobs]
-        return [row for one in found for row in one.result()]
-
-
-def table(part: str, routing: str, found: Sequence[Row]) -> Table:
-    """The rows of one part with one routing."""
-    out = Table(title=f"{part}, {routing} routing")
-    out.add_column("save_to_bucket", no_wrap=True)
-    for column in _COLUMNS:
-        out.add_column(column, justify="right")
-    for row in found:
-        if (row.part, row.routing) == (part, routing):
-            out.add_row(row.name, *_cells(row))
+    for routing in routings:
+        base: Summary | None = None
+        for case in cases(replace(fleet, routing=routing), costs):
+            summary = runs.summary(case)
+            base = base or summary
+            out.append(_row(case, runs, (summary, base)))
     return out
 
 
 def tables(found: Sequence[Row]) -> Iterator[Table]:
-    """One table for each part and routing."""
-    for part, routing in dict.fromkeys((row.part, row.routing) for row in found):
-        yield table(part, routing, found)
+    """One table for each routing."""
+    for routing in dict.fromkeys(row.routing for row in found):
+        out = Table(title=f"{routing} routing")
+        out.add_column("save_to_bucket", no_wrap=True)
+        for column in _COLUMNS:
+            out.add_column(column, justify="right")
+        for row in found:
+            if row.routing == routing:
+                out.add_row(row.name, *_cells(row))
+        yield out
 
 
-def _row(part: str, case: Case, runs: Runs, summaries: tuple[Summary, Summary]) -> Row:
+def _row(case: Case, runs: Runs, summaries: tuple[Summary, Summary]) -> Row:
     summary, base = summaries
     run = runs.run(case.fleet)
     world, per_h = run.world, 3600 * run.world.scale / run.span_s
-    bulk, put_bytes = world.bulk, 3600 * summary.saved_bytes_s
-    node = summary.arena + summary.disk
     written = sum(host.cache.disk_written for host in world.hosts) * per_h
+    gb_h = 3600 * summary.saved_bytes_s / 1e9
     return Row(
-        part=part,
-        routing=case.fleet.routing,
-        name=case.name,
-        gpu=summary.gpu,
-        node=node,
-        bucket=summary.bulk,
-        loaded_share=(node + summary.bulk) / max(base.bulk, 1e-9),
-        put_share=summary.saved_bytes_s / max(base.saved_bytes_s, 1e-9),
-        put_bytes=put_bytes,
-        dropped=summary.dropped,
-        puts=3600 * summary.puts_s,
-        gets=3600 * summary.gets_s,
-        requests_usd=summary.request_usd + summary.egress_usd,
-        storage_usd_h=put_bytes / 1e9 * bulk.gb_month_usd / _GB_MONTH_HOURS,
+        case.fleet.routing,
+        case.name,
+        summary,
+        base,
+        storage_usd_h=gb_h * world.bulk.gb_month_usd / _GB_MONTH_HOURS,
         disk_usd=written / _TB * world.costs.node.disk_usd_tb,
-        gpu_usd_saved=summary.gpu_usd_saved,
-        ttft_p50_s=quantile(world.counts.ttft_s, 0.5),
-        ttft_mean_s=summary.ttft_mean_s,
     )
 
 
 def _cells(row: Row) -> list[str]:
+    found, base = row.found, row.base
     return [
-        *(f"{100 * share:.1f}" for share in (row.gpu, row.node, row.bucket)),
-        f"{row.loaded_share:.2f}",
-        f"{row.put_bytes / _TB:.1f}",
-        f"{row.put_share:.2f}",
-        f"{100 * row.dropped:.0f}",
-        f"{row.puts / 1e6:.2f}",
-        f"{row.gets / 1e6:.2f}",
+        *(f"{100 * share:.1f}" for share in (found.gpu, row.node, found.bulk)),
+        f"{(row.node + found.bulk) / max(base.bulk, 1e-9):.2f}",
+        f"{3600 * found.saved_bytes_s / _TB:.1f}",
+        f"{found.saved_bytes_s / max(base.saved_bytes_s, 1e-9):.2f}",
+        f"{100 * found.dropped:.0f}",
+        f"{3600 * found.puts_s / 1e6:.2f}",
+        f"{3600 * found.gets_s / 1e6:.2f}",
         f"{row.requests_usd:.1f}",
         f"{row.disk_usd:.1f}",
-        f"{row.gpu_usd_saved:.1f}",
+        f"{found.gpu_usd_saved:.1f}",
         f"{row.pays_up_to_h:.0f}",
-        *(f"{row.net_usd(life_h):+.1f}" for life_h in LIVES_H.values()),
-        f"{row.ttft_p50_s:.2f}",
-        f"{row.ttft_mean_s:.2f}",
+        f"{row.net_usd:+.1f}",
+        f"{found.ttft_p50_s:.2f}",
+        f"{found.ttft_mean_s:.2f}",
     ]

@@ -70,7 +70,6 @@ class Redis:
     save_command_s: float
     record_bytes: int
     client_s_per_chunk: float
-    node_bytes_s: float
     source: str
 
 

@@ -10,18 +10,14 @@ from objkv.stores.s3.store import RANGES_MAX
 Routing = Literal["random", "affine"]
 Policy = Literal["all", "reused"]
 """What agents put into the bucket, see ``Agents``."""
-Admission = Literal["auto", "always", "never", "alone"]
-"""``alone`` is not objkv's: ``auto`` that ignores who waits behind a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """objkv's settings with objkv's defaults, its constants, then two limits that are set
-    elsewhere."""
+    """objkv's settings with objkv's defaults, and its constants."""
 
     chunk_tokens: int = 256
     ttl_s: float = 14_400
-    hot_save_bytes_max: int = 256 << 10
     load_threads: int = 8
     save_threads: int = 16
     ranges_max: int = RANGES_MAX
@@ -29,29 +25,17 @@ class Settings:
     """Chunks of a worker that may wait to be saved."""
     lookup_deadline_ms: int = 500
     load_deadline_ms: int = 30_000
-    admission: Admission = "auto"
-    quota_bytes: float = float("inf")
-    """Of the bulk store; not a setting of the replica: what somebody keeps the bucket to."""
-    hot_bytes: float = 50e9
-    """Memory of Redis for payloads; not a setting of the replica: its ``maxmemory``."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """One agent per node. ``memory_bytes`` and ``disk_bytes`` are a node's."""
+    """One agent per node. ``memory_bytes`` and ``disk_bytes`` are a node's. It has eight processes,
+    each with the connections, the threads and the speed that a worker would have."""
 
     memory_bytes: float
     disk_bytes: float = 0.0
-    disk_keeps: Literal["read", "all"] = "all"
-    """Of what memory gives up."""
     save_to_bucket: Policy = "all"
     """``reused``: what is committed twice, or read after a commit."""
-    processes: int = 8
-    """Each with the connections, the threads and the speed that a worker would have."""
-
-    def __post_init__(self) -> None:
-        if self.memory_bytes <= 0 or self.disk_bytes < 0 or self.processes < 1:
-            raise ValueError("an agent has memory and at least one process")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +48,6 @@ class Fleet:
     routing: Routing = "random"
     load: float = 0.5
     """Share of time that the GPUs would compute prompts if nothing were ever reused."""
-    overlap: float = 0.0
-    """Chance that a conversation of the trace is the same for all tenants."""
     spill_s: float = 2.0
     """Affine routing goes elsewhere if a replica has more than this to compute."""
     redis_primaries: int = 1
@@ -83,8 +65,6 @@ class Fleet:
             raise ValueError(f"chunk_tokens {chunk}: the trace knows blocks of {BLOCK_TOKENS}")
         if self.replicas < 1 or self.load <= 0 or self.redis_primaries < 1:
             raise ValueError("replicas, load and redis_primaries must be positive")
-        if not 0 <= self.overlap <= 1:
-            raise ValueError("overlap is a share")
 
     def simulated(self, costs: Costs) -> int:
         """Replicas that are simulated: whole hosts, one at least."""

@@ -17,12 +17,10 @@ class Load:
     """Tokens that the GPU has."""
     end: int
     """Tokens that it would have."""
-    hot_chunks: int
     bulk_chunks: int
     arena_chunks: int
     """In the memory of the node's agent; likewise the next."""
     disk_chunks: int
-    hot_bytes: int
     bulk_bytes: int
     gets: int
     ready_s: float
@@ -35,7 +33,6 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
     asked = sum(unit.chunks for unit in job.units)
     took_s = 0.0
     if asked and now < job.replica.closed_until_s:
-        world.counts.unasked_lookups += 1
         return 0, 0.0
     if asked:
         world.counts.lookup_commands += asked
@@ -43,7 +40,6 @@ def lookup(world: World, job: Job, now: float) -> tuple[int, float]:
         deadline_s = world.settings.lookup_deadline_ms / 1000
         took_s = redis.round_trip_s + asked * redis.client_s_per_chunk + (server_s or 0.0)
         if server_s is None or took_s > deadline_s:
-            world.counts.late_lookups += 1
             return 0, deadline_s
     answers: list[bool] = []
     for unit in job.units:
@@ -68,7 +64,6 @@ def load(world: World, job: Job, now: float, stored: int) -> float:
     what = _plan(world, job, now, (start, end))
     took_s = _seconds(world, job, now, what)
     if not _pays(world, job, what, took_s):
-        world.counts.refused += 1
         return now
     return _carry_out(world, job, now, what, took_s)
 
@@ -87,7 +82,6 @@ def _present(world: World, job: Job, now: float, stored: int) -> int:
             continue
         since_s = world.store.has(unit.key, now)
         if since_s is None or since_s > now:
-            world.counts.ghosts += 1
             return i
     return stored
 
@@ -101,9 +95,9 @@ def _plan(world: World, job: Job, now: float, tokens: tuple[int, int]) -> Load:
     start, end = tokens
     chunk = world.settings.chunk_tokens
     first, last = start // chunk, -(-end // chunk)
-    hot = arena = disk = seen = 0
+    arena = disk = seen = 0
     ready_s = now
-    if world.hot or world.fleet.agents:
+    if world.fleet.agents:
         for unit in job.units:
             chunks = unit.chunks if first <= seen < last else 0
             seen += unit.chunks
@@ -112,16 +106,13 @@ def _plan(world: World, job: Job, now: float, tokens: tuple[int, int]) -> Load:
             held = job.replica.host.cache.find(unit.key)
             arena += chunks if held and held[1] else 0
             disk += chunks if held and not held[1] else 0
-            hot += chunks if not held and unit.key in world.hot else 0
             since_s = held[0].ready_s if held else world.store.has(unit.key, now)
             ready_s = max(ready_s, since_s or now)
     arena = min(arena, last - first)
     disk = min(disk, last - first - arena)
-    hot = min(hot, last - first - arena - disk)
-    bulk = last - first - hot - arena - disk
-    parts = -(-world.payload_bytes // RANGE_BYTES)
-    size, gets = world.chunk_bytes, bulk * parts
-    return Load(start, end, hot, bulk, arena, disk, hot * size, bulk * size, gets, ready_s)
+    bulk = last - first - arena - disk
+    parts = -(-world.chunk_bytes // RANGE_BYTES)
+    return Load(start, end, bulk, arena, disk, bulk * world.chunk_bytes, bulk * parts, ready_s)
 
 
 def _seconds(world: World, job: Job, now: float, what: Load) -> float:
@@ -140,18 +131,11 @@ def _seconds(world: World, job: Job, now: float, what: Load) -> float:
         done_s = max(done_s, what.ready_s + copy_s)
     if what.disk_chunks:
         done_s = max(done_s, host.reads.start_s(now) + _disk_s(world, what))
-    if what.hot_bytes:
-        free = max(1 - world.redis_wire.average / world.costs.redis.node_bytes_s, 0.02)
-        hot_s = world.costs.redis.round_trip_s + what.hot_bytes / (
-            min(world.costs.redis.node_bytes_s * free, client.load_bytes_s * ranks)
-        )
-        done_s = max(done_s, now + hot_s)
     return max(done_s, host.receive.start_s(now) + _wire_s(world, what)) - now
 
 
 def _wire_s(world: World, what: Load) -> float:
-    nbytes = (what.bulk_bytes + what.hot_bytes) * _readers(world)
-    return nbytes / world.costs.client.nic_bytes_s
+    return what.bulk_bytes * _readers(world) / world.costs.client.nic_bytes_s
 
 
 def _disk_s(world: World, what: Load) -> float:
@@ -169,62 +153,49 @@ def _readers(world: World) -> int:
 
 def _each_s(world: World) -> float:
     """One ranged read on one connection."""
-    size = min(world.payload_bytes, RANGE_BYTES)
+    size = min(world.chunk_bytes, RANGE_BYTES)
     return world.bulk.first_byte_s + size / world.bulk.connection_bytes_s
 
 
 def _pays(world: World, job: Job, what: Load, took_s: float) -> bool:
     saved_s = world.model.prefill_s(what.start, what.end)
-    if world.settings.admission == "auto":
-        return took_s < saved_s * (1 + len(job.replica.waiting))
-    if world.settings.admission == "alone":
-        return took_s < saved_s
-    return world.settings.admission == "always"
+    return took_s < saved_s * (1 + len(job.replica.waiting))
 
 
 def _carry_out(world: World, job: Job, now: float, what: Load, took_s: float) -> float:
     counts, client = world.counts, world.costs.client
-    counts.loads += 1
     readers = _readers(world)
     counts.gets += what.gets * readers
     counts.bytes_bulk += what.bulk_bytes * readers
-    counts.bytes_hot += what.hot_bytes * readers
     if what.gets:
         width = world.width()
         connections_s = what.gets * _each_s(world) / (world.connections(save=False) * width)
         worker_s = what.bulk_bytes / (client.load_bytes_s * width)
         _lane(world, job).take(now, max(connections_s, worker_s))
     job.replica.host.reads.take(now, _disk_s(world, what))
-    if what.hot_bytes:
-        nbytes = what.hot_bytes * readers
-        world.redis_wire.add(now, nbytes * world.scale / world.fleet.redis_primaries)
     job.replica.host.receive.take(now, _wire_s(world, what))
     _touch(world, job, now, what)
     if world.fleet.agents:
         _share(world, job, now, what, now + took_s)
     deadline_s = world.settings.load_deadline_ms / 1000
     if took_s > deadline_s:
-        counts.late_loads += 1
         return now + deadline_s
-    hot = min(what.hot_chunks * world.settings.chunk_tokens, what.end - what.start)
-    arena = min(what.arena_chunks * world.settings.chunk_tokens, what.end - what.start - hot)
-    disk = min(what.disk_chunks * world.settings.chunk_tokens, what.end - what.start - hot - arena)
-    counts.hot += hot
+    tokens, chunk = what.end - what.start, world.settings.chunk_tokens
+    arena = min(what.arena_chunks * chunk, tokens)
+    disk = min(what.disk_chunks * chunk, tokens - arena)
     counts.arena += arena
     counts.disk += disk
-    counts.bulk += what.end - what.start - hot - arena - disk
+    counts.bulk += tokens - arena - disk
     job.reused = what.end
     return now + took_s
 
 
 def _touch(world: World, job: Job, now: float, what: Load) -> None:
-    chunks = what.hot_chunks + what.bulk_chunks
+    chunks = what.bulk_chunks
     world.counts.touch_commands += chunks
     world.ask_redis(job.replica, now, chunks * world.costs.redis.touch_s)
     for unit in _loaded(world, job, what):
         world.store.touch(unit.key, now)
-        if unit.key in world.hot:
-            world.hot.move_to_end(unit.key)
 
 
 def _loaded(world: World, job: Job, what: Load) -> Iterator[Unit]:
@@ -243,7 +214,7 @@ def _share(world: World, job: Job, now: float, what: Load, ready_s: float) -> No
     for unit in _loaded(world, job, what):
         if cache.find(unit.key) is None:
             nbytes = unit.chunks * world.chunk_bytes
-            cache.add(unit.key, Held(nbytes, ready_s, was_read=True))
+            cache.add(unit.key, Held(nbytes, ready_s))
             continue
         cache.read(unit.key, ready_s)
         if world.store.has(unit.key, now) is None:

@@ -17,23 +17,14 @@ class Summary:
     simulated: int
     requests_s: float
     gpu: float
-    """Share of prompt tokens found in the replica's own GPUs; likewise the next five."""
-    hot: float
+    """Share of prompt tokens found in the replica's own GPUs; likewise the next four."""
     bulk: float
     arena: float
     disk: float
     computed: float
-    hot_bytes_s: float
-    bulk_bytes_s: float
     saved_bytes_s: float
     dropped: float
     """Share of new chunks that could not be saved."""
-    loads: int
-    refused: int
-    late_loads: int
-    late_lookups: int
-    unasked_lookups: int
-    ghosts: int
     redis_lookups_s: float
     redis_touches_s: float
     redis_saves_s: float
@@ -54,8 +45,6 @@ class Summary:
     """Dollars for one hour of the whole fleet at list prices; likewise the next three."""
     storage_usd: float
     egress_usd: float
-    compute_s: float
-    """GPU seconds of prefill for one hour of the whole fleet, in replicas' time."""
     gpu_usd_saved: float
     """What the prefill that is not done would have cost, if its GPUs could be given back."""
     ttft_mean_s: float
@@ -97,21 +86,12 @@ def summarise(name: str, run: Run, without: Run | None = None) -> Summary:
         simulated=len(world.replicas),
         requests_s=counts.requests * per_s,
         gpu=counts.gpu / prompt,
-        hot=counts.hot / prompt,
         bulk=counts.bulk / prompt,
         arena=counts.arena / prompt,
         disk=counts.disk / prompt,
         computed=counts.computed / prompt,
-        hot_bytes_s=counts.bytes_hot * per_s,
-        bulk_bytes_s=counts.bytes_bulk * per_s,
         saved_bytes_s=counts.bytes_saved * per_s,
         dropped=counts.dropped / new if new else 0.0,
-        loads=counts.loads,
-        refused=counts.refused,
-        late_loads=counts.late_loads,
-        late_lookups=counts.late_lookups,
-        unasked_lookups=counts.unasked_lookups,
-        ghosts=counts.ghosts,
         redis_lookups_s=counts.lookup_commands * per_s,
         redis_touches_s=counts.touch_commands * per_s,
         redis_saves_s=counts.save_commands * per_s,
@@ -127,7 +107,6 @@ def summarise(name: str, run: Run, without: Run | None = None) -> Summary:
         + hour * (loaded_gb * bulk.get_gb_usd + saved_gb * bulk.put_gb_usd),
         storage_usd=stored * world.chunk_bytes / 1e9 * bulk.gb_month_usd / _HOURS_OF_MONTH,
         egress_usd=hour * loaded_gb * bulk.egress_gb_usd,
-        compute_s=counts.compute_s * hour,
         gpu_usd_saved=spared_s * hour / 3600 * gpu_hour,
         ttft_mean_s=sum(counts.ttft_s) / max(1, len(counts.ttft_s)),
         ttft_p50_s=quantile(counts.ttft_s, 0.5),
@@ -145,8 +124,7 @@ def stored_chunks(run: Run) -> float:
     world, ttl_s = run.world, run.world.settings.ttl_s
     if ttl_s <= run.span_s:
         return float(world.store.chunks_peak)
-    quota = world.settings.quota_bytes / world.scale / world.chunk_bytes
-    return min(quota, world.counts.saved / run.span_s * ttl_s)
+    return world.counts.saved / run.span_s * ttl_s
 
 
 def quantile(values: list[float], share: float) -> float:

@@ -37,7 +37,7 @@ def cells(summary: Summary, without_s: float) -> list[str]:
     nic = max(summary.nic_receive, summary.nic_send)
     return [
         f"{100 * summary.gpu:.1f}",
-        f"{100 * (summary.bulk + summary.hot):.1f}",
+        f"{100 * (summary.bulk):.1f}",
         f"{100 * summary.computed:.1f}",
         f"{summary.ttft_p50_s:.2f}",
         f"{summary.ttft_p90_s:.1f}",
@@ -66,12 +66,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--model", default=Fleet().model)
     parser.add_argument("--bulk", default=Fleet().bulk)
     parser.add_argument("--load", type=float, default=Fleet().load)
-    parser.add_argument("--overlap", type=float, default=Fleet().overlap)
-    parser.add_argument("--routing", choices=("random", "affine"), default=Fleet().routing)
     parser.add_argument(
         "--simulated", type=int, default=4, help="maximum number of simulated replicas"
     )
-    parser.add_argument("--seed", type=int, default=Fleet().seed)
     parser.add_argument(
         "--agents", action="store_true", help="compare which payloads agents put into the bucket"
     )
@@ -115,11 +112,8 @@ def main() -> None:
             replicas=given.replicas,
             model=given.model,
             bulk=given.bulk,
-            routing=given.routing,
             load=given.load,
-            overlap=given.overlap,
             simulated_max=given.simulated,
-            seed=given.seed,
         )
     except ValueError as exc:
         raise SystemExit(str(exc)) from exc

@@ -26,7 +26,6 @@ def save(world: World, job: Job, start_s: float, end_s: float) -> None:
             if is_due:
                 put(world, job.replica, unit, now)
         elif since_s > now:
-            world.counts.leased += unit.chunks
             _ask(world, job.replica, unit, now, commands=1)
 
 
@@ -35,10 +34,10 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     counts, client, width = world.counts, world.costs.client, world.width()
     agents = world.fleet.agents
     lane = replica.host.saves if agents else replica.saves
-    each_s = world.bulk.first_byte_s + world.payload_bytes / world.bulk.connection_bytes_s
+    each_s = world.bulk.first_byte_s + world.chunk_bytes / world.bulk.connection_bytes_s
     chunk_s = max(
         each_s / (world.connections(save=True) * width),
-        world.payload_bytes / (client.save_bytes_s * width),
+        world.chunk_bytes / (client.save_bytes_s * width),
     )
     waiting = (lane.start_s(now) - now) / chunk_s
     room: float = world.settings.queue_max + world.settings.save_threads
@@ -57,8 +56,6 @@ def put(world: World, replica: Replica, unit: Unit, now: float) -> bool:
     counts.bytes_saved += nbytes
     counts.saved += unit.chunks
     world.store.add(unit.key, unit.chunks, end_s)
-    if world.payload_bytes <= world.settings.hot_save_bytes_max:
-        world.keep_hot(unit, now)
     return True
 
 
@@ -67,7 +64,7 @@ def _commit(world: World, job: Job, unit: Unit, now: float) -> bool:
     agents, cache = world.fleet.agents, job.replica.host.cache
     assert agents is not None
     is_here = cache.find(unit.key) is not None
-    cache.add(unit.key, Held(unit.chunks * world.chunk_bytes, now, was_read=False))
+    cache.add(unit.key, Held(unit.chunks * world.chunk_bytes, now))
     if agents.save_to_bucket == "all":
         return True
     if is_here or world.sighted.get(unit.key, 0.0) > now:

@@ -60,7 +60,7 @@ def population(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> Popul
         for copy in range(copies)
         for request in kept(requests, copy, share)
     )
-    return Population(copies, work_s / time_s, fleet.overlap, fleet.seed, share)
+    return Population(copies, work_s / time_s, fleet.seed, share)
 
 
 def simulate(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> Run:

@@ -51,14 +51,13 @@ class _Stored:
 
 
 class SharedStore:
-    """Index and bulk store as one: units with a time to live, within a quota.
+    """Index and bulk store as one: units with a time to live.
 
     A hit renews the life of a unit, so the least used is also the next to expire, and one order
     serves both.
     """
 
-    def __init__(self, chunks_max: float, ttl_s: float) -> None:
-        self._chunks_max = chunks_max
+    def __init__(self, ttl_s: float) -> None:
         self._ttl_s = ttl_s
         self._units: OrderedDict[int, _Stored] = OrderedDict()
         self.chunks = 0
@@ -77,13 +76,11 @@ class SharedStore:
             self._units.move_to_end(key)
 
     def add(self, key: int, chunks: int, since_s: float) -> None:
-        """Store a unit that can be loaded from ``since_s`` on; evict what the quota forbids."""
+        """Store a unit that can be loaded from ``since_s`` on."""
         old = self._units.pop(key, None)
         self.chunks += chunks - (old.chunks if old else 0)
         self._units[key] = _Stored(since_s, since_s + self._ttl_s, chunks)
         self.expire(since_s)
-        while self.chunks > self._chunks_max:
-            self.chunks -= self._units.popitem(last=False)[1].chunks
         self.chunks_peak = max(self.chunks_peak, self.chunks)
 
     def empty(self) -> None:
@@ -106,7 +103,6 @@ class Held:
     nbytes: float
     ready_s: float
     """From then on its bytes are there."""
-    was_read: bool
 
 
 class Shelf:
@@ -124,7 +120,6 @@ class Shelf:
 
     def use(self, key: int) -> None:
         """Count a read of a unit that is here."""
-        self._held[key].was_read = True
         self._ranking.use(str(key))
 
     def add(self, key: int, held: Held) -> list[tuple[int, Held]]:
@@ -153,7 +148,6 @@ class NodeCache:
         """Without agents it holds nothing."""
         self.memory = Shelf(agents.memory_bytes if agents else 0.0)
         self.disk = Shelf(agents.disk_bytes if agents else 0.0)
-        self._spills_unread = agents is not None and agents.disk_keeps == "all"
         self.disk_written = 0.0
         """Bytes."""
 
@@ -174,17 +168,16 @@ class NodeCache:
             self.memory.use(key)
         elif (held := self.disk.get(key)) is not None:
             self.disk.use(key)
-            self.add(key, Held(held.nbytes, ready_s, was_read=True))
+            self.add(key, Held(held.nbytes, ready_s))
 
     def add(self, key: int, new: Held) -> None:
         """Keep a unit in memory; what has to go moves to the disk."""
         if self.memory.get(key) is not None:
             return
         for old, held in self.memory.add(key, new):
-            if self.disk.get(old) is not None or not (held.was_read or self._spills_unread):
-                continue
-            self.disk.add(old, held)
-            self.disk_written += held.nbytes if self.disk.get(old) is not None else 0.0
+            if self.disk.get(old) is None:
+                self.disk.add(old, held)
+                self.disk_written += held.nbytes if self.disk.get(old) is not None else 0.0
 
 
 class Lane:
@@ -212,7 +205,6 @@ class Gauge:
         self._memory_s = memory_s
         self._level = 0.0
         self._last_s = 0.0
-        self.total = 0.0
         self.peak = 0.0
 
     def add(self, now: float, work: float) -> float:
@@ -221,7 +213,6 @@ class Gauge:
             self._level *= math.exp((self._last_s - now) / self._memory_s)
             self._last_s = now
         self._level += work
-        self.total += work
         self.peak = max(self.peak, self.average)
         return self.average
 

@@ -51,13 +51,11 @@ class Population:
     """How often the trace is laid over itself to load a fleet.
 
     Each of ``copies`` is a tenant with conversations of its own, rotated in time by a random part
-    of the span; a conversation is the same in all copies with chance ``overlap``. Each copy has
-    ``share`` of the conversations. Times are multiplied by ``stretch``.
+    of the span. Each copy has ``share`` of the conversations. Times are multiplied by ``stretch``.
     """
 
     copies: int
     stretch: float
-    overlap: float
     seed: int
     share: float = 1.0
 
@@ -107,7 +105,7 @@ def arrivals(requests: Sequence[Request], population: Population) -> list[Arriva
         turn = rng.random() * span if copy else 0.0
         for request in kept(requests, copy, population.share):
             at_s = (request.at_s + rng.random() * _TICK_S + turn) % span * population.stretch
-            out.append(_arrival(request, at_s, copy * offset, common, population))
+            out.append(_arrival(request, at_s, copy * offset, common))
     out.sort(key=lambda arrival: arrival.at_s)
     return out
 
@@ -128,14 +126,9 @@ def _conversation(request: Request, common: frozenset[int]) -> int:
     return request.blocks[min(head, len(request.blocks) - 1)]
 
 
-def _arrival(
-    request: Request, at_s: float, offset: int, common: frozenset[int], population: Population
-) -> Arrival:
+def _arrival(request: Request, at_s: float, offset: int, common: frozenset[int]) -> Arrival:
     head = 1 if request.blocks[0] in common else 0
     conversation = _conversation(request, common)
-    if _chance(conversation) < population.overlap:
-        common_to = len(request.blocks)
-        return Arrival(at_s, request.tokens, request.blocks, conversation, common_to)
     own = tuple(block + offset for block in request.blocks[head:])
     blocks = request.blocks[:head] + own
     return Arrival(at_s, request.tokens, blocks, conversation + offset, head)

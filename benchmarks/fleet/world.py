@@ -6,7 +6,7 @@ replica's own caches only what that very replica of the whole fleet would hold: 
 """
 
 import random
-from collections import OrderedDict, deque
+from collections import deque
 from dataclasses import dataclass, field
 
 from benchmarks.fleet.costs import Costs, Model
@@ -19,6 +19,7 @@ from objkv.net.breaker import Patience
 _PATIENCE = Patience()
 REDIS_FULL = 0.95
 """A server that is asked for more than this of its time answers the rest too late."""
+AGENT_PROCESSES = 8
 _TAG = 1 << 40
 """Larger than any id of a block."""
 _SPREAD = 0x9E3779B97F4A7C15
@@ -31,28 +32,19 @@ class Counts:
     requests: int = 0
     prompt: int = 0
     gpu: int = 0
-    hot: int = 0
     bulk: int = 0
     arena: int = 0
     disk: int = 0
     computed: int = 0
-    loads: int = 0
-    refused: int = 0
-    late_loads: int = 0
-    late_lookups: int = 0
-    unasked_lookups: int = 0
-    ghosts: int = 0
     lookup_commands: int = 0
     touch_commands: int = 0
     save_commands: int = 0
     gets: int = 0
     puts: int = 0
-    bytes_hot: int = 0
     bytes_bulk: int = 0
     bytes_saved: int = 0
     saved: int = 0
     dropped: int = 0
-    leased: int = 0
     compute_s: float = 0.0
     ttft_s: list[float] = field(default_factory=list)
 
@@ -139,13 +131,8 @@ class World:
         simulated = fleet.simulated(costs)
         self.scale = fleet.replicas / simulated
         self.chunk_bytes = fleet.settings.chunk_tokens * self.model.token_bytes
-        self.payload_bytes = self.chunk_bytes
-        quota = fleet.settings.quota_bytes / self.scale / self.chunk_bytes
-        self.store = SharedStore(quota, fleet.settings.ttl_s)
-        self.hot: OrderedDict[int, int] = OrderedDict()
-        self.hot_chunks = 0
-        self.hot_chunks_max = fleet.settings.hot_bytes / self.scale / self.chunk_bytes
-        self.redis, self.redis_wire = Gauge(), Gauge()
+        self.store = SharedStore(fleet.settings.ttl_s)
+        self.redis = Gauge()
         host_size = self.model.replicas_per_host
         hosts = [Host(fleet.agents) for _ in range(-(-simulated // host_size))]
         self.replicas = [Replica(fleet, costs, hosts[i // host_size]) for i in range(simulated)]
@@ -175,7 +162,6 @@ class World:
     def empty(self) -> None:
         """Forget what is cached, which is most of the memory; what was counted stays."""
         self.store.empty()
-        self.hot.clear()
         for replica in self.replicas:
             replica.cache = BlockCache(0)
         for host in self.hosts:
@@ -196,18 +182,9 @@ class World:
         replica.failures = replica.pauses = 0
         return work_s / (1 - min(busy, REDIS_FULL))
 
-    def keep_hot(self, unit: Unit, now: float) -> None:
-        """Copy the payloads of a unit to Redis, which evicts the least used."""
-        nbytes = unit.chunks * self.chunk_bytes
-        self.redis_wire.add(now, nbytes * self.scale / self.fleet.redis_primaries)
-        self.hot_chunks += unit.chunks - self.hot.pop(unit.key, 0)
-        self.hot[unit.key] = unit.chunks
-        while self.hot_chunks > self.hot_chunks_max:
-            self.hot_chunks -= self.hot.popitem(last=False)[1]
-
     def width(self) -> int:
         """Processes that move the payloads of one request: its workers, or its agent's."""
-        return self.fleet.agents.processes if self.fleet.agents else self.model.ranks
+        return AGENT_PROCESSES if self.fleet.agents else self.model.ranks
 
     def connections(self, *, save: bool) -> int:
         """Requests to the bulk store that one worker has under way at most."""
@@ -215,7 +192,7 @@ class World:
         if save:
             return settings.save_threads
         return settings.load_threads + (
-            settings.ranges_max if self.payload_bytes > RANGE_BYTES else 0
+            settings.ranges_max if self.chunk_bytes > RANGE_BYTES else 0
         )
 
     def _units(self, arrival: Arrival) -> list[Unit]:

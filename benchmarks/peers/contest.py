@@ -13,8 +13,6 @@ from benchmarks.peers.crew import Crew, Entrant, PeerFailed
 
 LAYERS = 32
 LOOKUP_BYTES, LOOKUP_CHUNKS = 64 << 10, 128
-RESTARTS_MAX = 3
-"""Of an entrant that hung or ended; one more time, and it is out."""
 START_S = 120.0
 """Until a worker has imported what it needs, on a busy machine."""
 
@@ -76,25 +74,6 @@ class Result:
         ratios = [a / b for a, b in pairs if a is not None and b is not None]
         return statistics.median(ratios) if ratios else None
 
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "rows": [
-                {
-                    "entrant": row.entrant,
-                    "what": row.what,
-                    "unit": "MB/s" if row.nbytes else "ms",
-                    "median": row.median(),
-                    "seconds": row.seconds,
-                    "rival": row.rival,
-                    "objkv_times_as_fast": self.ratio(row),
-                }
-                for row in self.rows
-            ],
-            "out": self.out,
-            "failures": self.failures,
-        }
-
 
 class Contest:
     """Everybody who can take part, from the first round to the last."""
@@ -105,22 +84,22 @@ class Contest:
         options: Options,
         *,
         clear: Callable[[], None],
-        told: Callable[[str], None],
+        progress: Callable[[str], object],
     ) -> None:
         self._servers = servers
         self._options = options
         self._clear = clear
-        self._told = told
+        self._progress = progress
         self._result = Result([], {}, [])
         self._crews: list[Crew] = []
         self._case: dict[str, int] = {}
 
     def run(self, entrants: Sequence[Entrant]) -> Result:
-        """All sizes, then lookups. ``clear`` empties the servers; ``told`` hears what is done."""
+        """All sizes, then lookups. ``clear`` empties the servers; ``progress`` gets each step."""
         folder = Path(self._servers["folder"])
         with ExitStack() as stack:
             for entrant in entrants:
-                self._told(f"{entrant.name}: starting")
+                self._progress(f"{entrant.name}: starting")
                 if missing := entrant.missing():
                     self._result.out[entrant.name] = missing
                     continue
@@ -144,7 +123,7 @@ class Contest:
         for round_number in range(self._options.rounds + 1):
             for pool in list(self._crews):
                 name = pool.entrant.name
-                self._told(f"{name}: round {round_number}, {value_bytes >> 10} KiB")
+                self._progress(f"{name}: round {round_number}, {value_bytes >> 10} KiB")
                 names = _names(f"{name}/{value_bytes}/{round_number}", values)
                 seconds = self._turn(pool, names, round_number, lookups=lookups)
                 if round_number:  # the first one warms up
@@ -167,7 +146,8 @@ class Contest:
             self._try(partial(pool.ask_all, "clear", timeout_s))
         self._clear()
         if not pool.alive:
-            self._must(pool, self._restart)
+            self._crews.remove(pool)
+            self._result.out[pool.entrant.name] = self._result.failures[-1]
         after = second["seconds"] if second else None
         return (after,) if lookups else (put["seconds"] if put else None, after)
 
@@ -176,13 +156,6 @@ class Contest:
 
     def _prepare(self, pool: Crew) -> None:
         pool.ask_all("prepare", START_S, **self._case)
-
-    def _restart(self, pool: Crew) -> None:
-        if pool.restarts == RESTARTS_MAX:
-            raise PeerFailed(self._result.failures[-1])
-        pool.restart()
-        self._open(pool)
-        self._prepare(pool)
 
     def _try(self, call: Callable[[], Any]) -> Any:
         """What it returns; None if it failed."""
@@ -213,16 +186,16 @@ def _rows(entrant: Entrant, value_bytes: int, values: int, *, lookups: bool) -> 
     )
 
 
-def _found(told: dict[str, Any]) -> dict[str, Any]:
-    if told["found"] != LOOKUP_CHUNKS:
-        raise PeerFailed(f"a lookup found {told['found']} of {LOOKUP_CHUNKS}")
-    return told
+def _found(answer: dict[str, Any]) -> dict[str, Any]:
+    if answer["found"] != LOOKUP_CHUNKS:
+        raise PeerFailed(f"a lookup found {answer['found']} of {LOOKUP_CHUNKS}")
+    return answer
 
 
-def _same(told: dict[str, Any], digests: list[str]) -> dict[str, Any]:
-    if told["digests"] != digests:
+def _same(answer: dict[str, Any], digests: list[str]) -> dict[str, Any]:
+    if answer["digests"] != digests:
         raise PeerFailed("a get brought other bytes than were put")
-    return told
+    return answer
 
 
 def _names(what: str, count: int) -> list[str]:

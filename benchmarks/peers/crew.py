@@ -5,11 +5,10 @@ A peer that hangs is killed with all its children.
 
 import json
 import os
-import queue
+import select
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 END_S = 10.0
+ROLES = ("writer", "reader")
 
 
 class PeerFailed(Exception):
@@ -36,7 +36,7 @@ class Entrant:
     """Of ``setup.sh``; None for objkv's own interpreter."""
     rival: str | None = None
     """Whom of objkv's it is compared with; None if it is objkv's."""
-    roles: tuple[str, ...] = ("writer", "reader")
+    roles: tuple[str, ...] = ROLES
 
     def python(self) -> Path:
         """The interpreter of its environment."""
@@ -54,18 +54,14 @@ class Entrant:
 ENTRANTS = (
     Entrant("objkv-s3", ("objkv_worker.py", "s3")),
     Entrant("lmcache-s3", ("lmcache_worker.py", "s3"), "lmcache", "objkv-s3"),
-    Entrant("lmcache-engine-s3", ("lmcache_engine_worker.py", "s3"), "lmcache", "objkv-s3"),
+    Entrant("lmcache-engine-s3", ("lmcache_worker.py", "s3", "engine"), "lmcache", "objkv-s3"),
     Entrant("nixl-obj", ("nixl_worker.py",), "nixl", "objkv-s3"),
-    Entrant(
-        "mooncake-tcp",
-        ("mooncake_worker.py",),
-        "mooncake",
-        "objkv-s3",
-        roles=("server", "writer", "reader"),
-    ),
+    Entrant("mooncake-tcp", ("mooncake_worker.py",), "mooncake", "objkv-s3", ("server", *ROLES)),
     Entrant("objkv-redis", ("objkv_worker.py", "redis")),
     Entrant("lmcache-resp", ("lmcache_worker.py", "resp"), "lmcache", "objkv-redis"),
-    Entrant("lmcache-engine-resp", ("lmcache_engine_worker.py", "resp"), "lmcache", "objkv-redis"),
+    Entrant(
+        "lmcache-engine-resp", ("lmcache_worker.py", "resp", "engine"), "lmcache", "objkv-redis"
+    ),
 )
 
 
@@ -89,28 +85,29 @@ class Process:
                 start_new_session=True,  # so that what it started can be ended with it
             )
         self._killed = False
-        self._answers: queue.Queue[str] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
 
     def ask(self, do: str, timeout_s: float, **asked: Any) -> dict[str, Any]:
         """Its answer. Raises ``PeerFailed``; after a time-out the process is gone."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **asked}) + "\n")
             self._process.stdin.flush()
-            line = self._answers.get(timeout=timeout_s)
-        except queue.Empty:
-            self.kill()
-            raise PeerFailed(f"{self.name}: no answer to {do} in {timeout_s:g} s") from None
+            answers = select.poll()
+            answers.register(self._process.stdout, select.POLLIN)
+            if not answers.poll(1000 * timeout_s):
+                self.kill()
+                raise PeerFailed(f"{self.name}: no answer to {do} in {timeout_s:g} s")
+            line = self._process.stdout.readline()
         except OSError:
             line = ""
         if not line:
             self.kill()
             raise PeerFailed(f"{self.name}: ended at {do}: {self._last_words()}")
-        told: dict[str, Any] = json.loads(line)
-        if "error" in told:
-            raise PeerFailed(f"{self.name}: {do}: {told['error']}")
-        return told
+        answer: dict[str, Any] = json.loads(line)
+        if "error" in answer:
+            raise PeerFailed(f"{self.name}: {do}: {answer['error']}")
+        return answer
 
     @property
     def alive(self) -> bool:
@@ -134,12 +131,6 @@ class Process:
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
 
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._answers.put(line)
-        self._answers.put("")
-
     def _last_words(self) -> str:
         lines = self._log.read_text(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else "without a word"
@@ -150,25 +141,14 @@ class Crew:
 
     def __init__(self, entrant: Entrant, folder: Path, environment: Mapping[str, str]) -> None:
         self.entrant = entrant
-        self._start = lambda: {
+        self._processes = {
             role: Process(entrant, role, folder, environment) for role in entrant.roles
         }
-        self._processes = self._start()
-        self.restarts = 0
 
     def __enter__(self) -> "Crew":
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._close()
-
-    def restart(self) -> None:
-        """End them all, and begin anew."""
-        self._close()
-        self.restarts += 1
-        self._processes = self._start()
-
-    def _close(self) -> None:
         for process in reversed(self._processes.values()):
             process.close()
 

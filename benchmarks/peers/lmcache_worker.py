@@ -1,24 +1,33 @@
-"""LMCache's remote connectors, without vLLM: ``resp`` or ``s3``. Runs in LMCache's environment.
+"""LMCache's remote connectors, without vLLM: ``resp`` or ``s3``, alone or with ``engine`` below a
+whole LMCacheEngine. Runs in LMCache's environment.
 
 Written for 0.5.6. Values are chunks of 256 tokens in LMCache's own allocator, as its engine passes
 them to the connector. Puts use ``batched_put`` if it exists, and otherwise run all at once.
 """
 
 import asyncio
+import hashlib
+import socket
 import sys
 import threading
+import time
+import urllib.request
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import torch
 from lmcache.utils import CacheEngineKey
+from lmcache.v1.cache_engine import LMCacheEngineBuilder
 from lmcache.v1.config import LMCacheEngineConfig
+from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector import CreateConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from protocol import Bytes, Case, Servers, Worker, serve
 
 TOKENS = 256
+WAIT_S = 100.0
+LOOK_S = 0.001
 CALL_S = 60.0
 """Bound of a call: their synchronous calls may hang (a lost wake-up), so none is used."""
 
@@ -31,26 +40,20 @@ class LMCacheWorker(Worker):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def open(self, servers: Servers, role: str, threads: int) -> None:
-        """Only remembered: a connector needs to know the size of its values."""
-        self._servers, self._role, self._threads = servers, role, threads
-
-    def prepare(self, case: Case) -> list[Bytes]:
+    def prepare(self, case: Case) -> None:
         """A connector, its allocator with room for the values, and the values to put."""
-        config, metadata = (
-            config_of(self._scheme, self._servers, self._threads, case),
-            metadata_of(case),
-        )
+        config = config_of(self._scheme, self.servers, self.threads, case)
+        metadata = metadata_of(case)
         local = LocalCPUBackend(config, metadata, "cpu")
         self._connector = CreateConnector(config.remote_url, self._loop, local, config, metadata)
         if self._scheme == "s3":
-            with_bucket(self._connector, self._servers.bucket)
+            with_bucket(self._connector, self.servers.bucket)
         self._objects: list[Any] = []
         self._got: list[Any] = []
-        if self._role == "writer":
+        if self.role == "writer":
             shapes, dtypes = metadata.get_shapes(), metadata.get_dtypes()
             self._objects = [local.allocate(shapes, dtypes) for _ in range(case.values)]
-        return [_bytes(item) for item in self._objects]
+        self.buffers = [_bytes(item) for item in self._objects]
 
     def put(self, names: Sequence[str]) -> None:
         """Returns when the server has acknowledged all values."""
@@ -144,5 +147,108 @@ def _bytes(item: Any) -> Bytes:
     return whole
 
 
+class HostPages(GPUConnectorInterface):  # type: ignore[misc]  # LMCache is not typed
+    """In place of a GPU's paged cache: one buffer a chunk."""
+
+    def __init__(self, buffers: Sequence[Bytes]) -> None:
+        self._buffers = [torch.from_numpy(buffer) for buffer in buffers]
+
+    def to_gpu(self, memory_obj: Any, start: int, end: int, **_: Any) -> None:
+        """Out of LMCache's memory."""
+        self._buffers[start // TOKENS].copy_(memory_obj.raw_data.view(torch.uint8).view(-1))
+
+    def from_gpu(self, memory_obj: Any, start: int, end: int, **_: Any) -> None:
+        """Into LMCache's memory."""
+        memory_obj.raw_data.view(torch.uint8).view(-1).copy_(self._buffers[start // TOKENS])
+
+    def batched_to_gpu(self, memory_objs: Any, starts: Any, ends: Any, **_: Any) -> None:
+        """One after the other."""
+        for item, start, end in zip(memory_objs, starts, ends, strict=True):
+            self.to_gpu(item, start, end)
+
+    def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **_: Any) -> None:
+        """One after the other."""
+        for item, start, end in zip(memory_objs, starts, ends, strict=True):
+            self.from_gpu(item, start, end)
+
+    def get_shape(self, num_tokens: int) -> torch.Size:
+        """Asked of layerwise connectors only."""
+        raise NotImplementedError
+
+
+class LMCacheEngineWorker(Worker):
+    """One engine per size of values; the values of a put are the chunks of one prompt.
+
+    Like objkv's worker, and unlike the connector alone, it copies out of and into a paged cache
+    (one copy per chunk) and hashes the tokens. ``store`` returns before anything is stored, so a
+    put lasts until the server has all keys. The worker queries the server, because lookups of the
+    engine delay its stores.
+    """
+
+    def __init__(self, scheme: str) -> None:
+        self._scheme = scheme
+        self._engine: Any = None
+        self._engines = 0
+
+    def prepare(self, case: Case) -> None:
+        """An engine, and the pages of as many chunks."""
+        self._engines += 1  # the one before is left alone: its end was seen to hang
+        super().prepare(case)
+        self._engine = LMCacheEngineBuilder.get_or_create(
+            f"bench-{self._engines}",
+            config_of(self._scheme, self.servers, self.threads, case),
+            metadata_of(case),
+            HostPages(self.buffers),
+            lambda tensor, rank: None,
+            lambda item, rank: item,
+        )
+        self._engine.post_init()
+        if self._scheme == "s3":
+            with_bucket(self._connector(), self.servers.bucket)
+
+    def stage(self) -> None:
+        """The buffers are the pages; how many keys there are before."""
+        self._before = self._count()
+
+    def put(self, names: Sequence[str]) -> None:
+        """Returns when the server has one key more for each."""
+        self._engine.store(_tokens(names))
+        until = time.monotonic() + WAIT_S
+        while self._count() < self._before + len(names):
+            if time.monotonic() > until:
+                raise TimeoutError(f"{self._count() - self._before} keys in {WAIT_S} s")
+            time.sleep(LOOK_S)
+
+    def get(self, names: Sequence[str]) -> None:
+        """Into the pages."""
+        found = int(self._engine.retrieve(_tokens(names), req_id="bench").sum())
+        if found != len(names) * TOKENS:
+            raise RuntimeError(f"{found} tokens were retrieved")
+
+    def lookup(self, names: Sequence[str]) -> int:
+        """With the hashing of the tokens."""
+        return int(self._engine.lookup(_tokens(names))) // TOKENS
+
+    def _connector(self) -> Any:
+        backends = self._engine.storage_manager.storage_backends.values()
+        return next(b.connection for b in backends if hasattr(b, "connection"))
+
+    def _count(self) -> int:
+        if self._scheme == "resp":
+            with socket.create_connection(("127.0.0.1", self.servers.redis_port)) as server:
+                server.sendall(b"DBSIZE\r\n")
+                return int(server.makefile("rb").readline()[1:])
+        place = f"http://127.0.0.1:{self.servers.s3_port}/{self.servers.bucket}?list-type=2"
+        with urllib.request.urlopen(place) as answer:
+            return int(answer.read().count(b"<Key>"))
+
+
+def _tokens(names: Sequence[str]) -> list[int]:
+    """A prompt whose chunks nothing shares with any other."""
+    digests = [hashlib.sha256(name.encode()).digest() for name in names]
+    return [byte + 256 * (i % 64) for d in digests for i, byte in enumerate(d * (TOKENS // 32))]
+
+
 if __name__ == "__main__":
-    serve(LMCacheWorker(sys.argv[1]))
+    scheme, *engine = sys.argv[1:]
+    serve(LMCacheEngineWorker(scheme) if engine else LMCacheWorker(scheme))

@@ -30,44 +30,38 @@ class MooncakeWorker(Worker):
     def __init__(self) -> None:
         self._master: subprocess.Popen[bytes] | None = None
         self._registered: list[Bytes] = []
-        self._buffers: list[Bytes] = []
 
     def open(self, servers: Servers, role: str, threads: int) -> None:
-        """As ``server`` start the master, and tell the other roles where it is."""
-        self._role = role
-        told = Path(servers.folder) / "mooncake.json"
+        """As ``server`` start the master, and write where it is for the other roles."""
+        super().open(servers, role, threads)
+        place = Path(servers.folder) / "mooncake.json"
         if role == "server":
             port = self._start_master(Path(servers.folder))
             self._connect(port, SEGMENT_BYTES)
-            told.write_text(json.dumps({"port": port}))
+            place.write_text(json.dumps({"port": port}))
         else:
-            self._connect(json.loads(told.read_text())["port"], 0)
+            self._connect(json.loads(place.read_text())["port"], 0)
 
-    def prepare(self, case: Case) -> list[Bytes]:
+    def prepare(self, case: Case) -> None:
         """Buffers, registered; those of the size before are given up."""
         for buffer in self._registered:
             self._check(self._store.unregister_buffer(buffer.ctypes.data), "unregister_buffer")
         self._registered = []
-        if self._role != "server":
+        if self.role != "server":
             whole = np.zeros(case.value_bytes * case.values, np.uint8)
             self._check(self._store.register_buffer(whole.ctypes.data, whole.size), "register")
             self._registered = [whole]
-            self._buffers = np.split(whole, case.values)
-        return self._buffers if self._role == "writer" else []
+            self.buffers = np.split(whole, case.values)
 
     def put(self, names: Sequence[str]) -> None:
         """Returns when the values are in the server's memory."""
-        told = self._store.batch_put_from(list(names), *self._places(len(names)))
-        self._check(min(told), "batch_put_from")
+        codes = self._store.batch_put_from(list(names), *self._places(len(names)))
+        self._check(min(codes), "batch_put_from")
 
     def get(self, names: Sequence[str]) -> None:
         """Into the registered buffers."""
-        told = self._store.batch_get_into(list(names), *self._places(len(names)))
-        self._check(min(told), "batch_get_into")
-
-    def got(self, count: int) -> list[Bytes]:
-        """Those buffers."""
-        return self._buffers[:count]
+        codes = self._store.batch_get_into(list(names), *self._places(len(names)))
+        self._check(min(codes), "batch_get_into")
 
     def lookup(self, names: Sequence[str]) -> int:
         """One batched question."""
@@ -76,7 +70,7 @@ class MooncakeWorker(Worker):
 
     def clear(self) -> None:
         """Remove everything."""
-        if self._role == "writer":
+        if self.role == "writer":
             self._check(self._store.remove_all(True), "remove_all")
 
     def close(self) -> None:
@@ -107,7 +101,7 @@ class MooncakeWorker(Worker):
 
     def _connect(self, port: int, segment_bytes: int) -> None:
         self._store = MooncakeDistributedStore()
-        told = self._store.setup(
+        code = self._store.setup(
             f"127.0.0.1:{_free_port()}",
             "P2PHANDSHAKE",
             segment_bytes,
@@ -116,10 +110,10 @@ class MooncakeWorker(Worker):
             "",
             f"127.0.0.1:{port}",
         )
-        self._check(told, "setup")
+        self._check(code, "setup")
 
     def _places(self, count: int) -> tuple[list[int], list[int]]:
-        buffers = self._buffers[:count]
+        buffers = self.buffers[:count]
         return [b.ctypes.data for b in buffers], [b.size for b in buffers]
 
     def _check(self, code: Any, what: str) -> None:

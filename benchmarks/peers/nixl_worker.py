@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
-from protocol import Bytes, Case, Servers, Worker, serve
+from protocol import Case, Servers, Worker, serve
 
 CALL_S = 120.0
 POLL_S = 0.0002
@@ -20,11 +20,10 @@ class NixlWorker(Worker):
 
     def __init__(self) -> None:
         self._registered: list[object] = []
-        self._buffers: list[Bytes] = []
 
     def open(self, servers: Servers, role: str, threads: int) -> None:
         """Make the agent; it connects with the first call."""
-        self._role = role
+        super().open(servers, role, threads)
         self._agent = nixl_agent(f"bench-{role}", nixl_agent_config(backends=[]))
         self._agent.create_backend(
             "OBJ",
@@ -41,15 +40,14 @@ class NixlWorker(Worker):
             },
         )
 
-    def prepare(self, case: Case) -> list[Bytes]:
+    def prepare(self, case: Case) -> None:
         """Buffers, registered; those of the size before are given up."""
         for registered in self._registered:
             self._agent.deregister_memory(registered, backends=["OBJ"])
         whole = np.zeros(case.value_bytes * case.values, np.uint8)
         place = [(whole.ctypes.data, whole.size, 0, "")]
         self._registered = [self._agent.register_memory(place, "DRAM", backends=["OBJ"])]
-        self._buffers = np.split(whole, case.values)
-        return self._buffers if self._role == "writer" else []
+        self.buffers = np.split(whole, case.values)
 
     def put(self, names: Sequence[str]) -> None:
         """Returns when every upload was acknowledged."""
@@ -59,10 +57,6 @@ class NixlWorker(Worker):
         """Into the registered buffers."""
         self._transfer("READ", names)
 
-    def got(self, count: int) -> list[Bytes]:
-        """Those buffers."""
-        return self._buffers[:count]
-
     def lookup(self, names: Sequence[str]) -> int:
         """One call; one HEAD a key inside."""
         asked = [(0, 0, 0, name) for name in names]
@@ -70,14 +64,14 @@ class NixlWorker(Worker):
         return next((i for i, item in enumerate(found) if item is None), len(found))
 
     def _transfer(self, direction: str, names: Sequence[str]) -> None:
-        buffers = self._buffers[: len(names)]
+        buffers = self.buffers[: len(names)]
         keys = [
             (0, b.size, i, name) for i, (b, name) in enumerate(zip(buffers, names, strict=True))
         ]
         registered = self._agent.register_memory(keys, "OBJ", backends=["OBJ"])
         here = self._agent.get_xfer_descs([(b.ctypes.data, b.size, 0) for b in buffers], "DRAM")
         handle = self._agent.initialize_xfer(
-            direction, here, registered.trim(), f"bench-{self._role}", backends=["OBJ"]
+            direction, here, registered.trim(), f"bench-{self.role}", backends=["OBJ"]
         )
         try:
             state = self._agent.transfer(handle)

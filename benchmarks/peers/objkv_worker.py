@@ -52,7 +52,6 @@ class ObjkvWorker(Worker):
 
     def open(self, servers: Servers, role: str, threads: int) -> None:
         """Choose the stores of its agent, as a user does."""
-        self._role = role
         settings = {
             "agent_memory_bytes": ARENA,
             "bulk_url": f"s3://{servers.bucket}/objkv",
@@ -71,7 +70,7 @@ class ObjkvWorker(Worker):
         self._stack.callback(self._index.close)
         self._agent = self._stack.enter_context(AgentProcess(settings, fresh=True))
 
-    def prepare(self, case: Case) -> list[Bytes]:
+    def prepare(self, case: Case) -> None:
         """A paged cache with room for the values, and the worker over it."""
         self._transfers.close()
         per_token = case.value_bytes // case.layers // 2 // TOKENS
@@ -83,14 +82,11 @@ class ObjkvWorker(Worker):
         shape = (1 + case.values * BLOCKS, heads, BLOCK, per_token // heads)
         self._pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in names]
         self._side = Side(self._transfers, {"agent": self._agent.url}, geometry, self._pages)
-        if self._role != "writer":
-            return []
-        self._values = [np.zeros(case.value_bytes, np.uint8) for _ in range(case.values)]
-        return self._values
+        super().prepare(case)
 
     def stage(self) -> None:
         """Into the paged cache, as a forward pass would leave it."""
-        for i, value in enumerate(self._values):
+        for i, value in enumerate(self.buffers):
             for layer, part in zip(self._pages, np.split(value, len(self._pages)), strict=True):
                 blocks = layer[1 + i * BLOCKS : 1 + (i + 1) * BLOCKS]
                 blocks.view(torch.uint8).numpy().reshape(-1)[:] = part

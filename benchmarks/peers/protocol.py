@@ -56,14 +56,16 @@ class Worker:
     """What a peer's file provides. All calls come from one thread. ``put``, ``get`` and ``lookup``
     are timed, the others are not. What raises here is to be written; the rest may stay as it is."""
 
+    buffers: list[Bytes]
+    """One a value: what is put, and what a ``get`` brought."""
+
     def open(self, servers: Servers, role: str, threads: int) -> None:
         """Connect. ``role`` is ``writer`` or ``reader``: two processes, as two replicas are."""
-        raise NotImplementedError
+        self.servers, self.role, self.threads = servers, role, threads
 
-    def prepare(self, case: Case) -> list[Bytes]:
-        """Make buffers for one size of values; those that values are put from, one a value.
-        A reader returns none."""
-        raise NotImplementedError
+    def prepare(self, case: Case) -> None:
+        """Make ``buffers`` for one size of values."""
+        self.buffers = [np.zeros(case.value_bytes, np.uint8) for _ in range(case.values)]
 
     def stage(self) -> None:
         """Before a put: bring what is in the buffers to where the peer takes it from."""
@@ -78,7 +80,7 @@ class Worker:
 
     def got(self, count: int) -> list[Bytes]:
         """What the last ``get`` brought, one a value."""
-        raise NotImplementedError
+        return self.buffers[:count]
 
     def lookup(self, names: Sequence[str]) -> int:
         """How many of the names lead, without a gap, to something that is stored."""
@@ -107,7 +109,6 @@ def digests(buffers: Sequence[Bytes]) -> list[str]:
 class _Server:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self._sources: list[Bytes] = []
         self._base = np.empty(0, np.uint8)
 
     def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
@@ -117,16 +118,16 @@ class _Server:
             self._worker.open(servers, asked["role"], asked["threads"])
         elif do == "prepare":
             case = Case(**asked)
-            self._sources = self._worker.prepare(case)
+            self._worker.prepare(case)
             noise = np.random.default_rng(case.value_bytes)
             self._base = noise.integers(0, 256, case.value_bytes, dtype=np.uint8)
         elif do == "put":
-            fill(self._sources, self._base, asked["seed"])
-            told = digests(self._sources)
+            fill(self._worker.buffers, self._base, asked["seed"])
+            put = digests(self._worker.buffers)
             self._worker.stage()
             started = time.perf_counter()
             self._worker.put(asked["names"])
-            return {"seconds": time.perf_counter() - started, "digests": told}
+            return {"seconds": time.perf_counter() - started, "digests": put}
         elif do == "get":
             started = time.perf_counter()
             self._worker.get(asked["names"])
@@ -154,11 +155,11 @@ def serve(worker: Worker) -> None:
         asked = json.loads(line)
         last = asked["do"] == "close"
         try:
-            told = server.answer(asked)
+            answer = server.answer(asked)
         except BaseException as exc:
             traceback.print_exc()
-            told = {"error": f"{type(exc).__name__}: {exc}"}
-        print(json.dumps(told), file=answers)
+            answer = {"error": f"{type(exc).__name__}: {exc}"}
+        print(json.dumps(answer), file=answers)
         if last:
             break
     answers.flush()

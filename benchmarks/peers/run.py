@@ -1,7 +1,7 @@
 """Compare objkv with its peers in turn: same servers, same bytes, a separate environment for each.
 
     benchmarks/peers/setup.sh lmcache mooncake nixl      once
-    .venv/bin/python benchmarks/peers/run.py [--peer lmcache-resp ...] [--rounds 5] [--json]
+    .venv/bin/python benchmarks/peers/run.py [--peer lmcache-resp ...] [--rounds 5] [--markdown]
 
 Measures puts until the servers have everything, verified gets into existing memory, and lookups of
 128 chunks by a process that has never seen them. Figures are medians; the ratio is how many times
@@ -9,9 +9,6 @@ as fast objkv was in the same round. Writes only temporary files. See docs/perfo
 """
 
 import argparse
-import json
-import os
-import platform
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -26,6 +23,7 @@ if not __package__:  # run by its path
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.harness import machine
 from benchmarks.peers.contest import Contest, Options, Result, Row
 from benchmarks.peers.crew import ENTRANTS, Entrant
 from objkv.config import Config
@@ -35,12 +33,8 @@ from tests.support.servers.redis import valkey_server
 
 BUCKET = "bench"
 VALKEY = ("--maxmemory", "4gb", "--maxmemory-policy", "noeviction", "--io-threads", "1")
+COLUMNS = ("what", "who", "median", "rounds", "objkv is times as fast")
 SIZES = ((2 << 20, 32), (32 << 20, 4))
-LARGE_MALLOC = {
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
-    "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
-    "MALLOC_TOP_PAD_": str(256 << 20),
-}
 SETTINGS = {
     "LMCACHE_LOG_LEVEL": "ERROR",
     "LMCACHE_TRACK_USAGE": "false",
@@ -93,36 +87,25 @@ def chosen(names: list[str]) -> list[Entrant]:
 
 def show(result: Result, console: Console, title: str) -> None:
     """The table."""
-    console.print(title)
-    table = Table()
-    for column in ("what", "who"):
+    table = Table(title=title)
+    for column in COLUMNS:
         table.add_column(column, no_wrap=True)
-    for column in ("median", "rounds", "objkv is\ntimes as fast"):
-        table.add_column(column, justify="right", no_wrap=True)
     for cells in _cells(result):
         table.add_row(*cells)
     console.print(table)
-    for name, reason in result.out.items():
-        console.print(f"{name}: {reason}", highlight=False, markup=False)
-    for text in result.failures:
-        console.print(f"failed: {text}", highlight=False, markup=False)
+    console.print(*_remarks(result), sep="\n", highlight=False, markup=False)
 
 
 def markdown(result: Result, title: str) -> str:
     """The table in Markdown."""
-    lines = [title, "", "| what | who | median | rounds | objkv is times as fast |"]
-    lines.append("| --- | --- | ---: | ---: | ---: |")
+    lines = [title, "", f"| {' | '.join(COLUMNS)} |", "| --- | --- | ---: | ---: | ---: |"]
     lines += [f"| {' | '.join(cells)} |" for cells in _cells(result)]
-    lines += [f"\n{name}: {reason}" for name, reason in result.out.items()]
-    lines += [f"\nfailed: {text}" for text in result.failures]
-    return "\n".join(lines)
+    return "\n".join(lines + [f"\n{remark}" for remark in _remarks(result)])
 
 
-def machine() -> str:
-    """What the figures belong to."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    model = next((x.partition(":")[2].strip() for x in lines if x.startswith("model name")), "?")
-    return f"{os.cpu_count()} × {model}, Linux {platform.release()}, loopback"
+def _remarks(result: Result) -> list[str]:
+    out = [f"{name}: {reason}" for name, reason in result.out.items()]
+    return out + [f"failed: {text}" for text in result.failures]
 
 
 def _cells(result: Result) -> list[tuple[str, ...]]:
@@ -151,30 +134,21 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=8, help="threads of each client")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="timeout of one request")
-    parser.add_argument(
-        "--scale", type=float, default=1.0, help="multiply the number of values at once"
-    )
-    parser.add_argument(
-        "--large-malloc", action="store_true", help="make all allocators keep freed memory"
-    )
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
     arguments = parser.parse_args()
     options = Options(
-        sizes=tuple((size, max(1, int(count * arguments.scale))) for size, count in SIZES),
+        sizes=SIZES,
         rounds=arguments.rounds,
         threads=arguments.threads,
         timeout_s=arguments.timeout_s,
-        environment=SETTINGS | (LARGE_MALLOC if arguments.large_malloc else {}),
+        environment=SETTINGS,
     )
     progress = Console(stderr=True)
     with servers() as (place, clear), progress.status("starting") as status:
-        contest = Contest(place, options, clear=clear, told=status.update)
+        contest = Contest(place, options, clear=clear, progress=status.update)
         result = contest.run(chosen(arguments.peer))
     title = f"{machine()}; {options.threads} threads, medians of {options.rounds} rounds in turn"
-    if arguments.json:
-        print(json.dumps({"machine": machine(), **result.plain()}))
-    elif arguments.markdown:
+    if arguments.markdown:
         print(markdown(result, title))
     else:
         show(result, Console(), title)

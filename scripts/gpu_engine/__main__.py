@@ -41,7 +41,6 @@ class Stage:
     job: Job | None = None
     appends: bool = True
     """Whether it appends to the results. The others print theirs."""
-    is_default: bool = True
 
 
 ENGINE = ("-m", "scripts.gpu_engine.engine")
@@ -53,20 +52,10 @@ STAGES = {
     "auto": Stage(ENGINE, 120, 40, Job(agent="auto")),
     "big": Stage(ENGINE, 120, 60, Job(agent="auto", shape="8b")),
     "process": Stage(ENGINE, 120, 50, Job(agent="auto", own_process=True)),
-    "resident": Stage(
-        ("-m", "benchmarks.gpu_agent", "resident"), 240, 60, appends=False, is_default=False
-    ),
-    "gpu-check": Stage(
-        ("-m", "objkv", "gpu-check", "--random"), 400, 100, appends=False, is_default=False
-    ),
 }
 
 
-def default(*, cpu: bool) -> list[str]:
-    """The stages without ``--stages``."""
-    if cpu:
-        return ["base", "private", "auto", "process"]
-    return [name for name, stage in STAGES.items() if stage.is_default]
+ON_CPU = "base,private,auto,process"
 
 
 def say(text: str) -> None:
@@ -107,8 +96,7 @@ class Run:
                     continue
                 limit_s = min(left_s, stage.limit_s * (PATIENCE if self._options.cpu else 1))
                 good &= self._stage(name, stage, Path(folder, name), limit_s)
-        rows = read(self._results)
-        print(table(rows), flush=True)
+        print(table(read(self._results)), flush=True)
         return good
 
     def _unpack(self) -> None:
@@ -230,7 +218,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.cpu:
         options.budget *= PATIENCE
-    options.stages = options.stages.split(",") if options.stages else default(cpu=options.cpu)
+    options.stages = (options.stages or (ON_CPU if options.cpu else ",".join(STAGES))).split(",")
     if unknown := set(options.stages) - set(STAGES):
         parser.error(f"no such stage: {', '.join(sorted(unknown))}")
     options.work, options.out = options.work.resolve(), options.out.resolve()

@@ -187,11 +187,8 @@ class Session:
 
     def run(self) -> None:
         """Warm up, and measure."""
-        attempt, shortest, longest = (
-            self._results.attempt,
-            min(self._job.lengths),
-            max(self._job.lengths),
-        )
+        attempt = self._results.attempt
+        shortest, longest = min(self._job.lengths), max(self._job.lengths)
         for _ in range(2):  # the second time loads
             self._engine.ask(prompt(longest, "warm-up"))
             self._wait_saved(longest // CHUNK)
@@ -212,8 +209,6 @@ class Session:
                     self._load(length)
             with attempt("gaps beside a load"):
                 self._gaps("loads", prompt(longest, 0))
-            with attempt("loads at once"):
-                self._load_at_once(sorted(self._job.lengths)[len(self._job.lengths) // 2])
         with attempt("gaps beside a computation"):
             self._gaps("is computed", prompt(longest, "new"))
         with attempt("metrics"):
@@ -254,16 +249,6 @@ class Session:
         self._results.add("equal", length=length, cached=equal, computed=same)
         if not all(equal):
             self._results.failed.append(f"answers after loading {length}")
-
-    def _load_at_once(self, length: int) -> None:
-        self._engine.forget()
-        began, first = time.perf_counter(), dict[str, float]()
-        for number in range(LOADS):
-            self._engine.add(prompt(length, number % self._repeats, number), 2)
-        while self._engine.engine.has_unfinished_requests():
-            for output in self._engine.step():
-                first.setdefault(output.request_id, time.perf_counter() - began)
-        self._results.add("at once", length=length, **milliseconds(list(first.values())))
 
     def _gaps(self, what: str, tokens: list[int]) -> None:
         """Times between tokens of requests that run before and while another one begins."""

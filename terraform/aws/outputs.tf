@@ -1,8 +1,8 @@
 locals {
-  bulk_url = "s3://${local.bucket.bucket}/${var.prefix}"
+  bulk_url = "s3://${module.bucket.bucket}/${var.prefix}"
 
   everybody = {
-    OBJKV_S3_REGION = module.network.region
+    OBJKV_S3_REGION = data.aws_region.here.id
     OBJKV_INDEX_URL = module.index.url
     OBJKV_TTL_S     = tostring(var.ttl_s)
   }
@@ -27,7 +27,7 @@ output "tenants" {
   description = "Environment of each tenant's processes, except OBJKV_ROLE and credentials."
   value = {
     for tenant, place in module.roles.places : tenant => merge(local.everybody, {
-      OBJKV_BULK_URL     = "s3://${local.bucket.bucket}/${place.prefix}"
+      OBJKV_BULK_URL     = "s3://${module.bucket.bucket}/${place.prefix}"
       OBJKV_REDIS_PREFIX = place.redis_prefix
       OBJKV_TENANT       = tenant
     }) if tenant != ""
@@ -40,7 +40,7 @@ output "environments" {
     for key, grant in module.roles.grants : key => merge(
       local.everybody,
       {
-        OBJKV_BULK_URL     = "s3://${local.bucket.bucket}/${module.roles.places[grant.tenant].prefix}"
+        OBJKV_BULK_URL     = "s3://${module.bucket.bucket}/${module.roles.places[grant.tenant].prefix}"
         OBJKV_REDIS_PREFIX = module.roles.places[grant.tenant].redis_prefix
         OBJKV_ROLE         = grant.role
       },
@@ -65,14 +65,9 @@ output "redis_access_strings" {
   value       = { for key, strings in module.roles.access_strings : key => strings[local.server_kind] }
 }
 
-output "endpoint_ids" {
-  description = "Gateway endpoints created for route_table_ids, by service."
-  value       = module.network.endpoint_ids
-}
-
 output "kms_key_arns" {
   description = "Keys that encrypt the bucket and the index; null for keys that AWS owns."
-  value       = { bucket = local.bucket.kms_key_arn, index = module.index.kms_key_arn }
+  value       = { bucket = module.bucket.kms_key_arn, index = module.index.kms_key_arn }
 }
 
 output "helm_values" {
@@ -85,7 +80,7 @@ output "helm_values" {
       roles = {
         for key, grant in module.roles.grants : grant.role => {
           settings = merge(
-            { OBJKV_BULK_URL = "s3://${local.bucket.bucket}/${place.prefix}" },
+            { OBJKV_BULK_URL = "s3://${module.bucket.bucket}/${place.prefix}" },
             tenant == "" ? {} : { OBJKV_TENANT = tenant },
           )
         } if grant.tenant == tenant

@@ -23,27 +23,12 @@ variable "tenants" {
   description = "Tenants that must be isolated: each gets its own folder below the prefix, Redis prefix, policies and users. Empty: one shared place. Cannot be used with express_zone_id."
   type        = set(string)
   default     = []
-
-  validation {
-    condition     = alltrue([for tenant in var.tenants : can(regex("^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$", tenant))])
-    error_message = "Up to 48 letters, digits and ._-, no sign first."
-  }
-
-  validation {
-    condition     = length(var.tenants) == 0 || var.express_zone_id == null
-    error_message = "Rights in a directory bucket cannot be limited to a prefix: give each tenant a bucket."
-  }
 }
 
 variable "expire_days" {
   description = "Age at which payloads are deleted; S3 rounds up to the next midnight UTC. Must exceed ttl_s and the longest pin. Costs: docs/scaling.md."
   type        = number
   default     = 2
-
-  validation {
-    condition     = var.expire_days >= 1 && floor(var.expire_days) == var.expire_days
-    error_message = "A whole number of days, at least one."
-  }
 
   validation {
     condition     = var.expire_days * 86400 >= var.ttl_s
@@ -75,7 +60,7 @@ variable "force_destroy" {
 }
 
 variable "express_zone_id" {
-  description = "Id of an availability zone, such as use1-az4, for a directory bucket (modules/express-bucket). null: S3 Standard. A change creates another bucket."
+  description = "Id of an availability zone, such as use1-az4, for a directory bucket. null: S3 Standard. A change creates another bucket."
   type        = string
   default     = null
 }
@@ -88,17 +73,6 @@ variable "vpc_id" {
 variable "subnet_ids" {
   description = "Private subnets for the index, in at least two availability zones."
   type        = list(string)
-
-  validation {
-    condition     = length(var.subnet_ids) >= 2
-    error_message = "The replica of a shard needs an availability zone of its own."
-  }
-}
-
-variable "route_table_ids" {
-  description = "Route tables of the replicas' subnets, which get a gateway endpoint for S3. Empty: create none, because most VPCs have one."
-  type        = list(string)
-  default     = []
 }
 
 variable "client_security_group_ids" {
@@ -109,7 +83,6 @@ variable "client_security_group_ids" {
 variable "redis_passwords" {
   description = "Passwords of the index users, by role (\"writer\") or by tenant and role (\"a-writer\"). 16 to 128 characters; set each as its processes' OBJKV_REDIS_PASSWORD."
   type        = map(string)
-  default     = {}
   sensitive   = true
 
   validation {
@@ -119,29 +92,6 @@ variable "redis_passwords" {
     ])) == 0
     error_message = "Passwords go by role, or with tenants by tenant and role: reader, writer, sweeper; a-reader, a-writer, a-sweeper."
   }
-
-  validation {
-    condition     = nonsensitive(alltrue([for password in values(var.redis_passwords) : length(password) >= 16 && length(password) <= 128]))
-    error_message = "ElastiCache wants 16 to 128 characters."
-  }
-}
-
-variable "redis_auth_token" {
-  description = "Replaces redis_passwords: one password for all clients, with full access to the index. 16 to 128 printable characters other than @, \" and /."
-  type        = string
-  default     = null
-  sensitive   = true
-
-  validation {
-    condition     = var.redis_auth_token == null ? true : can(regex("^[^@\"/]{16,128}$", var.redis_auth_token))
-    error_message = "ElastiCache wants 16 to 128 printable characters other than @, \" and /."
-  }
-}
-
-variable "redis_auth_token_update_strategy" {
-  description = "DELETE to replace an existing auth token with redis_passwords; else null."
-  type        = string
-  default     = null
 }
 
 variable "redis_node_type" {
@@ -160,11 +110,6 @@ variable "redis_shards" {
   description = "1: one primary with its replicas. More: cluster mode. Choose before the first apply: ElastiCache cannot convert one into the other."
   type        = number
   default     = 1
-
-  validation {
-    condition     = var.redis_shards >= 1
-    error_message = "At least one shard."
-  }
 }
 
 variable "redis_replicas" {

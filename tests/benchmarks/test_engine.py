@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import engine as module
-from benchmarks.engine_child import Ask, Batch, Ready, Took
+from benchmarks.engine_child import Order, Ready, Took
 from objkv.errors import ObjkvError
 from tests.benchmarks.setting import quick
 
@@ -22,12 +22,16 @@ class FakeEngine:
         self.name, self.spoiled = name, spoiled
         self.ready = Ready(engine="vLLM 0", device="nothing")
 
-    def do(self, order: Batch | Ask) -> Took:
-        seconds, served = SECONDS[self.name], isinstance(order, Ask) and self.name != "none"
+    def do(self, order: Order) -> Took:
+        seconds, served = SECONDS[self.name], order.prompts == 1 and self.name != "none"
         took = Took(
-            seconds=seconds, busy_s=seconds / 2, answer=((1, 2),), served_tokens=512 * served
+            seconds=seconds,
+            first_token_s=seconds,
+            busy_s=seconds / 2,
+            answer=((1, 2),),
+            served_tokens=512 * served,
         )
-        spoils = self.name == "objkv-loads" and isinstance(order, Ask)
+        spoils = self.name == "objkv-loads" and order.prompts == 1
         return took.model_copy(update=self.spoiled if spoils else {})
 
 

@@ -46,10 +46,9 @@ def timeless(model: str) -> Costs:
     [
         SMALL,
         replace(SMALL, shared=False),
-        replace(SMALL, routing="affine", bulk="lan", settings=Settings(quota_bytes=1e11)),
+        replace(SMALL, routing="affine", bulk="lan"),
         Fleet(replicas=300, simulated_max=2, load=0.03, settings=Settings(ttl_s=5)),
-        replace(SMALL, model="llama-3.1-8b", settings=Settings(hot_save_bytes_max=1 << 40)),
-        replace(SMALL, agents=Agents(2e11, 1e12, "all", "reused")),
+        replace(SMALL, agents=Agents(2e11, 1e12, "reused")),
     ],
 )
 def test_every_prompt_token_is_from_exactly_one_place(fleet: Fleet) -> None:
@@ -57,21 +56,19 @@ def test_every_prompt_token_is_from_exactly_one_place(fleet: Fleet) -> None:
     counts = done.world.counts
     expected = arrivals(SAMPLE, population(SAMPLE, fleet, COSTS))
     assert counts.prompt == sum(arrival.tokens for arrival in expected)
-    places = (counts.gpu, counts.hot, counts.bulk, counts.arena, counts.disk)
+    places = (counts.gpu, counts.bulk, counts.arena, counts.disk)
     assert sum(places) + counts.computed == counts.prompt
     assert min(places) >= 0
     assert len(counts.ttft_s) == len(expected)
-    quota = fleet.settings.quota_bytes / done.world.scale
-    assert done.world.store.chunks * done.world.chunk_bytes <= quota
     if not fleet.shared:
-        assert counts.hot + counts.bulk + counts.saved + counts.lookup_commands == 0
+        assert counts.bulk + counts.saved + counts.lookup_commands == 0
 
 
 def test_a_store_without_limits_has_all_that_was_ever_asked_for() -> None:
     model, chunk = "llama-3.1-70b", 256
     fleet = Fleet(replicas=2, simulated_max=2, model=model, bulk="lan", load=1e-18)
     costs = timeless(model)
-    counts = run(fleet, costs, admission="always", queue_max=10**9).world.counts
+    counts = run(fleet, costs, queue_max=10**9).world.counts
     known, expected = set[tuple[int, int]](), 0
     for arrival in arrivals(SAMPLE, population(SAMPLE, fleet, costs)):
         ends = range(chunk, arrival.tokens + 1, chunk)
@@ -83,7 +80,7 @@ def test_a_store_without_limits_has_all_that_was_ever_asked_for() -> None:
 
 
 def test_defaults_are_those_of_objkv() -> None:
-    for name in Settings.__dataclass_fields__.keys() & Config.model_fields.keys() - {"quota_bytes"}:
+    for name in Settings.__dataclass_fields__.keys() & Config.model_fields.keys():
         assert getattr(Settings(), name) == getattr(Config(), name), name
 
 

@@ -15,7 +15,7 @@ FAKE = Path(__file__).with_name("fake_worker.py")
 def contest(folder: Path, fault: str) -> Result:
     options = Options(((4096, 3),), rounds=2, threads=1, timeout_s=60.0)
     servers = {"redis_port": 0, "s3_port": 0, "bucket": "b", "folder": str(folder)}
-    run = Contest(servers, options, clear=lambda: None, told=lambda _: None)
+    run = Contest(servers, options, clear=lambda: None, progress=lambda _: None)
     ours = Entrant("ours", (str(FAKE), ""), rival=None)
     return run.run([ours, Entrant("peer", (str(FAKE), fault), rival="ours")])
 

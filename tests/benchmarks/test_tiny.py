@@ -67,13 +67,6 @@ def test_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert printed(monkeypatch, capsys, agent)["agent"]["gb_per_s"] > 0
 
 
-def test_ranks() -> None:
-    """In a process of its own, which forks: no thread may run before."""
-    command = [sys.executable, "-m", "benchmarks.agent", "--ranks", "2", "--rounds", "1", "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout)["agent"]["gb_per_s"] > 0
-
-
 def test_calls() -> None:
     """In a process of its own: it profiles all threads."""
     done = subprocess.run(
@@ -87,15 +80,6 @@ def test_calls() -> None:
         assert all(map(le, found[name], bounds)), (name, found[name], bounds)
 
 
-def test_gpu_agent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    from benchmarks import gpu_agent
-
-    for name, value in {"CHUNKS": 2, "LARGE_ARENA": "512MiB"}.items():
-        monkeypatch.setattr(gpu_agent, name, value)
-    found = printed(monkeypatch, capsys, gpu_agent, "resident", "--device", "sim")
-    assert found["resident"]["NHD all, GB/s"] > 0
-
-
 def test_latency(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     from benchmarks import latency
 
@@ -103,12 +87,11 @@ def test_latency(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
         monkeypatch.setattr(latency, name, value)
     found = printed(monkeypatch, capsys, latency, "--rounds", "2")
     assert set(found) == {"agent", "resident"}
-    assert found["agent"]["beside_p50"] > 0
+    assert found["agent"]["p50"] > 0
 
 
 def test_gpu() -> None:
     """In a process of its own: the payloads of a simulated device have no checksums."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--simulated", "--quick", "--rounds", "1"]
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, check=True)
-    (section,) = json.loads(done.stdout)["sections"]
-    assert all(row["ours"] > 0 for row in section["rows"])
+    assert all(row["ours"] > 0 for row in json.loads(done.stdout)["rows"])

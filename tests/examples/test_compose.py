@@ -8,6 +8,7 @@ import pytest
 
 from objkv.config import Config, load_config
 from objkv.config.node import agent_socket
+from objkv.ops.doctor.access import COMMAND_ROLES
 from tests.examples.places import COMPOSE, GIVEN, compose, parsed
 
 REPLICAS = ("replica-1", "replica-2")
@@ -31,12 +32,18 @@ def test_secrets_and_the_model_have_to_be_given() -> None:
 def test_objkv_understands_settings_and_commands() -> None:
     made = services("compose.yaml", "compose.cpu.yaml")
     assert "deploy" not in made["replica-1"], "no GPU is asked for"
-    for name in ("agent", "bucket", "exporter", "objkv"):
+    for name in ("agent", "bucket", "exporter", "objkv", "rebuild", "sweep"):
         config = load_config(environ=made[name]["environment"])
         assert config.bulk_url == "s3://kv-cache/objkv"
         assert config.s3_endpoint_url == "http://s3:8333"
         assert config.redis_password is not None
-    assert parsed(made["exporter"]["command"]) == "exporter"
+    commands = {"exporter": "exporter", "rebuild": "rebuild --apply", "sweep": "sweep --apply"}
+    for name, command in commands.items():
+        words = made[name]["command"]
+        assert parsed(words) == words[0]
+        assert command.split() == words[: len(command.split())]
+        role = made[name]["environment"].get("OBJKV_ROLE", "writer")
+        assert role in COMMAND_ROLES[command]
 
 
 def test_who_is_asked_is_there_and_nothing_is_reached_from_other_machines() -> None:

@@ -91,7 +91,7 @@ def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str)
     assert more == {"Secret", "ServiceMonitor", "PrometheusRule", "NetworkPolicy"}
     assert "0 chart(s) failed" in helm("lint", "--strict", str(CHART), SET)
     chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    assert chart["appVersion"] == chart["version"] == __version__
+    assert (chart["appVersion"], chart["version"]) == (__version__, __version__.replace(".d", "-d"))
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,7 @@ def test_each_object_is_what_the_api_takes(values: dict[str, Any], version: str)
         (("--set=sweeep.enabled=false",), "sweeep"),
         (("--set=monitoring.alerts.kind=none,sweep.role=admin",), "sweep/role"),
         (("--set=settings.OBJKV_REDIS_PASSWORD=x",), "OBJKV_REDIS_PASSWORD"),
+        (("--set=settings.OBJKV_S3_REGOIN=x",), "OBJKV_S3_REGOIN"),
     ],
 )
 def test_a_wrong_value_is_refused(words: tuple[str, ...], complaint: str) -> None:
@@ -153,6 +154,7 @@ def test_pods_have_what_they_name_and_settings_that_objkv_understands() -> None:
         "CronJob objkv-verify": "verify",
         "DaemonSet objkv-agent": "agent",
         "Deployment objkv-exporter": "exporter",
+        "Deployment valkey-rebuild": "rebuild",
         "Job objkv-warm": "warm",
     }
     words = container("Job objkv-warm")["args"]
@@ -217,8 +219,11 @@ def test_dashboard_and_alerts_are_those_of_the_monitoring_example() -> None:
     made = of_kind("ConfigMap")
     assert made["objkv-alerts"]["data"]["alerts.yml"] == alerts
     assert made["objkv-dashboard"]["data"]["objkv-dashboard.json"] == dashboard
-    (rule,) = of_kind("PrometheusRule", **ALL).values()
-    assert rule["spec"] == yaml.safe_load(alerts)
+    monitoring = ALL["monitoring"]
+    linked = {**monitoring, "alerts": {**monitoring["alerts"], "runbookUrl": "https://wiki/kv"}}
+    (rule,) = of_kind("PrometheusRule", **(ALL | {"monitoring": linked})).values()
+    default = "https://example.com/objkv/blob/HEAD/docs/operations/runbook.md"
+    assert rule["spec"] == yaml.safe_load(alerts.replace(default, "https://wiki/kv"))
 
 
 KEYS = {"containers": "name", "env": "name", "volumes": "name", "volumeMounts": "mountPath"}

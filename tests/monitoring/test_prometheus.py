@@ -55,7 +55,7 @@ def test_every_alert_links_to_a_section_of_the_runbook() -> None:
     anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
     for rule in alerts():
         url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
-        assert url.endswith("/docs/operations/runbook.html")
+        assert url.endswith("/docs/operations/runbook.md")
         assert anchor in anchors | {""}, rule["alert"]
 
 

@@ -82,13 +82,6 @@ run "users_have_the_rights_of_their_roles" {
   }
 }
 
-run "the_index_has_the_security_group_that_lets_clients_in" {
-  assert {
-    condition     = module.index.security_group_ids == toset([module.network.index_security_group_id])
-    error_message = "the group of something else"
-  }
-}
-
 run "one_key_for_all_of_it" {
   variables { kms_key_arn = "arn:aws:kms:eu-central-1:123456789012:key/1" }
 
@@ -160,14 +153,9 @@ run "tenants_are_apart" {
 run "a_directory_bucket" {
   variables {
     express_zone_id = "euc1-az1"
-    route_table_ids = ["rtb-1"]
     kms_key_arn     = "arn:aws:kms:eu-central-1:123456789012:key/1"
   }
 
-  assert {
-    condition     = keys(output.endpoint_ids) == ["s3", "s3express"]
-    error_message = "its endpoint"
-  }
   assert {
     condition     = alltrue([for policy in values(module.roles.policies) : strcontains(policy, "s3express:CreateSession") && !strcontains(policy, "s3:GetObject")])
     error_message = "rights of another kind of bucket"
@@ -180,22 +168,6 @@ run "a_directory_bucket" {
   assert {
     condition     = output.bulk_url == "s3://kv-test--euc1-az1--x-s3/objkv" && output.environment.OBJKV_S3_REGION == "eu-central-1"
     error_message = "bulk URL"
-  }
-  assert {
-    condition     = length(module.bucket) == 0 && length(module.express_bucket) == 1
-    error_message = "which bucket"
-  }
-}
-
-run "as_it_was_with_one_password" {
-  variables {
-    redis_passwords  = {}
-    redis_auth_token = "0123456789abcdef"
-  }
-
-  assert {
-    condition     = !can(output.environments["writer"].OBJKV_REDIS_USERNAME)
-    error_message = "a user that is not there"
   }
 }
 
@@ -212,29 +184,4 @@ run "a_password_for_nobody_is_refused" {
   command = plan
   variables { redis_passwords = { wirter = "writer-0123456789" } }
   expect_failures = [var.redis_passwords]
-}
-
-run "tenants_in_a_directory_bucket_are_refused" {
-  command = plan
-  variables {
-    tenants         = ["a"]
-    redis_passwords = { a-writer = "writer-0123456789" }
-    express_zone_id = "euc1-az1"
-  }
-  expect_failures = [var.tenants]
-}
-
-run "a_tenant_that_is_a_pattern_is_refused" {
-  command = plan
-  variables {
-    tenants         = ["a*"]
-    redis_passwords = {}
-  }
-  expect_failures = [var.tenants]
-}
-
-run "one_subnet_is_refused" {
-  command = plan
-  variables { subnet_ids = ["subnet-1"] }
-  expect_failures = [var.subnet_ids]
 }

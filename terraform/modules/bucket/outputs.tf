@@ -1,6 +1,6 @@
 output "bucket" {
   description = "Name of the bucket."
-  value       = aws_s3_bucket.bulk.bucket
+  value       = local.bucket
 
   # Nobody may be told of a bucket that is not closed yet.
   depends_on = [aws_s3_bucket_public_access_block.bulk, aws_s3_bucket_policy.bulk]
@@ -8,7 +8,7 @@ output "bucket" {
 
 output "arn" {
   description = "ARN of the bucket."
-  value       = aws_s3_bucket.bulk.arn
+  value       = local.arn
 }
 
 output "kms_key_arn" {

@@ -1,5 +1,5 @@
 variable "name" {
-  description = "Globally unique name of the bucket."
+  description = "Globally unique name of the bucket; a directory bucket appends its zone and --x-s3."
   type        = string
 
   validation {
@@ -39,4 +39,15 @@ variable "tags" {
   description = "Tags of the bucket."
   type        = map(string)
   default     = {}
+}
+
+variable "express_zone_id" {
+  description = "Id (not name) of the availability zone of the replicas, such as use1-az4, for a directory bucket. null: S3 Standard."
+  type        = string
+  default     = null
+
+  validation {
+    condition     = var.express_zone_id == null ? true : can(regex("^[a-z]+[0-9]-az[0-9]+$", var.express_zone_id))
+    error_message = "The id of a zone looks like use1-az4; us-east-1a is a name."
+  }
 }

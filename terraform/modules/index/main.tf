@@ -1,10 +1,9 @@
-# The index and the hot store: Valkey, TLS only, with users or a password. Losing it costs hits,
+# The index and the hot store: Valkey, TLS only, with users. Losing it costs hits,
 # nothing else, so there are no snapshots.
 
 locals {
   clustered = var.shards > 1
   major     = split(".", var.engine_version)[0]
-  has_users = length(var.users) > 0
   # Ids are shorter than names may be, know no dot, and are stored in lower case.
   user_ids = { for key, user in var.users : key => "${substr(var.name, 0, 24)}-${substr(sha256("${var.name}/${key}"), 0, 12)}" }
 }
@@ -13,6 +12,25 @@ resource "aws_elasticache_subnet_group" "index" {
   name       = var.name
   subnet_ids = var.subnet_ids
   tags       = var.tags
+}
+
+resource "aws_security_group" "index" {
+  name        = "${var.name}-index"
+  description = "objkv's index: replicas and operators only"
+  vpc_id      = var.vpc_id
+  tags        = var.tags
+}
+
+resource "aws_vpc_security_group_ingress_rule" "index" {
+  for_each = var.client_security_group_ids
+
+  security_group_id            = aws_security_group.index.id
+  referenced_security_group_id = each.value
+  description                  = "from ${each.key}"
+  ip_protocol                  = "tcp"
+  from_port                    = 6379
+  to_port                      = 6379
+  tags                         = var.tags
 }
 
 resource "aws_elasticache_parameter_group" "index" {
@@ -55,8 +73,6 @@ resource "aws_elasticache_user" "index" {
 # A connection that gives no name is the user "default". Here it is switched off, whatever its
 # password, which nobody needs to know.
 resource "aws_elasticache_user" "default" {
-  count = local.has_users ? 1 : 0
-
   user_id       = "${substr(var.name, 0, 24)}-default"
   user_name     = "default"
   engine        = "valkey"
@@ -70,17 +86,15 @@ resource "aws_elasticache_user" "default" {
 }
 
 resource "aws_elasticache_user_group" "index" {
-  count = local.has_users ? 1 : 0
-
   user_group_id = var.name
   engine        = "valkey"
-  user_ids      = concat([aws_elasticache_user.default[0].user_id], [for user in aws_elasticache_user.index : user.user_id])
+  user_ids      = concat([aws_elasticache_user.default.user_id], [for user in aws_elasticache_user.index : user.user_id])
   tags          = var.tags
 }
 
 resource "aws_elasticache_replication_group" "index" {
   #checkov:skip=CKV_AWS_191:A key of one's own is the caller's choice (kms_key_arn); without it ElastiCache encrypts with its own.
-  #checkov:skip=CKV_AWS_31:Either users (user_group_ids) or a password (auth_token); which one is a variable, and one of them is required.
+  #checkov:skip=CKV_AWS_31:It has users (user_group_ids) in place of one password for all.
   replication_group_id = var.name
   description          = "objkv's index and hot payloads"
 
@@ -95,24 +109,15 @@ resource "aws_elasticache_replication_group" "index" {
   automatic_failover_enabled = local.clustered || var.replicas_per_shard > 0
   multi_az_enabled           = var.replicas_per_shard > 0
   subnet_group_name          = aws_elasticache_subnet_group.index.name
-  security_group_ids         = var.security_group_ids
+  security_group_ids         = [aws_security_group.index.id]
 
   transit_encryption_enabled = true
   transit_encryption_mode    = "required"
-  auth_token                 = var.auth_token
-  auth_token_update_strategy = var.auth_token_update_strategy
-  user_group_ids             = local.has_users ? [aws_elasticache_user_group.index[0].user_group_id] : null
+  user_group_ids             = [aws_elasticache_user_group.index.user_group_id]
   at_rest_encryption_enabled = true
   kms_key_id                 = var.kms_key_arn
 
   snapshot_retention_limit = 0
   apply_immediately        = true
   tags                     = var.tags
-
-  lifecycle {
-    precondition {
-      condition     = (var.auth_token != null) != local.has_users
-      error_message = "Give users with passwords, or an auth token, and not both: without either everybody in the VPC could read and write."
-    }
-  }
 }

@@ -19,11 +19,6 @@ output "users" {
   }
 }
 
-output "security_group_ids" {
-  description = "Security groups of the nodes."
-  value       = aws_elasticache_replication_group.index.security_group_ids
-}
-
 output "kms_key_arn" {
   description = "Key that encrypts data on disk; null for ElastiCache's own."
   value       = aws_elasticache_replication_group.index.kms_key_id

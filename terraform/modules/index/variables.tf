@@ -18,19 +18,28 @@ variable "subnet_ids" {
   }
 }
 
-variable "security_group_ids" {
-  description = "Security groups of the nodes."
-  type        = list(string)
+variable "vpc_id" {
+  description = "VPC of the replicas."
+  type        = string
+}
+
+variable "client_security_group_ids" {
+  description = "Security groups of replicas and operators, keyed by any name known before apply."
+  type        = map(string)
+
+  validation {
+    condition     = length(var.client_security_group_ids) > 0
+    error_message = "Name at least one security group: nobody else reaches the index."
+  }
 }
 
 variable "users" {
-  description = "Users by any key, with name and rights as an access string. Without users an auth token is required."
+  description = "Users by any key, with name and rights as an access string."
   type        = map(object({ user_name = string, access_string = string }))
-  default     = {}
 
   validation {
-    condition     = length(var.users) <= 99
-    error_message = "A user group has at most 100 users, and one of them is the default user."
+    condition     = length(var.users) >= 1 && length(var.users) <= 99
+    error_message = "Give one to 99 users: without any nobody reaches the index, and a group has 100 with the default user."
   }
 
   validation {
@@ -42,7 +51,6 @@ variable "users" {
 variable "passwords" {
   description = "Passwords of the users, by the same keys."
   type        = map(string)
-  default     = {}
   sensitive   = true
 
   validation {
@@ -53,29 +61,6 @@ variable "passwords" {
   validation {
     condition     = nonsensitive(alltrue([for password in values(var.passwords) : length(password) >= 16 && length(password) <= 128]))
     error_message = "ElastiCache wants 16 to 128 characters."
-  }
-}
-
-variable "auth_token" {
-  description = "Replaces users: one password for all clients, with full access."
-  type        = string
-  default     = null
-  sensitive   = true
-
-  validation {
-    condition     = var.auth_token == null ? true : can(regex("^[^@\"/]{16,128}$", var.auth_token))
-    error_message = "ElastiCache wants 16 to 128 printable characters other than @, \" and /."
-  }
-}
-
-variable "auth_token_update_strategy" {
-  description = "DELETE to replace an existing auth token with users; else null."
-  type        = string
-  default     = null
-
-  validation {
-    condition     = var.auth_token_update_strategy == null ? true : contains(["SET", "ROTATE", "DELETE"], var.auth_token_update_strategy)
-    error_message = "SET, ROTATE, DELETE or null."
   }
 }
 

@@ -1,11 +1,6 @@
 # All of it beside the network, the key and the passwords that it needs, of which nothing is known
 # when this is planned.
 
-variable "has_token" {
-  type    = bool
-  default = false
-}
-
 resource "terraform_data" "later" {
   input = "0123456789abcdef"
 }
@@ -16,11 +11,9 @@ module "objkv" {
   name                      = "kv-test"
   vpc_id                    = terraform_data.later.output
   subnet_ids                = [terraform_data.later.output, terraform_data.later.id]
-  route_table_ids           = [terraform_data.later.output]
   client_security_group_ids = { replicas = terraform_data.later.output }
   kms_key_arn               = terraform_data.later.output
-  redis_passwords           = var.has_token ? {} : { writer = terraform_data.later.output }
-  redis_auth_token          = var.has_token ? terraform_data.later.output : null
+  redis_passwords           = { writer = terraform_data.later.output }
   trust_policy              = { json = terraform_data.later.output }
 }
 

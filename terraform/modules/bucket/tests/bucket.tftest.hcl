@@ -5,6 +5,9 @@ mock_provider "aws" {
   mock_resource "aws_s3_bucket" {
     defaults = { arn = "arn:aws:s3:::kv-test" }
   }
+  mock_resource "aws_s3_directory_bucket" {
+    defaults = { arn = "arn:aws:s3express:us-east-1:123456789012:bucket/kv-test--use1-az4--x-s3" }
+  }
 }
 
 variables {
@@ -16,36 +19,36 @@ variables {
 run "it_is_closed" {
   assert {
     condition = alltrue([
-      aws_s3_bucket_public_access_block.bulk.block_public_acls,
-      aws_s3_bucket_public_access_block.bulk.block_public_policy,
-      aws_s3_bucket_public_access_block.bulk.ignore_public_acls,
-      aws_s3_bucket_public_access_block.bulk.restrict_public_buckets,
+      aws_s3_bucket_public_access_block.bulk[0].block_public_acls,
+      aws_s3_bucket_public_access_block.bulk[0].block_public_policy,
+      aws_s3_bucket_public_access_block.bulk[0].ignore_public_acls,
+      aws_s3_bucket_public_access_block.bulk[0].restrict_public_buckets,
     ])
     error_message = "the public may get in"
   }
   assert {
-    condition     = one(aws_s3_bucket_ownership_controls.bulk.rule).object_ownership == "BucketOwnerEnforced"
+    condition     = one(aws_s3_bucket_ownership_controls.bulk[0].rule).object_ownership == "BucketOwnerEnforced"
     error_message = "objects may belong to others"
   }
   assert {
-    condition     = !aws_s3_bucket.bulk.force_destroy
+    condition     = !aws_s3_bucket.bulk[0].force_destroy
     error_message = "destroy takes the payloads along unasked"
   }
 }
 
 run "without_tls_everything_is_denied_to_everybody" {
   assert {
-    condition     = aws_s3_bucket_policy.bulk.policy == data.aws_iam_policy_document.tls_only.json
+    condition     = aws_s3_bucket_policy.bulk.policy == data.aws_iam_policy_document.bulk.json
     error_message = "another policy"
   }
   assert {
     condition = (
-      one(data.aws_iam_policy_document.tls_only.statement).effect == "Deny"
-      && one(data.aws_iam_policy_document.tls_only.statement).actions == toset(["s3:*"])
-      && one(data.aws_iam_policy_document.tls_only.statement).resources == toset(["arn:aws:s3:::kv-test", "arn:aws:s3:::kv-test/*"])
-      && one(one(data.aws_iam_policy_document.tls_only.statement).principals).identifiers == toset(["*"])
-      && one(one(data.aws_iam_policy_document.tls_only.statement).condition).variable == "aws:SecureTransport"
-      && one(one(data.aws_iam_policy_document.tls_only.statement).condition).values == tolist(["false"])
+      one(data.aws_iam_policy_document.bulk.statement).effect == "Deny"
+      && one(data.aws_iam_policy_document.bulk.statement).actions == toset(["s3:*"])
+      && one(data.aws_iam_policy_document.bulk.statement).resources == toset(["arn:aws:s3:::kv-test", "arn:aws:s3:::kv-test/*"])
+      && one(one(data.aws_iam_policy_document.bulk.statement).principals).identifiers == toset(["*"])
+      && one(one(data.aws_iam_policy_document.bulk.statement).condition).variable == "aws:SecureTransport"
+      && one(one(data.aws_iam_policy_document.bulk.statement).condition).values == tolist(["false"])
     )
     error_message = "some request without TLS is answered"
   }
@@ -115,4 +118,42 @@ run "the_name_of_a_directory_bucket_is_refused" {
   command = plan
   variables { name = "kv--use1-az4--x-s3" }
   expect_failures = [var.name]
+}
+
+run "a_directory_bucket_is_named_after_its_zone" {
+  variables { express_zone_id = "use1-az4" }
+
+  assert {
+    condition     = output.bucket == "kv-test--use1-az4--x-s3" && one(aws_s3_directory_bucket.bulk[0].location).name == "use1-az4" && length(aws_s3_bucket.bulk) == 0
+    error_message = "AWS takes no other name"
+  }
+  assert {
+    condition = anytrue([
+      for one in data.aws_iam_policy_document.bulk.statement :
+      one.effect == "Allow" && one.actions == toset(["s3express:CreateSession"]) && one.resources == toset([output.arn])
+      && alltrue([for who in one.principals : who.type == "Service" && who.identifiers == toset(["lifecycle.s3.amazonaws.com"])])
+    ])
+    error_message = "the lifecycle opens no session, so nothing ever expires"
+  }
+  assert {
+    condition = length([
+      for one in data.aws_iam_policy_document.bulk.statement : one
+      if one.effect == "Allow" && anytrue([for who in one.principals : who.type != "Service"])
+    ]) == 0
+    error_message = "others are let in"
+  }
+  assert {
+    condition = anytrue([
+      for one in data.aws_iam_policy_document.bulk.statement :
+      one.effect == "Deny" && one.actions == toset(["s3express:*"]) && one.resources == toset([output.arn])
+      && anytrue([for test in one.condition : test.variable == "aws:SecureTransport" && test.values == tolist(["false"])])
+    ])
+    error_message = "sessions without TLS"
+  }
+}
+
+run "the_name_of_a_zone_is_no_id" {
+  command = plan
+  variables { express_zone_id = "us-east-1a" }
+  expect_failures = [var.express_zone_id]
 }

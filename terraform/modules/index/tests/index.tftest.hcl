@@ -8,10 +8,12 @@ mock_provider "aws" {
 }
 
 variables {
-  name               = "kv-test"
-  subnet_ids         = ["subnet-1", "subnet-2"]
-  security_group_ids = ["sg-1"]
-  node_type          = "cache.r7g.large"
+  name       = "kv-test"
+  subnet_ids = ["subnet-1", "subnet-2"]
+  vpc_id     = "vpc-1"
+  node_type  = "cache.r7g.large"
+
+  client_security_group_ids = { replicas = "sg-1", operators = "sg-2" }
   users = {
     writer = { user_name = "objkv-writer", access_string = "on ~objkv:* -@all +get" }
     reader = { user_name = "objkv-reader", access_string = "on ~objkv:* -@all +get" }
@@ -33,8 +35,16 @@ run "it_speaks_tls_only_and_is_encrypted_at_rest" {
     error_message = "URL"
   }
   assert {
-    condition     = aws_elasticache_replication_group.index.security_group_ids == toset(["sg-1"])
-    error_message = "others reach it"
+    condition = (
+      aws_elasticache_replication_group.index.security_group_ids == toset([aws_security_group.index.id])
+      && toset([for rule in aws_vpc_security_group_ingress_rule.index : rule.referenced_security_group_id]) == toset(["sg-1", "sg-2"])
+      && alltrue([
+        for rule in aws_vpc_security_group_ingress_rule.index :
+        rule.from_port == 6379 && rule.to_port == 6379 && rule.ip_protocol == "tcp" && rule.cidr_ipv4 == null
+        && rule.security_group_id == aws_security_group.index.id
+      ])
+    )
+    error_message = "others reach it, or another port"
   }
 }
 
@@ -75,17 +85,17 @@ run "each_user_has_its_name_rights_and_password" {
 
 run "who_gives_no_name_is_nobody" {
   assert {
-    condition     = aws_elasticache_user.default[0].user_name == "default" && aws_elasticache_user.default[0].access_string == "off -@all"
+    condition     = aws_elasticache_user.default.user_name == "default" && aws_elasticache_user.default.access_string == "off -@all"
     error_message = "the default user may do something"
   }
   assert {
-    condition = aws_elasticache_user_group.index[0].user_ids == toset(concat(
-      [aws_elasticache_user.default[0].user_id], [for user in aws_elasticache_user.index : user.user_id]
+    condition = aws_elasticache_user_group.index.user_ids == toset(concat(
+      [aws_elasticache_user.default.user_id], [for user in aws_elasticache_user.index : user.user_id]
     ))
     error_message = "somebody is missing in the group"
   }
   assert {
-    condition     = aws_elasticache_replication_group.index.user_group_ids == toset(["kv-test"]) && aws_elasticache_replication_group.index.auth_token == null
+    condition     = aws_elasticache_replication_group.index.user_group_ids == toset(["kv-test"])
     error_message = "the group is not that of the index"
   }
 }
@@ -148,36 +158,13 @@ run "another_version_has_another_parameter_group" {
   }
 }
 
-run "one_password_for_all" {
-  variables {
-    users      = {}
-    passwords  = {}
-    auth_token = "0123456789abcdef"
-  }
-
-  assert {
-    condition     = aws_elasticache_replication_group.index.auth_token == "0123456789abcdef" && aws_elasticache_replication_group.index.user_group_ids == null
-    error_message = "AWS takes one or the other"
-  }
-  assert {
-    condition     = length(aws_elasticache_user.index) + length(aws_elasticache_user.default) + length(aws_elasticache_user_group.index) == 0
-    error_message = "users that nothing uses"
-  }
-}
-
 run "nobody_to_ask_is_refused" {
   command = plan
   variables {
     users     = {}
     passwords = {}
   }
-  expect_failures = [aws_elasticache_replication_group.index]
-}
-
-run "both_ways_at_once_are_refused" {
-  command = plan
-  variables { auth_token = "0123456789abcdef" }
-  expect_failures = [aws_elasticache_replication_group.index]
+  expect_failures = [var.users]
 }
 
 run "a_user_without_a_password_is_refused" {
@@ -190,12 +177,6 @@ run "a_short_password_is_refused" {
   command = plan
   variables { passwords = { writer = "writer-0123456789", reader = "short" } }
   expect_failures = [var.passwords]
-}
-
-run "a_token_that_elasticache_does_not_take_is_refused" {
-  command = plan
-  variables { auth_token = "0123456789@abcdef" }
-  expect_failures = [var.auth_token]
 }
 
 run "the_default_user_is_not_ours_to_give" {
@@ -223,4 +204,10 @@ run "redis_6_is_refused" {
   command = plan
   variables { engine_version = "6.2" }
   expect_failures = [var.engine_version]
+}
+
+run "an_index_that_nobody_reaches_is_refused" {
+  command = plan
+  variables { client_security_group_ids = {} }
+  expect_failures = [var.client_security_group_ids]
 }
