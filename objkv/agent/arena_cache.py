@@ -13,14 +13,7 @@ from typing import Final, Protocol
 
 from objkv.agent.disk import Disk
 from objkv.agent.held_back import HeldPayloads
-from objkv.agent.memory.arena import (
-    BOARD_BYTES,
-    CELLS,
-    Arena,
-    CellState,
-    Extents,
-    Progress,
-)
+from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
 from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
 from objkv.codec.payload import Claim

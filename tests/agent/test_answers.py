@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent.answering import NodeLookups
-from objkv.agent.found import FoundRecords
+from objkv.agent.core import FoundRecords
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import (
     BLOCK_MAX,

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.found import FoundRecords
+from objkv.agent.core import FoundRecords
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason
 from objkv.cache.lookup import LOOKUP_TTL_S

@@ -5,7 +5,7 @@ from threading import Event, Lock
 
 import pytest
 
-from objkv.agent import queue
+from objkv.agent import core as queue
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.fill import Cuts
 from objkv.agent.memory.arena import CellState

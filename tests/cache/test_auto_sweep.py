@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from objkv.assembly.backends import open_backends, open_room, sweep_settings
-from objkv.cache.auto_sweep import _ENDED, AutoSweep
-from objkv.cache.quota import Quota
+from objkv.cache.quota import _ENDED, AutoSweep, Quota
 from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.ops.sweep.sweep import SWEPT_PERCENT
@@ -114,7 +113,7 @@ def test_a_folder_that_takes_too_long_to_rebuild_is_swept_all_the_same(
     run, bounds = AutoSweep._run, iter([0.1, BOUND_S])
 
     def bounded(one: AutoSweep, arguments: Any) -> tuple[int, str]:
-        monkeypatch.setattr("objkv.cache.auto_sweep._BOUND_S", next(bounds))
+        monkeypatch.setattr("objkv.cache.quota._BOUND_S", next(bounds))
         return run(one, arguments)
 
     monkeypatch.setattr(AutoSweep, "_run", bounded)

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome, shard_record
+from objkv.cache.lookup import PartsIndex
 from objkv.cache.match import covered
-from objkv.cache.parts import PartsIndex
 from objkv.codec.payload import Claim, read_header
 from objkv.errors import StoreDenied
 from objkv.keys.chunk import payload_path

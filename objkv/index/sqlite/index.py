@@ -9,15 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from objkv.index.base import (
-    ChunkEntry,
-    Lease,
-    Record,
-    Savings,
-    ShardRecord,
-    Shards,
-    Usage,
-)
+from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, Shards, Usage
 from objkv.index.fields import (
     decode_shard,
     encode_shard,
