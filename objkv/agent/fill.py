@@ -58,7 +58,11 @@ class Layouts:
     Thread-safe.
 
     Nearly all payloads of a model have one of a few layouts. A reader that knows the number of one
-    needs no header of it any more: ``docs/agent.md`` says what a number promises.
+    needs no header of it any more, because of each payload with a number the agent promises: its
+    header is valid, and no frame is compressed; its layers, and the places of all frames from its
+    start on, are those of each other payload with this number; it is as long as its header states;
+    its shard, parent hash and range of tokens are those of the opening. A number is valid on one
+    connection to one agent.
     """
 
     def __init__(self) -> None:
