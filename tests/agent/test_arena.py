@@ -9,14 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from objkv.agent.arena_cache import NO_ORIGIN, ArenaCache
-from objkv.agent.memory.arena import (
-    BOARD_BYTES,
-    PAGE,
-    Arena,
-    CellState,
-    Extents,
-    Progress,
-)
+from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena, CellState, Extents, Progress
 from objkv.agent.messages import MissReason
 from objkv.errors import ConfigError, TransferError
 from objkv.telemetry import NullRecorder

@@ -13,11 +13,7 @@ from objkv.agent import core
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.fill import PayloadRequest, Staging
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
-from objkv.agent.messages import (
-    CommitStatus,
-    MissReason,
-    Urgency,
-)
+from objkv.agent.messages import CommitStatus, MissReason, Urgency
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import encode, frame_pages, read_header

@@ -14,12 +14,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import (
-    CommitStatus,
-    MissReason,
-    PrefetchOrder,
-    is_held,
-)
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, is_held
 from objkv.agent.prefetch import Matched, Prefetches
 from objkv.agent.saves import NodeSaves
 from objkv.codec.payload import read_header
@@ -234,9 +229,7 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     assert node.count("saves") == 3
 
 
-def test_what_another_node_makes_again_is_stored_by_that_node(
-    make: Callable[..., Holder],
-) -> None:
+def test_what_another_node_makes_again_is_stored_by_that_node(make: Callable[..., Holder]) -> None:
     store, index = WatchedStore(), MemoryIndex()
     first, second = (make(store=store, index=index) for _ in range(2))
     made = payloads()
@@ -590,11 +583,7 @@ def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
     assert other != claim.key.field
     record = ShardRecord(5, 5, True, False, "00", 1)
     entry = ChunkEntry(
-        NAMESPACE,
-        claim.key.prefix_hash,
-        claim.parent_hash,
-        claim.token_start,
-        claim.token_end,
+        NAMESPACE, claim.key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
     )
     node.index.publish(entry, {other: record}, ttl_s=100)
     hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
@@ -779,9 +768,7 @@ def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
     assert not node.count("save_drops")
 
 
-def test_an_agent_that_may_only_read_takes_again_what_it_has(
-    make: Callable[..., Holder],
-) -> None:
+def test_an_agent_that_may_only_read_takes_again_what_it_has(make: Callable[..., Holder]) -> None:
     node, made = make(holds_back=False, may_save=False), payloads()
     (held,) = node.open(node.save()[0])
     wait_until(lambda: held.state is CellState.READY)

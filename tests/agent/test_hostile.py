@@ -15,18 +15,8 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
-from objkv.agent.memory.arena import (
-    BOARD_BYTES,
-    Board,
-    CellState,
-    Progress,
-)
-from objkv.agent.messages import (
-    CommitStatus,
-    MissReason,
-    PrefetchOrder,
-    Urgency,
-)
+from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header

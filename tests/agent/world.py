@@ -156,11 +156,7 @@ class Node:
     ) -> AgentConnection:
         """A new connection, closed at the end."""
         client = AgentConnection(
-            self.path,
-            wants_arena=wants_arena,
-            outbox=outbox,
-            replica=replica,
-            call_s=PATIENCE_S,
+            self.path, wants_arena=wants_arena, outbox=outbox, replica=replica, call_s=PATIENCE_S
         )
         self.clients.append(client)
         return client

@@ -469,11 +469,7 @@ def test_a_user_without_the_right_to_ask_so_is_asked_for_whole_records(
     rights = ["~*", "-@all", "+ping", "+client", "+select", "+hgetall"]
     client.execute_command("ACL", "SETUSER", "old", "on", ">secret", *rights)
     user = redis.Redis(
-        port=valkey.port,
-        protocol=2,
-        username="old",
-        password="secret",
-        socket_timeout=PATIENCE_S,
+        port=valkey.port, protocol=2, username="old", password="secret", socket_timeout=PATIENCE_S
     )
     index = RedisIndex(user)
     expected = {field: shard() for field in fields}

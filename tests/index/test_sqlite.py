@@ -381,10 +381,7 @@ PLANTED: dict[str, tuple[str, ...]] = {
     "index": ("CREATE INDEX planted ON chunks (hits)",),
     "column": ("ALTER TABLE leases ADD COLUMN planted",),
     "gone": ("DROP TRIGGER shards_added",),
-    "replaced": (
-        "DROP TRIGGER shards_added",
-        TRIGGER.replace("planted", "shards_added"),
-    ),
+    "replaced": ("DROP TRIGGER shards_added", TRIGGER.replace("planted", "shards_added")),
 }
 
 
@@ -426,10 +423,7 @@ def look_up(index: SqliteIndex) -> None:
 
 @pytest.mark.parametrize(("what", "call"), [("trigger", publish), ("view", look_up)])
 def test_what_is_planted_while_the_file_is_open_is_interrupted_and_then_refused(
-    path: Path,
-    what: str,
-    call: Callable[[SqliteIndex], None],
-    monkeypatch: pytest.MonkeyPatch,
+    path: Path, what: str, call: Callable[[SqliteIndex], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = SqliteIndex(path)
     look_up(index)
