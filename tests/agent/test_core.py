@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent import core
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.fill import PayloadRequest, Staging
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
 from objkv.agent.messages import CommitStatus, MissReason, Urgency
 from objkv.cache.bulk_index import BulkIndex
@@ -115,26 +114,6 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
         node.arena_cache.release(one)
 
 
-def test_idle_threads_keep_no_memory_of_payloads(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stagings = list[Staging]()
-
-    class Watched(Staging):
-        def __init__(self) -> None:
-            super().__init__()
-            stagings.append(self)
-
-    monkeypatch.setattr(core, "Staging", Watched)
-    monkeypatch.setattr(core, "_IDLE_S", 0.01)
-    node = make()
-    for _ in range(2):
-        for one in fetch(node, *node.save(codec="blosc")):
-            assert right(node, one)
-            node.arena_cache.release(one)
-            node.arena_cache.forget(one.key)
-        assert stagings
-        wait_until(lambda: not any(stagings))
 
 
 @settings(max_examples=60, deadline=None)

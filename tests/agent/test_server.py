@@ -41,7 +41,7 @@ from tests.agent.world import (
     payloads,
     serving,
 )
-from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.samples import NAMESPACE
 from tests.support.steps import Completed, complete
 from tests.support.waiting import wait_until
 
@@ -292,53 +292,8 @@ def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> N
     assert index.find(NAMESPACE, [], [key.field]) == []
 
 
-def test_what_one_replica_looked_up_others_read_without_a_message(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    wanted, sent = node.save(), list[bytes]()
-    field = wanted[0].claim.key.field
-    hashes = [one.claim.key.prefix_hash for one in wanted]
-    send = AgentConnection.send
-
-    def counted(self: AgentConnection, message: bytes) -> bool:
-        sent.append(message)
-        return send(self, message)
-
-    monkeypatch.setattr(AgentConnection, "send", counted)
-    clients = [node.connect(wants_arena=False) for _ in range(3)]
-    due = [{field: one.record} for one in wanted]
-    for client in clients:
-        for _ in range(2):
-            found = complete(client.find(NAMESPACE, hashes, (field,)))
-            assert [None if one is None else dict(one) for one in found] == due
-    assert len(sent) == 1, "the first lookup of the first one"
-    node.lookups.board.discard(hashes[0])
-    for client in clients:
-        complete(client.find(NAMESPACE, hashes, (field,)))
-    assert len(sent) == 2
-    complete(node.connect().find(NAMESPACE, hashes, (field,)))
-    assert len(sent) == 3, "who has the arena has no answers"
 
 
-def test_a_node_that_saves_and_refuses_all_the_time_answers_from_memory(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked, wanted, desk = list[Any](), node.save(), Desk(node)
-    field = wanted[0].claim.key.field
-    hashes = [one.claim.key.prefix_hash for one in wanted]
-    client, find = node.connect(wants_arena=False), node.index.find
-    monkeypatch.setattr(node.index, "find", lambda *of: [asked.append(of), find(*of)][1])
-    for round_ in range(5):
-        assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
-        other = payloads([7 + round_, *TOKENS])[0]
-        desk.hand_over(other)
-        key = read_header(other).claim.key
-        node.saves.drain(PATIENCE_S)
-        (one,) = node.wanted([key])
-        node.found(one)
-        node.core.reject(one.claim)
-    assert len(asked) == 1, "a change of one chunk voids what was answered about others"
-    desk.close()
 
 
 def test_a_replica_finds_at_once_what_its_node_saved(node: Node) -> None:

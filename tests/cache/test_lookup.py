@@ -156,17 +156,6 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     assert index.asked == [HASHES]
 
 
-def test_a_wait_notices_what_has_ended_before_it(service: LookupService, index: GatedIndex) -> None:
-    """Otherwise a lookup that ends while a step is scheduled would be noticed a wait later."""
-    index.gate.set()
-    assert service.submit(Event().set)
-    service.wait(PATIENCE_S)
-    if service.ask("r", NS, HASHES) is None:
-        assert service.wait_for("r", PATIENCE_S)
-    started = time.monotonic()
-    service.wait(PATIENCE_S)
-    assert time.monotonic() - started < PATIENCE_S / 2
-    service.wait(0.001)
 
 
 def test_one_requests_lookup_is_awaited_while_others_hang(
@@ -210,14 +199,6 @@ def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(
     assert index.asked == [HASHES[:1], HASHES[1:]]
 
 
-def test_of_a_prompt_that_grew_behind_a_missing_chunk_nothing_is_asked_for(
-    service: LookupService, index: GatedIndex
-) -> None:
-    """A match ends there whatever comes after."""
-    index.gate.set()
-    answer(lambda: service.ask("r", NS, HASHES[:2]))
-    assert service.ask("r", NS, HASHES) == ({FIELD: SHARD}, None, None)
-    assert index.asked == [HASHES[:2]]
 
 
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
@@ -360,15 +341,6 @@ def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
     assert service.ask("63", NS, HASHES) == (None, None, None)
 
 
-def test_closing_ends_the_threads(service: LookupService, index: GatedIndex) -> None:
-    index.gate.set()
-    before = set(enumerate_threads())
-    slow = LookupService(index, [FIELD], MemoryRecorder(), LookupLimits(PATIENCE_S, 2))
-    answer(lambda: slow.ask("r", NS, HASHES))
-    assert set(enumerate_threads()) - before
-    slow.close()
-    assert not set(enumerate_threads()) - before
-    assert slow.ask("other", NS, HASHES) == (None, None, None)
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("gone"), TransferError("lost")])

@@ -435,12 +435,6 @@ def filled(client: redis.Redis) -> RedisIndex:
     return index
 
 
-def test_the_client_is_not_needed_where_its_connections_can_be_lent(
-    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = filled(client)
-    monkeypatch.setattr(index, "lookup", None)
-    assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
 
 
 def test_malformed_fields_hide_no_others(client: redis.Redis) -> None:
@@ -511,13 +505,6 @@ def test_a_fork_tells_its_own_totals_and_not_its_parents(monkeypatch: pytest.Mon
     assert totals.take() == {f"{NAMESPACE}:nbytes": 7, f"{NAMESPACE}:payloads": 1}
 
 
-def test_others_hear_of_what_was_published_within_seconds(client: redis.Redis) -> None:
-    index, clock = timed(client)
-    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
-    assert RedisIndex(client).usage() == []
-    clock.advance(5)
-    index.lease("x", "me", ttl_ms=1000)
-    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
 
 
 def test_closing_tells_the_rest(client: redis.Redis, valkey: RedisServer) -> None:
@@ -595,15 +582,6 @@ def test_setting_the_totals_of_a_namespace_leaves_those_of_others_alone(
     assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 15, OTHER: 15}
 
 
-def test_a_server_that_forgot_the_script_is_taught_while_totals_are_told(
-    client: redis.Redis,
-) -> None:
-    index, clock = timed(client)
-    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
-    client.script_flush()
-    clock.advance(5)
-    index.publish(chunk(2, OTHER), {FIELD: shard(3)}, ttl_s=LONG_S)
-    assert index.usage() == [Usage(NAMESPACE, 10, 1, 0), Usage(OTHER, 3, 1, 0)]
 
 
 def test_what_no_objkv_wrote_into_the_totals_is_left_out(client: redis.Redis) -> None:

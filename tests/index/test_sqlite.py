@@ -26,7 +26,6 @@ from tests.contracts.index_contract import (
     NAMESPACE,
     OTHER_FIELD,
     IndexContract,
-    at_once,
     chunk,
     get,
     prefix_hash,
@@ -125,12 +124,6 @@ def test_a_forked_child_uses_connections_of_its_own(tmp_path: Path) -> None:
     assert len(list(index.scan(NAMESPACE))) == 3
 
 
-def test_threads_keep_no_more_connections_than_were_in_use_at_once(tmp_path: Path) -> None:
-    index = SqliteIndex(tmp_path / "index.sqlite", busy_ms=240_000)
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-    for _ in range(3):
-        at_once([lambda: get(index)] * 4)
-    assert 1 <= len(index._file._idle) <= 4
 
 
 def test_a_prompt_longer_than_one_statement_can_hold_is_looked_up(tmp_path: Path) -> None:
@@ -307,10 +300,6 @@ def test_a_folder_where_everybody_may_write_does_not(tmp_path: Path) -> None:
     assert set(modes(tmp_path).values()) == {0o600}
 
 
-def test_a_file_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
-    (tmp_path / "index.sqlite").touch(0o640)
-    used(tmp_path / "index.sqlite")
-    assert set(modes(tmp_path).values()) == {0o640}
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
