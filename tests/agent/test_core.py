@@ -114,8 +114,6 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
         node.arena_cache.release(one)
 
 
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.sampled_from(["none", "blosc"]))
 def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:

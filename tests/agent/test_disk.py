@@ -158,8 +158,6 @@ def test_what_was_loaded_comes_back_from_disk(
         assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
-
-
 def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     make: Callable[..., DiskNode],
 ) -> None:

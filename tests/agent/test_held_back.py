@@ -290,8 +290,6 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
         forward.join()
 
 
-
-
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
     node, made, gate = make(memory=3 * 8192), payloads(), threading.Event()
     put = node.store.put_if_absent
@@ -307,8 +305,6 @@ def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., 
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [key.path() for key in node.desk.accepted] == paths(made)
-
-
 
 
 def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., Holder]) -> None:
@@ -415,8 +411,6 @@ def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Hold
     assert sizes == [1, 8]
 
 
-
-
 def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
 
@@ -465,8 +459,6 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     assert node.saves.drain(PATIENCE_S)
     assert not node.held
     assert None not in of_index(node, made)
-
-
 
 
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
@@ -564,8 +556,6 @@ def test_only_what_is_due_is_saved_at_the_end(make: Callable[..., Holder]) -> No
     assert node.held == set(paths(made[1:]))
     node.read(node.find(made))  # too late, and harmless
     assert node.stored == set(paths(made[:1]))
-
-
 
 
 class Service:

@@ -23,7 +23,7 @@ from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_hea
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes import _shared_memory
-from tests.agent.consistency import fetches_of, is_consistent, paths_of, threads_of
+from tests.agent.consistency import is_consistent, paths_of, threads_of
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
@@ -380,18 +380,6 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     node.arena_cache.release(found)
     node.close()
     assert is_consistent(node.arena_cache)
-
-
-def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, woken = node.save(), list[object]()
-    for one in node.open(*wanted):
-        node.arena_cache.release(settled(node, one))
-    wait_until(lambda: not fetches_of(node.core))
-    monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
-    for one in node.open(*wanted):
-        assert one.state is CellState.READY
-        node.arena_cache.release(one)
-    assert not woken
 
 
 def test_a_cell_that_is_half_written_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

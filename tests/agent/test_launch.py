@@ -385,12 +385,6 @@ def test_a_runtime_folder_that_others_can_change_is_not_used(
     assert replica_socket(config, "").parent == tmp_path / f"objkv-{os.geteuid()}"
 
 
-def test_a_folder_is_checked_again_when_an_agent_is_started(path: Path) -> None:
-    path.parent.chmod(0o755)
-    with pytest.raises(ConfigError, match="not a private folder"):
-        start_agent(path, {}, 1)
-
-
 def test_names_of_sockets_tell_nothing_of_the_settings(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -505,10 +499,14 @@ def test_settings_that_matter_have_agents_of_their_own(
     assert other(agent="private") is None
 
 
-def test_a_folder_of_another_user_is_refused(config: Config, path: Path) -> None:
+def test_a_folder_of_another_user_is_refused_also_at_a_later_start(
+    config: Config, path: Path
+) -> None:
     path.parent.chmod(0o755)
     with pytest.raises(ConfigError, match="not a private folder"):
         agent_socket(config)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        start_agent(path, {}, 1)
 
 
 def test_an_agent_gets_all_settings_of_its_replica(config: Config) -> None:
@@ -516,8 +514,6 @@ def test_an_agent_gets_all_settings_of_its_replica(config: Config) -> None:
     assert environ["OBJKV_BULK_URL"] == config.bulk_url
     assert environ["OBJKV_AGENT_MEMORY_BYTES"] == str(1 << 20)
     assert "OBJKV_AGENT" not in environ
-
-
 
 
 def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> None:
@@ -540,5 +536,3 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         assert agent.end()["saves"] == 0
         assert not agent.path.exists()
         assert agent.process.returncode == 0
-
-

@@ -292,10 +292,6 @@ def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> N
     assert index.find(NAMESPACE, [], [key.field]) == []
 
 
-
-
-
-
 def test_a_replica_finds_at_once_what_its_node_saved(node: Node) -> None:
     """Though it was missing, and that was remembered."""
     client, desk = node.connect(wants_arena=False), Desk(node)

@@ -165,18 +165,13 @@ def test_a_full_folder_is_swept_until_there_is_room_though_its_index_is_empty(
     assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
 
 
-def test_a_sweep_has_the_replicas_settings(tmp_path: Path) -> None:
-    settings = sweep_settings(config(tmp_path, quota_bytes=10, ttl_s=7, tenant="a"))
-    again = Config.model_validate(
-        {name.removeprefix("OBJKV_").lower(): value for name, value in settings.items()}
-    )
-    assert (again.ttl_s, again.tenant, again.role) == (7, "a", "sweeper")
-
-
-def test_a_sweep_finds_the_keys_where_the_replica_does(tmp_path: Path) -> None:
-    """Wherever they were set: without them a rebuild restores nothing that is sealed, and what has
-    no record is swept."""
-    keys = str(tmp_path / "keys")
-    settings = sweep_settings(config(tmp_path, quota_bytes=10, signing_keys_file=keys))
-    assert settings["OBJKV_SIGNING_KEYS_FILE"] == keys
+def test_a_sweep_has_the_replicas_settings_and_keys(tmp_path: Path) -> None:
+    """Wherever they were set: without the keys a rebuild restores nothing that is sealed, and what
+    has no record is swept."""
+    given = {"quota_bytes": 10, "ttl_s": 7, "tenant": "a", "signing_keys_file": f"{tmp_path}/keys"}
+    settings = sweep_settings(config(tmp_path, **given))
+    again = {name.removeprefix("OBJKV_").lower(): value for name, value in settings.items()}
+    found = Config.model_validate({n: v for n, v in again.items() if "keys" not in n})
+    assert (found.ttl_s, found.tenant, found.role) == (7, "a", "sweeper")
+    assert settings["OBJKV_SIGNING_KEYS_FILE"] == f"{tmp_path}/keys"
     assert "OBJKV_ENCRYPTION_KEYS_FILE" not in settings

@@ -174,24 +174,6 @@ def test_usage_is_what_lies_there(store: LocalStore, index: BulkIndex) -> None:
     assert index.usage()[0].nbytes == usage.nbytes
 
 
-def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: BulkIndex) -> None:
-    """There are no leases: the store lets one of them win."""
-    memory = MemoryStore()
-    [key, *_] = save(memory, None)
-    payload = memory.get(key.path())
-    assert payload is not None
-    header = read_header(payload)
-    outcomes = []
-    for writer in ("a", "b"):
-        settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
-        cache = ChunkCache(store, None, index, settings, MemoryRecorder())
-        assert cache.take_lease(key.path())
-        outcomes.append(cache.save(header.claim.key.path(), payload, header))
-        cache.release_lease(key.path())
-    assert outcomes == [SaveOutcome.SAVED, SaveOutcome.EXISTED]
-    assert index.find(NAMESPACE, HASHES, [FIELD])[0] is not None
-
-
 def test_what_one_replica_found_corrupt_is_saved_anew(
     store: LocalStore, index: BulkIndex, tmp_path: Path
 ) -> None:

@@ -19,6 +19,7 @@ from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 
 NS = "0" * 32
@@ -95,14 +96,6 @@ class GatedIndex:
         return self.index.find(namespace, prefix_hashes, fields)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def index() -> Iterator[GatedIndex]:
     index = GatedIndex()
@@ -113,8 +106,8 @@ def index() -> Iterator[GatedIndex]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(100.0)
 
 
 @pytest.fixture
@@ -123,7 +116,9 @@ def recorder() -> MemoryRecorder:
 
 
 @pytest.fixture
-def service(index: GatedIndex, clock: Clock, recorder: MemoryRecorder) -> Iterator[LookupService]:
+def service(
+    index: GatedIndex, clock: ManualClock, recorder: MemoryRecorder
+) -> Iterator[LookupService]:
     service = LookupService(index, [FIELD], recorder, LIMITS, clock=clock)
     yield service
     index.gate.set()
@@ -154,8 +149,6 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     assert records == ({FIELD: SHARD}, None, None)
     assert service.ask("r", NS, HASHES) is records
     assert index.asked == [HASHES]
-
-
 
 
 def test_one_requests_lookup_is_awaited_while_others_hang(
@@ -199,8 +192,6 @@ def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(
     assert index.asked == [HASHES[:1], HASHES[1:]]
 
 
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
 def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
     stored: list[bool], data: st.DataObject
@@ -223,15 +214,15 @@ def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
 
 
 def test_a_request_that_waits_long_after_its_answer_is_looked_up_anew(
-    service: LookupService, index: GatedIndex, clock: Clock
+    service: LookupService, index: GatedIndex, clock: ManualClock
 ) -> None:
     """The stored chunks may have changed; meanwhile the answer stays the same."""
     index.gate.set()
     found = answer(lambda: service.ask("r", NS, HASHES))
     index.publish(ChunkEntry(NS, HASHES[1], b"p" * 20, 0, 64), {FIELD: SHARD}, ttl_s=3600)
-    clock.now += 30
+    clock.advance(30)
     assert service.ask("r", NS, HASHES) is found
-    clock.now += 1
+    clock.advance(1)
     assert answer(lambda: service.ask("r", NS, HASHES)) == ({FIELD: SHARD}, {FIELD: SHARD}, None)
 
 
@@ -241,10 +232,10 @@ def test_a_prompt_without_chunks_needs_no_lookup(service: LookupService, index: 
 
 
 def test_after_the_deadline_the_answer_is_no_match_and_stays_so(
-    service: LookupService, index: GatedIndex, clock: Clock, recorder: MemoryRecorder
+    service: LookupService, index: GatedIndex, clock: ManualClock, recorder: MemoryRecorder
 ) -> None:
     assert service.ask("r", NS, HASHES) is None
-    clock.now += 1.0
+    clock.advance(1.0)
     assert service.ask("r", NS, HASHES) == (None, None, None)
     index.gate.set()
     assert service.ask("r", NS, HASHES) == (None, None, None)
@@ -329,7 +320,7 @@ def test_hashes_that_cannot_be_computed_are_no_match_and_told_once(
 
 
 def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
-    index: GatedIndex, recorder: MemoryRecorder, clock: Clock
+    index: GatedIndex, recorder: MemoryRecorder, clock: ManualClock
 ) -> None:
     limits = LookupLimits(deadline_s=0.01, queue_max=64)
     service = LookupService(index, [FIELD], recorder, limits, clock=clock)
@@ -339,8 +330,6 @@ def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
     service.close()
     assert not any(thread.name.startswith("objkv-lookup") for thread in enumerate_threads())
     assert service.ask("63", NS, HASHES) == (None, None, None)
-
-
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("gone"), TransferError("lost")])

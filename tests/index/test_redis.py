@@ -435,8 +435,6 @@ def filled(client: redis.Redis) -> RedisIndex:
     return index
 
 
-
-
 def test_malformed_fields_hide_no_others(client: redis.Redis) -> None:
     index = filled(client)
     client.hset(f"{RECORDS}{prefix_hash(1).hex()}", FIELD, LOOKS_LIKE_TWO)
@@ -503,8 +501,6 @@ def test_a_fork_tells_its_own_totals_and_not_its_parents(monkeypatch: pytest.Mon
     totals.add(NAMESPACE, 7, 1)
     clock.advance(5)
     assert totals.take() == {f"{NAMESPACE}:nbytes": 7, f"{NAMESPACE}:payloads": 1}
-
-
 
 
 def test_closing_tells_the_rest(client: redis.Redis, valkey: RedisServer) -> None:
@@ -580,8 +576,6 @@ def test_setting_the_totals_of_a_namespace_leaves_those_of_others_alone(
         index.publish(chunk(2, namespace), {FIELD: shard(5)}, ttl_s=LONG_S)
     index.set_usage(Usage(NAMESPACE, 15, 2, counted_s=7))
     assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 15, OTHER: 15}
-
-
 
 
 def test_what_no_objkv_wrote_into_the_totals_is_left_out(client: redis.Redis) -> None:
