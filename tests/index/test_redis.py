@@ -493,16 +493,6 @@ def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) 
     index.close()
 
 
-def test_a_fork_tells_its_own_totals_and_not_its_parents(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = ManualClock()
-    totals = PendingTotals(TOTALS, clock=clock)
-    totals.add(NAMESPACE, 10, 1)
-    monkeypatch.setattr("objkv.index.redis.index.os.getpid", lambda: -1)
-    totals.add(NAMESPACE, 7, 1)
-    clock.advance(5)
-    assert totals.take() == {f"{NAMESPACE}:nbytes": 7, f"{NAMESPACE}:payloads": 1}
-
-
 def test_closing_tells_the_rest(client: redis.Redis, valkey: RedisServer) -> None:
     index = RedisIndex(valkey.client())
     index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)

@@ -5,7 +5,6 @@ every key except the totals has a time to live.
 """
 
 import hashlib
-import os
 import re
 import time
 from collections import defaultdict
@@ -183,7 +182,6 @@ class PendingTotals:
         self._lock = Lock()
         self._pending: defaultdict[str, int] = defaultdict(int)
         self._due_s = clock() + _FLUSH_S
-        self._process = os.getpid()
 
     def add(self, namespace: str, nbytes: int, payloads: int) -> None:
         """Add published bytes and payloads, or subtract removed ones with negative numbers."""
@@ -197,7 +195,6 @@ class PendingTotals:
         """Return and clear the changes by field if they are due, or always if ``early``."""
         now = self._clock()
         with self._lock:
-            self._leave_to_parent()
             if not (early or self.is_due()):
                 return {}
             taken = {field: change for field, change in self._pending.items() if change}
@@ -209,14 +206,8 @@ class PendingTotals:
         """Keep changes until the next sending: new ones, and those that could not be sent. Some of
         these may have arrived after all, so the totals can end up too high, but never too low."""
         with self._lock:
-            self._leave_to_parent()
             for field, change in taken.items():
                 self._pending[field] += change
-
-    def _leave_to_parent(self) -> None:
-        if self._process != os.getpid():  # in a fork: the parent sends these
-            self._process = os.getpid()
-            self._pending.clear()
 
 
 Client = redis.Redis | redis.RedisCluster
@@ -489,11 +480,6 @@ class RedisIndex:
                 yield match[1].decode("utf-8", "replace"), bytes.fromhex(match[2].decode("ascii"))
 
 
-def _is_foreign(reply: Any) -> bool:
-    """Whether the key has another type, and so is not objkv's."""
-    return isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE")
-
-
 def _checked(verb: str, reply: Any) -> Any:
     """Return ``reply``. Raises it as a ``StoreError`` if it is an error."""
     if isinstance(reply, Exception):
@@ -504,7 +490,7 @@ def _checked(verb: str, reply: Any) -> Any:
 def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
     """Return the record from a reply to ``HGETALL``; None if it is missing or not written by
     objkv."""
-    if _is_foreign(reply):
+    if isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE"):  # not objkv's
         return None
     shards = {}
     for name, value in _checked("lookup", reply).items():

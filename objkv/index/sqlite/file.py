@@ -113,17 +113,12 @@ def prepare(path: Path) -> None:
         raise StoreDenied(f"index {path}: {exc.strerror}: {exc.filename}") from exc
 
 
-def is_shared_by_group(folder: os.stat_result) -> bool:
-    """Whether a folder is accessible to its group, and to no others."""
-    return folder.st_mode & 0o077 == 0o070
-
-
 def _make(path: Path, folder: os.stat_result) -> None:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with suppress(FileExistsError):  # another process just created or planted it; the check follows
         fd = os.open(path, flags, _ALONE)
         try:
-            if is_shared_by_group(folder):
+            if folder.st_mode & 0o077 == 0o070:  # for its group, and for no others
                 os.fchmod(fd, _GROUP)  # regardless of the umask
         finally:
             os.close(fd)
