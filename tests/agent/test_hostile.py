@@ -23,7 +23,7 @@ from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_hea
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes import _shared_memory
-from tests.agent.consistency import is_consistent, paths_of, threads_of
+from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
@@ -136,20 +136,6 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     for one in came:
         assert one.reason is MissReason.NONE
         node.arena_cache.release(one)
-
-
-def test_a_fault_of_another_kind_ends_no_thread(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise KeyError("unexpected")
-
-    monkeypatch.setattr(node.core.layouts, "note", broken)
-    wanted, client = node.save(), node.connect()
-    leases = opened(client, wanted)
-    for lease in leases:
-        ended(client, lease)
-    assert threads_of(node.core) == 2
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
