@@ -17,8 +17,7 @@ from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
 from objkv.cache.lookup import PartsIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.index.sqlite.file import SqliteFile
-from objkv.index.sqlite.index import SqliteIndex
+from objkv.index.sqlite.index import SqliteFile, SqliteIndex
 from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import bucket as s3_bucket

@@ -15,9 +15,8 @@ import pytest
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex
-from objkv.index.sqlite import file as sqlite_file
-from objkv.index.sqlite.file import SqliteFile, translated
-from objkv.index.sqlite.index import SqliteIndex
+from objkv.index.sqlite import index as sqlite_file
+from objkv.index.sqlite.index import SqliteFile, SqliteIndex, translated
 from objkv.net.deadline import EndsBy
 from tests.contracts.clock import ManualClock
 from tests.contracts.index_contract import (
