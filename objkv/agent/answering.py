@@ -13,8 +13,8 @@ from dataclasses import asdict, astuple
 from itertools import islice
 from typing import Any, Final
 
-from objkv.agent.calls import DOCUMENT_BYTES_MAX, Arguments, read_hashes, record_text
-from objkv.agent.found import FoundRecords
+from objkv.agent.client import DOCUMENT_BYTES_MAX, Arguments, read_hashes, record_text
+from objkv.agent.core import FoundRecords
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MALFORMED, PrefetchOrder

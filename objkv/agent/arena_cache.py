@@ -13,14 +13,7 @@ from typing import Final, Protocol
 
 from objkv.agent.disk import Disk
 from objkv.agent.held_back import HeldPayloads
-from objkv.agent.memory.arena import (
-    BOARD_BYTES,
-    CELLS,
-    Arena,
-    CellState,
-    Extents,
-    Progress,
-)
+from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
 from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
 from objkv.codec.payload import Claim
@@ -382,7 +375,7 @@ class ArenaCache:
             return None
         evicted = 0
         while evicted < 2 * nbytes:
-            key = self._ranking.victim(self._is_free)
+            key = self._ranking.victim(lambda key: not self._by_key[key].leases)
             if key is None:
                 break
             if not is_sure and key in self.held and not self.held.keep(key):
@@ -405,9 +398,6 @@ class ArenaCache:
         for offset in row[1]:
             self._evict(self._at[offset])
         return self._extents.take(nbytes)
-
-    def _is_free(self, key: str) -> bool:
-        return not self._by_key[key].leases
 
     def _evict(self, one: CachedPayload) -> None:
         if one.is_unused:

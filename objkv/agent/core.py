@@ -5,34 +5,28 @@ order of urgency and, among clients, in turn by bytes. Any fault is a miss with 
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from threading import Condition, Lock, Thread, get_ident
 from time import monotonic
+from typing import Final, NamedTuple
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
 from objkv.agent.disk import Disk
-from objkv.agent.fill import (
-    WHOLE,
-    Cuts,
-    Fill,
-    MissError,
-    PayloadRequest,
-    Source,
-    Staging,
-)
-from objkv.agent.found import FoundRecords
-from objkv.agent.layouts import Layouts
+from objkv.agent.fill import WHOLE, Cuts, Fill, Layouts, MissError, PayloadRequest, Source, Staging
 from objkv.agent.memory.arena import Arena, CellState
 from objkv.agent.messages import ClaimRow, Claims, MissReason, Urgency, is_held
-from objkv.agent.queue import FetchJob, FetchQueue, Priority
 from objkv.agent.spill import Spill
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, PayloadError, StoreError, ValueTooLong
-from objkv.index.base import ShardRecord
+from objkv.index.base import ShardRecord, Shards
 from objkv.keys.chunk import ChunkKey, payload_path
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import Recorder, Trouble
@@ -45,6 +39,199 @@ _LATE_S = 0.2
 _OPEN_AT_ONCE = 8
 """Payloads under one hold of the lock, for which a step of another replica may wait: a prefetch may
 have thousands."""
+_OVERDUE_SHARE = 1 / 4
+"""A load between steps is overdue after this share of its time."""
+_TYPICAL_BYTES = 1 << 20
+"""Of a payload whose record has to be looked up."""
+
+
+class Priority(NamedTuple):
+    """When a payload will be fetched."""
+
+    urgency: Urgency
+    priority: int
+    """Among payloads of one urgency lower values go first."""
+    deadline: float
+    """By ``monotonic``."""
+
+
+class FetchJob(NamedTuple):
+    """A payload, or the rest of one, that waits to be fetched."""
+
+    urgency: Urgency
+    priority: int
+    turn: int
+    """The client's bytes so far, on a clock that all clients share."""
+    number: int
+    one: CachedPayload
+    claim: Claim
+    record: ShardRecord | None
+    """The payload's record; None if no lookup of this node has found it lately."""
+    deadline: float
+    overdue: float
+    """When it goes first, if no forward pass waits for it."""
+    fill: Fill | None = None
+    """The fill that this job continues; None at the beginning."""
+
+
+class FetchQueue:
+    """A queue by urgency and priority, and among clients in turn by bytes. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._heap: list[FetchJob] = []
+        self._jobs: dict[CachedPayload, FetchJob] = {}
+        """The valid job of each payload: one that was hastened leaves its old one in the heap."""
+        self._numbers = count()
+        self._between: deque[FetchJob] = deque()
+        """Loads between steps, in the order in which they came."""
+        self._was_overdue = False
+        self._clock = 0
+        self._due: dict[object, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def add(
+        self,
+        client: object,
+        one: CachedPayload,
+        claim: Claim,
+        record: ShardRecord | None,
+        due: Priority,
+    ) -> None:
+        """Queue a payload."""
+        turn = max(self._due.get(client, 0), self._clock)
+        self._due[client] = turn + (_TYPICAL_BYTES if record is None else record.nbytes)
+        now = monotonic()
+        overdue = now + _OVERDUE_SHARE * (due.deadline - now)
+        number, deadline = next(self._numbers), due.deadline
+        self._push(FetchJob(*due[:2], turn, number, one, claim, record, deadline, overdue))
+
+    def add_rest(self, job: FetchJob) -> None:
+        """Queue the rest of a payload, behind the beginnings of others of its urgency."""
+        self._push(job._replace(priority=job.priority + 1, number=next(self._numbers)))
+
+    def hasten(self, one: CachedPayload, due: Priority) -> bool:
+        """Another client waits for a payload too: if it is queued, the more urgent of both
+        urgencies and the later of both deadlines apply. Returns whether it is queued."""
+        job = self._jobs.get(one)
+        if job is None:
+            return False
+        sooner = due[:2] if due[:2] < job[:2] else job[:2]
+        if sooner != job[:2] or due.deadline > job.deadline:
+            number, deadline = next(self._numbers), max(job.deadline, due.deadline)
+            urgency, priority = sooner
+            self._push(
+                job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
+            )
+        return True
+
+    def discard(self, given_up: Callable[[CachedPayload], bool]) -> None:
+        """Remove the payloads that are ``given_up``."""
+        for one in [one for one in self._jobs if given_up(one)]:
+            del self._jobs[one]
+
+    def next_urgency(self) -> Urgency | None:
+        """Return the urgency of the next one; None if there is none."""
+        while self._heap and self._jobs.get(self._heap[0].one) is not self._heap[0]:
+            heappop(self._heap)
+        return self._heap[0].urgency if self._heap else None
+
+    def take(self) -> FetchJob:
+        """Take the next one."""
+        assert self.next_urgency() is not None
+        job = self._take_overdue() or heappop(self._heap)
+        del self._jobs[job.one]
+        self._clock = max(self._clock, job.turn)
+        return job
+
+    def _push(self, job: FetchJob) -> None:
+        self._jobs[job.one] = job
+        heappush(self._heap, job)
+        if job.urgency is Urgency.BETWEEN_STEPS:
+            self._between.append(job)
+
+    def _take_overdue(self) -> FetchJob | None:
+        """Take a load between steps that is overdue, so that forward passes do not starve them. At
+        most every second one, so that they do not starve forward passes."""
+        between = self._between
+        while between and self._jobs.get(between[0].one) is not between[0]:
+            between.popleft()
+        self._was_overdue = (
+            not self._was_overdue and bool(between) and monotonic() >= between[0].overdue
+        )
+        return between.popleft() if self._was_overdue else None
+
+    def forget(self, client: object) -> None:
+        """The client has gone."""
+        self._due.pop(client, None)
+
+
+_CHUNKS_MAX: Final = 32_768
+"""Chunks whose records are kept: about 25 MB. The oldest ones go first."""
+_ANSWERS_MAX: Final = 4
+"""Of one chunk: replicas of a node may ask for different payloads of it."""
+
+
+class _Answer(NamedTuple):
+    namespace: str
+    """Chunks of different namespaces may have the same hash: a tier's are vLLM's."""
+    shards: Shards
+    end_s: float
+    """When it is too old."""
+
+
+class FoundRecords:
+    """The records of payloads that lookups of this node have found lately. Thread-safe. Nothing
+    waits.
+
+    A client opens payloads by their keys. The agent needs a payload's record to fetch it, and has
+    just looked it up for the client, so it is kept for a while. A record that is not kept any more
+    is looked up again.
+    """
+
+    def __init__(
+        self, chunks_max: int = _CHUNKS_MAX, *, clock: Callable[[], float] = monotonic
+    ) -> None:
+        self._chunks_max, self._clock = chunks_max, clock
+        self._lock = Lock()
+        self._by_chunk: OrderedDict[bytes, tuple[_Answer, ...]] = OrderedDict()
+        """The last answers about each chunk, the newest first."""
+
+    def __len__(self) -> int:
+        return len(self._by_chunk)
+
+    def add(self, namespace: str, found: Iterable[tuple[bytes, Shards | None]]) -> None:
+        """Keep what a lookup has found, by prefix hash."""
+        end_s = self._clock() + LOOKUP_TTL_S
+        with self._lock:
+            for prefix_hash, shards in found:
+                if shards is not None:
+                    new = _Answer(namespace, shards, end_s)
+                    others = self._by_chunk.pop(prefix_hash, ())
+                    if others:
+                        others = tuple(one for one in others if not _replaces(new, one))
+                    self._by_chunk[prefix_hash] = (new, *others[: _ANSWERS_MAX - 1])
+            while len(self._by_chunk) > self._chunks_max:
+                self._by_chunk.popitem(last=False)
+
+    def of(self, key: ChunkKey) -> ShardRecord | None:
+        """Return a payload's record; None if it is not kept."""
+        now = self._clock()
+        for namespace, shards, end_s in self._by_chunk.get(key.prefix_hash, ()):
+            if namespace == key.namespace and now < end_s and key.field in shards:
+                return shards[key.field]
+        return None
+
+    def forget(self, prefix_hash: bytes) -> None:
+        """Forget a chunk: something about its record has changed."""
+        if prefix_hash in self._by_chunk:
+            with self._lock:
+                self._by_chunk.pop(prefix_hash, None)
+
+
+def _replaces(new: _Answer, old: _Answer) -> bool:
+    return new.namespace == old.namespace and all(field in new.shards for field in old.shards)
 
 
 @dataclass(frozen=True, slots=True)

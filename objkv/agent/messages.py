@@ -1,4 +1,4 @@
-"""The messages between the agent and its clients, as bytes. ``docs/agent.md`` specifies them.
+"""The messages between the agent and its clients, as bytes. This module specifies them.
 
 Each is one datagram of a ``SOCK_SEQPACKET`` socket, at most ``MESSAGE_BYTES_MAX`` long: its kind in
 one byte, fixed fields, then lists whose length follows from the message's. Numbers are

@@ -1,32 +1,36 @@
-"""Payloads that replicas handed over: the agent verifies them, keeps them resident, and saves them.
+"""Payloads that replicas hand over, whole or in parts: the agent verifies, keeps and saves them.
 
 From ``commit`` on, the bytes are in the agent's memory: the replica may end. Those that are held
 back (``objkv.agent.held_back``) are counted across the fleet, and saved when they are seen a second
 time. No commit and no request waits for that. When a store is overloaded, saves are the first calls
 to stop.
+
+Parts that the ranks of a replica hand over are joined. A join is whole or not at all. It begins
+with the part that comes first, and ends with the last, or when a rank drops its part, at its
+deadline, or when the replica has gone. What is known of it then is kept for the parts that are
+still to come: they are not copied.
 """
 
 import logging
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from threading import Event, Lock
 from time import monotonic
-from typing import Final
+from typing import Final, NamedTuple
 
-from objkv.agent.arena_cache import CachedPayload
+from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.held_back import held_record
-from objkv.agent.joins import Joins, Wish
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Commit, CommitStatus
+from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox
 from objkv.background import JOIN_S, Pool
-from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.cache.chunks import ChunkCache, InFlightSaves, SaveOutcome
 from objkv.cache.codec_choice import CodecChooser
 from objkv.cache.worth import PutPolicy
+from objkv.codec.join import Join, check_moved
 from objkv.codec.payload import (
     Claim,
     Header,
@@ -47,14 +51,258 @@ _HEADER_BYTES, _HEADER_GUESS_MAX = 4096, 1 << 16
 """
 _LOOK_S = 0.05
 """How often ``drain`` looks at payloads that are due while there is no room to save them."""
-_SHARE = 4
-"""Divisor: payloads that wait to be saved lease at most this fraction of the arena."""
 _SHED_S = 0.1
 """How long saves pause after the store refused one."""
 _SIGHTINGS_MAX: Final = 65_536
 """Payloads whose sighting may wait for a round trip. Further ones are not recorded."""
 _BATCH: Final = 1000
 """The most sightings per round trip."""
+JOINS_MAX: Final = 16_384
+"""Joins that an agent knows, those that have ended included."""
+_SHARE = 4
+"""Divisor: open joins take at most this fraction of the arena, and payloads that wait to be saved
+lease at most as much."""
+Name = tuple[bytes, str]
+"""Replica, and path of the payload."""
+
+
+@dataclass(eq=False, slots=True)
+class Wish:
+    """What a client wants to have saved, and what was decided about it."""
+
+    path: str
+    claim: Claim
+    puts: bool
+    """Whether to save it at once if that is possible, and to hold it back only if not."""
+    was_held_back: bool = False
+    holds_back: bool = False
+    """Whether it is not to be saved until it is seen again, or there is room."""
+    waits: bool = False
+    """Whether it is saved as soon as there is room, unless its memory is needed before that."""
+
+    @property
+    def waiting(self) -> CommitStatus:
+        """What to answer if it waits: no promise."""
+        return CommitStatus.ACCEPTED if self.puts else CommitStatus.HELD_BACK
+
+
+@dataclass(eq=False, slots=True)
+class _Open:
+    """A join. Guarded by the lock of ``Joins``, except for its memory."""
+
+    number: int
+    parts: int
+    deadline: float
+    status: CommitStatus | None = None
+    """What further parts are answered; None as long as they are wanted."""
+    wish: Wish | None = None
+    """The one of the part that came first."""
+    join: Join | None = None
+    memory: CachedPayload | None = None
+    seen: int = 0
+    """Parts that were handed over or dropped."""
+    copying: int = 0
+    """Threads that copy a part into the memory."""
+
+
+class Joined(NamedTuple):
+    """A whole payload in reserved memory, which the caller adopts or releases."""
+
+    wish: Wish
+    header: Header
+    memory: CachedPayload
+
+
+class Joins:
+    """The joins of one agent. Thread-safe. Copies in the calling thread."""
+
+    def __init__(
+        self,
+        arena_cache: ArenaCache,
+        in_flight: InFlightSaves,
+        admit: Callable[[Wish, int], CommitStatus | None],
+        recorder: Recorder,
+        deadline_s: float,
+        clock: Callable[[], float] = monotonic,
+    ) -> None:
+        """``admit``: decides once for each join whether a payload of some length is wanted: returns
+        None if it is, and has begun its save in ``in_flight``, or else what to answer."""
+        self._arena_cache, self._in_flight, self._recorder = arena_cache, in_flight, recorder
+        self._admit = admit
+        self._deadline_s, self._clock = deadline_s, clock
+        self._lock = Lock()
+        self._known: dict[Name, _Open] = {}
+        """Oldest first."""
+        self._reserved_bytes = 0
+        self._replicas = Counter[bytes]()
+        """Connections of each replica."""
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def add(
+        self, replica: bytes, outbox: ClientOutbox, commit: Commit, header: Header, wish: Wish
+    ) -> CommitStatus | Joined:
+        """Take a copy of a part. Returns the whole payload if it was the last, or what to answer.
+        ``header``: of the part. Raises ``PayloadError``."""
+        part, path = commit.part, wish.path
+        assert part is not None
+        part.place.check()
+        with self._lock:
+            self._expire()
+            one = self._find((replica, path), part.number, part.place.parts)
+            if one is None:
+                return CommitStatus.DROPPED
+            if one.join is None and one.status is None:
+                one.status = self._begin(one, header, part, wish)
+            one.seen += 1
+            if one.status is not None:
+                self._forget_seen((replica, path), one)
+                return one.status
+            assert one.join is not None
+            assert one.memory is not None
+            try:
+                moves = one.join.add(header, part.place)
+            except PayloadError:
+                self._drop(one, "refused")
+                raise
+            one.copying += 1
+        memory, fault = self._arena_cache.view(one.memory), "refused"
+        try:
+            places = [memory[to : to + nbytes] for _, to, nbytes in moves]
+            outbox.read_pieces(places, commit.offset + moves[0].source)
+            check_moved(header, moves, memory)
+            fault = ""
+        finally:
+            with self._lock:
+                one.copying -= 1
+                if fault:
+                    self._drop(one, fault)
+                status = self._status_of((replica, path), one)
+        return self._finish(one) if status is None else status
+
+    def _status_of(self, name: Name, one: _Open) -> CommitStatus | None:
+        """Return what to answer a part that was copied; None if it completes the payload, which is
+        the caller's then."""
+        if one.status is not None:
+            self._free(one)
+            self._forget_seen(name, one)
+            return one.status
+        assert one.join is not None
+        if not one.join.is_complete or one.copying:
+            return CommitStatus.PART
+        if self._known.get(name) is one:
+            del self._known[name]
+        return None
+
+    def _finish(self, one: _Open) -> CommitStatus | Joined:
+        assert one.join is not None
+        assert one.wish is not None
+        assert one.memory is not None
+        try:
+            header = one.join.finish(self._arena_cache.view(one.memory))
+        except PayloadError:
+            with self._lock:
+                self._drop(one, "refused")
+            raise
+        with self._lock:
+            self._reserved_bytes -= one.memory.nbytes
+        self._recorder.count("joins")
+        return Joined(one.wish, header, one.memory)
+
+    def drop(self, replica: bytes, drop: Drop) -> None:
+        """Record that a rank does not hand over its part."""
+        with self._lock:
+            self._expire()
+            name = replica, drop.path
+            if (one := self._find(name, drop.number, drop.parts)) is None:
+                return
+            if one.join is None and one.status is None:
+                one.status = CommitStatus.DROPPED
+            self._drop(one, "rank")
+            one.seen += 1
+            self._forget_seen(name, one)
+
+    def joined(self, replica: bytes) -> None:
+        """Record a connection of a replica."""
+        with self._lock:
+            self._replicas[replica] += 1
+
+    def left(self, replica: bytes) -> None:
+        """Record that a connection has ended. With the last one the replica's open joins do."""
+        with self._lock:
+            self._replicas[replica] -= 1
+            if self._replicas[replica] > 0:
+                return
+            del self._replicas[replica]
+            for name in [name for name in self._known if name[0] == replica]:
+                self._drop(self._known.pop(name), "gone")
+
+    def expire(self) -> None:
+        """Drop the joins whose deadline has passed."""
+        with self._lock:
+            self._expire()
+
+    def _expire(self) -> None:
+        now = self._clock()
+        while self._known:
+            name = next(iter(self._known))
+            if self._known[name].deadline > now:
+                return
+            self._drop(self._known.pop(name), "late")
+
+    def _find(self, name: Name, number: int, parts: int) -> _Open | None:
+        """Return the join that a part belongs to; None if a newer one has replaced it, or there are
+        too many."""
+        one = self._known.get(name)
+        if one is not None and one.number >= number:
+            return one if one.number == number else None
+        if one is not None:
+            self._drop(self._known.pop(name), "replaced")
+        if len(self._known) >= JOINS_MAX:
+            self._recorder.count("joins_dropped_full")
+            return None
+        one = self._known[name] = _Open(number, parts, self._clock() + self._deadline_s)
+        return one
+
+    def _begin(
+        self, one: _Open, header: Header, part: SavedPart, wish: Wish
+    ) -> CommitStatus | None:
+        """Give a join its memory. Returns what to answer if it gets none."""
+        join = Join(header, part.place)
+        if (status := self._admit(wish, join.nbytes)) is not None:
+            return status
+        is_much = (self._reserved_bytes + join.nbytes) * _SHARE > self._arena_cache.total_bytes
+        memory = None if is_much else self._arena_cache.reserve(wish.path, join.nbytes)
+        if memory is None:
+            self._in_flight.end(wish.path)
+            self._recorder.count("save_drops")
+            return CommitStatus.NO_ROOM
+        self._reserved_bytes += join.nbytes
+        one.join, one.memory, one.wish = join, memory, wish
+        return None
+
+    def _forget_seen(self, name: Name, one: _Open) -> None:
+        """Forget a join that has ended, once all parts are known of."""
+        if one.seen >= one.parts and self._known.get(name) is one:
+            del self._known[name]
+
+    def _drop(self, one: _Open, reason: str) -> None:
+        """End a join that is open. Its memory goes when nothing is being copied there."""
+        if one.status is not None:
+            return
+        one.status = CommitStatus.DROPPED
+        self._recorder.count("save_drops")
+        self._recorder.count(f"joins_dropped_{reason}")
+        if one.memory is not None:
+            self._in_flight.end(one.memory.key)
+        self._free(one)
+
+    def _free(self, one: _Open) -> None:
+        if one.memory is not None and not one.copying:
+            self._reserved_bytes -= one.memory.nbytes
+            self._arena_cache.release(one.memory)
+            one.memory = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,14 +384,14 @@ class NodeSaves:
             if header.nbytes != commit.nbytes or header.codec != "none" or any(header.marks):
                 raise PayloadError("a payload of another length, compressed or sealed")
             claim = header.claim
-            wish = Wish(claim.key.path(), claim, commit.puts, self._limits.may_save)
+            wish = Wish(claim.key.path(), claim, commit.puts)
             if commit.part is not None:
                 joined = self.joins.add(replica, outbox, commit, header, wish)
                 return joined if isinstance(joined, CommitStatus) else self._take(*joined)
             status = self._admit(wish, commit.nbytes)
             if status is not None:
                 return status
-            return self._copy(wish, header, text, partial(outbox.read_into, offset=commit.offset))
+            return self._copy(wish, header, text, outbox, commit.offset)
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
@@ -153,9 +401,11 @@ class NodeSaves:
         then, or what to answer."""
         path = wish.path
         wish.was_held_back = path in self._held
-        holds_back = self.policy.holds_back(wish.claim, nbytes) or not wish.may_save
+        holds_back = self.policy.holds_back(wish.claim, nbytes) or not self._limits.may_save
         if holds_back and wish.was_held_back and self._arena_cache.holds([path])[0]:
-            is_due = wish.may_save and (self._held.seen_again(path) or path not in self._held)
+            is_due = self._limits.may_save and (
+                self._held.seen_again(path) or path not in self._held
+            )
             return CommitStatus.ACCEPTED if is_due else CommitStatus.HELD_BACK
         refusal = None
         if wish.puts or not holds_back:
@@ -172,14 +422,10 @@ class NodeSaves:
         return None
 
     def _copy(
-        self,
-        wish: Wish,
-        header: Header,
-        text: bytes,
-        read: Callable[[memoryview], None],
+        self, wish: Wish, header: Header, text: bytes, outbox: ClientOutbox, offset: int
     ) -> CommitStatus:
         """Copy an admitted payload, verify the copy, and save it. ``text``: what the header was
-        read from. ``read``: fills a buffer with the payload. Raises ``PayloadError``."""
+        read from. Raises ``PayloadError``."""
         path = wish.path
         known = self._arena_cache.hold(path)
         memory = known or self._arena_cache.reserve(path, header.nbytes)
@@ -190,7 +436,7 @@ class NodeSaves:
             is_right = False
             try:
                 place = self._arena_cache.view(memory)
-                read(place)
+                outbox.read_into(place, offset)
                 if place[: len(text)] != text:
                     raise PayloadError("the payload changed while it was copied")
                 is_right = check_frames(header, place) == len(header.frames)
@@ -219,13 +465,15 @@ class NodeSaves:
             self._drop(path)
             return status
         if wish.holds_back:
-            if is_new and not (wish.was_held_back and wish.may_save):
-                self._hold_back(resident, header)
+            if is_new and not (wish.was_held_back and self._limits.may_save):
+                self._note_unsaved(resident, header, is_due=False)
+                self._cache.in_flight.end(path)
+                self._arena_cache.release(resident)
                 if wish.waits and self._held.put(path):
                     return wish.waiting
                 self._count_held_back(path)
                 return CommitStatus.HELD_BACK
-            refusal = self._refusal() if wish.may_save else CommitStatus.REPEATED
+            refusal = self._refusal() if self._limits.may_save else CommitStatus.REPEATED
             if refusal is not CommitStatus.ACCEPTED:
                 self._cache.in_flight.end(path)
                 self._arena_cache.release(resident)
@@ -307,12 +555,6 @@ class NodeSaves:
     def _note_unsaved(self, resident: CachedPayload, header: Header, *, is_due: bool) -> None:
         record = held_record(header)
         self._arena_cache.note_held(resident, header.claim, record, is_due=is_due)
-
-    def _hold_back(self, resident: CachedPayload, header: Header) -> None:
-        """Leave a payload in the arena."""
-        self._note_unsaved(resident, header, is_due=False)
-        self._cache.in_flight.end(resident.key)
-        self._arena_cache.release(resident)
 
     def _count_held_back(self, path: str) -> None:
         """Have a payload that is held back counted across the fleet."""

@@ -13,7 +13,6 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from threading import Lock, Thread
 
 from objkv.agent.answering import NodeCalls, NodeLookups
@@ -47,7 +46,7 @@ from objkv.agent.messages import (
 from objkv.agent.outbox import ClientOutbox
 from objkv.agent.peers import is_served, peer_of
 from objkv.agent.saves import NodeSaves
-from objkv.background import JOIN_S, Alarm, Pool, join_all
+from objkv.background import JOIN_S, Alarm, join_all
 from objkv.errors import StoreError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.telemetry import Trouble
@@ -66,14 +65,17 @@ _PAUSE_S = 1.0
 """After a connection that could not be served, such as without a free descriptor."""
 _LOOK_S = 0.02
 _REFUSED_MAX = 8
-"""Refused clients that may wait for the reason. Others are only hung up on."""
+"""Refused clients that may wait for the reason at a time. Others are only hung up on."""
 
 
 class AgentSession:
     """One connection and its leases. Its methods run on its own thread, except for ``wake``."""
 
-    def __init__(self, core: Core, sock: socket.socket, number: int) -> None:
-        self.sock, self.number = sock, number
+    def __init__(
+        self, core: Core, sock: socket.socket, number: int, refusal: str | None = None
+    ) -> None:
+        """``refusal``: why it is not served."""
+        self.sock, self.number, self.refusal = sock, number, refusal
         self.outbox: ClientOutbox | None = None
         self.replica = b""
         """Whose payloads are in the outbox."""
@@ -135,27 +137,24 @@ class AgentSession:
             self.outbox.close()
 
 
-@dataclass(frozen=True, slots=True)
-class AgentParts:
-    """The parts of an agent that its server uses."""
-
-    core: Core
-    saves: NodeSaves
-    arena: Arena
-    lookups: NodeLookups
-    calls: NodeCalls
-
-
 class AgentServer:
     """Serves clients on a listening socket until it is closed."""
 
-    def __init__(self, listener: socket.socket, parts: AgentParts) -> None:
-        """Closes ``listener``, and none of the parts."""
-        self._listener, self._parts, self._core = listener, parts, parts.core
+    def __init__(
+        self,
+        listener: socket.socket,
+        core: Core,
+        saves: NodeSaves,
+        arena: Arena,
+        lookups: NodeLookups,
+        calls: NodeCalls,
+    ) -> None:
+        """Closes ``listener``, and none of the others."""
+        self._listener, self._core, self._saves = listener, core, saves
+        self._arena, self._lookups, self._calls = arena, lookups, calls
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
-        self._refusals = Pool("objkv-refuse", 1, self._refuse)
         self._trouble = Trouble(logger, "connections of new clients")
         self._closed = self._draining = False
         self._answers: dict[MessageKind, Callable[[AgentSession, bytes], bytes | None]] = {
@@ -214,7 +213,6 @@ class AgentServer:
             self._listener.close()
         for client in clients:
             _shut(client.sock)
-        self._refusals.close(give_up=_close_all)
         join_all([self._thread, *clients.values()], JOIN_S)
 
     def _accept(self) -> None:
@@ -236,11 +234,10 @@ class AgentServer:
             undo.callback(sock.close)
             if (reason := self._refusal(sock)) is not None:
                 self._trouble.failed(TransferError(reason))
-                if self._refusals.waiting < _REFUSED_MAX and self._refusals.put([(sock, reason)]):
-                    undo.pop_all()
-                return
+                if len(self._clients) >= _CLIENTS_MAX + _REFUSED_MAX:
+                    return
             self._numbers += 1
-            client = AgentSession(self._core, sock, self._numbers)
+            client = AgentSession(self._core, sock, self._numbers, reason)
             undo.callback(self._end, client)
             name = f"objkv-client-{client.number}"
             thread = Thread(target=self._serve, args=(client,), name=name, daemon=True)
@@ -250,7 +247,8 @@ class AgentServer:
                 thread.start()
                 self._clients[client] = thread
             undo.pop_all()
-            self._trouble.worked()
+            if reason is None:
+                self._trouble.worked()
 
     def _refusal(self, sock: socket.socket) -> str | None:
         _, uid = peer_of(sock)
@@ -260,17 +258,10 @@ class AgentServer:
             return f"this agent has {_CLIENTS_MAX} clients already"
         return None
 
-    def _refuse(self, refusal: tuple[socket.socket, str]) -> None:
-        sock, reason = refusal
-        with sock, suppress(OSError):
-            sock.settimeout(_REFUSAL_S)
-            sock.recv(MESSAGE_BYTES_MAX)  # unread, it would reset the connection
-            sock.send(pack_text(MessageKind.REFUSED, reason))
-
     def _serve(self, client: AgentSession) -> None:
         is_greeted = False
         try:
-            client.sock.settimeout(_HELLO_S)
+            client.sock.settimeout(_HELLO_S if client.refusal is None else _REFUSAL_S)
             is_greeted = self._greet(client)
             if is_greeted:
                 client.sock.settimeout(None)
@@ -299,18 +290,22 @@ class AgentServer:
             if not message or kind_of(message) is not MessageKind.HELLO:
                 return False
             hello = unpack_hello(message)
-            if hello.version == VERSION and hello.has_outbox and given:
+            refusal = client.refusal
+            if hello.version != VERSION:
+                refusal = (
+                    f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
+                )
+            if refusal is not None:
+                client.sock.send(pack_text(MessageKind.REFUSED, refusal))
+                return False
+            if hello.has_outbox and given:
                 client.outbox = ClientOutbox(given.pop())
                 client.replica = hello.replica
-                self._parts.saves.joins.joined(client.replica)
+                self._saves.joins.joined(client.replica)
         finally:
             for fd in given:
                 os.close(fd)
-        if hello.version != VERSION:
-            text = f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
-            client.sock.send(pack_text(MessageKind.REFUSED, text))
-            return False
-        arena, board = self._parts.arena.fd, self._parts.lookups.board.fd
+        arena, board = self._arena.fd, self._lookups.board.fd
         descriptors = [arena, client.alarm.fileno()] if hello.wants_arena else [board]
         socket.send_fds(client.sock, [bytes((MessageKind.WELCOME,))], descriptors)
         return True
@@ -345,17 +340,17 @@ class AgentServer:
         outbox, commits = client.outbox, unpack_commits(message)
         if outbox is None or max(one.offset + one.nbytes for one in commits) > outbox.nbytes:
             raise ProtocolError("a commit of bytes outside of the outbox")
-        save = self._parts.saves.commit
+        save = self._saves.commit
         return pack_committed([save(outbox, one, client.replica) for one in commits])
 
     def _drop(self, client: AgentSession, message: bytes) -> None:
         if client.outbox is None:
             raise ProtocolError("a drop without an outbox")
-        self._parts.saves.joins.drop(client.replica, unpack_drop(message))
+        self._saves.joins.drop(client.replica, unpack_drop(message))
 
     def _call(self, client: AgentSession, message: bytes) -> bytes:
         try:
-            return pack_text(MessageKind.RESULT, self._parts.calls.run(unpack_text(message)))
+            return pack_text(MessageKind.RESULT, self._calls.run(unpack_text(message)))
         except ProtocolError as exc:
             raise StoreError(f"the result is too long: {exc}") from exc
 
@@ -365,11 +360,11 @@ class AgentServer:
             raise ProtocolError("a lookup of nothing")
         if len(hashes) > PREFIX_HASH_BYTES * find_max(len(fields)):
             raise StoreError(f"a lookup of {len(hashes)} bytes of hashes in {len(fields)} fields")
-        return pack_found(self._parts.lookups.find(namespace, hashes, fields))
+        return pack_found(self._lookups.find(namespace, hashes, fields))
 
     def _end(self, client: AgentSession) -> None:
         if client.outbox is not None:
-            self._parts.saves.joins.left(client.replica)
+            self._saves.joins.left(client.replica)
         client.end_all()
         with self._lock:
             self._clients.pop(client, None)
@@ -377,11 +372,6 @@ class AgentServer:
 
 def _missed(reason: MissReason) -> OpenAnswer:
     return CellState.FAILED, reason, 0, 0, 0, 0, 0
-
-
-def _close_all(refusals: Sequence[tuple[socket.socket, str]]) -> None:
-    for sock, _ in refusals:
-        sock.close()
 
 
 def _await_end(sock: socket.socket, seconds: float | None) -> None:

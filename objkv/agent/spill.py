@@ -116,7 +116,7 @@ class Spill:
     def forget(self, key: str) -> None:
         """Remove a payload, also if it is being written. The arena must have forgotten it."""
         if self.disk.discard(key):
-            self._lost(key)
+            self._arena_cache.lost(key)
         if self.disk.has_dropped and not self._pool.waiting:  # a waiting job removes it, too
             self._pool.put((_PURGE,))
 
@@ -133,10 +133,6 @@ class Spill:
         if not self._pool.close(seconds):  # otherwise the process's end gives it up
             self._leave_held_back()
             self.disk.folder.close()
-
-    def _lost(self, path: str) -> None:
-        """The disk has lost what was nowhere else, unless it has come to the arena meanwhile."""
-        self._arena_cache.lost(path)
 
     def _leave_held_back(self) -> None:
         """Tell the next agent which payloads of the disk are nowhere else. They are no longer this
@@ -203,7 +199,7 @@ class Spill:
                 payload, _ = recode(payload, codec="none", seal=self._seal)
             evicted = self.disk.make_room(len(payload))
             for path in filter(None, evicted):
-                self._lost(path)
+                self._arena_cache.lost(path)
             is_written = self.disk.write(key, payload)
         finally:
             self._arena_cache.release(one)

@@ -20,7 +20,7 @@ from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
 from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
-from objkv.agent.server import AgentParts, AgentServer
+from objkv.agent.server import AgentServer
 from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
@@ -89,8 +89,9 @@ class NodeAgent:
         index = self._backends.index
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
-        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
-        self.server = AgentServer(self._socket.listener, parts)
+        self.server = AgentServer(
+            self._socket.listener, self.core, self.saves, self.arena, self.lookups, calls
+        )
         self._recorder = recorder
         self._http: AgentHttp | None = None
         self._http = self._open_http(path, prefetches)

@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from dataclasses import dataclass
 from threading import Thread
 
-from objkv.cache.auto_sweep import AutoSweep
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.quota import FULL_PERCENT, Quota, TenantUsage
+from objkv.cache.quota import FULL_PERCENT, AutoSweep, Quota, TenantUsage
 from objkv.config import Config, cache_folder, is_directory_bucket, local_path, parse_url
 from objkv.config.aws import s3_endpoint
 from objkv.config.sources import ENV_PREFIX
@@ -77,7 +76,7 @@ def open_backends(
     guard = _guard("index", config, recorder, on_change)
     index: WriteIndex = GuardedIndex(place, guard)
     if config.index_url.startswith("redis"):
-        from objkv.cache.listed_index import ListedIndex
+        from objkv.cache.bulk_index import ListedIndex
 
         index = ListedIndex(place, guard, bulk)
     hot = open_hot(config, recorder, on_change=on_change)

@@ -7,8 +7,7 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import Final
 
-from objkv.agent.calls import AgentCalls
-from objkv.agent.client import AgentConnection, AgentRefused
+from objkv.agent.client import AgentCalls, AgentConnection, AgentRefused
 from objkv.assembly.launch import IDLE_EXIT_S, failure_of, start_agent
 from objkv.config import Config
 from objkv.config.node import agent_environment, arena_bytes, replica_socket

@@ -4,20 +4,26 @@ For a shared folder without any other service, including network file systems, w
 be used. It costs more than other indexes: a lookup checks every payload's file, and operators'
 queries read every header. Nothing expires and no hits are counted. Pins are in the documents of
 ``objkv.cache.pins``.
+
+Also an index whose records are found by listing the bulk store where the server refuses to scan
+keys.
 """
 
+import logging
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import groupby, islice
+from typing import Final
 
 import xxhash
 
 from objkv.cache.chunks import shard_record, stored_header, stored_payloads
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
-from objkv.errors import PayloadError
+from objkv.errors import SCAN_DENIED, PayloadError, StoreDenied
 from objkv.index.base import (
     ChunkEntry,
     Lease,
@@ -26,11 +32,21 @@ from objkv.index.base import (
     ShardRecord,
     Shards,
     Usage,
+    WriteIndex,
 )
+from objkv.index.guarded import GuardedIndex
 from objkv.keys.chunk import payload_path
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.net.guard import CallPolicy
 from objkv.stores.base import Entry, PruneStore, ReadStore
 
-_LOOKS_MAX = 3
+logger = logging.getLogger(__name__)
+_NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
+_CHUNKS_AT_ONCE = 500
+MISSING_UNSEEN: Final = (
+    "records whose payloads are missing are not seen, because this user may not list the "
+    "keys of the index: to see them, use the role sweeper"
+)
 
 
 class BulkIndex:
@@ -66,12 +82,11 @@ class BulkIndex:
         match does, and returns None for the later ones."""
         found: list[Shards | None] = [None] * len(prefix_hashes)
         for place, prefix_hash in enumerate(prefix_hashes):
-            stored = self._stored(namespace, prefix_hash, len(fields))
-            shards = {}
-            for field in fields:
-                entry = stored(payload_path(namespace, prefix_hash, field))
-                if entry is not None:
-                    shards[field] = _of_file(entry)
+            shards = {
+                field: _of_file(entry)
+                for field in fields
+                if (entry := self._store.head(payload_path(namespace, prefix_hash, field)))
+            }
             if not shards:
                 break
             found[place] = shards
@@ -167,16 +182,6 @@ class BulkIndex:
         until_s = pins.get(record.prefix_hash, 0)
         return replace(record, pinned_until_s=until_s) if until_s > self._clock() else record
 
-    def _stored(
-        self, namespace: str, prefix_hash: bytes, fields: int
-    ) -> Callable[[str], Entry | None]:
-        """Return a function that finds a chunk's payloads: one check per payload, or a single scan
-        if there are many."""
-        if fields <= _LOOKS_MAX:
-            return self._store.head
-        entries = self._store.scan(_folder(namespace, prefix_hash))
-        return {entry.key: entry for entry in entries}.get
-
     def _records(self, prefix: str) -> Iterator[Record]:
         payloads = stored_payloads(self._store, prefix)
         for prefix_hash, chunk in groupby(payloads, lambda found: found[0].prefix_hash):
@@ -212,3 +217,53 @@ def _header(store: ReadStore, entry: Entry) -> Header | None:
         return stored_header(store, entry, None)
     except PayloadError:
         return None
+
+
+def is_listed(index: object) -> bool:
+    """Whether ``index`` lists the bulk store, because its server has refused a scan."""
+    return isinstance(index, ListedIndex) and index.is_denied
+
+
+class ListedIndex(GuardedIndex):
+    """A guarded index that lists ``bulk`` once the server has refused a scan. Does not close
+    ``bulk``.
+
+    Only the role sweeper may scan a Redis, because that shows the keys of other tenants. Every role
+    may list its own prefix of the bulk store and look chunks up, so every command that reads works
+    with a reader's rights. Such a command does not see records whose payloads are gone, and logs
+    that once.
+    """
+
+    def __init__(self, inner: WriteIndex, guard: CallPolicy, bulk: ReadStore) -> None:
+        super().__init__(inner, guard)
+        self._bulk = bulk
+        self.is_denied = False
+
+    def scan(self, namespace: str) -> Iterator[Record]:
+        """See ``ReadIndex``. From a listing, yields each chunk that has a payload and a record."""
+        if not self.is_denied:
+            try:
+                yield from super().scan(namespace)
+                return
+            except StoreDenied as exc:  # at the first record: rights rarely end within a scan
+                self._note(exc)
+        payloads = stored_payloads(self._bulk, f"{namespace}/")
+        hashes = (found for found, _ in groupby(payloads, lambda found: found[0].prefix_hash))
+        while batch := list(islice(hashes, _CHUNKS_AT_ONCE)):
+            yield from filter(None, self.lookup(namespace, batch))
+
+    def namespaces(self) -> list[str]:
+        """See ``ReadIndex``. From a listing, returns the namespaces of the bulk store."""
+        if not self.is_denied:
+            try:
+                return list(super().namespaces())
+            except StoreDenied as exc:
+                self._note(exc)
+        return sorted(name for name in self._bulk.folders("") if _NAMESPACE.fullmatch(name))
+
+    def _note(self, denied: StoreDenied) -> None:
+        """Remember a refused scan. Raises ``denied`` if something else was refused."""
+        if SCAN_DENIED not in str(denied):
+            raise denied
+        self.is_denied = True
+        logger.warning("index keys not scanned, bulk store listed instead: %s", MISSING_UNSEEN)

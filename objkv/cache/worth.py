@@ -74,10 +74,7 @@ class PutRule:
         """Return the rule of these settings."""
         life_s = config.ttl_s + SWEEP_WAIT_S
         return cls(
-            config.save_to_bucket,
-            prices_of(config),
-            life_s,
-            config.agent_disk_url is not None,
+            config.save_to_bucket, prices_of(config), life_s, config.agent_disk_url is not None
         )
 
     @property

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from objkv.cache.listed_index import MISSING_UNSEEN, is_listed
+from objkv.cache.bulk_index import MISSING_UNSEEN, is_listed
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, plain
 from objkv.cli.upkeep import (

@@ -12,8 +12,8 @@ from threading import Lock
 from typing import Generic, TypeVar
 
 from objkv.background import at_once
+from objkv.cache.lookup import PartsIndex
 from objkv.cache.match import covered, usable_chunks
-from objkv.cache.parts import PartsIndex
 from objkv.client.results import Match, MatchEnd
 from objkv.errors import ConfigError, StoreError
 from objkv.index.base import ReadIndex, Shards

@@ -1,7 +1,7 @@
 """The encoding of one shard record in Redis and SQLite: a short line, in exactly one form.
 
 A value that this module would not write itself is read as absent, because compare-and-delete
-compares the written bytes. ``docs/indexes.md`` specifies the form.
+compares the written bytes.
 """
 
 import re

@@ -8,10 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from objkv.errors import StoreDenied
-from objkv.index.base import (
-    PruneIndex,
-    WriteIndex,
-)
+from objkv.index.base import PruneIndex, WriteIndex
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.net.guard import Guarded, Verb, guarded, guarded_scan

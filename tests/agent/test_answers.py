@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.agent.answering import NodeLookups
-from objkv.agent.found import FoundRecords
+from objkv.agent.core import FoundRecords
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import (
     BLOCK_MAX,
@@ -76,12 +76,7 @@ class World:
         self.board.vouch(2e9)
         self.held = HeldPayloads(NullRecorder(), self.board.discard)
         self.lookups = NodeLookups(
-            self.index,
-            self.held,
-            FoundRecords(),
-            self.board,
-            ttl_s=TTL_S,
-            clock=lambda: self.now,
+            self.index, self.held, FoundRecords(), self.board, ttl_s=TTL_S, clock=lambda: self.now
         )
         self.scope = Scope(NAMESPACE, FIELDS)
         self.reader = AnswerBoard.join(os.dup(self.board.fd))

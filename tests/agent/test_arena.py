@@ -1,6 +1,5 @@
 import mmap
 import os
-import random
 from contextlib import suppress
 
 import pytest
@@ -8,19 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from objkv.agent.arena_cache import NO_ORIGIN, ArenaCache
-from objkv.agent.memory.arena import (
-    BOARD_BYTES,
-    PAGE,
-    Arena,
-    CellState,
-    Extents,
-    Progress,
-)
-from objkv.agent.messages import MissReason
+from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena, CellState, Extents, Progress
 from objkv.errors import ConfigError, TransferError
-from objkv.telemetry import NullRecorder
-from tests.agent.consistency import covers_once, is_consistent
+from tests.agent.consistency import covers_once
 
 PAGES = 24
 
@@ -167,22 +156,3 @@ class ExtentsMachine(RuleBasedStateMachine):
 
 TestExtents = ExtentsMachine.TestCase
 TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_little_is_lost_between_payloads_of_three_models() -> None:
-    arena, chance = Arena.create(512 << 20), random.Random(1)
-    arena_cache = ArenaCache(arena, NullRecorder())
-    sizes = [(4 << 20) + 8192, (17 << 19) + 12288, (1 << 20) + 4096]
-    lost = []
-    for number in range(6000):
-        opened = arena_cache.open(str(number), NO_ORIGIN, None)
-        assert not isinstance(opened, MissReason)
-        one, _ = opened
-        assert arena_cache.allot(one, chance.choice(sizes)) is not None
-        arena_cache.ready(one, 1)
-        arena_cache.release(one)
-        if number > 1000:
-            lost.append(arena_cache.free_bytes / arena_cache.total_bytes)
-    assert is_consistent(arena_cache)
-    assert sum(lost) / len(lost) < 0.1
-    arena.close()

@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from threading import Event, Lock
 from typing import Any
 
 import pytest
@@ -11,25 +12,39 @@ from hypothesis import strategies as st
 
 from objkv.agent import core
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.fill import PayloadRequest, Staging
+from objkv.agent.core import FoundRecords
+from objkv.agent.fill import Cuts, PayloadRequest
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
-from objkv.agent.messages import (
-    CommitStatus,
-    MissReason,
-    Urgency,
-)
+from objkv.agent.messages import CommitStatus, MissReason, Urgency
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import shard_record
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import encode, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
+from objkv.index.base import ShardRecord
+from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
-from tests.agent.consistency import is_consistent, threads_of
-from tests.agent.world import PATIENCE_S, RIGHT, Node, Sleeper, claims_of, gated, pages_at, payloads
+from tests.agent.consistency import fetches_of, is_consistent, threads_of
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Node,
+    Sleeper,
+    claims_of,
+    down,
+    ended,
+    gated,
+    opened,
+    pages_at,
+    payloads,
+)
 from tests.codec.seals import SEALS
+from tests.contracts.clock import ManualClock
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import NAMESPACE
+from tests.support.samples import NAMESPACE, TOKENS
+from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
@@ -117,28 +132,6 @@ def test_payloads_need_not_be_of_the_shape_of_the_last_one(
         (one,) = fetch(node, wanted)
         assert right(node, one) if wanted.record is not lie else one.reason is MissReason.CORRUPT
         node.arena_cache.release(one)
-
-
-def test_idle_threads_keep_no_memory_of_payloads(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    stagings = list[Staging]()
-
-    class Watched(Staging):
-        def __init__(self) -> None:
-            super().__init__()
-            stagings.append(self)
-
-    monkeypatch.setattr(core, "Staging", Watched)
-    monkeypatch.setattr(core, "_IDLE_S", 0.01)
-    node = make()
-    for _ in range(2):
-        for one in fetch(node, *node.save(codec="blosc")):
-            assert right(node, one)
-            node.arena_cache.release(one)
-            node.arena_cache.forget(one.key)
-        assert stagings
-        wait_until(lambda: not any(stagings))
 
 
 @settings(max_examples=60, deadline=None)
@@ -428,3 +421,182 @@ def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
     for one in fetch(node, bulk, hot):
         node.arena_cache.release(one)
     assert node.cache.link.gets.count == 1
+
+
+class Gate:
+    """Holds gets of a store until it opens, and counts them."""
+
+    def __init__(self, node: Node) -> None:
+        self.open, self.inside = Event(), 0
+        self._lock = Lock()
+        node.store.on_get = self  # type: ignore[attr-defined]
+
+    def __call__(self, key: str) -> None:
+        with self._lock:
+            self.inside += 1
+        assert self.open.wait(PATIENCE_S)
+        with self._lock:
+            self.inside -= 1
+
+
+def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
+    node = Node(threads=1)
+    wanted = node.save(TOKENS)
+    gate = Gate(node)
+    node.open(wanted[0], deadline_s=1.0)
+    wait_until(lambda: gate.inside == 1)
+    wait_until(lambda: node.core._is_stuck())
+    for one in wanted[:2]:  # the one that hangs, and another
+        (found,) = node.core.open(
+            Sleeper(), claims_of([one]), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
+        )
+        failed = isinstance(found, CachedPayload) and found.state is CellState.FAILED
+        assert failed or found is MissReason.NO_ROOM
+    gate.open.set()
+    wait_until(lambda: not node.core._is_stuck())
+    node.close()
+
+
+def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(core, "_OVERDUE_SHARE", 0.0)  # they are overdue at once
+    node = Node(threads=1)
+    first, within, between = node.save(TOKENS)
+    gate, order = Gate(node), list[str]()
+
+    def on_get(key: str) -> None:
+        order.append(key)
+        gate(key)
+
+    node.store.on_get = on_get  # type: ignore[attr-defined]
+    node.open(first, urgency=Urgency.IN_STEP)
+    wait_until(lambda: gate.inside == 1)
+    node.open(within, urgency=Urgency.IN_STEP)
+    node.open(between)
+    gate.open.set()
+    wait_until(lambda: len(order) == 3 and fetches_of(node.core) == 0)
+    assert order == [one.claim.key.path() for one in (first, between, within)]
+    node.close()
+
+
+@pytest.mark.parametrize("codec", ["none", "blosc"])
+def test_first_parts_of_all_come_before_the_second_of_any(codec: str) -> None:
+    node = Node(threads=1)
+    wanted = node.save(TOKENS, codec=codec)
+    node.core._limits = replace(node.core._limits, cuts=Cuts(2, 1))
+    starts: list[tuple[str, int]] = []
+    gate = Gate(node)
+    get = node.cache.get_into
+
+    def watched(key: object, *args: object, start: int | None = None, **more: object) -> object:
+        starts.append((key.path(), start or 0))  # type: ignore[attr-defined]
+        return get(key, *args, start=start, **more)  # type: ignore[arg-type]
+
+    node.cache.get_into = watched  # type: ignore[method-assign,assignment]
+    node.open(*wanted, urgency=Urgency.IN_STEP)
+    gate.open.set()
+    wait_until(lambda: fetches_of(node.core) == 0)
+    firsts = [n for n, (_, at) in enumerate(starts) if at == 0]
+    assert firsts == list(range(len(wanted)))
+    node.close()
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 4])
+def test_parts_are_the_payload_once(parts: int) -> None:
+    nbytes = 10 << 20
+    cuts = Cuts(parts, 1 << 20)
+    assert cuts.count(nbytes) == parts
+    assert cuts.count(100) == 1
+
+
+RECORD = ShardRecord(1, 2, True, False, "", 3)
+
+
+def key(number: int, field: str = "0") -> ChunkKey:
+    return ChunkKey.of(NAMESPACE, bytes([number]) * 20, field)
+
+
+def test_the_last_chunks_are_kept_each_as_it_was_last_found() -> None:
+    found = FoundRecords(chunks_max=2)
+    first, second, third = (key(number).prefix_hash for number in range(3))
+    found.add(
+        NAMESPACE, [(first, {"0": RECORD}), (second, None), (third, {"0": RECORD, "1": RECORD})]
+    )
+    assert len(found) == 2
+    later = replace(RECORD, nbytes=5)
+    found.add(NAMESPACE, [(first, {"0": later}), (second, {"0": RECORD})])
+    assert [found.of(key(number)) for number in range(3)] == [later, RECORD, None]
+    found.forget(first)
+    found.forget(third)
+    assert found.of(key(0)) is None
+    assert found.of(key(1, "1")) is None, "another payload of the chunk"
+
+
+def test_answers_for_several_replicas_are_kept_each_for_a_while() -> None:
+    clock = ManualClock()
+    found, chunk, later = FoundRecords(clock=clock), key(1).prefix_hash, replace(RECORD, nbytes=5)
+    found.add(NAMESPACE, [(chunk, {"0": RECORD})])
+    clock.advance(LOOKUP_TTL_S / 2)
+    found.add(NAMESPACE, [(chunk, {"1": RECORD})])  # another group of the chunk
+    found.add("b" * 32, [(chunk, {"0": later})])  # a tier's chunk has the same hash for all models
+    assert (found.of(key(1)), found.of(key(1, "1"))) == (RECORD, RECORD)
+    assert found.of(ChunkKey.of("b" * 32, chunk, "0")) == later
+    clock.advance(LOOKUP_TTL_S / 2)
+    assert (found.of(key(1)), found.of(key(1, "1"))) == (None, RECORD)
+    for number in range(20):
+        found.add(f"{number:032x}", [(chunk, {"0": RECORD})])
+    assert found.of(key(1, "1")) is None
+    assert found.of(ChunkKey.of(f"{19:032x}", chunk, "0")) == RECORD
+
+
+@pytest.fixture
+def node() -> Any:
+    node = Node().listen()
+    yield node
+    node.close()
+
+
+def test_a_load_after_a_lookup_needs_no_index(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, client = node.save(), node.connect()
+    complete(client.find(NAMESPACE, [one.claim.key.prefix_hash for one in wanted], ("0",)))
+    monkeypatch.setattr(node.index, "find", down)
+    leases = opened(client, wanted)
+    assert {ended(client, lease).state for lease in leases} == {CellState.READY}
+    client.release([lease.number for lease in leases])
+
+
+def test_a_load_without_one_looks_the_record_up_or_is_a_miss(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, second, _), client = node.save(), node.connect()
+    (lease,) = opened(client, [first])
+    assert ended(client, lease).state is CellState.READY
+    monkeypatch.setattr(node.index, "find", down)
+    (missed,) = opened(client, [second])
+    assert ended(client, missed).reason == MissReason.STORE
+    client.release([lease.number, missed.number])
+
+
+def test_a_record_that_has_changed_is_not_used_again(node: Node) -> None:
+    one, client = node.save()[0], node.connect()
+    hashes = [one.claim.key.prefix_hash]
+    complete(client.find(NAMESPACE, hashes, ("0",)))
+    assert node.core.found.of(one.claim.key) == one.record
+    client.reject(one.claim)
+    assert complete(client.find(NAMESPACE, hashes, ("0",))) == [None]
+    assert node.core.found.of(one.claim.key) is None
+
+
+def test_what_changed_while_it_was_looked_up_is_not_kept(node: Node) -> None:
+    one, client = node.save()[0], node.connect()
+    find = node.index.find
+
+    def changing(*asked: Any) -> Any:
+        found = find(*asked)
+        node.core.record_changed(one.claim.key.prefix_hash)
+        return found
+
+    node.index.find = changing  # type: ignore[method-assign]
+    assert complete(client.find(NAMESPACE, [one.claim.key.prefix_hash], ("0",))) != [None]
+    assert node.core.found.of(one.claim.key) is None

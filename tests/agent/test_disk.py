@@ -158,19 +158,6 @@ def test_what_was_loaded_comes_back_from_disk(
         assert file.parent.stat().st_mode & 0o777 == 0o700
 
 
-def test_what_the_arena_evicts_comes_back_from_disk(make: Callable[..., DiskNode]) -> None:
-    node = make(memory=8 * PAGE)
-    wanted = node.save(tuple(range(16 * 12)))
-    assert len(wanted) == 12
-    for one in wanted:
-        node.load(one)
-    assert node.recorder.value("agent_evictions") > 0
-    for one in wanted:
-        node.load(one)
-    assert node.gets() == 12
-    assert node.count("hits") >= 6
-
-
 def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
     make: Callable[..., DiskNode],
 ) -> None:

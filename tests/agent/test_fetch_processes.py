@@ -155,12 +155,7 @@ def test_killed_processes_cost_no_payload_and_all_end_with_a_killed_agent(
 
 @pytest.mark.parametrize(
     ("given", "cores", "expected"),
-    [
-        ({}, 64, 4),
-        ({}, 16, 2),
-        ({}, 7, 0),
-        ({"s3_endpoint_url": "http://127.0.0.1:1"}, 64, 0),
-    ],
+    [({}, 64, 4), ({}, 16, 2), ({}, 7, 0), ({"s3_endpoint_url": "http://127.0.0.1:1"}, 64, 0)],
 )
 def test_processes_are_as_many_as_tls_and_cores_ask_for(
     given: dict[str, str], cores: int, expected: int, monkeypatch: pytest.MonkeyPatch

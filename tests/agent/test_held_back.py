@@ -1,10 +1,9 @@
 """Payloads that are held back until they are seen a second time."""
 
-import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, suppress
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +11,9 @@ import pytest
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
-from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import (
-    CommitStatus,
-    MissReason,
-    PrefetchOrder,
-    is_held,
-)
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, is_held
 from objkv.agent.prefetch import Matched, Prefetches
-from objkv.agent.saves import NodeSaves
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
@@ -234,9 +226,7 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     assert node.count("saves") == 3
 
 
-def test_what_another_node_makes_again_is_stored_by_that_node(
-    make: Callable[..., Holder],
-) -> None:
+def test_what_another_node_makes_again_is_stored_by_that_node(make: Callable[..., Holder]) -> None:
     store, index = WatchedStore(), MemoryIndex()
     first, second = (make(store=store, index=index) for _ in range(2))
     made = payloads()
@@ -300,19 +290,6 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
         forward.join()
 
 
-def test_a_commit_that_says_so_is_stored_although_another_node_holds_it_back(
-    make: Callable[..., Holder],
-) -> None:
-    store, index, made = WatchedStore(), MemoryIndex(), payloads()
-    one, other = make(store=store, index=index), make(store=store, index=index)
-    one.commit(made)
-    assert not one.stored
-    assert other.commit(made, puts=True) == [CommitStatus.ACCEPTED] * len(made)
-    assert one.stored == set(paths(made))
-    assert not other.held
-    assert one.read(one.find(made)) == [MissReason.NONE] * len(made)
-
-
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
     node, made, gate = make(memory=3 * 8192), payloads(), threading.Event()
     put = node.store.put_if_absent
@@ -328,19 +305,6 @@ def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., 
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [key.path() for key in node.desk.accepted] == paths(made)
-
-
-def test_what_was_evicted_unread_is_stored_when_it_is_made_again(
-    make: Callable[..., Holder],
-) -> None:
-    node, made = make(memory=4 * 8192), payloads()
-    others = payloads(list(range(9000, 9000 + 16 * 8)))
-    node.commit(made[:1])
-    node.commit(others)
-    assert paths(made)[0] not in node.held
-    assert not node.stored
-    node.again(made[:1])
-    assert node.stored == set(paths(made[:1]))
 
 
 def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., Holder]) -> None:
@@ -447,29 +411,6 @@ def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Hold
     assert sizes == [1, 8]
 
 
-def test_a_due_payload_that_nothing_saves_is_waited_for_without_spinning(
-    make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, made = make(), payloads()
-    node.commit(made)
-    monkeypatch.setattr(NodeSaves, "_has_turns", False)
-    node.read(node.find(made))
-    assert node.arena_cache.held.has_due
-    looks, has_due = list[bool](), HeldPayloads.has_due
-
-    def counted(held: HeldPayloads) -> bool:
-        looks.append(has_due.fget(held))  # type: ignore[attr-defined]
-        return looks[-1]
-
-    monkeypatch.setattr(HeldPayloads, "has_due", property(counted))
-    assert not node.saves.drain(0.5)
-    assert all(looks)
-    assert len(looks) < 50, "a spinning thread looks some thousand times"
-    monkeypatch.undo()
-    node.commit(payloads(range(9000, 9016)))  # as the end of a save would, it wakes
-    assert node.stored == set(paths(made))
-
-
 def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
 
@@ -518,22 +459,6 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     assert node.saves.drain(PATIENCE_S)
     assert not node.held
     assert None not in of_index(node, made)
-
-
-def test_a_long_prompt_waits_for_its_turns_and_holds_no_more_leases_than_those(
-    make: Callable[..., Holder],
-) -> None:
-    store = GatedStore()
-    node, made = make(saves_max=4, store=store), payloads(list(range(16 * 40)))
-    node.commit(made)
-    node.read(node.find(made)[-1:])
-    wait_until(lambda: node.saves._pool.waiting >= 2)
-    wait_until(lambda: node.arena_cache.leased() <= 6)
-    assert node.arena_cache.held.has_due
-    store.gate.set()
-    assert node.saves.drain(PATIENCE_S)
-    assert node.stored == set(paths(made))
-    assert not node.count("save_drops")
 
 
 def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
@@ -590,11 +515,7 @@ def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
     assert other != claim.key.field
     record = ShardRecord(5, 5, True, False, "00", 1)
     entry = ChunkEntry(
-        NAMESPACE,
-        claim.key.prefix_hash,
-        claim.parent_hash,
-        claim.token_start,
-        claim.token_end,
+        NAMESPACE, claim.key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
     )
     node.index.publish(entry, {other: record}, ttl_s=100)
     hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
@@ -635,48 +556,6 @@ def test_only_what_is_due_is_saved_at_the_end(make: Callable[..., Holder]) -> No
     assert node.held == set(paths(made[1:]))
     node.read(node.find(made))  # too late, and harmless
     assert node.stored == set(paths(made[:1]))
-
-
-def test_random_use_leaves_nothing_behind(make: Callable[..., Holder]) -> None:
-    store, index = WatchedStore(), MemoryIndex()
-    nodes = [make(store=store, index=index, memory=6 * 8192, codec="blosc") for _ in range(2)]
-    prompts = [payloads(list(range(n * 1000, n * 1000 + 16 * 3))) for n in range(4)]
-    misses = set[MissReason]()
-
-    def work(node: Holder, seed: int) -> None:
-        dice, client = random.Random(seed), node.connect()
-        for _ in range(60):
-            made = dice.choice(prompts)
-            wanted = find(client, made)
-            misses.update(read(client, one) for one in wanted)
-            with closing(Desk(node)) as desk:
-                for payload in made[len(wanted) :]:
-                    with suppress(TransferError):  # the arena is small
-                        desk.hand_over(payload)
-
-    threads = [
-        threading.Thread(target=work, args=(node, seed)) for node in nodes for seed in range(2)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE_S)
-        assert not thread.is_alive()
-    assert misses <= {MissReason.NONE, MissReason.MISSING, MissReason.NO_ROOM}
-    for node in nodes:
-        assert node.saves.drain(PATIENCE_S)
-        wait_until(lambda node=node: not node.arena_cache.leased())  # type: ignore[misc]
-        assert is_consistent(node.arena_cache)
-        assert not node.count("load_corrupt")
-        assert not node.count("save_errors")
-    stored = {entry.key for entry in store.scan("")}
-    records = {
-        path: record
-        for made in prompts
-        for path, record in zip(paths(made), of_index(nodes[0], made), strict=True)
-    }
-    assert stored == {path for path, record in records.items() if record is not None}
-    assert len(stored) > 3
 
 
 class Service:
@@ -779,9 +658,7 @@ def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
     assert not node.count("save_drops")
 
 
-def test_an_agent_that_may_only_read_takes_again_what_it_has(
-    make: Callable[..., Holder],
-) -> None:
+def test_an_agent_that_may_only_read_takes_again_what_it_has(make: Callable[..., Holder]) -> None:
     node, made = make(holds_back=False, may_save=False), payloads()
     (held,) = node.open(node.save()[0])
     wait_until(lambda: held.state is CellState.READY)

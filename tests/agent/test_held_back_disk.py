@@ -251,16 +251,6 @@ def test_a_rejected_payload_that_is_held_back_leaves_the_record_of_another_node(
     assert node.cache.record_of(key) == record
 
 
-def test_a_rejected_payload_leaves_memory_and_disk(make: Callable[..., DiskHolder]) -> None:
-    node, made = make(), payloads()
-    node.commit(made)
-    node.settle()
-    wanted = node.find(made)
-    node.core.reject(wanted[0].claim)
-    assert paths(made)[0] not in node.held
-    assert node.find(made) == []
-
-
 def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
     make: Callable[..., DiskHolder],
 ) -> None:

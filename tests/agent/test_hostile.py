@@ -15,25 +15,15 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
-from objkv.agent.memory.arena import (
-    BOARD_BYTES,
-    Board,
-    CellState,
-    Progress,
-)
-from objkv.agent.messages import (
-    CommitStatus,
-    MissReason,
-    PrefetchOrder,
-    Urgency,
-)
+from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.stores.processes import _shared_memory
-from tests.agent.consistency import fetches_of, is_consistent, paths_of, threads_of
+from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
 from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
@@ -146,20 +136,6 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     for one in came:
         assert one.reason is MissReason.NONE
         node.arena_cache.release(one)
-
-
-def test_a_fault_of_another_kind_ends_no_thread(
-    node: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def broken(*_: object) -> None:
-        raise KeyError("unexpected")
-
-    monkeypatch.setattr(node.core.layouts, "note", broken)
-    wanted, client = node.save(), node.connect()
-    leases = opened(client, wanted)
-    for lease in leases:
-        ended(client, lease)
-    assert threads_of(node.core) == 2
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
@@ -390,18 +366,6 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     node.arena_cache.release(found)
     node.close()
     assert is_consistent(node.arena_cache)
-
-
-def test_a_hit_wakes_no_thread(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, woken = node.save(), list[object]()
-    for one in node.open(*wanted):
-        node.arena_cache.release(settled(node, one))
-    wait_until(lambda: not fetches_of(node.core))
-    monkeypatch.setattr(node.core._changed, "notify", lambda *_: woken.append(1))
-    for one in node.open(*wanted):
-        assert one.state is CellState.READY
-        node.arena_cache.release(one)
-    assert not woken
 
 
 def test_a_cell_that_is_half_written_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:

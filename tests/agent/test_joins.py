@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent import joins
 from objkv.agent import messages as m
+from objkv.agent import saves as joins
 from objkv.agent.memory.arena import PAGE
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox, Outbox

@@ -29,20 +29,16 @@ from objkv.assembly import launch
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.launch import IDLE_EXIT_S, AgentRuns, AgentSocket, failure_of, start_agent
 from objkv.assembly.link import AgentLink, Replica
-from objkv.background import StepThread
 from objkv.cache.chunks import CacheSettings
 from objkv.config import Config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, TransferError
-from objkv.index.base import ChunkEntry, ShardRecord
-from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
-from tests.support.steps import complete
 from tests.support.waiting import PATIENCE_S, wait_until
 
 REPLICA = Replica("engine")
@@ -389,12 +385,6 @@ def test_a_runtime_folder_that_others_can_change_is_not_used(
     assert replica_socket(config, "").parent == tmp_path / f"objkv-{os.geteuid()}"
 
 
-def test_a_folder_is_checked_again_when_an_agent_is_started(path: Path) -> None:
-    path.parent.chmod(0o755)
-    with pytest.raises(ConfigError, match="not a private folder"):
-        start_agent(path, {}, 1)
-
-
 def test_names_of_sockets_tell_nothing_of_the_settings(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -509,10 +499,14 @@ def test_settings_that_matter_have_agents_of_their_own(
     assert other(agent="private") is None
 
 
-def test_a_folder_of_another_user_is_refused(config: Config, path: Path) -> None:
+def test_a_folder_of_another_user_is_refused_also_at_a_later_start(
+    config: Config, path: Path
+) -> None:
     path.parent.chmod(0o755)
     with pytest.raises(ConfigError, match="not a private folder"):
         agent_socket(config)
+    with pytest.raises(ConfigError, match="not a private folder"):
+        start_agent(path, {}, 1)
 
 
 def test_an_agent_gets_all_settings_of_its_replica(config: Config) -> None:
@@ -520,21 +514,6 @@ def test_an_agent_gets_all_settings_of_its_replica(config: Config) -> None:
     assert environ["OBJKV_BULK_URL"] == config.bulk_url
     assert environ["OBJKV_AGENT_MEMORY_BYTES"] == str(1 << 20)
     assert "OBJKV_AGENT" not in environ
-
-
-def test_closing_takes_no_time_to_wait_for(config: Config, path: Path) -> None:
-    agent = NodeAgent(config, path, MemoryRecorder())
-    client = AgentConnection(path, wants_arena=True)
-    ended = threading.Event()
-    running = threading.Thread(target=agent.run, args=(ended.wait,), kwargs={"idle_s": None})
-    running.start()
-    ended.set()
-    running.join(PATIENCE_S)
-    agent.close()
-    assert not agent.server.clients
-    assert not agent.server.is_accepting
-    assert not client.wait(PATIENCE_S)
-    client.close()
 
 
 def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> None:
@@ -557,48 +536,3 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         assert agent.end()["saves"] == 0
         assert not agent.path.exists()
         assert agent.process.returncode == 0
-
-
-@pytest.mark.slow
-def test_lookups_of_an_agent_that_is_stuck_fail_soon(tmp_path: Path) -> None:
-    """Although its answers are in shared memory."""
-    settings = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
-    field, hashes = "0.L0-1_H0-1", [bytes(20)]
-    with closing(SqliteIndex(tmp_path / "i")) as index:
-        entry = ChunkEntry(NAMESPACE, hashes[0], hashes[0], 0, 16)
-        record = ShardRecord(1, 1, True, False, "0" * 32, 1)
-        index.publish(entry, {field: record}, ttl_s=3600)
-    with (
-        AgentProcess(settings) as agent,
-        closing(AgentConnection(agent.path, call_s=2.0)) as client,
-    ):
-
-        def finds() -> bool:
-            try:
-                return complete(client.find(NAMESPACE, hashes, (field,))) == [{field: record}]
-            except TransferError:
-                return False
-
-        sent, push = list[bytes](), client._push
-
-        def counted(message: bytes) -> None:
-            sent.append(message)
-            push(message)
-
-        def needs_no_message() -> bool:
-            before = len(sent)
-            return finds() and len(sent) == before
-
-        client._push = counted  # type: ignore[method-assign]
-        wait_until(needs_no_message)
-        agent.freeze()
-        thread = StepThread("lookups", answer_s=0.5)
-
-        def fails() -> bool:
-            future = thread.start(client.find(NAMESPACE, hashes, (field,)))
-            assert future is not None
-            return isinstance(future.exception(PATIENCE_S), (TimeoutError, TransferError))
-
-        wait_until(fails)
-        assert client.has_ended()
-        thread.close(0.0)

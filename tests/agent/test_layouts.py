@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from objkv.agent import layouts as module
+from objkv.agent import fill as module
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
-from objkv.agent.fill import PayloadRequest
-from objkv.agent.layouts import UNKNOWN, Layouts
+from objkv.agent.fill import UNKNOWN, Layouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
 from objkv.codec.payload import LayerSpec, read_header

@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from objkv import background
-from objkv.agent.calls import AgentCalls
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentCalls, AgentConnection
 from objkv.background import Question, Steps, StepThread
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.errors import StoreUnavailable

@@ -14,19 +14,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.client import AgentConnection, ArenaLease, leases_of
-from objkv.agent.memory.arena import (
-    CELLS,
-    PAGE,
-    CellState,
-    Progress,
-)
-from objkv.agent.messages import (
-    Commit,
-    CommitStatus,
-    MissReason,
-    PrefetchOrder,
-    Urgency,
-)
+from objkv.agent.memory.arena import CELLS, PAGE, CellState, Progress
+from objkv.agent.messages import Commit, CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.agent.prefetch import Prefetches
 from objkv.codec.payload import digest, frame_pages, read_header
 from objkv.errors import StoreUnavailable, TransferError
@@ -276,8 +265,5 @@ class AgentMachine(RuleBasedStateMachine):
 
 TestAgent = AgentMachine.TestCase
 TestAgent.settings = settings(
-    max_examples=20,
-    stateful_step_count=30,
-    deadline=None,
-    suppress_health_check=list(HealthCheck),
+    max_examples=20, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )

@@ -141,20 +141,14 @@ def test_a_corrupt_payload_that_is_made_again_as_its_read_ends_stays(node: Node)
     assert node.recorder.value("agent_fills") == 1, "it was still in the arena"
 
 
-def test_a_payload_of_another_chunk_is_corrupt(node: Node) -> None:
-    one, other, _ = node.save()
-    value = node.store.get(other.claim.key.path())
-    node.store.put(one.claim.key.path(), value)
+def test_a_payload_of_another_chunk_or_of_other_tokens_is_corrupt(node: Node) -> None:
+    """The agent has the second one already, and does not look at it again."""
+    one, other, third = node.save()
+    node.store.put(one.claim.key.path(), node.store.get(other.claim.key.path()))
+    wrong = PayloadRequest(replace(third.claim, token_end=99), third.record)
     with reading(node.connect) as reader:
-        assert outcomes(reader, Read(one)) == [ReadOutcome.CORRUPT]
-
-
-def test_a_payload_that_claims_other_tokens_is_corrupt_for_who_expects_them(node: Node) -> None:
-    """The agent has it already, and does not look at it again."""
-    (one, *_) = node.save()
-    other = PayloadRequest(replace(one.claim, token_end=99), one.record)
-    with reading(node.connect) as reader:
-        assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ, ReadOutcome.CORRUPT]
+        found = outcomes(reader, Read(one), Read(third), Read(wrong))
+        assert found == [ReadOutcome.CORRUPT, ReadOutcome.READ, ReadOutcome.CORRUPT]
 
 
 def test_a_payload_where_another_one_should_be_is_corrupt(

@@ -18,6 +18,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from tests.agent.test_held_back import Holder, paths
 from tests.agent.world import PATIENCE_S, payloads, put_policy
+from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE
@@ -29,20 +30,12 @@ GPU_US = 70_000
 TWO = "f" * 32
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(100.0)
 
 
-def policy(clock: Clock, setting: Any = "auto", **rule: Any) -> PutPolicy:
+def policy(clock: ManualClock, setting: Any = "auto", **rule: Any) -> PutPolicy:
     return PutPolicy(put_policy(setting, **rule).rule, clock=clock)
 
 
@@ -63,24 +56,26 @@ def measured(gpu_us: int = GPU_US, tokens: int = 256, namespace: str = NAMESPACE
 
 
 @pytest.mark.parametrize(("ranks", "holds_back"), [(4, True), (1, False)])
-def test_each_put_that_a_chunk_takes_counts(clock: Clock, ranks: int, holds_back: bool) -> None:
+def test_each_put_that_a_chunk_takes_counts(
+    clock: ManualClock, ranks: int, holds_back: bool
+) -> None:
     one = policy(clock)
     one.credited(measured())
     assert hand_over(one, ranks) == hand_over(one, ranks, 2) == {True}, "others may follow"
-    clock.now += SETTLED_S
+    clock.advance(SETTLED_S)
     assert hand_over(one, ranks) == {holds_back}
     (decision,) = one.decisions().values()
     assert decision.break_even == pytest.approx(0.50 if ranks == 4 else 0.24, abs=0.01)
 
 
 def test_namespaces_are_decided_apart_and_each_change_is_logged(
-    clock: Clock, caplog: pytest.LogCaptureFixture
+    clock: ManualClock, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
     one = policy(clock)
     for namespace in (NAMESPACE, TWO):
         hand_over(one, 1, namespace=namespace)
-    clock.now += SETTLED_S
+    clock.advance(SETTLED_S)
     assert hand_over(one, 1) == hand_over(one, 1, namespace=TWO) == {True}, "no time is known"
     assert [found.puts for found in one.decisions().values()] == ["reused"] * 2
     for _ in range(9):
@@ -100,55 +95,55 @@ def test_namespaces_are_decided_apart_and_each_change_is_logged(
     assert "S3 Standard" in caplog.messages[3]
 
 
-def test_without_a_price_all_is_put_from_the_first_payload_on(clock: Clock) -> None:
+def test_without_a_price_all_is_put_from_the_first_payload_on(clock: ManualClock) -> None:
     one = policy(clock, prices=Prices(0, 0, 0, gpu_hour=3.0))
     assert hand_over(one, 4) == {False}
 
 
-def test_with_a_disk_payloads_that_have_a_price_are_held_back(clock: Clock) -> None:
+def test_with_a_disk_payloads_that_have_a_price_are_held_back(clock: ManualClock) -> None:
     one = policy(clock, has_disk=True)
     one.credited(measured(100 * GPU_US))
     for _ in range(2):
         assert hand_over(one, 1) == {True}
-        clock.now += SETTLED_S
+        clock.advance(SETTLED_S)
 
 
-def test_what_a_client_claims_to_have_measured_is_bounded(clock: Clock) -> None:
+def test_what_a_client_claims_to_have_measured_is_bounded(clock: ManualClock) -> None:
     one = policy(clock)
     for number in range(1000):
         one.credited(measured(namespace=f"{number:032x}"))
         hand_over(one, 1, namespace=f"{number:032x}")
     for bad in (measured(-1), measured(0), measured(tokens=-1), measured(tokens=0)):
         one.credited(bad)
-    clock.now += SETTLED_S
+    clock.advance(SETTLED_S)
     assert hand_over(one, 1, namespace=f"{999:032x}") == {False} or one.decisions()
     assert len(one.decisions()) <= 64
 
 
-def test_a_call_of_a_replica_reaches_the_policy_and_the_index(clock: Clock) -> None:
+def test_a_call_of_a_replica_reaches_the_policy_and_the_index(clock: ManualClock) -> None:
     one, index = policy(clock), MemoryIndex()
     calls = NodeCalls(index, MemoryStore(), None, one, ttl_s=60)
     calls.run(json.dumps({"verb": "credit", "savings": asdict(measured(9 * GPU_US))}))
     hand_over(one, 4)
-    clock.now += SETTLED_S
+    clock.advance(SETTLED_S)
     assert hand_over(one, 4) == {False}
     assert index.savings() == [measured(9 * GPU_US)]
 
 
 @pytest.fixture
-def node(clock: Clock) -> Iterator[Holder]:
+def node(clock: ManualClock) -> Iterator[Holder]:
     made = Holder(policy=policy(clock))
     yield made
     made.close()
 
 
 def test_a_node_puts_all_once_it_pays_and_holds_back_again_once_it_does_not(
-    node: Holder, clock: Clock
+    node: Holder, clock: ManualClock
 ) -> None:
     made = payloads()
     assert node.commit(made[:1]) == [CommitStatus.HELD_BACK]
     assert node.held == set(paths(made[:1]))
-    clock.now += SETTLED_S
+    clock.advance(SETTLED_S)
     node.saves.policy.credited(measured(10**9))
     node.commit(made[1:2])
     assert node.stored == set(paths(made[1:2]))

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from objkv.agent import client as client_module
-from objkv.agent.calls import AgentCalls
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentCalls, AgentConnection
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import VERSION, MissReason
 from objkv.assembly.launch import AgentRuns, AgentSocket

@@ -29,7 +29,7 @@ from objkv.agent.messages import Claims, Commit, CommitStatus, SavedPart, Urgenc
 from objkv.agent.outbox import AgentSaves, ClientOutbox, Handed, Outbox
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
-from objkv.agent.server import AgentParts, AgentServer
+from objkv.agent.server import AgentServer
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.codec.payload import Claim, Header, frame_pages, read_header
@@ -148,8 +148,7 @@ class Node:
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches, self.saves.policy, ttl_s=3600)
-        parts = AgentParts(self.core, self.saves, self.arena, self.lookups, calls)
-        self.server = AgentServer(listener, parts)
+        self.server = AgentServer(listener, self.core, self.saves, self.arena, self.lookups, calls)
         return self
 
     def connect(
@@ -157,11 +156,7 @@ class Node:
     ) -> AgentConnection:
         """A new connection, closed at the end."""
         client = AgentConnection(
-            self.path,
-            wants_arena=wants_arena,
-            outbox=outbox,
-            replica=replica,
-            call_s=PATIENCE_S,
+            self.path, wants_arena=wants_arena, outbox=outbox, replica=replica, call_s=PATIENCE_S
         )
         self.clients.append(client)
         return client

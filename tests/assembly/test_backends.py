@@ -22,8 +22,7 @@ from objkv.assembly.backends import (
     open_hot,
     open_index,
 )
-from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.listed_index import ListedIndex
+from objkv.cache.bulk_index import BulkIndex, ListedIndex
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.guarded import GuardedIndex, for_operators

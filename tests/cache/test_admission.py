@@ -98,15 +98,6 @@ def test_a_tier_that_was_left_alone_is_tried_again() -> None:
     assert admission.admit(chunks(4)) == 0
 
 
-def test_a_store_that_recovered_is_used_again() -> None:
-    clock = ManualClock(1e6)
-    admission = taught(clock, bulk_mb_s=20)
-    assert admission.admit(chunks(4)) == 0
-    for _ in range(200):
-        admission.loaded("bulk", 10 * MB, LoadTime(0.01, 0.001))
-    assert admission.admit(chunks(4)) == 4
-
-
 def test_one_load_or_step_that_took_very_long_changes_nothing() -> None:
     admission = taught(ManualClock(1e6))
     for _ in range(20):
@@ -134,16 +125,6 @@ def test_a_store_that_was_slow_for_long_is_used_again_after_a_few_good_loads() -
         admission.loaded("bulk", 10 * MB, LoadTime(0.1, 0.0))
         probes += 1
         assert probes <= 5
-
-
-def test_loads_and_steps_that_took_no_time_are_not_counted() -> None:
-    admission = AdmissionPolicy(lambda: "auto", NullRecorder(), clock=ManualClock(1e6))
-    for _ in range(OBSERVATIONS_MIN):
-        admission.computed(2_000, 0.0)
-        admission.loaded("bulk", MB, LoadTime(0.0, 0.0))
-    assert admission.seconds_per_token is None
-    assert admission.admit(chunks(8)) == 8
-    assert admission.admit(chunks(8)) == 8
 
 
 def test_small_steps_say_nothing_of_computing() -> None:

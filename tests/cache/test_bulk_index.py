@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome, shard_record
+from objkv.cache.lookup import PartsIndex
 from objkv.cache.match import covered
-from objkv.cache.parts import PartsIndex
 from objkv.codec.payload import Claim, read_header
 from objkv.errors import StoreDenied
 from objkv.keys.chunk import payload_path
@@ -172,24 +172,6 @@ def test_usage_is_what_lies_there(store: LocalStore, index: BulkIndex) -> None:
     assert usage.nbytes == sum(entry.nbytes for entry in entries if entry is not None)
     index.set_usage(replace(usage, nbytes=1))
     assert index.usage()[0].nbytes == usage.nbytes
-
-
-def test_two_who_save_one_chunk_leave_one_payload(store: LocalStore, index: BulkIndex) -> None:
-    """There are no leases: the store lets one of them win."""
-    memory = MemoryStore()
-    [key, *_] = save(memory, None)
-    payload = memory.get(key.path())
-    assert payload is not None
-    header = read_header(payload)
-    outcomes = []
-    for writer in ("a", "b"):
-        settings = CacheSettings(writer, ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
-        cache = ChunkCache(store, None, index, settings, MemoryRecorder())
-        assert cache.take_lease(key.path())
-        outcomes.append(cache.save(header.claim.key.path(), payload, header))
-        cache.release_lease(key.path())
-    assert outcomes == [SaveOutcome.SAVED, SaveOutcome.EXISTED]
-    assert index.find(NAMESPACE, HASHES, [FIELD])[0] is not None
 
 
 def test_what_one_replica_found_corrupt_is_saved_anew(

@@ -19,7 +19,11 @@ from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
+from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
+from tests.index.flaky_index import FlakyIndex
+from tests.support.waiting import wait_until
+from tests.test_tracing import PARENT, TRACE, collected
 
 NS = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(3)]
@@ -95,14 +99,6 @@ class GatedIndex:
         return self.index.find(namespace, prefix_hashes, fields)
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def index() -> Iterator[GatedIndex]:
     index = GatedIndex()
@@ -113,8 +109,8 @@ def index() -> Iterator[GatedIndex]:
 
 
 @pytest.fixture
-def clock() -> Clock:
-    return Clock()
+def clock() -> ManualClock:
+    return ManualClock(100.0)
 
 
 @pytest.fixture
@@ -123,7 +119,9 @@ def recorder() -> MemoryRecorder:
 
 
 @pytest.fixture
-def service(index: GatedIndex, clock: Clock, recorder: MemoryRecorder) -> Iterator[LookupService]:
+def service(
+    index: GatedIndex, clock: ManualClock, recorder: MemoryRecorder
+) -> Iterator[LookupService]:
     service = LookupService(index, [FIELD], recorder, LIMITS, clock=clock)
     yield service
     index.gate.set()
@@ -154,19 +152,6 @@ def test_an_answer_is_awaited_without_waiting_and_then_kept(
     assert records == ({FIELD: SHARD}, None, None)
     assert service.ask("r", NS, HASHES) is records
     assert index.asked == [HASHES]
-
-
-def test_a_wait_notices_what_has_ended_before_it(service: LookupService, index: GatedIndex) -> None:
-    """Otherwise a lookup that ends while a step is scheduled would be noticed a wait later."""
-    index.gate.set()
-    assert service.submit(Event().set)
-    service.wait(PATIENCE_S)
-    if service.ask("r", NS, HASHES) is None:
-        assert service.wait_for("r", PATIENCE_S)
-    started = time.monotonic()
-    service.wait(PATIENCE_S)
-    assert time.monotonic() - started < PATIENCE_S / 2
-    service.wait(0.001)
 
 
 def test_one_requests_lookup_is_awaited_while_others_hang(
@@ -210,16 +195,6 @@ def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(
     assert index.asked == [HASHES[:1], HASHES[1:]]
 
 
-def test_of_a_prompt_that_grew_behind_a_missing_chunk_nothing_is_asked_for(
-    service: LookupService, index: GatedIndex
-) -> None:
-    """A match ends there whatever comes after."""
-    index.gate.set()
-    answer(lambda: service.ask("r", NS, HASHES[:2]))
-    assert service.ask("r", NS, HASHES) == ({FIELD: SHARD}, None, None)
-    assert index.asked == [HASHES[:2]]
-
-
 @given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
 def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
     stored: list[bool], data: st.DataObject
@@ -242,15 +217,15 @@ def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
 
 
 def test_a_request_that_waits_long_after_its_answer_is_looked_up_anew(
-    service: LookupService, index: GatedIndex, clock: Clock
+    service: LookupService, index: GatedIndex, clock: ManualClock
 ) -> None:
     """The stored chunks may have changed; meanwhile the answer stays the same."""
     index.gate.set()
     found = answer(lambda: service.ask("r", NS, HASHES))
     index.publish(ChunkEntry(NS, HASHES[1], b"p" * 20, 0, 64), {FIELD: SHARD}, ttl_s=3600)
-    clock.now += 30
+    clock.advance(30)
     assert service.ask("r", NS, HASHES) is found
-    clock.now += 1
+    clock.advance(1)
     assert answer(lambda: service.ask("r", NS, HASHES)) == ({FIELD: SHARD}, {FIELD: SHARD}, None)
 
 
@@ -260,10 +235,10 @@ def test_a_prompt_without_chunks_needs_no_lookup(service: LookupService, index: 
 
 
 def test_after_the_deadline_the_answer_is_no_match_and_stays_so(
-    service: LookupService, index: GatedIndex, clock: Clock, recorder: MemoryRecorder
+    service: LookupService, index: GatedIndex, clock: ManualClock, recorder: MemoryRecorder
 ) -> None:
     assert service.ask("r", NS, HASHES) is None
-    clock.now += 1.0
+    clock.advance(1.0)
     assert service.ask("r", NS, HASHES) == (None, None, None)
     index.gate.set()
     assert service.ask("r", NS, HASHES) == (None, None, None)
@@ -348,7 +323,7 @@ def test_hashes_that_cannot_be_computed_are_no_match_and_told_once(
 
 
 def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
-    index: GatedIndex, recorder: MemoryRecorder, clock: Clock
+    index: GatedIndex, recorder: MemoryRecorder, clock: ManualClock
 ) -> None:
     limits = LookupLimits(deadline_s=0.01, queue_max=64)
     service = LookupService(index, [FIELD], recorder, limits, clock=clock)
@@ -358,17 +333,6 @@ def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
     service.close()
     assert not any(thread.name.startswith("objkv-lookup") for thread in enumerate_threads())
     assert service.ask("63", NS, HASHES) == (None, None, None)
-
-
-def test_closing_ends_the_threads(service: LookupService, index: GatedIndex) -> None:
-    index.gate.set()
-    before = set(enumerate_threads())
-    slow = LookupService(index, [FIELD], MemoryRecorder(), LookupLimits(PATIENCE_S, 2))
-    answer(lambda: slow.ask("r", NS, HASHES))
-    assert set(enumerate_threads()) - before
-    slow.close()
-    assert not set(enumerate_threads()) - before
-    assert slow.ask("other", NS, HASHES) == (None, None, None)
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("gone"), TransferError("lost")])
@@ -383,3 +347,38 @@ def test_a_failing_background_job_is_counted(
     while not recorder.value("background_errors"):
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+@pytest.mark.parametrize(
+    ("fault", "description", "counts"),
+    [
+        ("", None, (3, 1)),
+        ("down", "the lookup failed", (3, 0)),
+        ("closed", "refused: the queue is full", (None, None)),  # as if it were
+    ],
+)
+def test_one_lookup_is_one_span_of_the_requests_trace(
+    fault: str, description: str | None, counts: tuple[int | None, int | None]
+) -> None:
+    index, (tracing, exporter) = FlakyIndex(MemoryIndex()), collected()
+    record = ShardRecord(100, 80, True, False, "0" * 32, 1)
+    chunk = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
+    index.publish(chunk, {FIELD: record}, ttl_s=60)
+    lookups = LookupService(
+        index, [FIELD], MemoryRecorder(), LookupLimits(120.0, 4), tracing=tracing
+    )
+    if fault == "down":
+        index.error = StoreUnavailable("gone")
+    elif fault == "closed":
+        lookups.close()
+    for _ in range(1 if fault == "closed" else 2):  # the second is remembered
+        wait_until(lambda: lookups.ask("r", NS, HASHES, PARENT) is not None)
+    wait_until(lambda: bool(exporter.get_finished_spans()))
+    lookups.close()
+    (span,) = exporter.get_finished_spans()
+    assert span.name == "objkv.lookup"
+    assert f"{span.context.trace_id:032x}" == TRACE
+    assert span.status.description == description
+    told = dict(span.attributes or {})
+    assert (told["gen_ai.request.id"], told["objkv.namespace"]) == ("r", NS)
+    assert (told.get("objkv.chunks"), told.get("objkv.chunks_found")) == counts

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import pytest
 
 from objkv.background import Steps
+from objkv.cache.lookup import PartsIndex
 from objkv.cache.match import ENTRIES_MAX, covered
-from objkv.cache.parts import PartsIndex
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity

@@ -1,21 +1,188 @@
 """Saves stop at a quota, according to background readings, and resume when there is room again."""
 
 import logging
+import os
+import sys
+import threading
+import time
+from pathlib import Path
 from queue import Queue
 from threading import Event
+from typing import Any
 
 import pytest
 
-from objkv.cache.quota import Quota, TenantUsage, read_tenant
+from objkv.assembly.backends import open_backends, open_room, sweep_settings
+from objkv.cache.quota import _ENDED, AutoSweep, Quota, TenantUsage, read_tenant
+from objkv.config import Config
 from objkv.errors import StoreUnavailable
 from objkv.index.base import Usage
 from objkv.keys.identity import identity_path
-from objkv.telemetry import MemoryRecorder
+from objkv.ops.sweep.sweep import SWEPT_PERCENT
+from objkv.telemetry import MemoryRecorder, NullRecorder
+from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import IDENTITY, NAMESPACE, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 from tests.support.servers.redis import wait_until
 
-BOUND_S = 60
+BOUND_S = 120
+
+
+def relief(
+    index: MemoryIndex, program: str, recorder: MemoryRecorder, **settings: str
+) -> AutoSweep:
+    sweep = AutoSweep(index, settings, recorder)
+    sweep._command = [sys.executable, "-c", program]
+    return sweep
+
+
+def test_one_of_a_machines_replicas_sweeps_and_not_again_soon(tmp_path: Path) -> None:
+    program = "import os, sys; open(os.environ['FILE'], 'a').write(' '.join(sys.argv[1:]) + '\\n')"
+    index, recorder, file = MemoryIndex(), MemoryRecorder(), tmp_path / "file"
+    replicas = [relief(index, program, recorder, FILE=str(file)) for _ in range(3)]
+    assert [replica() for replica in replicas] == [True, False, False]
+    assert not replicas[0]()
+    assert file.read_text() == "rebuild --apply --json\nsweep --apply --json --force\n"
+    assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
+
+
+def test_a_sweep_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    recorder = MemoryRecorder()
+    caplog.set_level(logging.WARNING)
+    program = "import sys; sys.exit('no index' if sys.argv[1] == 'sweep' else 0)"
+    assert relief(MemoryIndex(), program, recorder)()
+    assert "code=1 error=no index" in caplog.text
+    assert recorder.value("sweep_errors") == 1
+
+
+@pytest.mark.slow
+def test_nothing_is_imported_from_the_folder_that_the_engine_runs_in(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "objkv").mkdir()
+    (tmp_path / "objkv" / "__init__.py").write_text("open('planted', 'w')\nraise SystemExit(9)")
+    monkeypatch.chdir(tmp_path)
+    recorder = MemoryRecorder()
+    bulk = tmp_path / "bulk"
+    bulk.mkdir()
+    settings = {"OBJKV_BULK_URL": f"file://{bulk}", "OBJKV_INDEX_URL": "bulk:"}
+    AutoSweep(MemoryIndex(), settings, recorder)()
+    assert not (tmp_path / "planted").exists()
+
+
+def test_an_index_that_does_not_answer_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*arguments: object, **options: object) -> bool:
+        raise StoreUnavailable("gone")
+
+    index, recorder = MemoryIndex(), MemoryRecorder()
+    monkeypatch.setattr(index, "lease", gone)
+    assert relief(index, "", recorder)()
+    assert recorder.value("sweep_errors") == 1
+
+
+def test_closing_ends_a_sweep_under_way() -> None:
+    one = relief(MemoryIndex(), "import time; time.sleep(600)", MemoryRecorder())
+    thread = threading.Thread(target=one)
+    thread.start()
+    while one._process is None:
+        assert thread.is_alive()
+    one.close()
+    thread.join(BOUND_S)
+    assert not thread.is_alive()
+    one.close()
+    before = one._process
+    assert one._make_room() == (_ENDED, "")
+    assert before is one._process is None, "nothing is started any more"
+
+
+def test_what_the_index_lacks_is_believed_only_after_a_rebuild(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    program = (
+        "import os, sys; open(os.environ['FILE'], 'a').write(sys.argv[-1] + '\\n'); "
+        "sys.exit(3 if sys.argv[1] == 'rebuild' else 0)"
+    )
+    recorder, file = MemoryRecorder(), tmp_path / "file"
+    caplog.set_level(logging.WARNING)
+    assert relief(MemoryIndex(), program, recorder, FILE=str(file))()
+    assert file.read_text() == "--json\n--json\n"
+    assert "rebuilding the index of a full folder failed code=3" in caplog.text
+
+
+def test_a_folder_that_takes_too_long_to_rebuild_is_swept_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = (
+        "import os, sys, time; time.sleep(600 * (sys.argv[1] == 'rebuild')); "
+        "open(os.environ['FILE'], 'a').write(' '.join(sys.argv[1:]))"
+    )
+    run, bounds = AutoSweep._run, iter([0.1, BOUND_S])
+
+    def bounded(one: AutoSweep, arguments: Any) -> tuple[int, str]:
+        monkeypatch.setattr("objkv.cache.quota._BOUND_S", next(bounds))
+        return run(one, arguments)
+
+    monkeypatch.setattr(AutoSweep, "_run", bounded)
+    recorder, file = MemoryRecorder(), tmp_path / "file"
+    assert relief(MemoryIndex(), program, recorder, FILE=str(file))()
+    assert file.read_text() == "sweep --apply --json", "without --force"
+    assert recorder.value("sweep_errors") == 0
+
+
+def config(tmp_path: Path, **changes: Any) -> Config:
+    values = {
+        "bulk_url": f"file://{tmp_path}/chunks",
+        "index_url": f"sqlite://{tmp_path}/i.sqlite",
+        "sweep_grace_s": 0,
+    }
+    return Config.model_validate(values | changes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("age_s", "is_indexed"), [(10, True), (10, False), (3 * 86_400, False)])
+def test_a_full_folder_is_swept_until_there_is_room_though_its_index_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, age_s: int, is_indexed: bool
+) -> None:
+    """By the real program, as a replica starts it. The file of the index was deleted a moment ago,
+    or nobody used it for longer than records live."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr("shutil.which", lambda name: None)  # a busy machine would not get to it
+    with open_backends(config(tmp_path), NullRecorder()) as backends:
+        save_identity(backends.bulk)
+        save(backends.bulk, backends.index if is_indexed else None, list(range(160)))
+        used = sum(entry.nbytes for entry in backends.bulk.scan(f"{NAMESPACE}/"))
+    then = time.time() - age_s
+    for file in (tmp_path / "chunks").rglob("*.safetensors"):
+        os.utime(file, (then, then))
+    settings = config(tmp_path, quota_bytes=used, sweep_grace_s=3_600)
+    recorder = MemoryRecorder()
+    with open_backends(settings, NullRecorder()) as backends:
+        room = open_room(settings, backends, recorder)
+        assert isinstance(room, Quota)
+        room.read()
+        assert room.is_full  # to ask for room would begin a thread that relieves, too
+        room.relieve()
+        assert not room.is_full
+        [left] = backends.index.usage()
+        assert 0 < left.nbytes <= used * SWEPT_PERCENT // 100
+        depths = sorted(record.token_start for record in backends.index.scan(NAMESPACE))
+        assert depths == [16 * depth for depth in range(len(depths))], "ends go first"
+        room.close()
+    assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
+
+
+def test_a_sweep_has_the_replicas_settings_and_keys(tmp_path: Path) -> None:
+    """Wherever they were set: without the keys a rebuild restores nothing that is sealed, and what
+    has no record is swept."""
+    given = {"quota_bytes": 10, "ttl_s": 7, "tenant": "a", "signing_keys_file": f"{tmp_path}/keys"}
+    settings = sweep_settings(config(tmp_path, **given))
+    again = {name.removeprefix("OBJKV_").lower(): value for name, value in settings.items()}
+    found = Config.model_validate({n: v for n, v in again.items() if "keys" not in n})
+    assert (found.ttl_s, found.tenant, found.role) == (7, "a", "sweeper")
+    assert settings["OBJKV_SIGNING_KEYS_FILE"] == f"{tmp_path}/keys"
+    assert "OBJKV_ENCRYPTION_KEYS_FILE" not in settings
+
+
 OTHER = "f" * 32
 
 

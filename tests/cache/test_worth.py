@@ -100,15 +100,6 @@ def test_between_the_limits_nothing_changes(
         now = found.puts
 
 
-@given(shares=st.lists(st.floats(0.251, 0.349), min_size=2))
-def test_one_that_stays_near_a_limit_does_not_flap(shares: list[float]) -> None:
-    for start in ("all", "reused"):
-        now: Puts = start
-        for share in shares:
-            now = rule().decide(costing(share), now).puts
-        assert now == start
-
-
 @given(
     puts=st.integers(1, 64),
     nbytes=st.integers(1, 1 << 34),

@@ -10,15 +10,14 @@ import pytest
 
 from objkv.agent import client
 from objkv.agent.answering import NodeLookups
-from objkv.agent.calls import AgentCalls
+from objkv.agent.client import AgentCalls
 from objkv.agent.held_back import HeldPayloads
 from objkv.agent.outbox import AgentSaves
 from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
-from objkv.cache.parts import PartsIndex
+from objkv.cache.lookup import PartsIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.index.sqlite.file import SqliteFile
-from objkv.index.sqlite.index import SqliteIndex
+from objkv.index.sqlite.index import SqliteFile, SqliteIndex
 from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import bucket as s3_bucket

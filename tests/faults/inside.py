@@ -16,13 +16,13 @@ PAUSE_S = 0.3
 
 def begin(_llm: Any) -> None:
     """Do not wait half a minute where a test cannot."""
-    from objkv.agent import calls, outbox
+    from objkv.agent import client, outbox
     from objkv.cache import chunks as repeats
     from objkv.transfer.loading import connection
 
     repeats.KEEP_S = 0.0
     connection.RETRY_MAX_S = PAUSE_S / 3
-    calls.RETRY_S = outbox.RETRY_S = PAUSE_S / 3
+    client.RETRY_S = outbox.RETRY_S = PAUSE_S / 3
 
 
 def tell(_llm: Any, control: int, word: str) -> None:

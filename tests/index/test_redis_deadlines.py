@@ -118,8 +118,7 @@ def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
             "breakers": Breakers("none", Patience(failures=1_000), NullRecorder()),
         }
         index = GuardedIndex(
-            RedisIndex(connect_redis(config)),
-            guard_of("index", verbs=INDEX_VERBS, **guard),
+            RedisIndex(connect_redis(config)), guard_of("index", verbs=INDEX_VERBS, **guard)
         )
         client = connect_redis(config)
         place = RedisStore(client, prefix="p:", ttl_s=9)

@@ -15,9 +15,8 @@ import pytest
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex
-from objkv.index.sqlite import file as sqlite_file
-from objkv.index.sqlite.file import SqliteFile, translated
-from objkv.index.sqlite.index import SqliteIndex
+from objkv.index.sqlite import index as sqlite_file
+from objkv.index.sqlite.index import SqliteFile, SqliteIndex, translated
 from objkv.net.deadline import EndsBy
 from tests.contracts.clock import ManualClock
 from tests.contracts.index_contract import (
@@ -26,7 +25,6 @@ from tests.contracts.index_contract import (
     NAMESPACE,
     OTHER_FIELD,
     IndexContract,
-    at_once,
     chunk,
     get,
     prefix_hash,
@@ -125,29 +123,15 @@ def test_a_forked_child_uses_connections_of_its_own(tmp_path: Path) -> None:
     assert len(list(index.scan(NAMESPACE))) == 3
 
 
-def test_threads_keep_no_more_connections_than_were_in_use_at_once(tmp_path: Path) -> None:
-    index = SqliteIndex(tmp_path / "index.sqlite", busy_ms=240_000)
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-    for _ in range(3):
-        at_once([lambda: get(index)] * 4)
-    assert 1 <= len(index._file._idle) <= 4
-
-
-def test_a_prompt_longer_than_one_statement_can_hold_is_looked_up(tmp_path: Path) -> None:
+def test_a_lookup_takes_few_statements_for_any_number_of_hashes(tmp_path: Path) -> None:
     index = SqliteIndex(tmp_path / "index.sqlite")
     index.publish(chunk(40_000), {FIELD: shard()}, ttl_s=LONG_S)
-    found = index.lookup(NAMESPACE, [prefix_hash(n) for n in range(40_001)])
-    assert found[40_000] is not None
-    assert not any(found[:40_000])
-
-
-def test_a_lookup_of_a_thousand_hashes_is_one_statement(tmp_path: Path) -> None:
-    index = SqliteIndex(tmp_path / "index.sqlite")
-    index.check()
     statements: list[str] = []
     index._file._idle[0].set_trace_callback(statements.append)
-    index.lookup(NAMESPACE, [prefix_hash(n) for n in range(1000)])
-    assert len(statements) == 1
+    found = index.lookup(NAMESPACE, [prefix_hash(n) for n in range(40_001)])
+    assert len(statements) == 2
+    assert found[40_000] is not None
+    assert not any(found[:40_000])
 
 
 def test_expired_records_and_leases_are_removed_by_later_writes(tmp_path: Path) -> None:
@@ -206,25 +190,21 @@ def test_a_locked_file_is_unavailable_for_now(tmp_path: Path) -> None:
     index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
 
 
-def test_a_full_disk_is_unavailable_with_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "full.sqlite"
-    connection = sqlite3.connect(path)
-    connection.execute("PRAGMA max_page_count = 2")
+@pytest.mark.parametrize(
+    ("pragma", "error", "words"),
+    [
+        ("max_page_count = 2", StoreUnavailable, "the disk is full, free some space"),
+        ("query_only = ON", StoreDenied, "needs write permission"),
+    ],
+)
+def test_a_disk_that_is_full_or_read_only_is_reported_with_what_to_do(
+    tmp_path: Path, pragma: str, error: type[StoreError], words: str
+) -> None:
+    connection = sqlite3.connect(tmp_path / "some.sqlite")
     connection.execute("CREATE TABLE t (x)")
-    with (
-        pytest.raises(StoreUnavailable, match="the disk is full, free some space"),
-        translated(path),
-    ):
+    connection.execute(f"PRAGMA {pragma}")
+    with pytest.raises(error, match=words), translated(tmp_path):
         connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
-
-
-def test_a_read_only_file_is_denied_with_what_to_do(tmp_path: Path) -> None:
-    path = tmp_path / "index.sqlite"
-    connection = sqlite3.connect(path)
-    connection.execute("CREATE TABLE t (x)")
-    connection.execute("PRAGMA query_only = ON")
-    with pytest.raises(StoreDenied, match="needs write permission"), translated(path):
-        connection.execute("INSERT INTO t VALUES (1)")
 
 
 def test_a_folder_that_cannot_be_made_is_denied(tmp_path: Path) -> None:
@@ -292,25 +272,14 @@ def test_the_file_and_its_folder_are_for_this_user_alone(tmp_path: Path) -> None
     }
 
 
-def test_a_folder_of_a_group_makes_it_the_groups(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("folder", "file"), [(0o2770, 0o660), (0o1777, 0o600)])
+def test_a_folder_of_a_group_makes_it_the_groups_and_no_other_folder_does(
+    tmp_path: Path, folder: int, file: int
+) -> None:
     os.umask(0o077)
-    folder = tmp_path / "shared"
-    folder.mkdir()
-    folder.chmod(0o2770)
-    used(folder / "index.sqlite")
-    assert set(modes(folder).values()) == {0o660}
-
-
-def test_a_folder_where_everybody_may_write_does_not(tmp_path: Path) -> None:
-    tmp_path.chmod(0o1777)
+    tmp_path.chmod(folder)
     used(tmp_path / "index.sqlite")
-    assert set(modes(tmp_path).values()) == {0o600}
-
-
-def test_a_file_that_is_there_keeps_its_mode(tmp_path: Path) -> None:
-    (tmp_path / "index.sqlite").touch(0o640)
-    used(tmp_path / "index.sqlite")
-    assert set(modes(tmp_path).values()) == {0o640}
+    assert set(modes(tmp_path).values()) == {file}
 
 
 @pytest.mark.parametrize("suffix", ["", "-wal", "-shm", "-journal"])
@@ -381,10 +350,7 @@ PLANTED: dict[str, tuple[str, ...]] = {
     "index": ("CREATE INDEX planted ON chunks (hits)",),
     "column": ("ALTER TABLE leases ADD COLUMN planted",),
     "gone": ("DROP TRIGGER shards_added",),
-    "replaced": (
-        "DROP TRIGGER shards_added",
-        TRIGGER.replace("planted", "shards_added"),
-    ),
+    "replaced": ("DROP TRIGGER shards_added", TRIGGER.replace("planted", "shards_added")),
 }
 
 
@@ -426,10 +392,7 @@ def look_up(index: SqliteIndex) -> None:
 
 @pytest.mark.parametrize(("what", "call"), [("trigger", publish), ("view", look_up)])
 def test_what_is_planted_while_the_file_is_open_is_interrupted_and_then_refused(
-    path: Path,
-    what: str,
-    call: Callable[[SqliteIndex], None],
-    monkeypatch: pytest.MonkeyPatch,
+    path: Path, what: str, call: Callable[[SqliteIndex], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = SqliteIndex(path)
     look_up(index)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from objkv.cache.listed_index import ListedIndex
+from objkv.cache.bulk_index import ListedIndex
 from objkv.cache.pins import Pin
 from objkv.config.prices import LIST_PRICES
 from objkv.errors import SCAN_DENIED, StoreDenied

@@ -16,8 +16,7 @@ from time import monotonic
 
 import numpy as np
 
-from objkv.agent.calls import AgentCalls
-from objkv.agent.client import CALL_S
+from objkv.agent.client import CALL_S, AgentCalls
 from objkv.agent.payloads import PayloadReader, PayloadTransfer, ReadOutcome
 from objkv.background import Steps, StepThread
 from objkv.cache.lookup import LOOKUP_QUEUE_MAX

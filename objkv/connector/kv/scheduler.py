@@ -14,8 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from objkv.cache.admission import AdmissionPolicy
-from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, Records
-from objkv.cache.parts import PartsIndex
+from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, PartsIndex, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.kv.events import EventLog

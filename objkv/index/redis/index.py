@@ -4,7 +4,7 @@
 every key except the totals has a time to live.
 """
 
-import os
+import hashlib
 import re
 import time
 from collections import defaultdict
@@ -18,15 +18,7 @@ import redis
 from redis import exceptions
 
 from objkv.errors import StoreError
-from objkv.index.base import (
-    ChunkEntry,
-    Lease,
-    Record,
-    Savings,
-    ShardRecord,
-    Shards,
-    Usage,
-)
+from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, Shards, Usage
 from objkv.index.fields import (
     decode_shard,
     encode_shard,
@@ -36,20 +28,136 @@ from objkv.index.fields import (
     sighting_name,
 )
 from objkv.index.redis.find import Finder
-from objkv.index.redis.scripts import (
-    DROP,
-    FORGET,
-    LEASE,
-    PIN,
-    PUBLISH,
-    RELEASE,
-    SIGHT,
-    TOUCH,
-    Keys,
-    Script,
-)
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.net.redis_errors import translated, translation
+
+Keys = tuple[str, ...]
+
+
+class Script:
+    """A Lua script that Redis runs atomically. Each touches one key, or a chunk's record and a
+    lease, which a cluster keeps in the same place.
+
+    Scripts are sent by digest. A server without the script gets its text with ``EVAL``, which also
+    caches it. ``redis.pcall`` returns a table if a key has another type, and so is not objkv's.
+    Such a key is treated as absent, and replaced when a chunk is published.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        # Redis identifies scripts by SHA-1; its collision resistance does not matter here.
+        self.sha = hashlib.sha1(text.encode("ascii"), usedforsecurity=False).hexdigest()
+
+    def known(self, keys: Keys, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
+        """Return the command for a server that has the script cached."""
+        return ("EVALSHA", self.sha, len(keys), *keys, *args)
+
+    def full(self, keys: Keys, *args: str | bytes | int) -> tuple[str | bytes | int, ...]:
+        """Return the command for any server."""
+        return ("EVAL", self.text, len(keys), *keys, *args)
+
+
+_LIVE = """\
+local ttl = tonumber(ARGV[1])
+if redis.call('HEXISTS', KEYS[1], 'pin') == 1 then
+  ttl = math.max(ttl, redis.call('PTTL', KEYS[1]))
+end
+redis.call('PEXPIRE', KEYS[1], string.format('%.0f', ttl))
+"""
+"""Sets the record's time to live, in ms. Does not shorten the rest of a pin."""
+_SIZE = """\
+local function size(shard) return tonumber(string.match(shard, '^(%d+) ')) or 0 end
+"""
+
+PUBLISH = Script(f"""\
+{_SIZE}
+local kind = redis.call('TYPE', KEYS[1])['ok']
+if kind ~= 'hash' and kind ~= 'none' then redis.call('DEL', KEYS[1]) end
+local nbytes, payloads = 0, 0
+for i = 3, #ARGV, 2 do
+  if string.find(ARGV[i], '^%d') then
+    local was = redis.call('HGET', KEYS[1], ARGV[i])
+    nbytes = nbytes + size(ARGV[i + 1]) - (was and size(was) or 0)
+    payloads = payloads + (was and 0 or 1)
+  end
+end
+redis.call('HSET', KEYS[1], unpack(ARGV, 3))
+{_LIVE}
+if KEYS[2] and redis.pcall('GET', KEYS[2]) == ARGV[2] then redis.call('DEL', KEYS[2]) end
+return {{nbytes, payloads}}
+""")
+"""KEYS: the record, and perhaps a lease that ends. ARGV: time to live in ms, the lease's owner,
+then fields and values. Returns the changes in bytes and payloads."""
+
+TOUCH = Script(f"""\
+if redis.pcall('HEXISTS', KEYS[1], 'p') ~= 1 then return 0 end
+local hits = tonumber(redis.call('HGET', KEYS[1], 'h')) or 0
+redis.call('HSET', KEYS[1], 'h', string.format('%.0f', hits + 1), 'u', ARGV[2])
+{_LIVE}
+return 1
+""")
+"""ARGV: time to live in ms, seconds since the epoch."""
+
+FORGET = Script("""\
+if redis.pcall('HGET', KEYS[1], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HDEL', KEYS[1], ARGV[1])
+for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+  if string.find(field, '^%d') then return 1 end
+end
+redis.call('DEL', KEYS[1])
+return 1
+""")
+"""ARGV: field, the value it must have."""
+
+PIN = Script("""\
+if redis.pcall('HEXISTS', KEYS[1], 'p') ~= 1 then return 0 end
+if ARGV[1] == '0' then
+  redis.call('HDEL', KEYS[1], 'pin')
+else
+  redis.call('HSET', KEYS[1], 'pin', ARGV[1])
+end
+redis.call('PEXPIRE', KEYS[1], ARGV[2])
+return 1
+""")
+"""ARGV: end of the pin in seconds since the epoch or 0, time to live in ms."""
+
+DROP = Script(f"""\
+{_SIZE}
+local nbytes, payloads = 0, 0
+if redis.call('TYPE', KEYS[1])['ok'] == 'hash' then
+  for _, field in ipairs(redis.call('HKEYS', KEYS[1])) do
+    if string.find(field, '^%d') then
+      nbytes, payloads = nbytes + size(redis.call('HGET', KEYS[1], field)), payloads + 1
+    end
+  end
+end
+return {{redis.call('DEL', KEYS[1]), nbytes, payloads}}
+""")
+"""Returns whether the key existed, how many bytes, and how many payloads."""
+
+LEASE = Script("""\
+if redis.pcall('GET', KEYS[1]) == ARGV[1] then
+  redis.call('PEXPIRE', KEYS[1], ARGV[2])
+  return 1
+end
+if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return 1 end
+return 0
+""")
+"""ARGV: owner, time to live in ms."""
+
+SIGHT = Script("""\
+if redis.call('SET', KEYS[1], '', 'NX', 'PX', ARGV[1]) then return 0 end
+redis.call('PEXPIRE', KEYS[1], ARGV[1])
+return 1
+""")
+"""ARGV: time to live in ms. Returns whether the key existed."""
+
+RELEASE = Script("""\
+if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+""")
+"""ARGV: owner."""
+
 
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
@@ -74,7 +182,6 @@ class PendingTotals:
         self._lock = Lock()
         self._pending: defaultdict[str, int] = defaultdict(int)
         self._due_s = clock() + _FLUSH_S
-        self._process = os.getpid()
 
     def add(self, namespace: str, nbytes: int, payloads: int) -> None:
         """Add published bytes and payloads, or subtract removed ones with negative numbers."""
@@ -88,7 +195,6 @@ class PendingTotals:
         """Return and clear the changes by field if they are due, or always if ``early``."""
         now = self._clock()
         with self._lock:
-            self._leave_to_parent()
             if not (early or self.is_due()):
                 return {}
             taken = {field: change for field, change in self._pending.items() if change}
@@ -100,14 +206,8 @@ class PendingTotals:
         """Keep changes until the next sending: new ones, and those that could not be sent. Some of
         these may have arrived after all, so the totals can end up too high, but never too low."""
         with self._lock:
-            self._leave_to_parent()
             for field, change in taken.items():
                 self._pending[field] += change
-
-    def _leave_to_parent(self) -> None:
-        if self._process != os.getpid():  # in a fork: the parent sends these
-            self._process = os.getpid()
-            self._pending.clear()
 
 
 Client = redis.Redis | redis.RedisCluster
@@ -380,11 +480,6 @@ class RedisIndex:
                 yield match[1].decode("utf-8", "replace"), bytes.fromhex(match[2].decode("ascii"))
 
 
-def _is_foreign(reply: Any) -> bool:
-    """Whether the key has another type, and so is not objkv's."""
-    return isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE")
-
-
 def _checked(verb: str, reply: Any) -> Any:
     """Return ``reply``. Raises it as a ``StoreError`` if it is an error."""
     if isinstance(reply, Exception):
@@ -395,7 +490,7 @@ def _checked(verb: str, reply: Any) -> Any:
 def _record(prefix_hash: bytes, reply: Any, now: float) -> Record | None:
     """Return the record from a reply to ``HGETALL``; None if it is missing or not written by
     objkv."""
-    if _is_foreign(reply):
+    if isinstance(reply, Exception) and str(reply).startswith("WRONGTYPE"):  # not objkv's
         return None
     shards = {}
     for name, value in _checked("lookup", reply).items():

@@ -1,23 +1,23 @@
-"""An index in one SQLite file, shared by all replicas of a machine. Not for network file systems.
+"""An index in one SQLite file, shared by all replicas of a machine.
 
+Threads and processes share the file through WAL, which does not work on network file systems.
 Expired records become invisible at once, and later writes remove them in small batches.
 """
 
+import os
 import sqlite3
+import stat
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from functools import cache
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from objkv.index.base import (
-    ChunkEntry,
-    Lease,
-    Record,
-    Savings,
-    ShardRecord,
-    Shards,
-    Usage,
-)
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, Shards, Usage
 from objkv.index.fields import (
     decode_shard,
     encode_shard,
@@ -25,7 +25,350 @@ from objkv.index.fields import (
     savings_fields,
     sighting_name,
 )
-from objkv.index.sqlite.file import SqliteFile
+from objkv.net.deadline import ends_s
+
+SCHEMA_VERSION = 5
+APPLICATION_ID = 0x6F6B7631
+"""``okv1``: distinguishes an index from other SQLite files."""
+
+
+def _added(row: str, sign: str) -> str:
+    """Return the statement that adds or subtracts (``sign``) a ``row``, ``old`` or ``new``."""
+    nbytes = f"CAST({row}.value AS INTEGER)"  # the number with which it begins
+    return (
+        f"INSERT INTO totals VALUES ({row}.namespace, {sign}{nbytes}, {sign}1) "
+        "ON CONFLICT (namespace) DO UPDATE SET "
+        f"nbytes = nbytes {sign} {nbytes}, payloads = payloads {sign} 1"
+    )
+
+
+_TABLES = (
+    """CREATE TABLE chunks (
+  namespace TEXT NOT NULL,
+  hash BLOB NOT NULL,
+  parent BLOB NOT NULL,
+  token_start INTEGER NOT NULL,
+  token_end INTEGER NOT NULL,
+  hits INTEGER NOT NULL DEFAULT 0,
+  touched_s INTEGER NOT NULL DEFAULT 0,
+  ends_s REAL NOT NULL,
+  pinned_s INTEGER NOT NULL DEFAULT 0,
+  PRIMARY KEY (namespace, hash)
+) WITHOUT ROWID""",
+    "CREATE INDEX chunks_by_end ON chunks (ends_s)",
+    """CREATE TABLE shards (
+  namespace TEXT NOT NULL,
+  hash BLOB NOT NULL,
+  field TEXT NOT NULL,
+  value BLOB NOT NULL,
+  PRIMARY KEY (namespace, hash, field),
+  FOREIGN KEY (namespace, hash) REFERENCES chunks ON DELETE CASCADE
+) WITHOUT ROWID""",
+    """CREATE TABLE leases (name TEXT PRIMARY KEY, owner TEXT NOT NULL, ends_s REAL NOT NULL)
+WITHOUT ROWID""",
+    "CREATE INDEX leases_by_end ON leases (ends_s)",
+    "CREATE TABLE savings (name TEXT PRIMARY KEY, value INTEGER NOT NULL) WITHOUT ROWID",
+    # Triggers add up how much each namespace stores, in the transaction that changes it.
+    """CREATE TABLE totals (namespace TEXT PRIMARY KEY, nbytes INTEGER NOT NULL,
+  payloads INTEGER NOT NULL) WITHOUT ROWID""",
+    f"CREATE TRIGGER shards_added AFTER INSERT ON shards BEGIN {_added('new', '+')}; END",
+    f"CREATE TRIGGER shards_removed AFTER DELETE ON shards BEGIN {_added('old', '-')}; END",
+    "CREATE TRIGGER shards_replaced AFTER UPDATE ON shards "
+    f"BEGIN {_added('old', '-')}; {_added('new', '+')}; END",
+)
+_SCHEMA = "SELECT type, name, tbl_name, sql FROM sqlite_schema"
+
+
+def create(connection: sqlite3.Connection) -> None:
+    """Create the tables, within the caller's transaction."""
+    for statement in _TABLES:
+        connection.execute(statement)
+    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+
+
+@cache
+def _created() -> frozenset[tuple[object, ...]]:
+    with closing(sqlite3.connect(":memory:", isolation_level=None)) as connection:
+        create(connection)
+        return frozenset(connection.execute(_SCHEMA))
+
+
+_ALONE = 0o600
+_GROUP = 0o660
+_COMPANIONS = ("-wal", "-shm", "-journal")
+
+
+def prepare(path: Path) -> None:
+    """Create the file and its folder if they are missing, and refuse planted ones.
+
+    The content (which prefixes are stored, how often they are looked up) is private. So the file is
+    created for this user alone, or for a group if its folder is set up for one (``install -d -m
+    2770 -g GROUP FOLDER``). SQLite gives its ``-wal`` and ``-shm`` files the owner, group and mode
+    of the file. Raises ``StoreDenied`` with the fix. Users who may write to the folder can still
+    replace the file later: only world-writable folders are distrusted.
+    """
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = path.parent.stat()
+        if not os.path.lexists(path):
+            _make(path, folder)
+        _check(path, folder)
+        for suffix in _COMPANIONS:
+            companion = path.with_name(path.name + suffix)
+            with suppress(FileNotFoundError):  # usual, or its last user just removed it
+                _check(companion, folder)
+    except OSError as exc:
+        raise StoreDenied(f"index {path}: {exc.strerror}: {exc.filename}") from exc
+
+
+def _make(path: Path, folder: os.stat_result) -> None:
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with suppress(FileExistsError):  # another process just created or planted it; the check follows
+        fd = os.open(path, flags, _ALONE)
+        try:
+            if folder.st_mode & 0o077 == 0o070:  # for its group, and for no others
+                os.fchmod(fd, _GROUP)  # regardless of the umask
+        finally:
+            os.close(fd)
+
+
+def _check(path: Path, folder: os.stat_result) -> None:
+    found = path.lstat()
+    if folder.st_mode & stat.S_IWOTH and found.st_uid not in (os.geteuid(), 0):
+        raise StoreDenied(
+            f"index {path} belongs to another user and is in a world-writable folder: set "
+            "index_url to a file in your own folder"
+        )
+    with suppress(FileNotFoundError):  # an operator's link to a file that does not exist yet
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise StoreDenied(
+                f"index {path} is not a regular file: remove it, or set index_url to another path"
+            )
+
+
+_WAL_RETRY_S = 0.01
+_VALUE_BYTES_MAX = 16 << 20
+"""Limit for one row; every record is far smaller."""
+_CALL_S_MAX = 20.0
+"""Limit for computing in SQLite per call, unless the caller has less time. Even a large index needs
+less."""
+_STEPS = 10_000
+"""Instructions of SQLite's virtual machine between two checks of the clock; below a millisecond."""
+_BUSY = {sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED}
+_BROKEN = {sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB}
+_REFUSED = {
+    sqlite3.SQLITE_READONLY,
+    sqlite3.SQLITE_CANTOPEN,
+    sqlite3.SQLITE_PERM,
+    sqlite3.SQLITE_AUTH,
+}
+
+
+class SqliteFile:
+    """Connections to one file: one per call in flight, kept for reuse. Safe across ``fork``.
+
+    Opens nothing before the first call, and creates nothing before the first write. ``busy_ms``
+    bounds how long a call waits for another writer.
+    """
+
+    def __init__(self, path: Path, *, busy_ms: int) -> None:
+        self.path = path
+        self._busy_s = busy_ms / 1000
+        self._lock = Lock()
+        self._idle: list[sqlite3.Connection] = []
+        self._place: tuple[int, int] | None = None
+        """Device and inode of the file that the idle connections have open."""
+        self._inherited: list[sqlite3.Connection] = []
+        this = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: _abandon(this()))
+
+    @contextmanager
+    def read(self) -> Iterator[sqlite3.Connection]:
+        """Borrow a connection. Each statement sees one state of the file. A missing file is not
+        created: it reads as an empty one."""
+        if os.path.lexists(self.path):
+            with self._borrow() as connection:
+                yield connection
+            return
+        with (
+            translated(self.path),
+            closing(sqlite3.connect(":memory:", isolation_level=None)) as empty,
+        ):
+            create(empty)
+            yield empty
+
+    @contextmanager
+    def _borrow(self) -> Iterator[sqlite3.Connection]:
+        with translated(self.path):
+            place = self._look()
+            with self._lock:
+                connection = self._idle.pop() if self._idle else None
+            if connection is None:
+                connection = self._open()
+                place = self._look()
+            try:
+                _bound(connection, _CALL_S_MAX)
+                yield connection
+            except BaseException:
+                # Its state is unknown, so the next call gets a new one.
+                connection.close()
+                raise
+            with self._lock:
+                is_current = place == self._place
+                if is_current:
+                    self._idle.append(connection)
+            if not is_current:
+                connection.close()
+
+    @contextmanager
+    def write(self) -> Iterator[sqlite3.Connection]:
+        """Borrow a connection inside one transaction, committed unless the block raises."""
+        with self._borrow() as connection, connection:
+            connection.execute("BEGIN IMMEDIATE")
+            yield connection
+
+    def close(self) -> None:
+        """Close the idle connections. Idempotent."""
+        with self._lock:
+            idle, self._idle = self._idle, []
+        for connection in idle:
+            connection.close()
+
+    def _look(self) -> tuple[int, int] | None:
+        """Return the device and inode of the file that is now at the path. Closes connections to a
+        file that was removed or replaced, because no other process uses that file."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            place = None
+        else:
+            place = found.st_dev, found.st_ino
+        stale: list[sqlite3.Connection] = []
+        with self._lock:
+            if place != self._place:
+                stale, self._idle, self._place = self._idle, [], place
+        for connection in stale:
+            connection.close()
+        return place
+
+    def _open(self) -> sqlite3.Connection:
+        prepare(self.path)
+        # Only one thread uses a connection at a time, but not always the same one.
+        connection = sqlite3.connect(
+            self.path, timeout=self._busy_s, isolation_level=None, check_same_thread=False
+        )
+        try:
+            _bound(connection, _CALL_S_MAX)
+            # The file is not trusted: no functions in its schema, and no values above a limit.
+            connection.execute("PRAGMA trusted_schema = OFF")
+            connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_BYTES_MAX)
+            connection.execute("PRAGMA foreign_keys = ON")
+            # Losing a commit in a power failure costs only hits, so it is not worth an fsync.
+            connection.execute("PRAGMA synchronous = NORMAL")
+            self._check_schema(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _check_schema(self, connection: sqlite3.Connection) -> None:
+        version = _pragma(connection, "user_version")
+        if version == 0:
+            self._use_wal(connection)
+            version = self._create(connection)
+        if _pragma(connection, "application_id") != APPLICATION_ID:
+            raise StoreDenied(
+                f"{self.path} is an SQLite file of another program: set index_url to another file"
+            )
+        if version != SCHEMA_VERSION:
+            raise StoreDenied(
+                f"index {self.path} was written by another objkv (schema {version}, supported: "
+                f"{SCHEMA_VERSION}): delete it with its -wal and -shm, and run `objkv rebuild "
+                "--apply`, or set index_url to another file"
+            )
+        # Every publish or lookup would run a planted trigger or view.
+        expected = _created()
+        rows = connection.execute(_SCHEMA).fetchmany(len(expected) + 1)
+        if len(rows) != len(expected) or frozenset(rows) != expected:
+            raise _damaged(self.path, "tables or triggers not created by objkv")
+
+    def _use_wal(self, connection: sqlite3.Connection) -> None:
+        # Switching the mode does not wait for other users as statements do, so it is retried here.
+        deadline = time.monotonic() + self._busy_s
+        while True:
+            try:
+                connection.execute("PRAGMA journal_mode = WAL")
+                return
+            except sqlite3.OperationalError as exc:
+                if _code(exc) not in _BUSY or time.monotonic() > deadline:
+                    raise
+            time.sleep(_WAL_RETRY_S)
+
+    def _create(self, connection: sqlite3.Connection) -> int:
+        """Create the tables in an empty file. Return its version, also if another process just did
+        so."""
+        with connection:
+            connection.execute("BEGIN IMMEDIATE")
+            if not connection.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+                create(connection)
+            return _pragma(connection, "user_version")
+
+
+@contextmanager
+def translated(path: Path) -> Iterator[None]:
+    """Raise SQLite's errors as ``StoreError`` with the fix."""
+    try:
+        yield
+    except sqlite3.Error as exc:
+        code = _code(exc)
+        if code in _BUSY:
+            raise StoreUnavailable(f"index {path} is busy: {exc}") from exc
+        if code == sqlite3.SQLITE_FULL:
+            raise StoreUnavailable(
+                f"index {path}: the disk is full, free some space: {exc}"
+            ) from exc
+        if code == sqlite3.SQLITE_INTERRUPT:
+            raise StoreUnavailable(f"index {path}: the call exceeded its time limit") from exc
+        if code in _BROKEN:
+            raise _damaged(path, exc) from exc
+        if code in _REFUSED:
+            raise StoreDenied(
+                f"index {path}: {exc}: this user needs write permission on the file and its folder"
+            ) from exc
+        raise StoreError(f"index {path}: {exc}") from exc
+
+
+def _damaged(path: Path, what: object) -> StoreDenied:
+    return StoreDenied(
+        f"index {path} is damaged or not an objkv index ({what}): stop all processes that use "
+        "it, then delete it and its -wal and -shm files; no KV is lost, chunks are found "
+        "again after their next save"
+    )
+
+
+def _bound(connection: sqlite3.Connection, seconds: float) -> None:
+    """Interrupt computing after ``seconds``, or at this call's deadline. Waiting for another writer
+    has its own limit."""
+    until_s = min(time.monotonic() + seconds, ends_s())
+    connection.set_progress_handler(lambda: time.monotonic() > until_s, _STEPS)
+
+
+def _code(exc: sqlite3.Error) -> int:
+    # The lowest byte is the primary code; the rest distinguishes variants.
+    return int(getattr(exc, "sqlite_errorcode", 0)) & 0xFF
+
+
+def _pragma(connection: sqlite3.Connection, name: str) -> int:
+    return int(connection.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _abandon(file: SqliteFile | None) -> None:
+    # SQLite must not see the parent's connections again, not even to close them, so they are kept.
+    if file is not None:
+        file._inherited += file._idle
+        file._idle, file._lock = [], Lock()
+
 
 _HASHES_MAX = 30_000
 """Limit per statement; SQLite itself allows 32,766 variables."""

@@ -10,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from objkv.cache.listed_index import MISSING_UNSEEN, is_listed
+from objkv.cache.bulk_index import MISSING_UNSEEN, is_listed
 from objkv.config import Config
 from objkv.config.prices import LIST_PRICES, Prices
 from objkv.ops.audit.figures import (

@@ -10,8 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from objkv.agent.calls import AgentCalls
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentCalls, AgentConnection
 from objkv.agent.payloads import PayloadReader, PayloadWriter
 from objkv.codec.seal import Seal
 from objkv.config import Config

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.lookup import Records
-from objkv.cache.parts import PartsIndex
+from objkv.cache.lookup import PartsIndex, Records
 from objkv.connector.kv.planning import StoredPayloads, matched_end
 from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
