@@ -96,7 +96,7 @@ def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) ->
     doubts = tuple[Doubt, ...]()
     walk.judge(ttl_s=run.view.ttl_s)
     if not limits.force and not run.view.is_own_index:
-        doubts = find_doubts(walk.inventory, ttl_s=run.view.ttl_s)
+        doubts = find_doubts(walk.inventory, walk.places, ttl_s=run.view.ttl_s)
     if any(one.namespace is None for one in doubts):
         limits = replace(limits, apply=False)
     remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))

