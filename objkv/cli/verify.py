@@ -13,7 +13,6 @@ from objkv.cli.output import counted, plain
 from objkv.cli.upkeep import (
     MEMORY_BYTES,
     WORKERS,
-    Deadline,
     MemoryBytes,
     OneNamespace,
     Upkeep,
@@ -70,7 +69,6 @@ def verify(
     force: Annotated[
         bool, typer.Option("--force", help="Quarantine even if most payloads are bad.")
     ] = False,
-    deadline_s: Deadline = None,
     memory_bytes: MemoryBytes = MEMORY_BYTES,
     workers: Workers = WORKERS,
 ) -> int:
@@ -82,14 +80,7 @@ def verify(
     number, of = _part(one_of or "1/1")
     shown = _Shown(None, one_of, quarantine, apply, None)
     with (
-        upkeep(
-            session,
-            "verify",
-            writes=apply,
-            workers=workers,
-            namespace=namespace,
-            deadline_s=deadline_s,
-        ) as run,
+        upkeep(session, "verify", writes=apply, workers=workers, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
         is_empty = False

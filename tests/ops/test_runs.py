@@ -74,17 +74,6 @@ def test_the_first_error_ends_the_run() -> None:
     assert work.done.keys() == {str(number) for number in range(9)}
 
 
-def test_nothing_is_begun_after_the_deadline() -> None:
-    now = 0.0
-    work = Work()
-    pool = WorkPool(workers=1, deadline_s=5.0, clock=lambda: now)
-    pool.run(work.units(3))
-    now = 5.0
-    pool.run(work.units(6))
-    assert pool.ending == "deadline"
-    assert sum(work.done.values()) == 3
-
-
 def test_findings_beyond_the_bound_are_counted() -> None:
     counters = Counters()
     for number in range(FINDINGS_MAX + 5):

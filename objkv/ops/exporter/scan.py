@@ -75,7 +75,7 @@ class Scans:
         """Stop, and abandon a running scan."""
         self._stopping.set()
         if self._pool is not None:
-            self._pool.halt("interrupted")
+            self._pool.halt()
         if self._thread is not None:
             self._thread.join(_STOP_S)
 

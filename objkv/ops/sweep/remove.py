@@ -9,13 +9,12 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Literal, get_args
 
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import BackendsView, Lease, delete_unchanged, recorded
-from objkv.ops.runs import Counters, Halted
+from objkv.ops.runs import Counters
 from objkv.stores.base import Entry, Unfinished
 
 Category = Literal[
@@ -46,7 +45,6 @@ class SweepLimits:
     """Whether payloads in namespaces without an identity document are removed too."""
     force: bool = False
     """Whether to proceed even if the index or bucket looks empty or mismatched."""
-    removals_max: int | None = None
 
 
 class Remover:
@@ -57,17 +55,12 @@ class Remover:
         self,
         view: BackendsView,
         limits: SweepLimits,
-        halt: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``halt``: called when no further removal is allowed."""
         self._view = view
         self._limits = limits
-        self._halt = halt
-        self._lock = Lock()
-        self._left = limits.removals_max
         self._clock = clock
         self._sleep = sleep
 
@@ -143,17 +136,7 @@ class Remover:
         counters.find(kind, entry.key, entry.nbytes)
 
     def _may(self, kind: Category) -> bool:
-        """Whether to remove one more. Raises ``Halted`` when the limit is reached."""
-        if not self._limits.apply or (kind == "unidentified" and not self._limits.unidentified):
-            return False
-        with self._lock:
-            if self._left is None:
-                return True
-            if self._left > 0:
-                self._left -= 1
-                return True
-        self._halt()
-        raise Halted
+        return self._limits.apply and (kind != "unidentified" or self._limits.unidentified)
 
     def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None, lease: Lease) -> bool:
         view, path = self._view, key.path()
