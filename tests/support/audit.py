@@ -4,6 +4,7 @@
 and one unknown; times, texts and numbers fit together.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -11,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import TypeAdapter
 
 from objkv.index.base import PruneIndex, ReadIndex
 from objkv.keys.prefix import prefix_hashes
@@ -108,5 +109,7 @@ CHAT, CODE = "a" * 32, "b" * 32
 
 @cache
 def sample_report() -> AuditReport:
-    text = Path(__file__).with_name("audit_report.json").read_text("utf-8")
-    return TypeAdapter(AuditReport, config=ConfigDict(val_json_bytes="hex")).validate_json(text)
+    document = json.loads(Path(__file__).with_name("audit_report.json").read_text("utf-8"))
+    for pin in document["pins"]:
+        pin["leaf"] = bytes.fromhex(pin["leaf"])
+    return TypeAdapter(AuditReport).validate_python(document)
