@@ -27,8 +27,8 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.formats import age, dollars, duration, moment, share, size
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.findings import Finding
 from objkv.ops.inventory.tree import Branch
+from objkv.ops.runs import Finding
 
 
 def write_html(report: AuditReport, file: Path) -> None:

@@ -3,7 +3,6 @@
 import re
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
 from getpass import getuser
 from socket import gethostname
 from typing import Annotated
@@ -21,10 +20,10 @@ from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import stored_namespaces
-from objkv.ops.formats import size
+from objkv.ops.formats import moment, size
 from objkv.ops.listing import find_identity, find_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins, stored_prefix
-from objkv.ops.show import BEGINNING_CHARS_MIN, choose_chunk, find_payloads, is_beginning
+from objkv.ops.show import choose_chunk, find_payloads
 
 _LASTS_S_MAX = 10**15
 """Longest pin, 30 million years: indexes store 64-bit times."""
@@ -96,7 +95,7 @@ def pin(
     else:
         session.out.line(
             f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, "
-            f"{size(done.nbytes)}, until {_when(done.until_s)}: {name[:8]} {done.leaf.hex()}"
+            f"{size(done.nbytes)}, until {moment(done.until_s)}: {name[:8]} {done.leaf.hex()}"
         )
     return _report_missing(session, done)
 
@@ -149,7 +148,7 @@ def _print(session: Session, found: PinList) -> None:
                 (
                     pin.namespace,
                     pin.leaf.hex(),
-                    _when(pin.until_s),
+                    moment(pin.until_s),
                     pin.tokens,
                     size(pin.nbytes),
                     pin.by,
@@ -188,11 +187,6 @@ def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:
 
 def _chunk(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:
     """Return namespace and hash of the one stored chunk whose hash starts with ``beginning``."""
-    if not is_beginning(beginning):
-        raise ConfigError(
-            f"{beginning!r} is not the hash of a chunk; give its {2 * PREFIX_HASH_BYTES} hex "
-            f"digits or at least the first {BEGINNING_CHARS_MIN}"
-        )
     found = find_payloads(backends.bulk, _namespaces(backends, namespace), beginning)
     chunk = choose_chunk(found, beginning)
     if chunk is None:
@@ -257,10 +251,3 @@ def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:
 def _refuse_reader(session: Session) -> None:
     if session.config.role == "reader":
         raise ConfigError("the role reader cannot write pins; set role to sweeper")
-
-
-def _when(moment_s: int) -> str:
-    try:
-        return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, ValueError):  # after the year 9999
-        return f"{moment_s:,} s after 1970"

@@ -43,7 +43,6 @@ WRONG = [
     ("admission --for 1h", "needs a mode"),
     ("admission never --for soon", "not a duration"),
     ("admission never --for 400d", "must be"),
-    ("audit --show-text", "--tokenizer"),
     ("audit -n ffff", "no namespace matches ffff"),
     ("diff {name} xyz", "xyz is not a file, and no namespace matches xyz"),
     ("diff {name} /nowhere/identity.json", "/nowhere/identity.json is not a file"),

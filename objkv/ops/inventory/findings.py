@@ -12,6 +12,7 @@ from objkv.keys.chunk import payload_path
 from objkv.ops.formats import span
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Places, with_earlier
+from objkv.ops.runs import Finding
 
 FindingKind = Literal[
     "missing", "orphan", "unidentified", "corrupt", "expired", "old_epoch", "temporary",
@@ -139,17 +140,6 @@ def find_doubts(inventory: Inventory, places: Places, *, ttl_s: float) -> tuple[
 def doubted(doubts: Collection[Doubt], places: Places) -> frozenset[str]:
     """Return the doubted namespaces, with their earlier epochs."""
     return with_earlier({one.namespace for one in doubts if one.namespace is not None}, places)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding."""
-
-    kind: FindingKind
-    key: str
-    """Path in the bulk store, also of a payload that is missing."""
-    nbytes: int
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
