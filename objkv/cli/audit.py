@@ -17,7 +17,7 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import PriceGbMonth, check_file, priced
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import WORKERS, OneNamespace, Workers, upkeep
-from objkv.ops.audit.audit import audit_options, audit_stages, make_report
+from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
     AuditReport,
@@ -304,10 +304,7 @@ def audit(
     """
     if html is not None:
         check_file("--html", html)
-    options = replace(
-        audit_options(session.config, __version__),
-        prices=replace(priced(session.config, price_gb_month, None, None), gpu_hour=price_gpu_hour),
-    )
+    prices = replace(priced(session.config, price_gb_month, None, None), gpu_hour=price_gpu_hour)
     with (
         upkeep(session, "audit", writes=False, workers=workers, namespace=namespace) as run,
         closing(Inventory()) as inventory,
@@ -318,7 +315,13 @@ def audit(
         if run.pool.ending != "complete":
             raise KeyboardInterrupt  # numbers of a part of the store would mislead
         with session.out.waiting("computing figures"):
-            report = make_report(walk, options, lambda: read_lifecycle(session.config))
+            report = make_report(
+                walk,
+                session.config,
+                version=__version__,
+                prices=prices,
+                lifecycle=lambda: read_lifecycle(session.config),
+            )
         if html is not None:
             write_html(report, html)
         show_report(session.out, report, limit=limit, html=html)

@@ -13,8 +13,8 @@ from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import time_option
 from objkv.cli.output import counted
-from objkv.config.units import parse_duration
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
@@ -50,8 +50,9 @@ def pin(
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     for_: Annotated[
-        str, typer.Option("--for", help="Duration of the pin: 90m, 12h, 7d, 2w.", metavar="TIME")
-    ] = "7d",
+        float,
+        time_option("Duration of the pin", "--for", least=1, most=_LASTS_S_MAX, shown="7d"),
+    ] = 604_800.0,
     by: Annotated[
         str | None,
         typer.Option(
@@ -70,7 +71,7 @@ def pin(
             raise ConfigError("--list takes no HASH and no prompt, only --namespace")
         return _list(session, namespace)
     _refuse_both(leaf, prompt)
-    lasts_s, author = _seconds(for_), _author(by)
+    author = _author(by)
     ids = None if leaf is not None else prompts.read_prompt(*prompt)
     extras = prompts.read_extras(lora_digest, cache_salt)
     _refuse_reader(session)
@@ -87,7 +88,7 @@ def pin(
         if not chain:
             session.out.line("no chunk of this prompt is stored; send it to a replica first")
             return FOUND
-        until_s = int(time.time()) + lasts_s
+        until_s = int(time.time() + for_)
         pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.pin(name, chain, until_s=until_s, by=author)
     if session.out.machine:
@@ -219,16 +220,6 @@ def _pinned_leaf(backends: Backends, namespace: str | None, beginning: str) -> t
     if len(whole) != 2 * PREFIX_HASH_BYTES or not _HASH.fullmatch(whole):
         raise ConfigError(f"{name}/pins/{whole}.json: not named like the hash of a chunk")
     return name, bytes.fromhex(whole)
-
-
-def _seconds(words: str) -> int:
-    try:
-        seconds = int(parse_duration(words))
-    except ValueError as exc:
-        raise ConfigError(f"--for {words}: give a number and a unit, such as 7d") from exc
-    if not 1 <= seconds <= _LASTS_S_MAX or words.strip().isdigit():
-        raise ConfigError(f"--for {words}: give a number and a unit (s, m, h, d, w), such as 7d")
-    return seconds
 
 
 def _author(name: str | None) -> str | None:

@@ -63,7 +63,7 @@ WRONG = [
     ("match", "'two' is not a token id"),
     ("pin abc", "give its 40 hex digits or at least the first 4"),
     ("pin 9999", "no stored chunk starts with 9999"),
-    ("pin 9999 --for soon", "--for soon: give a number and a unit"),
+    ("pin 9999 --for soon", "not a duration"),
     ("pin {chunk} --for 999999999w", "within 30,000 years"),
     ("pin 9999 --tokens -", "either HASH or a prompt"),
     ("pin --list 9999", "--list takes no HASH and no prompt"),

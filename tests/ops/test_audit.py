@@ -140,7 +140,7 @@ def test_orphans_are_young_before_the_grace_and_expired_when_no_record_lives_so_
         (4_600.0, "expired", 0),
     ):
         clock = ManualClock(now_s)
-        report = Auditor(bulk, index, clock=clock, grace_s=100.0).all()
+        report = Auditor(bulk, index, clock=clock, sweep_grace_s=100.0).all()
         [one] = [one for one in report.findings.counts if one.count]
         assert (one.kind, one.young) == (kind, young)
 

@@ -115,7 +115,7 @@ def walked(monkeypatch: pytest.MonkeyPatch, *, early: int, late: int) -> AuditRe
     for number in range(early):
         save(bulk, None, [100 + number] * 16)
     clock.advance(GRACE_S + HOUR_S)
-    auditor = Auditor(bulk, index, clock=clock, grace_s=GRACE_S, ttl_s=86_400)
+    auditor = Auditor(bulk, index, clock=clock, sweep_grace_s=GRACE_S, ttl_s=86_400)
     auditor.records()
     clock.advance(HOUR_S)
     for number in range(late):

@@ -7,16 +7,17 @@ and one unknown; times, texts and numbers fit together.
 import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from objkv.config import load_config
+from objkv.config.prices import LIST_PRICES
 from objkv.index.base import PruneIndex, ReadIndex
 from objkv.keys.prefix import prefix_hashes
-from objkv.ops.audit.audit import AuditOptions, make_report
+from objkv.ops.audit.audit import make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.doctor.lifecycle import ReadRules
 from objkv.ops.inventory.file import Inventory
@@ -70,7 +71,12 @@ class Auditor:
         self.inventory = Inventory(clock=clock)
         self.pool = WorkPool(workers=2)
         self.walk = Walk(view, self.inventory, find_places(view, only), 2, clock)
-        self._told = replace(OPTIONS, **options), lifecycle, clock
+        prices = options.pop("prices", LIST_PRICES)
+        config = load_config(SETTINGS | options)
+        self._make = partial(
+            make_report, self.walk, config, version="0", prices=prices, lifecycle=lifecycle,
+            clock=clock,
+        )  # fmt: skip
 
     def records(self) -> None:
         self.pool.run(self.walk.records())
@@ -84,7 +90,7 @@ class Auditor:
         self.pool.run(self.walk.second_looks())
 
     def report(self) -> AuditReport:
-        return make_report(self.walk, *self._told)
+        return self._make()
 
     def all(self) -> AuditReport:
         self.records()
@@ -93,13 +99,13 @@ class Auditor:
         return self.report()
 
 
-OPTIONS = AuditOptions(
-    version="0",
-    bulk_url="file:///dev/null/kv",
-    index_url="sqlite:///dev/null/i",
-    ttl_s=3_600,
-    grace_s=0,
-)
+SETTINGS = {
+    "bulk_url": "file:///dev/null/kv",
+    "index_url": "sqlite:///dev/null/i",
+    "ttl_s": 3_600,
+    "sweep_grace_s": 0,
+    "quota_bytes": 0,
+}
 
 
 # Reports.

@@ -5,11 +5,11 @@ An audit changes nothing and reads no payload.
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from objkv.cache.listed_index import MISSING_UNSEEN, is_listed
 from objkv.config import Config
-from objkv.config.prices import LIST_PRICES, Prices
+from objkv.config.prices import Prices
 from objkv.ops.audit.figures import (
     namespace_audits,
     read_cost,
@@ -31,37 +31,6 @@ _FEW = 20
 """Up to this many findings may be chance even if they are the majority."""
 
 
-@dataclass(frozen=True, slots=True)
-class AuditOptions:
-    """The settings that an audit judges by."""
-
-    version: str
-    """objkv's version."""
-    bulk_url: str
-    """Without secrets, as ``index_url``."""
-    index_url: str
-    ttl_s: int
-    """Lifetime of a record that is not used."""
-    grace_s: float
-    """An orphan younger than this may still get its record."""
-    quota_bytes: int = 0
-    """Quota per tenant; 0 for none."""
-    prices: Prices = LIST_PRICES
-
-
-def audit_options(config: Config, version: str) -> AuditOptions:
-    """Return the part of the options that comes from the settings. ``version`` is objkv's."""
-    public = config.public()
-    return AuditOptions(
-        version=version,
-        bulk_url=public["bulk_url"],
-        index_url=public["index_url"],
-        ttl_s=config.ttl_s,
-        grace_s=config.sweep_grace_s,
-        quota_bytes=config.quota_bytes,
-    )
-
-
 def audit_stages(walk: Walk) -> Iterator[tuple[str, Iterable[Unit]]]:
     """Yield the stages of the walk of an audit in order, each with a name for people."""
     yield "reading records", walk.records()
@@ -73,41 +42,46 @@ def audit_stages(walk: Walk) -> Iterator[tuple[str, Iterable[Unit]]]:
 
 def make_report(
     walk: Walk,
-    options: AuditOptions,
+    config: Config,
+    *,
+    version: str,
+    prices: Prices,
     lifecycle: ReadRules = lambda: None,
     clock: Callable[[], float] = time.time,
 ) -> AuditReport:
-    """Return the report of a walk that is done. ``lifecycle`` reads the bucket's rules.
+    """Return the report of a walk that is done. ``version`` is objkv's; ``lifecycle`` reads the
+    bucket's rules.
 
     Raises ``StoreError``, ``ConfigError``.
     """
     now_s, inventory, view, places = clock(), walk.inventory, walk.view, walk.places
-    walk.judge(ttl_s=options.ttl_s)
+    public, grace_s = config.public(), config.sweep_grace_s
+    walk.judge(ttl_s=config.ttl_s)
     make_tree(inventory, "nbytes")
-    doubts = () if view.is_own_index else find_doubts(inventory, places, ttl_s=options.ttl_s)
-    wrong = count_findings(inventory, grace_s=options.grace_s)
+    doubts = () if view.is_own_index else find_doubts(inventory, places, ttl_s=config.ttl_s)
+    wrong = count_findings(inventory, grace_s=grace_s)
     namespaces = namespace_audits(inventory, places.namespaces, places.every, wrong)
     every = totals(namespaces)
     pins = list_pins(view.bulk, view.index, list(places.namespaces), now_s=now_s)
     report = AuditReport(
         made_s=int(now_s),
         begun_s=int(inventory.begun_s),
-        version=options.version,
-        bulk_url=options.bulk_url,
-        index_url=options.index_url,
+        version=version,
+        bulk_url=public["bulk_url"],
+        index_url=public["index_url"],
         totals=every,
         namespaces=namespaces,
-        tenants=tenant_audits(namespaces, options.quota_bytes, options.prices),
+        tenants=tenant_audits(namespaces, config.quota_bytes, prices),
         tree=largest_branches(inventory),
-        cost=read_cost(every, options.prices),
-        findings=read_findings(inventory, places, doubts, wrong, options.grace_s),
+        cost=read_cost(every, prices),
+        findings=read_findings(inventory, places, doubts, wrong, grace_s),
         namespace=places.only,
         savings=savings_audit(
             [one for one in view.index.savings() if places.only in (None, one.namespace)],
-            options.prices.gpu_hour,
+            prices.gpu_hour,
         ),
         pins=pins.pins,
-        lifecycle=_lifecycle(lifecycle, options.ttl_s, pins),
+        lifecycle=_lifecycle(lifecycle, config.ttl_s, pins),
         problems=(),
     )
     unread = [*sorted(walk.problems), *pins.problems]
