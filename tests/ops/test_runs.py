@@ -35,8 +35,9 @@ class Work:
             check()
             if isinstance(trouble, KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGINT)
-                Event().wait(0.2)
-                check()
+                while True:
+                    check()
+                    Event().wait(0.01)
             elif trouble is not None:
                 raise trouble
             counters.find("done", name, 1)
