@@ -15,43 +15,40 @@ from objkv.ops.exporter.metrics import METRICS
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
-Row = tuple[str, str, str]
-"""Name, kind, meaning."""
+Row = tuple[str, str]
+"""Name and meaning."""
 
 
 def connector(metrics: MetricTable) -> Iterator[Row]:
     """Yield a connector's metrics as Prometheus shows them. A histogram also has the suffixes
     ``_bucket``, ``_sum`` and ``_count``."""
-    for suffix, kind, names in (
-        ("_total", "counter", metrics.counters),
-        ("", "gauge", metrics.gauges),
-        ("", "histogram", metrics.histograms),
-    ):
-        for name, text in names.items():
-            yield f"{metrics.prefix}{name}{suffix}", kind, text
+    for name, text in metrics.counters.items():
+        yield f"{metrics.prefix}{name}_total", text
+    for name, text in (metrics.gauges | metrics.histograms).items():
+        yield f"{metrics.prefix}{name}", text
 
 
 def exporter() -> Iterator[Row]:
     """Yield the exporter's metrics with their labels."""
     for name, metric in METRICS.items():
         labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
-        yield name + labels, metric.kind, metric.text
+        yield name + labels, metric.text
 
 
 def agent() -> Iterator[Row]:
     """Yield a node agent's own metrics."""
     for name, text in LEVELS.items():
-        yield PREFIX + name, "gauge", text
+        yield PREFIX + name, text
     for name, text in TOTALS.items():
-        yield f"{PREFIX}{name}_total", "counter", text
+        yield f"{PREFIX}{name}_total", text
     for name, text in DECISIONS.items():
-        yield f"{PREFIX}{name}{{namespace}}", "gauge", text
+        yield f"{PREFIX}{name}{{namespace}}", text
 
 
 def table(rows: Iterable[Row]) -> str:
     """One table, in the order given."""
-    lines = ["| Name | Kind | Meaning |", "|---|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {kind} | {text} |" for name, kind, text in rows)])
+    lines = ["| Name | Meaning |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {text} |" for name, text in rows)])
 
 
 def blocks() -> dict[str, str]:

@@ -17,9 +17,7 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import PriceGbMonth, check_file, priced
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import WORKERS, OneNamespace, Workers, upkeep
-from objkv.errors import ConfigError
-from objkv.keys.tokenizer import load_tokenizer
-from objkv.ops.audit.audit import ROOTS_MAX, Audit, audit_options, audit_stages
+from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
     AuditReport,
@@ -29,12 +27,12 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.formats import age, dollars, duration, moment, share, size
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.findings import Finding
-from objkv.ops.inventory.tree import RootAudit
+from objkv.ops.inventory.tree import Branch
+from objkv.ops.runs import Finding
 
 
-def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
-    """Write the page to ``file`` atomically, readable only by its owner if ``private``."""
+def write_html(report: AuditReport, file: Path) -> None:
+    """Write the page to ``file`` atomically."""
     from objkv.ops.audit.html.page import html_report  # late: it imports jinja2
 
     page = html_report(report).encode()
@@ -43,10 +41,9 @@ def write_html(report: AuditReport, file: Path, *, private: bool) -> None:
     try:
         with os.fdopen(fd, "wb") as opened:
             opened.write(page)
-        if not private:
-            mask = os.umask(0)
-            os.umask(mask)
-            os.chmod(name, 0o666 & ~mask)
+        mask = os.umask(0)
+        os.umask(mask)
+        os.chmod(name, 0o666 & ~mask)
         os.replace(name, file)
     except BaseException:
         with suppress(OSError):
@@ -93,7 +90,7 @@ def _totals(out: Printer, report: AuditReport) -> None:
         f"{counted(totals.namespaces, 'namespace')}, {counted(totals.tenants, 'tenant')}, "
         f"{counted(totals.roots, 'prefix', 'prefixes')}"
     )
-    if totals.records is not None and totals.used_chunks is not None:
+    if totals.used_chunks is not None:
         used = f"{totals.used_chunks:,} of {counted(totals.chunks, 'chunk')}"
         were = "was" if totals.chunks == 1 else "were"
         out.line(
@@ -158,28 +155,25 @@ def _roots(out: Printer, report: AuditReport, limit: int) -> None:
         return
     out.line()
     columns = (
-        "largest prefixes", "namespace", ">bytes", ">hits", ">reuse", ">last used", "text",
-        ">chunks", ">shared", ">branches", ">ends",
+        "largest prefixes", "namespace", ">bytes", ">hits", ">last used", ">chunks", ">shared",
+        ">ends", "~notes",
     )  # fmt: skip
     rows = [_root_row(one, report.made_s) for one in report.roots[:limit]]
     out.table(columns, rows)
-    _more(out, max(0, len(report.roots) - limit) + report.roots_omitted)
+    _more(out, report.totals.roots - limit)
 
 
-def _root_row(one: RootAudit, now_s: int) -> Sequence[object]:
-    gone = f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else None
+def _root_row(one: Branch, now_s: int) -> Sequence[object]:
     return (
         one.hash,
         one.namespace,
-        size(one.nbytes),
-        one.hits,
-        None if one.reuse is None else f"{one.reuse:.1f}",
+        size(one.tree_bytes),
+        one.tree_hits,
         age(one.last_used_s, now_s),
-        one.label or gone or "",
-        one.chunks,
-        counted(one.shared_tokens, "token"),
-        one.branches,
+        one.tree_chunks,
+        counted(one.token_end - one.token_start, "token"),
         one.leaves,
+        f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else "",
     )
 
 
@@ -248,7 +242,7 @@ def _answers(out: Printer, report: AuditReport, limit: int) -> None:
     if report.pins:
         out.line()
         rows = [
-            (pin.leaf[:_HASH], pin.namespace[:8], pin.tokens, pin.by or "(unknown)",
+            (pin.leaf.hex()[:_HASH], pin.namespace[:8], pin.tokens, pin.by or "(unknown)",
              moment(pin.created_s), moment(pin.until_s))
             for pin in report.pins[:limit]
         ]  # fmt: skip
@@ -286,24 +280,6 @@ def audit(
         Path | None,
         typer.Option(help="Also write the report to this file as one HTML page.", metavar="FILE"),
     ] = None,
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(
-            help="Decode the text of prefixes with this tokenizer.json or model directory. Needs "
-            "payloads with stored token ids.",
-            metavar="PATH",
-        ),
-    ] = None,
-    show_text: Annotated[
-        bool,
-        typer.Option("--show-text", help="Show the text of prefixes, not only its length."),
-    ] = False,
-    roots: Annotated[
-        int,
-        typer.Option(
-            min=1, max=10_000, help="Number of prefixes to report, largest first.", metavar="N"
-        ),
-    ] = ROOTS_MAX,
     limit: Annotated[
         int,
         typer.Option(
@@ -326,18 +302,9 @@ def audit(
     The report compares the names in the bulk store with the records in the index. It does not
     check payload bytes; objkv verify does.
     """
-    if show_text and tokenizer is None:
-        raise ConfigError("--show-text needs --tokenizer")
     if html is not None:
         check_file("--html", html)
-    options = replace(
-        audit_options(session.config, __version__),
-        roots_max=roots,
-        prices=replace(priced(session.config, price_gb_month, None, None), gpu_hour=price_gpu_hour),
-        tokenizer=None if tokenizer is None else load_tokenizer(tokenizer),
-        show_text=show_text,
-        workers=workers,
-    )
+    prices = replace(priced(session.config, price_gb_month, None, None), gpu_hour=price_gpu_hour)
     with (
         upkeep(session, "audit", writes=False, workers=workers, namespace=namespace) as run,
         closing(Inventory()) as inventory,
@@ -348,8 +315,14 @@ def audit(
         if run.pool.ending != "complete":
             raise KeyboardInterrupt  # numbers of a part of the store would mislead
         with session.out.waiting("computing figures"):
-            report = Audit(walk, options, lambda: read_lifecycle(session.config)).report()
+            report = make_report(
+                walk,
+                session.config,
+                version=__version__,
+                prices=prices,
+                lifecycle=lambda: read_lifecycle(session.config),
+            )
         if html is not None:
-            write_html(report, html, private=show_text)
+            write_html(report, html)
         show_report(session.out, report, limit=limit, html=html)
         return FINE if verdict(report) == "fine" else FOUND

@@ -8,17 +8,21 @@ from importlib import metadata
 from typing import Annotated
 
 import typer
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    ProcessCollector,
+    generate_latest,
+    start_http_server,
+)
 
 from objkv.assembly.backends import Backends, describe_index, open_backends
 from objkv.cli.command import FINE, UNREACHABLE, Session, command
 from objkv.cli.options import time_option
 from objkv.cli.signals import end_signals
-from objkv.errors import StoreUnavailable
+from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
-from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch, End
 from objkv.telemetry import NullRecorder
 
@@ -73,14 +77,15 @@ def exporter(
                 ),
                 every_s=scan_every,
                 grace_s=session.config.sweep_grace_s,
-                found=lambda scan: watch.want(scan.namespaces),
             )
         registry = CollectorRegistry()
         registry.register(StoreCollector(_watched(session, namespaces_max), watch, scans))
         if once:
             _print_once(session, registry, watch, scans)
-            are_up = all(answer.is_up for answer in watch.answers().values())
-            return FINE if are_up else UNREACHABLE
+            is_seen = all(answer.is_up for answer in watch.answers().values())
+            if scans is not None:
+                is_seen = is_seen and scans.last is not None
+            return FINE if is_seen else UNREACHABLE
         ProcessCollector(registry=registry)
         _serve(session, registry, watch, scans, (host, port))
     return FINE
@@ -93,21 +98,23 @@ def _serve(
     scans: Scans | None,
     address: tuple[str, int],
 ) -> None:
-    def is_healthy() -> bool:
-        return watch.is_alive() and (scans is None or scans.is_alive())
-
     with ExitStack() as stack, end_signals() as ended:
-        server = ExporterServer(registry, *address, is_healthy=is_healthy)
+        host, port = address
+        try:
+            server, _ = start_http_server(port, host, registry)
+        except OSError as exc:
+            raise ConfigError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+        stack.callback(server.shutdown)
         watch.start()
         stack.callback(watch.stop)
         if scans is not None:
             scans.start()
             stack.callback(scans.stop)
-        stack.enter_context(server)
+        url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
         if session.out.machine:
-            session.out.document({"url": server.url, "metrics": f"{server.url}/metrics"})
+            session.out.document({"url": url, "metrics": f"{url}/metrics"})
         else:
-            session.out.line(f"serving {server.url}/metrics")
+            session.out.line(f"serving {url}/metrics")
         sys.stdout.flush()
         ended.wait()
 

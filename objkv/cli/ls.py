@@ -3,18 +3,18 @@
 from collections.abc import Iterable, Sequence
 from contextlib import closing
 from itertools import islice
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.output import Printer, counted, plain
+from objkv.cli.output import Printer, counted
 from objkv.cli.upkeep import WORKERS
 from objkv.errors import ConfigError
 from objkv.ops.formats import age, size
-from objkv.ops.inventory import tree as trees
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.tree import Branch, PrefixSummary, make_tree
+from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree
+from objkv.ops.inventory.tree import prefixes as list_prefixes
 from objkv.ops.inventory.walk import Places, ReadView, Walk, find_places
 from objkv.ops.listing import (
     NamespaceSummary,
@@ -125,15 +125,17 @@ def _show_chunks(
         _walked(session, "reading the index", Walk(view, inventory, places).records())
         with session.out.waiting("joining chunks"):
             make_tree(inventory, "recorded")
-        [(nodes, ends)] = inventory.some("SELECT count(*), total(kids = 0) FROM temp.nodes")
+        [(every, ends)] = inventory.some(
+            "SELECT count(*), count(CASE branches WHEN 0 THEN 1 END) FROM temp.branches"
+        )
         if tree:
-            every = ((name, one) for name in names for one in trees.branches(inventory, name))
-            shown = list(islice(every, limit))
-            _show_tree(session, shown, nodes - len(shown))
+            found = (one for name in names for one in branches(inventory, name))
+            shown = list(islice(found, limit))
+            _show_tree(session, shown, every - len(shown))
         else:
-            chains = ((name, one) for name in names for one in trees.prefixes(inventory, name))
+            chains = (one for name in names for one in list_prefixes(inventory, name))
             some = list(islice(chains, limit))
-            _show_prefixes(session, some, int(ends) - len(some))
+            _show_prefixes(session, some, ends - len(some))
 
 
 def _show_namespaces(
@@ -190,13 +192,10 @@ def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:
     )
 
 
-def _show_prefixes(
-    session: Session, shown: Sequence[tuple[str, PrefixSummary]], omitted: int
-) -> None:
+def _show_prefixes(session: Session, shown: Sequence[PrefixSummary], omitted: int) -> None:
     out = session.out
     if out.machine:
-        rows: list[Any] = [{"namespace": name, **plain(prefix)} for name, prefix in shown]
-        out.document({"prefixes": rows, "omitted": omitted})
+        out.document({"prefixes": shown, "omitted": omitted})
         return
     if not shown:
         out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
@@ -205,33 +204,32 @@ def _show_prefixes(
         "namespace", "leaf", ">tokens", ">bytes", ">hits", "~notes", ">newest", ">chunks", "root",
         ">oldest",
     )  # fmt: skip
-    out.table(columns, [_prefix_row(name, prefix) for name, prefix in shown])
+    out.table(columns, [_prefix_row(prefix) for prefix in shown])
     _print_omitted(out, omitted)
 
 
-def _prefix_row(namespace: str, prefix: PrefixSummary) -> Sequence[object]:
+def _prefix_row(prefix: PrefixSummary) -> Sequence[object]:
     notes = ["pinned"] if prefix.pinned else []
     if prefix.token_start:
         notes.append(f"unusable: tokens before {prefix.token_start:,} are gone")
     return (
-        namespace,
-        prefix.leaf.hex(),
+        prefix.namespace,
+        prefix.leaf,
         prefix.token_end - prefix.token_start,
         size(prefix.nbytes),
         prefix.hits,
         ", ".join(notes),
         age(prefix.newest_s),
         prefix.chunks,
-        prefix.root.hex(),
+        prefix.root,
         age(prefix.oldest_s),
     )
 
 
-def _show_tree(session: Session, shown: Sequence[tuple[str, Branch]], omitted: int) -> None:
+def _show_tree(session: Session, shown: Sequence[Branch], omitted: int) -> None:
     out = session.out
     if out.machine:
-        rows: list[Any] = [{"namespace": name, **plain(branch)} for name, branch in shown]
-        out.document({"branches": rows, "omitted": omitted})
+        out.document({"branches": shown, "omitted": omitted})
         return
     if not shown:
         out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
@@ -239,32 +237,33 @@ def _show_tree(session: Session, shown: Sequence[tuple[str, Branch]], omitted: i
     columns = (
         "prefix", ">tokens", ">chunks", ">with all below", ">hits", "~notes", ">newest", ">ends",
     )  # fmt: skip
-    rows, name, open_levels = [], "", list[bool]()
-    for namespace, branch in shown:
-        if namespace != name:
-            name = namespace
+    last = {(one.namespace, one.parent): one.id for one in shown}
+    rows, name, lines = list[tuple[object, ...]](), "", dict[int | None, str]()
+    for one in shown:
+        if one.namespace != name:
+            name, lines = one.namespace, {None: ""}
             rows.append((name, *[""] * (len(columns) - 1)))
-        open_levels[branch.level :] = [not branch.is_last]
-        rows.append(_branch_row(branch, open_levels))
+        is_last = last[name, one.parent] == one.id
+        lines[one.id] = lines[one.parent] + ("   " if is_last else "│  ")
+        rows.append(_branch_row(one, lines[one.parent] + ("└─ " if is_last else "├─ ")))
     out.table(columns, rows)
     _print_omitted(out, omitted)
 
 
-def _branch_row(branch: Branch, open_levels: Sequence[bool]) -> tuple[object, ...]:
-    """``open_levels``: for each level down to this branch's, whether more siblings follow."""
-    above = "".join("│  " if more else "   " for more in open_levels[:-1])
-    notes = ["pinned"] if branch.pinned else []
-    if branch.level == 0 and branch.token_start:
-        notes.append(f"unusable: tokens before {branch.token_start:,} are gone")
+def _branch_row(one: Branch, lines: str) -> tuple[object, ...]:
+    """``lines``: the lines that lead to the branch."""
+    notes = ["pinned"] if one.pinned else []
+    if one.parent is None and one.token_start:
+        notes.append(f"unusable: tokens before {one.token_start:,} are gone")
     return (
-        f"{above}{'├─ ' if open_levels[-1] else '└─ '}{branch.last.hex()}",
-        f"{branch.token_start:,}-{branch.token_end:,}",
-        branch.chunks,
-        size(branch.tree_bytes),
-        branch.hits,
+        f"{lines}{one.hash}",
+        f"{one.token_start:,}-{one.token_end:,}",
+        one.chunks,
+        size(one.tree_bytes),
+        one.hits,
         ", ".join(notes),
-        age(branch.newest_s),
-        branch.leaves,
+        age(one.newest_s),
+        one.leaves,
     )
 
 

@@ -3,7 +3,6 @@
 import re
 import time
 from contextlib import suppress
-from datetime import UTC, datetime
 from getpass import getuser
 from socket import gethostname
 from typing import Annotated
@@ -14,17 +13,17 @@ from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import time_option
 from objkv.cli.output import counted
-from objkv.config.units import parse_duration
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import stored_namespaces
-from objkv.ops.formats import size
+from objkv.ops.formats import moment, size
 from objkv.ops.listing import find_identity, find_namespace
 from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins, stored_prefix
-from objkv.ops.show import BEGINNING_CHARS_MIN, choose_chunk, find_payloads, is_beginning
+from objkv.ops.show import choose_chunk, find_payloads
 
 _LASTS_S_MAX = 10**15
 """Longest pin, 30 million years: indexes store 64-bit times."""
@@ -51,8 +50,9 @@ def pin(
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     for_: Annotated[
-        str, typer.Option("--for", help="Duration of the pin: 90m, 12h, 7d, 2w.", metavar="TIME")
-    ] = "7d",
+        float,
+        time_option("Duration of the pin", "--for", least=1, most=_LASTS_S_MAX, shown="7d"),
+    ] = 604_800.0,
     by: Annotated[
         str | None,
         typer.Option(
@@ -71,7 +71,7 @@ def pin(
             raise ConfigError("--list takes no HASH and no prompt, only --namespace")
         return _list(session, namespace)
     _refuse_both(leaf, prompt)
-    lasts_s, author = _seconds(for_), _author(by)
+    author = _author(by)
     ids = None if leaf is not None else prompts.read_prompt(*prompt)
     extras = prompts.read_extras(lora_digest, cache_salt)
     _refuse_reader(session)
@@ -88,7 +88,7 @@ def pin(
         if not chain:
             session.out.line("no chunk of this prompt is stored; send it to a replica first")
             return FOUND
-        until_s = int(time.time()) + lasts_s
+        until_s = int(time.time() + for_)
         pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.pin(name, chain, until_s=until_s, by=author)
     if session.out.machine:
@@ -96,7 +96,7 @@ def pin(
     else:
         session.out.line(
             f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, "
-            f"{size(done.nbytes)}, until {_when(done.until_s)}: {name[:8]} {done.leaf.hex()}"
+            f"{size(done.nbytes)}, until {moment(done.until_s)}: {name[:8]} {done.leaf.hex()}"
         )
     return _report_missing(session, done)
 
@@ -149,7 +149,7 @@ def _print(session: Session, found: PinList) -> None:
                 (
                     pin.namespace,
                     pin.leaf.hex(),
-                    _when(pin.until_s),
+                    moment(pin.until_s),
                     pin.tokens,
                     size(pin.nbytes),
                     pin.by,
@@ -188,11 +188,6 @@ def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:
 
 def _chunk(backends: Backends, namespace: str | None, beginning: str) -> tuple[str, bytes]:
     """Return namespace and hash of the one stored chunk whose hash starts with ``beginning``."""
-    if not is_beginning(beginning):
-        raise ConfigError(
-            f"{beginning!r} is not the hash of a chunk; give its {2 * PREFIX_HASH_BYTES} hex "
-            f"digits or at least the first {BEGINNING_CHARS_MIN}"
-        )
     found = find_payloads(backends.bulk, _namespaces(backends, namespace), beginning)
     chunk = choose_chunk(found, beginning)
     if chunk is None:
@@ -227,16 +222,6 @@ def _pinned_leaf(backends: Backends, namespace: str | None, beginning: str) -> t
     return name, bytes.fromhex(whole)
 
 
-def _seconds(words: str) -> int:
-    try:
-        seconds = int(parse_duration(words))
-    except ValueError as exc:
-        raise ConfigError(f"--for {words}: give a number and a unit, such as 7d") from exc
-    if not 1 <= seconds <= _LASTS_S_MAX or words.strip().isdigit():
-        raise ConfigError(f"--for {words}: give a number and a unit (s, m, h, d, w), such as 7d")
-    return seconds
-
-
 def _author(name: str | None) -> str | None:
     if name is None:
         with suppress(OSError, KeyError):  # a user without a name
@@ -257,10 +242,3 @@ def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:
 def _refuse_reader(session: Session) -> None:
     if session.config.role == "reader":
         raise ConfigError("the role reader cannot write pins; set role to sweeper")
-
-
-def _when(moment_s: int) -> str:
-    try:
-        return datetime.fromtimestamp(moment_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
-    except (OverflowError, ValueError):  # after the year 9999
-        return f"{moment_s:,} s after 1970"

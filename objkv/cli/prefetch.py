@@ -21,7 +21,7 @@ from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.agent_api import AgentApi, AskedPrompt
 from objkv.ops.formats import size
-from objkv.ops.listing import NamedNamespace
+from objkv.ops.listing import namespaces_called
 
 _POLL_S, _POLL_MAX_S = 0.02, 0.5
 _GRACE_S = 5.0
@@ -201,13 +201,9 @@ def _asked(
 def _find(known: Sequence[NamespaceFacts], wanted: str | None) -> NamespaceFacts:
     if wanted is None:
         return _only(known, "namespaces")
-    names = [(one, NamedNamespace(one.namespace, one.model, one.tenant)) for one in known]
-    for matching in (
-        [one for one, name in names if name.is_called(wanted)],
-        [one for one, name in names if name.is_abbreviated(wanted)],
-    ):
-        if matching:
-            return _only(matching, f"namespaces match {wanted}")
+    names = namespaces_called([(one.namespace, one.model, one.tenant) for one in known], wanted)
+    if matching := [one for one in known if one.namespace in names]:
+        return _only(matching, f"namespaces match {wanted}")
     raise UnclearName(f"no namespace matches {wanted}; choose one of", _choices(known))
 
 

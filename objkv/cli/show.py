@@ -15,12 +15,10 @@ from objkv.ops.backends_view import stored_namespaces
 from objkv.ops.formats import age, size
 from objkv.ops.listing import find_namespace
 from objkv.ops.show import (
-    BEGINNING_CHARS_MIN,
     PayloadReport,
     choose_chunk,
     find_payloads,
     inspect_payload,
-    is_beginning,
     promised_payloads,
 )
 
@@ -80,11 +78,6 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
             raise ConfigError(
                 f"{exc}; a path looks like namespace/aa/hash/group.safetensors"
             ) from exc
-    if not is_beginning(text):
-        raise ConfigError(
-            f"{text!r}: give the path of a payload, or {BEGINNING_CHARS_MIN} to 40 hex digits of "
-            "a prefix hash"
-        )
     if namespace is None:
         places = sorted({*stored_namespaces(backends.bulk), *backends.index.namespaces()})
     else:

@@ -53,9 +53,6 @@ def sweep(
         bool,
         typer.Option("--force", help="Proceed even if index and bucket do not seem to match."),
     ] = False,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Delete at most this many items.", metavar="N")
-    ] = None,
     workers: Workers = WORKERS,
 ) -> int:
     """Find unreachable and evictable data; delete it with --apply."""
@@ -66,7 +63,6 @@ def sweep(
         only=_categories(only),
         unidentified=unidentified or "unidentified" in (only or ()),
         force=force,
-        removals_max=limit,
     )
     with (
         upkeep(session, "sweep", writes=apply, workers=workers, namespace=namespace) as run,
@@ -96,10 +92,10 @@ def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) ->
     doubts = tuple[Doubt, ...]()
     walk.judge(ttl_s=run.view.ttl_s)
     if not limits.force and not run.view.is_own_index:
-        doubts = find_doubts(walk.inventory, ttl_s=run.view.ttl_s)
+        doubts = find_doubts(walk.inventory, walk.places, ttl_s=run.view.ttl_s)
     if any(one.namespace is None for one in doubts):
         limits = replace(limits, apply=False)
-    remover = Remover(run.view, limits, lambda: run.pool.halt("limit"))
+    remover = Remover(run.view, limits)
     work = Sweep(run.view, walk, limits, remover, doubts=doubts)
     run.run("sweeping leftovers", work.leftovers())
     run.run("sweeping payloads", work.parts())

@@ -10,8 +10,8 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seals
-from objkv.cli.command import FOUND, INTERRUPTED, Session
-from objkv.cli.options import size_option, time_option
+from objkv.cli.command import INTERRUPTED, Session
+from objkv.cli.options import size_option
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
@@ -35,7 +35,6 @@ OneNamespace = Annotated[
     ),
 ]
 Workers = Annotated[int, typer.Option(min=1, max=256, help="Number of threads.", metavar="N")]
-Deadline = Annotated[float | None, time_option("Start no new work after this time", "--deadline")]
 MemoryBytes = Annotated[
     int,
     size_option("Memory limit for all payloads in flight", "--memory", least=1, shown="1GiB"),
@@ -70,7 +69,7 @@ class Upkeep:
         try:
             yield
         except KeyboardInterrupt:
-            self.pool.halt("interrupted")
+            self.pool.halt()
 
     def _with_keys(self, places: Places) -> Places:
         """Leave out the namespaces whose sealing keys are not configured here, with a note for
@@ -118,21 +117,13 @@ class Upkeep:
         self.report_end()
 
     def report_end(self) -> None:
-        """Print why the run is incomplete, if it is."""
-        out, ending = self.session.out, self.pool.ending
-        if ending != "complete" and not out.machine:
-            words = {
-                "interrupted": "interrupted",
-                "deadline": "the deadline has passed",
-                "limit": "the limit is reached: run the same command again to continue",
-            }
-            out.line(f"incomplete, {words[ending]}", "yellow")
+        """Print that the run is incomplete, if it is."""
+        if self.pool.ending != "complete" and not self.session.out.machine:
+            self.session.out.line("incomplete, interrupted", "yellow")
 
     def code(self, otherwise: int) -> int:
         """Return the exit code. An incomplete run never reports success."""
-        if self.pool.ending == "interrupted":
-            return INTERRUPTED
-        return otherwise if self.pool.ending == "complete" else max(otherwise, FOUND)
+        return otherwise if self.pool.ending == "complete" else INTERRUPTED
 
 
 def _nothing_stored(url: str) -> str:
@@ -146,7 +137,6 @@ def upkeep(
     writes: bool,
     workers: int,
     namespace: str | None = None,
-    deadline_s: float | None = None,
 ) -> Iterator[Upkeep]:
     """Open store and index for ``command``. Raises ``ConfigError`` for a missing folder, a
     reader that would write, or a namespace that does not exist."""
@@ -177,8 +167,7 @@ def upkeep(
         )
         if namespace is not None:
             namespace = find_namespace(view.bulk, view.index, namespace, must_exist=True)
-        pool = WorkPool(workers=workers, deadline_s=deadline_s)
-        yield Upkeep(session, view, pool, namespace)
+        yield Upkeep(session, view, WorkPool(workers=workers), namespace)
 
 
 def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:

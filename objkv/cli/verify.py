@@ -13,7 +13,6 @@ from objkv.cli.output import counted, plain
 from objkv.cli.upkeep import (
     MEMORY_BYTES,
     WORKERS,
-    Deadline,
     MemoryBytes,
     OneNamespace,
     Upkeep,
@@ -70,10 +69,6 @@ def verify(
     force: Annotated[
         bool, typer.Option("--force", help="Quarantine even if most payloads are bad.")
     ] = False,
-    seed: Annotated[
-        int | None, typer.Option(help="Seed of the random sample.", metavar="N")
-    ] = None,
-    deadline_s: Deadline = None,
     memory_bytes: MemoryBytes = MEMORY_BYTES,
     workers: Workers = WORKERS,
 ) -> int:
@@ -82,26 +77,22 @@ def verify(
         raise ConfigError("--apply needs --quarantine")
     if one_of is not None and not every:
         raise ConfigError("--part needs --all")
-    part = _part(one_of or "1/1")
+    number, of = _part(one_of or "1/1")
+    shown = _Shown(None, one_of, quarantine, apply, None)
     with (
-        upkeep(
-            session,
-            "verify",
-            writes=apply,
-            workers=workers,
-            namespace=namespace,
-            deadline_s=deadline_s,
-        ) as run,
+        upkeep(session, "verify", writes=apply, workers=workers, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
-        shown = _Shown(None, quarantine, apply, None)
         is_empty = False
         with run.interruptible():
             walk = run.walk(inventory, only_sealed_here=True)
             is_empty = not walk.places.every
             run.run("reading records", walk.records())
             run.run("listing payloads", walk.payloads())
+            run.run("reading pins", walk.pins())
             if run.pool.ending == "complete":
+                walk.judge(ttl_s=run.view.ttl_s)
+                _count_unrecorded(run, inventory)
                 work = Verify(
                     run.view,
                     walk.places.namespaces,
@@ -109,8 +100,21 @@ def verify(
                     force=force,
                     budget=Budget(memory_bytes),
                 )
-                chosen = _Chosen(None if every else sample, seed, part)
-                shown = _verify(run, walk, work, chosen, shown, is_forced=force)
+                wrong_bulk = _wrong_bulk(run, walk, is_refused=apply and not force)
+                where = PAYLOADS if run.view.is_own_index else RECORDED
+                if every:
+                    work.refuse_missing(inventory.count(where), inventory.count("kind = 'missing'"))
+                    parts = [p for p in inventory.slices(where) if p.fan[0] % of == number - 1]
+                    units = work.parts(inventory, parts, where)
+                else:
+                    shown = replace(shown, chosen_of=inventory.count(where))
+                    units = work.sample(choose_sample(inventory, where, sample))
+                run.run("checking payloads", units)
+                if apply and run.pool.ending == "complete":
+                    run.run("quarantining", work.settle(run.counters))
+                if quarantine and not apply and not force:
+                    refusal = work.refusal or wrong_bulk or _other_keys(run, work)
+                    shown = replace(shown, refusal=refusal)
         if is_empty and not session.out.machine:
             run.report_nothing()
         else:
@@ -120,58 +124,34 @@ def verify(
 
 
 @dataclass(frozen=True, slots=True)
-class _Chosen:
-    """The payloads to check."""
-
-    most: int | None
-    """None for all."""
-    seed: int | None
-    part: tuple[int, int]
-    """Which of how many parts of the payloads, from 1."""
-
-
-@dataclass(frozen=True, slots=True)
 class _Shown:
     """What the report says besides the counts."""
 
     chosen_of: int | None
     """The number of payloads that a sample was chosen from."""
+    part: str | None
+    """The part of all payloads that was checked, such as 2/7."""
     quarantine: bool
     applied: bool
     refusal: str | None
     """Why --apply would be refused."""
 
 
-def _verify(
-    run: Upkeep, walk: Walk, work: Verify, chosen: _Chosen, shown: _Shown, *, is_forced: bool
-) -> _Shown:
-    """Check what the walk found, then quarantine or repair on request."""
-    inventory, applied = walk.inventory, shown.applied
-    walk.judge(ttl_s=run.view.ttl_s)
-    where = PAYLOADS if run.view.is_own_index else RECORDED
-    doubts = find_doubts(inventory, ttl_s=run.view.ttl_s) if not run.view.is_own_index else ()
-    wrong_bulk = next((one.why for one in doubts if one.is_of_bulk), None)
-    if applied and not is_forced and wrong_bulk:
-        raise ConfigError(wrong_bulk)
+def _count_unrecorded(run: Upkeep, inventory: Inventory) -> None:
     for kind in ("orphan", "expired"):
         # The records of newer ones may have been published after the records were read.
         old = f"kind = '{kind}' AND modified_s <= {inventory.begun_s}"
         run.counters.counts[kind] = inventory.count(old)
     run.counters.counts["recorded"] = inventory.count(f"{PAYLOADS} AND {RECORDED}")
-    if chosen.most is None:
-        number, of = chosen.part
-        parts = [one for one in inventory.slices(where) if one.fan[0] % of == number - 1]
-        work.refuse_missing(inventory.count(where), inventory.count("kind = 'missing'"))
-        run.run("checking payloads", work.parts(inventory, parts, where))
-    else:
-        keys, every = choose_sample(inventory, where, size=chosen.most, seed=chosen.seed)
-        shown = replace(shown, chosen_of=every)
-        run.run("checking payloads", work.sample(keys))
-    if applied and run.pool.ending == "complete":
-        run.run("quarantining", work.settle(run.counters))
-    if shown.quarantine and not applied and not is_forced:
-        shown = replace(shown, refusal=work.refusal or wrong_bulk or _other_keys(run, work))
-    return shown
+
+
+def _wrong_bulk(run: Upkeep, walk: Walk, *, is_refused: bool) -> str | None:
+    """Return why the bulk store looks emptied or wrong, or raise ``ConfigError`` with it."""
+    doubts = find_doubts(walk.inventory, walk.places, ttl_s=run.view.ttl_s)
+    why = next((one.why for one in doubts if one.is_of_bulk), None)
+    if why is not None and is_refused:
+        raise ConfigError(why)
+    return why
 
 
 def _other_keys(run: Upkeep, work: Verify) -> str | None:
@@ -236,6 +216,8 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
     number = counted(checked, "payload")
     if chosen_of is not None and chosen_of > checked:
         number = f"{checked:,} of {counted(chosen_of, 'payload')}, chosen at random"
+    elif shown.part is not None:
+        number = f"{number} of part {shown.part}"
     out.line(f"checked {number}, {size(nbytes)}: {wrong:,} bad")
     if chosen_of is not None and chosen_of > checked:
         out.line("--all checks all payloads")

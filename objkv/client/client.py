@@ -18,10 +18,11 @@ from objkv.client.chunks import Chunks
 from objkv.client.matching import Matcher, encoded
 from objkv.client.results import Match, Namespace, PinnedPrefix
 from objkv.config import Resolved, resolve_config
+from objkv.config.prices import LIST_PRICES
 from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
-from objkv.ops.audit.audit import Audit, audit_options, audit_stages
+from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
 from objkv.ops.chat import LocalTokenizer
@@ -240,8 +241,13 @@ class Client:
                 pool.run(units, partial(on_progress, stage))
             if pool.ending != "complete":
                 raise KeyboardInterrupt
-            options = audit_options(config, __version__)
-            return Audit(walk, options, partial(read_lifecycle, config)).report()
+            return make_report(
+                walk,
+                config,
+                version=__version__,
+                prices=LIST_PRICES,
+                lifecycle=partial(read_lifecycle, config),
+            )
 
     def pin(
         self,

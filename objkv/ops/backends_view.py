@@ -11,13 +11,15 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Final, get_args
+from typing import Final
+
+from pydantic import TypeAdapter
 
 from objkv.cache.chunks import LEASE_MS, shard_record
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.config import Config
-from objkv.errors import PayloadError
+from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
@@ -25,14 +27,12 @@ from objkv.keys.identity import (
     FORMAT,
     HASH_SCHEME,
     NAMESPACE_HEX,
-    GroupIdentity,
-    GroupKind,
     Identity,
     canonical_json,
     identity_path,
     seals_of,
 )
-from objkv.ops.retrying import retrying
+from objkv.ops.retrying import once, pauses, retrying
 from objkv.stores.base import Entry, HotStore, PruneStore, ReadStore
 
 QUARANTINE = "quarantine"
@@ -305,6 +305,29 @@ class Lease:
         self._index.release(self._path, self._owner)
 
 
+def delete_unchanged(
+    view: BackendsView, entry: Entry, lease: Lease, *, sleep: Callable[[float], None] = time.sleep
+) -> bool:
+    """Delete ``entry``; False if the key may hold another payload by now. A failed delete may have
+    succeeded on the server, and a writer may have saved since, so the entry is checked before each
+    further attempt. Raises ``StoreError``."""
+    waits = pauses()
+    while lease.renew():
+        try:
+            once(view.bulk).delete(entry.key)
+        except StoreError as exc:
+            pause_s = next(waits, None)
+            if not exc.transient or pause_s is None:
+                raise
+        else:
+            return True
+        sleep(pause_s)
+        now = view.bulk.head(entry.key)
+        if now != entry:
+            return now is None
+    return False
+
+
 DOCUMENT_BYTES_MAX: Final = 4 << 20
 
 
@@ -341,14 +364,7 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
             raise PayloadError(f"{identity_path(namespace)}: for encoder outputs, not for KV")
         if written != (FORMAT, HASH_SCHEME):
             raise PayloadError(f"{identity_path(namespace)}: unknown format {written}")
-        groups = tuple(
-            GroupIdentity(**{**group, "layers": tuple(group["layers"])})
-            for group in values.pop("groups")
-        )
-        extra = tuple((str(name), str(value)) for name, value in values.pop("extra"))
-        identity = Identity(**values, groups=groups, extra=extra)
-        if not _is_well_typed(identity):
-            raise TypeError
+        identity = TypeAdapter(Identity).validate_json(json.dumps(values), strict=True)
         digest = identity.namespace()
     # The document is untrusted, so a failed check of its values means that it is invalid.
     except (AssertionError, AttributeError, KeyError, RecursionError, TypeError, ValueError) as exc:
@@ -356,18 +372,3 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
     if digest != namespace:
         raise PayloadError(f"{identity_path(namespace)}: belongs to another namespace, {digest}")
     return identity
-
-
-def _is_well_typed(identity: Identity) -> bool:
-    groups = identity.groups
-    texts: list[object] = [identity.model, identity.weights, identity.kv_dtype, identity.tenant]
-    texts += [identity.page_layout, *(layer for group in groups for layer in group.layers)]
-    numbers: list[object] = [identity.chunk_tokens, identity.weights_epoch]
-    for group in groups:
-        numbers += [group.heads, group.content, group.block_size]
-        numbers += [] if group.window is None else [group.window]
-        texts += [group.kind] + ([] if group.state is None else [group.state])
-    texts += [] if identity.quantization is None else [identity.quantization]
-    are_known = all(group.kind in get_args(GroupKind) for group in groups)
-    # ``type`` and not ``isinstance``: True is an int in Python.
-    return {*map(type, texts)} <= {str} and {*map(type, numbers)} <= {int} and are_known

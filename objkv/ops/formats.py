@@ -57,13 +57,6 @@ def share(part: float | None, whole: float | None) -> str:
     return "> 99 %" if 99 < percent < 100 else f"{percent:.0f} %"
 
 
-def times(ratio: float | None) -> str:
-    """``26.8 ×``."""
-    if ratio is None:
-        return DASH
-    return f"{ratio:,.0f} ×" if ratio >= 100 else f"{ratio:.1f} ×"
-
-
 def dollars(amount: float | None) -> str:
     """``$1,234.50``; ``<$0.01`` below a cent and ``$0`` for zero."""
     if amount is None:

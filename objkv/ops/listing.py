@@ -6,7 +6,7 @@ Namespaces are found in the bulk store, which every role may list.
 import re
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
@@ -145,29 +145,21 @@ _NOTHING: Final = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class NamedNamespace:
-    """One namespace of the bulk store, with the names that people know it by."""
-
-    name: str
-    """32 hex digits."""
-    model: str | None
-    """None if its identity document is missing or unreadable."""
-    tenant: str | None
-
-    def is_called(self, text: str) -> bool:
-        """Whether ``text`` is its model, the last part of that, or either after its tenant."""
-        return text in self._names()
-
-    def is_abbreviated(self, text: str) -> bool:
-        """Whether its name in hex digits or one of its other names starts with ``text``."""
-        return any(name.startswith(text) for name in (self.name, *self._names()))
-
-    def _names(self) -> tuple[str, ...]:
-        if self.model is None:
-            return ()
-        short = self.model.rstrip("/").rpartition("/")[2]
-        return (self.model, short, f"{self.tenant}/{self.model}", f"{self.tenant}/{short}")
+def namespaces_called(
+    known: Iterable[tuple[str, str | None, str | None]], wanted: str
+) -> list[str]:
+    """Return the namespaces called ``wanted``; if there is none, those with a name that begins so.
+    ``known``: name, model and tenant of each."""
+    names = {}
+    for name, model, tenant in known:
+        short = (model or "").rstrip("/").rpartition("/")[2]
+        called = (model, short, f"{tenant}/{model}", f"{tenant}/{short}")
+        names[name] = () if model is None else called
+    return [name for name, called in names.items() if wanted in called] or [
+        name
+        for name, called in names.items()
+        if any(str(one).startswith(wanted) for one in (name, *called))
+    ]
 
 
 def find_identity(bulk: ReadStore, index: ReadIndex, wanted: str | None) -> Identity:
@@ -212,18 +204,13 @@ def find_namespace(
         found = [name for name in names if name.startswith(wanted)]
         if len(found) == 1:
             return found[0]
-    known = [_named_namespace(bulk, name) for name in names]
-    tests: tuple[Callable[[NamedNamespace], bool], ...] = (
-        lambda one: one.is_called(wanted),
-        lambda one: one.is_abbreviated(wanted),
-    )
-    for test in tests:
-        matching = [one.name for one in known if test(one)]
-        if len(matching) == 1:
-            return matching[0]
-        if matching:
-            what = f"{len(matching)} namespaces match {wanted}; choose one"
-            raise _choose(what, bulk, index, matching)
+    known = [read_namespace(bulk, name) for name in names]
+    matching = namespaces_called([(one.name, one.model, one.tenant) for one in known], wanted)
+    if len(matching) == 1:
+        return matching[0]
+    if matching:
+        what = f"{len(matching)} namespaces match {wanted}; choose one"
+        raise _choose(what, bulk, index, matching)
     raise _choose(f"no namespace matches {wanted}; choose one of", bulk, index, names)
 
 
@@ -251,7 +238,7 @@ def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) 
         nbytes = {usage.namespace: usage.nbytes for usage in index.usage()}
     lines = []
     for name in names[:_SHOWN]:
-        one, document = _named_namespace(bulk, name), bulk.head(identity_path(name))
+        one, document = read_namespace(bulk, name), bulk.head(identity_path(name))
         age = DASH if document is None else f"{span(time.time() - document.modified_s)} old"
         model = printable(one.model) if one.model else "unknown model"
         tenant = printable(one.tenant) if one.tenant else DASH
@@ -259,8 +246,3 @@ def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) 
     if len(names) > _SHOWN:
         lines.append(f"and {len(names) - _SHOWN:,} more: objkv ls")
     return UnclearName(what, lines)
-
-
-def _named_namespace(bulk: ReadStore, name: str) -> NamedNamespace:
-    one = read_namespace(bulk, name)
-    return NamedNamespace(name, one.model, one.tenant)

@@ -37,6 +37,8 @@ class Pinned:
     """Chunks without a record. Readers cannot find the chunks after the first of them."""
     by: str | None = None
     """Who pinned it, by their own statement; null if an older version did."""
+    created_s: int = 0
+    """When it was pinned."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +103,7 @@ class Pinner:
         self.bulk.put(pin.path(), pin.document())
         missing = self._update(pin, "")
         nbytes = sum(record.nbytes for record in chain)
-        return Pinned(namespace, pin.leaf, pin.tokens, len(chunks), until_s, nbytes, missing, by)
+        return _pinned(pin, nbytes, missing)
 
     def unpin(self, namespace: str, leaf: bytes) -> Pinned | None:
         """Remove the pin of the prefix that ends with ``leaf``; return None if there is none.
@@ -120,7 +122,7 @@ class Pinner:
         self._update(pin, without=path)
         self.bulk.delete(path)
         missing = self._update(pin, "")  # a concurrent update may have included this document
-        return Pinned(namespace, leaf, pin.tokens, len(pin.chunks), pin.until_s, 0, missing, pin.by)
+        return _pinned(pin, 0, missing)
 
     def _update(self, pin: Pin, without: str) -> int:
         """Set the end of each chunk's pin in the index, by all documents except ``without``.
@@ -194,7 +196,11 @@ def _is_over(pin: Pin, at_s: float) -> bool:
 def _described(index: ReadIndex, pin: Pin) -> Pinned:
     records = index.lookup(pin.namespace, pin.chunks)
     nbytes = sum(record.nbytes for record in records if record is not None)
+    return _pinned(pin, nbytes, records.count(None))
+
+
+def _pinned(pin: Pin, nbytes: int, missing: int) -> Pinned:
     return Pinned(
-        pin.namespace, pin.leaf, pin.tokens, len(pin.chunks), pin.until_s, nbytes,
-        records.count(None), pin.by,
+        pin.namespace, pin.leaf, pin.tokens, len(pin.chunks), pin.until_s, nbytes, missing, pin.by,
+        pin.created_s,
     )  # fmt: skip

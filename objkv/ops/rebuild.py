@@ -54,7 +54,7 @@ class Rebuild:
         claiming another key."""
         for part in inventory.slices(_PAYLOADS):
             seal = self._view.seal_of(namespaces[part.namespace])
-            yield Unit(self._part_work(inventory, part, seal), items=part.number)
+            yield Unit(partial(self._part, inventory, part, seal), items=part.number)
 
     def lost(
         self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace]
@@ -64,7 +64,7 @@ class Rebuild:
         headers of payloads with a record."""
         for part in inventory.slices(_PAYLOADS) if self._apply else ():
             seal = self._view.seal_of(namespaces[part.namespace])
-            yield Unit(self._lost_work(inventory, part, seal), items=part.number)
+            yield Unit(partial(self._lost, inventory, part, seal), items=part.number)
 
     def namespaces(self, namespaces: Iterable[str]) -> Iterator[Unit]:
         """Restore pins and totals. Counts ``pins``."""
@@ -72,29 +72,23 @@ class Rebuild:
             yield count_exactly(self._view, name, self._clock)
             yield Unit(partial(self._restore_pins, name))
 
-    def _part_work(
-        self, inventory: Inventory, part: Slice, seal: Seal | None
-    ) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            for stored in self._stored(inventory, part):
-                check()
-                self._restore(stored, seal, counters)
+    def _part(
+        self, inventory: Inventory, part: Slice, seal: Seal | None, counters: Counters, check: Check
+    ) -> None:
+        for stored in self._stored(inventory, part):
+            check()
+            self._restore(stored, seal, counters)
 
-        return work
-
-    def _lost_work(
-        self, inventory: Inventory, part: Slice, seal: Seal | None
-    ) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            for stored in self._stored(inventory, part):
-                check()
-                if stored.shard is None:
-                    found = Counters()  # other counts and findings were reported already
-                    self._restore(stored, seal, found)
-                    counters.counts["restored"] += found.counts["restored"]
-                    counters.nbytes["restored"] += found.nbytes["restored"]
-
-        return work
+    def _lost(
+        self, inventory: Inventory, part: Slice, seal: Seal | None, counters: Counters, check: Check
+    ) -> None:
+        for stored in self._stored(inventory, part):
+            check()
+            if stored.shard is None:
+                found = Counters()  # other counts and findings were reported already
+                self._restore(stored, seal, found)
+                counters.counts["restored"] += found.counts["restored"]
+                counters.nbytes["restored"] += found.nbytes["restored"]
 
     def _stored(self, inventory: Inventory, part: Slice) -> Iterator[StoredPayload]:
         for items in inventory.items(part, _PAYLOADS):

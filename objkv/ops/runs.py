@@ -4,11 +4,11 @@ Units are idempotent: the next run repeats them, and finds done what this one di
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from threading import Event, Lock
-from time import monotonic, time
+from time import time
 from typing import Literal, Protocol
 
 from objkv.index.base import Usage
@@ -67,12 +67,10 @@ class Counters:
             self.omitted += 1
 
 
-Ending = Literal["complete", "interrupted", "deadline", "limit"]
+Ending = Literal["complete", "interrupted"]
 OnProgress = Callable[[int, int | None], None]
 """Called with the number of items that were begun, and the expected number of all, None if it is
 unknown."""
-_AHEAD = 2
-"""Running and queued units per thread."""
 _PROGRESS_S = 0.5
 """Time between two reports of progress."""
 
@@ -81,17 +79,14 @@ class Halted(Exception):
     """Raised in a unit when the run must end."""
 
 
-class UnitCheck(Protocol):
+class Check(Protocol):
     """Units call this regularly."""
 
     def __call__(self, items: int = 1) -> None:
         """Raise ``Halted`` if the run must end. ``items``: those that the unit begins now."""
 
 
-Check = UnitCheck
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Unit:
     """A piece of work."""
 
@@ -99,31 +94,15 @@ class Unit:
     """Fills the counters, calls the check regularly, and does not catch its exceptions."""
     items: float = 0.0
     """The expected number of its items, such as payloads; 0 if unknown."""
-
-
-@dataclass(slots=True)
-class _Task:
-    """A unit that runs or waits for a thread."""
-
-    unit: Unit
-    items: int = 0
+    begun: int = 0
     """Items begun. Only the unit's thread writes it."""
 
 
 class WorkPool:
     """Runs batches of units. The owner's thread waits and may be interrupted."""
 
-    def __init__(
-        self,
-        *,
-        workers: int,
-        deadline_s: float | None = None,
-        clock: Callable[[], float] = monotonic,
-    ) -> None:
-        """``deadline_s``: after this time from now no new work starts."""
+    def __init__(self, *, workers: int) -> None:
         self._workers = workers
-        self._clock = clock
-        self._ends = None if deadline_s is None else clock() + deadline_s
         self._stop = Event()
         self._lock = Lock()
         self.ending: Ending = "complete"
@@ -137,75 +116,44 @@ class WorkPool:
 
         Raises the first error of a unit, after all running units have ended.
         """
-        left = list(units)
+        every = list(units)
         if self.ending != "complete":
             return
+        expected = round(sum(u.items for u in every)) if all(u.items for u in every) else None
         pool = ThreadPoolExecutor(self._workers, thread_name_prefix="objkv-ops")
-        running: dict[Future[None], _Task] = {}
-        expected = round(sum(unit.items for unit in left)) if all(u.items for u in left) else None
+        on_progress(0, expected)
         try:
-            self._wait_for(self._begin(pool, left, running), running, expected, on_progress)
+            running = {pool.submit(self._work, unit) for unit in every}
+            while running:
+                ended, running = wait(running, _PROGRESS_S, FIRST_EXCEPTION)
+                for future in ended:
+                    future.result()
+                on_progress(sum(unit.begun for unit in every), expected)
         except KeyboardInterrupt:
-            self.halt("interrupted")
+            self.halt()
         finally:
             self._stop.set()
             pool.shutdown(wait=True, cancel_futures=True)
             if self.ending == "complete":
                 self._stop.clear()
 
-    def halt(self, why: Ending) -> None:
+    def halt(self) -> None:
         """Start no further unit; running units end at their next check."""
-        with self._lock:
-            if self.ending == "complete":
-                self.ending = why
+        self.ending = "interrupted"
         self._stop.set()
 
-    def check(self) -> None:
-        """Raise ``Halted`` if the run is halted or its deadline has passed."""
-        if self._ends is not None and self._clock() >= self._ends:
-            self.halt("deadline")
-        if self._stop.is_set():
-            raise Halted
-
-    def _begin(
-        self,
-        pool: ThreadPoolExecutor,
-        left: list[Unit],
-        running: dict[Future[None], _Task],
-    ) -> Iterator[None]:
-        """Submit as many units as fit at each step; end when all are submitted."""
-        for unit in left:
-            while len(running) >= _AHEAD * self._workers:
-                yield
-            task = _Task(unit)
-            running[pool.submit(self._work, task)] = task
-
-    def _wait_for(
-        self,
-        begun: Iterator[None],
-        running: dict[Future[None], _Task],
-        expected: int | None,
-        on_progress: OnProgress,
-    ) -> None:
-        items = 0
-        on_progress(0, expected)
-        while next(begun, None) or running:
-            ended, _ = wait(running, timeout=_PROGRESS_S, return_when=FIRST_COMPLETED)
-            for future in ended:
-                future.result()
-                items += max(1, running.pop(future).items)
-            on_progress(items + sum(task.items for task in running.values()), expected)
-
-    def _work(self, task: _Task) -> None:
+    def _work(self, unit: Unit) -> None:
         found = Counters()
 
         def check(items: int = 1) -> None:
-            self.check()
-            task.items += items
+            if self._stop.is_set():
+                raise Halted
+            unit.begun += items
 
         try:
-            self.check()
-            task.unit.work(found, check)
+            check(0)
+            unit.work(found, check)
+            unit.begun = max(1, unit.begun)
         except Halted:
             pass
         except BaseException:

@@ -86,9 +86,14 @@ def find_payloads(
 ) -> dict[tuple[str, bytes], list[ChunkKey]]:
     """Return the payloads of chunks whose hash starts with ``beginning``.
 
-    The result is by namespace and prefix hash. Lists at most 1,000 entries per namespace.
+    The result is by namespace and prefix hash. Lists at most 1,000 entries per namespace. Raises
+    ``ConfigError`` unless ``beginning`` is 4 to 40 hex digits.
     """
-    assert is_beginning(beginning)
+    if not is_beginning(beginning):
+        raise ConfigError(
+            f"{beginning!r} is not the hash of a chunk; give its 40 hex digits or at least the "
+            f"first {BEGINNING_CHARS_MIN}"
+        )
     found: dict[tuple[str, bytes], list[ChunkKey]] = {}
     for namespace in namespaces:
         entries = bulk.scan(f"{namespace}/{beginning[:2]}/{beginning}")

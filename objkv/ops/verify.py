@@ -7,25 +7,25 @@ but it may expire, and a folder that is its own index has no leases. Therefore t
 checked again, and an entry is deleted only if it is unchanged.
 """
 
-import random
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from threading import Lock
 from typing import Final
 
 from objkv.codec.seal import Seal
-from objkv.errors import ConfigError, PayloadError, StoreError
+from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
     QUARANTINE,
     BackendsView,
+    Lease,
     StoredNamespace,
+    delete_unchanged,
     publish_payload,
 )
 from objkv.ops.inventory.file import Inventory, Slice
-from objkv.ops.retrying import once, pauses
 from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.ops.verify_payload import Budget, Checked, Checker
 from objkv.stores.base import Entry
@@ -34,25 +34,14 @@ RECORDED: Final = "recorded IS NOT NULL"
 """What is verified, unless the store is its own index: then all payloads are."""
 PAYLOADS: Final = "nbytes IS NOT NULL"
 _SAMPLE = """
-SELECT n.name, f.hash, f.field FROM (
-  SELECT ns, hash, field, row_number() OVER () AS number FROM temp.found WHERE {where}) f
-JOIN temp.chosen USING (number) JOIN main.namespaces n ON n.id = f.ns
+SELECT n.name, f.hash, f.field FROM temp.found f JOIN main.namespaces n ON n.id = f.ns
+WHERE {where} ORDER BY random() LIMIT ?
 """
 
 
-def choose_sample(
-    inventory: Inventory, where: str, *, size: int, seed: int | None
-) -> tuple[list[ChunkKey], int]:
-    """Return ``size`` payloads for which ``where`` holds, chosen uniformly at random, and the
-    number that they were chosen from."""
-    every = inventory.count(where)
-    chance = random.Random(seed)  # noqa: S311  # not a secret
-    inventory.run("DROP TABLE IF EXISTS temp.chosen")
-    inventory.run("CREATE TEMP TABLE chosen (number INTEGER PRIMARY KEY)")
-    for number in chance.sample(range(1, every + 1), min(size, every)):
-        inventory.run("INSERT INTO temp.chosen VALUES (?)", (number,))
-    rows = inventory.some(_SAMPLE.format(where=where))
-    return [ChunkKey.of(*row) for row in rows], every
+def choose_sample(inventory: Inventory, where: str, size: int) -> list[ChunkKey]:
+    """Return ``size`` payloads for which ``where`` holds, chosen uniformly at random."""
+    return [ChunkKey.of(*row) for row in inventory.some(_SAMPLE.format(where=where), (size,))]
 
 
 COPY_BYTES_MAX = 1 << 30
@@ -113,7 +102,7 @@ class Verify:
     def parts(self, inventory: Inventory, parts: Sequence[Slice], where: str) -> Iterator[Unit]:
         """Check the payloads of ``parts`` for which ``where`` holds."""
         for part in parts:
-            yield Unit(self._part_work(inventory, part, where), items=part.number)
+            yield Unit(partial(self._part, inventory, part, where), items=part.number)
 
     def refuse_missing(self, records: int, missing: int) -> None:
         """Raise ``ConfigError``, or note why, if most of the records have no payload."""
@@ -122,7 +111,7 @@ class Verify:
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
         """Check the payloads of these keys."""
         for key in keys:
-            yield Unit(self._one_work(key), items=1)
+            yield Unit(partial(self._one, key), items=1)
 
     def settle(self, found: Counters) -> Iterator[Unit]:
         """Quarantine or repair the findings of the units above. Only findings
@@ -134,18 +123,14 @@ class Verify:
             self.refuse_doubtful(found)
         for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
             some = found.findings[start : start + _FINDINGS_AT_ONCE]
-            work = self._settle_work(some)
-            yield Unit(work, items=len(some))
+            yield Unit(partial(self._settle, some), items=len(some))
 
-    def _settle_work(self, findings: Sequence[Finding]) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            for finding in findings:
-                check()
-                done = self._set_right(ChunkKey.parse(finding.key), finding.kind)
-                if done is not None:
-                    counters.count(done, finding.nbytes)
-
-        return work
+    def _settle(self, findings: Sequence[Finding], counters: Counters, check: Check) -> None:
+        for finding in findings:
+            check()
+            done = self._set_right(ChunkKey.parse(finding.key), finding.kind)
+            if done is not None:
+                counters.count(done, finding.nbytes)
 
     def refuse_doubtful(self, found: Counters) -> None:
         """Raise ``ConfigError`` if most payloads of a namespace are sealed with other keys."""
@@ -159,22 +144,16 @@ class Verify:
                     "quarantined; check the keys, or use --force"
                 )
 
-    def _one_work(self, key: ChunkKey) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            self._verify(key, counters)
+    def _one(self, key: ChunkKey, counters: Counters, check: Check) -> None:
+        self._verify(key, counters)
 
-        return work
-
-    def _part_work(
-        self, inventory: Inventory, part: Slice, where: str
-    ) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            for items in inventory.items(part, where):
-                for one in items:
-                    check()
-                    self._verify(one.key, counters, is_listed=one.entry is not None)
-
-        return work
+    def _part(
+        self, inventory: Inventory, part: Slice, where: str, counters: Counters, check: Check
+    ) -> None:
+        for items in inventory.items(part, where):
+            for one in items:
+                check()
+                self._verify(one.key, counters, is_listed=one.entry is not None)
 
     def _verify(self, key: ChunkKey, counters: Counters, *, is_listed: bool = True) -> None:
         checked, _ = self._checker.check(key, self._seal(key))
@@ -185,9 +164,6 @@ class Verify:
             counters.count(f"seen {key.namespace}")
         if checked.is_of_other_keys:
             counters.count(f"other keys {key.namespace}")
-        self._tell(key, checked, counters)
-
-    def _tell(self, key: ChunkKey, checked: Checked, counters: Counters) -> None:
         if checked.verdict in ("ok", "changed"):
             counters.count(checked.verdict, checked.nbytes)
             return
@@ -206,14 +182,13 @@ class Verify:
 
     def _set_right(self, key: ChunkKey, verdict: str) -> str | None:
         """Repair or quarantine a payload; return the counter to increment, or None."""
-        if not self._has_lease(key):
+        lease = Lease(self._view, key.path())
+        if not lease.take():
             return None
         view, path = self._view, key.path()
         try:
             now, now_record = self._checker.look(key, self._seal(key))
-            if now.verdict != verdict:
-                return None
-            if not self._has_lease(key):  # it may have expired during the check
+            if now.verdict != verdict or not lease.renew():
                 return None
             if now.verdict == "hot" and view.hot is not None:
                 view.hot.delete(path)
@@ -223,11 +198,13 @@ class Verify:
                 is_hot = now.verdict != "hot" and now_record.shards[key.field].hot
                 publish_payload(view, now.header, is_hot=is_hot)
                 return "mended"
-            return self._take_away(key, now, now_record)
+            return self._take_away(key, now, now_record, lease)
         finally:
-            view.index.release(path, view.owner)
+            lease.release()
 
-    def _take_away(self, key: ChunkKey, found: Checked, record: Record | None) -> str | None:
+    def _take_away(
+        self, key: ChunkKey, found: Checked, record: Record | None, lease: Lease
+    ) -> str | None:
         view, path = self._view, key.path()
         shard = None if record is None else record.shards.get(key.field)
         if shard is not None and not view.index.forget(
@@ -241,7 +218,9 @@ class Verify:
         entry = Entry(path, found.nbytes, found.written_s)
         if view.bulk.head(path) != entry or not self._copy(key, entry.nbytes):
             return None
-        return "quarantined" if self._delete(key, entry) else None
+        if view.bulk.head(path) != entry or not delete_unchanged(view, entry, lease):
+            return None
+        return "quarantined"
 
     def _copy(self, key: ChunkKey, nbytes: int) -> bool:
         """Copy a bad payload to quarantine; False if it is missing or no longer bad."""
@@ -259,31 +238,6 @@ class Verify:
                 pass
             bulk.put(f"{QUARANTINE}/{path}", payload)
             return True
-
-    def _delete(self, key: ChunkKey, entry: Entry) -> bool:
-        """Delete ``entry``; False if the key may hold another payload by now. A failed delete may
-        have succeeded on the server, and a writer may have saved since, so the entry is checked
-        before each attempt."""
-        bulk = self._view.bulk
-        waits = pauses()
-        while self._has_lease(key) and bulk.head(entry.key) == entry:
-            try:
-                once(bulk).delete(entry.key)
-            except StoreError as exc:
-                pause_s = next(waits, None)
-                if not exc.transient or pause_s is None:
-                    raise
-                time.sleep(pause_s)
-                if bulk.head(entry.key) is None:
-                    return True
-            else:
-                return True
-        return False
-
-    def _has_lease(self, key: ChunkKey) -> bool:
-        """Take or renew the lease that writers take; False if another process has it."""
-        view = self._view
-        return view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms)
 
     def _seal(self, key: ChunkKey) -> Seal | None:
         return self._seal_of(key.namespace)

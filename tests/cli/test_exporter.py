@@ -11,6 +11,9 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from objkv.errors import StoreUnavailable
+from objkv.stores.base import Entry
+from objkv.stores.local import LocalStore
 from tests.cli.conftest import Machine, Run
 from tests.support.samples import IDENTITY, NAMESPACE
 
@@ -51,6 +54,23 @@ def test_an_index_that_is_gone_is_told_on_the_page_and_is_3(machine: Machine, ru
     assert found["objkv_up", "bulk"] == 1
 
 
+def test_a_scan_that_failed_is_3_although_store_and_index_answer(
+    machine: Machine, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine.fill()
+
+    def broken(store: LocalStore, prefix: str) -> Iterator[Entry]:
+        raise StoreUnavailable("the disk is gone")
+        yield
+
+    monkeypatch.setattr(LocalStore, "scan", broken)
+    ran = run("exporter", "--once", "--scan-every", "1h")
+    found = samples(ran.out)
+    assert ran.code == 3
+    assert found["objkv_up", "bulk"] == found["objkv_up", "index"] == 1
+    assert found["objkv_scan_failures_total",] == 1
+
+
 def test_looking_makes_no_folder(home: Path, run: Run) -> None:
     ran = run("exporter", "--once")
     assert ran.code == 3
@@ -76,13 +96,16 @@ def serving() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_it_serves_until_it_is_told_to_end(machine: Machine, number: signal.Signals) -> None:
+def test_it_serves_until_it_is_told_to_end(
+    machine: Machine, run: Run, number: signal.Signals
+) -> None:
     machine.fill()
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     with serving() as (process, url):
         assert url.startswith("http://127.0.0.1:")
         with opener.open(url, timeout=60) as response:
             found = samples(response.read().decode())
+        assert run("exporter", "--port", url.rpartition(":")[2].partition("/")[0]).code == 2
         assert "process_resident_memory_bytes" in {name for name, *_ in found}
         process.send_signal(number)
         assert process.wait(60) == 0

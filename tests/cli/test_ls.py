@@ -38,9 +38,9 @@ def test_prefixes_are_named_alike_in_a_tree_and_in_an_audit(run: Run, machine: M
     for index in ((), ("--index-url", "bulk:")):
         [branch] = run("ls", "--tree", "--json", *index).document["branches"]
         [prefix] = run("ls", "--prefixes", "--json", *index).document["prefixes"]
-        [root] = run("audit", "--json", *index).document["roots"]
-        assert branch["last"] == prefix["leaf"] == root["hash"] == leaf
-        assert (branch["chunks"], prefix["chunks"], root["chunks"]) == (3, 3, 3)
+        [root] = run("audit", "--json", *index).document["tree"]
+        assert branch["hash"] == prefix["leaf"] == root["hash"] == leaf
+        assert (branch["chunks"], prefix["chunks"], root["tree_chunks"]) == (3, 3, 3)
 
 
 def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:

@@ -133,10 +133,11 @@ def test_each_payload_is_in_one_part_of_a_verification(run: Run, ends: Backends)
     checked, bad = 0, []
     for part in ("1/3", "2/3", "3/3"):
         document = run("verify", "--all", "--part", part, "--json").document
-        assert document["checked"] < 48
+        assert (document["part"], document["checked"] < 48) == (part, True)
         checked += document["checked"]
         bad += [one["key"] for one in document["findings"]]
     assert (checked, sorted(bad)) == (48, sorted(planted["frame"] + planted["missing"]))
+    assert " payloads of part 2/3, " in run("verify", "--all", "--part", "2/3").out
     for words in (("--part", "1/3"), ("--all", "--part", "4/3"), ("--all", "--part", "x")):
         refused(run("verify", *words), "--part")
 
@@ -161,31 +162,24 @@ def test_what_is_older_than_a_record_lives_has_expired(
 
 
 def test_pinned_payloads_are_not_swept_although_their_record_is_gone(
-    run: Run, ends: Backends
+    run: Run, ends: Backends, home: Path
 ) -> None:
     planted = DamagedStore(ends).plant(Defects(good=6, orphan=1))
     key = ChunkKey.parse(planted["orphan"][0])
     pin = Pin(NAMESPACE, (key.prefix_hash,), 16, int(time.time()) + 1000, 0)
     ends.bulk.put(pin.path(), pin.document())
+    long_ago = time.time() - 10 * 86_400
+    os.utime(home / "objkv" / "chunks" / planted["orphan"][0], (long_ago, long_ago))
+    [told] = [one for one in run("audit", "--json").document["findings"]["counts"] if one["count"]]
+    assert told["kind"] == "orphan", "what is pinned does not expire"
+    assert told["remedy"].startswith("objkv rebuild --apply restores their records")
+    assert told["remedy"].endswith("all are pinned, so a sweep keeps them until their pin ends")
     document = run("sweep", "--apply", "--grace", "0", "--json").document
     assert (found(document), document["kept"]["pinned"]) == ({}, 1)
     assert run("rebuild", "--apply", "--json").document["pins"] == 1
     [record] = ends.index.lookup(NAMESPACE, [key.prefix_hash])
     assert record is not None
     assert record.pinned_until_s == pin.until_s
-
-
-def test_no_more_is_removed_than_the_limit_says(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=8, orphan=5))
-    options = ("--apply", "--grace", "0", "--json", "--limit", "2")
-    document = run("sweep", *options).document
-    assert (document["ending"], document["removed"]) == ("limit", 2)
-    left = [path for path in planted["orphan"] if ends.bulk.head(path)]
-    assert len(left) == 3
-    assert run("sweep", *options).document["removed"] == 2
-    assert run("sweep", *options).document["removed"] == 1
-    assert not any(ends.bulk.head(path) for path in planted["orphan"])
-    assert all(ends.bulk.head(path) for path in planted["good"])
 
 
 def test_only_the_categories_that_were_named_are_swept(run: Run, ends: Backends) -> None:
@@ -274,17 +268,21 @@ def test_records_are_not_forgotten_because_the_bulk_store_is_another_one(
     assert records(ends, NAMESPACE) == {}
 
 
-def test_what_did_not_look_at_everything_is_not_fine(run: Run, ends: Backends) -> None:
-    DamagedStore(ends).plant(Defects(good=8, orphan=3))
-    ran = run("verify", "--all", "--deadline", "0", "--json")
-    assert (ran.code, ran.document["complete"], ran.document["checked"]) == (1, False, 0)
-    said = run("verify", "--all", "--deadline", "0")
-    assert (said.code, "incomplete, the deadline has passed" in said.out) == (1, True)
-    ran = run("verify", "--all", "--json")
-    assert (ran.code, ran.document["complete"]) == (0, True)
-    for limit, code in (("1", 1), ("5", 0)):
-        ran = run("sweep", "--apply", "--grace", "0", "--limit", limit, "--json")
-        assert (ran.code, ran.document["complete"]) == (code, code == 0)
+@pytest.mark.parametrize("command", ["verify", "sweep", "rebuild"])
+def test_what_did_not_look_at_everything_is_not_fine(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def interrupted(walk: Walk) -> Iterator[Unit]:
+        raise KeyboardInterrupt
+
+    DamagedStore(ends).plant(Defects(good=8))
+    assert run(command).code == 0
+    monkeypatch.setattr(Walk, "payloads", interrupted)
+    ran = run(command, "--json")
+    assert (ran.code, ran.document["complete"], ran.document["ending"]) == (
+        130, False, "interrupted",
+    )  # fmt: skip
+    assert run(command).out.endswith("incomplete, interrupted\n")
 
 
 def test_leftovers_of_killed_writers_are_swept_by_age(run: Run, ends: Backends, home: Path) -> None:
@@ -371,6 +369,26 @@ def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Ba
     assert all(ends.bulk.head(path) for path in planted["good"])
     forced = run("sweep", "--apply", "--force", "--grace", "0", "--json")
     assert (forced.code, forced.document["removed"]) == (0, 5)
+
+
+@pytest.mark.parametrize("lost", ["records", "payloads"])
+def test_a_sweep_of_one_namespace_does_not_take_it_for_the_whole_store(
+    run: Run, ends: Backends, home: Path, lost: str
+) -> None:
+    DamagedStore(ends).plant(Defects(good=8))
+    save_identity(ends.bulk)
+    keys = save(ends.bulk, None if lost == "records" else ends.index)
+    long_ago = time.time() - 10 * 86_400
+    for key in keys:
+        if lost == "payloads":
+            ends.bulk.delete(key.path())
+        else:
+            os.utime(home / "objkv" / "chunks" / key.path(), (long_ago, long_ago))
+    swept = run("sweep", "--apply", "--grace", "0", "-n", TINY, "--json")
+    kind = {"records": "expired", "payloads": "missing"}[lost]
+    assert (swept.code, found(swept.document)) == (0, {kind: sorted(k.path() for k in keys)})
+    assert swept.document["doubts"] == []
+    assert run("verify", "--all", "--json").document["checked"] == 8
 
 
 def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Backends) -> None:

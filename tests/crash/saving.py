@@ -81,7 +81,7 @@ def sweep_all(view: BackendsView) -> Counters:
     """As ``objkv sweep --apply --force --grace 0``."""
     pool = WorkPool(workers=2)
     limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
-    remover = Remover(view, limits, lambda: None)
+    remover = Remover(view, limits)
     work = Sweep(view, walked(view), limits, remover)
     for units in (work.leftovers(), work.parts(), work.missing(), work.documents(), work.totals()):
         pool.run(units)

@@ -65,10 +65,9 @@ def test_a_folder_that_is_its_own_index_is_reported_by_its_headers() -> None:
         path for kind in kinds for path in planted[kind]
     }
     assert report.totals.hits is None
-    assert report.totals.records is None
     assert report.totals.chunks == with_index.totals.chunks
-    good = {root.first: root.chunks for root in with_index.roots if root.chunks == 8}
-    assert {root.first: root.chunks for root in report.roots if root.chunks == 8} == good
+    good = {root.first for root in with_index.roots if root.tree_chunks == 8}
+    assert {root.first for root in report.roots if root.tree_chunks == 8} == good
     assert len(good) == 2
 
 
@@ -141,7 +140,7 @@ def test_orphans_are_young_before_the_grace_and_expired_when_no_record_lives_so_
         (4_600.0, "expired", 0),
     ):
         clock = ManualClock(now_s)
-        report = Auditor(bulk, index, clock=clock, grace_s=100.0).all()
+        report = Auditor(bulk, index, clock=clock, sweep_grace_s=100.0).all()
         [one] = [one for one in report.findings.counts if one.count]
         assert (one.kind, one.young) == (kind, young)
 

@@ -106,7 +106,7 @@ def test_verdict_cards_and_tables_have_the_same_numbers(defects: Defects, grace_
     DamagedStore(Backends(bulk, None, index), seed=1).plant(Defects(good=8, orphan=6))
     clock.advance(10_000)
     DamagedStore(Backends(bulk, None, index)).plant(defects)
-    report = Auditor(bulk, index, clock=clock, grace_s=grace_s).all()
+    report = Auditor(bulk, index, clock=clock, sweep_grace_s=grace_s).all()
     found = counts(report)
     assert found["expired"] == 6
     kinds = [kind for kind in FAULTS if kind != "orphan" or not grace_s]

@@ -1,19 +1,16 @@
 """What is watched is told as it was last seen, whatever the ends do meanwhile."""
 
-import urllib.error
-import urllib.request
 from collections.abc import Callable
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ServerFacts, Usage
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.exporter.metrics import StoreCollector, Watched
 from objkv.ops.exporter.scan import Scans
-from objkv.ops.exporter.server import ExporterServer
 from objkv.ops.exporter.watch import Asks, BackendsWatch
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
@@ -220,34 +217,12 @@ def test_a_scan_that_breaks_off_is_counted_and_the_last_whole_one_stays() -> Non
     assert found.last is whole is not None
 
 
-# Serving.
-
-
-def get(url: str, method: str = "GET") -> tuple[int, str]:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-    try:
-        with opener.open(urllib.request.Request(url, method=method), timeout=120) as response:
-            return response.status, response.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read().decode()
-
-
-def test_prometheus_parses_the_page_and_nothing_else_is_served_but_health(world: World) -> None:
+def test_prometheus_parses_the_page(world: World) -> None:
     world.usage = [Usage('a"b\\c\nd', 5, 1, 0)]
     world.ask()
-    registry, healthy = CollectorRegistry(), True
+    registry = CollectorRegistry()
     registry.register(StoreCollector(WATCHED, world.watch))
-    with ExporterServer(registry, "127.0.0.1", 0, is_healthy=lambda: healthy) as server:
-        status, text = get(f"{server.url}/metrics")
-        assert (status, get(f"{server.url}/healthz")) == (200, (200, "ok\n"))
-        healthy = False
-        assert get(f"{server.url}/healthz")[0] == 503
-        assert get(f"{server.url}/metrics")[0] == 200
-        assert get(f"{server.url}/../etc/passwd")[0] == 404
-        assert get(f"{server.url}/metrics", "POST")[0] == 405
-        port = int(server.url.rpartition(":")[2])
-        with pytest.raises(ConfigError, match=f"listen on 127.0.0.1:{port}: Address already"):
-            ExporterServer(CollectorRegistry(), "127.0.0.1", port, is_healthy=lambda: True)
+    text = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (sample,) = families["objkv_stored_bytes"].samples
     assert (sample.labels["namespace"], sample.value) == ('a"b\\c?d', 5)

@@ -158,7 +158,7 @@ def test_what_is_pinned_while_a_sweep_is_under_way_stays(
 ) -> None:
     """The sweep selected it earlier and checks again before it deletes."""
     keys = save(bulk, index)
-    remover = Remover(view_of(bulk, index), SweepLimits(apply=True, grace_s=0), lambda: None)
+    remover = Remover(view_of(bulk, index), SweepLimits(apply=True, grace_s=0))
     [record] = index.lookup(NAMESPACE, [keys[2].prefix_hash])
     entry = bulk.head(keys[2].path())
     assert record is not None

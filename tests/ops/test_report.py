@@ -55,8 +55,7 @@ def test_whatever_others_wrote_is_text() -> None:
             problems=(HOSTILE,),
             namespaces=(replace(space, problem=HOSTILE, is_known=False), *report.namespaces[1:]),
             tenants=(replace(report.tenants[0], tenant=HOSTILE),),
-            roots=(replace(report.roots[0], label=HOSTILE, tenant=HOSTILE),),
-            tree=(replace(report.tree[0], text=HOSTILE, label=HOSTILE), *report.tree[1:]),
+            pins=(replace(report.pins[0], by=HOSTILE),),
         )
     )
     assert page.count("<script") == 2
@@ -64,9 +63,9 @@ def test_whatever_others_wrote_is_text() -> None:
     assert "<img" not in page
     for char in ("\u202e", "\u2028", "\x07"):
         assert char not in page
-    nodes = data_of(page)["nodes"]
-    assert isinstance(nodes, list)
-    assert nodes[0]["text"].startswith("</script><script>alert(1)")
+    spaces = data_of(page)["spaces"]
+    assert isinstance(spaces, list)
+    assert spaces[0]["model"].startswith("</script><script>alert(1)")
 
 
 def test_a_report_without_findings_says_that_all_agrees() -> None:

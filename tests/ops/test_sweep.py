@@ -50,7 +50,7 @@ class World:
         """All categories, whatever its age."""
         pool = WorkPool(workers=2)
         limits = SweepLimits(apply=True, grace_s=-1, unidentified=unidentified, force=force)
-        remover = Remover(self.view, limits, lambda: pool.halt("limit"))
+        remover = Remover(self.view, limits)
         walk = walked(self.view)
         after_the_walk()
         work = Sweep(self.view, walk, limits, remover)
@@ -66,7 +66,8 @@ class World:
         return pool.counters
 
     def doubts(self) -> tuple[Doubt, ...]:
-        return find_doubts(walked(self.view).inventory, ttl_s=self.view.ttl_s)
+        walk = walked(self.view)
+        return find_doubts(walk.inventory, walk.places, ttl_s=self.view.ttl_s)
 
 
 class MeddledIndex(MemoryIndex):
@@ -187,7 +188,7 @@ def test_old_epochs_that_are_in_use_stay() -> None:
     world.index._clock = lambda: time.time() + 500
     world.index.touch(used.namespace, [used.prefix_hash], ttl_s=10_000)
     limits = SweepLimits(apply=True, grace_s=1_000)
-    counters, remover = Counters(), Remover(world.view, limits, lambda: None)
+    counters, remover = Counters(), Remover(world.view, limits)
     for late_s, left in ((900, [used, unused]), (1_100, [used]), (1_600, [])):
         clock = partial(lambda late_s: time.time() + late_s, late_s)
         for unit in Sweep(world.view, walked(world.view), limits, remover, clock=clock).parts():
@@ -293,7 +294,7 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     for name in (NAMESPACE, gone):
         index.totals[name] = Usage(name, 10_000, 9, 0)
     limits = SweepLimits(apply=True, grace_s=-1)
-    remover = Remover(world.view, limits, lambda: None)
+    remover = Remover(world.view, limits)
     work = Sweep(world.view, walked(world.view, only), limits, remover)
     WorkPool(workers=1).run(work.totals())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
@@ -323,7 +324,7 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
         bulk.put(path, b"corrupt")
     view = view_of(bulk, MemoryIndex())
     limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
-    remover = Remover(view, limits, lambda: None)
+    remover = Remover(view, limits)
     pool = WorkPool(workers=1)
     pool.run(Sweep(view, walked(view, mine), limits, remover).leftovers())
     assert {finding.key for finding in pool.counters.findings} == {

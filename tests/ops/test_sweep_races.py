@@ -64,9 +64,7 @@ class World:
 
     def remover(self, sleep: Callable[[float], None] | None = None) -> Remover:
         limits = SweepLimits(apply=True, grace_s=0)
-        return Remover(
-            self.view(), limits, lambda: None, clock=self.clock, sleep=sleep or self.sleep
-        )
+        return Remover(self.view(), limits, clock=self.clock, sleep=sleep or self.sleep)
 
     def remove(self, sleep: Callable[[float], None] | None = None) -> tuple[int, int]:
         """How many are ``removed`` and ``changed``."""

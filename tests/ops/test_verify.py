@@ -1,7 +1,6 @@
 """What verifying does while somebody writes, and in which order it takes payloads out of use. That
 it finds what is there: ``tests/cli/test_upkeep.py``."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Thread
@@ -13,6 +12,7 @@ from objkv.cache.bulk_index import BulkIndex
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
+from objkv.ops.backends_view import record_keys
 from objkv.ops.retrying import retrying
 from objkv.ops.runs import Counters
 from objkv.ops.verify import RECORDED, Verify, choose_sample
@@ -151,7 +151,7 @@ def test_who_has_lost_the_lease_gives_up(held: int, is_forgotten: bool) -> None:
 def test_a_delete_whose_answer_was_lost_is_not_repeated_blindly(
     monkeypatch: pytest.MonkeyPatch, is_mended: bool
 ) -> None:
-    monkeypatch.setattr("objkv.ops.verify.time.sleep", lambda _: None)
+    monkeypatch.setattr("objkv.ops.backends_view.time.sleep", lambda _: None)
     world = own_index(frame=1)
     key, delete, deletes = world.key("frame"), world.bulk.delete, 0
 
@@ -245,16 +245,20 @@ def test_threads_share_the_memory_and_what_needs_all_has_it_alone() -> None:
     assert not other.is_alive()
 
 
-def test_a_sample_takes_every_payload_as_often_as_any_other() -> None:
+def test_a_sample_is_of_different_payloads_with_a_record() -> None:
     world = World()
-    DamagedStore(Backends(world.bulk, None, world.index), seed=5).plant(Defects(good=7))
-    inventory, seen = walked(world.view).inventory, Counter[ChunkKey]()
-    for seed in range(300):
-        seen.update(choose_sample(inventory, RECORDED, size=2, seed=seed)[0])
-    assert len(seen) == 10
-    assert all(30 <= times <= 90 for times in seen.values())
-    keys, chosen_of = choose_sample(inventory, RECORDED, size=50, seed=1)
-    assert (len({*keys}), chosen_of) == (10, 10)
+    DamagedStore(Backends(world.bulk, None, world.index), seed=5).plant(Defects(good=7, orphan=3))
+    inventory = walked(world.view).inventory
+    known = {
+        key
+        for record in world.index.scan(world.planted.namespace)
+        for key in record_keys(world.planted.namespace, record)
+    }
+    for size, number in ((2, 2), (50, 10)):
+        found = choose_sample(inventory, RECORDED, size)
+        assert len({*found}) == len(found) == number
+        assert {*found} <= known
+    assert len({tuple(choose_sample(inventory, RECORDED, 5)) for _ in range(30)}) > 1
 
 
 def test_a_record_of_nothing_is_no_key() -> None:
@@ -264,4 +268,4 @@ def test_a_record_of_nothing_is_no_key() -> None:
     shard = next(iter(record.shards.values()))
     world.index.publish(entry, {"0.nonsense": shard, "x.L0-1_H0-1": shard}, ttl_s=10)
     inventory = walked(world.view, "f" * 32).inventory
-    assert choose_sample(inventory, RECORDED, size=5, seed=1) == ([], 0)
+    assert choose_sample(inventory, RECORDED, 5) == []

@@ -4,28 +4,27 @@
 and one unknown; times, texts and numbers fit together.
 """
 
+import json
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from pydantic import TypeAdapter
 
-from objkv.cache.chunks import shard_record
-from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
-from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex
-from objkv.keys.chunk import ChunkKey
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
-from objkv.ops.audit.audit import Audit, AuditOptions
+from objkv.config import load_config
+from objkv.config.prices import LIST_PRICES
+from objkv.index.base import PruneIndex, ReadIndex
+from objkv.keys.prefix import prefix_hashes
+from objkv.ops.audit.audit import make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.doctor.lifecycle import ReadRules
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import ReadView, Walk, find_places
 from objkv.ops.runs import WorkPool
 from objkv.stores.base import PruneStore, ReadStore, Unfinished
-from tests.support.samples import CHUNK, CREATED_S, NAMESPACE, save, save_identity
+from tests.support.samples import CHUNK, NAMESPACE, save, save_identity
 
 Prompt = tuple[int, ...]
 """One number for each chunk."""
@@ -43,22 +42,6 @@ def save_prompts(bulk: PruneStore, index: PruneIndex | None, prompts: Sequence[P
     save_identity(bulk)
     for prompt in prompts:
         save(bulk, index, tokens_of(prompt))
-
-
-def save_with_tokens(bulk: PruneStore, index: PruneIndex, tokens: Sequence[int]) -> None:
-    """Save one chunk whose payload contains its token ids."""
-    save_identity(bulk)
-    [prefix_hash] = prefix_hashes(NAMESPACE, tokens, CHUNK)
-    parent = root_hash(NAMESPACE)
-    key = ChunkKey(NAMESPACE, prefix_hash, 0)
-    layers = [LayerSpec(name, "BF16", (CHUNK // 8, 2, 8, 8)) for name in ("l.0", "l.1")]
-    pages = [bytes(layer.nbytes) for layer in layers]
-    told = Provenance(token_digest(tokens), "host-1:4242", CREATED_S, tuple(tokens))
-    claim = Claim(key, parent, 0, CHUNK)
-    payload = encode(claim, layers, pages, codec="none", provenance=told)
-    bulk.put_if_absent(key.path(), payload)
-    chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, 0, CHUNK)
-    index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
 
 
 def prefixes(prompts: Sequence[Prompt]) -> set[Prompt]:
@@ -88,7 +71,12 @@ class Auditor:
         self.inventory = Inventory(clock=clock)
         self.pool = WorkPool(workers=2)
         self.walk = Walk(view, self.inventory, find_places(view, only), 2, clock)
-        self._report = Audit(self.walk, replace(OPTIONS, **options), lifecycle, clock)
+        prices = options.pop("prices", LIST_PRICES)
+        config = load_config(SETTINGS | options)
+        self._make = partial(
+            make_report, self.walk, config, version="0", prices=prices, lifecycle=lifecycle,
+            clock=clock,
+        )  # fmt: skip
 
     def records(self) -> None:
         self.pool.run(self.walk.records())
@@ -98,11 +86,11 @@ class Auditor:
 
     def again(self) -> None:
         """List leftovers and recheck suspected faults."""
-        self.pool.run(self.walk.leftovers())
+        self.pool.run((*self.walk.leftovers(), *self.walk.pins()))
         self.pool.run(self.walk.second_looks())
 
     def report(self) -> AuditReport:
-        return self._report.report()
+        return self._make()
 
     def all(self) -> AuditReport:
         self.records()
@@ -111,14 +99,13 @@ class Auditor:
         return self.report()
 
 
-OPTIONS = AuditOptions(
-    version="0",
-    bulk_url="file:///dev/null/kv",
-    index_url="sqlite:///dev/null/i",
-    ttl_s=3_600,
-    grace_s=0,
-    workers=2,
-)
+SETTINGS = {
+    "bulk_url": "file:///dev/null/kv",
+    "index_url": "sqlite:///dev/null/i",
+    "ttl_s": 3_600,
+    "sweep_grace_s": 0,
+    "quota_bytes": 0,
+}
 
 
 # Reports.
@@ -128,5 +115,7 @@ CHAT, CODE = "a" * 32, "b" * 32
 
 @cache
 def sample_report() -> AuditReport:
-    text = Path(__file__).with_name("audit_report.json").read_text("utf-8")
-    return TypeAdapter(AuditReport).validate_json(text)
+    document = json.loads(Path(__file__).with_name("audit_report.json").read_text("utf-8"))
+    for pin in document["pins"]:
+        pin["leaf"] = bytes.fromhex(pin["leaf"])
+    return TypeAdapter(AuditReport).validate_python(document)

@@ -51,12 +51,12 @@ class Browser:
     def __init__(self, driver: Chrome) -> None:
         self.driver = driver
 
-    def open(self, page: Path) -> None:
+    def open(self, page: Path, *, width: int = SIZE[0]) -> None:
         """Show ``page``, from its beginning; what was before is forgotten."""
         self.driver.get("about:blank")
         self.complaints(), self.requests()
         self.driver.get(page.as_uri())
-        metrics = {"width": SIZE[0], "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
+        metrics = {"width": width, "height": SIZE[1], "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def find(self, selector: str) -> WebElement:
@@ -72,7 +72,7 @@ class Browser:
     def boxes(self) -> list[str]:
         """The sentences of the boxes that the tree's picture shows."""
         script = """
-            return [...document.querySelectorAll(".box")].filter((b) => b.style.display !== "none")
+            return [...document.querySelectorAll(".box")].filter((b) => !b.hidden)
               .map((b) => b.getAttribute("aria-label"));
         """
         return list(self.driver.execute_script(script))

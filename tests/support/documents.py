@@ -143,16 +143,10 @@ class NamespacesKeys(TypedDict):
     """0: no quota."""
 
 
-class OfNamespace(TypedDict):
-    """The key that ``ls`` adds to prefixes and branches."""
-
-    namespace: str
-
-
 class PrefixesKeys(TypedDict):
     """The document of ``ls --prefixes``."""
 
-    prefixes: list[Annotated[PrefixSummary, OfNamespace]]
+    prefixes: list[PrefixSummary]
     omitted: int
     """Rows beyond ``--limit``."""
 
@@ -160,7 +154,7 @@ class PrefixesKeys(TypedDict):
 class TreeKeys(TypedDict):
     """The document of ``ls --tree``."""
 
-    branches: list[Annotated[Branch, OfNamespace]]
+    branches: list[Branch]
     """In the order in which they are drawn."""
     omitted: int
     """Rows beyond ``--limit``."""
@@ -286,6 +280,8 @@ class VerifyKeys(TypedDict):
     """With ``--quarantine`` only: why ``--apply`` would be refused; null if it would not."""
     chosen_of: int | None
     """How many payloads the sample was chosen from; null with ``--all``."""
+    part: str | None
+    """The part that ``--part`` chose, such as 2/7."""
     checked: int
     checked_bytes: int
     missing_seen: bool

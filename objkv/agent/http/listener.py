@@ -1,4 +1,4 @@
-"""HTTP servers: of an agent on a Unix socket, and on an address if one is set; of the exporter.
+"""HTTP servers of an agent: on a Unix socket, and on an address if one is set.
 
 Each has threads of its own, with limits on their number, on silent clients, and on the time of a
 whole request, so that clients of one cannot keep those of the other waiting.

@@ -2,8 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from objkv.config.prices import Prices
 from objkv.index.base import Savings
@@ -17,109 +16,78 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.backends_view import StoredNamespace
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.findings import FAULTS, NamespaceFindings
+from objkv.ops.inventory.findings import FAULTS, Found, FoundIn
 
-T = TypeVar("T", int, float)
-_COUNTED = ("roots", "chunks", "payloads", "nbytes", "oldest_s", "newest_s")
-_USE = ("hits", "used_chunks", "unused_bytes", "last_used_s")
-"""Values that only an index has."""
-_NO_FOLDER = StoredNamespace("", False, problem="the bulk store has no folder for it")
-_SUMS = ("tokens", "hits", "used_chunks", "unused_bytes")
+_NO_FOLDER: Final = StoredNamespace("", False, problem="the bulk store has no folder for it")
+_NOTHING: Final[dict[str, Any]] = dict.fromkeys(("roots", "chunks", "payloads", "nbytes"), 0)
+_SUMS: Final = ("tokens", "hits", "used_chunks", "unused_bytes")
+_UNKNOWN: Final = dict.fromkeys((*_SUMS, "oldest_s", "newest_s", "last_used_s"))
+_GB: Final = 1e9
+_US: Final = 1e6
+_HOUR_S: Final = 3_600
+# Columns have the names of fields of ``StoredAudit``. Hits are known only with an index.
 _BY_NAMESPACE = """
-SELECT ns, sum(has_record AND start IS NOT NULL AND up IS NULL), count(*), sum(payloads),
-  sum(CASE WHEN start IS NOT NULL THEN ends - start END),
-  sum(start IS NULL), sum(nbytes), sum(hits), sum(hits > 0),
-  sum(CASE WHEN hits = 0 THEN nbytes END), sum(CASE WHEN pinned THEN 1 ELSE 0 END),
-  min(oldest_s), max(newest_s), max(touched_s), sum(has_record), sum(raw_bytes),
-  sum(recorded_bytes), sum(hot_payloads), sum(hot_bytes)
+SELECT ns, count(*) AS chunks, sum(payloads) AS payloads, sum(nbytes) AS nbytes,
+  sum(has_record AND start IS NOT NULL AND up IS NULL) AS roots,
+  sum(ends - start) AS tokens, sum(start IS NULL) AS unknown_chunks,
+  sum(hits) AS hits, sum(hits > 0) AS used_chunks,
+  CASE WHEN count(hits) THEN ifnull(sum(CASE WHEN hits = 0 THEN nbytes END), 0) END
+    AS unused_bytes,
+  min(oldest_s) AS oldest_s, max(newest_s) AS newest_s,
+  nullif(max(touched_s), 0) AS last_used_s
 FROM temp.chunks GROUP BY ns
 """
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceFigures:
-    """The tables' figures of one namespace."""
-
-    name: str
-    roots: int = 0
-    chunks: int = 0
-    payloads: int = 0
-    known_tokens: int | None = None
-    unknown_chunks: int = 0
-    """Chunks of unknown length."""
-    nbytes: int = 0
-    hits: int | None = None
-    used_chunks: int | None = None
-    unused_bytes: int | None = None
-    pinned: int = 0
-    oldest_s: int | None = None
-    newest_s: int | None = None
-    last_used_s: int | None = None
-    records: int = 0
-    raw_bytes: int | None = None
-    recorded_bytes: int | None = None
-    hot_payloads: int = 0
-    hot_bytes: int = 0
-
-    def tokens(self, chunk_tokens: int | None) -> int | None:
-        """Return the tokens of all chunks, with ``chunk_tokens`` for chunks of unknown length."""
-        if self.unknown_chunks and chunk_tokens is None:
-            return self.known_tokens
-        return (self.known_tokens or 0) + self.unknown_chunks * (chunk_tokens or 0)
-
-
-def figures(inventory: Inventory) -> dict[str, NamespaceFigures]:
-    """Return the figures by namespace, with a few hundred bytes of memory per namespace."""
-    names = inventory.names()
-    found = {}
-    for ns, *values in inventory.rows(_BY_NAMESPACE):
-        has_hits = values[6] is not None
-        values[8] = (values[8] or 0) if has_hits else None
-        values[12] = values[12] or None
-        found[names[ns]] = NamespaceFigures(names[ns], *values)
-    return found
-
-
 def namespace_audits(
-    found: Mapping[str, NamespaceFigures],
+    inventory: Inventory,
     known: Mapping[str, StoredNamespace],
-    names: Sequence[str],
-    wrong: Mapping[tuple[str, str], NamespaceFindings],
-    *,
-    has_index: bool,
+    names: Iterable[str],
+    wrong: FoundIn,
 ) -> tuple[NamespaceAudit, ...]:
-    """Return the namespaces, largest first.
+    """Return the namespaces, largest first, with a few hundred bytes of memory for each.
 
     Args:
         known: those that have a folder in the bulk store.
         names: all, also those that only the index has.
         wrong: findings by kind and namespace.
     """
-    audits = []
-    for name in sorted({*found, *names}):
-        one = found.get(name, NamespaceFigures(name))
-        space = known.get(name, _NO_FOLDER)
-        own = {kind: n for (kind, where), n in wrong.items() if where == name}
-        counted: dict[str, Any] = {field: getattr(one, field) for field in _COUNTED}
-        counted |= {field: getattr(one, field) if has_index else None for field in _USE}
-        audits.append(
-            NamespaceAudit(
-                namespace=name,
-                model=space.model,
-                tenant=space.tenant,
-                kv_dtype=space.kv_dtype,
-                chunk_tokens=space.chunk_tokens,
-                weights_epoch=space.weights_epoch if space.is_known else None,
-                is_known=space.is_known,
-                problem=space.problem,
-                **counted,
-                tokens=one.tokens(space.chunk_tokens),
-                pinned=one.pinned,
-                findings={kind: n.count for kind, n in own.items()},
-                faults=sum(n.count - n.young for kind, n in own.items() if kind in FAULTS),
-            )
+    every = inventory.names()
+    figures = {every[row.pop("ns")]: row for row in inventory.named(_BY_NAMESPACE)}
+    audits = [
+        _namespace_audit(
+            known.get(name, _NO_FOLDER),
+            name,
+            figures.get(name, {}),
+            [found for (_, where), found in wrong.items() if where == name],
         )
+        for name in sorted({*figures, *names})
+    ]
     return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.namespace)))
+
+
+def _namespace_audit(
+    space: StoredNamespace, name: str, row: dict[str, Any], found: Sequence[Found]
+) -> NamespaceAudit:
+    values = {**_NOTHING, **_UNKNOWN, **row}
+    unknown = values.pop("unknown_chunks", 0)
+    if space.chunk_tokens is not None:
+        values["tokens"] = (values["tokens"] or 0) + unknown * space.chunk_tokens
+    elif not unknown:
+        values["tokens"] = values["tokens"] or 0
+    return NamespaceAudit(
+        namespace=name,
+        model=space.model,
+        tenant=space.tenant,
+        kv_dtype=space.kv_dtype,
+        chunk_tokens=space.chunk_tokens,
+        weights_epoch=space.weights_epoch if space.is_known else None,
+        is_known=space.is_known,
+        problem=space.problem,
+        findings={one.kind: one.count for one in found},
+        faults=sum(one.count - one.young for one in found if one.kind in FAULTS),
+        **values,
+    )
 
 
 def tenant_audits(
@@ -142,25 +110,10 @@ def tenant_audits(
     return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.tenant or "")))
 
 
-def totals(
-    namespaces: Sequence[NamespaceAudit],
-    found: Mapping[str, NamespaceFigures],
-    *,
-    has_index: bool,
-) -> AuditTotals:
+def totals(namespaces: Sequence[NamespaceAudit]) -> AuditTotals:
     """Return the sums over all namespaces."""
-    every = list(found.values())
-    return AuditTotals(
-        namespaces=len(namespaces),
-        tenants=len({one.tenant for one in namespaces if one.tenant is not None}),
-        **_together(namespaces),
-        raw_bytes=added(one.raw_bytes for one in every),
-        recorded_bytes=added(one.recorded_bytes for one in every),
-        hot_payloads=sum(one.hot_payloads for one in every) if has_index else None,
-        hot_bytes=sum(one.hot_bytes for one in every) if has_index else None,
-        records=sum(one.records for one in every) if has_index else None,
-        pinned=sum(one.pinned for one in every),
-    )
+    tenants = {one.tenant for one in namespaces if one.tenant is not None}
+    return AuditTotals(namespaces=len(namespaces), tenants=len(tenants), **_together(namespaces))
 
 
 def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
@@ -171,7 +124,7 @@ def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
         return [value for value in values if value is not None]
 
     return {
-        **{field: sum(known(field)) for field in ("roots", "chunks", "payloads", "nbytes")},
+        **{field: sum(known(field)) for field in _NOTHING},
         **{field: sum(known(field)) if known(field) else None for field in _SUMS},
         "oldest_s": min(known("oldest_s"), default=None),
         "newest_s": max(known("newest_s"), default=None),
@@ -179,27 +132,14 @@ def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
     }
 
 
-def added(values: Iterable[T | None]) -> T | None:
-    """Return the sum of the known values; None if all are unknown."""
-    known = [value for value in values if value is not None]
-    return sum(known[1:], known[0]) if known else None
-
-
-_GB = 1e9
-
-
-def read_cost(namespaces: Sequence[NamespaceAudit], prices: Prices) -> CostAudit:
+def read_cost(every: AuditTotals, prices: Prices) -> CostAudit:
     """Return what storing all of this costs in a month."""
-    unused = added(one.unused_bytes for one in namespaces)
+    unused = every.unused_bytes
     return CostAudit(
         prices=prices,
-        month=sum(one.nbytes for one in namespaces) / _GB * prices.gb_month,
+        month=every.nbytes / _GB * prices.gb_month,
         unused=None if unused is None else unused / _GB * prices.gb_month,
     )
-
-
-_US: Final = 1e6
-_HOUR_S: Final = 3_600
 
 
 def savings_audit(savings: Sequence[Savings], gpu_hour: float | None) -> SavingsAudit:

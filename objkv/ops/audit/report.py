@@ -12,7 +12,8 @@ from typing import Final, Literal
 
 from objkv.config.prices import Prices
 from objkv.ops.inventory.findings import Findings
-from objkv.ops.inventory.tree import RootAudit, TreeNode
+from objkv.ops.inventory.tree import Branch
+from objkv.ops.pin import Pinned
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,19 +50,6 @@ class AuditTotals(StoredAudit):
 
     namespaces: int
     tenants: int
-    raw_bytes: int | None
-    """Bytes of the pages before compression, for payloads with a record."""
-    recorded_bytes: int | None
-    """Stored bytes of the same payloads."""
-    hot_payloads: int | None
-    """Payloads with a copy in the hot store, according to their records."""
-    hot_bytes: int | None
-    """Bytes of these payloads."""
-    records: int | None
-    """Records in the index. This and all other values that only an index counts are None if the
-    bulk store is its own index."""
-    pinned: int | None
-    """Pinned chunks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +68,6 @@ class NamespaceAudit(StoredAudit):
     unidentified."""
     problem: str | None
     """The problem with the identity document, in a sentence."""
-    pinned: int | None
-    """Pinned chunks."""
     findings: Mapping[str, int]
     """How many it has of each kind of finding, without those of which it has none."""
     faults: int
@@ -102,7 +88,7 @@ class TenantAudit(StoredAudit):
     """What its bytes cost in a month, in US dollars."""
 
 
-JSON_FORMAT: Final = 2
+JSON_FORMAT: Final = 3
 """Format number of the JSON document. It increases when a field changes its meaning."""
 
 
@@ -158,21 +144,6 @@ class SavingsAudit:
     """By namespace, then by month."""
 
 
-@dataclass(frozen=True, slots=True)
-class PinAudit:
-    """A pinned prefix."""
-
-    namespace: str
-    leaf: str
-    """Hash of its last chunk, hex."""
-    tokens: int
-    chunks: int
-    by: str | None
-    """Who pinned it, by their own statement; None if pinned by an older version."""
-    created_s: int
-    until_s: int
-
-
 LifecycleStatus = Literal["fits", "conflicts", "none", "unknown"]
 
 
@@ -210,22 +181,24 @@ class AuditReport:
     """Largest first."""
     tenants: tuple[TenantAudit, ...]
     """Largest first."""
-    roots: tuple[RootAudit, ...]
-    """Largest first, as many as requested."""
-    roots_omitted: int
-    tree: tuple[TreeNode, ...]
-    """Parents before children; at most 2,000 nodes."""
+    tree: tuple[Branch, ...]
+    """The 2,000 largest branches of prefixes, each after the one that it continues."""
     cost: CostAudit
     findings: Findings
     namespace: str | None
     """The one namespace that was audited; None for all."""
     savings: SavingsAudit
-    pins: tuple[PinAudit, ...]
-    """Active pins, the next to end first; at most 1,000."""
+    pins: tuple[Pinned, ...]
+    """Active pins, the next to end first."""
     lifecycle: LifecycleAudit | None
     """None if the bulk store is not a bucket."""
     problems: tuple[str, ...]
     """Sentences that qualify the numbers, worst first."""
+
+    @property
+    def roots(self) -> tuple[Branch, ...]:
+        """The branches of ``tree`` with which a prefix begins."""
+        return tuple(one for one in self.tree if one.parent is None)
 
 
 def verdict(report: AuditReport) -> AuditVerdict:

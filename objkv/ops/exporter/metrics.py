@@ -169,10 +169,10 @@ class StoreCollector(Collector):
             for one in stored.usage
         }
         page.add("objkv_namespaces", len(rows))
-        self._add_rows(page, rows, by="objkv_stored_bytes")
+        self._add_rows(page, rows, self._watch.origins, by="objkv_stored_bytes")
         tenants: defaultdict[str, float] = defaultdict(float)
         for name, values in rows.items():
-            tenants[self._watch.origin(name).tenant] += values["objkv_stored_bytes"]
+            tenants[self._watch.origins.get(name, Origin()).tenant] += values["objkv_stored_bytes"]
         most = sorted(tenants, key=lambda tenant: -tenants[tenant])
         for tenant in most[: self._watched.namespaces_max]:
             page.add("objkv_tenant_stored_bytes", tenants[tenant], tenant)
@@ -195,7 +195,7 @@ class StoreCollector(Collector):
             }
             for name, counted in scan.namespaces.items()
         }
-        self._add_rows(page, rows, by="objkv_scan_bytes")
+        self._add_rows(page, rows, scan.origins, by="objkv_scan_bytes")
         none = {"objkv_scan_findings": 0.0, "objkv_scan_finding_bytes": 0.0}
         kinds: dict[str, dict[str, dict[str, float]]] = {
             kind: dict.fromkeys(rows, none) for kind in (*FAULTS, "expired")
@@ -206,12 +206,13 @@ class StoreCollector(Collector):
                 "objkv_scan_finding_bytes": float(found.nbytes - found.young_bytes),
             }
         for kind, of in kinds.items():
-            self._add_rows(page, of, by="objkv_scan_finding_bytes", first=(kind,))
+            self._add_rows(page, of, scan.origins, by="objkv_scan_finding_bytes", first=(kind,))
 
     def _add_rows(
         self,
         page: "_Page",
         rows: Mapping[str, dict[str, float]],
+        origins: Mapping[str, Origin],
         *,
         by: str,
         first: tuple[str, ...] = (),
@@ -221,7 +222,7 @@ class StoreCollector(Collector):
         largest = sorted(rows, key=lambda name: (-rows[name][by], name))
         shown = largest[: self._watched.namespaces_max]
         for name in shown:
-            origin = self._watch.origin(name)
+            origin = origins.get(name, Origin())
             for metric, value in rows[name].items():
                 page.add(metric, value, *first, name, origin.tenant, origin.model)
         if rest := largest[self._watched.namespaces_max :]:

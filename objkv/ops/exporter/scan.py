@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 
 from objkv.errors import ObjkvError
 from objkv.ops.backends_view import BackendsView
+from objkv.ops.exporter.watch import Origin
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.findings import NamespaceFindings, read_findings
+from objkv.ops.inventory.findings import FoundIn, count_findings
 from objkv.ops.inventory.walk import Walk, find_places, read_view
 from objkv.ops.runs import WorkPool
 
@@ -44,8 +45,8 @@ class Scan:
     """A complete scan."""
 
     namespaces: Mapping[str, Counted]
-    findings: Mapping[tuple[str, str], NamespaceFindings]
-    """By kind and namespace; the latter is empty for what belongs to none."""
+    origins: Mapping[str, Origin]
+    findings: FoundIn
     ended_s: float
     seconds: float
 
@@ -58,8 +59,6 @@ class Scans:
     every_s: float
     grace_s: float
     """Younger payloads do not count as orphans: writers publish the record last."""
-    found: Callable[[Scan], None] = lambda scan: None
-    """Called with each complete scan."""
     clock: Callable[[], float] = time.time
     last: Scan | None = None
     failures: int = 0
@@ -76,13 +75,9 @@ class Scans:
         """Stop, and abandon a running scan."""
         self._stopping.set()
         if self._pool is not None:
-            self._pool.halt("interrupted")
+            self._pool.halt()
         if self._thread is not None:
             self._thread.join(_STOP_S)
-
-    def is_alive(self) -> bool:
-        """Whether there will be further scans."""
-        return self._thread is not None and self._thread.is_alive()
 
     def scan(self) -> None:
         """Scan once. Called by the thread, and by tests."""
@@ -93,7 +88,8 @@ class Scans:
                 view = read_view(self.view)
                 walk = Walk(view, inventory, find_places(view), _WORKERS, self.clock)
                 again = walk.second_looks(unrecorded=False)  # those count only once they are old
-                for units in (walk.records(), walk.payloads(), walk.leftovers(), again):
+                every = (walk.records(), walk.payloads(), walk.leftovers(), walk.pins(), again)
+                for units in every:
                     pool.run(() if self._stopping.is_set() else units)
                 if self._stopping.is_set() or pool.ending != "complete":
                     return
@@ -102,7 +98,6 @@ class Scans:
             self.failures += 1
             logger.warning("scan not finished reason=%s", exc)
             return
-        self.found(self.last)
 
     def _scan(self, walk: Walk, begun_s: float) -> Scan:
         walk.judge(ttl_s=self.view.ttl_s)
@@ -110,9 +105,11 @@ class Scans:
         names = inventory.names()
         rows = inventory.rows(_COUNTED)
         counted = {names[ns]: Counted(*values) for ns, *values in rows}
-        _, found = read_findings(inventory, walk.places, (), grace_s=self.grace_s)
+        found = count_findings(inventory, grace_s=self.grace_s)
         ended_s = self.clock()
-        return Scan(counted, found, ended_s, ended_s - begun_s)
+        places = walk.places.namespaces
+        origins = {name: Origin(one.tenant or "", one.model or "") for name, one in places.items()}
+        return Scan(counted, origins, found, ended_s, ended_s - begun_s)
 
     def _go_on(self) -> None:
         while not self._stopping.is_set():

@@ -5,9 +5,11 @@ and a hanging backend blocks only its own thread. Full listings are in ``scan``.
 """
 
 import logging
+import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -57,11 +59,11 @@ class Asks:
     """The calls to the backends; each raises ``ObjkvError``."""
 
     checks: Mapping[End, Callable[[], None]]
+    documents: ReadStore
+    """The store that holds identity documents."""
     usage: Callable[[], Sequence[Usage]] | None = None
     """None if reading totals would list the whole store."""
     facts: Callable[[], ServerFacts | None] = lambda: None
-    documents: ReadStore | None = None
-    """The store that holds identity documents."""
 
 
 @dataclass(slots=True)
@@ -70,8 +72,6 @@ class _Asked:
     since: float | None = None
     """Monotonic start of the running check; None between checks."""
     lock: threading.Lock = field(default_factory=threading.Lock)
-    wake: threading.Event = field(default_factory=threading.Event)
-    """Set to start the next check now."""
 
 
 class BackendsWatch:
@@ -95,9 +95,8 @@ class BackendsWatch:
         self._asked: dict[End, _Asked] = {end: _Asked() for end in asks.checks}
         self._stopping = threading.Event()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()
-        self._origins: dict[str, Origin] = {}
-        self._wanted: tuple[str, ...] = ()
+        self.origins: dict[str, Origin] = {}
+        """By namespace, as far as they have been read."""
         self.stored: StoredUsage | None = None
         self.facts: ServerFacts | None = None
         self.usage_failures = 0
@@ -114,15 +113,9 @@ class BackendsWatch:
     def stop(self) -> None:
         """Stop the checks. A thread that still waits for an answer ends later on its own."""
         self._stopping.set()
-        for asked in self._asked.values():
-            asked.wake.set()
         until = self._monotonic() + _STOP_S
         for thread in self._threads:
             thread.join(max(0.0, until - self._monotonic()))
-
-    def is_alive(self) -> bool:
-        """Whether every backend is still being checked."""
-        return all(thread.is_alive() for thread in self._threads)
 
     @property
     def ends(self) -> tuple[End, ...]:
@@ -141,10 +134,6 @@ class BackendsWatch:
             if answer is not None:
                 found[end] = answer
         return found
-
-    def origin(self, namespace: str) -> Origin:
-        """Return the tenant and model of a namespace, as far as they have been read."""
-        return self._origins.get(namespace, Origin())
 
     def ask(self, end: End) -> None:
         """Check one backend once. Called by its thread, and by tests."""
@@ -165,14 +154,10 @@ class BackendsWatch:
             logger.warning("end down end=%s reason=%s", end, error)
         elif error is None and not was_up:
             logger.warning("end up again end=%s", end)
-        if error is None:
-            self._look_closer(end)
-
-    def _look_closer(self, end: End) -> None:
-        if end == "index":
+        if error is None and end == "index":
             self._read_usage()
             self._read_facts()
-        elif end == "bulk":
+        elif error is None and end == "bulk":
             self._read_documents()
 
     def _read_usage(self) -> None:
@@ -185,16 +170,6 @@ class BackendsWatch:
             logger.debug("usage not read reason=%s", exc)
             return
         self.stored = StoredUsage(usage, self._clock())
-        self.want(one.namespace for one in usage)
-
-    def want(self, namespaces: Iterable[str]) -> None:
-        """Read the documents of these namespaces as soon as the bulk store answers."""
-        with self._lock:
-            wanted = dict.fromkeys((*self._wanted, *namespaces))
-            unknown = tuple(n for n in wanted if n not in self._origins)[:DOCUMENTS_MAX]
-            news, self._wanted = unknown != self._wanted, unknown
-        if news and (bulk := self._asked.get("bulk")) is not None:
-            bulk.wake.set()
 
     def _read_facts(self) -> None:
         try:
@@ -203,22 +178,15 @@ class BackendsWatch:
             self.facts = None
 
     def _read_documents(self) -> None:
-        bulk = self._asks.documents
-        if bulk is None:
-            return
-        with self._lock:
-            wanted = self._wanted[:DOCUMENTS_AT_ONCE]
-        for namespace in wanted:
-            try:
-                origin = _origin(bulk, namespace)
-            except ObjkvError:
-                return  # the next check reports the failure
-            if origin is not None and len(self._origins) < DOCUMENTS_MAX:
-                self._origins[namespace] = origin
-        with self._lock:
-            # A namespace without a document goes last: its writer may be about to put it.
-            left = [n for n in self._wanted if n not in self._origins]
-            self._wanted = tuple(sorted(left, key=lambda n: n in wanted))
+        """Read some of the documents that are not known yet. They are chosen at random: a document
+        that is missing must not keep the others waiting."""
+        usage = () if self.stored is None else self.stored.usage
+        names = [one.namespace for one in usage if one.namespace not in self.origins]
+        with suppress(ObjkvError):  # the next check reports the failure
+            for name in random.sample(names, min(DOCUMENTS_AT_ONCE, len(names))):
+                origin = _origin(self._asks.documents, name)
+                if origin is not None and len(self.origins) < DOCUMENTS_MAX:
+                    self.origins[name] = origin
 
     def _go_on(self, end: End) -> None:
         while not self._stopping.is_set():
@@ -226,9 +194,7 @@ class BackendsWatch:
                 self.ask(end)
             except Exception:  # a bug; without this thread the last result would never change
                 logger.exception("check failed unexpectedly end=%s", end)
-            wake = self._asked[end].wake
-            wake.wait(self._every_s)
-            wake.clear()
+            self._stopping.wait(self._every_s)
 
 
 def _origin(bulk: ReadStore, namespace: str) -> Origin | None:

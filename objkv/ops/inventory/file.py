@@ -30,12 +30,13 @@ _TABLES = """
 CREATE TABLE namespaces (id INTEGER PRIMARY KEY, name TEXT UNIQUE, has_records INTEGER DEFAULT 0,
   is_known INTEGER DEFAULT 0, is_old INTEGER DEFAULT 0, expired_s REAL DEFAULT 0);
 CREATE TABLE payloads (ns INTEGER, hash BLOB, field TEXT, nbytes INTEGER, modified_s REAL,
-  problem TEXT, recorded INTEGER, raw_bytes INTEGER, hot INTEGER, created_s INTEGER,
+  problem TEXT, recorded INTEGER, created_s INTEGER,
   PRIMARY KEY (ns, hash, field)) WITHOUT ROWID;
 CREATE TABLE chunks (ns INTEGER, hash BLOB, parent BLOB, start INTEGER, ends INTEGER,
   hits INTEGER, touched_s INTEGER, pinned INTEGER, PRIMARY KEY (ns, hash)) WITHOUT ROWID;
 CREATE TABLE others (kind TEXT, ns INTEGER, key TEXT, name TEXT, nbytes INTEGER, modified_s REAL,
   detail TEXT, PRIMARY KEY (kind, key, name)) WITHOUT ROWID;
+CREATE TABLE pins (ns INTEGER, hash BLOB, PRIMARY KEY (ns, hash)) WITHOUT ROWID;
 """
 _ADD_PAYLOAD = """
 INSERT INTO payloads (ns, hash, field, nbytes, modified_s) VALUES (?, ?, ?, ?, ?)
@@ -43,10 +44,8 @@ ON CONFLICT DO UPDATE SET nbytes = excluded.nbytes, modified_s = excluded.modifi
 """
 _ADD_CHUNK = "INSERT OR REPLACE INTO chunks VALUES (?, ?, ?, ?, ?, ?, ?, ?)"
 _ADD_RECORD = """
-INSERT INTO payloads (ns, hash, field, recorded, raw_bytes, hot, created_s)
-VALUES (?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT DO UPDATE SET recorded = excluded.recorded, raw_bytes = excluded.raw_bytes,
-  hot = excluded.hot, created_s = excluded.created_s
+INSERT INTO payloads (ns, hash, field, recorded, created_s) VALUES (?, ?, ?, ?, ?)
+ON CONFLICT DO UPDATE SET recorded = excluded.recorded, created_s = excluded.created_s
 """
 _REMOVE = {
     "payload": "UPDATE payloads SET nbytes = NULL, modified_s = NULL"
@@ -55,15 +54,21 @@ _REMOVE = {
 }
 _PROBLEM = "UPDATE payloads SET problem = ? WHERE ns = ? AND hash = ? AND field = ?"
 # Only one word for each payload, and the one whose remedy removes or mends it: what a sweep deletes
-# with its namespace, or without a record, needs no other check.
+# with its namespace, or without a record, needs no other check. What is pinned has not expired.
 _FOUND = """
-CREATE TEMP VIEW found AS SELECT p.*, CASE
+CREATE TEMP VIEW found AS SELECT p.*,
+  (EXISTS (SELECT 1 FROM main.pins i WHERE i.ns = p.ns AND i.hash = p.hash)
+    OR EXISTS (SELECT 1 FROM main.chunks c WHERE c.ns = p.ns AND c.hash = p.hash AND c.pinned))
+  AS is_pinned,
+  CASE
   WHEN p.nbytes IS NULL AND p.recorded IS NULL THEN 'gone'
   WHEN p.nbytes IS NULL THEN 'missing'
   WHEN NOT n.is_known THEN 'unidentified'
   WHEN n.is_old THEN 'old_epoch'
   WHEN n.has_records AND p.recorded IS NULL THEN
-    CASE WHEN p.modified_s <= n.expired_s THEN 'expired' ELSE 'orphan' END
+    CASE WHEN p.modified_s <= n.expired_s
+      AND NOT EXISTS (SELECT 1 FROM main.pins i WHERE i.ns = p.ns AND i.hash = p.hash)
+    THEN 'expired' ELSE 'orphan' END
   WHEN p.problem IS NOT NULL OR p.nbytes < 4096 OR p.nbytes <> p.recorded THEN 'corrupt'
   ELSE 'sound' END AS kind
 FROM main.payloads p JOIN main.namespaces n ON n.id = p.ns
@@ -152,9 +157,9 @@ class Inventory:
             chunks.append((*key, record.parent_hash, *tokens, hits, used_s, int(record.pinned)))
             for chunk in record_keys(namespace, record):
                 shard = record.shards[chunk.field]
-                sizes = (min(shard.nbytes, _BYTES_MAX), min(shard.raw_bytes, _BYTES_MAX))
+                nbytes = min(shard.nbytes, _BYTES_MAX)
                 made_s = min(shard.created_s, _TOKEN_END_MAX)
-                payloads.append((*key, chunk.field, *sizes, int(shard.hot), made_s))
+                payloads.append((*key, chunk.field, nbytes, made_s))
         self._write(_ADD_CHUNK, chunks)
         self._write(_ADD_RECORD, payloads)
 
@@ -170,6 +175,11 @@ class Inventory:
         ns = self.namespace(namespace) if namespace else None
         row = (kind, ns, entry.key, name, entry.nbytes, entry.modified_s, detail)
         self._write("INSERT OR REPLACE INTO others VALUES (?, ?, ?, ?, ?, ?, ?)", [row])
+
+    def add_pins(self, namespace: str, hashes: Iterable[bytes]) -> None:
+        """Add chunks that are pinned now. Idempotent."""
+        ns = self.namespace(namespace)
+        self._write("INSERT OR IGNORE INTO pins VALUES (?, ?)", [(ns, one) for one in hashes])
 
     def remove(self, what: Literal["payload", "record"], keys: Sequence[ChunkKey]) -> None:
         """Remove payloads or records that are gone."""

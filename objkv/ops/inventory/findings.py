@@ -12,6 +12,7 @@ from objkv.keys.chunk import payload_path
 from objkv.ops.formats import span
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Places, with_earlier
+from objkv.ops.runs import Finding
 
 FindingKind = Literal[
     "missing", "orphan", "unidentified", "corrupt", "expired", "old_epoch", "temporary",
@@ -50,12 +51,15 @@ _GRACED: Final[tuple[FindingKind, ...]] = (
     "orphan", "unidentified", "old_epoch", "temporary", "quarantined",
 )  # fmt: skip
 """Kinds that a sweep keeps until they are older than ``sweep_grace_s``."""
+_PINNABLE: Final[tuple[FindingKind, ...]] = ("orphan", "unidentified", "expired", "old_epoch")
+"""Kinds that a sweep keeps while they are pinned."""
 _COUNTS = """
-SELECT kind, ns, count(*), sum(size), sum(at_s > ?1),
-  sum((at_s > ?1) * size), max(at_s) FROM (
-  SELECT kind, ns, ifnull(nbytes, recorded) AS size, ifnull(modified_s, created_s) AS at_s
+SELECT kind, ns, count(*), sum(size), sum(at_s > ?1), sum((at_s > ?1) * size), max(at_s),
+  sum(is_pinned) FROM (
+  SELECT kind, ns, ifnull(nbytes, recorded) AS size, ifnull(modified_s, created_s) AS at_s,
+    is_pinned AND nbytes IS NOT NULL AS is_pinned
     FROM temp.found WHERE kind NOT IN ('sound', 'gone')
-  UNION ALL SELECT kind, ns, nbytes, modified_s FROM main.others)
+  UNION ALL SELECT kind, ns, nbytes, modified_s, 0 FROM main.others)
 GROUP BY kind, ns
 """
 _FIRST = """
@@ -90,9 +94,10 @@ class Doubt:
     """Whether it is the bulk store that looks emptied or wrong, and not the index."""
 
 
-def find_doubts(inventory: Inventory, *, ttl_s: float) -> tuple[Doubt, ...]:
+def find_doubts(inventory: Inventory, places: Places, *, ttl_s: float) -> tuple[Doubt, ...]:
     """Return what seems useless only because the other backend lacks most of it: that backend was
-    probably wiped, or is the wrong one.
+    probably wiped, or is the wrong one. A walk of one namespace says nothing about the whole
+    backends if they share other namespaces.
 
     A payload younger than ``ttl_s`` has a record, unless its writer was killed. Payloads of
     unidentified namespaces are not judged by the index. Needs an index that was read.
@@ -110,7 +115,7 @@ def find_doubts(inventory: Inventory, *, ttl_s: float) -> tuple[Doubt, ...]:
                     "run objkv rebuild --apply, or objkv sweep with --force to delete them",
                 )
             )
-    if seen and not known:
+    if seen and not known and not places.others_match:
         doubts = [
             Doubt(
                 None,
@@ -120,7 +125,7 @@ def find_doubts(inventory: Inventory, *, ttl_s: float) -> tuple[Doubt, ...]:
             )
         ]
     [(records, stored)] = inventory.some(_STORED)
-    if records and not stored:
+    if records and not stored and not places.others_match:
         doubts.append(
             Doubt(
                 None,
@@ -135,17 +140,6 @@ def find_doubts(inventory: Inventory, *, ttl_s: float) -> tuple[Doubt, ...]:
 def doubted(doubts: Collection[Doubt], places: Places) -> frozenset[str]:
     """Return the doubted namespaces, with their earlier epochs."""
     return with_earlier({one.namespace for one in doubts if one.namespace is not None}, places)
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding."""
-
-    kind: FindingKind
-    key: str
-    """Path in the bulk store, also of a payload that is missing."""
-    nbytes: int
-    detail: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,59 +171,73 @@ class Findings:
     """Findings that are counted but not in ``first``."""
 
 
-@dataclass(slots=True)
-class _Kind:
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The findings of one kind, in one namespace or in all."""
+
+    kind: str
     count: int = 0
     nbytes: int = 0
     recent: int = 0
+    """Those younger than ``sweep_grace_s``."""
+    recent_bytes: int = 0
     newest_s: float = 0.0
+    pinned: int = 0
+
+    def __add__(self, other: "Found") -> "Found":
+        return Found(
+            self.kind,
+            self.count + other.count,
+            self.nbytes + other.nbytes,
+            self.recent + other.recent,
+            self.recent_bytes + other.recent_bytes,
+            max(self.newest_s, other.newest_s),
+            self.pinned + other.pinned,
+        )
+
+    @property
+    def young(self) -> int:
+        """Orphans whose records may still be published."""
+        return self.recent if self.kind == "orphan" else 0
+
+    @property
+    def young_bytes(self) -> int:
+        """Bytes of these orphans."""
+        return self.recent_bytes if self.kind == "orphan" else 0
 
 
-@dataclass(frozen=True, slots=True)
-class NamespaceFindings:
-    """The findings of one kind in one namespace."""
+FoundIn = Mapping[tuple[str, str], Found]
+"""Findings by kind and namespace; the latter is empty for what belongs to none."""
 
-    count: int
-    young: int
-    nbytes: int
-    young_bytes: int
+
+def count_findings(inventory: Inventory, *, grace_s: float) -> FoundIn:
+    """Return the numbers of all findings."""
+    names = inventory.names()
+    rows = inventory.rows(_COUNTS, (inventory.begun_s - grace_s,))
+    return {(kind, names.get(ns, "")): Found(kind, *values) for kind, ns, *values in rows}
 
 
 def read_findings(
-    inventory: Inventory, places: Places, doubts: Collection[Doubt], *, grace_s: float
-) -> tuple[Findings, Mapping[tuple[str, str], NamespaceFindings]]:
-    """Return all findings, and their numbers by kind and namespace."""
-    young_s, names = inventory.begun_s - grace_s, inventory.names()
-    by_kind: dict[str, _Kind] = {kind: _Kind() for kind in get_args(FindingKind)}
-    wrong: dict[tuple[str, str], NamespaceFindings] = {}
-    for kind, ns, count, nbytes, recent, recent_bytes, newest_s in inventory.rows(
-        _COUNTS, (young_s,)
-    ):
-        one = by_kind[kind]
-        one.count, one.nbytes, one.recent = (
-            one.count + count,
-            one.nbytes + nbytes,
-            one.recent + recent,
-        )
-        one.newest_s = max(one.newest_s, newest_s)
-        young = (recent, recent_bytes) if kind == "orphan" else (0, 0)
-        wrong[kind, names.get(ns, "")] = NamespaceFindings(count, young[0], nbytes, young[1])
+    inventory: Inventory, places: Places, doubts: Collection[Doubt], wrong: FoundIn, grace_s: float
+) -> Findings:
+    """Return all findings with their remedies. ``wrong``: their numbers."""
+    young_s = inventory.begun_s - grace_s
+    every = [
+        sum((found for (kind, _), found in wrong.items() if kind == one), start=Found(one))
+        for one in get_args(FindingKind)
+    ]
     counts = tuple(
         FindingCount(
             kind,
             one.count,
             one.nbytes,
-            one.recent if kind == "orphan" else 0,
+            one.young,
             _remedy(kind, one, doubts, places, wrong, young_s),
         )
-        for kind in get_args(FindingKind)
-        if (one := by_kind[kind]) is not None
+        for kind, one in zip(get_args(FindingKind), every, strict=True)
     )
-    first = [
-        one for kind, found in by_kind.items() if found.count for one in _first(inventory, kind)
-    ]
-    total = sum(one.count for one in counts)
-    return Findings(counts, tuple(first), total - len(first)), wrong
+    first = [finding for one in every if one.count for finding in _first(inventory, one.kind)]
+    return Findings(counts, tuple(first), sum(one.count for one in every) - len(first))
 
 
 def _first(inventory: Inventory, kind: Any) -> list[Finding]:
@@ -258,10 +266,10 @@ def _why(kind: FindingKind, nbytes: int | None, recorded: int | None) -> str:
 
 def _remedy(
     kind: FindingKind,
-    found: _Kind,
+    found: Found,
     doubts: Collection[Doubt],
     places: Places,
-    wrong: Mapping[tuple[str, str], NamespaceFindings],
+    wrong: FoundIn,
     young_s: float,
 ) -> str:
     """Return the advice that a sweep follows, also where it would keep something for now, or
@@ -276,16 +284,21 @@ def _remedy(
             if (kind, name) in wrong
         }
         remedy = _with_kept(remedy, found.count, kept)
-    if kind not in _GRACED or not found.recent:
-        return remedy
-    number = "all" if found.recent == found.count else f"{found.recent:,}"
-    # One minute more, because spans are rounded down.
-    wait = span(max(60, found.newest_s - young_s + 60))
-    are = "is" if number == "1" else "are"
-    return (
-        f"{remedy}; {number} {are} younger than sweep_grace_s, so a sweep keeps them for up to "
-        f"{wait} more"
-    )
+    if kind in _PINNABLE and found.pinned:
+        are = f"{_number(found.pinned, found.count)} pinned"
+        remedy = f"{remedy}; {are}, so a sweep keeps them until their pin ends"
+    if kind in _GRACED and found.recent:
+        # One minute more, because spans are rounded down.
+        wait = span(max(60, found.newest_s - young_s + 60))
+        are = f"{_number(found.recent, found.count)} younger than sweep_grace_s"
+        remedy = f"{remedy}; {are}, so a sweep keeps them for up to {wait} more"
+    return remedy
+
+
+def _number(part: int, whole: int) -> str:
+    if part == whole:
+        return "all are"
+    return "1 is" if part == 1 else f"{part:,} are"
 
 
 def _with_kept(remedy: str, count: int, kept: Mapping[str, int]) -> str:

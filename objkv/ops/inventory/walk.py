@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from objkv.cache.chunks import shard_record, stored_header
@@ -89,6 +90,9 @@ class Places:
     """The one namespace to walk; None for all."""
     totals: Mapping[str, int] = field(default_factory=dict)
     """The expected number of payloads per namespace."""
+    others_match: bool = False
+    """Whether index and bulk store share a namespace that is not walked. Then they belong together,
+    whatever the walk finds."""
 
     @property
     def every(self) -> list[str]:
@@ -112,6 +116,7 @@ def find_places(view: ReadView, only: str | None = None, *, has_index: bool = Tr
         others=() if only else [one for one in view.bulk.folders("") if one not in own],
         only=only,
         totals=expected_payloads(view.index, is_own_index=not has_index),
+        others_match=only is not None and not {*indexed}.isdisjoint({*every} - {only}),
     )
 
 
@@ -156,23 +161,28 @@ class Walk:
     def records(self) -> Iterator[Unit]:
         """Yield units that read the records of the index."""
         for name in self.places.indexed:
-            yield Unit(self._records_work(name), items=self.places.totals.get(name, 0))
+            yield Unit(partial(self._records, name), items=self.places.totals.get(name, 0))
 
     def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
         """Yield units that list the payloads of the bulk store. ``headers``: read their headers
         too, which describes the chunks of a store that is its own index."""
         for part in stored_parts(self.view.bulk, list(self.places.namespaces), self.places.totals):
-            yield Unit(self._part_work(part, headers=headers), items=part.payloads)
+            yield Unit(partial(self._part, part, headers), items=part.payloads)
 
     def leftovers(self) -> Iterator[Unit]:
         """Yield a unit that lists unfinished writes and the quarantine."""
         yield Unit(self._leftovers)
 
+    def pins(self) -> Iterator[Unit]:
+        """Yield units that read which chunks are pinned."""
+        for name in self.places.namespaces:
+            yield Unit(partial(self._pins, name))
+
     def second_looks(self, *, unrecorded: bool = True) -> Iterator[Unit]:
         """Yield units that look again at what seems wrong, because replicas kept writing.
         ``unrecorded``: also at payloads without a record."""
         for name in () if self.view.is_own_index else self.places.every:
-            yield Unit(self._again_work(name, _DOUBTFUL if unrecorded else _DOUBTFUL[:1]))
+            yield Unit(partial(self._again, name, _DOUBTFUL if unrecorded else _DOUBTFUL[:1]))
 
     def judge(self, *, ttl_s: float) -> None:
         """Let the inventory judge its payloads, by records that live for ``ttl_s``."""
@@ -191,40 +201,30 @@ class Walk:
                 ),
             )
 
-    def _records_work(self, name: str) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            records = self.view.index.scan(name)
-            while batch := list(islice(records, CHUNKS_AT_ONCE)):
-                check(sum(len(record.shards) for record in batch))
-                self.inventory.add_records(name, batch, has_hits=True)
+    def _records(self, name: str, counters: Counters, check: Check) -> None:
+        records = self.view.index.scan(name)
+        while batch := list(islice(records, CHUNKS_AT_ONCE)):
+            check(sum(len(record.shards) for record in batch))
+            self.inventory.add_records(name, batch, has_hits=True)
 
-        return work
-
-    def _part_work(
-        self, part: NamespacePart, *, headers: bool
-    ) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            pins = read_pins(self.view.bulk, part.namespace) if headers else {}
-            entries = stored_entries(self.view.bulk, part)
-            while batch := list(islice(entries, CHUNKS_AT_ONCE)):
-                check(0 if headers else len(batch))
-                found = [(key, entry) for key, entry in batch if key is not None]
-                for key, entry in batch:
-                    if key is None:
-                        self.inventory.add_other(
-                            "other", entry, "not a payload", namespace=part.namespace
-                        )
-                self.inventory.add_payloads(part.namespace, found)
-                if headers:
-                    self._read_headers(part.namespace, found, pins, check)
-
-        return work
+    def _part(self, part: NamespacePart, headers: bool, counters: Counters, check: Check) -> None:
+        entries = stored_entries(self.view.bulk, part)
+        while batch := list(islice(entries, CHUNKS_AT_ONCE)):
+            check(0 if headers else len(batch))
+            found = [(key, entry) for key, entry in batch if key is not None]
+            for key, entry in batch:
+                if key is None:
+                    self.inventory.add_other(
+                        "other", entry, "not a payload", namespace=part.namespace
+                    )
+            self.inventory.add_payloads(part.namespace, found)
+            if headers:
+                self._read_headers(part.namespace, found, check)
 
     def _read_headers(
         self,
         name: str,
         found: Sequence[tuple[ChunkKey, Entry]],
-        pins: dict[bytes, int],
         check: Check,
     ) -> None:
         namespace = self.places.namespaces[name]
@@ -235,7 +235,6 @@ class Walk:
         except ConfigError as exc:
             self.problems.add(f"{name}: headers were not read: {exc}")
             return
-        now_s = self.clock()
         chunks: dict[bytes, Record] = {}
         for key, entry in found:
             check()
@@ -251,16 +250,19 @@ class Walk:
                 self.inventory.add_problem(key, f"claims to be {claim.key.path()}")
                 continue
             before = chunks.get(key.prefix_hash)
-            pinned_until_s = pins.get(key.prefix_hash, 0)
             chunks[key.prefix_hash] = Record(
                 prefix_hash=key.prefix_hash,
                 parent_hash=claim.parent_hash,
                 token_start=claim.token_start,
                 token_end=claim.token_end,
                 shards={**(before.shards if before else {}), key.field: shard_record(header)},
-                pinned_until_s=pinned_until_s if pinned_until_s > now_s else 0,
             )
         self.inventory.add_records(name, chunks.values(), has_hits=False)
+
+    def _pins(self, name: str, counters: Counters, check: Check) -> None:
+        now_s = self.clock()
+        pins = read_pins(self.view.bulk, name)
+        self.inventory.add_pins(name, [h for h, until_s in pins.items() if until_s > now_s])
 
     def _leftovers(self, counters: Counters, check: Check) -> None:
         only = self.places.only
@@ -275,19 +277,14 @@ class Walk:
             check()
             self.inventory.add_other("quarantined", entry, "quarantined by objkv verify")
 
-    def _again_work(self, name: str, doubtful: Sequence[str]) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            ns = self.inventory.namespace(name)
-            rows = [
-                row for one in doubtful for row in self.inventory.some(one, (ns, LOOKED_TWICE_MAX))
-            ]
-            keys = [ChunkKey.of(name, prefix_hash, text) for prefix_hash, text in rows]
-            for start in range(0, len(keys), CHUNKS_AT_ONCE):
-                some = keys[start : start + CHUNKS_AT_ONCE]
-                check(len(some))
-                self._look_again(name, some)
-
-        return work
+    def _again(self, name: str, doubtful: Sequence[str], counters: Counters, check: Check) -> None:
+        ns = self.inventory.namespace(name)
+        rows = [row for one in doubtful for row in self.inventory.some(one, (ns, LOOKED_TWICE_MAX))]
+        keys = [ChunkKey.of(name, prefix_hash, text) for prefix_hash, text in rows]
+        for start in range(0, len(keys), CHUNKS_AT_ONCE):
+            some = keys[start : start + CHUNKS_AT_ONCE]
+            check(len(some))
+            self._look_again(name, some)
 
     def _look_again(self, name: str, keys: Sequence[ChunkKey]) -> None:
         """Read the record before the payload: a payload is put before its record is published."""

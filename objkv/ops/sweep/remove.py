@@ -6,17 +6,15 @@ take the lease may publish a payload just before its deletion; that record is fo
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
-from threading import Lock
 from typing import Literal, get_args
 
-from objkv.errors import StoreError
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import BackendsView, Lease, recorded
-from objkv.ops.retrying import once, pauses
-from objkv.ops.runs import Counters, Halted
+from objkv.ops.backends_view import BackendsView, Lease, delete_unchanged, recorded
+from objkv.ops.runs import Counters
 from objkv.stores.base import Entry, Unfinished
 
 Category = Literal[
@@ -47,7 +45,6 @@ class SweepLimits:
     """Whether payloads in namespaces without an identity document are removed too."""
     force: bool = False
     """Whether to proceed even if the index or bucket looks empty or mismatched."""
-    removals_max: int | None = None
 
 
 class Remover:
@@ -58,17 +55,12 @@ class Remover:
         self,
         view: BackendsView,
         limits: SweepLimits,
-        halt: Callable[[], None],
         *,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        """``halt``: called when no further removal is allowed."""
         self._view = view
         self._limits = limits
-        self._halt = halt
-        self._lock = Lock()
-        self._left = limits.removals_max
         self._clock = clock
         self._sleep = sleep
 
@@ -85,45 +77,47 @@ class Remover:
         if not self._may(kind):
             counters.find(kind, entry.key, entry.nbytes)
             return
-        lease = Lease(self._view, key.path(), clock=self._clock)
-        if not lease.take():
-            counters.count("busy")
-            return
-        try:
-            is_removed = self._remove(key, entry, shard, lease)
-        finally:
-            lease.release()
-        if is_removed:
-            counters.find(kind, entry.key, entry.nbytes)
-            counters.count("removed", entry.nbytes)
-        else:
-            counters.count("changed")
+        with self._leased(key, counters) as lease:
+            if lease is None:
+                return
+            if self._remove(key, entry, shard, lease):
+                counters.find(kind, entry.key, entry.nbytes)
+                counters.count("removed", entry.nbytes)
+            else:
+                counters.count("changed")
 
     def record(self, key: ChunkKey, shard: ShardRecord, counters: Counters) -> None:
         """Forget the record of a missing payload."""
-        if not self._may("missing"):
-            counters.find("missing", key.path(), shard.nbytes)
-            return
         view, path = self._view, key.path()
-        lease = Lease(view, path, clock=self._clock)
-        if not lease.take():
-            counters.count("busy")
+        if not self._may("missing"):
+            counters.find("missing", path, shard.nbytes)
             return
-        try:
-            is_forgotten = (
+        with self._leased(key, counters) as lease:
+            if lease is None:
+                return
+            if (
                 view.bulk.head(path) is None
                 and lease.renew()
                 and view.index.forget(key.namespace, key.prefix_hash, key.field, shard)
-            )
-            if is_forgotten:
+            ):
                 self._remove_copy(path, shard)
+                counters.find("missing", path, shard.nbytes)
+                counters.count("removed")
+            else:
+                counters.count("changed")
+
+    @contextmanager
+    def _leased(self, key: ChunkKey, counters: Counters) -> Iterator[Lease | None]:
+        """Hold the lease within the block; None if another process has it, which is counted."""
+        lease = Lease(self._view, key.path(), clock=self._clock)
+        if not lease.take():
+            counters.count("busy")
+            yield None
+            return
+        try:
+            yield lease
         finally:
             lease.release()
-        if is_forgotten:
-            counters.find("missing", path, shard.nbytes)
-            counters.count("removed")
-        else:
-            counters.count("changed")
 
     def leftover(self, found: Unfinished, counters: Counters) -> None:
         """Discard the leftover of a killed writer."""
@@ -142,17 +136,7 @@ class Remover:
         counters.find(kind, entry.key, entry.nbytes)
 
     def _may(self, kind: Category) -> bool:
-        """Whether to remove one more. Raises ``Halted`` when the limit is reached."""
-        if not self._limits.apply or (kind == "unidentified" and not self._limits.unidentified):
-            return False
-        with self._lock:
-            if self._left is None:
-                return True
-            if self._left > 0:
-                self._left -= 1
-                return True
-        self._halt()
-        raise Halted
+        return self._limits.apply and (kind != "unidentified" or self._limits.unidentified)
 
     def _remove(self, key: ChunkKey, entry: Entry, shard: ShardRecord | None, lease: Lease) -> bool:
         view, path = self._view, key.path()
@@ -168,34 +152,10 @@ class Remover:
                 and view.index.forget(key.namespace, key.prefix_hash, key.field, shard)
             ):
                 return False
-        if not self._delete(entry, lease):
+        if not delete_unchanged(view, now, lease, sleep=self._sleep):
             return False
         self._remove_copy(path, shard)
         self._withdraw(key)
-        return True
-
-    def _delete(self, entry: Entry, lease: Lease) -> bool:
-        """Delete ``entry``; False if the key may hold another payload by now. A failed delete may
-        have succeeded on the server, and a writer may have saved since, so the entry is checked
-        before each further attempt."""
-        store, path = once(self._view.bulk), entry.key
-        for pause_s in pauses():
-            if not lease.renew():
-                return False
-            try:
-                store.delete(path)
-            except StoreError as exc:
-                if not exc.transient:
-                    raise
-            else:
-                return True
-            self._sleep(pause_s)
-            now = self._view.bulk.head(path)
-            if now is None or not _is_same(now, entry):
-                return now is None
-        if not lease.renew():
-            return False
-        store.delete(path)
         return True
 
     def _withdraw(self, key: ChunkKey) -> None:

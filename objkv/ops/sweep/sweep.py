@@ -6,6 +6,7 @@ Each item is looked up in the index again before it is judged, and again under i
 import math
 import time
 from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Final
 
 from objkv.cache.pins import read_pins
@@ -79,13 +80,13 @@ class Sweep:
         if {"orphan", "expired", "old_epoch", "unidentified"}.isdisjoint(self._limits.only):
             return
         for part in self._inventory.slices(_PAYLOADS):
-            yield Unit(self._part_work(part), items=part.number)
+            yield Unit(partial(self._part, part), items=part.number)
 
     def missing(self) -> Iterator[Unit]:
         """Forget records without payloads."""
         if "missing" in self._limits.only:
             for part in self._inventory.slices(_MISSING):
-                yield Unit(self._missing_work(part), items=part.number)
+                yield Unit(partial(self._missing, part), items=part.number)
 
     def documents(self) -> Iterator[Unit]:
         """Remove documents of old epochs without payloads, and of ended pins. Counted as
@@ -93,7 +94,7 @@ class Sweep:
         if not self._limits.apply:
             return
         for name in sorted(self._places.namespaces):
-            yield Unit(self._document_work(name))
+            yield Unit(partial(self._documents, name))
 
     def _leftovers(self, counters: Counters, check: Check) -> None:
         """One after the other: only one thread at a time may use ``rows``."""
@@ -114,26 +115,22 @@ class Sweep:
             if self._is_old(modified_s):
                 self._remover.entry("quarantined", Entry(key, nbytes, modified_s), counters)
 
-    def _part_work(self, part: Slice) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            for items in self._inventory.items(part, _PAYLOADS):
-                found = [(one.key, one.entry) for one in items]
-                for stored in with_records(self._view, part.namespace, found):
-                    check()
-                    self._judge(part.namespace, stored, counters)
+    def _part(self, part: Slice, counters: Counters, check: Check) -> None:
+        for stored in self._now(part, _PAYLOADS):
+            check()
+            self._judge(part.namespace, stored, counters)
 
-        return work
+    def _missing(self, part: Slice, counters: Counters, check: Check) -> None:
+        for stored in self._now(part, _MISSING):
+            check()
+            if stored.shard is not None:
+                self._remover.record(stored.key, stored.shard, counters)
 
-    def _missing_work(self, part: Slice) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            for items in self._inventory.items(part, _MISSING):
-                found = [(one.key, None) for one in items]
-                for stored in with_records(self._view, part.namespace, found):
-                    check()
-                    if stored.shard is not None:
-                        self._remover.record(stored.key, stored.shard, counters)
-
-        return work
+    def _now(self, part: Slice, where: str) -> Iterator[StoredPayload]:
+        """Yield what the inventory found, with its records of now."""
+        for items in self._inventory.items(part, where):
+            found = [(one.key, one.entry) for one in items]
+            yield from with_records(self._view, part.namespace, found)
 
     def _judge(self, namespace: str, stored: StoredPayload, counters: Counters) -> None:
         key, entry, record = stored.key, stored.entry, stored.record
@@ -161,32 +158,28 @@ class Sweep:
         age_s = self._clock() - entry.modified_s
         return "expired" if age_s >= self._view.ttl_s else "orphan"
 
-    def _document_work(self, name: str) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            bulk = self._view.bulk
-            grace_s = max(0, self._limits.grace_s)
-            counters.counts["documents"] += remove_ended_pins(
-                bulk, name, now_s=self._clock(), grace_s=grace_s
-            )
-            if (
-                name in self._doubted
-                or name not in self._places.old
-                or "old_epoch" not in self._limits.only
-            ):
+    def _documents(self, name: str, counters: Counters, check: Check) -> None:
+        bulk, grace_s = self._view.bulk, max(0, self._limits.grace_s)
+        counters.counts["documents"] += remove_ended_pins(
+            bulk, name, now_s=self._clock(), grace_s=grace_s
+        )
+        if (
+            name in self._doubted
+            or name not in self._places.old
+            or "old_epoch" not in self._limits.only
+        ):
+            return
+        beside = []
+        for entry in bulk.scan(f"{name}/"):
+            check()
+            beside.append(entry.key)
+            is_beside = entry.key.startswith(f"{name}/shapes/")  # empty files of format 1
+            if not (is_beside or entry.key == identity_path(name)):
+                return  # a payload is left
+            if not self._is_old(entry.modified_s):
                 return
-            beside = []
-            for entry in bulk.scan(f"{name}/"):
-                check()
-                beside.append(entry.key)
-                is_beside = entry.key.startswith(f"{name}/shapes/")  # empty files of format 1
-                if not (is_beside or entry.key == identity_path(name)):
-                    return  # a payload is left
-                if not self._is_old(entry.modified_s):
-                    return
-            for key in beside:
-                counters.counts["documents"] += bulk.delete(key)
-
-        return work
+        for key in beside:
+            counters.counts["documents"] += bulk.delete(key)
 
     def _is_old(self, modified_s: float, least_s: float = -math.inf) -> bool:
         return self._clock() - modified_s >= max(self._limits.grace_s, least_s)
@@ -196,7 +189,7 @@ class Sweep:
         if not self._limits.apply or self._view.is_own_index or "missing" not in self._limits.only:
             return
         names = {*self._places.every, *self._places.totals}
-        for name in sorted(names & {self._places.only or name for name in names}):
+        for name in sorted(names if self._places.only is None else {self._places.only}):
             yield count_exactly(self._view, name, self._clock)
 
     def quotas(self, quota_bytes: int) -> Iterator[Unit]:
@@ -206,29 +199,24 @@ class Sweep:
             return
         room = quota_bytes * SWEPT_PERCENT // 100
         for tenant in sorted({t for t in map(self._tenant, self._places.namespaces) if t}):
-            yield Unit(self._quota_work(tenant, room))
+            yield Unit(partial(self._quota, tenant, room))
 
-    def _quota_work(self, tenant: str, room: int) -> Callable[[Counters, Check], None]:
-        def work(counters: Counters, check: Check) -> None:
-            homes: dict[bytes, str] = {}
-            candidates: list[Candidate] = []
-            for name in self._places.namespaces:
-                if self._tenant(name) == tenant:
-                    ns = self._inventory.namespace(name)
-                    for *values, pinned in self._inventory.some(_CANDIDATES, (ns,)):
-                        is_pinned = bool(pinned) or values[0] in self._pins[name]
-                        candidates.append(Candidate(*(*values, is_pinned)))
-                        homes[values[0]] = name
-            used = sum(one.nbytes for one in candidates)
-            if used <= room:
-                return
-            for one in choose(candidates, free_bytes=used - room, now_s=self._clock()):
-                check()
-                self._give_up(homes[one.prefix_hash], one, counters)
+    def _quota(self, tenant: str, room: int, counters: Counters, check: Check) -> None:
+        homes: dict[bytes, str] = {}
+        candidates: list[Candidate] = []
+        for name in self._places.namespaces:
+            if self._tenant(name) == tenant:
+                ns = self._inventory.namespace(name)
+                for *values, pinned in self._inventory.some(_CANDIDATES, (ns,)):
+                    is_pinned = bool(pinned) or values[0] in self._pins[name]
+                    candidates.append(Candidate(*(*values, is_pinned)))
+                    homes[values[0]] = name
+        used = sum(one.nbytes for one in candidates)
+        for one in choose(candidates, free_bytes=used - room, now_s=self._clock()):
+            check()
+            self._evict(homes[one.prefix_hash], one, counters)
 
-        return work
-
-    def _give_up(self, name: str, chosen: Candidate, counters: Counters) -> None:
+    def _evict(self, name: str, chosen: Candidate, counters: Counters) -> None:
         [record] = self._view.index.lookup(name, [chosen.prefix_hash])
         if record is None or record.touched_s > chosen.touched_s:  # it was used meanwhile
             counters.count("changed")

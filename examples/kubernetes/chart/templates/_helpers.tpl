@@ -75,9 +75,9 @@ spec:
       ports:
         - {name: metrics, containerPort: 9108}
       readinessProbe:
-        httpGet: {path: /healthz, port: metrics}
+        httpGet: {path: /metrics, port: metrics}
       livenessProbe:
-        httpGet: {path: /healthz, port: metrics}
+        httpGet: {path: /metrics, port: metrics}
         failureThreshold: 6
       {{- end }}
       resources: {{- toYaml .part.resources | nindent 8 }}

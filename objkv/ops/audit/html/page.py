@@ -7,6 +7,7 @@ and the page's content security policy allows only its own script.
 import base64
 import hashlib
 import json
+from dataclasses import asdict
 from functools import cache
 from importlib import resources
 from typing import Any, Final
@@ -17,14 +18,13 @@ from markupsafe import Markup
 from objkv.ops import formats
 from objkv.ops.audit.report import AuditReport, verdict
 from objkv.ops.inventory.findings import FAULTS, MEANINGS
-from objkv.ops.inventory.tree import TreeNode
 
 _BADGES: Final = {
     "corrupt": "Corrupt payloads", "faults": "Faults found", "fine": "No faults",
 }  # fmt: skip
 _FORMATS: Final = (
     "ago", "brief", "count", "dollars", "duration", "moment", "noun", "sentence", "share", "size",
-    "times", "with_commands",
+    "with_commands",
 )  # fmt: skip
 # These would end the script element around the data or start another element.
 _UNSAFE: Final = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028"}
@@ -102,33 +102,11 @@ def _tree(report: AuditReport) -> dict[str, Any]:
                 "name": one.namespace,
                 "model": _masked(one.model),
                 "tenant": _masked(one.tenant),
-                "known": one.is_known,
+                "roots": one.roots,
+                "chunks": one.chunks,
+                "bytes": one.nbytes,
             }
             for one in report.namespaces
         ],
-        "nodes": [_node(node) for node in report.tree],
-    }
-
-
-def _node(node: TreeNode) -> dict[str, Any]:
-    return {
-        "id": node.id,
-        "parent": node.parent,
-        "other": node.kind == "other",
-        "space": node.namespace,
-        "hash": node.hash,
-        "start": node.token_start,
-        "end": node.token_end,
-        "depth": node.depth,
-        "chunks": node.chunks,
-        "bytes": node.nbytes,
-        "hits": node.hits,
-        "top": node.hits_max,
-        "used": node.last_used_s,
-        "new": node.newest_s,
-        "leaves": node.leaves,
-        "ways": node.children,
-        "folded": node.folded,
-        "label": _masked(node.label),
-        "text": _masked(node.text),
+        "nodes": [asdict(one) for one in report.tree],
     }

@@ -73,116 +73,80 @@
     cut();
   }
 
-  // The tree
+  // The tree: of each namespace the branches that the report has, and one box for what it left out.
 
   const data = JSON.parse(document.getElementById("tree-data").textContent);
   const picture = document.getElementById("icicle");
   const detail = document.getElementById("tree-detail");
   const legend = document.getElementById("tree-legend");
   const path = document.getElementById("tree-path");
-  const byWidth = document.getElementById("tree-width");
-  const byColour = document.getElementById("tree-colour");
-  const find = document.getElementById("tree-find");
   const HIGH = 28;
 
-  const everything = { kind: "all", name: "Everything", children: [], level: 0, up: null };
+  const added = (up, name, values) => {
+    const node = { name, up, level: up ? up.level + 1 : 0, home: up && up.home, children: [], ...values };
+    if (up) up.children.push(node);
+    return node;
+  };
+  const everything = added(null, "Everything", { bytes: 0, chunks: 0, leaves: 0 });
+  const models = data.spaces.map((space) => space.model);
   const spaces = new Map();
-  const nodes = new Map();
-  for (const [number, space] of data.spaces.entries()) {
-    spaces.set(space.name, {
-      kind: "space", name: space.model || `unknown ${space.name.slice(0, 8)}`, space, number, children: [], up: everything,
+  for (const space of data.spaces) {
+    if (!space.chunks) continue;
+    const alike = models.filter((model) => model === space.model).length > 1;
+    const name = space.model || "unknown";
+    const label = alike || !space.model ? `${name} · ${space.tenant || space.name.slice(0, 8)}` : name;
+    const node = added(everything, label, {
+      home: space, own: 0, ownChunks: 0, bytes: space.bytes, chunks: space.chunks, leaves: 0, parts: space.roots,
     });
+    spaces.set(space.name, node);
+    everything.bytes += space.bytes;
+    everything.chunks += space.chunks;
   }
-  for (const raw of data.nodes) {
-    const node = { kind: raw.other ? "other" : "run", raw, children: [] };
-    let up = raw.parent === null ? undefined : nodes.get(raw.parent);
-    if (!up) {
-      if (!spaces.has(raw.space)) {
-        const space = { name: raw.space, model: null, tenant: null, known: false };
-        spaces.set(raw.space, { kind: "space", name: `unknown ${raw.space.slice(0, 8)}`, space, number: spaces.size, children: [], up: everything });
-      }
-      up = spaces.get(raw.space);
-    }
-    node.up = up;
-    node.home = spaces.get(raw.space);
-    node.name = raw.text || (raw.other ? raw.label || "smaller ones" : raw.hash.slice(0, 8));
-    up.children.push(node);
-    nodes.set(raw.id, node);
+  const nodes = new Map();
+  for (const raw of data.nodes) {   // parents come first
+    const up = raw.parent === null ? spaces.get(raw.namespace) : nodes.get(raw.parent);
+    nodes.set(raw.id, added(up, raw.hash.slice(0, 8), {
+      raw, own: raw.nbytes, ownChunks: raw.chunks, bytes: raw.tree_bytes, chunks: raw.tree_chunks,
+      leaves: raw.leaves, parts: raw.branches,
+    }));
+    if (raw.parent === null) { up.leaves += raw.leaves; everything.leaves += raw.leaves; }
   }
-  const named = new Map();
-  for (const space of spaces.values()) named.set(space.name, (named.get(space.name) || 0) + 1);
-  for (const space of spaces.values()) {
-    space.home = space;
-    // Namespaces of one model are named by their tenant or their hash.
-    if (named.get(space.name) > 1) space.name += ` · ${space.space.tenant || space.space.name.slice(0, 8)}`;
-    if (space.children.length) everything.children.push(space);
+  for (const node of [...spaces.values(), ...nodes.values()]) {
+    const rest = { bytes: node.bytes - node.own, chunks: node.chunks - node.ownChunks, leaves: node.leaves };
+    const left = node.parts - node.children.length;
+    for (const child of node.children) for (const what in rest) rest[what] -= child[what];
+    if (rest.chunks > 0) added(node, left > 0 ? `${count(left)} smaller` : "others", { ...rest, other: true });
   }
-  if (!everything.children.length) {
-    picture.append(make("p", "empty", "No prefixes are stored, or the audit did not reach them."));
+  if (!nodes.size) {
+    picture.append(make("p", "empty", "No prefixes are stored."));
     return;
   }
-  document.querySelector(".tools").hidden = false;
 
-  const order = [];   // parents before their children
-  for (const left = [everything]; left.length;) {
-    const node = left.pop();
-    node.level = node.up ? node.up.level + 1 : 0;
+  const order = [];
+  const place = (node, x, w) => {
+    Object.assign(node, { x, w });
     order.push(node);
-    for (let at = node.children.length - 1; at >= 0; at -= 1) left.push(node.children[at]);
-  }
-  for (let at = order.length - 1; at >= 0; at -= 1) {
-    const node = order[at];
-    const below = (what) => node.children.reduce((sum, child) => sum + child[what], 0);
-    const raw = node.raw;
-    node.bytes = (raw ? raw.bytes : 0) + below("bytes");
-    node.chunks = (raw ? raw.chunks : 0) + below("chunks");
-    node.leaves = raw ? Math.max(raw.leaves, below("leaves")) : below("leaves");
-    node.hits = (raw ? raw.hits || 0 : 0) + below("hits");
-    node.knows = (raw ? raw.hits !== null : false) || node.children.some((child) => child.knows);
-  }
-  const mostHits = Math.max(1, ...order.map((node) => (node.raw && node.raw.top) || 0));
-
-  const heat = (node) => {
-    const hits = node.raw.top === null ? node.raw.hits : node.raw.top;
-    if (hits === null) return "hx";
-    return hits === 0 ? "h0" : `h${Math.min(7, 1 + Math.floor((6.99 * Math.log(hits)) / Math.log(mostHits + 1)))}`;
-  };
-  const AGES = [3600, 6 * 3600, 86400, 3 * 86400, 7 * 86400, 30 * 86400];
-  const freshness = (node) => {
-    if (node.raw.used === null) return node.raw.hits === null ? "hx" : "h0";
-    const age = data.made - node.raw.used;
-    const at = AGES.findIndex((limit) => age < limit);
-    return `h${at < 0 ? 1 : 7 - at}`;
-  };
-  const paint = (node) => {
-    if (byColour.value === "space" && node.home) return `s${node.home.number % 8}`;
-    if (!node.raw) return "k-all";
-    return byColour.value === "used" ? freshness(node) : heat(node);
-  };
-
-  const layOut = () => {
-    const what = byWidth.value;
-    for (const node of order) node.children.sort((a, b) => b[what] - a[what] || (a.kind === "other") - (b.kind === "other"));
-    everything.x = 0;
-    everything.w = 1;
-    for (const node of order) {   // parents come first, whatever the order of siblings
-      let x = node.x;
-      for (const child of node.children) {
-        child.x = x;
-        child.w = node[what] ? (node.w * child[what]) / node[what] : 0;
-        x += child.w;
-      }
+    node.children.sort((a, b) => Boolean(a.other) - Boolean(b.other) || b.bytes - a.bytes);
+    for (const child of node.children) {
+      const part = node.bytes ? (w * child.bytes) / node.bytes : 0;
+      place(child, x, part);
+      x += part;
     }
   };
-
-  const range = (raw) => `${count(raw.start)}–${count(raw.end)}`;
+  const mostHits = Math.max(1, ...data.nodes.map((raw) => raw.hits || 0));
+  const heat = (node) => {
+    if (!node.raw) return node.other ? "hx" : "k-all";
+    const hits = node.raw.hits;
+    if (!hits) return hits === 0 ? "h0" : "hx";
+    return `h${Math.min(7, 1 + Math.floor((6.99 * Math.log(hits)) / Math.log(mostHits + 1)))}`;
+  };
+  const range = (raw) => `${count(raw.token_start)}–${count(raw.token_end)}`;
   const sentence = (node) => {
     const what = `${node.name}, ${size(node.bytes)}, ${things(node.chunks, "chunk")}`;
-    const hits = node.knows ? `, ${things(node.hits, "hit")}` : "";
-    return node.raw ? `${what}, tokens ${range(node.raw)}${hits}` : `${what}${hits}`;
+    return node.raw ? `${what}, tokens ${range(node.raw)}, ${things(node.raw.hits, "hit")}` : what;
   };
 
-  let zoomed = everything, focused = everything, pointed = null;
+  let zoomed = everything, focused = everything;
   const within = (node) => { for (let at = zoomed; at; at = at.up) if (at === node) return true; return false; };
 
   const boxOf = (node) => {
@@ -191,156 +155,101 @@
     box.setAttribute("role", "treeitem");
     box.setAttribute("aria-level", String(node.level + 1));
     box.setAttribute("aria-label", sentence(node));
-    box.tabIndex = -1;
     box.style.top = `${node.level * HIGH}px`;
     box.addEventListener("click", () => { focused = node; go(node === zoomed && node.up ? node.up : node); });
-    box.addEventListener("mouseenter", () => { pointed = node; tell(node); });
-    box.addEventListener("focus", () => { focused = node; pointed = null; tell(node); });
+    box.addEventListener("mouseenter", () => tell(node));
+    box.addEventListener("focus", () => { focused = node; tell(node); });
     node.box = box;
     picture.append(box);
     return box;
   };
-
   const draw = () => {
     const pixels = picture.clientWidth || 900;
-    const words = find.value.trim().toLowerCase();
     let deepest = 0;
     for (const node of order) {
       const above = within(node) && node !== zoomed;
       const x = above ? 0 : (node.x - zoomed.x) / zoomed.w;
       const w = above ? 1 : node.w / zoomed.w;
-      const inside = above || (node.x >= zoomed.x - 1e-12 && node.x + node.w <= zoomed.x + zoomed.w + 1e-12 && node.level >= zoomed.level);
+      const inside = above || (x >= -1e-9 && x + w <= 1 + 1e-9 && node.level >= zoomed.level);
       if (!inside || w * pixels < 1.2) {
-        if (node.box) { node.box.hidden = true; node.box.style.display = "none"; }
+        if (node.box) node.box.hidden = true;
         continue;
       }
-      const box = boxOf(node);
-      box.style.display = "";
+      const box = boxOf(node), isThin = w * pixels < 34;
       box.hidden = false;
       box.style.left = `${100 * x}%`;
       box.style.width = `${100 * w}%`;
-      const isThin = w * pixels < 34;
-      box.textContent = isThin ? "" : node.raw && !node.raw.other ? `${node.name} · ${range(node.raw)}` : node.name;
-      box.className = `box ${paint(node)}${above ? " above" : ""}${node.kind === "other" ? " other" : ""}${isThin ? " thin" : ""}${w * pixels < 5 ? " hair" : ""}`;
-      if (words && !matches(node, words)) box.classList.add("dim");
+      box.textContent = isThin ? "" : node.raw ? `${node.name} · ${range(node.raw)}` : node.name;
+      box.className = `box ${heat(node)}${above ? " above" : ""}${node.other ? " other" : ""}${isThin ? " thin" : ""}${w * pixels < 5 ? " hair" : ""}`;
       box.tabIndex = node === focused ? 0 : -1;
       deepest = Math.max(deepest, node.level);
     }
-    if (focused.box === undefined || focused.box.hidden) { focused = zoomed; boxOf(zoomed).tabIndex = 0; }
+    if (!focused.box || focused.box.hidden) { focused = zoomed; boxOf(zoomed).tabIndex = 0; }
     picture.style.height = `${(deepest + 1) * HIGH + 1}px`;
   };
 
-  const matches = (node, words) => {
-    const texts = [node.name, node.raw && node.raw.hash, node.raw && node.raw.label, node.home && node.home.space.name,
-      node.home && node.home.space.model, node.home && node.home.space.tenant];
-    return texts.some((text) => text && text.toLowerCase().includes(words));
-  };
-
   const tell = (node) => {
-    const rows = [];
-    const raw = node.raw;
+    const raw = node.raw, home = node.home;
+    const rows = [["Size", size(node.bytes)], ["Chunks", count(node.chunks)]];
     if (raw) {
-      rows.push(["Tokens", range(raw)]);
-      if (raw.other) rows.push(["Stands for", things(raw.folded, "prefix")]);
-      rows.push([node.children.length ? "This box" : "Size", size(raw.bytes)], ["Chunks", count(raw.chunks)]);
+      rows.unshift(["Tokens", range(raw)]);
+      if (raw.branches) rows.splice(1, 0, ["This box", size(raw.nbytes)]);
     }
-    if (node.children.length) {
-      rows.push([raw ? "With all boxes below" : "Size", size(node.bytes)]);
-      if (!raw) rows.push(["Chunks", count(node.chunks)]);
-    }
-    rows.push(["Share of the store", share(node.bytes, everything.bytes)]);
-    rows.push(["Prompts ending here or below", count(node.leaves)]);
-    rows.push(["Hits", raw ? count(raw.hits) : node.knows ? count(node.hits) : DASH]);
+    rows.push(["Share of the store", share(node.bytes, everything.bytes)], ["Prompts ending here or below", count(node.leaves)]);
     if (raw) {
-      rows.push(["Last used", raw.used === null ? DASH : `${span(Math.max(0, data.made - raw.used))} ago`]);
-      if (!raw.other) rows.push(["Continuations", count(raw.ways)]);
+      rows.push(["Hits", count(raw.tree_hits)], ["Last used", raw.last_used_s === null ? DASH : `${span(Math.max(0, data.made - raw.last_used_s))} ago`]);
+      rows.push(["Continuations", count(raw.branches)]);
     }
     const list = make("dl");
     for (const [name, value] of rows) list.append(make("dt", "", name), make("dd", "", value));
-    const home = node.home && node.home.space;
-    const title = raw && !raw.other ? `Chunk ${raw.hash.slice(0, 8)}` : node.name;
-    const parts = [make("h3", "", title)];
+    const parts = [make("h3", "", raw ? `Chunk ${node.name}` : node.name)];
     if (home) parts.push(make("p", "sub", `${home.model || "unknown model"} · ${home.tenant || "unknown tenant"}`));
     parts.push(list);
-    if (raw && raw.text) parts.push(make("blockquote", "", raw.text));
-    if (raw && raw.hash) parts.push(make("p", "hash mono", raw.hash));
-    else if (home) parts.push(make("p", "hash mono", home.name));
+    if (home) parts.push(make("p", "hash mono", raw ? raw.hash : home.name));
     detail.replaceChildren(...parts);
   };
-
-  const tellLegend = () => {
-    const kind = byColour.value;
-    if (kind === "space") {
-      const names = make("div", "names");
-      for (const space of everything.children.slice(0, 8)) {
-        const line = make("div");
-        line.append(make("i", `s${space.number % 8}`), space.name);
-        names.append(line);
-      }
-      const left = everything.children.length - 8;
-      if (left > 0) names.append(make("div", "", `and ${count(left)} more in the same colours`));
-      legend.replaceChildren(make("span", "", "Colour: namespace"), names);
-      return;
-    }
-    const scale = make("div", "scale");
-    for (let at = 0; at < 8; at += 1) scale.append(make("i", `h${at}`));
-    const ends = make("div", "ends");
-    const [title, low, high] = kind === "hits"
-      ? ["Colour: hits of the box's most used chunk", "0", count(mostHits)]
-      : ["Colour: last use", "never", "within the hour"];
-    ends.append(make("span", "", low), make("span", "", high));
-    legend.replaceChildren(make("span", "", title), scale, ends);
-  };
-
   const go = (node) => {
     zoomed = node;
     const trail = [];
-    for (let at = node; at; at = at.up) trail.unshift(at);
-    const parts = [];
-    for (const at of trail) {
-      if (parts.length) parts.push(make("span", "", "›"));
-      const step = make("button", "", at.name);
+    for (let at = node; at; at = at.up) {
+      const step = make("button", "", at.name), to = at;
       step.type = "button";
       if (at === node) step.setAttribute("aria-current", "true");
-      step.addEventListener("click", () => go(at));
-      parts.push(step);
+      step.addEventListener("click", () => go(to));
+      trail.unshift(...(at.up ? [make("span", "", "›"), step] : [step]));
     }
-    path.replaceChildren(...parts);
+    path.replaceChildren(...trail);
     draw();
     tell(node);
   };
-
   const move = (to) => {
     if (!to || !to.box || to.box.hidden) return;
     focused = to;
     draw();
     to.box.focus();
-    to.box.scrollIntoView({ block: "nearest" });
   };
   picture.addEventListener("keydown", (event) => {
     const around = focused.up ? focused.up.children : [focused];
-    const at = around.indexOf(focused);
+    const zoom = (to) => { focused = to; go(to); to.box.focus(); };
     const keys = {
       ArrowDown: () => move(focused.children.find((child) => child.box && !child.box.hidden)),
       ArrowUp: () => move(focused.up),
-      ArrowRight: () => move(around[at + 1]),
-      ArrowLeft: () => move(around[at - 1]),
-      Home: () => move(everything),
-      Enter: () => { go(focused); focused.box.focus(); },
-      " ": () => { go(focused); focused.box.focus(); },
-      Escape: () => { if (zoomed.up) { focused = zoomed.up; go(zoomed.up); focused.box.focus(); } },
-      Backspace: () => keys.Escape(),
+      ArrowRight: () => move(around[around.indexOf(focused) + 1]),
+      ArrowLeft: () => move(around[around.indexOf(focused) - 1]),
+      Enter: () => zoom(focused),
+      Escape: () => { if (zoomed.up) zoom(zoomed.up); },
     };
     if (!(event.key in keys)) return;
     event.preventDefault();
     keys[event.key]();
   });
-  picture.addEventListener("mouseleave", () => { pointed = null; tell(zoomed); });
-  byWidth.addEventListener("change", () => { layOut(); draw(); });
-  byColour.addEventListener("change", () => { tellLegend(); draw(); });
-  find.addEventListener("input", draw);
+  picture.addEventListener("mouseleave", () => tell(zoomed));
+
+  const scale = make("div", "scale"), ends = make("div", "ends");
+  for (let at = 0; at < 8; at += 1) scale.append(make("i", `h${at}`));
+  ends.append(make("span", "", "0"), make("span", "", count(mostHits)));
+  legend.replaceChildren(make("span", "", "Colour: hits of the box's most used chunk"), scale, ends);
   new ResizeObserver(draw).observe(picture);
-  layOut();
-  tellLegend();
+  place(everything, 0, 1);
   go(everything);
 })();
