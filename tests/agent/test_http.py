@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import logging
 import os
 import re
 import shutil
@@ -16,10 +17,13 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from objkv import __version__
 from objkv.agent.http import listener
 from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
+from objkv.agent.messages import VERSION
 from objkv.errors import ConfigError
+from objkv.ops.agent_api import AgentApi
 from objkv.ops.top.scrape import values_of
 from tests.agent.world import PATIENCE_S, REPLICAS, Node, down, ended, gated, opened, serving
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
@@ -414,3 +418,32 @@ def test_no_version_of_anything_is_told(node: Node, router: Router) -> None:
         answer = sock.makefile("rb").read()
     assert b"\r\nServer: objkv\r\n" in answer
     assert b"Python" not in answer
+
+
+def test_the_status_says_how_the_agent_and_its_stores_are(node: Node) -> None:
+    node.save()
+    logger = logging.getLogger("objkv.net")
+    logger.addHandler(node.warnings)
+    with serving(node):
+        api = AgentApi(node.http)
+        status = api.status()
+        assert [(one.area, one.url, one.error) for one in status.stores] == [
+            ("bulk", "s3://kv", None),
+            ("index", "rediss://***@index", None),
+        ]
+        assert (status.role, status.is_accepting, status.clients) == ("writer", True, 7)
+        assert (status.version, status.protocol) == (__version__, VERSION)
+        assert status.memory_bytes == node.arena_cache.total_bytes
+        assert (status.held_back_payloads, status.joins, status.disk_bytes) == (0, 0, None)
+        assert status.warnings == []
+        node.index.check = down  # type: ignore[method-assign]
+        node.recorder.level("breaker_open_index_write", 1)
+        logger.warning("index %s keep failing", "writes")
+        status = api.status()
+        assert [(one.error, one.kind) for one in status.stores] == [
+            (None, None),
+            ("down", "StoreUnavailable"),
+        ]
+        assert [one.breakers_open for one in status.stores] == [[], ["write"]]
+        assert [one.text for one in status.warnings] == ["index writes keep failing"]
+    logger.removeHandler(node.warnings)
