@@ -14,11 +14,25 @@ from typing import Literal, Self
 
 from objkv.assembly.backends import open_bulk
 from objkv.config import Config, load_config
-from objkv.ops.doctor.doctor import DISTRIBUTIONS, installed_version, library_versions
+from objkv.ops.doctor.settings import DISTRIBUTIONS, installed_version
 from objkv.stores.base import PruneStore
 from objkv.telemetry import NullRecorder
 
 # The machine: figures mean nothing without it.
+
+_LIBRARIES = (
+    "blosc2",
+    "boto3",
+    "botocore",
+    "lz4",
+    "numpy",
+    "pydantic",
+    "redis",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "xxhash",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +52,7 @@ class Machine:
 
 def describe_machine() -> Machine:
     """Describe this machine."""
-    versions = library_versions() | {name: installed_version(name) for name in DISTRIBUTIONS}
+    versions = {name: installed_version(name) for name in (*_LIBRARIES, *DISTRIBUTIONS)}
     return Machine(
         cpu=_cpu(),
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else _cores(),

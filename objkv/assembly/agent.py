@@ -128,11 +128,11 @@ class NodeAgent:
 
     def _store_checks(self) -> Iterator[StoreCheck]:
         urls, backends = self._config.public(), self._backends
-        yield StoreCheck("bulk", urls["bulk_url"], partial(within, _CHECK_S, backends.bulk.check))
-        yield StoreCheck("index", urls["index_url"], partial(within, _CHECK_S, backends.index.check))
-        if backends.hot is not None:
-            hot = partial(within, _CHECK_S, backends.hot.check)
-            yield StoreCheck("hot", urls["index_url"], hot)
+        bulk, index, hot = backends.bulk, backends.index, backends.hot
+        yield StoreCheck("bulk", urls["bulk_url"], partial(within, _CHECK_S, bulk.check))
+        yield StoreCheck("index", urls["index_url"], partial(within, _CHECK_S, index.check))
+        if hot is not None:
+            yield StoreCheck("hot", urls["index_url"], partial(within, _CHECK_S, hot.check))
 
     def _open(self, path: Path, recorder: Recorder, replace: bool) -> None:
         """Open what may be missing or refused, and only then listen."""

@@ -30,7 +30,7 @@ from objkv.ops.demo import (
     prompts_of,
     show_replicas,
 )
-from objkv.ops.doctor.doctor import installed_version
+from objkv.ops.doctor.settings import installed_version
 from objkv.ops.formats import printable, size
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder

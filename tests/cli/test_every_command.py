@@ -133,9 +133,9 @@ def test_an_index_that_cannot_be_reached_is_3_with_a_remedy_and_without_its_pass
 
 
 CHANGING = {
-    "pin {chunk}": "the role reader cannot write pins",
-    "unpin {chunk}": "the role reader cannot write pins",
-    "admission never": "role",
+    "pin {chunk}": "pin needs the role writer, and role is reader",
+    "unpin {chunk}": "unpin needs the role sweeper, and role is reader",
+    "admission never": "set OBJKV_ROLE=writer",
 }
 
 

@@ -12,7 +12,7 @@ from objkv.config.prices import LIST_PRICES
 from objkv.errors import SCAN_DENIED, StoreDenied
 from objkv.index.base import Savings
 from objkv.net.guard import CallPolicy
-from objkv.ops.doctor.lifecycle import check_lifecycle, judge_rules
+from objkv.ops.doctor.servers import check_lifecycle, judge_rules
 from objkv.stores.base import LifecycleRules
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex

@@ -370,7 +370,7 @@ def test_the_first_address_that_accepts_is_used(
 ) -> None:
     resolve(monkeypatch, "127.0.0.9", "127.0.0.1")
     url = server.url.replace("127.0.0.1", "s3.test")
-    with s3_store(url, client={"allow_plaintext": True}) as store:
+    with s3_store(url, client={"allow_plaintext": "bulk"}) as store:
         store.put("k", b"value")
         assert store.get("k") == b"value"
 
@@ -406,7 +406,7 @@ def test_a_proxy_of_the_environment_passes_connections_on(
     scheme: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     certificates = make_certificates(tmp_path)
-    trusting: dict[str, Any] = {"allow_plaintext": True, "s3_ca_bundle": certificates / "ca.pem"}
+    trusting: dict[str, Any] = {"allow_plaintext": "bulk", "s3_ca_bundle": certificates / "ca.pem"}
     monkeypatch.setattr(s3_http, "is_this_machine", lambda _: False)  # the certificate's name
     tls = certificates if scheme == "https" else None
     with QuickS3(tls=tls) as server, Tunnels(server.address) as proxy:

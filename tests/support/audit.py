@@ -20,7 +20,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.ops.audit.audit import Audit, AuditOptions
 from objkv.ops.audit.report import AuditReport
-from objkv.ops.doctor.lifecycle import ReadRules
+from objkv.ops.doctor.servers import ReadRules
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import ReadView, Walk, find_places
 from objkv.ops.runs import WorkPool

@@ -1,8 +1,8 @@
 """The agent's answers over HTTP, on a Unix socket next to its own and, if set, on an address.
 
 ``GET /healthz``, ``/metrics``, ``/v1/namespaces`` and ``/v1/status``; ``POST /v1/match`` and
-``/v1/prefetch`` with a JSON object. Errors are JSON with the fix. Clients of an address need the agent's token, except
-for ``/healthz``; those of the Unix socket are of the agent's own user.
+``/v1/prefetch`` with a JSON object. Errors are JSON with the fix. Clients of an address need the
+agent's token, except for ``/healthz``; those of the Unix socket are of the agent's own user.
 """
 
 import json

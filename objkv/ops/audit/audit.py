@@ -24,7 +24,7 @@ from objkv.ops.audit.figures import (
 from objkv.ops.audit.pins import read_active_pins
 from objkv.ops.audit.report import AuditReport, LifecycleAudit
 from objkv.ops.audit.text import TextReader, with_texts
-from objkv.ops.doctor.lifecycle import LifecycleVerdict, ReadRules, judge_rules
+from objkv.ops.doctor.servers import LifecycleVerdict, ReadRules, judge_rules
 from objkv.ops.formats import noun
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import Doubt, find_doubts, listed, read_findings
