@@ -128,11 +128,20 @@ class NodeAgent:
 
     def _store_checks(self) -> Iterator[StoreCheck]:
         urls, backends = self._config.public(), self._backends
-        bulk, index, hot = backends.bulk, backends.index, backends.hot
+        bulk, hot = backends.bulk, backends.hot
         yield StoreCheck("bulk", urls["bulk_url"], partial(within, _CHECK_S, bulk.check))
-        yield StoreCheck("index", urls["index_url"], partial(within, _CHECK_S, index.check))
+        yield StoreCheck("index", urls["index_url"], partial(within, _CHECK_S, self._check_index))
         if hot is not None:
             yield StoreCheck("hot", urls["index_url"], partial(within, _CHECK_S, hot.check))
+
+    def _check_index(self) -> None:
+        """Make a round trip and, unless the role is reader, write: a full server only reads."""
+        index = self._backends.index
+        index.check()
+        if self._config.role != "reader":
+            owner = _lease_owner(self._path)
+            index.lease("status", owner, ttl_ms=LEASE_MS)
+            index.release("status", owner)
 
     def _open(self, path: Path, recorder: Recorder, replace: bool) -> None:
         """Open what may be missing or refused, and only then listen."""

@@ -158,14 +158,16 @@ def _print(out: Printer, report: DoctorReport, *, everything: bool) -> None:
 def _check_rows(checks: Sequence[Check], *, everything: bool) -> Iterator[tuple[str, str, str]]:
     """Yield a row for each problem, the worst first, with what to do below it; then one for the
     passed checks of each area."""
-    groups: dict[tuple[str, ...], list[str]] = {}
+    groups: dict[tuple[str, ...], list[Check]] = {}
     for check in sorted(checks, key=lambda one: _WORST_FIRST.index(one.status)):
         is_short = check.status == "ok" and not everything
         said = ("", "", "") if is_short else (check.detail, check.fix, check.name * everything)
-        groups.setdefault((check.status, check.area, *said), []).append(check.name)
-    for (status, area, detail, fix, _), names in groups.items():
+        groups.setdefault((check.status, check.area, *said), []).append(check)
+    for (status, area, detail, fix, _), found in groups.items():
+        names = [check.name for check in found]
         if status == "ok" and not everything:
-            yield status, area, ", ".join(names)
+            more = f": {found[0].detail}" if len(found) == 1 and found[0].detail else ""
+            yield status, area, ", ".join(names) + more
             continue
         yield status, f"{area}: {', '.join(names)}", detail
         if fix:

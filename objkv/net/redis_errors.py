@@ -81,7 +81,7 @@ def translation(call: str, exc: Exception) -> StoreError:
     """Return the ``StoreError`` for ``exc``, whose message has the fix."""
     words = str(exc) or type(exc).__name__
     kind, fix = _meaning(words, exc)
-    return kind(f"{call}: {words}: {fix}" if fix else f"{call}: {words}")
+    return kind(f"{call}: {words.rstrip('.')}: {fix}" if fix else f"{call}: {words}")
 
 
 def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:

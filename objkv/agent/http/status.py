@@ -71,6 +71,9 @@ class StoreStatus:
     """Why it does not work, with the fix; None if it does."""
     kind: str | None
     """Name of the class of ``error``."""
+    writes: int
+    """Of all kinds, since the agent's start, with those that failed; of the index 0."""
+    write_errors: int
     breakers_open: Sequence[str]
     """``read`` and ``write``: calls that are not made, because they kept failing."""
 
@@ -190,5 +193,7 @@ class NodeStatus:
             one.url,
             None if error is None else str(error),
             None if error is None else type(error).__name__,
+            int(self._recorder.value(f"{one.area}_writes")),
+            int(self._recorder.value(f"{one.area}_write_errors")),
             opened,
         )

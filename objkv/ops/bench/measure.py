@@ -80,7 +80,7 @@ def bench_store(store: HotStore, name: str, shape: Shape, effort: Effort) -> Ite
     samples = make_samples(shape, max(effort.at_once))
     first, slab = samples[0], make_slab(samples[0])
     puts, gets, heads = [], [], []
-    with stored_for_a_while(store, samples):
+    with stored_for_a_while(store, samples, expires=name == "hot"):
         for sample in samples[1:]:
             store.put(sample.key, sample.payload)
         for _ in range(effort.calls):
@@ -160,7 +160,7 @@ def bench_agent(
     with ExitStack() as stack:
         namespace, hashes = stack.enter_context(_published(index))
         samples = make_samples(effort.bulk, _PAYLOADS)
-        stack.enter_context(stored_for_a_while(bulk, samples))
+        stack.enter_context(stored_for_a_while(bulk, samples, expires=False))
         for sample in samples:
             bulk.put(sample.key, sample.payload)
             key, record = sample.claim.key, shard_record(read_header(sample.payload))

@@ -113,16 +113,20 @@ def get_verified(store: ReadValues, sample: PayloadSample, slab: memoryview) -> 
 
 
 @contextmanager
-def stored_for_a_while(store: HotStore, samples: list[PayloadSample]) -> Iterator[None]:
-    """Put the document of the samples' namespace, without which no sweep would judge them, and
-    after the block delete all, as far as the rights allow it."""
-    path = identity_path(NAMESPACE)
-    is_new = store.put_if_absent(path, IDENTITY.canonical())
+def stored_for_a_while(
+    store: HotStore, samples: list[PayloadSample], *, expires: bool
+) -> Iterator[None]:
+    """After the block, delete the samples that it has put, as far as the rights allow it.
+
+    ``expires``: whether the store lets values expire by itself. If not, the document of the
+    samples' namespace is put first, without which no sweep would judge them.
+    """
+    paths = [sample.key for sample in samples]
+    if not expires and store.put_if_absent(identity_path(NAMESPACE), IDENTITY.canonical()):
+        paths.append(identity_path(NAMESPACE))
     try:
         yield
     finally:
         with suppress(StoreError):
-            for sample in samples:
-                store.delete(sample.key)
-            if is_new:
+            for path in paths:
                 store.delete(path)

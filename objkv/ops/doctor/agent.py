@@ -19,7 +19,7 @@ from objkv.config.node import agent_socket, host_bytes, http_path
 from objkv.config.urls import local_path
 from objkv.errors import ConfigError, ObjkvError, StoreError, StoreUnavailable
 from objkv.ops.agent_api import AgentApi
-from objkv.ops.doctor.probes import Area, Check, failure
+from objkv.ops.doctor.probes import Area, Check, Status, failure
 from objkv.ops.formats import age, size
 
 _ARENA_SHARE_MAX = 3 / 4
@@ -54,7 +54,8 @@ def check_agent(config: Config) -> tuple[list[Check], bool]:
 
 def _check_down(path: Path, exc: ObjkvError, *, starts: bool) -> list[Check]:
     fix = f"start it as the user of the replicas: objkv agent --socket {path}"
-    detail = f"{exc}; without it, replicas cache nothing".replace(f": {fix}", "")
+    said = str(exc).partition(": start one")[0].replace(".http", "")
+    detail = f"{said}; without it, replicas cache nothing"
     checks = [Check("agent", "socket", "unreachable", detail, fix)]
     if not starts:
         what = "only the agent uses them, and it does not answer"
@@ -77,7 +78,7 @@ def _check_running(config: Config, path: Path, status: AgentStatus) -> list[Chec
         detail = "its role is reader, so the replicas save nothing"
         checks.append(Check("agent", "role", "warning", detail, "set role to writer for it"))
     for store in status.stores:
-        checks.append(_check_store(store))
+        checks += [_check_store(store), *_check_puts(status, store)]
         checks += [
             Check(
                 "agent",
@@ -105,6 +106,21 @@ def _check_store(store: StoreStatus) -> Check:
     kind = getattr(errors, store.kind or "", StoreError)
     found = failure(area, "by the agent", kind(f"{store.url}: {store.error}"))
     return replace(found, fix=f"{found.fix}, in the agent's settings" if found.fix else "")
+
+
+def _check_puts(status: AgentStatus, store: StoreStatus) -> list[Check]:
+    """Whether the agent has put something: nothing is put only for a check, because a writer may
+    not delete it."""
+    if store.area != "bulk" or store.error is not None or status.role != "writer":
+        return []
+    if store.writes > store.write_errors:
+        return [Check("bulk", "puts", "ok", f"{store.writes:,} by the agent since its start")]
+    detail = "the agent has put nothing since its start"
+    if store.writes:
+        detail = f"none of {store.writes:,} puts by the agent since its start worked"
+    fix = "send a replica a prompt that is longer than chunk_tokens, and run this again"
+    status_text: Status = "failed" if store.writes else "not checked"
+    return [Check("bulk", "puts", status_text, detail, fix)]
 
 
 def _check_folder(path: Path) -> list[Check]:

@@ -156,13 +156,15 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
     if config.index_url == "bulk:":  # no records to probe
         return [*checks, Check("index", "check", "ok", "the bulk folder is its own index")]
     index = _probed("index", openers.index, lambda opened: probe_index(role, opened))
-    if index[0].status in BAD:  # the hot store is on the same server: one report is enough
+    is_bad = any(check.status in BAD for check in index)
+    if index[0].status not in BAD:
+        try:
+            facts = openers.describe_index()
+            index += [] if facts is None else check_server(facts)
+        except ObjkvError as exc:
+            index.append(failure("index", "server", exc))
+    if is_bad:  # the hot store is on the same server: one report is enough
         return [*checks, *index]
-    try:
-        facts = openers.describe_index()
-        index += [] if facts is None else check_server(facts)
-    except ObjkvError as exc:
-        index.append(failure("index", "server", exc))
     hot = _probed("hot", openers.hot, lambda store: probe_store(role, "hot", store))
     return [*checks, *index, *hot]
 

@@ -81,7 +81,7 @@ def probe_store(
         if checks[0].status in BAD:
             return checks
         try:
-            with stored_for_a_while(store, samples):
+            with stored_for_a_while(store, samples, expires=area == "hot"):
                 steps = [*_write_steps(store, key, value), *_read_steps(store, key, value, clock)]
                 return [*checks, *run_steps(area, [*steps, *_list_steps(listed, key, found=True)])]
         except StoreError as exc:
