@@ -101,10 +101,6 @@ def print_report(out: Printer, report: DemoReport) -> None:
         f"Median speed-up: {report.speed_up_median:.1f}x. Stored: {stored.chunks} chunks, "
         f"{stored.tokens:,} tokens, {size(stored.nbytes)}."
     )
-    out.line(
-        f"B read {report.agent.read} chunks from the node agent's memory, which fetched "
-        f"{report.agent.fetched} from the store."
-    )
     if report.load_failures:
         out.line(f"{report.load_failures} loads failed; their tokens were recomputed.", "yellow")
     if not report.identical:
