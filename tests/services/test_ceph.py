@@ -323,7 +323,7 @@ LINES = {
     "match": "match --tokens {tokens}",
     "pin": "pin {leaf:.6}",
     "show": "show {leaf:.6} -n tiny",
-    "size": "size --layers 2 --kv-heads 2 --head-size 8",
+    "size": "size --model qwen3-32b",
     "sweep --apply": "sweep --apply --force --grace 0",
     "top": "top --once --every 0.2 --endpoint http://127.0.0.1:9",
     "unpin": "unpin {leaf:.6} -n tiny",
