@@ -1,4 +1,4 @@
-"""Terraform's ``rights.json`` and the commands of each role in ``docs/access.md``, from
+"""Terraform's ``rights.json`` and the commands of each role in ``docs/security.md``, from
 ``objkv.ops.doctor.access``."""
 
 import json
@@ -16,7 +16,7 @@ from objkv.ops.doctor.access import (
 )
 
 FILE = Path(__file__).parents[1] / "terraform" / "modules" / "rights" / "rights.json"
-PAGE = Path(__file__).parents[1] / "docs" / "access.md"
+PAGE = Path(__file__).parents[1] / "docs" / "security.md"
 _MATRIX = re.compile(r"(?<=<!-- commands -->\n).*?(?=<!-- end of commands -->)", re.DOTALL)
 
 
@@ -52,10 +52,12 @@ def text() -> str:
 
 
 def page() -> str:
-    """``docs/access.md`` as it should be."""
+    """``docs/security.md`` as it should be."""
     rows = [f"| command | {' | '.join(ROLES)} |", "|---|" + "---|" * len(ROLES)]
     for name, roles in sorted(COMMAND_ROLES.items()):
-        cells = ("yes" if role in roles else f"needs {roles[-1]}" for role in ROLES)
+        if roles == ROLES:
+            continue
+        cells = ("yes" if role in roles else "no" for role in ROLES)
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     matrix = "\n" + "\n".join(rows) + "\n\n"
     return _MATRIX.sub(lambda _: matrix, PAGE.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """The least-privilege rights of each role: an IAM policy for the bucket and an ACL for Redis.
 
-``objkv access``, ``docs/access.md`` and Terraform all use the rights defined here, and tests do
+``objkv access``, ``docs/security.md`` and Terraform all use the rights defined here, and tests do
 each role's work with exactly these rights.
 """
 
