@@ -14,10 +14,14 @@ from objkv.assembly.backends import Backends
 from objkv.config import load_config
 from objkv.errors import PayloadError, StoreDenied
 from objkv.ops.bench.sample import NAMESPACE
+from objkv.ops.listing import find_namespace
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
 from tests.cli.conftest import Machine, Run, refused
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import agent_folder
+from tests.support.samples import NAMESPACE as FLEETS
+from tests.support.samples import save_identity
 from tests.support.servers.redis import wait_until
 
 
@@ -67,6 +71,9 @@ def test_a_writer_may_measure_though_it_deletes_nothing(
         patched.setattr(LocalStore, "delete", refuse)
         assert run("bench", "--quick").code == 0
     assert any(machine.bulk.scan(NAMESPACE)), "they could not be deleted"
+    save_identity(machine.bulk)
+    found = find_namespace(machine.bulk, MemoryIndex(), None)
+    assert found == FLEETS, "it is no choice for commands"
     swept = run("sweep", "--apply", "--force", "--grace", "0", "--json").document
     assert swept["findings"] is not None
     assert not [entry for entry in machine.bulk.scan("") if entry.key.endswith("safetensors")]

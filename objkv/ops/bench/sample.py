@@ -27,6 +27,7 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path
 from objkv.keys.prefix import PREFIX_HASH_BYTES, root_hash, token_digest
 from objkv.keys.topology import Shard
+from objkv.ops.backends_view import SAMPLE_LAYOUT
 from objkv.stores.base import HotStore, ReadValues
 
 CHUNK_TOKENS = 256
@@ -39,7 +40,7 @@ IDENTITY = Identity(
     quantization=None,
     kv_dtype="bfloat16",
     groups=(GroupIdentity("full", None, ("layers.0",), 1, _CONTENT, _BLOCK_TOKENS),),
-    page_layout="canonical",
+    page_layout=SAMPLE_LAYOUT,
     chunk_tokens=CHUNK_TOKENS,
 )
 """Of the namespace of all samples, which no replica has."""
