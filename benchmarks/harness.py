@@ -8,8 +8,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from objkv.ops.doctor.doctor import DISTRIBUTIONS, installed_version, library_versions
+from objkv.ops.doctor.settings import DISTRIBUTIONS, installed_version
 from objkv.ops.formats import size
+
+_LIBRARIES = (
+    "blosc2",
+    "boto3",
+    "botocore",
+    "lz4",
+    "numpy",
+    "pydantic",
+    "redis",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "xxhash",
+)
 
 
 def machine() -> str:
@@ -19,7 +33,7 @@ def machine() -> str:
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    versions = library_versions() | {name: installed_version(name) for name in DISTRIBUTIONS}
+    versions = {name: installed_version(name) for name in (*_LIBRARIES, *DISTRIBUTIONS)}
     return ", ".join(
         [
             f"{cores} cores of {names[0] if names else platform.machine()}",

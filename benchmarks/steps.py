@@ -20,8 +20,8 @@ from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, Shards
 from objkv.index.guarded import GuardedIndex
 from objkv.keys.identity import Identity
+from objkv.ops.bench.measure import percentile
 from objkv.ops.bench.sample import CHUNK_TOKENS
-from objkv.ops.bench.stores import percentile
 from objkv.telemetry import NullRecorder
 
 STEP_US = Target(100, at_most=True, of="ours")

@@ -62,6 +62,10 @@ class StoreBusy(StoreUnavailable):
     """The server answered that it is overloaded (HTTP 429, 503). Saves pause first."""
 
 
+class StoreFull(StoreUnavailable):
+    """The server has no room for a value. It may evict others later; the operator can add room."""
+
+
 class LeftAlone(StoreUnavailable):
     """No request was made: a circuit breaker is open."""
 

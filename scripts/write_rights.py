@@ -1,4 +1,4 @@
-"""Terraform's ``rights.json`` and the commands of each role in ``docs/access.md``, from
+"""Terraform's ``rights.json`` and the commands of each role in ``docs/security.md``, from
 ``objkv.ops.doctor.access``."""
 
 import json
@@ -15,7 +15,7 @@ from objkv.ops.doctor.access import (
 )
 
 FILE = Path(__file__).parents[1] / "terraform" / "modules" / "rights" / "rights.json"
-PAGE = Path(__file__).parents[1] / "docs" / "access.md"
+PAGE = Path(__file__).parents[1] / "docs" / "security.md"
 
 
 def rights() -> dict[str, Any]:
@@ -53,6 +53,8 @@ def blocks() -> dict[str, str]:
     """The table of commands and roles."""
     rows = [f"| command | {' | '.join(ROLES)} |", "|---|" + "---|" * len(ROLES)]
     for name, roles in sorted(COMMAND_ROLES.items()):
-        cells = ("yes" if role in roles else f"needs {roles[-1]}" for role in ROLES)
+        if roles == ROLES:
+            continue
+        cells = ("yes" if role in roles else "no" for role in ROLES)
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
     return {"commands": "\n".join(rows)}

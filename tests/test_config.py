@@ -273,7 +273,7 @@ def test_an_agent_that_other_machines_reach_is_asked_for_on_purpose() -> None:
     given = {"agent_listen": "0.0.0.0:9410", "agent_token": TOKEN}
     with pytest.raises(ConfigError, match="unencrypted"):
         load_config(given, environ={})
-    load_config(given | {"allow_plaintext": True}, environ={})
+    load_config(given | {"allow_plaintext": "agent"}, environ={})
 
 
 @pytest.mark.parametrize("token", ["short", "sixteen and more characters", "sechzehn-Zeichen-ü"])

@@ -40,10 +40,12 @@ def test_another_machine_is_not_though_it_is_one_of_several(scheme: str, host: s
     with pytest.raises(ConfigError) as caught:
         settings(index_url=url)
     secure = scheme.replace("redis", "rediss", 1)
-    assert f"write {secure}://, or set allow_plaintext to true" in str(caught.value)
+    assert f"write {secure}://, or set allow_plaintext to index" in str(caught.value)
     assert ":p@" not in str(caught.value)
     assert settings(index_url=url.replace("redis", "rediss", 1)).index_url != url
-    assert settings(index_url=url, allow_plaintext=True).index_url == url
+    assert settings(index_url=url, allow_plaintext="index").index_url == url
+    with pytest.raises(ConfigError, match="index_url"):
+        settings(index_url=url, allow_plaintext="bulk,agent")
 
 
 @pytest.mark.parametrize("host", ELSEWHERE)
@@ -51,7 +53,9 @@ def test_an_s3_endpoint_on_another_machine_wants_https(host: str) -> None:
     place = {"bulk_url": "s3://bucket/p", "s3_endpoint_url": f"http://{host}:9000"}
     with pytest.raises(ConfigError, match=r"s3_endpoint_url .*write https://, or set allow_plain"):
         settings(**place)
-    settings(**place, allow_plaintext=True)
+    settings(**place, allow_plaintext="index, bulk")
+    with pytest.raises(ConfigError, match="name what may be reached without TLS: agent, bulk"):
+        settings(**place, allow_plaintext="true")
     settings(**place | {"s3_endpoint_url": f"https://{host}:9000"})
 
 
@@ -105,4 +109,4 @@ def test_an_endpoint_that_only_awss_own_settings_name_is_refused_too(
     monkeypatch.setenv("AWS_REGION", "us-east-1")
     with pytest.raises(ConfigError, match=r"http://minio\.svc:9000.* set allow_plaintext"):
         open_s3_access(settings(bulk_url="s3://bucket"))
-    open_s3_access(settings(bulk_url="s3://bucket", allow_plaintext=True)).close()
+    open_s3_access(settings(bulk_url="s3://bucket", allow_plaintext="bulk")).close()

@@ -76,7 +76,7 @@ class TellTaleS3(Listener):
 def settings_for(redis: str, s3: str, keys: Path) -> dict[str, str]:
     return {
         "OBJKV_INDEX_URL": f"redis://reader:{IN_URL.replace('/', '%2F')}@{redis}/0",
-        "OBJKV_ALLOW_PLAINTEXT": "true",
+        "OBJKV_ALLOW_PLAINTEXT": "index,bulk",
         "OBJKV_BULK_URL": "s3://bucket/prefix",
         "OBJKV_S3_ENDPOINT_URL": f"http://{s3}",
         "OBJKV_S3_ACCESS_KEY_ID": KEY_ID,

@@ -413,7 +413,7 @@ DOCUMENT_BYTES_MAX: Final = 32_768
 _CHUNKS_MAX = 1024
 """Chunks in a call, which fit into a message."""
 RETRY_S = 1.0
-_FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "LeftAlone")
+_FAILURES = ("StoreUnavailable", "StoreDenied", "StoreBusy", "StoreFull", "LeftAlone")
 Arguments = Mapping[str, Any]
 
 

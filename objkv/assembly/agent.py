@@ -5,8 +5,9 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from time import monotonic, time
 from typing import Self
@@ -16,12 +17,13 @@ from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.http.api import AgentHttp, HttpPlaces
 from objkv.agent.http.listener import check_address
+from objkv.agent.http.status import NodeStatus, RecentWarnings, StoreCheck
 from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
 from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentServer
-from objkv.assembly.backends import check_backends, is_far, open_backends, open_room
+from objkv.assembly.backends import check_backends, is_far, open_backends, open_room, within
 from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
@@ -41,6 +43,8 @@ _SAVERS_EACH, _FAR_SAVERS_EACH = 2, 8
 """Threads that save for each that loads, to a folder and to a bucket. A put is one request, and S3
 takes 85 MB/s on a connection. With fewer, new chunks are dropped (``docs/scaling.md``)."""
 _LOOK_S = 1.0
+_CHECK_S = 5.0
+"""How long a store may take to answer before its status says that it does not."""
 _TOTALS = (
     *("agent_hits", "agent_fills", "agent_disk_hits"),
     *("load_bytes", "saves", "save_bytes", "agent_evictions"),
@@ -93,6 +97,8 @@ class NodeAgent:
             self._socket.listener, self.core, self.saves, self.arena, self.lookups, calls
         )
         self._recorder = recorder
+        self._warnings = RecentWarnings()
+        logging.getLogger("objkv").addHandler(self._warnings)
         self._http: AgentHttp | None = None
         self._http = self._open_http(path, prefetches)
         logger.info("agent ready socket=%s arena_bytes=%d", path, self.arena.nbytes)
@@ -105,14 +111,38 @@ class NodeAgent:
             config.agent_token or "",
             config.agent_tokenizers,
         )
+        status = NodeStatus(
+            self.core,
+            self.saves,
+            self.server,
+            self._recorder,
+            role=config.role,
+            stores=list(self._store_checks()),
+            warnings=self._warnings,
+        )
         try:
-            return AgentHttp(
-                places, self.core, prefetches, self._recorder, self.server, self.saves.policy
-            )
+            return AgentHttp(places, prefetches, status)
         except ConfigError as exc:
             self._socket.report(exc)
             self.close()
             raise
+
+    def _store_checks(self) -> Iterator[StoreCheck]:
+        urls, backends = self._config.public(), self._backends
+        bulk, hot = backends.bulk, backends.hot
+        yield StoreCheck("bulk", urls["bulk_url"], partial(within, _CHECK_S, bulk.check))
+        yield StoreCheck("index", urls["index_url"], partial(within, _CHECK_S, self._check_index))
+        if hot is not None:
+            yield StoreCheck("hot", urls["index_url"], partial(within, _CHECK_S, hot.check))
+
+    def _check_index(self) -> None:
+        """Make a round trip and, unless the role is reader, write: a full server only reads."""
+        index = self._backends.index
+        index.check()
+        if self._config.role != "reader":
+            owner = _lease_owner(self._path)
+            index.lease("status", owner, ttl_ms=LEASE_MS)
+            index.release("status", owner)
 
     def _open(self, path: Path, recorder: Recorder, replace: bool) -> None:
         """Open what may be missing or refused, and only then listen."""
@@ -255,6 +285,7 @@ class NodeAgent:
         self._backends.close()
         self.arena.close()
         self._log_end()
+        logging.getLogger("objkv").removeHandler(self._warnings)
 
     def _log_end(self) -> None:
         numbers, held = self._recorder.read(), self.core.arena_cache.held

@@ -172,7 +172,7 @@ def check_backends(backends: Backends, config: Config) -> None:
     )
     for name, check, shown in ends:
         try:
-            _within(_CHECK_FACTOR * config.load_deadline_ms / 1000, check)
+            within(_CHECK_FACTOR * config.load_deadline_ms / 1000, check)
         except StoreDenied as exc:
             raise ConfigError(f"{name} {shown}: {exc}") from exc
         except StoreError as exc:
@@ -185,7 +185,7 @@ def check_backends(backends: Backends, config: Config) -> None:
             )
 
 
-def _within(seconds: float, check: Callable[[], None]) -> None:
+def within(seconds: float, check: Callable[[], None]) -> None:
     """Run ``check`` on a thread, and raise ``StoreUnavailable`` if it hangs, e.g. on a file system
     whose server is gone. The thread is then abandoned."""
     outcome: Future[None] = Future()

@@ -45,6 +45,14 @@ class AgentLink:
         self.calls = AgentCalls(self.connect)
         """Lookups and records."""
 
+    def shown(self) -> str:
+        """Return the agent's socket and, if it is started with this replica's settings, its
+        stores. Without secrets."""
+        place = f"unix://{replica_socket(self._config, self._replica.engine_id)}"
+        public = self._config.public()
+        stores = f" bulk={public['bulk_url']} index={public['index_url']}"
+        return f"{place}{stores if self._starts else ''}"
+
     def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
         """Return a new connection. Raises ``TransferError`` if no agent answers, and has then tried
         to start one for the next attempt, in a folder that is checked each time."""

@@ -41,7 +41,7 @@ class ClearConnection(redis.Connection):
             raise ClearRefused(
                 f"a server on this machine redirected to {self.host}, another machine, which "
                 "would send credentials and payloads over the network unencrypted: use "
-                "rediss, or set allow_plaintext to true on a private network"
+                "rediss, or set allow_plaintext to index on a private network"
             )
         return super()._connect()  # type: ignore[no-untyped-call]
 
@@ -79,11 +79,11 @@ def connect_redis(config: Config) -> Client:
             pool = DeadlinePool(host=host, port=port, connection_class=made_by, **options)
             return redis.Redis.from_pool(pool)
         case "sentinel":
-            if not (place.is_tls or config.allow_plaintext):
+            if not (place.is_tls or config.may_be_clear("index")):
                 options["connection_class"] = ClearSentinelConnection
             return _sentinel(place, hosts, options, config)
         case _:
-            if not (place.is_tls or config.allow_plaintext):
+            if not (place.is_tls or config.may_be_clear("index")):
                 options["connection_class"] = ClearConnection
             return cast(redis.RedisCluster, _LazyCluster(lambda: _cluster(place, hosts, options)))
 

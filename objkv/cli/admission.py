@@ -17,7 +17,7 @@ from objkv.cache.switch import (
     read_switches,
     set_switch,
 )
-from objkv.cli.command import FINE, Session, command
+from objkv.cli.command import FINE, Session, command, require_role
 from objkv.cli.options import time_option
 from objkv.errors import ConfigError
 from objkv.ops.formats import span
@@ -62,8 +62,8 @@ def admission(
         raise ConfigError(f"{mode}: give one of {', '.join(MODES)}, or {_CLEAR}")
     if mode in (None, _CLEAR) and for_ is not None:
         raise ConfigError("--for needs a mode, such as: objkv admission never --for 1h")
-    if mode is not None and session.config.role == "reader":
-        raise ConfigError("the role reader cannot switch replicas; set role to sweeper")
+    if mode is not None:
+        require_role(session, "admission never")
     lasts_s = int(for_ or 3600)
     with session.backends() as backends:
         scope = None

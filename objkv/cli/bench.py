@@ -3,7 +3,7 @@
 Benchmarks of objkv itself are in the project's ``benchmarks`` folder.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
@@ -14,21 +14,18 @@ import typer
 
 from objkv.agent.client import is_listening
 from objkv.assembly.backends import open_bulk, open_hot, open_index
-from objkv.cli.command import FINE, Session, command, ending_in_order
-from objkv.cli.demo import Steps
-from objkv.cli.output import Printer
+from objkv.cli.command import FINE, Session, command, ending_in_order, require_role
 from objkv.config import Config
 from objkv.config.node import agent_socket
-from objkv.ops.bench.agent import bench_agent
-from objkv.ops.bench.stores import (
+from objkv.ops.bench.measure import (
     FULL,
     QUICK,
     BenchRow,
     Effort,
+    bench_agent,
     bench_index,
     bench_store,
 )
-from objkv.ops.demo import Tell
 from objkv.telemetry import NullRecorder
 
 
@@ -56,61 +53,57 @@ def bench(
 ) -> int:
     """Measure your stores, index and node agent from this machine.
 
-    Writes payloads and records of its own, and deletes them at the end.
+    Writes payloads and records of its own, and deletes them at the end. What a writer may not
+    delete expires, and the next sweep deletes it.
     """
-    config, steps = session.config, Steps()
+    require_role(session, "bench")
+    config, out = session.config, session.out
     socket = agent_socket(config)
     if socket is not None and not is_listening(socket):
-        session.out.note(f"no agent listens at {socket}: start one with objkv agent")
+        out.note(f"no agent listens at {socket}: start one with objkv agent")
         socket = None
-    with ending_in_order(), steps.shown():
-        rows = tuple(_rows(config, socket, QUICK if quick else FULL, steps.tell))
-    public = config.public()
-    report = BenchReport(
-        metadata.version("objkv"),
-        quick,
-        public["bulk_url"],
-        public["index_url"],
-        None if socket is None else str(socket),
-        rows,
-    )
-    if session.out.machine:
-        session.out.document(report)
-    else:
-        print_report(session.out, report)
+    public, found = config.public(), list[BenchRow]()
+    bulk, index = public["bulk_url"], public["index_url"]
+    if not out.machine:
+        out.line(f"bulk {bulk}, index {index}, agent {socket or 'none'}", "dim")
+        out.line(_line("", ("p50", "p95", "p99"), ""), "bold")
+    with ending_in_order(), closing(_rows(config, socket, QUICK if quick else FULL)) as rows:
+        while True:
+            with out.waiting("measuring"):
+                row = next(rows, None)
+            if row is None:
+                break
+            found.append(row)
+            if not out.machine:
+                out.line(_line(row.name, map(_figure, (row.p50, row.p95, row.p99)), row.unit))
+    if out.machine:
+        agent = None if socket is None else str(socket)
+        version = metadata.version("objkv")
+        out.document(BenchReport(version, quick, bulk, index, agent, tuple(found)))
+    elif quick:
+        out.line("--quick: the sizes are too small for meaningful figures.", "yellow")
     return FINE
 
 
-def _rows(config: Config, socket: Path | None, effort: Effort, tell: Tell) -> Iterator[BenchRow]:
+def _rows(config: Config, socket: Path | None, effort: Effort) -> Generator[BenchRow]:
     recorder = NullRecorder()
     with (
         closing(open_bulk(config, recorder)) as bulk,
         closing(open_index(config, recorder)) as index,
     ):
-        tell("bulk store", "putting and getting")
         bulk.check()
         yield from bench_store(bulk, "bulk", effort.bulk, effort)
-        tell("index", "looking up")
         index.check()
         yield from bench_index(index, effort)
         if (hot := open_hot(config, recorder)) is not None:
             with closing(hot):
-                tell("hot store", "putting and getting")
                 yield from bench_store(hot, "hot", effort.hot, effort)
         if socket is not None:
-            tell("node agent", "loading")
             yield from bench_agent(socket, bulk, index, effort)
 
 
-def print_report(out: Printer, report: BenchReport) -> None:
-    """Print the table and the places measured."""
-    out.table(("", ">p50", ">p95", ">p99", "unit"), [
-        (row.name, *map(_figure, (row.p50, row.p95, row.p99)), row.unit) for row in report.rows
-    ])  # fmt: skip
-    agent = "" if report.agent is None else f", agent {report.agent}"
-    out.line(f"objkv {report.objkv}, bulk {report.bulk}, index {report.index}{agent}", "dim")
-    if report.quick:
-        out.line("--quick: the sizes are too small for meaningful figures.", "yellow")
+def _line(name: str, figures: Iterable[str], unit: str) -> str:
+    return " ".join((f"{name:<62}", *(f"{figure:>8}" for figure in figures), unit)).rstrip()
 
 
 def _figure(value: float | None) -> str:

@@ -87,6 +87,23 @@ class Session:
         return False
 
 
+def require_role(session: Session, doing: str) -> None:
+    """Raise ``ConfigError``, which names the right role, if ``role`` may not do ``doing``, a key of
+    ``COMMAND_ROLES``. In a user's own folders everything is allowed unless a role is set: the file
+    system decides there."""
+    from objkv.ops.doctor.access import COMMAND_ROLES
+
+    config, roles = session.config, COMMAND_ROLES[doing]
+    is_shared = config.bulk_url.startswith("s3:") or config.index_url.startswith("redis")
+    is_set = session.resolved.sources["role"] != "default"
+    if config.role in roles or not (is_shared or is_set):
+        return
+    raise ConfigError(
+        f"{doing} needs the role {roles[0]}, and role is {config.role}: set OBJKV_ROLE={roles[0]}, "
+        f"with the rights that objkv access --role {roles[0]} prints"
+    )
+
+
 def command(work: Callable[..., int]) -> Callable[..., None]:
     """Turn ``work(session, its own options…)``, which returns an exit code, into a command.
 

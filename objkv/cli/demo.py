@@ -30,7 +30,7 @@ from objkv.ops.demo import (
     prompts_of,
     show_replicas,
 )
-from objkv.ops.doctor.doctor import installed_version
+from objkv.ops.doctor.settings import installed_version
 from objkv.ops.formats import printable, size
 from objkv.ops.programs import ProgramFailed
 from objkv.telemetry import NullRecorder
@@ -100,10 +100,6 @@ def print_report(out: Printer, report: DemoReport) -> None:
     out.line(
         f"Median speed-up: {report.speed_up_median:.1f}x. Stored: {stored.chunks} chunks, "
         f"{stored.tokens:,} tokens, {size(stored.nbytes)}."
-    )
-    out.line(
-        f"B read {report.agent.read} chunks from the node agent's memory, which fetched "
-        f"{report.agent.fetched} from the store."
     )
     if report.load_failures:
         out.line(f"{report.load_failures} loads failed; their tokens were recomputed.", "yellow")

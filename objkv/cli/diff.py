@@ -1,8 +1,8 @@
 """``objkv diff``: why two namespaces or replicas do not share."""
 
+import json
 import sys
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,14 +11,13 @@ import typer
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import Printer
-from objkv.errors import ConfigError, PayloadError, StoreError, UnclearName
+from objkv.errors import ConfigError, PayloadError, UnclearName
 from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import identity_document
-from objkv.ops.diff import Difference, DiffReport, Document, namespace_of, parse_document
+from objkv.ops.diff import DiffReport, Document, namespace_of, parse_document
 from objkv.ops.diff import diff as compare
 from objkv.ops.listing import find_namespace
 
-_CLOSE = 3
 _VALUE_CHARS = 64
 
 
@@ -65,7 +64,10 @@ def _read(backends: Backends, text: str) -> Document:
         raise UnclearName(f"{text} is not a file, and {exc}", exc.choices) from exc
     stored = identity_document(backends.bulk, name)
     if stored is None:
-        raise ConfigError(_missing(backends, name))
+        raise ConfigError(
+            f"the bulk store has no {identity_path(name)}: check bulk_url, or give the replica's "
+            "log, which has its identity"
+        )
     try:
         document = parse_document(stored.decode("utf-8", "replace"), identity_path(name))
     except ConfigError as exc:
@@ -75,29 +77,6 @@ def _read(backends: Backends, text: str) -> Document:
             f"{identity_path(name)}: belongs to another namespace, {namespace_of(document)}"
         )
     return document
-
-
-def _missing(backends: Backends, name: str) -> str:
-    missing = f"the bulk store has no {identity_path(name)}"
-    try:
-        known = backends.index.namespaces()
-    except StoreError:  # the names are only a suggestion
-        known = []
-    if close := get_close_matches(name, known, _CLOSE):
-        return f"{missing}; did you mean {', '.join(close)}?"
-    return (
-        f"{missing}: check bulk_url, or give the replica's log, which has its identity"
-        f"{_listed(known)}"
-    )
-
-
-def _listed(known: Sequence[str]) -> str:
-    more = len(known) - _CLOSE
-    return (
-        f" (in the index: {', '.join(known[:_CLOSE])}{f' and {more:,} more' if more > 0 else ''})"
-        if known
-        else ""
-    )
 
 
 def _document(
@@ -138,20 +117,15 @@ def _print(
     )
     out.line()
     out.line(report.reason, "bold")
-    for difference in report.differences:
-        _explain(out, difference)
-
-
-def _explain(out: Printer, difference: Difference) -> None:
-    out.line()
-    if difference.follows_from is not None:
-        out.line(f"{difference.field}: follows from {difference.follows_from}")
-        return
-    out.line(f"{difference.field}: {difference.why}")
-    out.line(f"  {difference.fix}")
+    for one in report.differences:
+        out.line()
+        if one.follows_from is not None:
+            out.line(f"{one.field}: follows from {one.follows_from}")
+        else:
+            out.line(f"{one.field}: {one.why}")
+            out.line(f"  {one.fix}")
 
 
 def _value(value: Any) -> str:
-    text = str(value).lower() if isinstance(value, bool) else str(value)
-    text = "none" if value is None else text
+    text = json.dumps(value) if not isinstance(value, str) else value
     return text if len(text) <= _VALUE_CHARS else f"{text[: _VALUE_CHARS - 1]}…"

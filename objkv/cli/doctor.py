@@ -1,8 +1,8 @@
-"""``objkv doctor``: check settings, bulk store and index, and suggest fixes; or judge a model."""
+"""``objkv doctor``: check what a replica uses, and suggest fixes; or judge a model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -17,7 +17,8 @@ from objkv.assembly.seal import open_seal
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, WRONG_USAGE, Session, command
 from objkv.cli.output import Printer
 from objkv.errors import ConfigError
-from objkv.ops.doctor.doctor import DoctorReport, Patient, Verdict, examine
+from objkv.ops.doctor.doctor import DoctorReport, Openers, Verdict, examine
+from objkv.ops.doctor.probes import BAD, Check
 from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.verdict import ModelVerdict, VllmOptions, judge
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -26,18 +27,11 @@ _CODES: dict[Verdict, int] = {
     "ok": FINE,
     "warnings": FINE,
     "failed": FOUND,
+    "full": FOUND,
     "denied": WRONG_USAGE,
     "unreachable": UNREACHABLE,
 }
-_SENTENCES: dict[Verdict, str] = {
-    "ok": "everything works",
-    "warnings": "everything works; see the warnings",
-    "failed": "a check failed: replicas cannot work like this",
-    "denied": "a permission is missing or a setting is wrong",
-    "unreachable": "the bulk store or the index is unreachable",
-}
-
-_ALWAYS_SHOWN = ("bulk_url", "index_url")
+_WORST_FIRST: Final = (*BAD, "warning", "not checked", "ok")
 
 
 Model = Annotated[
@@ -64,7 +58,7 @@ Draft = Annotated[
 @command
 def doctor(
     session: Session,
-    all_: Annotated[bool, typer.Option("--all", help="Show default settings too.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Show each check and setting.")] = False,
     model: Model = None,
     tp: Tp = 1,
     pp: Pp = 1,
@@ -72,8 +66,9 @@ def doctor(
     kv_dtype: KvDtype = "auto",
     draft: Draft = None,
 ) -> int:
-    """Check settings, bulk store and index, and suggest fixes.
+    """Check settings, agent, stores and index, and suggest fixes.
 
+    If a node agent runs, or OBJKV_AGENT names one, checks the agent and the stores that it uses.
     With --model, say what objkv does with a model before a server starts. Reads its config.json and
     connects to nothing.
     """
@@ -83,21 +78,21 @@ def doctor(
     if options != VllmOptions(chunk_tokens=options.chunk_tokens):
         raise ConfigError("--tp, --pp, --dcp, --kv-dtype and --draft need --model")
     numbers = MemoryRecorder()
-    patient = Patient(
-        open_bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
-        open_hot=lambda: open_hot(session.config, NullRecorder(), on_change=_ignore),
-        open_index=lambda: open_index(session.config, NullRecorder(), on_change=_ignore),
+    openers = Openers(
+        bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
+        hot=lambda: open_hot(session.config, NullRecorder(), on_change=_ignore),
+        index=lambda: open_index(session.config, NullRecorder(), on_change=_ignore),
         describe_index=lambda: describe_index(session.config),
         numbers=numbers,
-        open_seal=lambda: open_seal(session.config),
+        seal=lambda: open_seal(session.config),
         read_rules=lambda: read_lifecycle(session.config),
     )
     with session.out.waiting("probing"):
-        report = examine(session.resolved, patient)
+        report = examine(session.resolved, openers)
     if session.out.machine:
         session.out.document(report)
     else:
-        _print(session.out, report, all_settings=all_)
+        _print(session.out, report, everything=all_)
     return _CODES[report.verdict]
 
 
@@ -139,36 +134,41 @@ def _ignore(change: object) -> None:
     """Log no circuit changes: the report has every failed check."""
 
 
-def _print(out: Printer, report: DoctorReport, *, all_settings: bool) -> None:
-    out.line(_SENTENCES[report.verdict], "green" if report.verdict == "ok" else "bold")
+def _print(out: Printer, report: DoctorReport, *, everything: bool) -> None:
+    fine = report.verdict == "ok" and not any(c.status == "not checked" for c in report.checks)
+    out.line(report.summary, "green" if fine else "bold")
     out.line()
-    checks = [
-        (
-            check.area,
-            check.name,
-            check.status,
-            "" if check.elapsed_ms is None else f"{check.elapsed_ms:.1f}",
-            check.detail,
-        )
-        for check in report.checks
-    ]
-    out.table(("area", "check", "status", ">ms", "~detail"), checks)
-    fixes = [check for check in report.checks if check.fix]
-    if fixes:
-        out.line()
-    for check in fixes:
-        out.line(f"{check.area}, {check.name}: {check.fix}")
+    out.table(("", "", "~"), list(_check_rows(report.checks, everything=everything)))
     out.line()
-    rows = [
-        (setting.name, setting.value, setting.source)
-        for setting in report.settings
-        if all_settings or setting.source != "default" or setting.name in _ALWAYS_SHOWN
-    ]
-    if rows:
-        out.table(("setting", "~value", "from"), rows)
-    if not all_settings:
-        out.line("all other settings have their defaults; --all shows them")
-    out.line()
-    out.line(f"objkv {report.objkv}, Python {report.python}")
-    here = [f"{name} {version}" for name, version in report.libraries.items() if version]
-    out.line(f"libraries: {', '.join(here)}")
+    own_agent = any(o.name == "agent" and str(o.value).startswith("unix:") for o in report.settings)
+    stores = () if own_agent else ("bulk_url", "index_url")
+    out.table(
+        ("setting", "~value", "from"),
+        [
+            (one.name, one.value, one.source)
+            for one in report.settings
+            if everything or one.source != "default" or one.name in stores
+        ],
+    )
+    if not everything:
+        out.line("all other settings have their defaults; --all shows them and each check", "dim")
+    out.line(f"objkv {report.objkv}, Python {report.python}", "dim")
+
+
+def _check_rows(checks: Sequence[Check], *, everything: bool) -> Iterator[tuple[str, str, str]]:
+    """Yield a row for each problem, the worst first, with what to do below it; then one for the
+    passed checks of each area."""
+    groups: dict[tuple[str, ...], list[Check]] = {}
+    for check in sorted(checks, key=lambda one: _WORST_FIRST.index(one.status)):
+        is_short = check.status == "ok" and not everything
+        said = ("", "", "") if is_short else (check.detail, check.fix, check.name * everything)
+        groups.setdefault((check.status, check.area, *said), []).append(check)
+    for (status, area, detail, fix, _), found in groups.items():
+        names = [check.name for check in found]
+        if status == "ok" and not everything:
+            more = f": {found[0].detail}" if len(found) == 1 and found[0].detail else ""
+            yield status, area, ", ".join(names) + more
+            continue
+        yield status, f"{area}: {', '.join(names)}", detail
+        if fix:
+            yield "", "", f"to do: {fix}"

@@ -12,7 +12,7 @@ import typer
 from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
-from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.command import FINE, FOUND, Session, command, require_role
 from objkv.cli.options import time_option
 from objkv.cli.output import counted
 from objkv.errors import ConfigError, NotStored
@@ -74,7 +74,7 @@ def pin(
     author = _author(by)
     ids = None if leaf is not None else prompts.read_prompt(*prompt)
     extras = prompts.read_extras(lora_digest, cache_salt)
-    _refuse_reader(session)
+    require_role(session, "pin")
     with session.backends() as backends:
         if ids is None:
             assert leaf is not None
@@ -113,7 +113,7 @@ def unpin(
     namespace: prompts.PromptNamespace = None,
 ) -> int:
     """Remove a pin; normal expiry applies again."""
-    _refuse_reader(session)
+    require_role(session, "unpin")
     with session.backends() as backends:
         name, whole = _pinned_leaf(backends, namespace, leaf)
         pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
@@ -237,8 +237,3 @@ def _author(name: str | None) -> str | None:
 def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:
     if leaf is not None and prompt != (None,) * 4:
         raise ConfigError("give either HASH or a prompt")
-
-
-def _refuse_reader(session: Session) -> None:
-    if session.config.role == "reader":
-        raise ConfigError("the role reader cannot write pins; set role to sweeper")

@@ -1,6 +1,5 @@
 """``objkv size``: an estimate of what a fleet stores, requests and pays."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -11,11 +10,11 @@ from objkv.cache.worth import ChunkCost, PutRule
 from objkv.cli.command import FINE, Session, command
 from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, priced, time_option
 from objkv.cli.output import Printer, counted, plain
-from objkv.config.prices import RANGE_BYTES, Prices
+from objkv.config.prices import RANGE_BYTES
 from objkv.errors import ConfigError
 from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.layers import KV_DTYPES
-from objkv.ops.size.model import PRESETS, ModelShape, attention, preset, read_model
+from objkv.ops.size.model import PRESETS, ModelShape, preset, read_model
 from objkv.ops.size.sizing import ChunkSizing, Layout, Load, Sizing, size_fleet
 
 _GIGABIT = 1e9 / 8
@@ -27,16 +26,6 @@ Model = Annotated[
     typer.Option(help="Directory with a config.json, or a name from --list.", metavar="MODEL"),
 ]
 Listing = Annotated[bool, typer.Option("--list", help="List the built-in model names.")]
-Layers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Number of attention layers, instead of --model.", metavar="N"),
-]
-KvHeads = Annotated[
-    int | None, typer.Option(min=1, help="With --layers, KV heads per layer.", metavar="N")
-]
-HeadSize = Annotated[
-    int | None, typer.Option(min=1, help="With --layers, elements per head.", metavar="N")
-]
 KvDtype = Annotated[
     str | None,
     typer.Option(
@@ -46,17 +35,23 @@ KvDtype = Annotated[
 Tp = Annotated[int, typer.Option(min=1, help="Tensor parallel size.", metavar="N")]
 BlockSize = Annotated[int, typer.Option(min=1, help="vLLM's block size in tokens.", metavar="N")]
 CodecRatio = Annotated[
-    float, typer.Option(help="Measured ratio of raw bytes to stored bytes.", metavar="R")
+    float,
+    typer.Option(
+        min=0.1, max=100, help="Measured ratio of raw bytes to stored bytes.", metavar="R"
+    ),
 ]
 Rate = Annotated[
-    float, typer.Option(help="Prompts per second across the whole fleet.", metavar="N")
+    float,
+    typer.Option(min=0, max=1e9, help="Prompts per second across the whole fleet.", metavar="N"),
 ]
 PromptTokens = Annotated[
     int, typer.Option(min=1, help="Average prompt length in tokens.", metavar="N")
 ]
 StoredShare = Annotated[
     float,
-    typer.Option(help="Average share of a prompt that is already stored, 0 to 1.", metavar="SHARE"),
+    typer.Option(
+        min=0, max=1, help="Average share of a prompt that is already stored.", metavar="SHARE"
+    ),
 ]
 Ttl = Annotated[
     float | None, time_option("Time to live instead of the setting ttl_s", "--ttl", least=1)
@@ -75,9 +70,6 @@ def size(
     session: Session,
     model: Model = None,
     list_models: Listing = False,
-    layers: Layers = None,
-    kv_heads: KvHeads = None,
-    head_size: HeadSize = None,
     kv_dtype: KvDtype = None,
     tp: Tp = 1,
     block_size: BlockSize = 16,
@@ -108,17 +100,10 @@ def size(
         codec_ratio=codec_ratio,
         hot_save_bytes_max=config.hot_save_bytes_max if has_redis else 0,
     )
-    _check(
-        {
-            "--codec-ratio": (codec_ratio, 0.1, 100),
-            "--rate": (rate, 0, 1e9),
-            "--stored": (stored, 0, 1),
-        }
-    )
     ttl_s = config.ttl_s if ttl is None else int(ttl)
     load = Load(rate, prompt_tokens, stored, ttl_s, used, sweep_every)
     prices = priced(config, price_gb_month, price_puts, price_gets)
-    found = size_fleet(_shape(model, (layers, kv_heads, head_size), kv_dtype), layout, load, prices)
+    found = size_fleet(_shape(model, kv_dtype), layout, load, prices)
     if session.out.machine:
         document = {**plain(found), "month": found.month}
         session.out.document({"sizing": document, "layout": layout, "load": load, "prices": prices})
@@ -128,36 +113,16 @@ def size(
     return FINE
 
 
-def _check(given: Mapping[str, tuple[float, float, float]]) -> None:
-    """Raise ``ConfigError`` for a value outside its range, given as (value, least, most)."""
-    for name, (value, least, most) in given.items():
-        if not least <= value <= most:
-            raise ConfigError(f"{name} {value:g}: must be {least:g} to {most:,.0f}")
-
-
-def _shape(
-    model: str | None, numbers: tuple[int | None, int | None, int | None], kv_dtype: str | None
-) -> ModelShape:
+def _shape(model: str | None, kv_dtype: str | None) -> ModelShape:
     kv_dtype = None if kv_dtype == "auto" else kv_dtype
     if kv_dtype is not None and kv_dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {kv_dtype}: choose auto, {', '.join(KV_DTYPES)}")
-    layers, kv_heads, head_size = numbers
-    if model is not None:
-        if layers or kv_heads or head_size:
-            raise ConfigError("give either --model or --layers, --kv-heads and --head-size")
-        path = Path(model)
-        if not path.exists() and ("/" in model or model.startswith((".", "~"))):
-            raise ConfigError(f"--model {model}: no such directory")
-        return read_model(path, kv_dtype) if path.exists() else preset(model, kv_dtype)
-    if not (layers and kv_heads and head_size):
-        raise ConfigError(
-            "no model given; use --model with a directory or a name from --list, or --layers, "
-            "--kv-heads and --head-size"
-        )
-    name = f"{layers} layers of {kv_heads} heads of {head_size}"
-    return attention(
-        name, layers, kv_heads, head_size, kv_dtype=kv_dtype or "bfloat16", source="flags"
-    )
+    if model is None:
+        raise ConfigError("no model given; use --model with a directory or a name from --list")
+    path = Path(model)
+    if not path.exists() and ("/" in model or model.startswith((".", "~"))):
+        raise ConfigError(f"--model {model}: no such directory")
+    return read_model(path, kv_dtype) if path.exists() else preset(model, kv_dtype)
 
 
 def _puts(chunk: ChunkSizing, tp_size: int, rule: PutRule) -> tuple[str, str]:
@@ -223,27 +188,13 @@ def _print_presets(out: Printer) -> None:
     if out.machine:
         out.document({"models": {name: plain(known) for name, known in PRESETS.items()}})
         return
-    layout = Layout(chunk_tokens=256, block_size=16, tp_size=1)
     rows = []
     for name, known in PRESETS.items():
-        load = Load(prompts_per_s=0, prompt_tokens=1, stored_share=0, ttl_s=1)
-        shape = known.shape(name, "bfloat16")
-        found = size_fleet(shape, layout, load, Prices(0, 0, 0))
+        token = sum(2 * one.heads * one.content for one in known.shape(name, "bfloat16").layers)
         rows.append(
-            (
-                name,
-                bytes_text(found.chunk.nbytes),
-                known.layers,
-                known.kv_heads,
-                known.size,
-                bytes_text(found.chunk.raw_bytes // found.chunk.tokens),
-                known.source,
-            )
+            (name, bytes_text(token), known.layers, known.kv_heads, known.size, known.source)
         )
-    columns = (
-        "model", ">per 256 tokens", ">layers", ">KV heads", ">size", ">per token, bfloat16",
-        "source",
-    )  # fmt: skip
+    columns = ("model", ">per token, bfloat16", ">layers", ">KV heads", ">size", "source")
     out.table(columns, rows)
 
 

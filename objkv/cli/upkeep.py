@@ -10,14 +10,13 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seals
-from objkv.cli.command import INTERRUPTED, Session
+from objkv.cli.command import INTERRUPTED, Session, require_role
 from objkv.cli.options import size_option
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import BackendsView, read_namespace
-from objkv.ops.doctor.access import COMMAND_ROLES
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Places, Walk, find_places, read_view
 from objkv.ops.listing import find_namespace
@@ -139,15 +138,11 @@ def upkeep(
     namespace: str | None = None,
 ) -> Iterator[Upkeep]:
     """Open store and index for ``command``. Raises ``ConfigError`` for a missing folder, a
-    reader that would write, or a namespace that does not exist."""
+    role that may not write, or a namespace that does not exist."""
     config = session.config
-    if writes and config.role == "reader":
-        needed = next(
-            roles[-1]
-            for name, roles in COMMAND_ROLES.items()
-            if name.split()[0] == command and name.endswith("--apply")
-        )
-        raise ConfigError(f"{command} writes, but role is reader: set role to {needed}")
+    if writes:
+        name = f"{command} --quarantine" if command == "verify" else command
+        require_role(session, f"{name} --apply")
     has_bulk = session.has_bulk()
     with session.backends() as backends:
         with session.out.waiting("checking store and index"):

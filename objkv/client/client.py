@@ -261,7 +261,7 @@ class Client:
     ) -> PinnedPrefix:
         """Protect a stored prefix from expiry and eviction.
 
-        Replaces an earlier pin of the same prefix. Needs the role sweeper.
+        Replaces an earlier pin of the same prefix. Needs the role writer or sweeper.
 
         Args:
             prompt: the prompt whose stored prefix is pinned, as for ``match``.

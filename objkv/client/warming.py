@@ -105,7 +105,7 @@ def run_warm(
                     at_once=options.at_once or 8,
                     model=options.served_model,
                     api_key=options.api_key,
-                    allow_plaintext=config.allow_plaintext,
+                    allow_plaintext=config.may_be_clear("endpoints"),
                 )
                 for url in dict.fromkeys(options.endpoints)
             ]

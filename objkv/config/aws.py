@@ -56,7 +56,7 @@ def check_endpoint(config: Config, text: str, name: str) -> Url:
     """Return the parts of an endpoint that AWS's own settings name. Raises ``ConfigError``."""
     try:
         url = parse_url("s3_endpoint_url", text, name)
-        if not config.allow_plaintext:
+        if not config.may_be_clear("bulk"):
             refuse_clear(name, url)
     except ValueError as exc:
         raise ConfigError(str(exc)) from None

@@ -26,6 +26,7 @@ from objkv.config.urls import (
 from objkv.redact import without_secrets
 
 _WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
+_CLEAR: Final = frozenset(("bulk", "index", "agent", "endpoints"))
 _CREDENTIAL: Final = r"^[\x21-\x7e]*$"
 _ONE_LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 LoadMode = Literal["async", "layerwise", "auto"]
@@ -158,9 +159,11 @@ class Config(BaseModel):
     role: Role = "writer"
     """Access to store and index. ``reader`` only loads, and records no hits. ``writer`` loads and
     saves. ``sweeper`` is for operators' commands; a replica refuses to start with it."""
-    allow_plaintext: bool = False
-    """Allow connections to other machines without TLS. Credentials, keys and payloads then cross
-    the network unencrypted. Connections to this machine are always allowed."""
+    allow_plaintext: str = ""
+    """What may be reached on other machines without TLS, comma-separated: ``bulk``, ``index``,
+    ``agent`` (by clients of ``agent_listen``), ``endpoints`` (with the key of ``objkv warm``).
+    Credentials, keys and payloads then cross the network unencrypted. Connections to this machine
+    are always allowed."""
     model_id: str | None = None
     """Model name in the identity. Set it if replicas load the same model under different paths."""
     weights_epoch: int = Field(default=0, ge=0)
@@ -201,8 +204,8 @@ class Config(BaseModel):
     too, in the arena, before each copy."""
     agent_listen: str = ""
     """Address, ``HOST:PORT`` or ``[IPV6]:PORT``, at which an agent answers routers and Prometheus,
-    besides its Unix socket. Needs ``agent_token``, and ``allow_plaintext`` unless it is a loopback
-    address. Empty: none."""
+    besides its Unix socket. Needs ``agent_token`` and, unless it is a loopback address, ``agent``
+    in ``allow_plaintext``. Empty: none."""
     agent_token: str | None = Field(default=None, repr=False, pattern=r"^[\x21-\x7e]{16,}$")
     """Bearer token that clients of ``agent_listen`` must send: at least 16 printable ASCII
     characters."""
@@ -289,6 +292,18 @@ class Config(BaseModel):
             return int(number)
         return parse_size(value) if "_bytes" in name else value
 
+    @field_validator("allow_plaintext")
+    @classmethod
+    def _what_is_clear_is_named(cls, value: str) -> str:
+        names = [name.strip() for name in value.split(",") if name.strip()]
+        if not set(names) <= _CLEAR:
+            raise ValueError(f"name what may be reached without TLS: {', '.join(sorted(_CLEAR))}")
+        return ",".join(names)
+
+    def may_be_clear(self, what: str) -> bool:
+        """Whether ``allow_plaintext`` names ``what``."""
+        return what in self.allow_plaintext.split(",")
+
     @model_validator(mode="before")
     @classmethod
     def _a_folder_is_its_own_index(cls, values: Any) -> Any:
@@ -341,10 +356,10 @@ class Config(BaseModel):
             raise ValueError(f"agent_listen: {exc}") from exc
         if self.agent_token is None:
             raise ValueError("agent_listen is set: set agent_token too")
-        if not self.allow_plaintext and not is_this_machine(host):
+        if not self.may_be_clear("agent") and not is_this_machine(host):
             raise ValueError(
                 "agent_listen: token and prompts would cross the network unencrypted; use "
-                "127.0.0.1 behind a proxy with TLS, or set allow_plaintext to true on a trusted "
+                "127.0.0.1 behind a proxy with TLS, or set allow_plaintext to agent on a trusted "
                 "network"
             )
         return self
@@ -366,10 +381,10 @@ class Config(BaseModel):
             raise ValueError(
                 "s3_endpoint_url ends with the bucket of bulk_url, which objkv adds: remove it"
             )
-        if not self.allow_plaintext:
+        if not self.may_be_clear("index"):
             refuse_clear("index_url", urls["index_url"])
-            if bulk.scheme == "s3" and endpoint is not None:
-                refuse_clear("s3_endpoint_url", endpoint)
+        if bulk.scheme == "s3" and endpoint is not None and not self.may_be_clear("bulk"):
+            refuse_clear("s3_endpoint_url", endpoint)
         return self
 
     @property

@@ -312,10 +312,12 @@ def check_proxies(*names: str) -> None:
 def refuse_clear(name: str, url: Url) -> None:
     """Raise ``ValueError``, which names the fix, if ``url`` uses another machine without TLS."""
     if url.is_far and not url.is_tls:
-        secure = "https" if url.scheme == "http" else url.scheme.replace("redis", "rediss", 1)
+        is_bulk = url.scheme == "http"
+        secure = "https" if is_bulk else url.scheme.replace("redis", "rediss", 1)
         raise ValueError(
             f"{name} {url.shown}: credentials and payloads would cross the network unencrypted; "
-            f"write {secure}://, or set allow_plaintext to true on a trusted network"
+            f"write {secure}://, or set allow_plaintext to {'bulk' if is_bulk else 'index'} on a "
+            "trusted network"
         )
 
 

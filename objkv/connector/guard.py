@@ -6,6 +6,8 @@ import logging
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
+from objkv.errors import ObjkvError
+
 logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
@@ -31,6 +33,21 @@ def guarded(instead: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
         return call
 
     return wrap
+
+
+def starts(method: Callable[P, R]) -> Callable[P, R]:
+    """Wrap a step of the start. If it fails, the last line that objkv logs says why, with the fix:
+    vLLM shows a traceback after it, and those of other processes."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except ObjkvError as exc:
+            logger.error("objkv cannot start: %s", exc)
+            raise exc from None  # the sentence has what its causes say
+
+    return call
 
 
 def speak_as_vllm() -> None:

@@ -89,5 +89,5 @@ def for_operators(admin: PruneIndex | None) -> PruneIndex:
     """Return the index on which operators pin, drop and count. Raises ``StoreDenied`` for None, the
     read-only role's index."""
     if admin is None:
-        raise StoreDenied("role reader does not allow writes: set role to sweeper")
+        raise StoreDenied("role reader does not allow writes: set role to writer or sweeper")
     return admin

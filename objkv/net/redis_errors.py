@@ -9,7 +9,7 @@ from typing import Final
 
 from redis import exceptions
 
-from objkv.errors import SCAN_DENIED, StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import SCAN_DENIED, StoreDenied, StoreError, StoreFull, StoreUnavailable
 
 CLIENT_ERRORS: Final = (exceptions.RedisError, exceptions.RedisClusterException)
 """All exceptions of redis-py."""
@@ -39,6 +39,8 @@ _LATER = (
     # Raised while no node of a cluster is reachable; not a RedisError.
     exceptions.RedisClusterException,
 )
+_WRONG_NAME = re.compile(r"(Hostname|IP address) mismatch")
+"""OpenSSL's words for a valid certificate of another host."""
 _LOGIN_WORDS = re.compile(r"\b(NOAUTH|WRONGPASS|DENIED)\b")
 _LOGIN = (
     exceptions.AuthenticationError,
@@ -66,7 +68,7 @@ def translation(call: str, exc: Exception) -> StoreError:
     """Return the ``StoreError`` for ``exc``, whose message has the fix."""
     words = str(exc) or type(exc).__name__
     kind, fix = _meaning(words, exc)
-    return kind(f"{call}: {words}: {fix}" if fix else f"{call}: {words}")
+    return kind(f"{call}: {words.rstrip('.')}: {fix}" if fix else f"{call}: {words}")
 
 
 def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:
@@ -77,6 +79,8 @@ def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:
         return any(isinstance(cause, kinds) for cause in causes)
 
     if is_of(ssl.SSLCertVerificationError):
+        if _WRONG_NAME.search(words):
+            return StoreDenied, "use a name of the server's certificate as the host of index_url"
         fix = "set redis_ca_file to the PEM file of the CA that signed the server's certificate"
         return StoreDenied, fix
     if is_of(exceptions.NoPermissionError) or _RIGHTS_WORDS.search(words):
@@ -87,7 +91,7 @@ def _meaning(words: str, exc: Exception) -> tuple[type[StoreError], str]:
         return StoreDenied, "use redis:// or rediss:// in index_url"
     if isinstance(exc, exceptions.OutOfMemoryError) or "OOM" in words:
         fix = "raise the server's maxmemory, or allow eviction with maxmemory-policy volatile-lru"
-        return StoreUnavailable, fix
+        return StoreFull, fix
     if isinstance(exc, exceptions.MovedError):
         fix = "the server is a cluster: use redis+cluster:// or rediss+cluster:// in index_url"
         return StoreUnavailable, fix

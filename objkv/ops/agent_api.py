@@ -8,6 +8,7 @@ from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from typing import Any, TypeVar
 
+from objkv.agent.http.status import AgentStatus, LoggedWarning, StoreStatus
 from objkv.agent.messages import PrefetchOrder
 from objkv.agent.peers import connect_to
 from objkv.agent.prefetch import Matched, NamespaceFacts, Prefetched
@@ -52,6 +53,14 @@ class AgentApi:
         """Return the namespaces with chunks."""
         answer = self._ask("GET", "/v1/namespaces")
         return [_read(NamespaceFacts, one) for one in answer.get("namespaces", ())]
+
+    def status(self) -> AgentStatus:
+        """Return the agent's state, after it has called its stores."""
+        answer = self._ask("GET", "/v1/status")
+        read = {"stores": StoreStatus, "warnings": LoggedWarning}
+        for name, kind in read.items():
+            answer[name] = [_read(kind, one) for one in answer.get(name, ())]
+        return _read(AgentStatus, answer)
 
     def match(self, prompt: AskedPrompt) -> Matched:
         """Return how much of a prompt is stored, and in memory."""

@@ -43,6 +43,8 @@ _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
 _FAN = re.compile(r"[0-9a-f]{2}")
 HANDOFF_LAYOUT = "handoff-1"
 """Page layout of namespaces for prompts in transfer between engines, which have no chunks."""
+SAMPLE_LAYOUT = "sample-1"
+"""That of the namespace of ``bench`` and ``doctor``, which no replica has."""
 _TEXT_MAX = 200
 _NO_TOTALS: Final[Mapping[str, int]] = {}
 
@@ -172,7 +174,8 @@ def read_namespace(bulk: ReadStore, name: str) -> StoredNamespace:
             tenant=tenant,
             weights_epoch=epoch,
             rest=canonical_json(values),
-            has_chunks=is_chunks and values.get("page_layout") != HANDOFF_LAYOUT,
+            has_chunks=is_chunks
+            and values.get("page_layout") not in (HANDOFF_LAYOUT, SAMPLE_LAYOUT),
             seals=seals_of(values.get("extra")),
             is_old_format=values["format"] < FORMAT,
             model=_text(values.get("model")),

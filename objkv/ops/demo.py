@@ -1,5 +1,5 @@
-"""The demo: three replicas, one after the other. R runs without objkv. A and B have a node agent
-and an empty store in common: A computes and saves, B loads.
+"""The demo: three replicas, one after the other. R runs without objkv. A and B have an empty store
+in common: A computes and saves, B loads.
 
 ``objkv.programs.demo_replica`` is the process of one replica; its events are defined
 here.
@@ -14,18 +14,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Final, Literal, Self
+from typing import Final, Literal
 
-import httpx
 from pydantic import BaseModel, ConfigDict
 
-from objkv.agent.client import is_listening
-from objkv.config import Config, load_config, make_private
-from objkv.config.node import agent_socket
+from objkv.config import Config, make_private
 from objkv.errors import ConfigError
 from objkv.ops.programs import Program
-from objkv.ops.top.scrape import MetricsSource
 
 Size = Literal["normal", "small"]
 Replica = Literal["R", "A", "B"]
@@ -42,9 +37,7 @@ _SPECIAL = 3
 _CHUNK_TOKENS: int = Config.model_fields["chunk_tokens"].default
 _BOUND_S = 300.0
 """Limit from start to exit of one replica, which takes about 20 s on two free cores."""
-_AGENT: Final = "node agent"
-_AGENT_START_S, _AGENT_END_S, _POLL_S = 60.0, 60.0, 0.05
-_NAMES: Final[dict[Replica, str]] = {
+REPLICAS: Final[Mapping[Replica, str]] = {
     "R": "replica R (without objkv)",
     "A": "replica A (computes, saves)",
     "B": "replica B (loads)",
@@ -236,16 +229,6 @@ class DemoStore:
 
 
 @dataclass(frozen=True, slots=True)
-class DemoAgent:
-    """Totals of the node agent of both replicas, in payloads."""
-
-    read: int
-    """Read from its memory."""
-    fetched: int
-    """Fetched from the store."""
-
-
-@dataclass(frozen=True, slots=True)
 class DemoReport:
     """The result of the demo."""
 
@@ -255,7 +238,6 @@ class DemoReport:
     load_failures: int
     """Failed loads, whose tokens were recomputed."""
     stored: DemoStore
-    agent: DemoAgent
     notices: tuple[str, ...]
 
     @property
@@ -288,82 +270,47 @@ def show_replicas(
 ) -> DemoReport:
     """Run all three replicas, then call ``count()`` for the stored totals. Takes about a minute.
     Raises ``ConfigError`` and ``ProgramFailed``."""
-    recomputed, _ = _live("R", size, place, tell, {})
-    notices: list[str] = []
-    with _Agent(place, tell) as agent:
-        settings = {"OBJKV_AGENT": f"unix://{agent.path}"}  # replicas need no other
-        first, first_end = _live("A", size, place, tell, settings)
-        second, end = _live("B", size, place, tell, settings)
-        numbers = agent.end()
-    rows = compare(prompts_of(size), recomputed, first, second)
+    found = dict[Replica, tuple[Answers, ReplicaEnd]]()
+    for replica in REPLICAS:
+        # Agents of their own: B loads from the store, and not from the memory in which A saved.
+        settings = {} if replica == "R" else place.settings
+        arguments = ("objkv.programs.demo_replica", replica, size, str(place.models))
+        log = place.logs / f"replica-{replica}.log"
+        answers, end = live(REPLICAS[replica], arguments, log, settings, tell)
+        found[replica] = {answer.prompt: answer for answer in answers}, end
+    rows = compare(prompts_of(size), *(answers for answers, _ in found.values()))
+    end, notices = found["B"][1], list[str]()
     if not all(row.complete for row in rows):
         notices.append(f"B loaded less than A should have saved; see the logs in {place.logs}")
     return DemoReport(
         engine=end.engine,
         device=end.device,
         rows=rows,
-        load_failures=first_end.load_failures + end.load_failures,
+        load_failures=found["A"][1].load_failures + end.load_failures,
         stored=count(),
-        agent=numbers,
         notices=tuple(notices),
     )
 
 
-class _Agent:
-    """The node agent of A and B. A context manager that kills it."""
-
-    def __init__(self, place: DemoFolder, tell: Tell) -> None:
-        """Start it. Raises ``ConfigError`` or ``ProgramFailed`` if it cannot."""
-        tell(_AGENT, "starting")
-        path = agent_socket(load_config({"agent": "auto"}, environ=place.settings))
-        assert path is not None
-        self.path = path
-        arguments = ("-m", "objkv", "agent", "--socket", str(path))
-        log_file = place.logs / "agent.log"
-        self._program = Program(_AGENT, arguments, log_file, place.settings, speaks=False)
-        deadline = monotonic() + _AGENT_START_S
-        try:
-            while not is_listening(path):
-                self._program.check()
-                if monotonic() >= deadline:
-                    raise self._program.failed("did not start in time")
-                sleep(_POLL_S)
-        except BaseException:
-            self._program.kill()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._program.kill()
-
-    def end(self) -> DemoAgent:
-        """Read its numbers and let it complete all saves. Raises ``ProgramFailed``."""
-        transport = httpx.HTTPTransport(uds=f"{self.path}.http")
-        source = MetricsSource("http://agent", deadline_s=_AGENT_END_S, transport=transport)
-        values = source.scrape().values
-        self._program.end(bound_s=_AGENT_END_S)
-        read, fetched = (
-            int(values.get(f"objkv_agent_{name}_total", 0)) for name in ("hits", "fills")
-        )
-        return DemoAgent(read, fetched)
-
-
-def _live(
-    replica: Replica, size: Size, place: DemoFolder, tell: Tell, settings: Mapping[str, str]
-) -> tuple[Answers, ReplicaEnd]:
-    """Run one replica from start to exit."""
-    name, answers, end = _NAMES[replica], dict[str, DemoAnswer](), None
-    arguments = ("-m", "objkv.programs.demo_replica", replica, size, str(place.models))
+def live(
+    name: str,
+    arguments: Sequence[str],
+    log: Path,
+    settings: Mapping[str, str],
+    tell: Tell,
+    *,
+    bound_s: float = _BOUND_S,
+) -> tuple[list[DemoAnswer], ReplicaEnd]:
+    """Run the program of one replica from start to exit. Raises ``ProgramFailed``."""
+    answers, end = list[DemoAnswer](), None
     tell(name, "starting Python")
-    with Program(name, arguments, place.logs / f"replica-{replica}.log", settings) as program:
-        for line in program.lines(bound_s=_BOUND_S):
+    with Program(name, ("-m", *arguments), log, settings) as program:
+        for line in program.lines(bound_s=bound_s):
             event = ReplicaEvent.model_validate_json(line)
             if event.stage is not None:
                 tell(name, event.stage)
             if event.answer is not None:
-                answers[event.answer.prompt] = event.answer
+                answers.append(event.answer)
             end = event.end
         if end is None:
             raise program.failed("ended without its last event")

@@ -6,18 +6,19 @@ sentence. Nothing here touches a store.
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX, canonical_json
 
-Pairs = Mapping[str, tuple[Any, Any]]
-"""The fields that differ, with their two values."""
-_DTYPE = "extra.dtype"
-_RESET = "extra.reset"
-_REASONS: dict[str, tuple[str, str]] = {
+Document = Mapping[str, Any]
+ABSENT: Final = "(absent)"
+_NAMES_SHOWN: Final = 3
+_GROUP: Final = re.compile(r"groups\[\d+\]")
+REASONS: dict[str, tuple[str, str]] = {
     "format": (
         "the replicas write payloads in different formats",
         "run versions of objkv that write the same format",
@@ -95,8 +96,8 @@ _REASONS: dict[str, tuple[str, str]] = {
         "serve the same model with the same mamba cache dtype and VLLM_SSM_CONV_STATE_LAYOUT; some "
         "states also need the same TP size, see docs/models.md",
     ),
-    _DTYPE: ("the models compute in different dtypes", "start both with the same --dtype"),
-    _RESET: (
+    "extra.dtype": ("the models compute in different dtypes", "start both with the same --dtype"),
+    "extra.reset": (
         "a replica stops sharing when its cache is reset or it sleeps, because its weights may "
         "have changed in place",
         "restart it with the weights it serves on disk, or set the same weights_epoch on all",
@@ -146,92 +147,13 @@ _REASONS: dict[str, tuple[str, str]] = {
         "start both with or both without --enable-tower-connector-lora",
     ),
 }
-_WEIGHTS_KINDS = {
-    frozenset({"sampled", "full"}): (
-        "the weights are hashed in two ways, so it is unknown whether they are the same",
-        "set the same weights_digest on all replicas",
-    ),
+_ROOTS: Final = {
+    "kv_dtype": ("extra.dtype",),
+    "page_layout": ("extra.dtype", "kv_dtype", "groups[0].block_size"),
+    "chunk_tokens": ("groups[0].block_size",),
+    "weights_epoch": ("extra.reset",),
 }
-_NAMED = (
-    "one identifies its weights by their bytes and the other only by a name",
-    "let both read the weights from a local directory or the hub's cache",
-)
-_SEEDS = (
-    "random weights (load_format dummy) are the same only with the same seed",
-    "load real weights, or start both with the same --seed",
-)
-
-
-def explain(field: str, a: Any, b: Any, pairs: Pairs) -> tuple[str, str]:
-    """Return why ``field`` prevents sharing, and the fix; a generic sentence for other fields."""
-    if field == "weights":
-        return _weights(str(a), str(b))
-    if field == "model" and "weights" not in pairs:
-        return "the weights are the same, but the names of the models differ", _REASONS[field][1]
-    name = _general(field)
-    while name not in _REASONS and "." in name:  # a value inside a known field
-        name = name.rpartition(".")[0]
-    if name in _REASONS:
-        return _REASONS[name]
-    return (
-        f"{field} is part of the namespace, because it changes KV or its storage",
-        "use the same value on both, by the vLLM or objkv setting of that name",
-    )
-
-
-def root_of(field: str, pairs: Pairs) -> str | None:
-    """Return the differing field that causes ``field`` to differ; None if there is none."""
-    a, b = pairs[field]
-    block_size = next((name for name in pairs if name.endswith("].block_size")), None)
-    if field == "kv_dtype" and pairs.get(_DTYPE) == (a, b):
-        return _DTYPE  # auto in both
-    if field == "page_layout" and _machine(a) == _machine(b):
-        kv_dtype = "kv_dtype" if "kv_dtype" in pairs else None
-        return _DTYPE if _DTYPE in pairs else kv_dtype or block_size
-    if field == "chunk_tokens" and block_size is not None:
-        return block_size if _follow(pairs[block_size], (a, b)) else None
-    if field == "weights_epoch" and _RESET in pairs:
-        return _RESET
-    return None
-
-
-def _follow(sizes: tuple[Any, Any], chunks: tuple[Any, Any]) -> bool:
-    """Whether rounding one chunk_tokens setting up to blocks can give both chunk lengths.
-
-    The setting is greater than the length minus one block, and at most the length.
-    """
-    if not all(isinstance(value, int) for value in (*sizes, *chunks)):
-        return False
-    low: int = max(chunk - size for chunk, size in zip(chunks, sizes, strict=True))
-    return low < int(min(chunks))
-
-
-def _machine(layout: Any) -> str:
-    """Return ``opaque:x86_64-avx512`` of ``opaque:x86_64-avx512-amx``.
-
-    The last part is the kernel, which depends on dtype and block size.
-    """
-    return str(layout).rpartition("-")[0]
-
-
-def _weights(a: str, b: str) -> tuple[str, str]:
-    kinds = frozenset({a.partition(":")[0], b.partition(":")[0]})
-    if kinds in _WEIGHTS_KINDS:
-        return _WEIGHTS_KINDS[kinds]
-    if kinds == {"dummy"}:
-        return _SEEDS
-    return _NAMED if len(kinds) > 1 else _REASONS["weights"]
-
-
-def _general(field: str) -> str:
-    """Return ``groups[].kind`` for the field of any group."""
-    group, bracket, rest = field.partition("].")
-    return f"groups[].{rest}" if bracket and group.startswith("groups[") else field
-
-
-Document = Mapping[str, Any]
-_NAMES_SHOWN = 3
-ABSENT = "(absent)"
+"""Fields that usually differ because another one does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,14 +163,14 @@ class Difference:
     field: str
     """``kv_dtype``, ``groups[0].block_size``, ``extra.dtype``."""
     a: Any
-    """The value in the document, with lists shortened; ``(absent)`` if it is missing."""
+    """The value in the document; ``(absent)`` if it is missing."""
     b: Any
     why: str
     """Why the difference prevents sharing."""
     fix: str
     """How to make the values the same."""
     follows_from: str | None = None
-    """The differing field that causes this one to differ, if any."""
+    """Another field that differs and usually causes this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,11 +181,7 @@ class DiffReport:
     reason: str
     """The result in one sentence."""
     differences: tuple[Difference, ...]
-
-    @property
-    def causes(self) -> tuple[Difference, ...]:
-        """The differences that do not follow from others."""
-        return tuple(d for d in self.differences if d.follows_from is None)
+    """Causes first."""
 
 
 def namespace_of(document: Document) -> str:
@@ -272,22 +190,16 @@ def namespace_of(document: Document) -> str:
 
 
 def parse_document(text: str, name: str) -> Document:
-    """Parse an identity document from JSON or from a replica's log.
-
-    In a log, the last line that ends with ``document={…}`` is used. Raises ``ConfigError``, which
-    calls the text ``name``.
-    """
-    found = _loaded(text)
-    if found is None:
-        for line in text.splitlines():
-            _, mark, rest = line.partition("document={")
-            if mark and (one := _loaded("{" + rest)) is not None:
-                found = one
-    if found is None:
-        raise ConfigError(
-            f"{name}: no identity document; give identity.json, or a log with 'objkv identity'"
-        )
-    return found
+    """Parse an identity document from JSON or from a replica's log, of which the last line
+    ``objkv identity … document={…}`` counts. Raises ``ConfigError``, which calls the text
+    ``name``."""
+    logged = [line.partition("document=")[2] for line in text.splitlines()]
+    for one in (text, *reversed([part for part in logged if part.startswith("{")])):
+        if (found := _loaded(one)) is not None:
+            return found
+    raise ConfigError(
+        f"{name}: no identity document; give identity.json, or a log with 'objkv identity'"
+    )
 
 
 def diff(a: Document, b: Document) -> DiffReport:
@@ -296,77 +208,89 @@ def diff(a: Document, b: Document) -> DiffReport:
     >>> diff({"kv_dtype": "bfloat16"}, {"kv_dtype": "fp8"}).reason
     'they do not share: kv_dtype differs'
     """
-    pairs = {field: (x, y) for field, x, y in _differing(a, b)}
-    roots = {field: root_of(field, pairs) for field in pairs}
-    found = []
-    for field, (x, y) in pairs.items():
-        why, fix = explain(field, x, y, pairs)
-        found.append(Difference(field, _short(x), _short(y), why, fix, roots[field]))
+    x, y = dict(_fields("", a)), dict(_fields("", b))
+    pairs = {
+        name: (x.get(name, ABSENT), y.get(name, ABSENT))
+        for name in [*x, *(name for name in y if name not in x)]
+        if not _same(x.get(name, ABSENT), y.get(name, ABSENT))
+    }
+    if not pairs and not _same(a, b):  # such as an empty list in place of none
+        pairs = {"document": (dict(a), dict(b))}
+    found = [
+        Difference(
+            name,
+            *pair,
+            *_explain(name, pair, pairs),
+            next((root for root in _ROOTS.get(name, ()) if root in pairs), None),
+        )
+        for name, pair in pairs.items()
+    ]
     found.sort(key=lambda one: one.follows_from is not None)
-    report = DiffReport(not found, "", tuple(found))
-    return replace(report, reason=_reason(report))
+    return DiffReport(not found, _reason(found), tuple(found))
 
 
-def _reason(report: DiffReport) -> str:
-    if report.share:
+def _explain(
+    field: str, pair: tuple[Any, Any], pairs: Mapping[str, tuple[Any, Any]]
+) -> tuple[str, str]:
+    """Return why ``field`` prevents sharing, and the fix; a generic sentence for other fields."""
+    kinds = {str(value).partition(":")[0] for value in pair}
+    if field == "weights" and kinds == {"sampled", "full"}:
+        return (
+            "the weights are hashed in two ways, so it is unknown whether they are the same",
+            "set the same weights_digest on all replicas",
+        )
+    if field == "weights" and kinds == {"dummy"}:
+        return (
+            "random weights (load_format dummy) are the same only with the same seed",
+            "load real weights, or start both with the same --seed",
+        )
+    if field == "weights" and len(kinds) > 1:
+        return (
+            "one identifies its weights by their bytes and the other only by a name",
+            "let both read the weights from a local directory or the hub's cache",
+        )
+    if field == "model" and "weights" not in pairs:
+        return "the weights are the same, but the names of the models differ", REASONS[field][1]
+    name = _GROUP.sub("groups[]", field)
+    while name not in REASONS and "." in name:  # a value inside a known field
+        name = name.rpartition(".")[0]
+    return REASONS.get(name) or (
+        f"{field} is part of the namespace, because it changes KV or its storage",
+        "use the same value on both, by the vLLM or objkv setting of that name",
+    )
+
+
+def _reason(found: list[Difference]) -> str:
+    if not found:
         return "they share: each can load what the other has saved"
-    causes = report.causes
-    names = [_name(cause) for cause in causes[:_NAMES_SHOWN]]
-    more = len(causes) - len(names)
-    listed = " and ".join(filter(None, [", ".join(names[:-1]), names[-1]]))
-    if more:
-        listed = f"{', '.join(names)} and {more} more"
-    verb = "differs" if len(causes) == 1 else "differ"
-    return f"they do not share: {listed} {verb}"
+    names = [one.field.removeprefix("extra.") for one in found if one.follows_from is None]
+    shown, more = names[:_NAMES_SHOWN], len(names) - _NAMES_SHOWN
+    listed = (
+        f"{', '.join(shown)} and {more} more"
+        if more > 0
+        else " and ".join(filter(None, [", ".join(shown[:-1]), shown[-1]]))
+    )
+    return f"they do not share: {listed} {'differs' if len(names) == 1 else 'differ'}"
 
 
-def _name(cause: Difference) -> str:
-    group, dot, rest = cause.field.partition("].")
-    name = f"{rest} of group {group.removeprefix('groups[')}" if dot else cause.field
-    return name.removeprefix("extra.")
-
-
-def _differing(a: Document, b: Document) -> Iterator[tuple[str, Any, Any]]:
-    for field in [*a, *(name for name in b if name not in a)]:
-        x, y = a.get(field, ABSENT), b.get(field, ABSENT)
-        if _same(x, y):
-            continue
-        if field == "groups" and _are_groups(x, y):
-            yield from _in_groups(x, y)
-        elif _is_pairs(x) and _is_pairs(y):
-            yield from _within(field, dict(x), dict(y))
-        else:
-            yield from _within_value(field, x, y)
-
-
-def _in_groups(a: Sequence[Any], b: Sequence[Any]) -> Iterator[tuple[str, Any, Any]]:
-    if len(a) != len(b):
-        yield "groups", a, b
+def _fields(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the values in a document by path. Lists of pairs and objects in JSON text are read as
+    objects, as ``extra`` has them; other lists than groups are values."""
+    if isinstance(value, str) and value.startswith("{"):
+        value = _loaded(value) or value
+    if name and isinstance(value, list):
+        pairs = [p for p in value if isinstance(p, list) and len(p) == 2 and isinstance(p[0], str)]
+        if value and len({p[0] for p in pairs}) == len(value):
+            value = {p[0]: p[1] for p in pairs}
+        elif name == "groups" and value and all(isinstance(one, dict) for one in value):
+            for number, one in enumerate(value):
+                yield from _fields(f"{name}[{number}]", one)
+            return
+    if isinstance(value, Mapping) and (value or not name):
+        for key in value:
+            yield from _fields(f"{name}.{key}" if name else key, value[key])
         return
-    for number, (x, y) in enumerate(zip(a, b, strict=True)):
-        yield from _within(f"groups[{number}]", x, y)
-
-
-def _within(name: str, a: Document, b: Document) -> Iterator[tuple[str, Any, Any]]:
-    for field in sorted({*a, *b}):
-        x, y = a.get(field, ABSENT), b.get(field, ABSENT)
-        if not _same(x, y):
-            yield from _within_value(f"{name}.{field}", x, y)
-
-
-def _within_value(name: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the differences inside two objects, which may be JSON text; else the values."""
-    x, y = _object(a), _object(b)
-    if x is not None and y is not None and not _same(x, y):
-        yield from _within(name, x, y)
-    else:
-        yield name, a, b
-
-
-def _object(value: Any) -> Document | None:
-    if isinstance(value, dict):
-        return value
-    return _loaded(value) if isinstance(value, str) and value.startswith("{") else None
+    yield name, value
 
 
 def _loaded(text: str) -> Document | None:
@@ -385,33 +309,3 @@ def _refuse(constant: str) -> Any:
 def _same(a: Any, b: Any) -> bool:
     """Compare values as the namespace does: 1, true and 1.0 differ."""
     return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
-
-
-def _are_groups(*values: Any) -> bool:
-    return all(isinstance(v, list) and all(isinstance(g, dict) for g in v) for v in values)
-
-
-def _is_pairs(value: Any) -> bool:
-    if not isinstance(value, list):
-        return False
-    pairs = [p for p in value if isinstance(p, list) and len(p) == 2 and isinstance(p[0], str)]
-    return len(pairs) == len({name for name, _ in pairs}) == len(value)
-
-
-def _short(value: Any) -> Any:
-    """Return ``value``, with a list shortened to a few words."""
-    if not isinstance(value, list):
-        return value
-    if _are_groups(value) and value:
-        return f"{len(value)}: " + ", ".join(
-            f"{group.get('kind', '?')} of {_count(group.get('layers'))}" for group in value
-        )
-    if len(value) > _NAMES_SHOWN:
-        return f"{len(value)}: {value[0]} … {value[-1]}"
-    return ", ".join(map(str, value))
-
-
-def _count(layers: Any) -> str:
-    if not isinstance(layers, list):
-        return "unknown layers"
-    return "1 layer" if len(layers) == 1 else f"{len(layers)} layers"

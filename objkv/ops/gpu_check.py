@@ -12,26 +12,20 @@ import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final
 
 from pydantic import BaseModel, ConfigDict
 
 from objkv.errors import ConfigError
-from objkv.ops.demo import DemoAnswer, ReplicaEvent, Tell, random_tokens
+from objkv.ops.demo import REPLICAS, DemoAnswer, Replica, Tell, live, random_tokens
 from objkv.ops.programs import Program, ProgramFailed
 
-Role = Literal["R", "A", "B"]
 QUESTION_TOKENS: Final = 8
 """Fewer than a block: a prefix cache of any block size ends where the stored chunks end."""
 QUESTIONS: Final = (1, 2)
 """A computes the first question about each document only."""
 _LENGTHS, _REPEATS = (8192, 16_384), 3
 _FACTS_S, _REPLICA_S = 120.0, 420.0
-_NAMES: Final[Mapping[Role, str]] = {
-    "R": "replica R (without objkv)",
-    "A": "replica A (computes, saves)",
-    "B": "replica B (loads)",
-}
 
 
 class ReplicaSetup(BaseModel):
@@ -39,7 +33,7 @@ class ReplicaSetup(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    role: Role
+    role: Replica
     model: str | None
     """Name or folder of a model; null for one with random weights."""
     models: Path
@@ -137,10 +131,8 @@ class GpuCheck:
         found += compare_loading(self.lengths, computed, loaded)
         found.append(GpuCase("no load failed", not failures, f"{failures} failed"))
 
-    def _live(self, role: Role) -> tuple[Answers, int]:
+    def _live(self, role: Replica) -> tuple[Answers, int]:
         """Run one replica from start to exit. Return its answers and how many loads failed."""
-        name, end = _NAMES[role], None
-        answers: dict[str, list[DemoAnswer]] = {}
         setup = ReplicaSetup(
             role=role,
             model=self.model,
@@ -148,22 +140,15 @@ class GpuCheck:
             lengths=self.lengths,
             repeats=self.repeats,
         )
-        arguments = ("-m", "objkv.programs.check_replica", setup.model_dump_json())
-        self.tell(name, "starting Python")
-        log = self.folder / f"replica-{role}.log"
-        with Program(name, arguments, log, self._settings(role)) as program:
-            for line in program.lines(bound_s=_REPLICA_S):
-                event = ReplicaEvent.model_validate_json(line)
-                if event.stage is not None:
-                    self.tell(name, event.stage)
-                if event.answer is not None:
-                    answers.setdefault(event.answer.prompt, []).append(event.answer)
-                end = event.end
-            if end is None:
-                raise program.failed("ended without its last event")
+        arguments = ("objkv.programs.check_replica", setup.model_dump_json())
+        log, settings = self.folder / f"replica-{role}.log", self._settings(role)
+        found, end = live(REPLICAS[role], arguments, log, settings, self.tell, bound_s=_REPLICA_S)
+        answers: dict[str, list[DemoAnswer]] = {}
+        for one in found:
+            answers.setdefault(one.prompt, []).append(one)
         return answers, end.load_failures
 
-    def _settings(self, role: Role) -> dict[str, str]:
+    def _settings(self, role: Replica) -> dict[str, str]:
         # A model of this name may have to be downloaded.
         settings = {} if self.model is None else {"HF_HUB_OFFLINE": "0"}
         if role == "R":

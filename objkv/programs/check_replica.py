@@ -5,19 +5,20 @@ prints one ``ReplicaEvent`` per line; vLLM's output goes to standard error. On a
 vLLM's defaults.
 """
 
-import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-from objkv.ops.demo import ANSWER_TOKENS, CONNECTOR, ReplicaEnd, ReplicaEvent, random_tokens
+from objkv.ops.demo import ANSWER_TOKENS, CONNECTOR, random_tokens
 from objkv.ops.gpu_check import QUESTIONS, ReplicaSetup, prompt_of
 from objkv.programs.demo_replica import (
-    DemoEngine,
-    device,
+    Send,
+    answer,
     engine_arguments,
     make_llama,
+    speak,
 )
 
 _MEMORY_SHARE = 0.6
@@ -32,7 +33,6 @@ _SHAPES: Final = {
     "cpu": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
 }
 """Random models: the one for GPUs has the shape of Llama 3.2 1B."""
-Send = Callable[[ReplicaEvent], None]
 
 
 def arguments_of(setup: ReplicaSetup, *, is_cpu: bool) -> dict[str, Any]:
@@ -70,45 +70,16 @@ def answers_of(setup: ReplicaSetup) -> Iterator[tuple[int, int, bool]]:
 def run(setup: ReplicaSetup, send: Send) -> None:
     """Run a replica from start to end in this process."""
 
-    def begin(stage: str) -> None:
-        send(ReplicaEvent(stage=stage))
+    def arguments() -> dict[str, Any]:
+        from vllm.platforms import current_platform
 
-    begin("importing vLLM")
-    import vllm
-    from vllm.platforms import current_platform
+        return arguments_of(setup, is_cpu=current_platform.is_cpu())
 
-    begin("making the model" if setup.model is None else f"loading {setup.model}")
-    arguments = arguments_of(setup, is_cpu=current_platform.is_cpu())
-    begin("starting the engine")
-    llm = vllm.LLM(**arguments, disable_log_stats=False)
-    engine = DemoEngine(llm)
-    begin("warming up")
-    engine.ask("warm-up", random_tokens("warm-up", setup.longest))
-    for length, question, forget in answers_of(setup):
-        name, tokens = prompt_of(length, question)
-        begin(f"answering {name}")
-        send(ReplicaEvent(answer=engine.ask(name, tokens, forget=forget)))
-    failures = (m.value for m in llm.get_metrics() if m.name == "vllm:objkv_load_failures")
-    end = ReplicaEnd(
-        engine=f"vLLM {vllm.__version__}", device=device(), load_failures=int(sum(failures))
+    prompts = (
+        (*prompt_of(length, question), forget) for length, question, forget in answers_of(setup)
     )
-    begin("stopping")
-    llm.llm_engine.engine_core.shutdown()
-    send(ReplicaEvent(end=end))
-
-
-def main() -> None:
-    """Reserve standard output for events; redirect vLLM's output to standard error."""
-    setup = ReplicaSetup.model_validate_json(sys.argv[1])
-    with os.fdopen(os.dup(1), "w") as events:
-        os.dup2(2, 1)
-
-        def send(event: ReplicaEvent) -> None:
-            events.write(event.model_dump_json(exclude_none=True) + "\n")
-            events.flush()
-
-        run(setup, send)
+    answer(arguments, random_tokens("warm-up", setup.longest), prompts, send)
 
 
 if __name__ == "__main__":  # spawned worker processes import this file again
-    main()
+    speak(partial(run, ReplicaSetup.model_validate_json(sys.argv[1])))

@@ -10,7 +10,8 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final, cast
@@ -173,8 +174,19 @@ def engine_arguments(model: Path, longest: int) -> dict[str, Any]:
     return arguments
 
 
-def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent], None]) -> None:
-    """Run a replica from start to end in this process."""
+Send = Callable[[ReplicaEvent], None]
+Prompt = tuple[str, Sequence[int], bool]
+"""Name, token ids, and whether the replica forgets its own prefix cache before it."""
+
+
+def answer(
+    arguments: Callable[[], dict[str, Any]],
+    warm_up: Sequence[int],
+    prompts: Iterable[Prompt],
+    send: Send,
+) -> None:
+    """Run a replica from start to end in this process. ``arguments``: makes those of ``vllm.LLM``,
+    and the model. ``warm_up``: a first prompt, which absorbs one-time costs."""
 
     def begin(stage: str) -> None:
         send(ReplicaEvent(stage=stage))
@@ -183,17 +195,15 @@ def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent
     import vllm
 
     begin("making the model")
-    arguments = engine_arguments(make_model(models, size), SCALES[size].longest)
-    if replica != "R":
-        arguments["kv_transfer_config"] = CONNECTOR
+    given = arguments()
     begin("starting the engine")
-    llm = vllm.LLM(**arguments, disable_log_stats=False)
+    llm = vllm.LLM(**given, disable_log_stats=False)
     engine = DemoEngine(llm)
     begin("warming up")
-    engine.ask("warm-up", warm_up_of(size))  # absorbs one-time costs
-    for prompt in prompts_of(size, replica):
-        begin(f"answering {prompt.name}")
-        send(ReplicaEvent(answer=engine.ask(prompt.name, prompt.tokens)))
+    engine.ask("warm-up", warm_up)
+    for name, tokens, forget in prompts:
+        begin(f"answering {name}")
+        send(ReplicaEvent(answer=engine.ask(name, tokens, forget=forget)))
     failures = (m.value for m in llm.get_metrics() if m.name == "vllm:objkv_load_failures")
     end = ReplicaEnd(
         engine=f"vLLM {vllm.__version__}", device=device(), load_failures=int(sum(failures))
@@ -203,9 +213,9 @@ def run(replica: Replica, size: Size, models: Path, send: Callable[[ReplicaEvent
     send(ReplicaEvent(end=end))
 
 
-def main() -> None:
-    """Reserve standard output for events; redirect vLLM's output to standard error."""
-    replica, size, models = sys.argv[1:]
+def speak(run: Callable[[Send], None]) -> None:
+    """Run a replica with standard output reserved for events, and vLLM's output on standard
+    error."""
     with os.fdopen(os.dup(1), "w") as events:
         os.dup2(2, 1)
 
@@ -213,8 +223,20 @@ def main() -> None:
             events.write(event.model_dump_json(exclude_none=True) + "\n")
             events.flush()
 
-        run(cast("Replica", replica), cast("Size", size), Path(models), send)
+        run(send)
+
+
+def run(replica: Replica, size: Size, models: Path, send: Send) -> None:
+    """Run a replica of the demo in this process."""
+
+    def arguments() -> dict[str, Any]:
+        found = engine_arguments(make_model(models, size), SCALES[size].longest)
+        return found if replica == "R" else found | {"kv_transfer_config": CONNECTOR}
+
+    prompts = ((one.name, one.tokens, True) for one in prompts_of(size, replica))
+    answer(arguments, warm_up_of(size), prompts, send)
 
 
 if __name__ == "__main__":  # spawned worker processes import this file again
-    main()
+    replica, size, models = sys.argv[1:]
+    speak(partial(run, cast("Replica", replica), cast("Size", size), Path(models)))

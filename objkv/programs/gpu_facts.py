@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from objkv.ops.doctor.doctor import installed_version
+from objkv.ops.doctor.settings import installed_version
 from objkv.ops.gpu_check import GpuFacts
 from objkv.transfer.devices import driver_of
 

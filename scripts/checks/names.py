@@ -4,7 +4,7 @@ name the same versions of vLLM."""
 import re
 from collections.abc import Iterator
 
-from objkv.ops.doctor.doctor import VERSION_END, VERSION_MIN
+from objkv.ops.doctor.settings import VERSION_END, VERSION_MIN
 from scripts.checks import ROOT, name_of
 from scripts.set_names import changes
 

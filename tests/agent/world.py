@@ -23,6 +23,7 @@ from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.http.api import AgentHttp, HttpPlaces
+from objkv.agent.http.status import NodeStatus, RecentWarnings, StoreCheck
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.messages import Claims, Commit, CommitStatus, SavedPart, Urgency
@@ -139,6 +140,7 @@ class Node:
         self.path = path or self.folder / "s"
         self.http = Path(f"{self.path}.http")
         self.server: AgentServer | None = None
+        self.warnings = RecentWarnings()
         self.clients: list[AgentConnection] = []
 
     def listen(self) -> "Node":
@@ -246,21 +248,26 @@ def gated(node: Node) -> Event:
     return gate
 
 
-REPLICAS = SimpleNamespace(clients=7, is_accepting=True)
+REPLICAS: Any = SimpleNamespace(clients=7, is_accepting=True)
 
 
 @contextmanager
 def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
     """An agent's HTTP interface, next to its socket. It tells of ``REPLICAS``."""
     prefetches = Prefetches(node.core, node.index, node.store)
-    server = AgentHttp(
-        HttpPlaces(node.http, **places),
+    status = NodeStatus(
         node.core,
-        prefetches,
-        node.recorder,
+        node.saves,
         REPLICAS,
-        node.saves.policy,
+        node.recorder,
+        role="writer",
+        stores=[
+            StoreCheck("bulk", "s3://kv", lambda: node.store.check()),
+            StoreCheck("index", "rediss://***@index", lambda: node.index.check()),
+        ],
+        warnings=node.warnings,
     )
+    server = AgentHttp(HttpPlaces(node.http, **places), prefetches, status)
     try:
         yield server
     finally:

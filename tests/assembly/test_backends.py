@@ -52,7 +52,10 @@ def config_of(tmp_path: Path, **changes: Any) -> Config:
 def test_nothing_configured_is_a_folder_and_sqlite_that_work(tmp_path: Path) -> None:
     with open_backends(config_of(tmp_path), NullRecorder()) as backends:
         assert backends.hot is None
-        checks = [*probe_store("bulk", backends.bulk), *probe_index(backends.index)]
+        checks = [
+            *probe_store("writer", "bulk", backends.bulk),
+            *probe_index("writer", backends.index),
+        ]
     assert {check.status for check in checks} == {"ok"}
 
 
@@ -317,7 +320,10 @@ def test_a_real_server_holds_index_and_hot_store_and_describes_itself(tmp_path: 
         config = config_of(tmp_path, index_url=server.url, lookup_deadline_ms=20_000)
         with open_backends(config, NullRecorder()) as backends:
             assert backends.hot is not None
-            checks = [*probe_index(backends.index), *probe_store("hot", backends.hot)]
+            checks = [
+                *probe_index("writer", backends.index),
+                *probe_store("writer", "hot", backends.hot),
+            ]
         assert {check.status for check in checks} == {"ok"}
         facts = describe_index(config)
     assert facts is not None

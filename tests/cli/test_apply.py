@@ -51,9 +51,12 @@ def test_nothing_changes_without_apply(
         document = run(*given, "--json").document
         assert document["applied"] is False
         assert state(machine) == before
-    refused(run(*given, "--apply"), "set role to sweeper")
+    right = "writer" if command == "rebuild" else "sweeper"
+    for role in ("reader", "writer")[: 1 if command == "rebuild" else 2]:
+        monkeypatch.setenv("OBJKV_ROLE", role)
+        refused(run(*given, "--apply"), f"set OBJKV_ROLE={right}")
     assert state(machine) == before
-    monkeypatch.setenv("OBJKV_ROLE", "writer")
+    monkeypatch.setenv("OBJKV_ROLE", right)
     assert run(*given, "--apply", "--json").document["applied"] is True
     assert state(machine) != before
 

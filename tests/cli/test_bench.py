@@ -12,10 +12,16 @@ import pytest
 from objkv.assembly.agent import NodeAgent
 from objkv.assembly.backends import Backends
 from objkv.config import load_config
-from objkv.errors import PayloadError
+from objkv.errors import PayloadError, StoreDenied
+from objkv.ops.bench.sample import NAMESPACE
+from objkv.ops.listing import find_namespace
+from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
-from tests.cli.conftest import Run
+from tests.cli.conftest import Machine, Run, refused
+from tests.contracts.memory_index import MemoryIndex
 from tests.support.agents import agent_folder
+from tests.support.samples import NAMESPACE as FLEETS
+from tests.support.samples import save_identity
 from tests.support.servers.redis import wait_until
 
 
@@ -36,7 +42,6 @@ def test_stores_and_index_are_measured(run: Run) -> None:
     names = ("bulk put 256 KiB ", "bulk get 256 KiB, 4 at once", "index lookup of 128 chunks")
     assert all(name in ran.out for name in names)
     assert "too small for meaningful figures" in ran.out
-    assert "bulk store: putting" in ran.err
     assert all(row["p50"] > 0 for row in run("bench", "--quick", "--json").document["rows"])
 
 
@@ -55,12 +60,34 @@ def test_an_agent_is_measured_where_one_listens(run: Run, monkeypatch: pytest.Mo
     assert "agent lookup of 128 chunks" in rows
 
 
+def test_a_writer_may_measure_though_it_deletes_nothing(
+    run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> bool:
+        raise StoreDenied("403")
+
+    monkeypatch.setenv("OBJKV_AGENT", "private")
+    with monkeypatch.context() as patched:
+        patched.setattr(LocalStore, "delete", refuse)
+        assert run("bench", "--quick").code == 0
+    assert any(machine.bulk.scan(NAMESPACE)), "they could not be deleted"
+    save_identity(machine.bulk)
+    found = find_namespace(machine.bulk, MemoryIndex(), None)
+    assert found == FLEETS, "it is no choice for commands"
+    swept = run("sweep", "--apply", "--force", "--grace", "0", "--json").document
+    assert swept["findings"] is not None
+    assert not [entry for entry in machine.bulk.scan("") if entry.key.endswith("safetensors")]
+    for role in ("reader", "sweeper"):
+        monkeypatch.setenv("OBJKV_ROLE", role)
+        refused(run("bench", "--quick"), "set OBJKV_ROLE=writer")
+
+
 @pytest.mark.usefixtures("mine")
 def test_nothing_is_left_either_when_it_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:
         raise PayloadError("corrupt")
 
-    monkeypatch.setattr("objkv.ops.bench.stores.get_verified", fail)
+    monkeypatch.setattr("objkv.ops.bench.measure.get_verified", fail)
     assert run("bench", "--quick").code != 0
 
 

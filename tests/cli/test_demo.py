@@ -4,7 +4,6 @@ import json
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -14,7 +13,6 @@ from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops import demo as demo_module
 from objkv.ops.demo import (
-    DemoAgent,
     DemoAnswer,
     DemoFolder,
     DemoPrompt,
@@ -22,7 +20,6 @@ from objkv.ops.demo import (
     DemoRow,
     DemoStore,
     ReplicaEnd,
-    Size,
     Tell,
     compare,
     prompts_of,
@@ -61,7 +58,6 @@ def report(shown: tuple[DemoRow, ...], **changes: object) -> DemoReport:
         "rows": shown,
         "load_failures": 0,
         "stored": DemoStore(chunks=15, tokens=3840, nbytes=3 << 20, settings={"OBJKV_X": "y"}),
-        "agent": DemoAgent(read=15, fetched=0),
         "notices": (),
     }
     return DemoReport(**values | changes)  # type: ignore[arg-type]
@@ -72,39 +68,19 @@ def printed(capsys: pytest.CaptureFixture[str], shown: DemoReport) -> str:
     return capsys.readouterr().out
 
 
-class IdleAgent:
-    """An agent that does nothing."""
-
-    path = Path("/agent")
-
-    def __init__(self, place: DemoFolder, tell: Tell) -> None:
-        pass
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def end(self) -> DemoAgent:
-        """Its numbers."""
-        return DemoAgent(15, 0)
-
-
 @pytest.fixture
 def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
     """What the replicas will show, instead of running them."""
     shown = [rows()]
 
     def live(
-        replica: str, size: Size, place: DemoFolder, tell: Tell, settings: Mapping[str, str]
-    ) -> tuple[object, ReplicaEnd]:
-        tell(f"replica {replica}", "starting")
-        assert settings.get("OBJKV_AGENT") == {"R": None}.get(replica, "unix:///agent")
-        return {}, ReplicaEnd(engine="vLLM 0.32.0", device="2 cores", load_failures=0)
+        name: str, arguments: tuple[str, ...], log: Path, settings: Mapping[str, str], tell: Tell
+    ) -> tuple[list[DemoAnswer], ReplicaEnd]:
+        tell(name, "starting")
+        assert ("OBJKV_BULK_URL" in settings) == (arguments[1] != "R")
+        return [], ReplicaEnd(engine="vLLM 0.32.0", device="2 cores", load_failures=0)
 
-    monkeypatch.setattr(demo_module, "_live", live)
-    monkeypatch.setattr(demo_module, "_Agent", IdleAgent)
+    monkeypatch.setattr(demo_module, "live", live)
     monkeypatch.setattr(demo_module, "compare", lambda *_: shown[0])
     monkeypatch.setattr(command_module, "find_spec", lambda name: object())
     return shown
@@ -169,7 +145,7 @@ def test_a_failed_replica_shows_the_end_of_its_log(
     def fail(*_: object) -> None:
         raise ProgramFailed("replica A ended with exit status 1", log)
 
-    monkeypatch.setattr(demo_module, "_live", fail)
+    monkeypatch.setattr(demo_module, "live", fail)
     ran = run("demo")
     assert ran.code == 1
     assert f"replica A ended with exit status 1; its log is {log}" in ran.err

@@ -8,16 +8,34 @@ from typing import Any
 import pytest
 
 from tests.cli.conftest import Run
+from tests.support.agents import agent_folder
 from tests.support.servers.redis import valkey_server
 
 
 def test_the_default_works_on_a_fresh_machine(run: Run, home: Path) -> None:
     ran = run("doctor")
     assert ran.code == 0
-    assert ran.out.splitlines()[0] == "everything works"
+    assert ran.out.splitlines()[0] == "works"
     assert f"file://{home}/objkv/chunks" in ran.out
     assert "load_threads" not in ran.out
-    assert "load_threads" in run("doctor", "--all").out
+    assert [line.split()[:2] for line in ran.out.splitlines()[2:6]] == [
+        ["ok", area] for area in ("agent", "bulk", "index", "engine")
+    ]
+    shown = run("doctor", "--all").out
+    assert "load_threads" in shown
+    assert "bulk: get into buffer" in shown
+
+
+def test_failures_come_first_with_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with agent_folder() as folder:
+        monkeypatch.setenv("OBJKV_AGENT", f"unix://{folder}/s")
+        ran = run("doctor")
+    lines = ran.out.splitlines()
+    assert (ran.code, lines[0]) == (3, "does not work: 1 check failed; 1 thing not checked")
+    assert lines[2].startswith("unreachable  agent: socket")
+    assert f"objkv agent --socket {folder}/s" in lines[3]
+    assert lines[4].startswith("not checked  agent: its stores")
+    assert "bulk_url" not in ran.out, "a replica uses no store of its own"
 
 
 def test_an_index_that_does_not_answer_is_3_and_the_bulk_store_is_probed_all_the_same(
@@ -27,7 +45,7 @@ def test_an_index_that_does_not_answer_is_3_and_the_bulk_store_is_probed_all_the
     assert ran.code == 3
     statuses = {(check["area"], check["name"]): check["status"] for check in ran.document["checks"]}
     assert statuses["index", "check"] == "unreachable"
-    assert statuses["bulk", "delete"] == "ok"
+    assert statuses["bulk", "list"] == "ok"
 
 
 def test_a_bulk_store_that_is_no_folder_is_2(run: Run, tmp_path: Path) -> None:
@@ -47,21 +65,21 @@ def test_a_real_server_is_explained_and_its_refusals_too(
         rights = ["on", ">pw", "~objkv:*", "+@connection"]
         client: Any = server.client()
         client.execute_command("ACL", "SETUSER", "reader", *rights, "+@read")
-        client.execute_command(
-            "ACL", "SETUSER", "replica", *rights, "+@read", "+@write", "+@scripting"
-        )
+        may = ("+@read", "+@write", "+@scripting", "-info", "-time")
+        client.execute_command("ACL", "SETUSER", "replica", *rights, *may)
         client.close()
 
         ran = run("doctor", "--json", "--index-url", server.url)
         checks = {(check["area"], check["name"]): check for check in ran.document["checks"]}
         assert (ran.code, ran.document["verdict"]) == (0, "warnings")
         assert checks["index", "memory policy"]["fix"].startswith("set maxmemory")
-        assert checks["hot", "delete"]["status"] == "ok"
+        assert checks["hot", "get range"]["status"] == "ok"
 
         place = server.url.removeprefix("redis://")
         ends = ("--index-url", f"redis://replica:pw@{place}", "--bulk-url", f"file://{tmp_path}/b")
         ran = run("doctor", "--json", *ends)
         assert (ran.code, ran.document["verdict"]) == (0, "ok")
+        assert ran.document["summary"] == "works; 3 things not checked"
         for user, words in (
             ("reader:pw", "`objkv access` prints"),
             ("replica:no", "redis_password"),

@@ -4,7 +4,7 @@ import pytest
 
 from tests.cli.conftest import Run
 
-TINY = ("--layers", "4", "--kv-heads", "2", "--head-size", "64")
+TINY = ("--model", "qwen3-32b")
 
 
 def test_a_known_model_is_told_for_people(run: Run) -> None:

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from objkv.connector.guard import speak_as_vllm
+from objkv.connector.guard import speak_as_vllm, starts
+from objkv.errors import ConfigError, StoreDenied
 
 
 @pytest.fixture
@@ -53,3 +54,19 @@ def test_what_the_application_decided_stays(vllm_log: io.StringIO) -> None:
     logging.getLogger("objkv").handlers = [own]
     speak_as_vllm()
     assert logging.getLogger("objkv").handlers == [own]
+
+
+def test_a_start_that_fails_ends_with_the_sentence(vllm_log: io.StringIO) -> None:
+    @starts
+    def start() -> None:
+        try:
+            raise StoreDenied("WRONGPASS")
+        except StoreDenied as exc:
+            raise ConfigError(f"index: {exc}: check redis_password") from exc
+
+    speak_as_vllm()
+    with pytest.raises(ConfigError, match="check redis_password") as caught:
+        start()
+    assert caught.value.__suppress_context__, "the sentence is the whole story"
+    [line] = vllm_log.getvalue().splitlines()
+    assert line.endswith("objkv cannot start: index: WRONGPASS: check redis_password")

@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.errors import PayloadError
+from objkv.ops.bench.measure import at_once, percentile
 from objkv.ops.bench.sample import Shape, get_verified, make_samples
-from objkv.ops.bench.stores import at_once, percentile
 from tests.contracts.memory_store import MemoryStore
 
 SAMPLE, OTHER = make_samples(Shape("64 KiB", layers=4, layer_bytes=16 << 10), 2)

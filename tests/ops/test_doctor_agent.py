@@ -1,43 +1,115 @@
-"""The doctor's checks of a node agent."""
+"""The doctor's checks of a node agent and, by it, of its stores."""
 
+import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from objkv.config import Config
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, StoreFull
 from objkv.ops.doctor import agent as module
 from objkv.ops.doctor.agent import check_agent
-from tests.agent.world import Node
+from objkv.ops.doctor.probes import Check
+from tests.agent.world import REPLICAS, Node, denied, down, http_of, put_policy
 from tests.support.agents import agent_folder
 
 
-def config(path: Path) -> Config:
-    return Config(
-        bulk_url="file:///dev/null/kv", index_url="sqlite:///dev/null/i", agent=f"unix://{path}"
-    )
+def config(path: Path, **changes: Any) -> Config:
+    urls = {"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}
+    return Config(**urls | {"agent": f"unix://{path}"} | changes)
 
 
-def statuses(settings: Config) -> dict[str, str]:
-    return {check.name: check.status for check in check_agent(settings)}
-
-
-def test_a_private_agent_is_not_looked_for() -> None:
-    first, *others = check_agent(Config(agent="private"))
-    assert (first.status, first.detail) == ("ok", "each replica starts its own")
-    assert "socket folder" not in {check.name for check in others}
+def checked(settings: Config) -> dict[str, Check]:
+    return {f"{check.area} {check.name}": check for check in check_agent(settings)[0]}
 
 
 def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     node = Node().listen()
-    found = check_agent(config(node.path))
-    assert {check.status for check in found} == {"ok"}
-    assert "arena of 2 MiB" in found[0].detail
-    monkeypatch.setattr(module, "host_bytes", lambda: 1 << 20)
-    assert statuses(config(node.path))["arena size"] == "warning"
+    with http_of(node):
+        checks, by_agent = check_agent(config(node.path))
+        assert by_agent
+        bad = [check for check in checks if check.status != "ok"]
+        assert [(check.name, check.status) for check in bad] == [("puts", "not checked")]
+        node.recorder.count("bulk_writes")
+        assert {check.status for check in check_agent(config(node.path))[0]} == {"ok"}
+        node.recorder.count("bulk_write_errors")
+        assert checked(config(node.path))["bulk puts"].status == "failed"
+        found = checked(config(node.path))
+        assert "MiB in use" in found["agent socket"].detail
+        assert found["bulk by the agent"].detail == "s3://kv"
+        assert found["agent held back"].detail.startswith("0 payloads, 0 B")
+        monkeypatch.setattr(module, "host_bytes", lambda: 1 << 20)
+        assert checked(config(node.path))["agent memory"].status == "warning"
     node.close()
+
+
+def test_faults_of_its_stores_are_told_as_one_of_ours_would_be() -> None:
+    def full() -> None:
+        raise StoreFull("OOM: raise the server's maxmemory")
+
+    node = Node().listen()
+    logging.getLogger("objkv").addHandler(node.warnings)
+    with http_of(node):
+        node.store.check = down
+        node.index.check = full  # type: ignore[method-assign]
+        logging.getLogger("objkv.net").warning("index writes keep failing")
+        found = checked(config(node.path))
+        assert found["bulk by the agent"].status == "unreachable"
+        assert found["bulk by the agent"].fix.endswith("in the agent's settings")
+        assert found["index by the agent"].status == "full"
+        assert "raise the server's maxmemory" in found["index by the agent"].detail
+        assert "index writes keep failing" in found["agent last warnings"].detail
+        node.store.check = denied
+        assert checked(config(node.path))["bulk by the agent"].status == "denied"
+        node.recorder.level("breaker_open_index_write", 1)
+        node.index.check = lambda: None  # type: ignore[method-assign]
+        assert checked(config(node.path))["agent index writes"].status == "failed"
+    logging.getLogger("objkv").removeHandler(node.warnings)
+    node.close()
+
+
+def test_an_agent_that_cannot_serve_a_replica_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node().listen()
+    with http_of(node), monkeypatch.context() as patched:
+        patched.setattr(REPLICAS, "is_accepting", False)
+        found = checked(config(node.path))["agent socket"]
+        assert (found.status, "serves no new replicas" in found.detail) == ("failed", True)
+        patched.setattr(REPLICAS, "is_accepting", True)
+        patched.setattr(module, "VERSION", 999)
+        found = checked(config(node.path))["agent socket"]
+        assert (found.status, "replicas 999" in found.detail) == ("failed", True)
+        assert "--replace" in found.fix
+    node.close()
+
+
+def test_stores_that_only_a_silent_agent_uses_are_not_checked() -> None:
+    with agent_folder() as folder:
+        checks, by_agent = check_agent(config(folder / "s"))
+    assert by_agent, "a replica uses no store of its own then"
+    assert [check.status for check in checks][:2] == ["unreachable", "not checked"]
+    assert "objkv agent --socket" in checks[0].fix
+
+
+def test_without_an_agent_the_first_replica_starts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, by_agent = check_agent(Config(agent="private"))
+    assert (checks[0].detail, by_agent) == ("each replica starts its own", False)
+    with agent_folder() as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        settings = Config(bulk_url=f"file://{folder}", agent="auto")
+        checks, by_agent = check_agent(settings)
+        assert (checks[0].status, by_agent) == ("ok", False)
+        (folder / "objkv").chmod(0o777)
+        ([found], by_agent) = check_agent(settings)
+        assert (found.status, by_agent) == ("warning", False)
+
+    def refuse(nbytes: int) -> None:
+        raise ConfigError("the system makes no memfd")
+
+    monkeypatch.setattr(module.Arena, "create", refuse)
+    assert checked(Config(agent="private"))["agent shared memory"].status == "failed"
 
 
 @pytest.mark.parametrize(
@@ -49,50 +121,30 @@ def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(
     ],
 )
 def test_it_says_what_is_put_and_why(endpoint: str, status: str, said: str) -> None:
-    with agent_folder() as folder:
-        settings = Config(
-            bulk_url="s3://kv",
-            index_url="sqlite:///dev/null/i",
-            s3_endpoint_url=endpoint,
-            agent=f"unix://{folder}/s",
-        )
-        (found,) = [check for check in check_agent(settings) if check.name == "saves"]
+    settings = Config(
+        bulk_url="s3://kv",
+        index_url="sqlite:///dev/null/i",
+        s3_endpoint_url=endpoint,
+        agent="private",
+    )
+    found = checked(settings)["agent saves"]
     assert (found.status, said in found.detail) == (status, True), found
     assert bool(found.fix) == (status == "warning")
 
 
-def test_an_agent_that_does_not_answer_is_unreachable_with_a_fix() -> None:
-    with agent_folder() as folder:
-        (first, *_) = check_agent(config(folder / "s"))
-    assert first.status == "unreachable"
-    assert "objkv agent --socket" in first.fix
+def test_it_says_what_a_running_agent_has_decided() -> None:
+    node = Node(policy=put_policy(has_disk=True)).listen()
+    with http_of(node):
+        found = checked(config(node.path, bulk_url="s3://kv"))["agent saves"]
+    assert "; reused: " in found.detail
+    node.close()
 
 
 def test_a_folder_that_others_can_write_is_a_warning() -> None:
     with agent_folder() as folder:
         for mode, status in ((0o700, "ok"), (0o770, "warning"), (0o1777, "ok")):
             folder.chmod(mode)
-            assert statuses(config(folder / "s"))["socket folder"] == status
-
-
-def test_one_that_the_first_replica_will_start_is_no_fault(monkeypatch: pytest.MonkeyPatch) -> None:
-    with agent_folder() as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-        settings = Config(bulk_url=f"file://{folder}", agent="auto")
-        assert statuses(settings)["socket"] == "ok"
-        (folder / "objkv").chmod(0o777)
-        (found,) = check_agent(settings)
-        assert found.status == "warning"
-
-
-def test_a_system_without_sealed_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(nbytes: int) -> None:
-        raise ConfigError("the system makes no memfd")
-
-    node = Node().listen()
-    monkeypatch.setattr(module.Arena, "create", refuse)
-    assert statuses(config(node.path))["shared memory"] == "failed"
-    node.close()
+            assert checked(config(folder / "s"))["agent socket folder"].status == status
 
 
 def test_the_folder_of_the_disk_must_be_writable_and_have_room(
@@ -100,9 +152,9 @@ def test_the_folder_of_the_disk_must_be_writable_and_have_room(
 ) -> None:
     def found(path: Path, nbytes: int = 0) -> str:
         disk = {"agent_disk_url": f"file://{path}", "agent_disk_bytes": nbytes}
-        return statuses(config(tmp_path / "s").model_copy(update=disk))["disk"]
+        return checked(Config(agent="private", **disk))["agent disk"].status
 
-    assert "disk" not in statuses(config(tmp_path / "s"))
+    assert "agent disk" not in checked(Config(agent="private"))
     assert found(tmp_path / "a" / "b") == "ok"
     assert found(tmp_path / "a", 1 << 60) == "warning"
     (tmp_path / "file").write_bytes(b"")

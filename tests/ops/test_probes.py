@@ -7,18 +7,14 @@ from typing import Any
 
 import pytest
 
-from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
+from objkv.config import Role
+from objkv.errors import ConfigError, StoreDenied, StoreError, StoreFull, StoreUnavailable
 from objkv.index.base import PruneIndex, ServerFacts
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
-from objkv.ops.doctor.probes import (
-    Check,
-    failure,
-    probe_index,
-    probe_index_as,
-    probe_store,
-    probe_store_as,
-)
-from objkv.ops.doctor.server import judge_server
+from objkv.keys.chunk import ChunkKey
+from objkv.ops.bench.sample import NAMESPACE
+from objkv.ops.doctor.probes import Area, Check, failure, probe_index, probe_store
+from objkv.ops.doctor.servers import check_server
 from objkv.stores.guarded import GuardedStore
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
@@ -26,10 +22,8 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.stores.guards import guard_of
 
-BULK_STEPS = [
-    "check", "put", "put refused when present", "get", "head", "get range", "get into buffer",
-    "delete",
-]  # fmt: skip
+READS = ["get", "head", "get range", "get into buffer"]
+WRITER_STEPS = ["check", "put", "put refused when present", *READS, "list"]
 INDEX_STEPS = ["check", "publish", "lookup", "touch", "forget", "lease"]
 
 
@@ -53,25 +47,30 @@ def statuses(checks: list[Check]) -> list[str]:
     return [check.status for check in checks]
 
 
-def only_bad(checks: list[Check]) -> Check:
-    [bad] = [check for check in checks if check.status not in ("ok", "skipped")]
-    return bad
+def bulk_checks(store: Any, role: Role = "writer") -> list[Check]:
+    return probe_store(role, "bulk", store, listed=store)
 
 
-def test_a_store_that_keeps_its_promises_passes_and_is_left_as_it_was(bulk: MemoryStore) -> None:
+def test_stores_and_indexes_that_keep_their_promises_are_left_as_they_were(
+    bulk: MemoryStore, index: MemoryIndex
+) -> None:
     bulk.put("a", b"1")
-    checks = probe_store("bulk", bulk)
-    assert [check.name for check in checks] == BULK_STEPS
-    assert statuses(checks) == ["ok"] * len(BULK_STEPS)
-    assert all(check.elapsed_ms is not None and not check.fix for check in checks)
+    checks = bulk_checks(bulk)
+    assert [check.name for check in checks] == WRITER_STEPS
     assert [entry.key for entry in bulk.scan("")] == ["a"]
-
-
-def test_an_index_that_keeps_its_promises_passes_and_is_left_as_it_was(index: MemoryIndex) -> None:
-    checks = probe_index(index)
-    assert [check.name for check in checks] == INDEX_STEPS
-    assert statuses(checks) == ["ok"] * len(INDEX_STEPS)
+    checks += (found := probe_index("writer", index))
+    assert [check.name for check in found] == INDEX_STEPS
     assert index.namespaces() == []
+    assert set(statuses(checks)) == {"ok"}
+    assert all(check.elapsed_ms is not None and not check.fix for check in checks)
+
+
+def test_a_writer_is_well_without_deleting_and_what_stays_can_be_swept() -> None:
+    store = that(MemoryStore(), delete=refuse)
+    assert set(statuses(bulk_checks(store))) == {"ok"}
+    document, payload = sorted(entry.key for entry in store.scan(""))[::-1]
+    assert document == f"{NAMESPACE}/identity.json", "without it no sweep judges the payload"
+    assert ChunkKey.parse(payload).namespace == NAMESPACE
 
 
 @pytest.mark.parametrize(
@@ -79,42 +78,50 @@ def test_an_index_that_keeps_its_promises_passes_and_is_left_as_it_was(index: Me
     [
         (that(MemoryStore(), put_if_absent=overwrite), "put refused when present", "If-None-Match"),
         (that(MemoryStore(), get_range=lambda s, key, *_: s.get(key)), "get range", "Range"),
-        (that(MemoryStore(), delete=lambda *_: True), "delete", "retention"),
+        (that(MemoryStore(), get=lambda *_: b"x"), "get", "proxy"),
         (MemoryStore(clock=lambda: 0), "head", "NTP"),
     ],
 )
 def test_a_store_that_breaks_a_promise_is_told_with_what_to_do(
     store: MemoryStore, name: str, fix: str
 ) -> None:
-    bad = [check for check in probe_store("bulk", store) if check.status != "ok"]
-    assert (bad[0].name, bad[0].status) == (name, "failed")
-    assert fix in bad[0].fix
+    bad = next(check for check in bulk_checks(store) if check.status != "ok")
+    assert (bad.name, bad.status) == (name, "failed")
+    assert fix in bad.fix
 
 
 @pytest.mark.parametrize(
     ("error", "status", "fix"),
     [
         (StoreUnavailable("nobody there"), "unreachable", "check that bulk_url is correct"),
+        (StoreFull("OOM: raise maxmemory"), "full", ""),
         (StoreDenied("403: set x"), "denied", ""),
-        (StoreError("odd"), "failed", ""),
+        (ConfigError("bad"), "denied", ""),
+        (StoreError("odd"), "failed", "check that bulk_url is correct"),
     ],
 )
-def test_after_a_call_that_fails_the_rest_is_skipped(
-    bulk: MemoryStore, error: StoreError, status: str, fix: str
+def test_each_kind_of_error_has_a_status_and_a_fix(
+    error: StoreError, status: str, fix: str
 ) -> None:
+    found = failure("bulk", "put", error)
+    assert (found.status, found.detail, found.fix[: len(fix)]) == (status, str(error), fix)
+    assert bool(found.fix) == bool(fix), "the sentence of the error has the fix"
+
+
+def test_after_a_call_that_fails_the_rest_is_not_checked(bulk: MemoryStore) -> None:
     store = FlakyStore(bulk)
-    store.fail_next(error)
-    checks = probe_store("bulk", store)
-    assert statuses(checks) == ["ok", status] + ["skipped"] * 6
-    assert str(error) == checks[1].detail
-    assert checks[1].fix.startswith(fix)
-    assert checks[2].detail == "because put failed"
-
-
-def test_a_probe_that_fails_half_way_takes_its_key_back(bulk: MemoryStore) -> None:
-    store = that(MemoryStore(), head=refuse)
-    assert only_bad(probe_store("bulk", store)).name == "head"
+    store.fail_next(StoreDenied("403"))
+    checks = bulk_checks(store)
+    assert [(check.name, check.status) for check in checks] == [("check", "ok"), ("put", "denied")]
+    store = that(MemoryStore(), get=refuse)
+    checks = bulk_checks(store)
+    assert statuses(checks) == ["ok", "ok", "ok", "denied"] + ["not checked"] * 4
+    assert checks[4].detail == "because get failed"
     assert list(store.scan("")) == []
+    index = that(MemoryIndex(), touch=refuse)
+    checks = probe_index("writer", index)
+    assert statuses(checks) == ["ok", "ok", "ok", "denied", "not checked", "not checked"]
+    assert index.namespaces() == []
 
 
 def test_an_index_that_is_slow_keeps_its_promises_all_the_same() -> None:
@@ -126,7 +133,7 @@ def test_an_index_that_is_slow_keeps_its_promises_all_the_same() -> None:
         return granted
 
     index = that(MemoryIndex(clock=clock), lease=lease)
-    assert statuses(probe_index(index)) == ["ok"] * len(INDEX_STEPS)
+    assert statuses(probe_index("writer", index)) == ["ok"] * len(INDEX_STEPS)
 
 
 @pytest.mark.parametrize(
@@ -138,34 +145,40 @@ def test_an_index_that_is_slow_keeps_its_promises_all_the_same() -> None:
     ],
 )
 def test_an_index_that_breaks_a_promise_is_told(index: PruneIndex, name: str) -> None:
-    bad = [check for check in probe_index(index) if check.status != "ok"]
+    bad = [check for check in probe_index("writer", index) if check.status != "ok"]
     assert (bad[0].name, bad[0].status) == (name, "failed")
     assert bad[0].fix
 
 
-def test_an_index_that_refuses_is_told_and_left_clean() -> None:
-    index = that(MemoryIndex(), touch=refuse)
-    checks = probe_index(index)
-    assert statuses(checks) == ["ok", "ok", "ok", "denied", "skipped", "skipped"]
+@pytest.mark.parametrize("area", ["bulk", "hot"])
+def test_a_reader_is_well_without_writing_and_a_sweeper_without_putting(area: Area) -> None:
+    guarded: Any = GuardedStore(MemoryStore(), guard_of(may_write=False))
+    checks = probe_store("reader", area, guarded, listed=guarded if area == "bulk" else None)
+    index = MemoryIndex()
+    guard = guard_of("index", verbs=INDEX_VERBS, may_write=False)
+    checks += probe_index("reader", GuardedIndex(index, guard))
+    store = that(MemoryStore(), put=refuse, put_if_absent=refuse)
+    swept = probe_store("sweeper", area, store, listed=store if area == "bulk" else None)
+    assert swept[-1].name == "delete"
+    checks += [*swept, *probe_index("sweeper", index)]
+    assert set(statuses(checks)) == {"ok"}
     assert index.namespaces() == []
+    names = [check.name for check in swept]
+    assert ("head" in names) == (area == "bulk"), "no role but the writer may ask Redis for it"
+    found = bulk_checks(that(MemoryStore(), get=lambda *_: b"x"), "reader")
+    assert [check.name for check in found if check.status == "failed"] == ["get"]
 
 
 FACTS = ServerFacts("redis", "7.2.4", "standalone", 1 << 30, "volatile-lru", 1 << 20, 0.1)
-
-
-def judged(facts: ServerFacts) -> dict[str, tuple[str, str]]:
-    return {check.name: (check.status, check.detail + check.fix) for check in judge_server(facts)}
-
-
-def test_a_server_as_it_should_be_has_no_warnings() -> None:
-    assert {status for status, _ in judged(FACTS).values()} == {"ok"}
+UNKNOWN = ServerFacts("redis", None, None, None, None, None, None, ("INFO", "TIME"))
 
 
 @pytest.mark.parametrize(
     ("change", "name", "status", "words"),
     [
+        ({}, "memory policy", "ok", "evicts old records"),
         ({"version": "5.0.14"}, "server", "warning", "upgrade"),
-        ({"version": None}, "server", "ok", "does not report"),
+        ({"version": None}, "server", "not checked", "does not report"),
         ({"maxmemory_bytes": 0}, "memory policy", "warning", "set maxmemory"),
         (
             {"maxmemory_bytes": 0, "maxmemory_policy": "noeviction"},
@@ -177,52 +190,22 @@ def test_a_server_as_it_should_be_has_no_warnings() -> None:
             "memory policy", "warning", "set maxmemory-policy volatile-lru",
         ),
         ({"maxmemory_policy": "allkeys-lru"}, "memory policy", "ok", "may also evict pinned"),
-        ({"maxmemory_policy": None}, "memory policy", "ok", "does not report"),
+        ({"maxmemory_policy": None}, "memory policy", "not checked", "does not report"),
         ({"clock_skew_s": -40.0}, "clock", "warning", "-40.0 s"),
-        ({"denied": ("INFO",)}, "ACL", "ok", "INFO"),
     ],
 )  # fmt: skip
 def test_what_a_server_says_is_explained(
-    change: dict[str, object], name: str, status: str, words: str
+    change: dict[str, Any], name: str, status: str, words: str
 ) -> None:
-    found, text = judged(replace(FACTS, **change))[name]  # type: ignore[arg-type]
-    assert found == status
-    assert words in text
+    checks = {check.name: check for check in check_server(replace(FACTS, **change))}
+    assert checks.pop(name).status == status
+    assert set(statuses(list(checks.values()))) == {"ok"}
+    [found] = [c for c in check_server(replace(FACTS, **change)) if c.name == name]
+    assert words in found.detail + found.fix
 
 
-def test_an_error_in_the_settings_counts_as_denied() -> None:
-    assert failure("bulk", "open", ConfigError("bad")).status == "denied"
-
-
-@pytest.mark.parametrize("area", ["bulk", "hot"])
-def test_a_reader_is_well_without_writing(area: str) -> None:
-    store = GuardedStore(MemoryStore(), guard_of(may_write=False))
-    listed = store if area == "bulk" else None
-    checks = probe_store_as("reader", area, store, listed)  # type: ignore[arg-type]
-    assert {check.status for check in checks} == {"ok"}
-    index = MemoryIndex()
-    guard = guard_of("index", verbs=INDEX_VERBS, may_write=False)
-    checks = probe_index_as("reader", GuardedIndex(index, guard))
-    assert [check.status for check in checks] == ["ok"] * 3
-    assert index.namespaces() == []
-
-
-@pytest.mark.parametrize("area", ["bulk", "hot"])
-def test_a_sweeper_is_well_without_putting(area: str) -> None:
-    store = that(MemoryStore(), put=refuse, put_if_absent=refuse)
-    listed = store if area == "bulk" else None
-    checks = probe_store_as("sweeper", area, store, listed)  # type: ignore[arg-type]
-    assert {check.status for check in checks} == {"ok"}
-    assert "delete nothing" in [check.name for check in checks]
-    assert {check.status for check in probe_index_as("sweeper", MemoryIndex())} == {"ok"}
-
-
-def test_a_writer_is_well_without_deleting() -> None:
-    checks = probe_store("bulk", that(MemoryStore(), delete=refuse))
-    assert [check.status for check in checks] == ["ok"] * 7 + ["skipped"]
-    assert "not needed" in checks[-1].detail
-
-
-def test_what_comes_back_for_a_key_that_cannot_exist_is_told() -> None:
-    checks = probe_store_as("reader", "bulk", that(MemoryStore(), get=lambda *_: b"x"))
-    assert [check.name for check in checks if check.status == "failed"] == ["get nothing"]
+def test_what_the_rights_do_not_show_is_not_fine() -> None:
+    checks = check_server(UNKNOWN)
+    assert statuses(checks) == ["not checked"] * 3
+    assert {check.detail for check in checks} == {"this user may not run INFO and TIME"}
+    assert all("role sweeper" in check.fix for check in checks)

@@ -13,10 +13,10 @@ from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard, frame_name
 from objkv.ops.models.layers import CacheLayer
-from objkv.ops.size.model import ModelShape, attention, preset, read_model
+from objkv.ops.size.model import ModelShape, preset, read_model
 from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
 
-TINY = attention("tiny", 3, 4, 64, kv_dtype="bfloat16", source="a test")
+TINY = ModelShape("tiny", (CacheLayer("full", 4, 128),) * 3, "bfloat16", "a test")
 LAYOUT = Layout(chunk_tokens=64, block_size=16, tp_size=1)
 LOAD = Load(prompts_per_s=2, prompt_tokens=1000, stored_share=0.5, ttl_s=3600, sweep_every_s=0)
 PRICES = Prices(gb_month=0.02, per_1000_puts=5, per_1000_gets=1)

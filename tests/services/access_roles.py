@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from objkv.assembly.backends import Backends, check_backends, open_backends
+from objkv.assembly.backends import Backends, check_backends, describe_index, open_backends
 from objkv.assembly.redis import connect_redis
 from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
 from objkv.cache.switch import SWITCH_PATH
@@ -186,6 +186,10 @@ def _sweep_index(ends: Backends) -> None:
 
 def _finds_in_one_trip(config: Config) -> None:
     """Also without the rights for that chunks are found, but by slower commands."""
+    if config.role == "sweeper" and config.index_url.startswith("redis"):
+        facts = describe_index(config)
+        assert facts is not None
+        assert not facts.denied, "doctor checks memory and clock of the server"
     if config.index_url.startswith("redis"):
         client = connect_redis(config)
         finder = Finder(client)

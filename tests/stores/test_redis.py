@@ -11,7 +11,7 @@ from redis import exceptions as failures
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 from objkv.stores.redis import RedisStore
 from tests.contracts.store_contract import ValuesContract
 from tests.support.servers.listener import Scripted
@@ -81,7 +81,7 @@ OTHER = [failures.ResponseError("WRONGTYPE Operation against a key")]
 
 @pytest.mark.parametrize("error", [*UNAVAILABLE, *DENIED, *OTHER])
 def test_errors_say_who_can_act(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = StoreUnavailable if error in UNAVAILABLE else StoreDenied
+    kind: type[StoreError] = StoreUnavailable if error in UNAVAILABLE else StoreDenied
     client = fakeredis.FakeRedis()
 
     def fail(*_: object, **__: object) -> None:
@@ -92,6 +92,8 @@ def test_errors_say_who_can_act(error: Exception, monkeypatch: pytest.MonkeyPatc
     for call in (lambda: store.get("k"), lambda: store.put_if_absent("k", b"")):
         with pytest.raises(StoreError) as caught:
             call()
+        if isinstance(error, failures.OutOfMemoryError):
+            kind = StoreFull
         assert type(caught.value) is (StoreError if error in OTHER else kind)
         assert caught.value.__cause__ is error
         says_what_to_check = "ACL" in str(caught.value) or "redis_password" in str(caught.value)

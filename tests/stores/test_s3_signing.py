@@ -46,7 +46,7 @@ from tests.support.servers.s3_stores import (
 
 def test_credentials_that_change_are_used_from_then_on() -> None:
     """Those of a role do so every hour; and every day has a key of its own."""
-    client: Any = s3_access("http://s3.test:99", allow_plaintext=True).client
+    client: Any = s3_access("http://s3.test:99", allow_plaintext="bulk").client
     place = find_endpoint(client, BUCKET, "p/")
     heads = []
     for secret in ("one", "two"):
@@ -60,7 +60,7 @@ def test_credentials_that_change_are_used_from_then_on() -> None:
 
 @pytest.mark.parametrize("version", [botocore.UNSIGNED, "s3"])
 def test_another_signature_than_version_4_is_refused_with_what_to_do(version: Any) -> None:
-    access = s3_access("http://s3.test:99", allow_plaintext=True)
+    access = s3_access("http://s3.test:99", allow_plaintext="bulk")
     settings = access.client.meta.config.merge(ClientConfig(signature_version=version))
     client: Any = boto3.session.Session().client(
         "s3", endpoint_url="http://s3.test:99", config=settings, region_name="x",
@@ -78,7 +78,7 @@ def test_the_place_is_where_the_client_would_ask(prefix: str, addressing: str) -
         "http://s3.test:99",
         s3_addressing=addressing,
         s3_region="eu-test-1",
-        allow_plaintext=True,
+        allow_plaintext="bulk",
     ).client
     sent: list[str] = []
 

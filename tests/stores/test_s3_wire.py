@@ -366,7 +366,7 @@ def test_the_first_address_that_accepts_is_used(
 ) -> None:
     resolve(monkeypatch, "127.0.0.9", "127.0.0.1")
     url = server.url.replace("127.0.0.1", "s3.test")
-    with s3_store(url, client={"allow_plaintext": True}) as store:
+    with s3_store(url, client={"allow_plaintext": "bulk"}) as store:
         store.put("k", b"value")
         assert store.get("k") == b"value"
 

@@ -19,7 +19,7 @@ from objkv.index.base import PruneIndex, ReadIndex
 from objkv.keys.prefix import prefix_hashes
 from objkv.ops.audit.audit import make_report
 from objkv.ops.audit.report import AuditReport
-from objkv.ops.doctor.lifecycle import ReadRules
+from objkv.ops.doctor.servers import ReadRules
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import ReadView, Walk, find_places
 from objkv.ops.runs import WorkPool

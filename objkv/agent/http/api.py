@@ -1,8 +1,8 @@
 """The agent's answers over HTTP, on a Unix socket next to its own and, if set, on an address.
 
-``GET /healthz``, ``/metrics`` and ``/v1/namespaces``; ``POST /v1/match`` and ``/v1/prefetch`` with
-a JSON object. Errors are JSON with the fix. Clients of an address need the agent's token, except
-for ``/healthz``; those of the Unix socket are of the agent's own user.
+``GET /healthz``, ``/metrics``, ``/v1/namespaces`` and ``/v1/status``; ``POST /v1/match`` and
+``/v1/prefetch`` with a JSON object. Errors are JSON with the fix. Clients of an address need the
+agent's token, except for ``/healthz``; those of the Unix socket are of the agent's own user.
 """
 
 import json
@@ -13,7 +13,6 @@ from hmac import compare_digest
 from pathlib import Path
 from typing import Any
 
-from objkv.agent.core import Core
 from objkv.agent.http.listener import (
     BODY_BYTES_MAX,
     Bodies,
@@ -22,7 +21,6 @@ from objkv.agent.http.listener import (
     admit,
     skip_body,
 )
-from objkv.agent.http.metrics import metrics_page
 from objkv.agent.http.prompts import (
     KNOWN,
     WITH_TOKENS,
@@ -33,12 +31,10 @@ from objkv.agent.http.prompts import (
     read_text,
     refuse,
 )
+from objkv.agent.http.status import NodeStatus
 from objkv.agent.prefetch import Prefetches
-from objkv.agent.server import AgentServer
-from objkv.cache.worth import PutPolicy
-from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
+from objkv.errors import ConfigError, ObjkvError
 from objkv.keys.tokenizer import Tokenizers
-from objkv.telemetry import MemoryRecorder
 
 _SCHEME = "bearer "
 
@@ -74,21 +70,11 @@ def read_json(content: bytes) -> Body:
 class AgentHttp:
     """Serves until it is closed."""
 
-    def __init__(
-        self,
-        places: HttpPlaces,
-        core: Core,
-        prefetches: Prefetches,
-        recorder: MemoryRecorder,
-        server: AgentServer,
-        policy: PutPolicy,
-    ) -> None:
-        """Raises ``ConfigError`` if a place cannot be served. ``recorder``: has all numbers since
-        the agent's start. ``server``: of replicas."""
+    def __init__(self, places: HttpPlaces, prefetches: Prefetches, status: NodeStatus) -> None:
+        """Raises ``ConfigError`` if a place cannot be served."""
         if places.address is not None and not places.token:
             raise ConfigError("an agent that listens on an address needs a token")
-        self._core, self._prefetches = core, prefetches
-        self._recorder, self._server, self._policy = recorder, server, policy
+        self._prefetches, self._status = prefetches, status
         self._tokenizers = Tokenizers(places.tokenizers)
         self._token = _digest(places.token.encode())
         self._path = places.path
@@ -140,9 +126,10 @@ class AgentHttp:
     ) -> Iterable[bytes]:
         path, method = environ.get("PATH_INFO", "/"), environ.get("REQUEST_METHOD")
         reads: dict[str, Callable[[], str | dict[str, Any]]] = {
-            "/healthz": self._health,
-            "/metrics": self._metrics,
+            "/healthz": self._status.health,
+            "/metrics": self._status.metrics,
             "/v1/namespaces": self._namespaces,
+            "/v1/status": lambda: asdict(self._status.read()),
         }
         posts = {"/v1/match": self._match, "/v1/prefetch": self._prefetch}
         allowed = "POST" if path in posts else "GET" if path in reads else None
@@ -162,31 +149,6 @@ class AgentHttp:
             return _say(start, "405 Method Not Allowed", {"error": text}, ("Allow", allowed))
         known = ", ".join((*reads, *posts))
         return _say(start, "404 Not Found", {"error": f"no {path}: there are {known}"})
-
-    def _health(self) -> str:
-        """Replicas are served by another thread than this one: what counts is that one."""
-        if not self._server.is_accepting:
-            raise StoreUnavailable("this agent serves no new replicas: restart it")
-        return "ok\n"
-
-    def _metrics(self) -> str:
-        arena_cache = self._core.arena_cache
-        levels: dict[str, float] = {
-            "arena_bytes": arena_cache.total_bytes,
-            "arena_free_bytes": arena_cache.free_bytes,
-            "leased_bytes": arena_cache.leased_bytes(),
-            "leased_payloads": arena_cache.leased(),
-            "resident_payloads": len(arena_cache),
-            "unsaved_payloads": len(arena_cache.held),
-            "unsaved_bytes": arena_cache.held.nbytes,
-            "prefetch_unread_bytes": arena_cache.unread_bytes,
-            "clients": self._server.clients,
-        }
-        if (spill := self._core.spill) is not None:
-            levels["disk_bytes"] = spill.disk.nbytes
-            levels["disk_max_bytes"] = spill.disk.nbytes_max
-            levels["disk_payloads"] = len(spill.disk)
-        return metrics_page(levels, self._recorder.read(), self._policy.decisions())
 
     def _namespaces(self) -> dict[str, Any]:
         return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}

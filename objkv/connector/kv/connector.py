@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from objkv.assembly.link import AgentLink
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
-from objkv.connector.guard import guarded, speak_as_vllm
+from objkv.connector.guard import guarded, speak_as_vllm, starts
 from objkv.connector.hooks import (
     EngineHooks,
     engine_of,
@@ -72,6 +72,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     ``kv_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix.
     """
 
+    @starts
     def __init__(
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
@@ -114,6 +115,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # Worker's side.
 
+    @starts
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Open the worker's side with this rank's paged cache. Raises ``ConfigError`` for a layout
         that objkv cannot read."""

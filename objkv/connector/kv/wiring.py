@@ -109,15 +109,13 @@ def open_scheduler_side(
         events=open_event_log(vllm_config, kv_cache_config, geometry, config),
         may_reuse=BlockHeadroom(vllm_config, kv_cache_config, geometry, manager).is_short,
     )
-    public = config.public()
     logger.info(
-        "objkv ready model=%s namespace=%s chunk_tokens=%d load_mode=%s bulk=%s index=%s",
+        "objkv ready model=%s namespace=%s chunk_tokens=%d load_mode=%s agent=%s",
         identity.model,
         side.namespace,
         identity.chunk_tokens,
         config.load_mode,
-        public["bulk_url"],
-        public["index_url"],
+        link.shown(),
     )
     side.switch.start()
     return side

@@ -37,7 +37,7 @@ from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config.tier import TierOptions, read_options
 from objkv.connector.counters import TIER_METRICS
-from objkv.connector.guard import guarded, speak_as_vllm
+from objkv.connector.guard import guarded, speak_as_vllm, starts
 from objkv.connector.hooks import EngineHooks, holds_nothing
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.tier.identity import (
@@ -133,6 +133,7 @@ class ObjKVTier(SecondaryTierManager):
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
+    @starts
     def __init__(
         self,
         offloading_spec: "OffloadingSpec",

@@ -18,7 +18,7 @@ from objkv.ops.audit.figures import (
     totals,
 )
 from objkv.ops.audit.report import AuditReport, LifecycleAudit
-from objkv.ops.doctor.lifecycle import ReadRules, judge_rules
+from objkv.ops.doctor.servers import ReadRules, judge_rules
 from objkv.ops.formats import noun
 from objkv.ops.inventory.findings import Doubt, count_findings, find_doubts, listed, read_findings
 from objkv.ops.inventory.tree import largest_branches, make_tree

@@ -1,5 +1,12 @@
-"""Test data of the bench: payloads of random bytes, and index records of a prompt."""
+"""Test data of ``bench`` and ``doctor``: payloads of random bytes in a namespace of their own.
 
+They have no record, so ``objkv sweep`` deletes them like any other such payload: a writer may not
+delete what it has put.
+"""
+
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,20 +22,29 @@ from objkv.codec.payload import (
     encode,
     read_claimed,
 )
-from objkv.errors import PayloadError
-from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
+from objkv.errors import PayloadError, StoreError
 from objkv.keys.chunk import ChunkKey
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.identity import GroupIdentity, Identity, identity_path
+from objkv.keys.prefix import PREFIX_HASH_BYTES, root_hash, token_digest
 from objkv.keys.topology import Shard
-from objkv.stores.base import ReadValues
+from objkv.ops.backends_view import SAMPLE_LAYOUT
+from objkv.stores.base import HotStore, ReadValues
 
-NAMESPACE = "0" * 32
-FOLDER = "bench"
-"""The first folder of the keys in ``PayloadSample``."""
 CHUNK_TOKENS = 256
-FIELD = "0.L0-32_H0-8"
-RECORD = ShardRecord((32 << 20) + 12_288, 32 << 20, True, False, "0" * 16, 1)
 _CONTENT, _BLOCK_TOKENS = 256, 16
+IDENTITY = Identity(
+    model="objkv-bench",
+    weights="none",
+    weights_epoch=0,
+    tenant="objkv-bench",
+    quantization=None,
+    kv_dtype="bfloat16",
+    groups=(GroupIdentity("full", None, ("layers.0",), 1, _CONTENT, _BLOCK_TOKENS),),
+    page_layout=SAMPLE_LAYOUT,
+    chunk_tokens=CHUNK_TOKENS,
+)
+"""Of the namespace of all samples, which no replica has."""
+NAMESPACE = IDENTITY.namespace()
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,21 +85,20 @@ class PayloadSample:
     payload: memoryview
 
 
-def make_samples(
-    shape: Shape, count: int, folder: str = FOLDER, *, namespace: str = NAMESPACE
-) -> list[PayloadSample]:
-    """Return ``count`` different payloads in codec ``none``, with keys below ``folder``."""
+def make_samples(shape: Shape, count: int) -> list[PayloadSample]:
+    """Return ``count`` different payloads in codec ``none``, with random keys."""
     specs, provenance = tuple(shape.specs()), Provenance(token_digest(()), "bench", 0)
     page = np.frombuffer(default_rng(0).bytes(shape.layer_bytes), np.uint8)
     samples = []
     for number in range(count):
-        key = ChunkKey(namespace, default_rng(number).bytes(20), 0, Shard(0, shape.layers, 0, 1))
-        claim = Claim(key, root_hash(namespace), 0, _BLOCK_TOKENS * specs[0].shape[0])
+        prefix_hash = secrets.token_bytes(PREFIX_HASH_BYTES)
+        key = ChunkKey(NAMESPACE, prefix_hash, 0, Shard(0, shape.layers, 0, 1))
+        claim = Claim(key, root_hash(NAMESPACE), 0, _BLOCK_TOKENS * specs[0].shape[0])
         # Different bytes in each layer of each payload, at the cost of one pass.
         first = number * shape.layers
         pages = [(page ^ np.uint8((first + i) % 256)).data for i in range(shape.layers)]
         payload = encode(claim, specs, pages, codec="none", provenance=provenance)
-        samples.append(PayloadSample(f"{folder}/{key.path()}", claim, specs, payload))
+        samples.append(PayloadSample(key.path(), claim, specs, payload))
     return samples
 
 
@@ -98,16 +113,21 @@ def get_verified(store: ReadValues, sample: PayloadSample, slab: memoryview) -> 
     check_frames(header, slab[:nbytes])
 
 
-def chunk_hashes(chunks: int) -> list[bytes]:
-    """Return the prefix hashes of a prompt of ``chunks`` chunks."""
-    return prefix_hashes(NAMESPACE, range(chunks * CHUNK_TOKENS), CHUNK_TOKENS)
+@contextmanager
+def stored_for_a_while(
+    store: HotStore, samples: list[PayloadSample], *, expires: bool
+) -> Iterator[None]:
+    """After the block, delete the samples that it has put, as far as the rights allow it.
 
-
-def publish(index: WriteIndex, hashes: list[bytes], *, ttl_s: int, namespace: str) -> None:
-    """Publish a record for each of ``hashes``."""
-    parent = root_hash(namespace)
-    for number, prefix_hash in enumerate(hashes):
-        start = number * CHUNK_TOKENS
-        entry = ChunkEntry(namespace, prefix_hash, parent, start, start + CHUNK_TOKENS)
-        index.publish(entry, {FIELD: RECORD}, ttl_s=ttl_s)
-        parent = prefix_hash
+    ``expires``: whether the store lets values expire by itself. If not, the document of the
+    samples' namespace is put first, without which no sweep would judge them.
+    """
+    paths = [sample.key for sample in samples]
+    if not expires and store.put_if_absent(identity_path(NAMESPACE), IDENTITY.canonical()):
+        paths.append(identity_path(NAMESPACE))
+    try:
+        yield
+    finally:
+        with suppress(StoreError):
+            for path in paths:
+                store.delete(path)

@@ -1,6 +1,6 @@
 """The least-privilege rights of each role: an IAM policy for the bucket and an ACL for Redis.
 
-``objkv access``, ``docs/access.md`` and Terraform all use the rights defined here, and tests do
+``objkv access``, ``docs/security.md`` and Terraform all use the rights defined here, and tests do
 each role's work with exactly these rights.
 """
 
@@ -29,7 +29,7 @@ _INDEX: Final[dict[Role, tuple[str, ...]]] = {
         *("hdel", "get", "set", "del", "pexpire", "pttl", "hincrby"),
     ),
 }
-_INDEX["sweeper"] = (*_INDEX["writer"], "scan")
+_INDEX["sweeper"] = (*_INDEX["writer"], "scan", "info", "time")
 _HOT: Final[dict[Role, tuple[str, ...]]] = {
     "reader": ("get", "exists", "getrange"),
     "writer": ("get", "exists", "getrange", "set", "strlen", "pttl"),
@@ -52,6 +52,7 @@ COMMAND_ROLES: Final[dict[str, tuple[Role, ...]]] = {
         _EVERY,
     ),
     "admission never": ("writer", "sweeper"),
+    "bench": ("writer",),
     "pin": ("writer", "sweeper"),
     "rebuild --apply": ("writer", "sweeper"),
     "unpin": ("sweeper",),

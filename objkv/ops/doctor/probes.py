@@ -1,4 +1,7 @@
-"""Tries each operation of a replica once, on a temporary key that is removed again."""
+"""Tries each operation that a role uses once, on a payload and a record of its own.
+
+What is not deleted at the end, because a writer may not delete, expires: see ``ops.bench.sample``.
+"""
 
 import secrets
 import time
@@ -8,24 +11,33 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from objkv.config import Role
-from objkv.errors import ConfigError, ObjkvError, StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import (
+    ConfigError,
+    ObjkvError,
+    StoreDenied,
+    StoreError,
+    StoreFull,
+    StoreUnavailable,
+)
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.ops.bench.sample import Shape, make_samples, stored_for_a_while
 from objkv.stores.base import HotStore, ReadStore
 
-PROBE_PREFIX = "objkv-doctor"
-_PROBE_BYTES = 8_192
+CLOCK_SKEW_MAX_S = 60
+_SAMPLE = Shape("8 KiB", layers=1, layer_bytes=8 << 10)
 _RANGE = (4_096, 4_196)
 _TTL_S = 60
 """Lifetime of the record and the lease: long enough for a server that answers within seconds."""
-CLOCK_SKEW_MAX_S = 60
-_NOT_ALLOWED = f"not allowed and not needed: {_PROBE_BYTES} bytes stay until they are deleted"
 _PROXY = "check for a proxy or cache that answers instead of the store"
 _UNTESTED = "use a server that objkv is tested with, see docs/indexes.md"
+_VOLATILE = "another program removes keys: use a database that no other program flushes"
+_FIELD = "0.L0-1_H0-1"
 Area = Literal["bulk", "hot", "index", "seal", "engine", "agent"]
-Status = Literal["ok", "warning", "failed", "unreachable", "denied", "skipped"]
-BAD: frozenset[Status] = frozenset(("failed", "unreachable", "denied"))
+Status = Literal["ok", "warning", "not checked", "failed", "full", "denied", "unreachable"]
+BAD: tuple[Status, ...] = ("unreachable", "denied", "full", "failed")
+"""The worst first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +49,8 @@ class Check:
     status: Status
     detail: str = ""
     fix: str = ""
-    """The suggested fix; empty if nothing is wrong."""
+    """The suggested fix, or how to check what was not checked. Empty if there is nothing to do, or
+    if ``detail`` says it."""
     elapsed_ms: float | None = None
 
 
@@ -47,24 +60,115 @@ class Step:
 
     name: str
     act: Callable[[], str | None]
-    fix: str
+    fix: str = ""
     """The suggested fix if ``act`` reports a problem."""
-    may_be_denied: bool = False
-    """Whether replicas work without this right."""
 
 
-def probe_store(area: Area, store: HotStore, clock: Callable[[], float] = time.time) -> list[Check]:
-    """Put, refuse to overwrite, get, head, get a range, get into a buffer, delete."""
-    key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
-    checks = run_steps(area, _store_steps(store, key, secrets.token_bytes(_PROBE_BYTES), clock))
-    if any(check.status in BAD for check in checks):
-        with suppress(StoreError):  # the failure is reported already
-            store.delete(key)
-    return checks
+def probe_store(
+    role: Role,
+    area: Area,
+    store: HotStore,
+    *,
+    listed: ReadStore | None = None,
+    clock: Callable[[], float] = time.time,
+) -> list[Check]:
+    """Probe the operations of ``role`` on a store. Only a writer puts a payload; other roles look
+    for one that cannot exist. ``listed``: the same store, if its keys are listed."""
+    [sample] = samples = make_samples(_SAMPLE, 1)
+    key, value = sample.key, bytes(sample.payload)
+    if role == "writer":
+        checks = run_steps(area, [Step("check", store.check)])
+        if checks[0].status in BAD:
+            return checks
+        try:
+            with stored_for_a_while(store, samples, expires=area == "hot"):
+                steps = [*_write_steps(store, key, value), *_read_steps(store, key, value, clock)]
+                return [*checks, *run_steps(area, [*steps, *_list_steps(listed, key, found=True)])]
+        except StoreError as exc:
+            return [*checks, failure(area, "put", exc)]
+    every = _read_steps(store, key, None, clock)
+    # The rights of other roles in Redis do not suffice for all.
+    chosen = [one for one in every if listed is not None or one.name in _IN_REDIS]
+    steps = [Step("check", store.check), *chosen, *_list_steps(listed, key, found=False)]
+    if role == "sweeper":
+        steps.append(Step("delete", lambda: (store.delete(key), "")[1]))
+    return run_steps(area, steps)
 
 
-def probe_index(index: WriteIndex) -> list[Check]:
-    """Ping, publish, look up, count a hit, forget, lease; in a namespace of its own."""
+_IN_REDIS = ("get", "get into buffer")
+
+
+def _write_steps(store: HotStore, key: str, value: bytes) -> Sequence[Step]:
+    again = "use a server that supports PUT with If-None-Match: * (AWS S3, Ceph and MinIO do)"
+    return (
+        Step(
+            "put",
+            lambda: _unless(
+                store.put_if_absent(key, value), "the store reports a new key as present"
+            ),
+            _PROXY,
+        ),
+        Step(
+            "put refused when present",
+            lambda: _unless(
+                not store.put_if_absent(key, value[::-1]), "a second writer overwrote the first"
+            ),
+            again,
+        ),
+    )
+
+
+def _read_steps(
+    store: HotStore, key: str, value: bytes | None, clock: Callable[[], float]
+) -> Sequence[Step]:
+    """Return steps that expect ``value``; None: that the key does not exist."""
+    buffer = memoryview(bytearray(1 << 14))
+    other = "the store returned other bytes"
+    if value is None:
+        other = "the store returned a value for a key that cannot exist"
+    start, end = _RANGE
+
+    def head() -> str:
+        entry = store.head(key)
+        if (entry and entry.nbytes) != (value and len(value)):
+            return f"the store reports the wrong size: {entry and entry.nbytes}"
+        skew_s = 0.0 if entry is None else entry.modified_s - clock()
+        if abs(skew_s) > CLOCK_SKEW_MAX_S:
+            return f"the store's clock differs from this machine's by {skew_s:+.0f} s"
+        return ""
+
+    def get_into() -> str:
+        nbytes = store.get_into(key, buffer)
+        return _unless((None if nbytes is None else buffer[:nbytes]) == value, other)
+
+    def get_range() -> str:
+        wanted = None if value is None else value[start:end]
+        return _unless(store.get_range(key, start, end) == wanted, other)
+
+    return (
+        Step("get", lambda: _unless(store.get(key) == value, other), _PROXY),
+        Step("head", head, "synchronize both clocks with NTP"),
+        Step("get range", get_range, "use a server that supports the Range header"),
+        Step("get into buffer", get_into, _PROXY),
+    )
+
+
+def _list_steps(listed: ReadStore | None, key: str, *, found: bool) -> Sequence[Step]:
+    if listed is None:
+        return ()
+
+    def scan() -> str:
+        entry = next(listed.scan(f"{key.rpartition('/')[0]}/"), None)
+        return _unless(found or entry is None or entry.key != key, "the list has other keys")
+
+    return (Step("list", scan, _PROXY),)
+
+
+def probe_index(role: Role, index: WriteIndex) -> list[Check]:
+    """Probe the operations of ``role`` on the index: of writers and sweepers, publish, look up,
+    count a hit, forget and lease, in a namespace of its own."""
+    if role == "reader":
+        return run_steps("index", _index_read_steps(index))
     probe = _IndexProbe(index)
     checks = run_steps("index", probe.steps())
     if any(check.status in BAD for check in checks):
@@ -74,20 +178,17 @@ def probe_index(index: WriteIndex) -> list[Check]:
 
 
 def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
-    """Run the steps in order. After a step that raised an error, skip the rest."""
+    """Run the steps in order. After a step that raised an error, the rest is not checked."""
     checks: list[Check] = []
     broken = ""
     for step in steps:
         if broken:
-            checks.append(Check(area, step.name, "skipped", f"because {broken} failed"))
+            checks.append(Check(area, step.name, "not checked", f"because {broken} failed"))
             continue
         begun = time.perf_counter()
         try:
             problem = step.act()
         except StoreError as exc:
-            if step.may_be_denied and isinstance(exc, StoreDenied):
-                checks.append(Check(area, step.name, "skipped", _NOT_ALLOWED))
-                continue
             checks.append(failure(area, step.name, exc))
             broken = step.name
             continue
@@ -101,69 +202,14 @@ def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
 def failure(area: Area, name: str, error: ObjkvError) -> Check:
     """Return the check that ``error`` ended. The message of a denied check contains its fix."""
     url = "bulk_url" if area == "bulk" else "index_url"
+    if isinstance(error, StoreFull):
+        return Check(area, name, "full", str(error))
     if isinstance(error, StoreUnavailable):
         fix = f"check that {url} is correct and that this machine can reach it"
         return Check(area, name, "unreachable", str(error), fix)
     if isinstance(error, StoreDenied | ConfigError):
         return Check(area, name, "denied", str(error))
     return Check(area, name, "failed", str(error), f"check that {url} is correct")
-
-
-def _store_steps(
-    store: HotStore, key: str, value: bytes, clock: Callable[[], float]
-) -> Sequence[Step]:
-    buffer = memoryview(bytearray(len(value)))
-    start, end = _RANGE
-
-    def head() -> str:
-        entry = store.head(key)
-        if entry is None or entry.nbytes != len(value):
-            return f"the store reports the wrong size: {entry and entry.nbytes}"
-        skew_s = entry.modified_s - clock()
-        if abs(skew_s) > CLOCK_SKEW_MAX_S:
-            return f"the store's clock differs from this machine's by {skew_s:+.0f} s"
-        return ""
-
-    def get_into() -> str:
-        same = store.get_into(key, buffer) == len(value) and buffer == value
-        return _unless(same, "the store returned other bytes")
-
-    def delete() -> str:
-        store.delete(key)
-        return _unless(store.get(key) is None, "the key still exists after the delete")
-
-    way = _PROXY
-    return (
-        Step("check", store.check, ""),
-        Step(
-            "put",
-            lambda: _unless(
-                store.put_if_absent(key, value), "the store reports a new key as present"
-            ),
-            way,
-        ),
-        Step(
-            "put refused when present",
-            lambda: _unless(
-                not store.put_if_absent(key, value[::-1]), "a second writer overwrote the first"
-            ),
-            "use a server that supports PUT with If-None-Match: * (AWS S3, Ceph and MinIO do)",
-        ),
-        Step(
-            "get", lambda: _unless(store.get(key) == value, "the store returned other bytes"), way
-        ),
-        Step("head", head, "synchronize both clocks with NTP"),
-        Step(
-            "get range",
-            lambda: _unless(
-                store.get_range(key, start, end) == value[start:end],
-                "the store returned other bytes",
-            ),
-            "use a server that supports the Range header",
-        ),
-        Step("get into buffer", get_into, way),
-        Step("delete", delete, "disable retention and legal hold for this prefix", True),
-    )
 
 
 class _IndexProbe:
@@ -173,33 +219,30 @@ class _IndexProbe:
         self._index = index
         self._namespace = secrets.token_hex(NAMESPACE_HEX // 2)
         self._hash = secrets.token_bytes(PREFIX_HASH_BYTES)
-        self._field = "0.L0-1_H0-1"
-        self._lease = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
+        self._lease = f"doctor/{secrets.token_hex(8)}"
         self._shard = ShardRecord(1, 1, True, False, secrets.token_hex(8), int(time.time()))
 
     def steps(self) -> Sequence[Step]:
-        volatile = "another program removes keys: use a database that no other program flushes"
-        odd = _UNTESTED
         return (
-            Step("check", self._index.check, ""),
-            Step("publish", self._publish, volatile),
-            Step("lookup", self._lookup, volatile),
-            Step("touch", self._touch, volatile),
-            Step("forget", self._forget, odd),
-            Step("lease", self._take_lease, odd),
+            Step("check", self._index.check),
+            Step("publish", self._publish, _VOLATILE),
+            Step("lookup", self._lookup, _VOLATILE),
+            Step("touch", self._touch, _VOLATILE),
+            Step("forget", self._forget, _UNTESTED),
+            Step("lease", self._take_lease, _UNTESTED),
         )
 
     def clean(self) -> None:
         """Remove the record of a failed probe."""
-        self._index.forget(self._namespace, self._hash, self._field, self._shard)
+        self._index.forget(self._namespace, self._hash, _FIELD, self._shard)
 
     def _publish(self) -> None:
         chunk = ChunkEntry(self._namespace, self._hash, bytes(PREFIX_HASH_BYTES), 0, 1)
-        self._index.publish(chunk, {self._field: self._shard}, ttl_s=_TTL_S)
+        self._index.publish(chunk, {_FIELD: self._shard}, ttl_s=_TTL_S)
 
     def _lookup(self) -> str:
         [record] = self._index.lookup(self._namespace, [self._hash])
-        same = record is not None and record.shards.get(self._field) == self._shard
+        same = record is not None and record.shards.get(_FIELD) == self._shard
         return _unless(same, "the index does not find the published record")
 
     def _touch(self) -> str:
@@ -209,9 +252,9 @@ class _IndexProbe:
 
     def _forget(self) -> str:
         other = replace(self._shard, nbytes=2)
-        if self._index.forget(self._namespace, self._hash, self._field, other):
+        if self._index.forget(self._namespace, self._hash, _FIELD, other):
             return "the index removed a record that had changed"
-        gone = self._index.forget(self._namespace, self._hash, self._field, self._shard)
+        gone = self._index.forget(self._namespace, self._hash, _FIELD, self._shard)
         return _unless(gone, "the index did not remove the record")
 
     def _take_lease(self) -> str:
@@ -221,61 +264,22 @@ class _IndexProbe:
         return _unless(mine and not other, "two owners hold the same lease")
 
 
-def _unless(right: bool, problem: str) -> str:
-    return "" if right else problem
-
-
-def probe_store_as(
-    role: Role, area: Area, store: HotStore, listed: ReadStore | None = None
-) -> list[Check]:
-    """Probe the operations of ``role`` on a store. Readers and sweepers do not put; they look up a
-    key that cannot exist. ``listed``: the same store, if its keys are listed."""
-    return (
-        probe_store(area, store)
-        if role == "writer"
-        else run_steps(area, _role_store_steps(role, store, listed))
-    )
-
-
-def probe_index_as(role: Role, index: WriteIndex) -> list[Check]:
-    """Probe the operations of ``role`` on the index. Sweepers change records as replicas do."""
-    return run_steps("index", _read_steps(index)) if role == "reader" else probe_index(index)
-
-
-def _role_store_steps(role: Role, store: HotStore, listed: ReadStore | None) -> Sequence[Step]:
-    key = f"{PROBE_PREFIX}/{secrets.token_hex(8)}"
-    way = _PROXY
-    buffer = memoryview(bytearray(8))
-
-    def delete() -> str:
-        store.delete(key)
-        return ""
-
-    steps = [
-        Step("check", store.check, ""),
-        Step("get nothing", lambda: _nothing(store.get(key)), way),
-        Step("get nothing into buffer", lambda: _nothing(store.get_into(key, buffer)), way),
-    ]
-    if role == "sweeper":
-        steps += [Step("delete nothing", delete, "")]
-    if listed is not None:
-        steps += [
-            Step("head nothing", lambda: _nothing(store.head(key)), way),
-            Step("list nothing", lambda: _nothing(next(listed.scan(f"{key}/"), None)), way),
-        ]
-    return steps
-
-
-def _read_steps(index: WriteIndex) -> Sequence[Step]:
+def _index_read_steps(index: WriteIndex) -> Sequence[Step]:
     namespace = secrets.token_hex(NAMESPACE_HEX // 2)
     hashes = [secrets.token_bytes(PREFIX_HASH_BYTES)]
-    odd = _UNTESTED
+    other = "the index returned a record that cannot exist"
     return (
-        Step("check", index.check, ""),
-        Step("lookup", lambda: _nothing(index.lookup(namespace, hashes)[0]), odd),
-        Step("find", lambda: _nothing(index.find(namespace, hashes, ["0.L0-1_H0-1"])[0]), odd),
+        Step("check", index.check),
+        Step(
+            "lookup", lambda: _unless(index.lookup(namespace, hashes) == [None], other), _UNTESTED
+        ),
+        Step(
+            "find",
+            lambda: _unless(index.find(namespace, hashes, [_FIELD]) == [None], other),
+            _UNTESTED,
+        ),
     )
 
 
-def _nothing(found: object) -> str:
-    return "" if found is None else "the backend returned a value for a key that cannot exist"
+def _unless(right: bool, problem: str) -> str:
+    return "" if right else problem

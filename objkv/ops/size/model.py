@@ -53,14 +53,6 @@ class ModelShape:
         return tuple(groups)
 
 
-def attention(
-    name: str, layers: int, kv_heads: int, head_size: int, *, kv_dtype: str, source: str
-) -> ModelShape:
-    """Return a model of identical full attention layers."""
-    layer = CacheLayer("full", kv_heads, 2 * head_size)
-    return ModelShape(name, (layer,) * layers, kv_dtype, source)
-
-
 def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
     """Read the model in ``folder``, a directory or a ``config.json``.
 
@@ -113,18 +105,14 @@ class Preset:
 
     def shape(self, name: str, kv_dtype: str) -> ModelShape:
         """Return the same shape as ``read_model`` would."""
-        source = f"config.json of {self.source}"
-        if self.pattern == "f":
-            return attention(
-                name, self.layers, self.kv_heads, self.size, kv_dtype=kv_dtype, source=source
-            )
         kinds = {
             "f": CacheLayer("full", self.kv_heads, 2 * self.size),
             "s": CacheLayer("sliding_window", self.kv_heads, 2 * self.size, self.window),
             "m": CacheLayer("mla", 1, self.size),
         }
         whole = (self.pattern * self.layers)[: self.layers]
-        return ModelShape(name, tuple(kinds[kind] for kind in whole), kv_dtype, source)
+        layers = tuple(kinds[kind] for kind in whole)
+        return ModelShape(name, layers, kv_dtype, f"config.json of {self.source}")
 
 
 PRESETS: Final = {
@@ -137,13 +125,8 @@ def preset(name: str, kv_dtype: str | None) -> ModelShape:
     """Return the built-in model ``name``, ignoring case. Raises ``ConfigError`` if not listed."""
     found = PRESETS.get(name.lower())
     if found is None:
-        near = _nearest(name.lower())
+        beginning = [known for known in PRESETS if known.startswith(name.lower())]
+        near = (beginning or get_close_matches(name.lower(), PRESETS, cutoff=0.4))[:_NEAREST]
         hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list shows all names"
         raise ConfigError(f"{name} is neither a directory nor a built-in model name; {hint}")
     return found.shape(name.lower(), kv_dtype or _DTYPE)
-
-
-def _nearest(name: str) -> list[str]:
-    """Return a few built-in names that start with ``name``, or else the most similar ones."""
-    beginning = [known for known in PRESETS if known.startswith(name)]
-    return beginning[:_NEAREST] or get_close_matches(name, PRESETS, _NEAREST, cutoff=0.4)

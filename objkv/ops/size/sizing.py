@@ -130,8 +130,7 @@ class _Payload:
 
 
 def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) -> Sizing:
-    """Return the estimate. Raises ``ConfigError`` for impossible numbers."""
-    _check(layout, load)
+    """Return the estimate. Raises ``ConfigError`` for a model that ``layout`` cannot divide."""
     groups = model.groups(layout.block_size)
     payloads = _payloads(model, groups, layout)
     chunk = _chunk(groups, payloads, layout)
@@ -170,32 +169,12 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
     )
 
 
-def _check(layout: Layout, load: Load) -> None:
-    wrong = {
-        "chunk_tokens": layout.chunk_tokens < 1,
-        "block_size": layout.block_size < 1,
-        "tp_size": layout.tp_size < 1,
-        "codec_ratio": not 0.1 <= layout.codec_ratio <= 100,
-        "prompts_per_s": not 0 <= load.prompts_per_s < 1e9,
-        "prompt_tokens": load.prompt_tokens < 1,
-        "stored_share": not 0 <= load.stored_share <= 1,
-        "ttl_s": load.ttl_s < 1,
-        "used_s": not 0 <= load.used_s < 1e10,
-        "sweep_every_s": not 0 <= load.sweep_every_s < 1e10,
-    }
-    for name, bad in wrong.items():
-        if bad:
-            value = getattr(layout, name, None)
-            shown = getattr(load, name) if value is None else value
-            raise ConfigError(f"{name} {shown} is out of range")
-
-
 def _payloads(
     model: ModelShape, groups: tuple[GroupIdentity, ...], layout: Layout
 ) -> list[_Payload]:
     """Return the payloads of one chunk: one for each group, with a frame for each layer and shard
     of the ranks."""
-    tokens = _chunk_tokens(groups, layout)
+    tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
     found = []
     for number, group in enumerate(groups):
         blocks = stored_blocks(group, tokens)
@@ -238,14 +217,10 @@ def _header_bytes(claim: Claim, specs: list[LayerSpec], layout: Layout) -> int:
     return len(header_codec.render(claim, frames, provenance))
 
 
-def _chunk_tokens(groups: tuple[GroupIdentity, ...], layout: Layout) -> int:
-    return effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
-
-
 def _chunk(
     groups: tuple[GroupIdentity, ...], payloads: list[_Payload], layout: Layout
 ) -> ChunkSizing:
-    tokens = _chunk_tokens(groups, layout)
+    tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
     stored = [payload.nbytes for payload in payloads]
     return ChunkSizing(
         tokens=tokens,

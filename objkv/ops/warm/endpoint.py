@@ -252,6 +252,6 @@ def _place(url: str, refuse_clear: bool) -> Url:
     if refuse_clear and place.is_far and not place.is_tls:
         raise ConfigError(
             f"endpoint {place.shown}: the API key would cross the network unencrypted: use "
-            "https://, or set allow_plaintext to true on a trusted network"
+            "https://, or set allow_plaintext to endpoints on a trusted network"
         )
     return place

@@ -137,6 +137,9 @@ def _answered(what: str, exc: ClientError) -> StoreError:
 
 def _untrusted(what: str, exc: SSLError) -> StoreError:
     text = str(exc)
+    if "Hostname mismatch" in text or "IP address mismatch" in text:
+        fix = "use a name of the server's certificate as the host of s3_endpoint_url"
+        return StoreDenied(f"{what}: {fix} ({text})")
     if "CERTIFICATE_VERIFY_FAILED" in text:
         fix = "set s3_ca_bundle to the PEM file of the CA that signed the server's certificate"
         return StoreDenied(f"{what}: {fix} ({text})")

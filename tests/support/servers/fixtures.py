@@ -183,6 +183,7 @@ def use_servers(
         "S3_REGION": "us-east-1",
         "S3_ACCESS_KEY_ID": s3_server.access_key,
         "S3_SECRET_ACCESS_KEY": s3_server.secret_key,
+        "ROLE": "sweeper",
         "LOOKUP_DEADLINE_MS": "20000",
         "LOAD_DEADLINE_MS": "300000",
     }

@@ -1,11 +1,13 @@
-"""Judges whether a bucket's lifecycle rules fit ``ttl_s``, for ``objkv doctor`` and for audits."""
+"""The checks that follow from what the servers say: a bucket's lifecycle rules, and the memory and
+the clock of Redis. None of them is fatal. Audits judge the rules, too."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
 from objkv.errors import StoreDenied, StoreError
-from objkv.ops.doctor.probes import Check
+from objkv.index.base import ServerFacts
+from objkv.ops.doctor.probes import Check, Status
 from objkv.ops.formats import noun, span
 from objkv.stores.base import LifecycleRules
 
@@ -93,8 +95,75 @@ def check_lifecycle(read: ReadRules, ttl_s: int) -> list[Check]:
     verdict = judge_rules(read, ttl_s)
     if verdict is None:
         return []
-    status: Literal["warning", "skipped", "ok"] = "ok"
-    if verdict.status in ("conflicts", "unknown"):
-        status = "warning" if verdict.status == "conflicts" else "skipped"
-    fix = verdict.fix if verdict.status == "conflicts" else ""
-    return [Check("bulk", "lifecycle", status, verdict.detail, fix)]
+    statuses: dict[str, Status] = {"conflicts": "warning", "unknown": "not checked"}
+    return [
+        Check("bulk", "lifecycle", statuses.get(verdict.status, "ok"), verdict.detail, verdict.fix)
+    ]
+
+
+CLOCK_SKEW_MAX_S = 5.0
+_VERSION_MIN = (6, 2)
+_USED_MAX = 0.9
+_AS_SWEEPER: Final = "run objkv doctor as the role sweeper, whose ACL has INFO and TIME"
+
+
+def check_server(facts: ServerFacts) -> list[Check]:
+    """Return one check for each fact."""
+    return [_version(facts), _memory(facts), _clock(facts)]
+
+
+def _unknown(name: str, facts: ServerFacts, what: str) -> Check:
+    if facts.denied:
+        detail = f"this user may not run {' and '.join(facts.denied)}"
+        return Check("index", name, "not checked", detail, _AS_SWEEPER)
+    return Check("index", name, "not checked", f"the server does not report its {what}")
+
+
+def _version(facts: ServerFacts) -> Check:
+    if facts.version is None:
+        return _unknown("server", facts, "version")
+    detail = f"{facts.product} {facts.version}, {facts.mode}"
+    numbers = tuple(int(part) for part in facts.version.split(".")[:2] if part.isdecimal())
+    if numbers < _VERSION_MIN:
+        fix = "upgrade: objkv needs Redis 6.2 or Valkey"
+        return Check("index", "server", "warning", detail, fix)
+    return Check("index", "server", "ok", detail)
+
+
+def _memory(facts: ServerFacts) -> Check:
+    policy, limit, used = facts.maxmemory_policy, facts.maxmemory_bytes, facts.used_bytes or 0
+    if policy is None or limit is None:
+        return _unknown("memory policy", facts, "memory policy")
+    text = f"maxmemory-policy {policy}, maxmemory {_mib(limit)}, used {_mib(used)}"
+    if limit == 0:
+        fix = "set maxmemory below the machine's memory, with maxmemory-policy volatile-lru"
+        detail = f"{text}: with no limit Redis grows until it is killed for lack of memory"
+        return Check("index", "memory policy", "warning", detail, fix)
+    if policy == "noeviction":
+        fix = "set maxmemory-policy volatile-lru: every record expires and can be evicted safely"
+        near: str = "once full"
+        status: Status = "ok"
+        if used > _USED_MAX * limit:
+            near, status = "nearly full; once full", "warning"
+        detail = f"{text}: {near}, new saves are not published"
+        return Check("index", "memory policy", status, detail, fix if status != "ok" else "")
+    evicted = "evicts old records, also pinned ones; this costs hits"
+    if policy.startswith("allkeys-"):
+        evicted = "may also evict pinned records, which costs hits, and the totals used for quotas"
+    elif policy == "volatile-ttl":
+        evicted = "evicts old records, pinned ones last"
+    return Check("index", "memory policy", "ok", f"{text}: Redis {evicted}")
+
+
+def _clock(facts: ServerFacts) -> Check:
+    if facts.clock_skew_s is None:
+        return _unknown("clock", facts, "time")
+    detail = f"{round(facts.clock_skew_s, 1) + 0.0:+.1f} s from this machine's"
+    if abs(facts.clock_skew_s) > CLOCK_SKEW_MAX_S:
+        fix = "synchronize both clocks with NTP: ages and sweeps depend on them"
+        return Check("index", "clock", "warning", detail, fix)
+    return Check("index", "clock", "ok", detail)
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 20):.0f} MiB" if nbytes else "0"
