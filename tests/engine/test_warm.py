@@ -48,6 +48,11 @@ TEMPLATE = (
 )
 
 
+def settings_in(folder: Path) -> dict[str, str]:
+    places = {"BULK": f"file://{folder}/chunks", "INDEX": f"sqlite://{folder}/index.sqlite"}
+    return SETTINGS | {f"OBJKV_{name}_URL": url for name, url in places.items()}
+
+
 def model_with_tokenizer(folder: Path) -> Path:
     """The tiny model, and words for most of its vocabulary."""
     target = folder / "tiny"
@@ -131,10 +136,7 @@ def stored(settings: dict[str, str]) -> int:
 def two_servers_and_an_interruption(folder: Path) -> Values:
     tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     chunks = write_prompts(file)
-    settings = SETTINGS | {
-        "OBJKV_BULK_URL": f"file://{folder}/chunks",
-        "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
-    }
+    settings = settings_in(folder)
     with (
         Server(folder / "one", settings=settings, with_tokenizer=tiny) as one,
         Server(folder / "two", settings=settings, with_tokenizer=tiny) as two,
@@ -158,10 +160,7 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
 def a_server_of_its_own(folder: Path) -> Values:
     tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     write_prompts(file, groups=2, seed=2)
-    settings = SETTINGS | {
-        "OBJKV_BULK_URL": f"file://{folder}/chunks",
-        "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
-    }
+    settings = settings_in(folder)
     arguments = {
         "dtype": "float32", "max_model_len": "2048",
         "block_size": "32", "kv_cache_memory_bytes": str(256 << 20), "seed": "0",
