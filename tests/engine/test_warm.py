@@ -24,7 +24,7 @@ from objkv.ops.warm.prompts import read_prompts
 from objkv.telemetry import NullRecorder
 from tests.engine import model
 from tests.engine.scenario import Values, scenario
-from tests.engine.servers import Server
+from tests.engine.servers import PATIENT, Server
 from tests.support.servers.redis import wait_until
 
 pytestmark = pytest.mark.slow
@@ -34,14 +34,6 @@ RUNS = 2
 """That compute, through the servers."""
 SHARED, OWN = 2, 1
 """Chunks that a group shares, and that each of its prompts has more."""
-SETTINGS = {
-    # A busy machine must not change what is stored.
-    "OBJKV_LOOKUP_DEADLINE_MS": "120000",
-    "OBJKV_LOAD_DEADLINE_MS": "120000",
-    "OBJKV_SAVE_DEADLINE_MS": "240000",
-    "OBJKV_ADMISSION": "always",
-    "OBJKV_CODEC": "none",
-}
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }} : {{ m.content }} {{ eos_token }} "
     "{% endfor %}{% if add_generation_prompt %}assistant :{% endif %}"
@@ -50,7 +42,7 @@ TEMPLATE = (
 
 def settings_in(folder: Path) -> dict[str, str]:
     places = {"BULK": f"file://{folder}/chunks", "INDEX": f"sqlite://{folder}/index.sqlite"}
-    return SETTINGS | {f"OBJKV_{name}_URL": url for name, url in places.items()}
+    return PATIENT | {f"OBJKV_{name}_URL": url for name, url in places.items()}
 
 
 def model_with_tokenizer(folder: Path) -> Path:
