@@ -93,7 +93,7 @@ guarantees: $(STAMP) ## break each guarantee of the suite, and see that its test
 	@PYTHONPATH=. $(BIN)/python -m tests.guarantees $(ARGS)
 
 .PHONY: faults
-faults: $(STAMP) ## inject every fault, some into real engines; writes docs/reliability.md
+faults: $(STAMP) ## inject every fault; writes docs/reliability.md
 	@env -u XDG_CACHE_HOME $(BIN)/python -m tests.faults.table
 	@$(BIN)/pytest -q tests/faults $(ARGS)
 

@@ -1,4 +1,1 @@
-"""Contract tests for stores and indexes, and fakes.
-
-They are part of the package, so that stores and indexes of other projects can use the same tests.
-"""
+"""Contract tests for stores and indexes, and fakes that pass them."""

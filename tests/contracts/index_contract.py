@@ -125,13 +125,16 @@ class IndexContract:
             shards={FIELD: shard()},
         )
 
-    def test_lookup_keeps_the_order_and_the_repetitions_of_its_question(
+    def test_answers_keep_the_order_and_the_repetitions_of_their_question(
         self, index: PruneIndex
     ) -> None:
         for number in (1, 2, 3):
             index.publish(chunk(number), {FIELD: shard(number)}, ttl_s=LONG_S)
-        found = index.lookup(NAMESPACE, [prefix_hash(n) for n in (3, 9, 1, 3)])
-        assert [record and record.shards[FIELD].nbytes for record in found] == [3, None, 1, 3]
+        hashes = [prefix_hash(n) for n in (3, 9, 1, 3)]
+        records = index.lookup(NAMESPACE, hashes)
+        assert [record and record.shards[FIELD].nbytes for record in records] == [3, None, 1, 3]
+        found = index.find(NAMESPACE, hashes, [FIELD])
+        assert [shards and shards[FIELD].nbytes for shards in found] == [3, None, 1, 3]
 
     def test_a_thousand_hashes_are_looked_up_at_once(self, index: PruneIndex) -> None:
         for number in range(0, 1000, 100):
@@ -404,14 +407,6 @@ class IndexContract:
 
     # ``find``
 
-    def test_finding_keeps_the_order_and_the_repetitions_of_its_question(
-        self, index: PruneIndex
-    ) -> None:
-        for number in (1, 2, 3):
-            index.publish(chunk(number), {FIELD: shard(number)}, ttl_s=LONG_S)
-        found = index.find(NAMESPACE, [prefix_hash(n) for n in (3, 9, 1, 3)], [FIELD])
-        assert [shards and shards[FIELD].nbytes for shards in found] == [3, None, 1, 3]
-
     def test_finding_of_nothing_finds_nothing(self, index: PruneIndex) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
         assert index.find(NAMESPACE, [], [FIELD]) == []
@@ -526,10 +521,8 @@ class IndexContract:
 
     # usage: how much is stored
 
-    def test_an_empty_index_uses_nothing(self, index: PruneIndex) -> None:
-        assert index.usage() == []
-
     def test_what_is_published_is_added_up_by_namespace(self, index: PruneIndex) -> None:
+        assert index.usage() == []
         index.publish(chunk(1, OTHER), {FIELD: shard(7)}, ttl_s=LONG_S)
         index.publish(chunk(1), {FIELD: shard(100), OTHER_FIELD: shard(20)}, ttl_s=LONG_S)
         index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)

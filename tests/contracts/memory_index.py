@@ -17,7 +17,6 @@ from objkv.index.base import (
 )
 from objkv.index.fields import read_savings, savings_fields, shards_of
 
-_PURGE_AT_LEAST = 1024
 _NEVER: tuple[Record | None, float] = (None, 0.0)
 
 
@@ -32,7 +31,6 @@ class MemoryIndex:
         self._savings: Counter[str] = Counter()
         self._sightings: dict[str, float] = {}
         """Until when each is remembered."""
-        self._purge_at = _PURGE_AT_LEAST
 
     def __repr__(self) -> str:
         return f"<MemoryIndex {len(self._records)} records, {len(self.leases)} leases>"
@@ -109,7 +107,6 @@ class MemoryIndex:
                 pinned_until_s=old.pinned_until_s if old else 0,
             )
             self._keep(key, record, ttl_s)
-            self._purge()
         if lease is not None:
             MemoryIndex.release(self, *lease)
 
@@ -149,7 +146,6 @@ class MemoryIndex:
             if holder != owner and ends_s > now:
                 return False
             self.leases[name] = (owner, now + ttl_ms / 1000)
-            self._purge()
             return True
 
     def release(self, name: str, owner: str) -> None:
@@ -165,7 +161,6 @@ class MemoryIndex:
             for name in names:
                 seen.append(self._sightings.get(name, 0.0) > now)
                 self._sightings[name] = now + ttl_s
-            self._purge()
         return seen
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
@@ -200,16 +195,3 @@ class MemoryIndex:
 
     def _keep(self, key: tuple[str, bytes], record: Record, ttl_s: int) -> None:
         self._records[key] = (record, max(self._clock() + ttl_s, record.pinned_until_s))
-
-    def _purge(self) -> None:
-        # Only when the index has doubled since the last purge, so the amortized cost is constant.
-        if self._size() < self._purge_at:
-            return
-        now = self._clock()
-        self._records = {key: kept for key, kept in self._records.items() if kept[1] > now}
-        self.leases = {name: kept for name, kept in self.leases.items() if kept[1] > now}
-        self._sightings = {name: one for name, one in self._sightings.items() if one > now}
-        self._purge_at = max(_PURGE_AT_LEAST, 2 * self._size())
-
-    def _size(self) -> int:
-        return len(self._records) + len(self.leases) + len(self._sightings)

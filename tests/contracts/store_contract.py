@@ -66,7 +66,7 @@ ODD_KEYS = (
     "-leading-dash/_x",
     ".hidden/..double/...",
     "dots..within/a.b.c",
-    "x/y/z/0.L0-2_H0-2.safetensors",
+    CHUNK,
     "c" * 200,
     "/".join(["k" * 99] * 9),
 )
@@ -102,10 +102,6 @@ class ValuesContract:
     def store(self) -> HotStore:
         """The store under test, empty."""
         raise NotImplementedError
-
-    def test_what_was_put_is_read_back(self, store: HotStore) -> None:
-        assert store.put_if_absent(CHUNK, b"value") is True
-        assert store.get(CHUNK) == b"value"
 
     def test_absence_is_none_for_every_way_of_reading(self, store: HotStore) -> None:
         assert store.get("no/such") is None
@@ -222,7 +218,6 @@ class ValuesContract:
         assert store.get("d/a") == b"3"
 
     def test_deleting_what_is_not_there_is_no_error(self, store: HotStore) -> None:
-        store.delete("no/such")
         store.delete("no/such")
 
     @pytest.mark.parametrize("key", ODD_KEYS)

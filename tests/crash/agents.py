@@ -324,7 +324,7 @@ class AgentRounds:
         return same_blocks(self._writer.caches, blocks, self._reader.caches, blocks)
 
 
-def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
+def run_rounds(rounds: int, seed: int) -> Counter[str]:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         work = AgentRounds(folder, seed, stack)
@@ -333,8 +333,6 @@ def run_rounds(rounds: int, seed: int, *, quiet: bool = False) -> Counter[str]:
                 work.run()
             except (Violation, AssertionError, ObjkvError) as exc:
                 raise Violation(f"agents, seed {seed}, round {number}: {exc}") from exc
-            if not quiet and number % 50 == 49:
-                print(f"agents: {number + 1} rounds", file=sys.stderr, flush=True)
         return work.seen
 
 

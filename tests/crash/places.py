@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 from objkv.assembly.backends import Backends, open_backends
@@ -19,7 +18,6 @@ from objkv.ops.backends_view import BackendsView
 from objkv.ops.programs import die_with_parent
 from objkv.stores.s3.client import open_s3_access
 from objkv.telemetry import NullRecorder
-from tests.support.servers.ceph import ceph_radosgw
 from tests.support.servers.ports import free_port
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
@@ -32,7 +30,6 @@ LEASE_MS = 40
 class Place:
     """Both ends. Whoever forks uses ``fresh``, which this process has never used itself."""
 
-    name = ""
     kills: tuple[str, ...] = ()
     """Servers that may be killed: ``index``, ``gateway``."""
 
@@ -73,7 +70,6 @@ class FolderPlace(Place):
     """A directory, and an SQLite file or the directory itself as its index."""
 
     def __init__(self, folder: Path, *, own_index: bool) -> None:
-        self.name = "folder, its own index" if own_index else "folder + SQLite"
         self._folder = folder
         index = "bulk:" if own_index else f"sqlite://{folder}/index.sqlite"
         super().__init__(Config(bulk_url=f"file://{folder}/chunks", index_url=index))
@@ -90,24 +86,24 @@ class ServerPlace(Place):
 
     kills = ("index", "gateway")
 
-    def __init__(self, valkey: RedisServer, s3: dict[str, Any], name: str) -> None:
-        self.name = name
+    def __init__(self, valkey: RedisServer, url: str) -> None:
         self._valkey = valkey
-        url = urlsplit(s3["s3_endpoint_url"])
-        assert url.hostname is not None
-        assert url.port is not None
-        self._target = url.hostname, url.port
+        parts = urlsplit(url)
+        assert parts.hostname is not None
+        assert parts.port is not None
+        self._target = parts.hostname, parts.port
         self._port = free_port()
         self._gateway = 0
         self._start_gateway()
-        gateway = {"s3_endpoint_url": f"http://127.0.0.1:{self._port}"}
         config = Config(
             bulk_url=f"s3://{BUCKET}/crash",
             index_url=f"{valkey.url}/0",
             s3_addressing="path",
             s3_region="us-east-1",
             lookup_deadline_ms=5_000,
-            **{**s3, **gateway},
+            s3_endpoint_url=f"http://127.0.0.1:{self._port}",
+            s3_access_key_id="test",
+            s3_secret_access_key="test",
         )
         access = open_s3_access(config)
         access.client.create_bucket(Bucket=BUCKET)
@@ -175,27 +171,7 @@ def quick_place() -> Iterator[Place]:
         valkey_server(Path(folder)) as valkey,
         quick_s3_process() as s3,
     ):
-        keys = {"s3_access_key_id": "test", "s3_secret_access_key": "test"}
-        place = ServerPlace(valkey, {"s3_endpoint_url": s3.url, **keys}, "Valkey + quick S3")
-        try:
-            yield place
-        finally:
-            place.close()
-
-
-@contextmanager
-def ceph_place() -> Iterator[Place]:
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        valkey_server(Path(folder) / "valkey") as valkey,
-        ceph_radosgw(Path(folder) / "ceph") as s3,
-    ):
-        given = {
-            "s3_endpoint_url": s3.endpoint_url,
-            "s3_access_key_id": s3.access_key,
-            "s3_secret_access_key": s3.secret_key,
-        }
-        place = ServerPlace(valkey, given, "Valkey + Ceph")
+        place = ServerPlace(valkey, s3.url)
         try:
             yield place
         finally:

@@ -35,20 +35,11 @@ class Seen:
 
     rounds: Counter[str] = field(default_factory=Counter)
     kills: int = 0
-    sites: set[str] = field(default_factory=set)
-    """Calls at which processes were killed."""
     steps: dict[str, int] = field(default_factory=dict)
-    """By scenario, how many there were to be killed at."""
-    hit: Counter[str] = field(default_factory=Counter)
-    """By scenario, kills at one of them: no step comes again before each has been hit once."""
-    missing: int = 0
-    """Records of payloads that are gone."""
-    orphans: int = 0
-    leftovers: int = 0
+    """By scenario, how many there were to be killed at: no step comes again before each has been
+    hit once."""
     indexed: int = 0
     """Payloads that were indexed after a kill: all were read and compared."""
-    restored: int = 0
-    """Records that ``rebuild`` restored after a wipe."""
 
 
 class Rounds:
@@ -147,7 +138,6 @@ class Rounds:
         time.sleep(self._random.random() * self._took_s)
         self._place.kill(server)
         self.seen.kills += 1
-        self.seen.sites.add(f"server {server}")
         for child in children:
             self._note(child.wait())
         return server
@@ -167,7 +157,6 @@ class Rounds:
                 self._random.shuffle(self._left[scenario])
             return
         self._note((how, what))
-        self.seen.hit[scenario] += 1
 
     def _kill_later(self, child: Child) -> None:
         started = time.monotonic()
@@ -183,14 +172,12 @@ class Rounds:
     def _note(self, how: tuple[str, object]) -> None:
         if how[0] == "killed":
             self.seen.kills += 1
-            self.seen.sites.add(str(how[1]) or "any moment")
 
     def _settle(self, lost: str) -> None:
         """Look at everything, then sweep, wipe the index, rebuild: and look again."""
         view = self._place.view
         verified = verify_all(view)
         _demand(verified, WRONG, "verify")
-        self.seen.missing += verified.counts["missing"]
         # A record is written last, and no server here loses payloads that it acknowledged.
         if verified.counts["missing"] > self._missing_planted:
             raise Violation(f"records without payloads: {verified.findings}")
@@ -206,8 +193,6 @@ class Rounds:
         if swept.counts["busy"] or self._left_over():
             time.sleep(2 * LEASE_MS / 1000)
             swept.add(sweep_all(view))
-        self.seen.orphans += swept.counts["orphan"]
-        self.seen.leftovers += swept.counts["temporary"]
         self._nothing_else_is_left()
         if not view.is_own_index:
             self._wiped_index_comes_back()
@@ -228,7 +213,6 @@ class Rounds:
         stored = {e.key for e in self._place.used.bulk.scan("") if e.key.endswith(".safetensors")}
         if stored != _payloads(_records(self._place)):
             raise Violation(f"not indexed again: {sorted(stored)}")
-        self.seen.restored += restored.counts["restored"]
 
     def _left_over(self) -> set[str]:
         """What is either stored or indexed."""
@@ -250,7 +234,6 @@ class Rounds:
         _demand(restored, ("corrupt", "written"), "rebuild")
         if _records(self._place) != before:
             raise Violation(f"rebuilt {_records(self._place)}, was {before}")
-        self.seen.restored += restored.counts["restored"]
 
 
 def _demand(counters: Counters, kinds: Sequence[str], what: str) -> None:

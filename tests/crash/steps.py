@@ -31,9 +31,8 @@ NEVER = 1 << 60
 class Killer:
     """Counts the steps of all threads of this process, and ends it at step ``at``."""
 
-    def __init__(self, at: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, at: int) -> None:
         self._at = at
-        self._tell = tell
         self._was_answer = False
         self.steps = 0
 
@@ -56,12 +55,6 @@ class Killer:
         self._was_answer = is_answer and event == "c_return"
         self.steps += 1
         if self.steps == self._at:
-            caller = frame
-            while caller.f_back and caller.f_code.co_filename.endswith("/sockets.py"):
-                caller = caller.f_back  # what sets a deadline for them calls all of them
-            where = f"{os.path.basename(caller.f_code.co_filename)}:{caller.f_lineno}"
-            when = "before" if event == "c_call" else "after"
-            self._tell(f"{when} {called.__name__} at {where}")
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -79,12 +72,11 @@ class Child:
         os.kill(self.pid, signal.SIGKILL)
 
     def wait(self) -> tuple[str, Any]:
-        """``("killed", where)`` by itself, ``("killed", "")`` from outside, ``("error", what)``, or
-        ``("done", (steps, what it returned))``."""
+        """``("killed", None)``, ``("error", what)``, or ``("done", (steps, what it returned))``."""
         with open(self._read, "rb") as told:
             text = told.read()
         os.waitpid(self.pid, 0)
-        how: tuple[str, Any] = pickle.loads(text) if text else ("killed", "")  # ours
+        how: tuple[str, Any] = pickle.loads(text) if text else ("killed", None)  # ours
         return how
 
     def _run(self, work: Callable[[], object], at: int, write: int) -> None:
@@ -93,7 +85,7 @@ class Child:
         def tell(how: str, what: object) -> None:
             os.write(write, pickle.dumps((how, what)))
 
-        killer = Killer(at, lambda where: tell("killed", where))
+        killer = Killer(at)
         try:
             killer.start()
             try:

@@ -162,4 +162,3 @@ SAVED = Call(function="tests.engine.fleet:drain_saves")
 FREE_BLOCKS = Call(function="tests.engine.fleet:free_blocks")
 NUMBERS_TOLD = Generate(prompts=(Prompt(tokens=(7,), max_tokens=1),))
 """Background threads' numbers reach vLLM's metrics with the next step: this is one, as the end."""
-METRICS = Call(function="tests.engine.replica:read_metrics")

@@ -32,19 +32,23 @@ def cached_pages(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[str]
 
 
 def _pages(core: Any, layers: dict[str, Any], tokens: list[int]) -> dict[str, list[str]]:
+    groups = core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+    return {
+        name: ["" if block == 0 else _page(layers[name].kv_cache, block) for block in ids]
+        for group, ids in zip(groups, _tables(core, tokens), strict=True)
+        for name in group.layer_names
+    }
+
+
+def _tables(core: Any, tokens: list[int]) -> list[list[int]]:
+    """Per group: the blocks that the prefix cache has of a prompt."""
     from vllm import SamplingParams
     from vllm.v1.request import Request
 
-    manager = core.scheduler.kv_cache_manager
     hasher = core.request_block_hasher
     request = Request("looks", tokens, SamplingParams(), None, block_hasher=hasher)
-    blocks = manager.get_computed_blocks(request)[0].get_block_ids()
-    groups = manager.kv_cache_config.kv_cache_groups
-    return {
-        name: ["" if block == 0 else _page(layers[name].kv_cache, block) for block in ids]
-        for group, ids in zip(groups, blocks, strict=True)
-        for name in group.layer_names
-    }
+    blocks = core.scheduler.kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()
+    return [list(ids) for ids in blocks]
 
 
 def _page(cache: Any, block: int) -> str:
@@ -68,7 +72,7 @@ def cached_heads(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[list
     """As ``cached_pages``, of a model with one group on any number of ranks: per layer and block a
     digest of each head, over all ranks."""
     core = llm.llm_engine.engine_core.engine_core
-    tables = [_table(core, tokens) for tokens in prompts]
+    tables = [_tables(core, tokens)[0] for tokens in prompts]
     ranks = llm.collective_rpc(_heads_of_rank, args=(tables,))
     return [
         {
@@ -80,16 +84,6 @@ def cached_heads(llm: Any, prompts: list[list[int]]) -> list[dict[str, list[list
         }
         for i in range(len(prompts))
     ]
-
-
-def _table(core: Any, tokens: list[int]) -> list[int]:
-    from vllm import SamplingParams
-    from vllm.v1.request import Request
-
-    hasher = core.request_block_hasher
-    request = Request("looks", tokens, SamplingParams(), None, block_hasher=hasher)
-    (ids,) = core.scheduler.kv_cache_manager.get_computed_blocks(request)[0].get_block_ids()
-    return list(ids)
 
 
 def _heads_of_rank(worker: Any, tables: list[list[int]]) -> list[dict[str, list[list[str]]]]:

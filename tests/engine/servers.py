@@ -35,6 +35,14 @@ READY_S = 600.0
 ANSWER_S = 300.0
 """More than objkv's deadlines of a lookup and a load together."""
 NAME = "tiny"
+PATIENT = {
+    "OBJKV_ADMISSION": "always",
+    "OBJKV_CODEC": "none",
+    "OBJKV_LOOKUP_DEADLINE_MS": "120000",
+    "OBJKV_LOAD_DEADLINE_MS": "120000",
+    "OBJKV_SAVE_DEADLINE_MS": "240000",
+}
+"""Settings with which a busy machine changes neither what is loaded nor what is stored."""
 _CONNECTOR = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 _ARGUMENTS = {
     "--served-model-name": NAME,

@@ -12,7 +12,6 @@ from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import ReplicaFailed, run_replica, run_replicas
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
-from tests.engine.ranks import on_ranks
 from tests.engine.scenario import Values, scenario
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.waiting import wait_until
@@ -149,16 +148,6 @@ def agent_killed(folder: Path) -> Values:
         return {"run": run_replica(job(store, agent, *steps), folder)}
 
 
-@scenario
-def two_ranks(folder: Path) -> Values:
-    store = SharedStore(folder / "store")
-    with AgentProcess(settings(store)) as agent:
-        made = store.job(*GENERATE, saved(store), agent=agent.url, **NOWHERE)
-        first = run_replica(on_ranks(made, 2), folder)
-        second = run_replica(job(store, agent, *GENERATE), folder)
-        return {"first": first, "second": second, "numbers": agent.end()}
-
-
 def test_replicas_of_one_agent_share_their_kv_with_the_same_tokens() -> None:
     runs = on_one_agent()
     alone = runs["alone"].tokens
@@ -175,8 +164,7 @@ def test_by_default_the_first_replica_starts_an_agent_that_the_next_one_uses_too
     assert values["log"].count("agent ready") == 1
     assert first.cached == [0, 0]
     assert second.cached == LOADED
-    loaded = second.metrics["vllm:objkv_load_bytes"]
-    assert second.metrics["vllm:objkv_load_bytes"] == loaded > 0
+    assert second.metrics["vllm:objkv_load_bytes"] > 0
     assert first.tokens == second.tokens == on_one_agent()["alone"].tokens
 
 
@@ -217,11 +205,3 @@ def test_an_agent_that_is_killed_costs_loads_and_no_token() -> None:
     run = agent_killed()["run"]
     assert run.cached == [*LOADED, 0, 0]
     assert run.tokens == on_one_agent()["alone"].tokens * 2
-
-
-def test_ranks_of_one_engine_share_an_agent() -> None:
-    runs = two_ranks()
-    assert runs["second"].cached == LOADED
-    assert runs["second"].tokens == on_one_agent()["alone"].tokens
-    assert runs["numbers"]["saves"] == CHUNKS
-    assert runs["numbers"]["fills"] == 0

@@ -21,7 +21,7 @@ from tests.engine.job import Generate, Job, Prompt
 from tests.engine.loglines import objkv_errors
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
-from tests.engine.servers import Answer, Server
+from tests.engine.servers import PATIENT, Answer, Server
 from tests.monitoring.prometheus import need_prometheus, prometheus, serving
 from tests.monitoring.queries import dashboard_queries, selectors
 from tests.support.agents import AgentProcess
@@ -41,19 +41,10 @@ TRACE, ABOVE = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACES_S = 300.0
 GIVEN_UP = "index reads keep failing, serving without them"
 BACK = "index reads work again"
-SETTINGS = {
+SETTINGS = PATIENT | {
     "OBJKV_HOT_SAVE_BYTES_MAX": str(8 << 20),
-    # What is measured on a busy machine must not decide what is loaded.
-    "OBJKV_ADMISSION": "always",
-    "OBJKV_CODEC": "none",
-    # A busy machine must not change what is cached.
-    "OBJKV_LOOKUP_DEADLINE_MS": "120000",
-    "OBJKV_LOAD_DEADLINE_MS": "120000",
-    "OBJKV_SAVE_DEADLINE_MS": "240000",
     "OBJKV_DRAIN_DEADLINE_MS": str(1000 * DRAIN_S),
 }
-
-
 HASTY = {"objkv.assembly.backends.Patience": {"failures": 2, "reset_s": 0.5}}
 AGENT = {"lookup_deadline_ms": "1500", "agent_memory_bytes": "256MiB"}
 

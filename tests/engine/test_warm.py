@@ -24,7 +24,7 @@ from objkv.ops.warm.prompts import read_prompts
 from objkv.telemetry import NullRecorder
 from tests.engine import model
 from tests.engine.scenario import Values, scenario
-from tests.engine.servers import Server
+from tests.engine.servers import PATIENT, Server
 from tests.support.servers.redis import wait_until
 
 pytestmark = pytest.mark.slow
@@ -34,18 +34,15 @@ RUNS = 2
 """That compute, through the servers."""
 SHARED, OWN = 2, 1
 """Chunks that a group shares, and that each of its prompts has more."""
-SETTINGS = {
-    # A busy machine must not change what is stored.
-    "OBJKV_LOOKUP_DEADLINE_MS": "120000",
-    "OBJKV_LOAD_DEADLINE_MS": "120000",
-    "OBJKV_SAVE_DEADLINE_MS": "240000",
-    "OBJKV_ADMISSION": "always",
-    "OBJKV_CODEC": "none",
-}
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}{{ m.role }} : {{ m.content }} {{ eos_token }} "
     "{% endfor %}{% if add_generation_prompt %}assistant :{% endif %}"
 )
+
+
+def settings_in(folder: Path) -> dict[str, str]:
+    places = {"BULK": f"file://{folder}/chunks", "INDEX": f"sqlite://{folder}/index.sqlite"}
+    return PATIENT | {f"OBJKV_{name}_URL": url for name, url in places.items()}
 
 
 def model_with_tokenizer(folder: Path) -> Path:
@@ -131,10 +128,7 @@ def stored(settings: dict[str, str]) -> int:
 def two_servers_and_an_interruption(folder: Path) -> Values:
     tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     chunks = write_prompts(file)
-    settings = SETTINGS | {
-        "OBJKV_BULK_URL": f"file://{folder}/chunks",
-        "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
-    }
+    settings = settings_in(folder)
     with (
         Server(folder / "one", settings=settings, with_tokenizer=tiny) as one,
         Server(folder / "two", settings=settings, with_tokenizer=tiny) as two,
@@ -158,10 +152,7 @@ def two_servers_and_an_interruption(folder: Path) -> Values:
 def a_server_of_its_own(folder: Path) -> Values:
     tiny, file = model_with_tokenizer(folder), folder / "prompts.jsonl"
     write_prompts(file, groups=2, seed=2)
-    settings = SETTINGS | {
-        "OBJKV_BULK_URL": f"file://{folder}/chunks",
-        "OBJKV_INDEX_URL": f"sqlite://{folder}/index.sqlite",
-    }
+    settings = settings_in(folder)
     arguments = {
         "dtype": "float32", "max_model_len": "2048",
         "block_size": "32", "kv_cache_memory_bytes": str(256 << 20), "seed": "0",

@@ -267,6 +267,8 @@ class Place:
     def inject(self, name: str) -> Undo:
         """Cause the fault of the row ``name``; what undoes it."""
         world = name.partition("-")[0]
+        if name in _CLOCKS_S:
+            return self._shift(_CLOCKS_S[name])
         own = getattr(self, f"_{name.replace('-', '_')}", None)
         if own is not None:
             undo: Undo = own()
@@ -284,18 +286,6 @@ class Place:
             for path in self.payloads():
                 store.delete(path)
         return lambda: None
-
-    def _s3_clock_ahead(self) -> Undo:
-        return self._shift(5 * HOUR_S)
-
-    def _s3_clock_behind(self) -> Undo:
-        return self._shift(-5 * HOUR_S)
-
-    def _sqlite_clock_ahead(self) -> Undo:
-        return self._shift(48 * HOUR_S)
-
-    def _sqlite_clock_behind(self) -> Undo:
-        return self._shift(-48 * HOUR_S)
 
     def _shift(self, seconds: float) -> Undo:
         clock = self.servers.clock
@@ -415,18 +405,8 @@ class Place:
 
     def small_disk(self) -> None:
         """Make the place a file system of its own, so small that it can be filled."""
-        done = subprocess.run(
-            [
-                _program("mount"),
-                "-t",
-                "tmpfs",
-                "-o",
-                f"size={DISK_BYTES}",
-                "objkv-test",
-                str(self.folder),
-            ],
-            capture_output=True,
-        )
+        options = ("-t", "tmpfs", "-o", f"size={DISK_BYTES}", "objkv-test", str(self.folder))
+        done = subprocess.run([_program("mount"), *options], capture_output=True)
         self.is_mounted = done.returncode == 0
 
     def _disk_full(self) -> Undo:
@@ -464,6 +444,13 @@ def _error(error: str) -> tuple[Spoil, ...]:
     return (Spoil("error", error=error),)
 
 
+_CLOCKS_S = {
+    "s3-clock-ahead": 5 * HOUR_S,
+    "s3-clock-behind": -5 * HOUR_S,
+    "sqlite-clock-ahead": 48 * HOUR_S,
+    "sqlite-clock-behind": -48 * HOUR_S,
+}
+"""How far this machine's clock is ahead."""
 _RULES: dict[str, tuple[Spoil, ...]] = {
     "s3-reset": (Spoil("reset"),),
     "s3-unanswered": (Spoil("unanswered", BODIES),),

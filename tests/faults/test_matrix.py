@@ -2,7 +2,7 @@
 
 vLLM's scheduler and objkv's connector over a toy model, and objkv's other connectors, with a real
 Valkey, an S3 server, SQLite and node agents, whose faults are injected where they would happen. One
-fault of each kind is quick. ``test_engine`` has some of the rows in real engines.
+fault of each kind is quick.
 """
 
 import logging

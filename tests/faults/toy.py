@@ -17,7 +17,6 @@ from safetensors.torch import save_file
 from objkv.keys.identity import GroupIdentity
 from tests.connector.kv.hybrid_engine import Answer, Engine, digest, said
 from tests.connector.kv.hybrid_layout import Layout
-from tests.faults.inside import is_attached
 
 LAYOUT = Layout((("full", 0),), (4,), chunk_tokens=8)
 LARGE = replace(LAYOUT, head_size=2048)
@@ -87,7 +86,8 @@ class ShakenEngine(Engine):
 
     def is_attached(self) -> bool:
         """Whether loads have a node agent to go to."""
-        return is_attached(self.worker.worker.loader)
+        agent = self.worker.worker.loader.agent
+        return agent is not None and not agent.has_ended()
 
     def _execute(self, output: Any) -> Any:
         loads = output.kv_connector_metadata.loads

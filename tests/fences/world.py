@@ -34,7 +34,7 @@ from objkv.connector.kv.wiring import Pools, make_worker_side, plan_pools
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
@@ -63,7 +63,7 @@ from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 from tests.support.payloads import open_payload
-from tests.support.plans import packed
+from tests.support.plans import move_of, packed
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -494,18 +494,8 @@ class Engine:
         return SavePlan(request.name, namespace(request.epoch), tuple(moves))
 
     def _move(self, request: Request, chunk: int) -> ChunkMove:
-        known = hashes(request.epoch)
-        block_ids = tuple(request.of(chunk))
-        return ChunkMove(
-            chunk=chunk,
-            group=0,
-            prefix_hash=known[chunk],
-            parent_hash=known[chunk - 1] if chunk else root_hash(namespace(request.epoch)),
-            token_start=chunk * CHUNK,
-            token_end=(chunk + 1) * CHUNK,
-            first_block=0,
-            block_ids=block_ids,
-        )
+        epoch = request.epoch
+        return move_of(chunk, hashes(epoch), namespace(epoch), CHUNK, request.of(chunk))
 
     def _open(self) -> None:
         knobs = self.knobs

@@ -1,7 +1,7 @@
 """The answers of vLLM that ``record.py`` recorded, as objects that objkv's own code can read.
 
-``answers.json`` of a model has the names of its layers once, and refers to them by ranges such as
-``0-60:2``.
+``answers.json`` of a model has a row for each case and different answer, with the versions that
+give it. It has the names of layers once, and refers to them by ranges such as ``0-60:2``.
 """
 
 import json
@@ -76,31 +76,25 @@ def models() -> dict[str, Model]:
     }
 
 
-def write(model: Model, version: str, answers: dict[str, Any]) -> None:
+def write(model: Model, version: str, found: dict[str, Any]) -> None:
     """Replace one version's answers. None if there are no answers."""
-    path = model.folder / "answers.json"
-    whole: dict[str, Any] = {"names": [], "answers": {}}
-    if path.exists():
-        whole = json.loads(path.read_text())
-    names = {name: number for number, name in enumerate(whole["names"])}
-    whole["answers"].pop(version, None)
-    if answers:
-        whole["answers"][version] = _renamed(answers, lambda ns: _ranges(_numbers(ns, names)))
-    whole["names"] = list(names)
-    whole["answers"] = dict(sorted(whole["answers"].items()))
-    path.write_text(_laid_out(whole))
-
-
-def _laid_out(whole: dict[str, Any]) -> str:
-    """One line per case, so that differences of versions can be read."""
-    lines = [
-        f'  "{version}": {{\n'
-        + ",\n".join(f'   "{case}": {json.dumps(one)}' for case, one in cases.items())
-        + "\n  }"
-        for version, cases in whole["answers"].items()
-    ]
-    body = ",\n".join(lines)
-    return f'{{\n "names": {json.dumps(whole["names"])},\n "answers": {{\n{body}\n }}\n}}\n'
+    known = answers(model.name) if (model.folder / "answers.json").exists() else {}
+    known = {one: cases for one, cases in known.items() if one != version}
+    if found:
+        known[version] = found
+    names: dict[str, int] = {}
+    rows: dict[tuple[str, str], list[str]] = {}
+    for one, cases in sorted(known.items()):
+        for case, answer in cases.items():
+            text = json.dumps(_renamed(answer, lambda ns: _ranges(_numbers(ns, names))))
+            rows.setdefault((case, text), []).append(one)
+    lines = ",\n".join(
+        f'  {{"case": {json.dumps(case)}, "versions": {json.dumps(versions)}, "answer": {text}}}'
+        for (case, text), versions in rows.items()
+    )
+    (model.folder / "answers.json").write_text(
+        f'{{\n "names": {json.dumps(list(names))},\n "answers": [\n{lines}\n ]\n}}\n'
+    )
 
 
 @cache
@@ -108,9 +102,11 @@ def answers(name: str) -> dict[str, dict[str, Any]]:
     """The recorded answers of a model by version and case."""
     whole = json.loads((HERE / name / "answers.json").read_text())
     names = whole["names"]
-    found: dict[str, dict[str, Any]] = _renamed(
-        whole["answers"], lambda text: [names[number] for number in _expanded(text)]
-    )
+    found: dict[str, dict[str, Any]] = {}
+    for row in whole["answers"]:
+        answer = _renamed(row["answer"], lambda text: [names[number] for number in _expanded(text)])
+        for version in row["versions"]:
+            found.setdefault(version, {})[row["case"]] = answer
     return found
 
 

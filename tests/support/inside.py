@@ -74,7 +74,8 @@ class InsideConnection:
 
     def __init__(self, agent: InsideAgent, outbox: int = -1) -> None:
         self.arena, self.core, self._agent = agent.arena, agent.core, agent
-        self._holder = AgentSession(agent.core, socket.socket(socket.AF_UNIX), 0)
+        with socket.socket(socket.AF_UNIX) as unused:  # a broken life would leave it open
+            self._holder = AgentSession(agent.core, unused, 0)
         self._outbox = ClientOutbox(os.dup(outbox)) if outbox >= 0 else None
         agent.count(1)
         self._is_closed = False

@@ -18,7 +18,7 @@ from objkv.codec.payload import payload_bytes_max
 from objkv.codec.seal import Seal
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.keys.topology import Topology
 from objkv.stores.base import Arrived, HotStore, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
@@ -37,7 +37,7 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent, InsideJoin
-from tests.support.plans import packed
+from tests.support.plans import move_of, packed
 from tests.support.waiting import PATIENCE_S, wait_until
 
 
@@ -217,7 +217,6 @@ class Replica(Worker):
         *,
         seed: int,
         deadline_s: float = PATIENCE_S,
-        step_deadline_s: float = PATIENCE_S,
         queue_max: int = 64,
         group: GroupIdentity = GROUP,
         hot: HotStore | None = None,
@@ -239,7 +238,7 @@ class Replica(Worker):
             ChunkCache(store, hot, index, settings, recorder, seal=seal, room=room),
             recorder,
             name=name,
-            load=LoadLimits(queue_max, deadline_s, step_deadline_s, join_s),
+            load=LoadLimits(queue_max, deadline_s, PATIENCE_S, join_s),
             slab_bytes=payload_bytes_max(paged.layers),
             save_queue_max=queue_max,
             **options,
@@ -271,16 +270,8 @@ class Replica(Worker):
     def move(self, chunk: int, first_block: int, *, cut: int = 0, base: int = 0) -> ChunkMove:
         """Chunk ``chunk``, its blocks counted from ``first_block`` at chunk ``base``."""
         start = first_block + (chunk - base) * BLOCKS
-        return ChunkMove(
-            chunk=chunk,
-            group=0,
-            prefix_hash=HASHES[chunk],
-            parent_hash=HASHES[chunk - 1] if chunk else root_hash(NAMESPACE),
-            token_start=chunk * CHUNK,
-            token_end=(chunk + 1) * CHUNK,
-            first_block=cut,
-            block_ids=tuple(range(start + cut, start + BLOCKS)),
-        )
+        ids = range(start + cut, start + BLOCKS)
+        return move_of(chunk, HASHES, NAMESPACE, CHUNK, ids, cut)
 
     def path(self, chunk: int) -> str:
         """Where this rank's payload of a chunk is."""

@@ -12,7 +12,7 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import payloads_of
 from objkv.codec.payload import payload_bytes_max
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.keys.topology import Shard, Topology
 from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
@@ -22,7 +22,7 @@ from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, Save
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.inside import InsideJoin
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
-from tests.support.plans import packed
+from tests.support.plans import move_of, packed
 
 CONTENT = 4
 LAYOUTS = {
@@ -230,17 +230,8 @@ class ShapedRank(Worker):
         )
 
     def _move(self, chunk: int, first_block: int, ids: tuple[int, ...]) -> ChunkMove:
-        hashes, size = self.model.hashes, self.model.chunk
-        return ChunkMove(
-            chunk=chunk,
-            group=0,
-            prefix_hash=hashes[chunk],
-            parent_hash=hashes[chunk - 1] if chunk else root_hash(NAMESPACE),
-            token_start=chunk * size,
-            token_end=(chunk + 1) * size,
-            first_block=first_block,
-            block_ids=ids,
-        )
+        model = self.model
+        return move_of(chunk, model.hashes, NAMESPACE, model.chunk, ids, first_block)
 
 
 @dataclass

@@ -1,12 +1,26 @@
-"""The moves of a load in columns, as a scheduler plans them."""
+"""The moves of chunks, and those of a load in columns, as a scheduler plans them."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.keys.prefix import PREFIX_HASH_BYTES, root_hash
 from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, Row, Source
+
+
+def move_of(
+    chunk: int,
+    hashes: Sequence[bytes],
+    namespace: str,
+    tokens: int,
+    block_ids: Iterable[int],
+    first_block: int = 0,
+) -> ChunkMove:
+    """Chunk ``chunk`` of a prompt with these hashes, of ``tokens`` tokens a chunk."""
+    parent, start = hashes[chunk - 1] if chunk else root_hash(namespace), chunk * tokens
+    ids = tuple(block_ids)
+    return ChunkMove(chunk, 0, hashes[chunk], parent, start, start + tokens, first_block, ids)
 
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:

@@ -28,17 +28,6 @@ def connection_is_lost(rig: OrderRig) -> bool:
     return _is_right(rig, "again")
 
 
-def agent_restarts(rig: OrderRig) -> bool:
-    """Copies from the arena of an agent that ends meanwhile, and loads from that of the next"""
-    _load_late(rig, "r")
-    rig.restart()
-    rig.until_received("r")
-    if not rig.worker.take_failed_blocks() and not equal(_read(rig), rig.expected(_CHUNKS)):
-        return False
-    rig.wait_until(lambda: rig.loader.agent is not None and rig.agent.is_open)
-    return _is_right(rig, "again")
-
-
 def agent_is_killed(rig: OrderRig) -> bool:
     """Loads from the memory of an agent that is killed meanwhile, and from that of the next"""
     for number in range(_KILLS):
@@ -103,7 +92,6 @@ def _read(rig: OrderRig) -> Pages:
 _TWO_SLABS = Setup(load_slabs=2)
 SCENARIOS: Final = (
     Scenario("connection lost", connection_is_lost),
-    Scenario("agent restarted", agent_restarts, Setup(layout=WHOLE)),
     Scenario("agent killed", agent_is_killed, Setup(deadline_s=10.0)),
     Scenario("memory reused", memory_is_reused, _TWO_SLABS),
     Scenario("memory reused, whole blocks", memory_is_reused, replace(_TWO_SLABS, layout=WHOLE)),

@@ -41,7 +41,7 @@ from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import root_hash, token_digest
+from objkv.keys.prefix import token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
@@ -67,7 +67,7 @@ from tests.device.ordering.setup import (
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.payloads import open_payload
-from tests.support.plans import packed
+from tests.support.plans import move_of, packed
 
 ARENA_BYTES: Final = 32 << 20
 """Room for all that a scenario saves, if the disk is slow."""
@@ -441,17 +441,8 @@ class OrderRig:
         return Claim(key, move.parent_hash, move.token_start, move.token_end)
 
     def _move(self, namespace: str, chunk: int, first: int) -> ChunkMove:
-        hashes = hashes_of(namespace)
-        return ChunkMove(
-            chunk=chunk,
-            group=0,
-            prefix_hash=hashes[chunk],
-            parent_hash=hashes[chunk - 1] if chunk else root_hash(namespace),
-            token_start=chunk * CHUNK_TOKENS,
-            token_end=(chunk + 1) * CHUNK_TOKENS,
-            first_block=0,
-            block_ids=tuple(range(first, first + self.setup.layout.chunk_blocks)),
-        )
+        ids = range(first, first + self.setup.layout.chunk_blocks)
+        return move_of(chunk, hashes_of(namespace), namespace, CHUNK_TOKENS, ids)
 
     def _content(self, chunk: int) -> Pages:
         return content_of(chunk, tuple(layer.shape for layer in self.pages.layers))

@@ -1,5 +1,4 @@
-"""Scenarios of whole steps: loads and saves together, at start, asleep, without work, and encoder
-outputs."""
+"""Scenarios of whole steps: loads and saves together, at start, and encoder outputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -79,19 +78,6 @@ def does_not_wait(rig: OrderRig) -> bool:
         if elapsed < seconds * _SHARE_MAX:
             return True
     return False
-
-
-def needs_no_call(rig: OrderRig) -> bool:
-    """Steps without work, which must not call a lane"""
-    _start_both(rig, 0.0)
-    rig.until_received()
-    rig.until_sent()
-    calls: list[str] = []
-    rig.on_call = calls.append
-    for _ in range(3):
-        rig.step(StepPlan())
-        rig.step(StepPlan(reused=frozenset({"other"})))
-    return not calls
 
 
 def tests_itself(rig: OrderRig) -> bool:
@@ -324,20 +310,10 @@ def _blocks(rig: OrderRig) -> tuple[int, int]:
     return _LOADED, len(_STORED) * rig.setup.layout.chunk_blocks
 
 
-def _start_both(rig: OrderRig, seconds: float) -> None:
-    """Run a step that loads and saves, with both behind a delay."""
-    rig.write(_SAVED, 3 * rig.setup.layout.chunk_blocks, _THEN)
-    rig.delay_loads(seconds)
-    rig.delay_saves(seconds)
-    saves = rig.save_plan(range(3), _SAVED)
-    rig.step(StepPlan(loads=_loads(rig).loads, saves=(saves,)))
-
-
 # A slab for each save: hardly any is dropped for want of one.
 _MANY = Setup(load_threads=4, save_slabs=256)
 SCENARIOS = (
     Scenario("busy everywhere", does_not_wait),
-    Scenario("steps without work", needs_no_call, Setup(watched=True)),
     Scenario("self-test at start", tests_itself, Setup(watched=True)),
     Scenario("encoder outputs added", adds_outputs),
     Scenario("encoder outputs saved", saves_outputs),

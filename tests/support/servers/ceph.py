@@ -163,9 +163,6 @@ class CephUsers:
         document = json.dumps(policy)
         self._iam.put_user_policy(UserName=name, PolicyName="objkv", PolicyDocument=document)
 
-    def allow_nothing(self, name: str) -> None:
-        self._iam.delete_user_policy(UserName=name, PolicyName="objkv")
-
 
 @contextmanager
 def ceph_radosgw(folder: Path) -> Iterator[S3Server]:
