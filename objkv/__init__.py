@@ -1,7 +1,7 @@
 """objkv: one shared KV cache for a fleet of vLLM replicas, on Redis and an object store.
 
-Importing this package imports neither torch nor vllm; only ``objkv.transfer`` and
-``objkv.connector`` do.
+Importing this package imports neither torch nor vllm; only ``objkv.transfer``,
+``objkv.connector`` and ``objkv.programs`` do.
 """
 
 from importlib import import_module

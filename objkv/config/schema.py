@@ -79,7 +79,7 @@ class Config(BaseModel):
     )
 
     bulk_url: str = Field(default_factory=lambda: f"file://{cache_folder() / 'chunks'}")
-    """Bulk store, which holds every chunk: ``file:///path`` or ``s3://bucket/prefix``.
+    """Bulk store of payloads: ``file:///path`` or ``s3://bucket/prefix``.
     A ``file`` path must be absolute and is taken as it is: ``~``, ``%20``, ``?`` and ``#`` have no
     meaning."""
     index_url: str = Field(default_factory=lambda: f"sqlite://{cache_folder() / 'index.sqlite'}")
@@ -173,11 +173,11 @@ class Config(BaseModel):
     sleep. If false, call ``reset_prefix_cache(reset_connector=True)`` after each such change."""
     weights_digest: Literal["sampled", "full"] = "sampled"
     """How weights are identified. ``sampled``: headers and some pages of each safetensors tensor,
-    all bytes of other files. ``full``: all bytes, a minute per 100 GB at each start. Use the
+    all bytes of other files. ``full``: all bytes, at 1 to 2 GB/s per core at each start. Use the
     same value on all replicas: the two never share KV."""
     ttl_s: int = Field(default=14_400, ge=1)
-    """How long an index record lives after its last save or hit. At the default, S3 Standard
-    costs less than the GPU time that it saves. Without a price for storage, use a day or a week."""
+    """How long an index record lives after its last save or hit. The default suits the
+    prices of S3 Standard. Without a price for storage, use a day or a week."""
     quota_bytes: int = Field(default=0, ge=0)
     """Payload bytes per tenant, over all its namespaces. Saves stop at 95 %, and ``objkv sweep``
     evicts the least used chunks down to 85 %. 0: no quota. If ``bulk_url`` is also
@@ -224,7 +224,8 @@ class Config(BaseModel):
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read or computed again, here or on another node, or a
     request says ``objkv_put``; it is lost if it is evicted before that or the agent ends. ``auto``:
-    ``all`` if that costs less than the GPU time that it saves, ``reused`` otherwise."""
+    ``all`` if that costs less than the GPU time that it saves, ``reused`` otherwise and, in a bucket
+    that has a price, with ``agent_disk_url``."""
     price_gb_month: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of 10^9 bytes in the bucket for a month, in US dollars. Unset: the list price of the
     provider, 0 for folders and private addresses, and that of S3 Standard for other endpoints."""
@@ -254,8 +255,8 @@ class Config(BaseModel):
     by measurement. ``always``: all. ``never``: none, the replica only saves.
     ``objkv admission`` changes it in running replicas."""
     at_start: Literal["degraded", "strict"] = "degraded"
-    """If a store is unreachable at start: ``degraded`` serves without it until it recovers,
-    ``strict`` refuses to start."""
+    """If a store is unreachable or no agent answers at start: ``degraded`` serves without it until
+    it recovers, ``strict`` refuses to start."""
     store_tokens: bool = False
     """Whether payloads contain their token ids, for audits. Token ids are the prompt in
     plaintext."""
