@@ -14,7 +14,7 @@ from redis import exceptions
 
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import read_header
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
 from objkv.index.base import PruneIndex, Savings, Shards, Usage
 from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question
@@ -221,8 +221,8 @@ def test_others_keys_and_other_prefixes_are_left_alone(client: redis.Redis) -> N
         (exceptions.RedisClusterException("no node"), StoreUnavailable, "no node"),
         (exceptions.MovedError("1 127.0.0.1:7000"), StoreUnavailable, "redis[+]cluster"),
         (exceptions.ResponseError("MISCONF disk"), StoreUnavailable, "MISCONF"),
-        (exceptions.ResponseError("ERR @user_script:3: -OOM no"), StoreUnavailable, "maxmemory"),
-        (exceptions.OutOfMemoryError("command not allowed"), StoreUnavailable, "maxmemory"),
+        (exceptions.ResponseError("ERR @user_script:3: -OOM no"), StoreFull, "maxmemory"),
+        (exceptions.OutOfMemoryError("command not allowed"), StoreFull, "maxmemory"),
         (exceptions.AuthenticationError("WRONGPASS"), StoreDenied, "redis_password"),
         (exceptions.AuthorizationError("no"), StoreDenied, "redis_password"),
         (
