@@ -16,7 +16,7 @@ from objkv.ops.audit.report import (
 )
 from objkv.ops.backends_view import StoredNamespace
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.findings import FAULTS, Found, FoundIn
+from objkv.ops.inventory.findings import FAULTS, Found, NamespaceFindings
 
 _NO_FOLDER: Final = StoredNamespace("", False, problem="the bulk store has no folder for it")
 _NOTHING: Final[dict[str, Any]] = dict.fromkeys(("roots", "chunks", "payloads", "nbytes"), 0)
@@ -43,7 +43,7 @@ def namespace_audits(
     inventory: Inventory,
     known: Mapping[str, StoredNamespace],
     names: Iterable[str],
-    wrong: FoundIn,
+    wrong: NamespaceFindings,
 ) -> tuple[NamespaceAudit, ...]:
     """Return the namespaces, largest first, with a few hundred bytes of memory for each.
 

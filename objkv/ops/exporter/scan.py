@@ -15,7 +15,7 @@ from objkv.errors import ObjkvError
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.watch import Origin
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.findings import FoundIn, count_findings
+from objkv.ops.inventory.findings import NamespaceFindings, count_findings
 from objkv.ops.inventory.walk import Walk, find_places, read_view
 from objkv.ops.runs import WorkPool
 
@@ -46,7 +46,7 @@ class Scan:
 
     namespaces: Mapping[str, Counted]
     origins: Mapping[str, Origin]
-    findings: FoundIn
+    findings: NamespaceFindings
     ended_s: float
     seconds: float
 

@@ -206,11 +206,11 @@ class Found:
         return self.recent_bytes if self.kind == "orphan" else 0
 
 
-FoundIn = Mapping[tuple[str, str], Found]
+NamespaceFindings = Mapping[tuple[str, str], Found]
 """Findings by kind and namespace; the latter is empty for what belongs to none."""
 
 
-def count_findings(inventory: Inventory, *, grace_s: float) -> FoundIn:
+def count_findings(inventory: Inventory, *, grace_s: float) -> NamespaceFindings:
     """Return the numbers of all findings."""
     names = inventory.names()
     rows = inventory.rows(_COUNTS, (inventory.begun_s - grace_s,))
@@ -218,7 +218,11 @@ def count_findings(inventory: Inventory, *, grace_s: float) -> FoundIn:
 
 
 def read_findings(
-    inventory: Inventory, places: Places, doubts: Collection[Doubt], wrong: FoundIn, grace_s: float
+    inventory: Inventory,
+    places: Places,
+    doubts: Collection[Doubt],
+    wrong: NamespaceFindings,
+    grace_s: float,
 ) -> Findings:
     """Return all findings with their remedies. ``wrong``: their numbers."""
     young_s = inventory.begun_s - grace_s
@@ -269,7 +273,7 @@ def _remedy(
     found: Found,
     doubts: Collection[Doubt],
     places: Places,
-    wrong: FoundIn,
+    wrong: NamespaceFindings,
     young_s: float,
 ) -> str:
     """Return the advice that a sweep follows, also where it would keep something for now, or
