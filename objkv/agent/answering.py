@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, astuple
 from itertools import islice
+from threading import BoundedSemaphore
 from typing import Any, Final
 
 from objkv.agent.client import DOCUMENT_BYTES_MAX, Arguments, read_hashes, record_text
@@ -21,7 +22,7 @@ from objkv.agent.messages import MALFORMED, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
 from objkv.cache.switch import SWITCH_PATH
 from objkv.cache.worth import PutPolicy
-from objkv.errors import StoreDenied
+from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import Savings, Shards, WriteIndex
 from objkv.index.fields import written_rows
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -29,6 +30,9 @@ from objkv.stores.base import WriteStore
 
 _IDENTITY = re.compile(r"[0-9a-f]{32}/identity\.json")
 _NAMESPACE = re.compile(r"[0-9a-f]{32}")
+_LOOKUPS_MAX: Final = 64
+"""Lookups that may wait for the index at once. Each holds a client's thread, and a file system that
+hangs would hold all of them, those of clients that have long gone included."""
 _MISSING_S: Final = 0.5
 """For how long it is remembered that a chunk is missing. Saves of this node end that at once."""
 
@@ -51,12 +55,18 @@ class NodeLookups:
         self._index, self._held, self.board = index, held, board
         self._records = records
         self._ttl_s, self._clock = ttl_s, clock
+        self._free = BoundedSemaphore(_LOOKUPS_MAX)
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
         """Return the text of each block of the answer for these prefix hashes."""
 
         def look_up(some: Sequence[bytes]) -> list[Shards | None]:
-            return self._index.find(namespace, some, fields)
+            if not self._free.acquire(blocking=False):
+                raise StoreUnavailable(f"{_LOOKUPS_MAX} lookups have no answer yet")
+            try:
+                return self._index.find(namespace, some, fields)
+            finally:
+                self._free.release()
 
         scope, now, step = Scope(namespace, fields), self._clock(), PREFIX_HASH_BYTES
         texts: list[bytes | Draft] = []

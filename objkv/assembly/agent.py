@@ -7,8 +7,8 @@ import socket
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
+from threading import Lock
 from time import monotonic, time
 from typing import Self
 
@@ -33,7 +33,7 @@ from objkv.cache.worth import PutPolicy, PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
 from objkv.config.urls import local_path, parse_address
-from objkv.errors import ConfigError
+from objkv.errors import ConfigError, StoreUnavailable
 from objkv.telemetry import MemoryRecorder, Recorder, Trouble
 
 logger = logging.getLogger(__name__)
@@ -67,6 +67,22 @@ def _lease_owner(path: Path) -> str:
         boot = ""
     place = hashlib.sha256(f"{boot}\n{path.absolute()}".encode()).hexdigest()[:16]
     return f"{socket.gethostname()}:{place}:agent"
+
+
+def _checked(check: Callable[[], None]) -> Callable[[], None]:
+    """Return a check that ends in time. While one hangs, no further one begins."""
+    running = Lock()
+
+    def run() -> None:
+        with running:
+            check()
+
+    def checked() -> None:
+        if running.locked():
+            raise StoreUnavailable("an earlier check has not ended yet")
+        within(_CHECK_S, run)
+
+    return checked
 
 
 class NodeAgent:
@@ -130,10 +146,10 @@ class NodeAgent:
     def _store_checks(self) -> Iterator[StoreCheck]:
         urls, backends = self._config.public(), self._backends
         bulk, hot = backends.bulk, backends.hot
-        yield StoreCheck("bulk", urls["bulk_url"], partial(within, _CHECK_S, bulk.check))
-        yield StoreCheck("index", urls["index_url"], partial(within, _CHECK_S, self._check_index))
+        yield StoreCheck("bulk", urls["bulk_url"], _checked(bulk.check))
+        yield StoreCheck("index", urls["index_url"], _checked(self._check_index))
         if hot is not None:
-            yield StoreCheck("hot", urls["index_url"], partial(within, _CHECK_S, hot.check))
+            yield StoreCheck("hot", urls["index_url"], _checked(hot.check))
 
     def _check_index(self) -> None:
         """Make a round trip and, unless the role is reader, write: a full server only reads."""

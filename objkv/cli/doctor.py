@@ -21,7 +21,7 @@ from objkv.ops.doctor.doctor import DoctorReport, Openers, Verdict, examine
 from objkv.ops.doctor.probes import BAD, Check
 from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.verdict import ModelVerdict, VllmOptions, judge
-from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.telemetry import NullRecorder
 
 _CODES: dict[Verdict, int] = {
     "ok": FINE,
@@ -77,13 +77,11 @@ def doctor(
         return _judge(session.out, judge(model, options))
     if options != VllmOptions(chunk_tokens=options.chunk_tokens):
         raise ConfigError("--tp, --pp, --dcp, --kv-dtype and --draft need --model")
-    numbers = MemoryRecorder()
     openers = Openers(
-        bulk=lambda: open_bulk(session.config, numbers, on_change=_ignore),
+        bulk=lambda: open_bulk(session.config, NullRecorder(), on_change=_ignore),
         hot=lambda: open_hot(session.config, NullRecorder(), on_change=_ignore),
         index=lambda: open_index(session.config, NullRecorder(), on_change=_ignore),
         describe_index=lambda: describe_index(session.config),
-        numbers=numbers,
         seal=lambda: open_seal(session.config),
         read_rules=lambda: read_lifecycle(session.config),
     )

@@ -96,6 +96,19 @@ def engine_of(vllm_config: "VllmConfig | None") -> object:
     return None if vllm_config is None else vllm_config.cache_config
 
 
+def release_worker(vllm_config: "VllmConfig") -> None:
+    """Have vLLM forget this process's worker connector if it was made for ``vllm_config``, whose
+    engine fails to start. vLLM would give it to the next engine. Source: vLLM 0.31-0.33,
+    ``ensure_kv_transfer_initialized`` in ``distributed/kv_transfer/kv_transfer_state.py``."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    if not state.has_kv_transfer_group():
+        return
+    made_for = getattr(state.get_kv_transfer_group(), "_vllm_config", None)
+    if made_for is not None and engine_of(made_for) is engine_of(vllm_config):
+        state.ensure_kv_transfer_shutdown()
+
+
 def holds_nothing(manager: "KVCacheManager | None") -> bool:
     """Whether no request has a block, so that vLLM could drop its whole prefix cache."""
     return manager is not None and manager.usage == 0

@@ -311,7 +311,10 @@ class LocalStore:
             yield None
             return
         try:
-            found = os.fstat(fd)
+            try:
+                found = os.fstat(fd)
+            except OSError as exc:
+                raise failed("get", key, exc) from exc
             yield (fd, found) if stat.S_ISREG(found.st_mode) else None
         finally:
             os.close(fd)

@@ -104,9 +104,12 @@ def _open_here(folder: int | None, name: str, flags: int) -> int:
         if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
             raise _is_link(name) from None
         raise
-    if flags == PLACE and stat.S_ISLNK(os.fstat(fd).st_mode):
+    try:
+        if flags == PLACE and stat.S_ISLNK(os.fstat(fd).st_mode):
+            raise _is_link(name)
+    except OSError:
         os.close(fd)
-        raise _is_link(name)
+        raise
     return fd
 
 

@@ -35,6 +35,7 @@ from objkv.errors import (
     StoreDenied,
     StoreError,
     StoreUnavailable,
+    TransferError,
     ValueTooLong,
 )
 from objkv.net.deadline import EndsBy, Trial, ends_s, is_trial
@@ -359,7 +360,8 @@ class FetchPool:
         lane.close()
 
     def close(self) -> None:
-        """End all processes. Gets under way continue in the agent. Idempotent."""
+        """End all processes. Gets of which nothing has come continue in the agent.
+        Idempotent."""
         self._closed = True
         self._wake.set()
         self._thread.join(_JOIN_S)
@@ -488,8 +490,8 @@ class ProcessGets(GuardedStore):
             got = _follow(lane, request, target)
         except LaneLost as exc:
             self._pool.lose(lane, exc)
-            if target.at:
-                raise StoreUnavailable(
+            if target.at:  # no fault of the store, whose breaker does not count it
+                raise TransferError(
                     f"get_into {key}: the fetching process ended after {target.at} bytes"
                 ) from exc
         except BaseException:

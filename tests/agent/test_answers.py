@@ -4,14 +4,16 @@ import itertools
 import mmap
 import os
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from threading import Event, Thread
+from threading import Event, Semaphore, Thread
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from objkv.agent import answering
 from objkv.agent.answering import NodeLookups
 from objkv.agent.core import FoundRecords
 from objkv.agent.held_back import HeldPayloads
@@ -40,6 +42,7 @@ from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
 from tests.agent.world import down
 from tests.contracts.memory_index import MemoryIndex
+from tests.support.waiting import PATIENCE_S
 
 NAMESPACE = "0123456789abcdef" * 2
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
@@ -382,3 +385,31 @@ def test_rows_are_the_same_however_they_are_held() -> None:
     straight = WrittenShards(FIELDS, [texts[name] for name in FIELDS])
     rows = written_rows([shards, turned, straight, straight, None], FIELDS)
     assert rows == [b"\n" + texts[FIELDS[1]]] * 4 + [b"\n"]
+
+
+def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a client's thread, and with those of clients that have gone there would be none
+    left for others."""
+    monkeypatch.setattr(answering, "_LOOKUPS_MAX", 2)
+    world.lookups = NodeLookups(
+        world.index, world.held, FoundRecords(), world.board, ttl_s=TTL_S, clock=lambda: world.now
+    )
+    go_on, inside, find = Event(), Semaphore(0), world.index.find
+
+    def hang(*asked: Any) -> list[Shards | None]:
+        inside.release()
+        go_on.wait(PATIENCE_S)
+        return find(*asked)
+
+    monkeypatch.setattr(world.index, "find", hang)
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(world.find, [number]) for number in (1, 2)]
+        for _ in waiting:
+            assert inside.acquire(timeout=PATIENCE_S)
+        with pytest.raises(StoreUnavailable, match="2 lookups have no answer"):
+            world.find([3])
+        go_on.set()
+        assert [one.result(PATIENCE_S) for one in waiting] == [[None], [None]]
+    assert world.find([3]) == [None]

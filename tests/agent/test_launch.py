@@ -32,7 +32,7 @@ from objkv.assembly.link import AgentLink, Replica
 from objkv.cache.chunks import CacheSettings
 from objkv.config import Config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
-from objkv.errors import ConfigError, TransferError
+from objkv.errors import ConfigError, StoreUnavailable, TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
@@ -536,3 +536,20 @@ def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> N
         assert agent.end()["saves"] == 0
         assert not agent.path.exists()
         assert agent.process.returncode == 0
+
+
+def test_a_store_that_hangs_is_checked_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often the status is read."""
+    monkeypatch.setattr(agent_module, "_CHECK_S", 0.01)
+    go_on, begun = threading.Event(), list[int]()
+
+    def hang() -> None:
+        begun.append(1)
+        go_on.wait(PATIENCE_S)
+
+    check = agent_module._checked(hang)
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable):
+            check()
+    assert len(begun) == 1
+    go_on.set()

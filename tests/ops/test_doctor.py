@@ -14,7 +14,7 @@ from objkv.ops.doctor import settings as module
 from objkv.ops.doctor.doctor import DoctorReport, Openers, examine
 from objkv.ops.doctor.probes import Check
 from objkv.ops.doctor.settings import check_engine, check_login, check_privacy, check_transport
-from objkv.telemetry import MemoryRecorder, NullRecorder
+from objkv.telemetry import NullRecorder
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import save_identity, save_in_format
@@ -38,7 +38,6 @@ class Ward:
         self.index = MemoryIndex()
         self.facts: ServerFacts | ObjkvError | None = None
         self.errors: dict[str, ObjkvError] = {}
-        self.numbers = MemoryRecorder()
 
     def examine(self, resolved: Resolved = RESOLVED) -> DoctorReport:
         openers = Openers(
@@ -46,7 +45,6 @@ class Ward:
             lambda: None,
             lambda: self._opened("index", self.index),
             self._describe,
-            self.numbers,
         )
         return examine(resolved, openers)
 
@@ -97,11 +95,6 @@ def test_the_verdict_is_the_worst_and_the_summary_counts_the_rest(ward: Ward) ->
     assert sum(check.area == "index" for check in report.checks) > 1
     ward.errors["index"] = StoreUnavailable("refused")
     assert ward.examine().verdict == "unreachable"
-
-
-def test_a_bulk_store_without_conditional_puts_is_a_warning(ward: Ward) -> None:
-    ward.numbers.count("s3_unconditional_puts")
-    assert [check.status for check in ward.named("conditional put")] == ["warning"]
 
 
 def test_namespaces_of_an_earlier_format_are_one_warning(ward: Ward) -> None:

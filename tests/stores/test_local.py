@@ -47,6 +47,21 @@ def test_left_over_temporary_files_are_no_values_and_can_be_discarded(tmp_path: 
     assert files(tmp_path) == ["a/b", "a/~tmp-1-new"]
 
 
+@pytest.mark.parametrize("read", ["get", "head", "get_into"])
+def test_a_file_whose_state_cannot_be_read_is_an_error_of_the_store(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch, read: str
+) -> None:
+    store.put("a/b", b"1")
+
+    def stale(_: int) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    more = [memoryview(bytearray(1))] if read == "get_into" else []
+    with monkeypatch.context() as patched, pytest.raises(StoreUnavailable):
+        patched.setattr(os, "fstat", stale)
+        getattr(store, read)("a/b", *more)
+
+
 def test_delete_removes_the_folders_that_it_empties(store: LocalStore, tmp_path: Path) -> None:
     store.put("ns/aa/1", b"")
     store.put("ns/ab/2", b"")

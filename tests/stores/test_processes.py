@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable, ValueTooLong
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable, TransferError, ValueTooLong
 from objkv.net.deadline import EndsBy
 from objkv.stores import processes
 from objkv.stores.base import Arrived
@@ -185,7 +185,7 @@ def test_a_get_of_a_killed_process_fails_and_the_next_one_does_not(
     fleet.at_half(pid)
     wait_until(lambda: seen)
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(StoreUnavailable, match=f"ended after {SIZE // 2} bytes"):
+    with pytest.raises(TransferError, match=f"ended after {SIZE // 2} bytes"):
         got.result(PATIENCE_S)
     assert (seen, fleet.own.starts) == ([SIZE // 2], [])
     assert fleet.store.get_into("held/a", into) == SIZE
@@ -329,7 +329,7 @@ def test_close_ends_all_processes_and_gets_go_on(
     fleet.at_half(pid)
     fleet.pool.close()
     wait_until(partial(has_ended, pid))
-    with pytest.raises(StoreUnavailable):
+    with pytest.raises(TransferError):
         got.result(PATIENCE_S)
     assert fleet.store.get_into("warm", into) == SIZE
 

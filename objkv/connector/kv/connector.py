@@ -32,6 +32,7 @@ from objkv.connector.hooks import (
     follow_sleep,
     free_failed,
     holds_nothing,
+    release_worker,
 )
 from objkv.connector.kv.events import events_enabled
 from objkv.connector.kv.metadata import StepPlan
@@ -91,6 +92,15 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             if role == KVConnectorRole.SCHEDULER:
                 logger.info("this engine has no KV cache to share, loading and saving no KV")
             return
+        try:
+            self._open(vllm_config, role, kv_cache_config)
+        except Exception:
+            release_worker(vllm_config)  # or the next engine would get it
+            raise
+
+    def _open(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._link = AgentLink(self._config, replica_of(vllm_config))
         self._link.await_agent()
@@ -123,7 +133,12 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._shares:
             return
         self._kv_caches = kv_caches
-        self._open_worker()
+        try:
+            self._open_worker()
+        except Exception:
+            if self.worker is None:
+                release_worker(self._vllm_config)  # or the next engine would get this one
+            raise
         follow_sleep(self, patches=self._config.vllm_patches)
 
     def _refuse_other_engine(self) -> None:

@@ -28,17 +28,9 @@ from objkv.ops.doctor.settings import (
 )
 from objkv.ops.formats import noun
 from objkv.stores.base import HotStore, PruneStore, ReadStore
-from objkv.telemetry import MemoryRecorder
 
 T = TypeVar("T", PruneStore, HotStore, WriteIndex)
 Verdict = Literal["ok", "warnings", "failed", "full", "denied", "unreachable"]
-_UNCONDITIONAL: Final = Check(
-    "bulk",
-    "conditional put",
-    "warning",
-    "the server ignores If-None-Match: objkv checks first, but concurrent writers may both write",
-    "nothing is lost, but bytes are sent twice; upgrade the server if that matters",
-)
 _CLEAR_FIX: Final = "objkv admission clear (with --namespace for one namespace) ends it"
 _SWEEP_FIX: Final = "objkv sweep --apply deletes what is older than sweep_grace_s"
 _NAMESPACES_MAX: Final = 100
@@ -80,8 +72,6 @@ class Openers:
     index: Callable[[], WriteIndex]
     describe_index: Callable[[], ServerFacts | None]
     """Returns None if the index is not a server."""
-    numbers: MemoryRecorder
-    """The recorder of the bulk store."""
     seal: Callable[[], Seal | None] = lambda: None
     """Returns the seal of payloads, or None without one."""
     read_rules: ReadRules = lambda: None
@@ -151,8 +141,6 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
         return [*checks, *rules, *_examine_switches(store), *_examine_formats(store)]
 
     checks = _probed("bulk", openers.bulk, bulk)
-    if openers.numbers.value("s3_unconditional_puts"):
-        checks.append(_UNCONDITIONAL)
     if config.index_url == "bulk:":  # no records to probe
         return [*checks, Check("index", "check", "ok", "the bulk folder is its own index")]
     index = _probed("index", openers.index, lambda opened: probe_index(role, opened))

@@ -96,13 +96,14 @@ class Doubt:
 
 def find_doubts(inventory: Inventory, places: Places, *, ttl_s: float) -> tuple[Doubt, ...]:
     """Return what seems useless only because the other backend lacks most of it: that backend was
-    probably wiped, or is the wrong one. A walk of one namespace says nothing about the whole
-    backends if they share other namespaces.
+    probably wiped, or is the wrong one. Names that both have prove nothing: fleets with the same
+    models have the same.
 
     A payload younger than ``ttl_s`` has a record, unless its writer was killed. Payloads of
     unidentified namespaces are not judged by the index. Needs an index that was read.
     """
     begun_s = inventory.begun_s
+    of = f" of {places.only}" if places.only else ""
     doubts, seen, known = [], 0, 0
     for name, payloads, recorded, young, lost in inventory.rows(_KNOWN, (begun_s - ttl_s, begun_s)):
         seen, known = seen + payloads, known + recorded
@@ -115,21 +116,21 @@ def find_doubts(inventory: Inventory, places: Places, *, ttl_s: float) -> tuple[
                     "run objkv rebuild --apply, or objkv sweep with --force to delete them",
                 )
             )
-    if seen and not known and not places.others_match:
+    if seen and not known:
         doubts = [
             Doubt(
                 None,
-                "the index has no record of any payload: it was wiped, belongs to another bucket, "
-                "or all records have expired; run objkv rebuild --apply, or objkv sweep with "
-                "--force to delete all",
+                f"the index has no record of any payload{of}: it was wiped, belongs to another "
+                "bucket, or all records have expired; run objkv rebuild --apply, or objkv sweep "
+                "with --force to delete all",
             )
         ]
     [(records, stored)] = inventory.some(_STORED)
-    if records and not stored and not places.others_match:
+    if records and not stored:
         doubts.append(
             Doubt(
                 None,
-                "the bulk store has none of the payloads recorded in the index: it belongs to "
+                f"the bulk store has none of the payloads{of} in the index: it belongs to "
                 "another index, or was emptied; objkv sweep with --force removes the records",
                 is_of_bulk=True,
             )

@@ -90,9 +90,6 @@ class Places:
     """The one namespace to walk; None for all."""
     totals: Mapping[str, int] = field(default_factory=dict)
     """The expected number of payloads per namespace."""
-    others_match: bool = False
-    """Whether index and bulk store share a namespace that is not walked. Then they belong together,
-    whatever the walk finds."""
 
     @property
     def every(self) -> list[str]:
@@ -116,7 +113,6 @@ def find_places(view: ReadView, only: str | None = None, *, has_index: bool = Tr
         others=() if only else [one for one in view.bulk.folders("") if one not in own],
         only=only,
         totals=expected_payloads(view.index, is_own_index=not has_index),
-        others_match=only is not None and not {*indexed}.isdisjoint({*every} - {only}),
     )
 
 

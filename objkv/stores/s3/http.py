@@ -106,6 +106,8 @@ class Connections:
             raise ConnectionFailed("the deadline passed")
         parts = urlsplit(url)
         try:
+            if (parts.scheme == "https") != (self._tls is not None):
+                raise ValueError("the endpoint's scheme is another")  # never in clear by mistake
             made = _connected(parts, time.monotonic() + wait_s)
             if self._tls is not None:  # closes the socket if the handshake fails
                 host = (parts.hostname or "").rstrip(".")
