@@ -57,9 +57,10 @@ def test_a_file_whose_state_cannot_be_read_is_an_error_of_the_store(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     more = [memoryview(bytearray(1))] if read == "get_into" else []
-    with monkeypatch.context() as patched, pytest.raises(StoreUnavailable):
+    with monkeypatch.context() as patched:
         patched.setattr(os, "fstat", stale)
-        getattr(store, read)("a/b", *more)
+        with pytest.raises(StoreUnavailable):
+            getattr(store, read)("a/b", *more)
 
 
 def test_delete_removes_the_folders_that_it_empties(store: LocalStore, tmp_path: Path) -> None:
