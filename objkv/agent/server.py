@@ -171,8 +171,8 @@ class AgentServer:
 
     @property
     def clients(self) -> int:
-        """Number of connections."""
-        return len(self._clients)
+        """Number of connections, without those that are refused."""
+        return sum(client.refusal is None for client in list(self._clients))
 
     @property
     def is_accepting(self) -> bool:
@@ -234,7 +234,7 @@ class AgentServer:
             undo.callback(sock.close)
             if (reason := self._refusal(sock)) is not None:
                 self._trouble.failed(TransferError(reason))
-                if len(self._clients) >= _CLIENTS_MAX + _REFUSED_MAX:
+                if len(self._clients) - self.clients >= _REFUSED_MAX:
                     return
             self._numbers += 1
             client = AgentSession(self._core, sock, self._numbers, reason)
@@ -254,7 +254,7 @@ class AgentServer:
         _, uid = peer_of(sock)
         if not is_served(uid):
             return f"this agent serves user {os.geteuid()}, not user {uid}"
-        if len(self._clients) >= _CLIENTS_MAX:
+        if self.clients >= _CLIENTS_MAX:
             return f"this agent has {_CLIENTS_MAX} clients already"
         return None
 

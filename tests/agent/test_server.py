@@ -120,6 +120,21 @@ def test_a_stranger_is_refused_also_if_it_is_the_agent(
             AgentApi(node.http).namespaces()
 
 
+def test_strangers_take_no_places_of_clients(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "_CLIENTS_MAX", 2)
+    monkeypatch.setattr(server_module, "_REFUSAL_S", PATIENCE_S)
+    with monkeypatch.context() as strange:
+        strange.setattr(server_module, "is_served", lambda _: False)
+        strangers = [raw(node) for _ in range(2 * server_module._REFUSED_MAX)]
+        for sock in strangers[server_module._REFUSED_MAX :]:
+            assert sock.recv(100) == b"", "only so many wait for the reason"
+    assert node.server is not None
+    assert node.server.clients == 0
+    node.connect()
+    for sock in strangers:
+        sock.close()
+
+
 def test_the_agents_time_to_live_is_that_of_its_clients(node: Node) -> None:
     """A replica that has only the socket has none of its own."""
     (wanted, *_), given = node.save(), list[int]()
