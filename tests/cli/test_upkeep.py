@@ -16,6 +16,7 @@ from objkv.assembly.seal import open_seal
 from objkv.cache.pins import Pin
 from objkv.config import load_config
 from objkv.errors import StoreDenied
+from objkv.index.base import ChunkEntry
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
@@ -358,17 +359,22 @@ def test_one_namespace_that_looks_wrong_does_not_stop_a_sweep(run: Run, ends: Ba
         payload = ends.bulk.get(path)
         assert payload is not None
         ends.bulk.put(path.replace(NAMESPACE, other.namespace()), payload)
+    one = next(ends.index.scan(NAMESPACE))  # and a record whose payload is in another bucket
+    span = one.token_start, one.token_end
+    gone = ChunkEntry(other.namespace(), bytes(20), one.parent_hash, *span)
+    ends.index.publish(gone, dict(one.shards), ttl_s=3600)
     look = run("sweep", "--grace", "0", "--json")
     assert (look.code, len(look.document["doubts"])) == (1, 1)
     swept = run("sweep", "--apply", "--unidentified", "--grace", "0", "--json")
     assert found(swept.document) == {
         kind: planted[kind] for kind in ("orphan", "unidentified", "old_epoch")
     }
-    assert (swept.code, swept.document["removed"], swept.document["kept"]["doubted"]) == (1, 9, 5)
+    assert (swept.code, swept.document["removed"], swept.document["kept"]["doubted"]) == (1, 9, 6)
+    assert [*ends.index.scan(other.namespace())]
     assert swept.document["doubts"][0]["namespace"] == other.namespace()
     assert all(ends.bulk.head(path) for path in planted["good"])
     forced = run("sweep", "--apply", "--force", "--grace", "0", "--json")
-    assert (forced.code, forced.document["removed"]) == (0, 5)
+    assert (forced.code, forced.document["removed"]) == (0, 6)
 
 
 @pytest.mark.parametrize("lost", ["records", "payloads"])

@@ -123,7 +123,9 @@ class Sweep:
     def _missing(self, part: Slice, counters: Counters, check: Check) -> None:
         for stored in self._now(part, _MISSING):
             check()
-            if stored.shard is not None:
+            if stored.shard is not None and part.namespace in self._doubted:
+                counters.count("doubted")
+            elif stored.shard is not None:
                 self._remover.record(stored.key, stored.shard, counters)
 
     def _now(self, part: Slice, where: str) -> Iterator[StoredPayload]:
