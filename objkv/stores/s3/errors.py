@@ -150,7 +150,7 @@ def _untrusted(what: str, exc: SSLError) -> StoreError:
 
 def _connection_fix(exc: BotoCoreError) -> str:
     cause = str(exc.kwargs.get("error", ""))
-    if "resolve" in cause or "Name or service not known" in cause:
+    if any(text in cause for text in ("resolve", "resolution", "Name or service not known")):
         return ": the host name does not resolve; check s3_endpoint_url and DNS"
     if "refused" in cause:
         return ": the connection was refused; check s3_endpoint_url and that the server runs"
