@@ -140,7 +140,7 @@ check() {
   install_wheel
   version=$(in_clean python -c "$TRIED") || fail "the installed package does not work"
   expect 0 "objkv $version" --version
-  expect 0 "everything works" doctor
+  expect 0 "works" doctor
   expect 0 "nothing is stored in sqlite://" ls
   expect 2 "pip install 'objkv[vllm]'" demo
   expect 2 "no such folder" ls --bulk-url file:///nowhere
