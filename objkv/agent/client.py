@@ -56,6 +56,7 @@ from objkv.agent.messages import (
     pack_release,
     pack_text,
     read_block,
+    seals_mask,
     unpack_committed,
     unpack_found,
     unpack_opened,
@@ -128,11 +129,12 @@ class AgentConnection:
         wants_arena: bool = False,
         outbox: int = -1,
         replica: str = "",
+        seals: Sequence[str] = (),
         call_s: float = CALL_S,
     ) -> None:
         """``outbox``: a memfd to send; the caller still owns it. ``replica``: its name, if its
-        ranks join payloads. Raises ``TransferError`` if no agent serves ``path``, or it
-        refuses."""
+        ranks join payloads. ``seals``: how payloads are sealed; an agent that seals otherwise
+        refuses. Raises ``TransferError`` if no agent serves ``path``, or it refuses."""
         self._path = path
         self._lock = Lock()
         self._is_lost = self._leaves = False
@@ -146,8 +148,8 @@ class AgentConnection:
         try:
             connect_to(sock, path)
             name = hashlib.sha256(replica.encode()).digest()[:16] if replica else bytes(16)
-            hello = pack_hello(Hello(VERSION, wants_arena, outbox >= 0, name))
-            socket.send_fds(sock, [hello], [outbox] if outbox >= 0 else [])
+            hello = Hello(VERSION, wants_arena, outbox >= 0, name, seals_mask(seals))
+            socket.send_fds(sock, [pack_hello(hello)], [outbox] if outbox >= 0 else [])
             message, descriptors, _, _ = socket.recv_fds(sock, MESSAGE_BYTES_MAX, 2)
             self._greeted(message, descriptors, wants_arena)
         except OSError as exc:

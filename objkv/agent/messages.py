@@ -20,9 +20,10 @@ from objkv.errors import ObjkvError, TransferError
 from objkv.index.base import ShardRecord, Shards
 from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards
 from objkv.keys.chunk import ChunkKey, parse_field
+from objkv.keys.identity import SEALS
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 
-VERSION: Final = 8
+VERSION: Final = 9
 MESSAGE_BYTES_MAX: Final = 65_536
 OPEN_MAX: Final = 256
 """Payloads in one ``open``."""
@@ -153,6 +154,13 @@ class Hello(NamedTuple):
     """Whether the message carries an outbox."""
     replica: bytes = bytes(16)
     """Names the replica whose ranks join payloads."""
+    seals: int = 0
+    """How the client's payloads are sealed, see ``seals_mask``."""
+
+
+def seals_mask(seals: Iterable[str]) -> int:
+    """Return a number with a bit for each of ``SEALS``."""
+    return sum(1 << SEALS.index(one) for one in seals)
 
 
 class SavedPart(NamedTuple):
@@ -241,7 +249,9 @@ class Opened(NamedTuple):
     nbytes: tuple[int, ...]
 
 
-_HELLO = struct.Struct("<BH??16s")
+_HELLO = struct.Struct("<BH??16sB")
+_HELLO_BYTES_MIN = 21
+"""The greeting of version 8, without seals: such a client is refused with the reason."""
 _COMMIT = struct.Struct("<QQBBQ4I2Q")
 _NO_PART = (0,) * 7
 _DROP = struct.Struct("<BQI")
@@ -266,9 +276,9 @@ def pack_hello(hello: Hello) -> bytes:
 
 def unpack_hello(message: bytes) -> Hello:
     """Read the message. The fields after the version may differ in other versions."""
-    if len(message) < _HELLO.size:
+    if len(message) < _HELLO_BYTES_MIN:
         raise ProtocolError("a greeting that is too short")
-    return Hello(*_HELLO.unpack_from(message)[1:])
+    return Hello(*_HELLO.unpack_from(message.ljust(_HELLO.size, b"\0"))[1:])
 
 
 def pack_text(kind: MessageKind, text: str) -> bytes:

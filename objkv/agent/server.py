@@ -35,6 +35,7 @@ from objkv.agent.messages import (
     pack_found,
     pack_opened,
     pack_text,
+    seals_mask,
     unpack_commits,
     unpack_drop,
     unpack_find,
@@ -148,10 +149,14 @@ class AgentServer:
         arena: Arena,
         lookups: NodeLookups,
         calls: NodeCalls,
+        *,
+        seals: Sequence[str],
     ) -> None:
-        """Closes ``listener``, and none of the others."""
+        """Closes ``listener``, and none of the others. ``seals``: how the agent's payloads are
+        sealed."""
         self._listener, self._core, self._saves = listener, core, saves
         self._arena, self._lookups, self._calls = arena, lookups, calls
+        self.seals = tuple(seals)
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
@@ -295,6 +300,8 @@ class AgentServer:
                 refusal = (
                     f"this agent speaks version {VERSION} of the protocol, not {hello.version}"
                 )
+            elif hello.seals != seals_mask(self.seals):
+                refusal = refusal or _sealed_otherwise(self.seals)
             if refusal is not None:
                 client.sock.send(pack_text(MessageKind.REFUSED, refusal))
                 return False
@@ -368,6 +375,20 @@ class AgentServer:
         client.end_all()
         with self._lock:
             self._clients.pop(client, None)
+
+
+def _sealed_otherwise(seals: Sequence[str]) -> str:
+    """Return why an agent whose payloads have ``seals`` does not serve a client with others: they
+    would have a namespace in common with clients of other agents that do not open its payloads."""
+    if seals:
+        return (
+            f"this agent's payloads are {' and '.join(seals)}: set seals={','.join(seals)} for its "
+            "replicas, and no keys for other seals"
+        )
+    return (
+        "this agent has no keys, but the client's payloads are sealed: set the keys for the agent, "
+        "or remove them and seals from the client's settings"
+    )
 
 
 def _missed(reason: MissReason) -> OpenAnswer:

@@ -110,7 +110,13 @@ class NodeAgent:
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
         self.server = AgentServer(
-            self._socket.listener, self.core, self.saves, self.arena, self.lookups, calls
+            self._socket.listener,
+            self.core,
+            self.saves,
+            self.arena,
+            self.lookups,
+            calls,
+            seals=config.seal_kinds,
         )
         self._recorder = recorder
         self._warnings = RecentWarnings()
@@ -221,7 +227,7 @@ class NodeAgent:
         disk = None
         if config.agent_disk_url is not None:
             folder = DiskFolder(local_path(config.agent_disk_url))
-            disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seals) or "plain")
+            disk = Disk(folder, config.agent_disk_bytes, "-".join(config.seal_kinds) or "plain")
         return Core(
             self._cache,
             self.arena,

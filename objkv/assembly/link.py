@@ -64,6 +64,7 @@ class AgentLink:
                     wants_arena=wants_arena,
                     outbox=outbox,
                     replica=self._replica.engine_id,
+                    seals=self._config.seal_kinds,
                 )
             except AgentRefused:
                 raise

@@ -38,7 +38,7 @@ def open_seal(
     files and runs key commands, once each. Raises ``ConfigError``, also if keys for one of these
     ways are not configured.
     """
-    seals = config.seals if seals is None else seals
+    seals = config.seal_kinds if seals is None else seals
     if not seals:
         return None
     tenant = config.tenant if tenant is None else tenant
@@ -54,8 +54,8 @@ def open_seal(
 
 
 def open_seals(config: Config) -> Callable[["StoredNamespace"], Seal | None]:
-    """Return a function that gives a namespace's seal; it raises ``ConfigError`` if the keys are
-    not configured here."""
+    """Return a function that gives a namespace's seal. It raises ``ConfigError`` if the keys are
+    not configured here, or if only the namespace is not sealed: forged payloads would pass."""
     # Once per tenant rather than per namespace: requesting keys may take seconds.
     seal = lru_cache(partial(open_seal, config))
 
@@ -64,6 +64,12 @@ def open_seals(config: Config) -> Callable[["StoredNamespace"], Seal | None]:
         Without a document the configured seals apply."""
         if not namespace.is_known:
             return seal()
+        if config.seal_kinds and not namespace.seals:
+            raise ConfigError(
+                f"payloads are {' and '.join(config.seal_kinds)} by the settings, but not in this "
+                "namespace, where forged ones cannot be detected: to check for damage only, unset "
+                "seals and the keys"
+            )
         return seal(tenant=namespace.tenant, seals=namespace.seals)
 
     return seal_of

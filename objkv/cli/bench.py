@@ -99,7 +99,7 @@ def _rows(config: Config, socket: Path | None, effort: Effort) -> Generator[Benc
             with closing(hot):
                 yield from bench_store(hot, "hot", effort.hot, effort)
         if socket is not None:
-            yield from bench_agent(socket, bulk, index, effort)
+            yield from bench_agent(socket, bulk, index, effort, config.seal_kinds)
 
 
 def _line(name: str, figures: Iterable[str], unit: str) -> str:

@@ -27,6 +27,8 @@ from objkv.redact import without_secrets
 
 _WITH_UNIT: Final = re.compile(r"[0-9][0-9.]{0,15} ?[A-Za-z]{1,3}")
 _CLEAR: Final = frozenset(("bulk", "index", "agent", "endpoints"))
+_SEALS: Final = {"signed": "signing", "encrypted": "encryption"}
+"""The values of ``seals``, and the kind of key that each needs."""
 _CREDENTIAL: Final = r"^[\x21-\x7e]*$"
 _ONE_LINE: Final = r"^[^\x00-\x1f\x7f]*$"
 LoadMode = Literal["async", "layerwise", "auto"]
@@ -261,6 +263,9 @@ class Config(BaseModel):
     """Whether payloads contain their token ids, for audits. Token ids are the prompt in
     plaintext."""
 
+    seals: str = ""
+    """How payloads are sealed: ``signed``, ``encrypted`` or ``signed,encrypted``. Replicas without
+    keys need it if their agent has keys. Empty: by the keys that are set."""
     signing_keys_file: Path | None = None
     """File of signing keys, one per line with three fields: the key id; a tenant or ``*``; the key,
     32 bytes as hex or base64. Unsigned payloads are then not loaded. Only the file's owner may have
@@ -301,6 +306,14 @@ class Config(BaseModel):
             raise ValueError(f"name what may be reached without TLS: {', '.join(sorted(_CLEAR))}")
         return ",".join(names)
 
+    @field_validator("seals")
+    @classmethod
+    def _seals_are_known(cls, value: str) -> str:
+        names = {name.strip() for name in value.split(",") if name.strip()}
+        if not names <= _SEALS.keys():
+            raise ValueError(f"name how payloads are sealed: {', '.join(_SEALS)}, or both")
+        return ",".join(name for name in _SEALS if name in names)
+
     def may_be_clear(self, what: str) -> bool:
         """Whether ``allow_plaintext`` names ``what``."""
         return what in self.allow_plaintext.split(",")
@@ -340,7 +353,12 @@ class Config(BaseModel):
             names = f"{kind}_keys_file", f"{kind}_keys_command"
             if all(getattr(self, name) for name in names):
                 raise ValueError(f"{names[0]} and {names[1]} are both set: set only one of them")
-        if self.store_tokens and "encrypted" in self.seals:
+        if self.seals and (keys := self._seals_by_keys()) and self.seals != ",".join(keys):
+            raise ValueError(
+                f"seals is {self.seals}, but the keys that are set are for {','.join(keys)}: "
+                "remove seals, or set the keys for it or none"
+            )
+        if self.store_tokens and "encrypted" in self.seal_kinds:
             raise ValueError(
                 "store_tokens is set, but token ids are never encrypted and they are the prompt: "
                 "set store_tokens to false, or do not encrypt"
@@ -389,13 +407,16 @@ class Config(BaseModel):
         return self
 
     @property
-    def seals(self) -> tuple[str, ...]:
+    def seal_kinds(self) -> tuple[str, ...]:
         """How payloads are sealed: ``signed``, ``encrypted``, both or neither."""
-        kinds = {
-            "signed": self.signing_keys_file or self.signing_keys_command,
-            "encrypted": self.encryption_keys_file or self.encryption_keys_command,
-        }
-        return tuple(name for name, keys in kinds.items() if keys)
+        return tuple(self.seals.split(",")) if self.seals else self._seals_by_keys()
+
+    def _seals_by_keys(self) -> tuple[str, ...]:
+        return tuple(
+            name
+            for name, kind in _SEALS.items()
+            if getattr(self, f"{kind}_keys_file") or getattr(self, f"{kind}_keys_command")
+        )
 
     def __repr_args__(self) -> Iterator[tuple[str, Any]]:
         """Return the pairs of ``public``, for reprs and logs."""

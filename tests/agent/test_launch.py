@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.client import AgentConnection, is_listening
+from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.http import listener
 from objkv.agent.messages import Drop
 from objkv.agent.server import AgentServer
@@ -507,6 +507,31 @@ def test_a_folder_of_another_user_is_refused_also_at_a_later_start(
         agent_socket(config)
     with pytest.raises(ConfigError, match="not a private folder"):
         start_agent(path, {}, 1)
+
+
+def test_replicas_of_an_agent_with_keys_need_none_but_say_how_payloads_are_sealed(
+    config: Config, path: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(f"key-1 * {os.urandom(32).hex()}\n")
+    file.chmod(0o600)
+    keys = {"signing_keys_file": file}
+
+    def connect(**changes: object) -> None:
+        settings = config.model_copy(update={"agent": f"unix://{path}"} | changes)
+        AgentLink(settings, REPLICA).connect().close()
+
+    with NodeAgent(config.model_copy(update=keys), path, MemoryRecorder()):
+        connect(seals="signed")
+        connect(**keys)
+        with pytest.raises(AgentRefused, match="set seals=signed"):
+            connect()
+    with NodeAgent(config, path, MemoryRecorder()):
+        connect()
+        with pytest.raises(AgentRefused, match="this agent has no keys"):
+            connect(**keys)
+    with pytest.raises(ConfigError, match="the signing keys are not configured"):
+        NodeAgent(config.model_copy(update={"seals": "signed"}), path, MemoryRecorder())
 
 
 def test_an_agent_gets_all_settings_of_its_replica(config: Config) -> None:

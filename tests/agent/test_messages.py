@@ -13,6 +13,7 @@ from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import SEALS
 from objkv.keys.topology import Shard, TokenPart
 
 NAMESPACE = "0123456789abcdef" * 2
@@ -129,8 +130,9 @@ def test_a_drop_names_a_whole_payload_in_few_bytes(heads: str) -> None:
 
 
 def test_a_greeting_a_status_and_a_failure() -> None:
-    for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True, bytes(range(16)))):
+    for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True, bytes(range(16)), 3)):
         assert m.unpack_hello(m.pack_hello(hello)) == hello
+    assert {m.seals_mask(some) for some in ((), ("signed",), ("encrypted",), SEALS)} == {0, 1, 2, 3}
     statuses = list(m.CommitStatus)
     assert m.unpack_committed(m.pack_committed(statuses), len(statuses)) == statuses
     with pytest.raises(m.ProtocolError):

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from time import monotonic
@@ -162,6 +163,35 @@ def test_a_client_that_does_not_greet_is_dropped_in_time(
     assert m.kind_of(friend.recv(1000)) is m.MessageKind.FOUND, "once greeted, it may be silent"
     for sock in (silent, strange, friend):
         sock.close()
+
+
+@pytest.mark.parametrize(
+    ("agents", "clients", "told"),
+    [
+        (("signed",), (), "payloads are signed: set seals=signed for its replicas"),
+        (("signed", "encrypted"), ("signed",), "set seals=signed,encrypted for its replicas"),
+        (("encrypted",), ("signed",), "set seals=encrypted for its replicas"),
+        ((), ("signed",), "this agent has no keys, but the client's payloads are sealed"),
+        ((), (), None),
+        (("signed", "encrypted"), ("signed", "encrypted"), None),
+    ],
+)
+def test_a_client_is_refused_unless_its_payloads_are_sealed_as_the_agents(
+    agents: tuple[str, ...], clients: tuple[str, ...], told: str | None
+) -> None:
+    node = Node(seals=agents).listen()
+    if told is None:
+        AgentConnection(node.path, seals=clients, call_s=PATIENCE_S).close()
+    else:
+        with pytest.raises(AgentRefused, match=told):
+            AgentConnection(node.path, seals=clients, call_s=PATIENCE_S)
+    node.close()
+
+
+def test_a_client_of_the_version_before_seals_hears_why_it_is_refused(node: Node) -> None:
+    with closing(raw(node)) as old:
+        old.send(m.pack_hello(m.Hello(8, wants_arena=True))[:-1])
+        assert "not 8" in m.unpack_text(old.recv(1000))
 
 
 def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.MonkeyPatch) -> None:

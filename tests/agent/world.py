@@ -96,6 +96,7 @@ class Node:
         threads: int = 2,
         queue_max: int = 1000,
         seal: Seal | None = None,
+        seals: Sequence[str] = (),
         store: MemoryStore | None = None,
         index: MemoryIndex | None = None,
         codec: str = "none",
@@ -108,6 +109,7 @@ class Node:
         save_deadline_s: float = PATIENCE_S,
         may_save: bool = True,
     ) -> None:
+        self.seals = seals
         self.store: Any = store or WatchedStore()
         self.index, self.recorder = index or MemoryIndex(), MemoryRecorder()
         settings = CacheSettings("agent", ttl_s=3600, lease_ms=60_000, hot_save_bytes_max=0)
@@ -150,7 +152,9 @@ class Node:
         listener.listen(64)
         prefetches = Prefetches(self.core, self.index, self.store)
         calls = NodeCalls(self.index, self.store, prefetches, self.saves.policy, ttl_s=3600)
-        self.server = AgentServer(listener, self.core, self.saves, self.arena, self.lookups, calls)
+        self.server = AgentServer(
+            listener, self.core, self.saves, self.arena, self.lookups, calls, seals=self.seals
+        )
         return self
 
     def connect(
@@ -158,7 +162,12 @@ class Node:
     ) -> AgentConnection:
         """A new connection, closed at the end."""
         client = AgentConnection(
-            self.path, wants_arena=wants_arena, outbox=outbox, replica=replica, call_s=PATIENCE_S
+            self.path,
+            wants_arena=wants_arena,
+            outbox=outbox,
+            replica=replica,
+            seals=self.seals,
+            call_s=PATIENCE_S,
         )
         self.clients.append(client)
         return client
@@ -248,7 +257,7 @@ def gated(node: Node) -> Event:
     return gate
 
 
-REPLICAS: Any = SimpleNamespace(clients=7, is_accepting=True)
+REPLICAS: Any = SimpleNamespace(clients=7, is_accepting=True, seals=())
 
 
 @contextmanager

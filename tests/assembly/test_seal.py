@@ -5,17 +5,19 @@ import os
 import shlex
 import stat
 import sys
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from objkv.assembly.seal import open_seal
+from objkv.assembly.seal import open_seal, open_seals
 from objkv.codec import seal
 from objkv.config import Config, load_config
 from objkv.errors import ConfigError
 from objkv.keys.identity import sealed_extra
+from objkv.ops.backends_view import StoredNamespace
 
 SECRET = Random(3).randbytes(32).hex()
 LINE = f"key-1 * {SECRET}\n"
@@ -49,7 +51,7 @@ def refusal(**settings: Any) -> str:
 
 def test_without_settings_nothing_is_sealed() -> None:
     assert open_seal(config()) is None
-    assert config().seals == ()
+    assert config().seal_kinds == ()
     assert sealed_extra((("a", "b"),), ()) == (("a", "b"),)
 
 
@@ -160,8 +162,14 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
     for kind in ("signing", "encryption"):
         with pytest.raises(ConfigError, match=f"{kind}_keys_file and {kind}_keys_command"):
             load_config({f"{kind}_keys_file": "/k", f"{kind}_keys_command": "c"}, environ={})
-    with pytest.raises(ConfigError, match="they are the prompt"):
-        load_config({"encryption_keys_command": "c", "store_tokens": True}, environ={})
+    for given in ({"signing_keys_command": "c"}, {"encryption_keys_file": "/k"}):
+        with pytest.raises(ConfigError, match="the keys that are set are for"):
+            load_config({"seals": "signed,encrypted"} | given, environ={})
+    with pytest.raises(ConfigError, match="name how payloads are sealed: signed, encrypted"):
+        load_config({"seals": "sealed"}, environ={})
+    for given in ({"seals": "encrypted"}, {"encryption_keys_file": "/k"}):
+        with pytest.raises(ConfigError, match="they are the prompt"):
+            load_config({"store_tokens": True} | given, environ={})
     load_config({"signing_keys_command": "c", "store_tokens": True}, environ={})
 
 
@@ -194,7 +202,25 @@ def test_the_identity_tells_how_payloads_are_sealed_and_not_with_which_keys() ->
         config(signing_keys_command="c"),
         config(signing_keys_command="c", encryption_keys_command="d"),
     )
-    assert sealed_extra((("z", ""),), signed.seals) == (("payloads", "signed"), ("z", ""))
-    assert sealed_extra((), both.seals) == (("payloads", "signed encrypted"),)
+    assert sealed_extra((("z", ""),), signed.seal_kinds) == (("payloads", "signed"), ("z", ""))
+    assert sealed_extra((), both.seal_kinds) == (("payloads", "signed encrypted"),)
     other = config(signing_keys_file=Path("/elsewhere"))
-    assert sealed_extra((), other.seals) == sealed_extra((), signed.seals)
+    assert sealed_extra((), other.seal_kinds) == sealed_extra((), signed.seal_kinds)
+    assert config(seals="signed").seal_kinds == signed.seal_kinds, "the keys are the agent's"
+    assert config(seals="encrypted, signed").seal_kinds == both.seal_kinds
+    assert config(seals="signed", signing_keys_command="c").seal_kinds == signed.seal_kinds
+
+
+def test_of_payloads_that_are_sealed_no_namespace_without_seals_counts_as_verified(
+    tmp_path: Path,
+) -> None:
+    """Its document follows the settings of a replica, which could be others than the agent's."""
+    plain = StoredNamespace("0" * 32, is_known=True, tenant="default")
+    sealed = replace(plain, seals=("signed",))
+    seal_of = open_seals(config(signing_keys_file=key_file(tmp_path)))
+    assert seal_of(sealed) is not None
+    with pytest.raises(ConfigError, match="not in this namespace"):
+        seal_of(plain)
+    with pytest.raises(ConfigError, match="not in this namespace"):
+        open_seals(config(seals="signed"))(plain)
+    assert open_seals(config())(plain) is None

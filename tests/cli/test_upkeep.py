@@ -84,7 +84,7 @@ def test_few_payloads_are_not_taken_out_of_use_because_keys_are_wrong(
     right = os.urandom(32).hex()
     write(right)
     config = load_config({})
-    maker = DamagedStore(ends, seal=open_seal(config), seals=config.seals)
+    maker = DamagedStore(ends, seal=open_seal(config), seals=config.seal_kinds)
     good = maker.plant(Defects(good=10, frame=1))["good"]
     before = records(ends, NAMESPACE)
     write(os.urandom(32).hex())

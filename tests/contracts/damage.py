@@ -215,7 +215,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     config = load_config(urls)
     with open_backends(config, NullRecorder()) as ends:
         seal = open_seal(config)
-        maker = DamagedStore(ends, seed=seed, ttl_s=config.ttl_s, seal=seal, seals=config.seals)
+        maker = DamagedStore(
+            ends, seed=seed, ttl_s=config.ttl_s, seal=seal, seals=config.seal_kinds
+        )
         planted = maker.plant(Defects(**given))
     json.dump(asdict(planted), sys.stdout, indent=2)
     sys.stdout.write("\n")

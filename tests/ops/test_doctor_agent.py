@@ -82,6 +82,11 @@ def test_an_agent_that_cannot_serve_a_replica_is_a_failure(monkeypatch: pytest.M
         found = checked(config(node.path))["agent socket"]
         assert (found.status, "replicas 999" in found.detail) == ("failed", True)
         assert "--replace" in found.fix
+        patched.undo()
+        patched.setattr(REPLICAS, "seals", ("signed",))
+        assert checked(config(node.path, seals="signed"))["agent socket"].status == "ok"
+        found = checked(config(node.path))["agent socket"]
+        assert (found.status, "seals=signed, and replicas none" in found.detail) == ("failed", True)
     node.close()
 
 

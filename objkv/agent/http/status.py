@@ -86,6 +86,8 @@ class AgentStatus:
     protocol: int
     """Version of the messages between agent and replicas."""
     role: str
+    seals: Sequence[str]
+    """How its payloads are sealed. Replicas with others are refused."""
     is_accepting: bool
     """Whether new replicas are served."""
     stores: Sequence[StoreStatus]
@@ -162,6 +164,7 @@ class NodeStatus:
             version=metadata.version("objkv"),
             protocol=VERSION,
             role=self._role,
+            seals=self._server.seals,
             is_accepting=self._server.is_accepting,
             stores=[self._read_store(one) for one in self._stores],
             clients=self._server.clients,

@@ -62,7 +62,7 @@ def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderI
         dtype=str(model.dtype).removeprefix("torch."),
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
-        extra=sealed_extra(_extra(vllm_config), config.seals),
+        extra=sealed_extra(_extra(vllm_config), config.seal_kinds),
     )
 
 

@@ -122,7 +122,7 @@ def read_handoff_identity(config: Any, settings: Config) -> Identity:
         chunk_tokens=1,
         weights_epoch=settings.weights_epoch,
         tenant=settings.tenant,
-        extra=sealed_extra(tuple(sorted(extra.items())), settings.seals),
+        extra=sealed_extra(tuple(sorted(extra.items())), settings.seal_kinds),
     )
 
 

@@ -160,7 +160,7 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
         chunk_tokens=geometry.chunk_tokens,
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
-        extra=sealed_extra(further_settings(vllm_config), config.seals),
+        extra=sealed_extra(further_settings(vllm_config), config.seal_kinds),
     )
 
 

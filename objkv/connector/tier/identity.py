@@ -212,7 +212,7 @@ def read_tier_identity(
         weights_epoch=config.weights_epoch,
         tenant=config.tenant,
         engine=engine_settings(vllm_config, config, named),
-        extra=sealed_extra(tuple(sorted(settings.items())), config.seals),
+        extra=sealed_extra(tuple(sorted(settings.items())), config.seal_kinds),
     )
 
 

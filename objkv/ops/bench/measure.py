@@ -111,9 +111,11 @@ class AgentReader:
     """Reads payloads as a worker does: it opens them, checks their headers, copies their frames
     from the agent's memory, and ends the leases."""
 
-    def __init__(self, socket: Path, samples: Sequence[PayloadSample]) -> None:
+    def __init__(
+        self, socket: Path, samples: Sequence[PayloadSample], seals: Sequence[str]
+    ) -> None:
         """Raises ``TransferError``."""
-        self._agent = AgentConnection(socket, wants_arena=True)
+        self._agent = AgentConnection(socket, wants_arena=True, seals=seals)
         self._layers, self._claims = samples[0].layers, [sample.claim for sample in samples]
         self._payloads = [sample.payload for sample in samples]
         self._targets = [make_slab(sample) for sample in samples]
@@ -153,10 +155,10 @@ class AgentReader:
 
 
 def bench_agent(
-    socket: Path, bulk: PruneStore, index: WriteIndex, effort: Effort
+    socket: Path, bulk: PruneStore, index: WriteIndex, effort: Effort, seals: Sequence[str]
 ) -> Iterator[BenchRow]:
-    """Measure the agent at ``socket`` over its own store and index. Raises ``TransferError`` and
-    ``StoreError``."""
+    """Measure the agent at ``socket`` over its own store and index. Raises ``TransferError``, also
+    unless its payloads have ``seals``, and ``StoreError``."""
     with ExitStack() as stack:
         namespace, hashes = stack.enter_context(_published(index))
         samples = make_samples(effort.bulk, _PAYLOADS)
@@ -169,7 +171,8 @@ def bench_agent(
             stack.callback(index.forget, NAMESPACE, key.prefix_hash, key.field, record)
             index.publish(entry, {key.field: record}, ttl_s=_TTL_S)
         readers = [
-            stack.enter_context(closing(AgentReader(socket, samples))) for _ in range(max(_READERS))
+            stack.enter_context(closing(AgentReader(socket, samples, seals)))
+            for _ in range(max(_READERS))
         ]
         nbytes = sum(len(sample.payload) for sample in samples)
         what = f"{_PAYLOADS} payloads of {effort.bulk.name}"
@@ -181,7 +184,7 @@ def bench_agent(
             ):
                 took = at_once([partial(work, reader) for reader in readers[:count]], effort.rounds)
                 yield throughput(f"{name}, {what}, {count} at once", count * nbytes, took)
-        agent = stack.enter_context(closing(AgentConnection(socket)))
+        agent = stack.enter_context(closing(AgentConnection(socket, seals=seals)))
         calls = range(effort.calls)
         finds = [seconds(lambda: agent.find(namespace, hashes, (_FIELD,))) for _ in calls]
         yield latency(f"agent lookup of {_CHUNKS} chunks", finds)

@@ -71,6 +71,11 @@ def _check_running(config: Config, path: Path, status: AgentStatus) -> list[Chec
         why = f"it speaks version {status.protocol} of the protocol, and replicas {VERSION}"
         why = why if status.protocol != VERSION else "it serves no new replicas"
         checks = [Check("agent", "socket", "failed", f"{detail}: {why}", _REPLACE.format(path))]
+    elif tuple(status.seals) != config.seal_kinds:
+        ours, theirs = ",".join(config.seal_kinds), ",".join(status.seals)
+        why = f"its payloads have seals={theirs or 'none'}, and replicas {ours or 'none'}"
+        fix = "set the same keys for the agent, or its seals for the replicas"
+        checks = [Check("agent", "socket", "failed", f"{detail}: {why}, so it refuses them", fix)]
     if status.memory_bytes > _ARENA_SHARE_MAX * host_bytes():
         detail = f"{size(status.memory_bytes)} of the machine's {size(host_bytes())}"
         checks.append(Check("agent", "memory", "warning", detail, "lower agent_memory_bytes"))
