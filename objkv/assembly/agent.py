@@ -69,7 +69,7 @@ def _lease_owner(path: Path) -> str:
     return f"{socket.gethostname()}:{place}:agent"
 
 
-def checked(check: Callable[[], None]) -> Callable[[], None]:
+def in_time(check: Callable[[], None]) -> Callable[[], None]:
     """Return a check that ends in time. While one hangs, no further one begins."""
     running = Lock()
 
@@ -152,10 +152,10 @@ class NodeAgent:
     def _store_checks(self) -> Iterator[StoreCheck]:
         urls, backends = self._config.public(), self._backends
         bulk, hot = backends.bulk, backends.hot
-        yield StoreCheck("bulk", urls["bulk_url"], checked(bulk.check))
-        yield StoreCheck("index", urls["index_url"], checked(self._check_index))
+        yield StoreCheck("bulk", urls["bulk_url"], in_time(bulk.check))
+        yield StoreCheck("index", urls["index_url"], in_time(self._check_index))
         if hot is not None:
-            yield StoreCheck("hot", urls["index_url"], checked(hot.check))
+            yield StoreCheck("hot", urls["index_url"], in_time(hot.check))
 
     def _check_index(self) -> None:
         """Make a round trip and, unless the role is reader, write: a full server only reads."""

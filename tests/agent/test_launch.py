@@ -572,7 +572,7 @@ def test_a_store_that_hangs_is_checked_by_one_thread(monkeypatch: pytest.MonkeyP
         begun.append(1)
         go_on.wait(PATIENCE_S)
 
-    check = agent_module.checked(hang)
+    check = agent_module.in_time(hang)
     for _ in range(3):
         with pytest.raises(StoreUnavailable):
             check()
