@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from objkv.config import Config
-from objkv.errors import ConfigError, StoreFull
+from objkv.errors import ConfigError, StoreError, StoreFull
+from objkv.ops.agent_api import AgentApi
 from objkv.ops.doctor import agent as module
 from objkv.ops.doctor.agent import check_agent
 from objkv.ops.doctor.probes import Check
@@ -87,6 +88,17 @@ def test_an_agent_that_cannot_serve_a_replica_is_a_failure(monkeypatch: pytest.M
         assert checked(config(node.path, seals="signed"))["agent socket"].status == "ok"
         found = checked(config(node.path))["agent socket"]
         assert (found.status, "seals=signed, and replicas none" in found.detail) == ("failed", True)
+    node.close()
+
+
+def test_an_agent_that_cannot_say_its_status_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(api: AgentApi) -> None:
+        raise StoreError("the agent is of another version")
+
+    monkeypatch.setattr(AgentApi, "status", refuse)
+    node = Node().listen()
+    found = checked(config(node.path))["agent status"]
+    assert (found.status, "--replace" in found.fix) == ("failed", True)
     node.close()
 
 

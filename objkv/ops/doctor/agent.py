@@ -44,7 +44,7 @@ def check_agent(config: Config) -> tuple[list[Check], bool]:
             return [*_check_down(path, exc, starts=starts), *_check_folder(path)], not starts
         except (StoreError, ConfigError) as exc:
             fix = _REPLACE.format(path)
-            unclear = Check("agent", "stores", "not checked", f"{path}: {exc}", fix)
+            unclear = Check("agent", "status", "failed", f"{path}: {exc}", fix)
             return [unclear, *_check_folder(path)], not starts
         return [*_check_running(config, path, status), *_check_folder(path)], True
     detail = "each replica starts its own" if path is None else "the first replica starts one"
