@@ -31,7 +31,7 @@ def test_failures_come_first_with_what_to_do(run: Run, monkeypatch: pytest.Monke
         monkeypatch.setenv("OBJKV_AGENT", f"unix://{folder}/s")
         ran = run("doctor")
     lines = ran.out.splitlines()
-    assert (ran.code, lines[0]) == (3, "does not work: 1 check failed; 1 thing not checked")
+    assert (ran.code, lines[0]) == (3, "does not work: 1 check failed; 2 things not checked")
     assert lines[2].startswith("unreachable  agent: socket")
     assert f"objkv agent --socket {folder}/s" in lines[3]
     assert lines[4].startswith("not checked  agent: its stores")

@@ -17,6 +17,7 @@ from objkv.ops.doctor.settings import check_engine, check_login, check_privacy, 
 from objkv.telemetry import NullRecorder
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
+from tests.support.agents import agent_folder
 from tests.support.samples import save_identity, save_in_format
 
 RESOLVED = resolve_config(
@@ -104,6 +105,26 @@ def test_namespaces_of_an_earlier_format_are_one_warning(ward: Ward) -> None:
     [check] = ward.named("format")
     assert (check.status, check.detail[:12]) == ("warning", "2 namespaces")
     assert check.fix.startswith("objkv sweep --apply")
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_an_agent_does_not_say_is_read_or_named(ward: Ward, own: bool) -> None:
+    save_in_format(ward.bulk, 1)
+    ward.facts = ServerFacts("valkey", "9.0.1", "standalone", 0, "noeviction", 1, None, ("TIME",))
+    urls = {"bulk_url": "file:///dev/null/kv"} if own else {}
+    with agent_folder() as folder:
+        found = ward.examine(resolve_config(urls | {"agent": f"unix://{folder}/s"}, environ={}))
+        ward.errors["bulk"] = StoreUnavailable("not from here")
+        other = ward.examine(resolve_config(urls | {"agent": f"unix://{folder}/s"}, environ={}))
+    statuses = {check.name: check.status for check in found.checks}
+    [left] = [check for check in found.checks if check.name == "its settings"]
+    assert (left.status, "transport" in left.detail) == ("not checked", True)
+    assert ("admission orders" in left.detail) is not own
+    assert (statuses.get("format"), statuses.get("memory policy")) == (
+        ("warning",) * 2 if own else (None,) * 2
+    )
+    bad = [check.name for check in other.checks if check.status == "unreachable"]
+    assert bad == ["socket"], "the command's own reach is no fault of the agent's"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Final, Literal, TypeVar
 
@@ -88,6 +88,8 @@ def examine(resolved: Resolved, openers: Openers) -> DoctorReport:
     if not by_agent or resolved.config.agent == "auto":  # whose settings are the agent's, too
         checks += [*check_reach(resolved), *check_privacy(resolved.config), *_examine_seal(openers)]
         checks += [*check_transport(resolved.config), *check_login(resolved.config)]
+    if by_agent:
+        checks += _examine_beside(resolved, openers)
     checks.append(check_engine())
     return DoctorReport(
         verdict=verdict(checks),
@@ -137,8 +139,7 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
         checks = probe_store(role, "bulk", store, listed=store)
         if any(check.status in BAD for check in checks):
             return checks
-        rules = check_lifecycle(openers.read_rules, config.ttl_s)
-        return [*checks, *rules, *_examine_switches(store), *_examine_formats(store)]
+        return [*checks, *_examine_contents(store, openers, config.ttl_s)]
 
     checks = _probed("bulk", openers.bulk, bulk)
     if config.index_url == "bulk:":  # no records to probe
@@ -146,15 +147,42 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
     index = _probed("index", openers.index, lambda opened: probe_index(role, opened))
     is_bad = any(check.status in BAD for check in index)
     if index[0].status not in BAD:
-        try:
-            facts = openers.describe_index()
-            index += [] if facts is None else check_server(facts)
-        except ObjkvError as exc:
-            index.append(failure("index", "server", exc))
+        index += _examine_server(openers)
     if is_bad:  # the hot store is on the same server: one report is enough
         return [*checks, *index]
     hot = _probed("hot", openers.hot, lambda store: probe_store(role, "hot", store))
     return [*checks, *index, *hot]
+
+
+def _examine_beside(resolved: Resolved, openers: Openers) -> list[Check]:
+    """What an agent does not say of its stores: read with the settings of this command if they name
+    the stores, otherwise named as not checked. A failure is the command's own, not the agent's."""
+    config, checks = resolved.config, list[Check]()
+    left = ["reach", "privacy", "sealing keys", "transport", "login"]
+    if config.agent == "auto" or resolved.sources["bulk_url"] != "default":
+        found = _probed("bulk", openers.bulk, lambda b: _examine_contents(b, openers, config.ttl_s))
+        found += _examine_server(openers)
+        checks = [replace(c, status="not checked") if c.status in BAD else c for c in found]
+    else:
+        left += ["admission orders", "earlier formats", "lifecycle rules", "server of the index"]
+    if config.agent == "auto":
+        return checks
+    detail = f"{', '.join(left)}: only the agent's settings say what they are"
+    fix = "OBJKV_AGENT=private objkv doctor, with the agent's settings, checks them"
+    return [*checks, Check("agent", "its settings", "not checked", detail, fix)]
+
+
+def _examine_contents(bulk: ReadStore, openers: Openers, ttl_s: int) -> list[Check]:
+    rules = check_lifecycle(openers.read_rules, ttl_s)
+    return [*rules, *_examine_switches(bulk), *_examine_formats(bulk)]
+
+
+def _examine_server(openers: Openers) -> list[Check]:
+    try:
+        facts = openers.describe_index()
+    except ObjkvError as exc:
+        return [failure("index", "server", exc)]
+    return [] if facts is None else check_server(facts)
 
 
 def _examine_seal(openers: Openers) -> list[Check]:
