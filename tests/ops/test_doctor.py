@@ -248,6 +248,8 @@ def test_folders_that_other_users_reach_are_warnings(
     [_, found_index] = check_privacy(config)
     assert found_index.status == "warning", "it could be replaced"
     assert found_index.fix == f"chmod o-rwx {tmp_path}"
+    tmp_path.chmod(0o1777)
+    assert check_privacy(config)[1].status == "ok", "only its owner can replace it"
 
 
 def test_the_default_place_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

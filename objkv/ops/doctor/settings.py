@@ -89,8 +89,9 @@ def _look(area: Area, path: Path) -> Iterator[Check]:
     try:
         mode = path.stat().st_mode
         reached = all(_may_enter(one) for one in path.resolve().parents)
-        if not stat.S_ISDIR(mode):  # who may write to its folder may replace it
-            mode |= path.parent.stat().st_mode & stat.S_IWOTH
+        if not stat.S_ISDIR(mode):  # who may write to its folder may replace it, unless sticky
+            folder = path.parent.stat().st_mode
+            mode |= 0 if folder & stat.S_ISVTX else folder & stat.S_IWOTH
         elif not mode & stat.S_IXOTH:
             reached = False
     except OSError:  # not there yet, or the other checks report the error
