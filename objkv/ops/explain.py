@@ -39,6 +39,7 @@ _HEADERS_ONLY: Final = (
 )
 _BY_WHAT: Final = "whether it was never saved, expired, or was swept: none of these leaves a trace"
 _QUARANTINE: Final = "objkv verify --all --quarantine --apply moves it; the next save replaces it"
+_SWEEP: Final = "objkv sweep --apply deletes what has no record; the next save replaces it"
 
 Cause = Literal[
     "nothing",
@@ -284,7 +285,7 @@ def _unrecorded(question: Question, keys: Sequence[ChunkKey]) -> Explanation:
             "corrupt",
             "its payload in the bulk store is corrupt and has no record, so no replica loads it",
             [f"{one.key}: {one.problem}" for one in corrupt],
-            [_QUARANTINE],
+            [_SWEEP],
         )
     written = max((one.created_s or 0 for one in reports), default=0)
     age_s = max(0, int(question.clock()) - written)

@@ -78,6 +78,7 @@ def test_a_corrupt_frame_whose_record_was_withdrawn_is_read_to_its_last_byte(
     forget(index, 2)
     why = explain(bulk, index)
     assert (why.cause, why.chunk) == ("corrupt", 2)
+    assert "objkv sweep --apply" in why.advice[0], "verify reads no payload without a record"
     assert "has no record" in why.sentence
 
 
