@@ -61,7 +61,7 @@ def sweep(
         apply=apply,
         grace_s=config.sweep_grace_s if grace_s is None else grace_s,
         only=_categories(only),
-        unidentified=unidentified or "unidentified" in (only or ()),
+        unidentified=unidentified,
         force=force,
     )
     with (
@@ -82,8 +82,10 @@ def sweep(
             run.report_nothing()
         else:
             is_applied = apply and not any(one.namespace is None for one in doubts)
-            _show(run, is_applied, doubts)
-        is_left = bool(doubts) or (is_found and not apply)
+            _show(run, is_applied, doubts, unidentified=unidentified)
+        counts = run.counters.counts
+        is_kept = bool(counts["busy"] or (counts["unidentified"] and not unidentified))
+        is_left = bool(doubts) or is_kept or (is_found and not apply)
         return run.code(FOUND if is_left else FINE)
 
 
@@ -114,7 +116,7 @@ def _categories(only: list[str] | None) -> tuple[Category, ...]:
     return tuple(one for one in CATEGORIES if not only or one in only)
 
 
-def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt]) -> None:
+def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: bool) -> None:
     counters, out = run.counters, run.session.out
     counts, nbytes = counters.counts, counters.nbytes
     beside = {
@@ -143,6 +145,10 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt]) -> None:
     kept = [f"{n:,} {name}" for name, n in beside.items() if n and name != "documents"]
     if kept:
         out.line("kept: " + ", ".join(kept))
+    if apply and counts["unidentified"] and not unidentified:
+        out.line(f"{counts['unidentified']:,} unidentified kept: add --unidentified", "yellow")
+    if counts["busy"]:
+        out.line("busy ones are being written: sweep again later", "yellow")
     for doubt in doubts:
         out.line(f"kept, because {doubt.why}", "yellow")
     if apply:

@@ -405,8 +405,18 @@ def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Bac
     assert found(run("sweep", "--grace", "0", "--json").document) == {
         "unidentified": planted["unidentified"]
     }
-    swept = run("sweep", "--apply", "--only", "unidentified", "--grace", "0", "--json")
+    only = ("sweep", "--apply", "--only", "unidentified", "--grace", "0")
+    kept = run(*only)
+    assert (kept.code, "30 unidentified kept: add --unidentified" in kept.out) == (1, True)
+    swept = run(*only, "--unidentified", "--json")
     assert (swept.code, swept.document["removed"]) == (0, 30)
+
+
+def test_a_sweep_that_leaves_what_is_being_written_is_1(run: Run, ends: Backends) -> None:
+    [path] = DamagedStore(ends).plant(Defects(good=4, orphan=1))["orphan"]
+    assert ends.index.lease(path, "a writer", ttl_ms=600_000)
+    ran = run("sweep", "--apply", "--grace", "0")
+    assert (ran.code, "kept: 1 busy" in ran.out) == (1, True)
 
 
 def advice(report: Any) -> dict[str, list[list[str]]]:
