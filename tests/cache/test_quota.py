@@ -55,6 +55,12 @@ def test_a_sweep_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
     assert recorder.value("sweep_errors") == 1
 
 
+def test_a_sweep_that_leaves_what_is_being_written_has_not_failed() -> None:
+    recorder = MemoryRecorder()
+    assert relief(MemoryIndex(), "import sys; sys.exit(sys.argv[1] == 'sweep')", recorder)()
+    assert recorder.value("sweep_errors") == 0
+
+
 @pytest.mark.slow
 def test_nothing_is_imported_from_the_folder_that_the_engine_runs_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
