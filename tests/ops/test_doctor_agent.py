@@ -38,6 +38,9 @@ def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(
         assert {check.status for check in check_agent(config(node.path))[0]} == {"ok"}
         node.recorder.count("bulk_write_errors")
         assert checked(config(node.path))["bulk puts"].status == "failed"
+        node.recorder.count("bulk_writes")
+        puts = checked(config(node.path))["bulk puts"]
+        assert (puts.status, puts.detail[:2], puts.detail[-10:]) == ("warning", "1 ", "; 1 failed")
         found = checked(config(node.path))
         assert "MiB in use" in found["agent socket"].detail
         assert found["bulk by the agent"].detail == "s3://kv"

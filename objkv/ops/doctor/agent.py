@@ -118,8 +118,12 @@ def _check_puts(status: AgentStatus, store: StoreStatus) -> list[Check]:
     not delete it."""
     if store.area != "bulk" or store.error is not None or status.role != "writer":
         return []
-    if store.writes > store.write_errors:
-        return [Check("bulk", "puts", "ok", f"{store.writes:,} by the agent since its start")]
+    if worked := max(0, store.writes - store.write_errors):
+        detail = f"{worked:,} by the agent since its start"
+        if not store.write_errors:
+            return [Check("bulk", "puts", "ok", detail)]
+        fix = "see its last warnings: objkv doctor --all"
+        return [Check("bulk", "puts", "warning", f"{detail}; {store.write_errors:,} failed", fix)]
     detail = "the agent has put nothing since its start"
     if store.writes:
         detail = f"none of {store.writes:,} puts by the agent since its start worked"
