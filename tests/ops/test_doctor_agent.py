@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from objkv.config import Config
-from objkv.errors import ConfigError, StoreError, StoreFull
+from objkv.errors import ConfigError, StoreError, StoreFull, StoreUnavailable
 from objkv.ops.agent_api import AgentApi
 from objkv.ops.doctor import agent as module
 from objkv.ops.doctor.agent import check_agent
@@ -102,6 +102,16 @@ def test_an_agent_that_cannot_say_its_status_is_a_failure(monkeypatch: pytest.Mo
     node = Node().listen()
     found = checked(config(node.path))["agent status"]
     assert (found.status, "--replace" in found.fix) == ("failed", True)
+    node.close()
+
+
+def test_an_agent_that_hangs_is_to_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(api: AgentApi) -> None:
+        raise StoreUnavailable("no agent answers (timed out): start one with objkv agent")
+
+    monkeypatch.setattr(AgentApi, "status", hang)
+    node = Node().listen()
+    assert "--replace" in checked(config(node.path))["agent socket"].fix
     node.close()
 
 

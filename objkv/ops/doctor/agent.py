@@ -54,6 +54,8 @@ def check_agent(config: Config) -> tuple[list[Check], bool]:
 
 def _check_down(path: Path, exc: ObjkvError, *, starts: bool) -> list[Check]:
     fix = f"start it as the user of the replicas: objkv agent --socket {path}"
+    if is_listening(path):  # it hangs
+        fix = _REPLACE.format(path)
     said = str(exc).partition(": start one")[0].replace(".http", "")
     detail = f"{said}; without it, replicas cache nothing"
     checks = [Check("agent", "socket", "unreachable", detail, fix)]
