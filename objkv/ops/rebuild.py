@@ -51,8 +51,9 @@ class Rebuild:
     ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (wrong records),
         ``present`` and ``written`` (by others meanwhile). Findings are ``corrupt``: unreadable, or
-        claiming another key."""
-        for part in inventory.slices(_PAYLOADS):
+        claiming another key. Leaves out what nothing reads: payloads of an earlier format, or
+        without an identity document."""
+        for part in _parts(inventory, namespaces):
             seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(partial(self._part, inventory, part, seal), items=part.number)
 
@@ -62,7 +63,7 @@ class Rebuild:
         """Restore records missing again although their part is done: the index may have lost them
         during this run. Counts only ``restored``, a second time. Reads no
         headers of payloads with a record."""
-        for part in inventory.slices(_PAYLOADS) if self._apply else ():
+        for part in _parts(inventory, namespaces) if self._apply else ():
             seal = self._view.seal_of(namespaces[part.namespace])
             yield Unit(partial(self._lost, inventory, part, seal), items=part.number)
 
@@ -149,6 +150,13 @@ class Rebuild:
                 namespace, prefix_hash, until_s=until_s, ttl_s=self._view.ttl_s
             ):
                 counters.count("pins")
+
+
+def _parts(inventory: Inventory, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Slice]:
+    for part in inventory.slices(_PAYLOADS):
+        namespace = namespaces[part.namespace]
+        if namespace.is_known and not namespace.is_old_format:
+            yield part
 
 
 def is_same(record: ShardRecord, header: Header) -> bool:

@@ -25,7 +25,7 @@ from objkv.ops.runs import Unit
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Run, refused
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects
-from tests.support.samples import CHUNK, save, save_identity
+from tests.support.samples import CHUNK, save, save_identity, save_in_format
 from tests.support.samples import NAMESPACE as TINY
 from tests.support.upkeep import (
     NAMESPACE,
@@ -410,6 +410,15 @@ def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Bac
     assert (kept.code, "30 unidentified kept: add --unidentified" in kept.out) == (1, True)
     swept = run(*only, "--unidentified", "--json")
     assert (swept.code, swept.document["removed"]) == (0, 30)
+
+
+def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> None:
+    DamagedStore(ends).plant(Defects(good=4, unidentified=3))
+    old = save_in_format(ends.bulk, 1)
+    wipe(ends)
+    ran = run("rebuild", "--apply", "--json")
+    assert (ran.code, ran.document["restored"], ran.document["corrupt"]) == (0, 4, 0)
+    assert old not in ends.index.namespaces()
 
 
 def test_a_sweep_that_leaves_what_is_being_written_is_1(run: Run, ends: Backends) -> None:

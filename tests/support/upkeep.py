@@ -65,7 +65,7 @@ def check_that_all_is_found_and_mended(run: Run, ends: Backends) -> None:
     assert found(rebuilt.document) == unreadable
     counted = {kind: rebuilt.document[kind] for kind in ("restored", "corrected", "present")}
     assert counted == {
-        "restored": ALL.orphan + ALL.unidentified,
+        "restored": ALL.orphan,
         "corrected": ALL.mismatch,
         "present": ALL.good + ALL.old_epoch + ALL.frame + len(planted["hot"]),
     }
