@@ -79,6 +79,16 @@ def known_identities(bulk: ReadStore) -> dict[str, Identity]:
     return found
 
 
+def nothing_saved(endpoint: str, wait_s: float) -> str:
+    """Return a sentence with what to check."""
+    return (
+        f"{endpoint} saved nothing here within {wait_s:.0f} s: check that it uses the objkv "
+        "connector, that it may save (kv_role, role, quota), and that its bulk_url and index_url "
+        "are those of this command; objkv doctor shows them here, the line 'objkv ready' in the "
+        "server's log shows them there"
+    )
+
+
 async def find_identity_of(
     endpoints: Sequence[Endpoint],
     tokens: Sequence[int],
@@ -124,12 +134,7 @@ async def _find(
             if any((await asyncio.to_thread(lookup.find, first)).nbytes):
                 return identity
         if monotonic() >= ends_s:
-            raise ConfigError(
-                f"{endpoint.name} saved nothing here within {wait_s:.0f} s: check that it "
-                "uses the objkv connector, that it may save (kv_role, role, quota), and that "
-                "its bulk_url and index_url are those of this command; objkv doctor shows "
-                "them here, the line 'objkv ready' in the server's log shows them there"
-            )
+            raise ConfigError(nothing_saved(endpoint.name, wait_s))
         await asyncio.sleep(_PAUSE_S)
 
 

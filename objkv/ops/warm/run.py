@@ -20,7 +20,7 @@ from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
-from objkv.ops.warm.lookup import Found, PromptLookup, find_identity_of
+from objkv.ops.warm.lookup import Found, PromptLookup, find_identity_of, nothing_saved
 from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
@@ -121,6 +121,10 @@ class _Run:
         self._changed = asyncio.Event()
         """Set when there may be another task to send, or an endpoint to send one to."""
         self._tokenizing = asyncio.Semaphore(_TOKENIZING)
+        self._unsaved: set[str] = set()
+        """Prompts that were answered and not stored in time, since anything was stored."""
+        self._answered_s: float | None = None
+        """The first answer since anything was stored, by ``monotonic``; None without one."""
         if job.identity is not None:
             self._lookup = PromptLookup(job.view.index, job.identity)
 
@@ -280,6 +284,9 @@ class _Run:
             self.report.asked_tokens += len(task.tokens)
             self.report.cached_tokens += cached
             error = await self._wait_until_stored(task)
+            if error is not None:
+                endpoint.failed(error)
+                self._end_unless_saving(task, endpoint)
         except (EndpointError, ConfigError) as exc:
             # ConfigError: another model is served now, or the API key is no longer accepted.
             error = exc if isinstance(exc, EndpointError) else EndpointError("down", str(exc))
@@ -293,9 +300,16 @@ class _Run:
     async def _wait_until_stored(self, task: Task) -> EndpointError | None:
         """End an answered prompt once all of it is stored; return an error if that takes long."""
         limits = self.job.limits
-        ends_s, pause_s = monotonic() + limits.save_s, limits.pause_s
+        now_s, usable = monotonic(), len(task.hashes)
+        ends_s, pause_s = now_s + limits.save_s, limits.pause_s
+        if self._answered_s is None:
+            self._answered_s = now_s
         while True:
             found = await self._find(task.hashes)
+            if found.is_all or found.usable > usable:  # more than at the last look
+                self._answered_s = None
+                self._unsaved.clear()
+            usable = found.usable
             if found.is_all:
                 self.report.saved_chunks += found.chunks - task.stored
                 self.report.saved_bytes += sum(found.nbytes[task.stored :])
@@ -307,6 +321,14 @@ class _Run:
                 return EndpointError("failed", why)
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 10 * limits.pause_s)
+
+    def _end_unless_saving(self, task: Task, endpoint: Endpoint) -> None:
+        """Raise ``StoreUnavailable`` if several prompts were answered and nothing is stored."""
+        self._unsaved.add(task.name)
+        wait_s = 2 * self.job.limits.save_s
+        is_long = self._answered_s is not None and monotonic() - self._answered_s >= wait_s
+        if is_long and len(self._unsaved) > 1:
+            raise StoreUnavailable(nothing_saved(endpoint.name, wait_s))
 
     def _retry(self, task: Task, error: EndpointError) -> None:
         """Send ``task`` once more, or give it up."""

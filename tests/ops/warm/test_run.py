@@ -155,6 +155,20 @@ def test_a_prompt_that_is_computed_and_never_saved_has_failed(place: Place) -> N
     assert report.failed == 1
     assert "0 of 2 chunks were stored" in report.failures[0].why
     assert len(server.real) == QUICK.attempts_max
+    assert report.endpoints[0].errors == QUICK.attempts_max
+
+
+def test_a_fleet_that_saves_nothing_ends_it(place: Place) -> None:
+    with FakeVllm(place) as server:
+        run = Run(place, server)
+        server.every = lambda handler: (
+            not (handler.server.fake.asked[-1].salt or "").startswith("objkv-warm-")
+            and dropped(handler)
+        )
+        report = run(prompts_of(*map(tail, range(1, 9))), replace(QUICK, attempts_max=100))
+    assert (report.ending, report.failed, report.left) == ("unreachable", 0, 8)
+    assert "saved nothing here" in report.why
+    assert report.endpoints[0].errors >= 4
 
 
 def test_an_endpoint_that_dies_is_left_to_the_others(place: Place) -> None:
