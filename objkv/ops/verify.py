@@ -1,8 +1,8 @@
 """Verifies all or some stored payloads, and moves bad ones to quarantine on request.
 
 Quarantining starts only after everything has been checked: if most payloads are bad, the cause is
-elsewhere. For each bad payload the record is forgotten, the payload is copied to ``quarantine/``
-under its own path, and then deleted. Replicas compute it again. A lease excludes writers meanwhile,
+elsewhere. Each bad payload is copied to ``quarantine/`` under its own path, its record is
+forgotten, and then it is deleted. Replicas compute it again. A lease excludes writers meanwhile,
 but it may expire, and a folder that is its own index has no leases. Therefore the copied bytes are
 checked again, and an entry is deleted only if it is unchanged.
 """
@@ -206,6 +206,10 @@ class Verify:
         self, key: ChunkKey, found: Checked, record: Record | None, lease: Lease
     ) -> str | None:
         view, path = self._view, key.path()
+        entry = Entry(path, found.nbytes, found.written_s)
+        is_there = found.verdict != "missing"
+        if is_there and (view.bulk.head(path) != entry or not self._copy(key, entry.nbytes)):
+            return None
         shard = None if record is None else record.shards.get(key.field)
         if shard is not None and not view.index.forget(
             key.namespace, key.prefix_hash, key.field, shard
@@ -213,11 +217,8 @@ class Verify:
             return None
         if shard is not None and shard.hot and view.hot is not None:
             view.hot.delete(path)
-        if found.verdict == "missing":
+        if not is_there:
             return "forgotten"
-        entry = Entry(path, found.nbytes, found.written_s)
-        if view.bulk.head(path) != entry or not self._copy(key, entry.nbytes):
-            return None
         if view.bulk.head(path) != entry or not delete_unchanged(view, entry, lease):
             return None
         return "quarantined"

@@ -81,7 +81,7 @@ def test_what_was_written_long_ago_is_not_waited_for() -> None:
     assert check(world.key("frame"), None)[0].verdict == "corrupt"
 
 
-def test_quarantine_forgets_then_copies_then_deletes() -> None:
+def test_quarantine_copies_then_forgets_then_deletes() -> None:
     world = World(frame=1)
     key, order = world.key("frame"), []
     bad = world.bulk.get(key.path())
@@ -90,7 +90,7 @@ def test_quarantine_forgets_then_copies_then_deletes() -> None:
     world.bulk.put = lambda path, value: order.append(f"put {path}") or put(path, value)
     world.bulk.delete = lambda path: order.append("delete") or delete(path)
     assert world.verify(key).counts["quarantined"] == 1
-    assert order == ["forget", f"put quarantine/{key.path()}", "delete"]
+    assert order == [f"put quarantine/{key.path()}", "forget", "delete"]
     assert world.bulk.get(f"quarantine/{key.path()}") == bad
     assert world.index.lookup(key.namespace, [key.prefix_hash]) == [None]
     assert world.index.lease(key.path(), "saver", ttl_ms=1), "no lease is kept"
