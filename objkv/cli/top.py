@@ -5,7 +5,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -80,7 +80,9 @@ def top(
         ]
         index = backends.index if backends else None
         watch = stack.enter_context(FleetWatch(sources, agents, index))
-        return _once(session.out, watch) if once else _live(watch)
+        if not once:
+            _live(watch)
+        return _once(session.out, watch)
 
 
 def _agents(given: list[Path] | None, config: Config) -> list[Path]:
@@ -110,22 +112,19 @@ def _once(out: Printer, watch: FleetWatch) -> int:
     return FOUND if "down" in states or view.problem else FINE
 
 
-def _live(watch: FleetWatch) -> int:
+def _live(watch: FleetWatch) -> NoReturn:
     """Redraw the table until Ctrl-C."""
-    try:
-        with Live(console=Console(), screen=True, auto_refresh=False) as live:
-            while True:
-                due_s = time.monotonic() + _EVERY_S
-                view = watch.tick()
-                head = f"objkv top  {time.strftime('%H:%M:%S')}"
-                parts: list[RenderableType] = [Text(head, style="bold")]
-                parts += [Text(printable(line)) for line in summary_lines(view, "/s")]
-                for columns, cells in _tables(view):
-                    parts += [Text(), rich_table(columns, cells, live.console.width)]
-                live.update(Group(*parts), refresh=True)
-                time.sleep(max(0.0, due_s - time.monotonic()))
-    except KeyboardInterrupt:
-        return FINE
+    with Live(console=Console(), screen=True, auto_refresh=False) as live:
+        while True:
+            due_s = time.monotonic() + _EVERY_S
+            view = watch.tick()
+            head = f"objkv top  {time.strftime('%H:%M:%S')}"
+            parts: list[RenderableType] = [Text(head, style="bold")]
+            parts += [Text(printable(line)) for line in summary_lines(view, "/s")]
+            for columns, cells in _tables(view):
+                parts += [Text(), rich_table(columns, cells, live.console.width)]
+            live.update(Group(*parts), refresh=True)
+            time.sleep(max(0.0, due_s - time.monotonic()))
 
 
 def _tables(view: View) -> list[tuple[tuple[str, ...], list[list[str]]]]:

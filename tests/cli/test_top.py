@@ -98,7 +98,7 @@ def test_words_of_a_server_cannot_drive_the_terminal(run: Run, home: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_leaves_the_terminal_as_it_was(
     machine: Machine, number: signal.Signals, status: int
 ) -> None:

@@ -17,7 +17,7 @@ from objkv.redact import without_secrets
 ANSWER_BYTES_MAX: Final = 16 << 20
 """A server with hundreds of histograms sends about 1 MiB."""
 _TOLD_MAX: Final = 120
-_ERRNO = re.compile(r"^\[Errno \d+\] ")
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 
 
 @dataclass(frozen=True, slots=True)

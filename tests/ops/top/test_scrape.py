@@ -60,6 +60,7 @@ def test_values_are_summed_over_engines() -> None:
         (httpx.Response(200, content=b"\xff\xfe"), "no metrics"),
         (httpx.Response(200, text="# TYPE \u2028 counter\n"), "no metrics"),
         (httpx.ConnectError("refused"), "refused"),
+        (httpx.ConnectError("[Errno -2] Name or service not known"), "Name or service"),
         (httpx.ReadTimeout(""), "ReadTimeout"),
         (httpx.RemoteProtocolError("http://user:hidden@x broke"), "broke"),
     ],
@@ -72,6 +73,7 @@ def test_what_goes_wrong_is_a_sentence_and_no_values(
     assert found.problem is not None
     assert words in found.problem
     assert "hidden" not in found.problem
+    assert "Errno" not in found.problem
 
 
 def test_an_answer_without_an_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
