@@ -42,7 +42,7 @@ def admission(
         str | None,
         typer.Argument(
             help=f"{', '.join(MODES)}, or {_CLEAR} to end the order; omit it to show the orders.",
-            metavar="[MODE]",
+            metavar="MODE",
         ),
     ] = None,
     for_: Annotated[
