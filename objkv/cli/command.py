@@ -18,7 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 
 from objkv.cli.options import CommonOptions
-from objkv.errors import ConfigError, ObjkvError, PayloadError, StoreDenied, StoreError, UnclearName
+from objkv.errors import (
+    ConfigError,
+    NotStored,
+    ObjkvError,
+    PayloadError,
+    StoreDenied,
+    StoreError,
+    UnclearName,
+)
 from objkv.ops.formats import printable
 from objkv.redact import without_secrets
 from objkv.telemetry import NullRecorder
@@ -163,6 +171,8 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
 
 def exit_code(error: ObjkvError) -> int:
     """The exit code of a command that ended with ``error``."""
+    if isinstance(error, NotStored):
+        return FOUND
     if isinstance(error, ConfigError | StoreDenied):
         return WRONG_USAGE
     if isinstance(error, StoreError):

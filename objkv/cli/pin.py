@@ -191,7 +191,7 @@ def _chunk(backends: Backends, namespace: str | None, beginning: str) -> tuple[s
     found = find_payloads(backends.bulk, _namespaces(backends, namespace), beginning)
     chunk = choose_chunk(found, beginning)
     if chunk is None:
-        raise ConfigError(
+        raise NotStored(
             f"no stored chunk starts with {beginning}; objkv ls --prefixes lists the leaves that "
             "can be pinned"
         )

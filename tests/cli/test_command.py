@@ -10,6 +10,7 @@ from objkv.cli.command import exit_code, guarded
 from objkv.cli.output import Printer
 from objkv.errors import (
     ConfigError,
+    NotStored,
     ObjkvError,
     PayloadError,
     StoreDenied,
@@ -26,6 +27,7 @@ from tests.cli.conftest import Run
     ("error", "code"),
     [
         (ConfigError(), 2),
+        (NotStored(), 1),
         (StoreDenied(), 2),
         (StoreUnavailable(), 3),
         (StoreError(), 3),

@@ -53,6 +53,14 @@ def test_a_prefix_is_pinned_by_its_leaf_until_it_is_unpinned(
     refused(run("unpin", hashes[1][:9], "--json"), "no pin starts with")
 
 
+def test_a_hash_that_is_not_stored_is_1(run: Run, machine: Machine, hashes: list[str]) -> None:
+    ran = run("pin", "9" * 40)
+    assert (ran.code, "no stored chunk starts with 999" in ran.err) == (1, True)
+    machine.index.drop(NAMESPACE, bytes.fromhex(hashes[1]))
+    ran = run("pin", hashes[2])
+    assert (ran.code, "is not stored; objkv ls" in ran.err) == (1, True)
+
+
 def test_a_prompt_is_pinned_as_far_as_it_is_stored(
     run: Run, machine: Machine, hashes: list[str], tmp_path: Path
 ) -> None:
