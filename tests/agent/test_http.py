@@ -445,4 +445,9 @@ def test_the_status_says_how_the_agent_and_its_stores_are(node: Node) -> None:
         ]
         assert [one.breakers_open for one in status.stores] == [[], ["write"]]
         assert [one.text for one in status.warnings] == ["index writes keep failing"]
+        logger.warning("it answered: signature=0123abcd \x1b[2J")
+        assert (
+            api.status().warnings[-1].text
+            == "it answered: signature=*** \N{REPLACEMENT CHARACTER}[2J"
+        )
     logger.removeHandler(node.warnings)

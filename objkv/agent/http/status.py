@@ -15,6 +15,7 @@ from objkv.agent.saves import NodeSaves
 from objkv.agent.server import AgentServer
 from objkv.errors import ObjkvError, StoreUnavailable
 from objkv.net.breaker import DIRECTIONS
+from objkv.redact import printable, without_secrets
 from objkv.telemetry import MemoryRecorder
 
 _WARNINGS_MAX: Final = 10
@@ -40,7 +41,8 @@ class RecentWarnings(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         """See ``logging.Handler``."""
         try:
-            self._found.append(LoggedWarning(record.created, record.getMessage()))
+            text = printable(without_secrets(record.getMessage()))
+            self._found.append(LoggedWarning(record.created, text))
         except Exception:  # the arguments do not fit the format: report it as logging does
             self.handleError(record)
 
