@@ -81,7 +81,7 @@ class AutoSweep:
         except (StoreError, OSError) as exc:
             code, said = -1, str(exc)
         self._recorder.count("sweeps")
-        is_left = code == 1 and not said  # by a complete sweep, such as what is being written
+        is_left = code == 1 and not said  # by a complete sweep, such as unidentified payloads
         if code not in (0, _ENDED) and not is_left and not self._closed:
             self._recorder.count("sweep_errors")
             logger.warning("sweeping a full folder failed code=%d error=%s", code, said)

@@ -84,7 +84,7 @@ def sweep(
             is_applied = apply and not any(one.namespace is None for one in doubts)
             _show(run, is_applied, doubts, unidentified=unidentified)
         counts = run.counters.counts
-        is_kept = bool(counts["busy"] or (counts["unidentified"] and not unidentified))
+        is_kept = bool(counts["unidentified"]) and not unidentified
         is_left = bool(doubts) or is_kept or (is_found and not apply)
         return run.code(FOUND if is_left else FINE)
 
@@ -148,7 +148,7 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: 
     if apply and counts["unidentified"] and not unidentified:
         out.line(f"{counts['unidentified']:,} unidentified kept: add --unidentified", "yellow")
     if counts["busy"]:
-        out.line("busy ones are being written: sweep again later", "yellow")
+        out.line("busy ones are being written: a later sweep judges them")
     for doubt in doubts:
         out.line(f"kept, because {doubt.why}", "yellow")
     if apply:
