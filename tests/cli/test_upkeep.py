@@ -421,7 +421,9 @@ def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> No
     assert old not in ends.index.namespaces()
 
 
-def test_a_sweep_that_leaves_what_is_being_written_has_done_its_work(run: Run, ends: Backends) -> None:
+def test_a_sweep_that_leaves_what_is_being_written_has_done_its_work(
+    run: Run, ends: Backends
+) -> None:
     [path] = DamagedStore(ends).plant(Defects(good=4, orphan=1))["orphan"]
     assert ends.index.lease(path, "a writer", ttl_ms=600_000)
     ran = run("sweep", "--apply", "--grace", "0")
