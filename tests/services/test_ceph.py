@@ -308,7 +308,7 @@ LINES = {
     "show": "show {leaf:.6} -n tiny",
     "size": "size --model qwen3-32b",
     "sweep --apply": "sweep --apply --force --grace 0",
-    "top": "top --once --every 0.2 --endpoint http://127.0.0.1:9",
+    "top": "top --once --endpoint http://127.0.0.1:9",
     "unpin": "unpin {leaf:.6} -n tiny",
     "verify": f"verify --all -n {FLEETS[:6]}",
     "verify --quarantine": "verify --all --quarantine",

@@ -6,17 +6,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from objkv.agent.core import Core
 from objkv.agent.http.metrics import metrics_page
 from objkv.agent.messages import VERSION
-from objkv.agent.saves import NodeSaves
-from objkv.agent.server import AgentServer
 from objkv.errors import ObjkvError, StoreUnavailable
 from objkv.net.breaker import DIRECTIONS
 from objkv.redact import printable, without_secrets
 from objkv.telemetry import MemoryRecorder
+
+if TYPE_CHECKING:  # doctor reads what an agent says, and needs no agent
+    from objkv.agent.core import Core
+    from objkv.agent.saves import NodeSaves
+    from objkv.agent.server import AgentServer
 
 _WARNINGS_MAX: Final = 10
 
@@ -119,9 +121,9 @@ class NodeStatus:
 
     def __init__(
         self,
-        core: Core,
-        saves: NodeSaves,
-        server: AgentServer,
+        core: "Core",
+        saves: "NodeSaves",
+        server: "AgentServer",
         recorder: MemoryRecorder,
         *,
         role: str,

@@ -8,11 +8,7 @@ import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-
-import numpy as np
-
-# Imported early: numpy imports it on first use, and would lose an interrupt during that import.
-from numpy.random import default_rng
+from random import Random
 
 from objkv.codec.payload import (
     Claim,
@@ -88,7 +84,7 @@ class PayloadSample:
 def make_samples(shape: Shape, count: int) -> list[PayloadSample]:
     """Return ``count`` different payloads in codec ``none``, with random keys."""
     specs, provenance = tuple(shape.specs()), Provenance(token_digest(()), "bench", 0)
-    page = np.frombuffer(default_rng(0).bytes(shape.layer_bytes), np.uint8)
+    page = Random(0).randbytes(shape.layer_bytes)  # noqa: S311  # not a secret
     samples = []
     for number in range(count):
         prefix_hash = secrets.token_bytes(PREFIX_HASH_BYTES)
@@ -96,7 +92,8 @@ def make_samples(shape: Shape, count: int) -> list[PayloadSample]:
         claim = Claim(key, root_hash(NAMESPACE), 0, _BLOCK_TOKENS * specs[0].shape[0])
         # Different bytes in each layer of each payload, at the cost of one pass.
         first = number * shape.layers
-        pages = [(page ^ np.uint8((first + i) % 256)).data for i in range(shape.layers)]
+        keys = [(first + i) % 256 for i in range(shape.layers)]
+        pages = [memoryview(page.translate(bytes(b ^ key for b in range(256)))) for key in keys]
         payload = encode(claim, specs, pages, codec="none", provenance=provenance)
         samples.append(PayloadSample(key.path(), claim, specs, payload))
     return samples
