@@ -18,7 +18,6 @@ from objkv.config import Config
 from objkv.config.node import agent_socket, host_bytes, http_path
 from objkv.config.urls import local_path
 from objkv.errors import ConfigError, ObjkvError, StoreError, StoreUnavailable
-from objkv.ops.agent_api import AgentApi
 from objkv.ops.doctor.probes import Area, Check, Status, failure
 from objkv.ops.formats import age, size
 
@@ -38,6 +37,8 @@ def check_agent(config: Config) -> tuple[list[Check], bool]:
         return [Check("agent", "socket", "warning", detail, fix)], False
     starts = config.agent in ("auto", "private")
     if path is not None and (is_listening(path) or not starts):
+        from objkv.ops.agent_api import AgentApi  # imports numpy, which help does not need
+
         try:
             status = AgentApi(http_path(path)).status()
         except StoreUnavailable as exc:
