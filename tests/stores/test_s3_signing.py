@@ -238,7 +238,7 @@ def of_one_region(region: str) -> Callable[[Request], Answer | None]:
 
 
 def check(**settings: Any) -> None:
-    given = {"bulk_url": "s3://bucket/p", "s3_addressing": "path", "load_deadline_ms": 2000}
+    given = {"bulk_url": "s3://bucket/p", "s3_addressing": "path", "load_deadline_ms": 60_000}
     store = open_s3(load_config(given | settings, environ={}))
     try:
         store.check()
