@@ -360,7 +360,7 @@ class FetchPool:
         lane.close()
 
     def close(self) -> None:
-        """End all processes. Gets of which nothing has come continue in the agent.
+        """End all processes. Gets that have no byte yet continue in the agent.
         Idempotent."""
         self._closed = True
         self._wake.set()

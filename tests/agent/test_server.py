@@ -166,7 +166,7 @@ def test_a_client_that_does_not_greet_is_dropped_in_time(
 
 
 @pytest.mark.parametrize(
-    ("agents", "clients", "told"),
+    ("agents", "clients", "refusal"),
     [
         (("signed",), (), "payloads are signed: set seals=signed for its replicas"),
         (("signed", "encrypted"), ("signed",), "set seals=signed,encrypted for its replicas"),
@@ -177,13 +177,13 @@ def test_a_client_that_does_not_greet_is_dropped_in_time(
     ],
 )
 def test_a_client_is_refused_unless_its_payloads_are_sealed_as_the_agents(
-    agents: tuple[str, ...], clients: tuple[str, ...], told: str | None
+    agents: tuple[str, ...], clients: tuple[str, ...], refusal: str | None
 ) -> None:
     node = Node(seals=agents).listen()
-    if told is None:
+    if refusal is None:
         AgentConnection(node.path, seals=clients, call_s=PATIENCE_S).close()
     else:
-        with pytest.raises(AgentRefused, match=told):
+        with pytest.raises(AgentRefused, match=refusal):
             AgentConnection(node.path, seals=clients, call_s=PATIENCE_S)
     node.close()
 

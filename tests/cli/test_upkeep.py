@@ -171,10 +171,10 @@ def test_pinned_payloads_are_not_swept_although_their_record_is_gone(
     ends.bulk.put(pin.path(), pin.document())
     long_ago = time.time() - 10 * 86_400
     os.utime(home / "objkv" / "chunks" / planted["orphan"][0], (long_ago, long_ago))
-    [told] = [one for one in run("audit", "--json").document["findings"]["counts"] if one["count"]]
-    assert told["kind"] == "orphan", "what is pinned does not expire"
-    assert told["remedy"].startswith("objkv rebuild --apply restores their records")
-    assert told["remedy"].endswith("all are pinned, so a sweep keeps them until their pin ends")
+    [count] = [one for one in run("audit", "--json").document["findings"]["counts"] if one["count"]]
+    assert count["kind"] == "orphan", "what is pinned does not expire"
+    assert count["remedy"].startswith("objkv rebuild --apply restores their records")
+    assert count["remedy"].endswith("all are pinned, so a sweep keeps them until their pin ends")
     document = run("sweep", "--apply", "--grace", "0", "--json").document
     assert (found(document), document["kept"]["pinned"]) == ({}, 1)
     assert run("rebuild", "--apply", "--json").document["pins"] == 1

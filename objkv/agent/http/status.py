@@ -104,7 +104,7 @@ class AgentStatus:
     disk_bytes: int | None
     """Bytes of payloads on its disk; None without one."""
     joins: int
-    """Payloads of which the ranks of a replica have handed over only a part so far."""
+    """Payloads that the ranks of a replica have handed over only in part so far."""
     held_back_payloads: int
     """Payloads that no store has so far."""
     held_back_bytes: int

@@ -29,7 +29,7 @@ variable "client_security_group_ids" {
 
   validation {
     condition     = length(var.client_security_group_ids) > 0
-    error_message = "Name at least one security group: nobody else reaches the index."
+    error_message = "Name at least one security group: no other client reaches the index."
   }
 }
 
@@ -39,7 +39,7 @@ variable "users" {
 
   validation {
     condition     = length(var.users) >= 1 && length(var.users) <= 99
-    error_message = "Give one to 99 users: without any nobody reaches the index, and a group has 100 with the default user."
+    error_message = "Give one to 99 users: without any no client reaches the index, and a group has 100 with the default user."
   }
 
   validation {

@@ -45,10 +45,10 @@ class Place:
     def payloads(self) -> list[Path]:
         """Of ``KEPT``, by token."""
         namespace = LocalStore(self.folder / "chunks").folders("")[0]
-        told = run(self, "match", "--json", "-n", namespace, tokens=KEPT)
+        matched = run(self, "match", "--json", "-n", namespace, tokens=KEPT)
         return [
             next((self.folder / "chunks").rglob(f"{chunk['prefix_hash']}/*.safetensors"))
-            for chunk in told["chunks"]
+            for chunk in matched["chunks"]
         ]
 
     def drop_record(self, number: int) -> None:
