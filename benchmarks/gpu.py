@@ -17,7 +17,7 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Final, Self, cast
 
@@ -61,6 +61,7 @@ from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.chunk import ChunkKey
+from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.ops.bench.sample import NAMESPACE
 from objkv.programs.gpu_facts import device_name, plain_copy
@@ -87,10 +88,10 @@ contiguous."""
 STEP_MS, BUSY_STEP_MS = 10, 30
 """Length of the steps that run during one long load, and of those that each start a short one."""
 LOAD = Target(0.9)
-FORWARD_US = Target(200, at_most=True, of="ours")
+ONE = Target(1.3, at_most=True)
+FORWARD_US = Target(80, at_most=True, of="ours")
 STEP = Target(1.02, at_most=True)
-_CHUNKS, _QUICK_CHUNKS = 128, 8
-_GEOMETRY = Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=1)
+_QUICK_CHUNKS = 8
 _PINNED_BYTES = 2 << 30
 _PLAIN_BYTES = 256 << 20
 _SAVED_SHARE, _BUSY_SHARE = 4, 8
@@ -109,15 +110,17 @@ class GpuAnswer:
     """What was moved, and seconds by side, one per round."""
 
     device: str
-    chunk_bytes: int
+    rank: GroupIdentity
+    """The KV of a rank."""
     chunks: int
     """Of the long load."""
     seconds: Mapping[str, Sequence[float]]
     """On the device, for each form: plain copies of the long load's bytes (``NHD to_device``,
-    ``NHD to_host``), the ``NHD load`` and the ``NHD gather`` of a step's saves. On the device: a
-    ``step`` alone, a ``step beside`` the long load, and that ``load beside`` steps. Until it is
-    reported: the ``busy load`` of one of the busy steps. Processor time of the forward thread:
-    ``forward load``, ``forward save``, and ``forward idle``, a step without transfers."""
+    ``NHD to_host``), the ``NHD load`` and the ``NHD gather`` of a step's saves. On the device: the
+    ``one load`` of a chunk, a plain copy of it (``one to_device``), a ``step`` alone, a ``step
+    beside`` the long load, and that ``load beside`` steps. Until it is reported: the ``busy load``
+    of one of the busy steps. Processor time of the forward thread: ``forward load``, ``forward
+    save``, and ``forward idle``, a step without transfers."""
 
     @property
     def saved(self) -> int:
@@ -234,11 +237,19 @@ class OnePrompt:
 class Rig:
     """A worker over a paged cache in one form, and the steps of an engine. For ``with``."""
 
-    def __init__(self, memory: torch.Tensor, form: str, timed: TimedDriver, compute: Compute):
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        rank: GroupIdentity,
+        form: str,
+        timed: TimedDriver,
+        compute: Compute,
+    ) -> None:
         """``memory``: that of the paged cache, ``[words]`` bf16 on the device."""
         self._device, self._timed, self._compute = memory.device, timed, compute
+        self._geometry = Geometry((rank,), CHUNK, BLOCK, tp_size=1)
         self._api = torch.get_device_module(memory.device)
-        heads, size, content = LLAMA_8B.heads, BLOCK, LLAMA_8B.content
+        heads, size, content = rank.heads, BLOCK, rank.content
         plain = memory.view(len(LAYERS), -1, size * heads * content)
         if form == "NHD":
             layers = plain.view(*plain.shape[:2], size, heads, content).transpose(2, 3)
@@ -258,7 +269,7 @@ class Rig:
 
     def open(self, *, in_place: bool) -> None:
         """Make the worker, as a replica does, and the stored payloads."""
-        shape = _GEOMETRY.shape(0, 0)
+        shape = self._geometry.shape(0, 0)
         assert shape is not None
         self._store = OnePrompt(PagedGroup(shape, list(self._caches.values())), in_place=in_place)
         config = load_config({"pinned_bytes_max": _PINNED_BYTES}, environ={})
@@ -270,7 +281,7 @@ class Rig:
         self._agent = InsideAgent(cache, nbytes, CoreLimits(8, self.chunks), recorder)
         self._worker = make_worker_side(
             config,
-            _GEOMETRY,
+            self._geometry,
             Rank(0, "bench", 1),
             self._agent.connect,
             recorder=recorder,
@@ -296,16 +307,25 @@ class Rig:
 
     # The measurements.
 
+    def load_one(self) -> float:
+        """Load one chunk. Returns device seconds."""
+        return self._load(self._loads[:1])[0]
+
     def load(self) -> float:
         """Load all chunks. Returns device seconds."""
-        plan = self._load_plan(self._loads)
+        seconds, forward_s = self._load(self._loads)
+        self._note("forward load", forward_s)
+        if not self._store.in_place:
+            self._check()
+        return seconds
+
+    def _load(self, loads: Sequence[LoadMove]) -> tuple[float, float]:
+        """Load chunks. Returns seconds of the device, and of the forward thread's processor."""
+        plan = self._load_plan(loads)
         self._timed.events = []
         forward_s = self._processor_s(lambda: self._step(plan))
         self._wait_loads()
-        self._note("forward load", forward_s + self._results_s)
-        if not self._store.in_place:
-            self._check()
-        return self._timed.seconds()
+        return self._timed.seconds(), forward_s + self._results_s
 
     def gather(self) -> float:
         """Save the chunks of one step. Returns device seconds until they have left the device."""
@@ -446,15 +466,16 @@ def matrix_products(device: torch.device) -> Compute:
 class Bench:
     """All sides of a device, measured in turns."""
 
-    def __init__(self, device: torch.device, chunks: int, compute: Compute) -> None:
-        self._chunks, self._compute = chunks, compute
+    def __init__(
+        self, device: torch.device, rank: GroupIdentity, chunks: int, compute: Compute
+    ) -> None:
+        self._rank, self._chunks, self._compute = rank, chunks, compute
         self._timed = TimedDriver(driver_of(device), torch.get_device_module(device))
         DRIVERS[device.type] = self._timed
-        words = LLAMA_8B.heads * BLOCK * LLAMA_8B.content * len(LAYERS)
+        words = rank.heads * BLOCK * rank.content * len(LAYERS)
         count = words * (1 + chunks * BLOCKS)
         self._memory = torch.empty(count, dtype=torch.bfloat16, device=device)
-        self.chunk_bytes = words * BLOCKS * self._memory.element_size()
-        nbytes = min(_PLAIN_BYTES, chunks * self.chunk_bytes)
+        nbytes = min(_PLAIN_BYTES, chunks * _chunk_bytes(rank))
         self._plain = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self._host = torch.empty(nbytes, dtype=torch.uint8)
 
@@ -466,7 +487,7 @@ class Bench:
         found: dict[str, list[float]] = {}
         for form in FORMS:
             clock(False)
-            rig = Rig(self._memory, form, self._timed, self._compute)
+            rig = Rig(self._memory, self._rank, form, self._timed, self._compute)
             rig.open(in_place=in_place)
             clock(True)
             with rig:
@@ -480,17 +501,19 @@ class Bench:
 
     def _sides(self, rig: Rig, form: str) -> dict[str, Callable[[], float]]:
         """The sides of one form. Those that depend little on it are measured for one only."""
-        copy = partial(plain_copy, self._host, self._plain, self._chunks * self.chunk_bytes)
+        one, copy = _chunk_bytes(self._rank), partial(plain_copy, self._host, self._plain)
         sides: dict[str, Callable[[], float]] = {
-            f"{form} to_device": partial(copy, up=True),
-            f"{form} to_host": partial(copy, up=False),
+            f"{form} to_device": partial(copy, self._chunks * one, up=True),
+            f"{form} to_host": partial(copy, self._chunks * one, up=False),
         }
         sides[f"{form} load"] = rig.load
         sides[f"{form} gather"] = rig.gather
         if form != FORMS[0]:
             return sides
-        steps = max(2, math.ceil(copy(up=True) * 1e3 / STEP_MS) + 1)
+        steps = max(2, math.ceil(copy(self._chunks * one, up=True) * 1e3 / STEP_MS) + 1)
         return sides | {
+            "one to_device": partial(copy, one, up=True),
+            "one load": rig.load_one,
             "step": partial(rig.steps_alone, steps),
             "step beside": partial(rig.steps_beside, steps),
             "busy load": rig.busy_loads,
@@ -498,15 +521,21 @@ class Bench:
         }
 
 
-def measure(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
+def _chunk_bytes(rank: GroupIdentity) -> int:
+    return rank.heads * CHUNK * rank.content * len(LAYERS) * torch.bfloat16.itemsize
+
+
+def measure(device: torch.device, rank: GroupIdentity, chunks: int, rounds: int) -> GpuAnswer:
     """Measure all sides of a device."""
     use_batched_copies(device)
-    bench = Bench(device, chunks, matrix_products(device))
+    bench = Bench(device, rank, chunks, matrix_products(device))
     seconds = bench.run(rounds, lambda on: None, in_place=False)
-    return GpuAnswer(device_name(device), bench.chunk_bytes, chunks, seconds)
+    return GpuAnswer(device_name(device), rank, chunks, seconds)
 
 
-def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnswer:
+def measure_simulated(
+    device: torch.device, rank: GroupIdentity, chunks: int, rounds: int
+) -> GpuAnswer:
     """Measure all sides of the simulated device. Checksums are constants from now on."""
 
     def compute(seconds: float) -> None:
@@ -515,18 +544,19 @@ def measure_simulated(device: torch.device, chunks: int, rounds: int) -> GpuAnsw
 
     for module in (payload, seal):
         vars(module)["digest"] = lambda content: "0" * 32
-    bench = Bench(device, chunks, compute)
+    bench = Bench(device, rank, chunks, compute)
     seconds = bench.run(rounds, model_time, in_place=True)
     name = (
         f"simulated: {LAUNCH_US:g} µs a launch, copies at {COPY_GBPS:g} GB/s, kernels at "
         f"{KERNEL_GBPS:,g} GB/s; no bytes are moved or verified"
     )
-    return GpuAnswer(name, bench.chunk_bytes, chunks, seconds)
+    return GpuAnswer(name, rank, chunks, seconds)
 
 
 def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
     """Yield one row per measurement. ``prefix``: of all names."""
-    loaded, saved = answer.chunks * answer.chunk_bytes, answer.saved * answer.chunk_bytes
+    one = _chunk_bytes(answer.rank)
+    loaded, saved = answer.chunks * one, answer.saved * one
     timings = _with_limits(answer)
     up, down = "plain copy, host to device", "plain copy, device to host"
     for form in FORMS:
@@ -534,6 +564,8 @@ def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
         yield load.throughput(f"{prefix}load, {form}, scattered blocks", loaded, LOAD)
         gather = Compared(timings, f"{form} gather", f"{form} save limit", down)
         yield gather.throughput(f"{prefix}save, {form}, scattered blocks", saved)
+    alone = Compared(timings, "one load", "one to_device", up)
+    yield alone.duration(f"{prefix}load of one chunk", "ms", ONE)
     beside = Compared(timings, "load beside", f"{FORMS[0]} to_device", up)
     yield beside.throughput(f"{prefix}load while steps compute", loaded, LOAD)
     step = Compared(timings, "step beside", "step", "the same steps alone")
@@ -577,13 +609,14 @@ def _forward_rows(timings: Timings, answer: GpuAnswer, prefix: str) -> Iterator[
         )
 
 
-def bench_gpu(setting: BenchSetting, kind: str) -> Section:
-    """Measure a device."""
+def bench_gpu(setting: BenchSetting, kind: str, chunks: int, tp_size: int) -> Section:
+    """Measure a device, as a rank of ``tp_size``."""
     device = open_device(kind)
     is_simulated = kind == SIMULATED
     setting.tell("simulated GPU" if is_simulated else "GPU", "measuring")
     work = measure_simulated if is_simulated else measure
-    answer = work(device, _QUICK_CHUNKS if setting.quick else _CHUNKS, setting.rounds)
+    rank = replace(LLAMA_8B, heads=LLAMA_8B.heads // tp_size)
+    answer = work(device, rank, _QUICK_CHUNKS if setting.quick else chunks, setting.rounds)
     rows = rows_of(answer, "simulated: " if is_simulated else "")
     return Section("gpu", tuple(rows), {"GPU": answer.device})
 
@@ -596,12 +629,16 @@ def main(
     simulated_device: Annotated[
         bool, typer.Option("--simulated", help="Measure a model of a GPU instead.")
     ] = False,
+    chunks: Annotated[int, typer.Option(min=8, help="Chunks of the long load.")] = 128,
+    tp: Annotated[int, typer.Option(min=1, max=8, help="Measure one rank of so many.")] = 1,
 ) -> int:
     """See ``run_command``."""
     kind = SIMULATED if simulated_device else "gpu"
-    return run_work(
-        session, lambda setting: bench_gpu(setting, kind), BenchOptions(rounds, quick, check)
-    )
+
+    def measured(setting: BenchSetting) -> Section:
+        return bench_gpu(setting, kind, chunks, tp)
+
+    return run_work(session, measured, BenchOptions(rounds, quick, check))
 
 
 if __name__ == "__main__":
