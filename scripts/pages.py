@@ -20,8 +20,8 @@ from scripts import (
     write_rights,
 )
 
-WHOLE = (write_api, write_cli, write_configuration, write_models)
-IN_PART = (write_metrics, write_rights)
+WHOLE = (write_cli, write_configuration)
+IN_PART = (write_api, write_metrics, write_models, write_rights)
 NAMES = re.compile(r"<!-- end of (.+) -->")
 
 

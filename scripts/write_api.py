@@ -1,4 +1,4 @@
-"""``docs/reference/api.md``, from the docstrings of what ``objkv`` offers and ``api_page.txt``."""
+"""The calls, results and errors in ``docs/reference/api.md``, from docstrings."""
 
 import ast
 import inspect
@@ -7,14 +7,14 @@ import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import objkv
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
-WIDTH = 115
-WORDS = Path(__file__).with_name("api_page.txt")
+WIDTH = 100
 FUNCTIONS = ("open", "warm")
 CLASSES = ("Client", "Chunks")
 RESULTS = (
@@ -120,6 +120,21 @@ def members(kind: type) -> Iterator[tuple[str, Any]]:
             yield name, member
 
 
+def function_section(name: str) -> Iterator[str]:
+    """A function of the package."""
+    function = getattr(objkv, name)
+    yield from (f"## objkv.{name}", "", *signature(f"objkv.{name}", function))
+    yield from described(function.__doc__)
+
+
+def error_item(name: str) -> str:
+    """An error, and of which kind it is."""
+    kind = getattr(objkv, name)
+    base = kind.__bases__[0].__name__
+    inherits = "" if base == "Exception" else f" A `{base}`."
+    return wrapped(f"`objkv.{name}`: {plain(kind.__doc__)}{inherits}", "* ", "  ")
+
+
 def class_section(name: str) -> Iterator[str]:
     """A class with its methods."""
     kind = getattr(objkv, name)
@@ -147,24 +162,11 @@ def result_section(name: str) -> Iterator[str]:
     yield ""
 
 
-def page() -> str:
-    """The whole page."""
+def blocks() -> dict[str, str]:
+    """What is generated of the page."""
     assert {*FUNCTIONS, *CLASSES, *RESULTS, *ERRORS, "__version__"} == set(objkv.__all__)
-    head, results = WORDS.read_text().split("<!-- results -->\n")
-    lines = [head]
-    for name in FUNCTIONS:
-        function = getattr(objkv, name)
-        lines += [f"## objkv.{name}", "", *signature(f"objkv.{name}", function)]
-        lines += described(function.__doc__)
-    for name in CLASSES:
-        lines += class_section(name)
-    lines += [results]
-    for name in RESULTS:
-        lines += result_section(name)
-    lines += ["## Errors", "", "Messages mask secrets.", ""]
-    for name in ERRORS:
-        kind = getattr(objkv, name)
-        base = kind.__bases__[0].__name__
-        inherits = "" if base == "Exception" else f" A `{base}`."
-        lines.append(wrapped(f"`objkv.{name}`: {plain(kind.__doc__)}{inherits}", "* ", "  "))
-    return "\n".join(lines).replace("\n\n\n", "\n\n").rstrip() + "\n"
+    calls = [*chain.from_iterable(map(function_section, FUNCTIONS))]
+    calls += chain.from_iterable(map(class_section, CLASSES))
+    results = chain.from_iterable(map(result_section, RESULTS))
+    lists = {"calls": calls, "results": results, "errors": map(error_item, ERRORS)}
+    return {name: "\n".join(lines).replace("\n\n\n", "\n\n") for name, lines in lists.items()}

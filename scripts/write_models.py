@@ -1,4 +1,4 @@
-"""``docs/models.md``: what vLLM and objkv make of published models.
+"""The tables of ``docs/models.md``: what vLLM and objkv make of published models.
 
 ``python -m scripts.write_models --record [NAME ...]`` records the answers of the installed vLLM
 again, see ``tests/models/record.py``.
@@ -15,7 +15,6 @@ from objkv.connector.model.groups import Geometry
 from tests.models.recorded import VERSIONS, Model, answers, geometry, models, tier
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
-HEAD = Path(__file__).with_name("models_page.txt").read_text()
 _ITEM = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -63,6 +62,10 @@ def versions(model: Model) -> list[str]:
     return [version for version in VERSIONS if version in answers(model.name)]
 
 
+COLUMNS = """\
+| Model | Layers | Chunk, MiB | Except | Drafts |
+|---|---|---|---|---|
+"""
 REFERENCE = "0.32"
 """The version of the table. Others are compared with it."""
 
@@ -87,7 +90,7 @@ def row(model: Model) -> str:
 def wrapped(*texts: str) -> list[str]:
     """Return texts as one list item."""
     return textwrap.wrap(
-        " ".join(texts), 110, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
+        " ".join(texts), 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
     )
 
 
@@ -128,11 +131,10 @@ def block_sizes(found: Geometry) -> str:
     return ", ".join(map(str, sorted({group.block_size for group in found.groups})))
 
 
-def page() -> str:
-    """The whole page."""
-    table = "".join(map(row, models().values()))
-    found = "".join(differences()) or "Nothing.\n"
-    return HEAD.replace("<!-- models -->\n", table).replace("<!-- differences -->\n", found)
+def blocks() -> dict[str, str]:
+    """The table of models, and the list of differences."""
+    table = COLUMNS + "".join(map(row, models().values()))
+    return {"models": table, "differences": "".join(differences()) or "Nothing.\n"}
 
 
 def record(names: list[str]) -> None:
