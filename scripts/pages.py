@@ -20,8 +20,7 @@ from scripts import (
     write_rights,
 )
 
-WHOLE = (write_cli, write_configuration)
-IN_PART = (write_api, write_metrics, write_models, write_rights)
+IN_PART = (write_api, write_cli, write_metrics, write_models, write_rights)
 NAMES = re.compile(r"<!-- end of (.+) -->")
 
 
@@ -40,15 +39,12 @@ def filled(path: Path, blocks: dict[str, str]) -> str:
 
 def files() -> dict[Path, str]:
     """Each file with the text that it should have."""
-    others = {
+    whole = {
         write_rights.FILE: write_rights.text(),
+        write_configuration.PAGE: write_configuration.page(),
         write_configuration.CHART_SCHEMA: write_configuration.chart_schema(),
     }
-    return (
-        {one.PAGE: one.page() for one in WHOLE}
-        | {one.PAGE: filled(one.PAGE, one.blocks()) for one in IN_PART}
-        | others
-    )
+    return whole | {one.PAGE: filled(one.PAGE, one.blocks()) for one in IN_PART}
 
 
 if __name__ == "__main__":

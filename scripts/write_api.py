@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import objkv
+from scripts.write_cli import WIDTH, wrapped
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
-WIDTH = 100
 FUNCTIONS = ("open", "warm")
 CLASSES = ("Client", "Chunks")
 RESULTS = (
@@ -40,14 +40,6 @@ SEE = {
 def plain(text: str) -> str:
     """A docstring's text as Markdown on one line."""
     return " ".join(text.split()).replace("``", "`")
-
-
-def wrapped(text: str, first: str = "", other: str = "") -> str:
-    """A paragraph or an item of a list."""
-    return textwrap.fill(
-        text, WIDTH, initial_indent=first, subsequent_indent=other,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
 
 
 def described(text: str | None) -> Iterator[str]:

@@ -1,5 +1,4 @@
-"""``docs/reference/cli.md``: commands and options from ``objkv/cli``, the other words from
-``cli_page.txt``."""
+"""The help of commands in ``docs/reference/cli.md``, from ``objkv/cli``."""
 
 import inspect
 import re
@@ -16,7 +15,6 @@ from objkv.cli.app import COMMANDS, all_commands
 from objkv.cli.options import CommonOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "cli.md"
-WORDS = Path(__file__).with_name("cli_page.txt")
 NUMBER = re.compile(r"<(?:int|integer|float)(?: range)?>")
 COMMON = {field.name for field in fields(CommonOptions)}
 WIDTH = 100
@@ -33,17 +31,17 @@ def plain(text: str | None) -> str:
     return "`".join(p if i % 2 else p.replace("<", "&lt;") for i, p in enumerate(pieces))
 
 
-def item(text: str, level: int = 0) -> str:
-    """One item of a list, wrapped."""
-    indent = "    " * level
+def wrapped(text: str, first: str = "", other: str = "") -> str:
+    """A paragraph or an item of a list."""
     return textwrap.fill(
-        text,
-        WIDTH,
-        initial_indent=f"{indent}* ",
-        subsequent_indent=f"{indent}  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+        text, WIDTH, initial_indent=first, subsequent_indent=other,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def item(text: str) -> str:
+    """One item of a list, wrapped."""
+    return wrapped(text, "* ", "  ")
 
 
 def parameter_item(parameter: Any, context: Any) -> str:
@@ -81,18 +79,16 @@ def own_options(command: Any) -> list[Any]:
     ]
 
 
-def section(path: str, command: Any, words: str, shared: Collection[str]) -> Iterator[str]:
+def section(path: str, command: Any, shared: Collection[str]) -> Iterator[str]:
     """The lines about one command. ``shared``: items of options that are listed elsewhere."""
     context = command.make_context(path.split()[-1], [], resilient_parsing=True)
-    yield from (f"## {path}", "", *paragraphs(command.help))
+    yield from paragraphs(command.help)
     items = {one.opts[0]: parameter_item(one, context) for one in own_options(command)}
     own = [text for text in items.values() if text not in shared]
     if own:
         yield from (*own, "")
     if also := [f"`{name}`" for name, text in items.items() if text in shared]:
-        yield from (f"[As elsewhere](#options-of-several-commands): {', '.join(also)}.", "")
-    if words:
-        yield from (words, "")
+        yield wrapped(f"[As elsewhere](#options-of-several-commands): {', '.join(also)}.")
 
 
 def shared_items(commands: Mapping[str, Any]) -> list[str]:
@@ -108,33 +104,24 @@ def paragraphs(text: str | None) -> list[str]:
     """Help as paragraphs, each followed by an empty line."""
     found: list[str] = []
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text or "")):
-        found += [plain(paragraph.replace("\b", "")), ""]
+        found += [wrapped(plain(paragraph.replace("\b", ""))), ""]
     return found
 
 
-def page() -> str:
-    """The whole page."""
-    known = dict(commands())
-    head, *rest = re.split(r"<!-- section: (.+) -->\n", WORDS.read_text())
-    written = {path: text.strip() for path, text in zip(rest[::2], rest[1::2], strict=True)}
-    assert written.keys() <= known.keys(), written.keys() - known.keys()
+def blocks() -> dict[str, str]:
+    """The lists of commands and of options, and the help of each command."""
+    known = {path: command for path, command in commands() if path != "objkv"}
     context = known["objkv ls"].make_context("ls", [], resilient_parsing=True)
     common = [p for p in known["objkv ls"].params if p.name in COMMON]
     listed = [
         item(f"[`{name}`](#objkv-{name}): {plain(sentence)}")
         for name, (_, sentence) in COMMANDS.items()
     ]
-    commands_only = {path: command for path, command in known.items() if path != "objkv"}
-    shared = shared_items(commands_only)
+    shared = shared_items(known)
     lists = {
         "commands": listed,
-        "common": [parameter_item(option, context) for option in common],
-        "shared": shared,
+        "common options": [parameter_item(option, context) for option in common],
+        "shared options": shared,
     }
-    for name, items in lists.items():
-        head = head.replace(f"<!-- {name} -->", "\n".join(items))
-    sections = [
-        "\n".join(section(path, command, written.get(path, ""), shared))
-        for path, command in commands_only.items()
-    ]
-    return "\n".join([head, *sections]).replace("\n\n\n", "\n\n").rstrip() + "\n"
+    lists |= {path: [*section(path, command, shared)] for path, command in known.items()}
+    return {name: "\n".join(lines) for name, lines in lists.items()}
