@@ -258,12 +258,12 @@ def render(
         span = [frame.offset, frame.offset + frame.nbytes]
         document[frame.layer.name] = {"dtype": dtype, "shape": shape, "data_offsets": span}
     text = json.dumps(document, separators=(",", ":"), ensure_ascii=True).encode("ascii")
-    return finished(text, seal, room)[0]
+    return finished(text, seal, room)
 
 
-def finished(text: bytes, seal: Seal | None = None, room: int = 0) -> tuple[bytes, str]:
-    """Complete the JSON ``text`` with length, padding, signature and checksum. Return the header
-    and its checksum. ``room``: see ``render``. Raises ``PayloadError`` if it is too long."""
+def finished(text: bytes, seal: Seal | None = None, room: int = 0) -> bytes:
+    """Complete the JSON ``text`` with length, padding, signature and checksum. ``room``: see
+    ``render``. Raises ``PayloadError`` if it is too long."""
     total = -(-(LENGTH_BYTES + len(text)) // ALIGNMENT) * ALIGNMENT
     if total > (room or HEADER_BYTES_MAX):
         raise PayloadError(f"the header has {total} bytes, allowed are {room or HEADER_BYTES_MAX}")
@@ -273,9 +273,8 @@ def finished(text: bytes, seal: Seal | None = None, room: int = 0) -> tuple[byte
     header += text.ljust(total - LENGTH_BYTES)
     if seal is not None:
         seal.sign(header)
-    checksum = digest(header)
-    header[CHECKSUM_AT:CHECKSUM_END] = checksum.encode()
-    return bytes(header), checksum
+    header[CHECKSUM_AT:CHECKSUM_END] = digest(header).encode()
+    return bytes(header)
 
 
 def checksum_of(header: bytes) -> str:
@@ -497,8 +496,9 @@ class Form:
             return None
         holes = map(str.encode, checksums)
         tail = self._tail.pack(*chain(*zip(self._fixed, holes, strict=False)), self._fixed[-1])
-        text, checksum = finished(_opening(claim) + written + tail)
-        return text, Header(claim, self._frames(len(text), checksums), checksum, provenance)
+        text = finished(_opening(claim) + written + tail)
+        frames = self._frames(len(text), checksums)
+        return text, Header(claim, frames, checksum_of(text), provenance)
 
     def _frames(self, total: int, checksums: tuple[str, ...]) -> Frames:
         placed = self._placed  # read once: other threads read headers of other lengths

@@ -23,7 +23,7 @@ from objkv.codec.header import (
     read_header,
     render,
 )
-from objkv.codec.seal import Seal, Sealing, compressed_memory, proof_of
+from objkv.codec.seal import Seal, Sealing, proof_of
 from objkv.codec.values import (
     ENCRYPTED,
     LAYER_BYTES_MAX,
@@ -252,7 +252,9 @@ def frame_pages(
         if codec == "none":
             cipher.decrypt(place, stored, pages, tag)
             return pages
-        frame = compressed_memory(len(stored))
+        import numpy as np  # imported late: commands that only print do not need it
+
+        frame = np.empty(len(stored), np.uint8).data
         cipher.decrypt(place, stored, frame, tag)
         stored = frame
     decompress_into(codec, stored, pages)

@@ -9,11 +9,9 @@ import base64
 import ctypes
 import hashlib
 import hmac
-import json
 import os
 import re
-import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -47,8 +45,6 @@ _KEY_INFO = b"objkv-encryption-1\n"
 _FRAME_INFO = "objkv-frame-1\n"
 _NONCE_BYTES = 12
 _TAG_HEX = 32
-_KEPT_BYTES_MAX = 8 << 20
-"""Memory that a thread keeps for decrypting compressed frames; larger frames get their own."""
 _DOMAIN = b"objkv-signature-1\n"
 _DERIVED_INFO = b"objkv-signing-key-1\n"
 _BLANK = b"0" * (SIGNATURE_END - SIGNATURE_AT)
@@ -344,43 +340,30 @@ class AesFrames:
         return text.encode("utf-8", "surrogatepass")
 
 
-class _Kept(threading.local):
-    memory = memoryview(b"")
-
-
-_kept = _Kept()
-
-
-def compressed_memory(nbytes: int) -> memoryview:
-    """Return memory of this thread for one frame between decryption and decoding, valid until the
-    next call."""
-    import numpy as np  # imported late: commands that only print do not need it
-
-    if nbytes > _KEPT_BYTES_MAX:
-        return np.empty(nbytes, np.uint8).data
-    if _kept.memory.nbytes < nbytes:
-        _kept.memory = np.empty(nbytes, np.uint8).data
-    return _kept.memory[:nbytes]
-
-
 @cache
 def load_aes() -> Any:
     """Return the library's names. Imported only if there is an encryption key; raises
     ImportError."""
     from cryptography.exceptions import InvalidTag
     from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-    return SimpleNamespace(Cipher=Cipher, algorithms=algorithms, modes=modes, InvalidTag=InvalidTag)
+    return SimpleNamespace(
+        Cipher=Cipher,
+        algorithms=algorithms,
+        modes=modes,
+        InvalidTag=InvalidTag,
+        HKDF=HKDF,
+        SHA256=SHA256,
+    )
 
 
 def hkdf(secret: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
     """Return key material by HKDF-SHA256 (RFC 5869)."""
-    base = hmac.digest(salt, secret, "sha256")
-    out = last = b""
-    for count in range(1, -(-nbytes // 32) + 1):
-        last = hmac.digest(base, last + info + bytes([count]), "sha256")
-        out += last
-    return out[:nbytes]
+    lib = load_aes()
+    derived: bytes = lib.HKDF(lib.SHA256(), nbytes, salt, info).derive(secret)
+    return derived
 
 
 def _nonce(number: int) -> bytes:
@@ -391,26 +374,27 @@ def _shape(layer: LayerSpec) -> str:
     return "x".join(map(str, layer.shape))
 
 
-# Key documents: the content of a key file, or the output of a key command. Errors name a line or an
-# entry and its fault, never its content.
+# Key documents: the content of a key file, or the output of a key command. Errors name a line and
+# its fault, never its content.
 KEYS_BYTES_MAX: Final = 1 << 20
 """Limit for a document."""
 EVERY_TENANT: Final = "*"
 _TENANT = re.compile(r"\*|[A-Za-z0-9._-]{1,64}")
-_FIELDS = ("id", "tenant", "key")
 _DISTINCT_MIN = 8
 """Minimum number of different bytes in a random key; it has fewer once in 10^36."""
 
 
 def parse_keys(text: str) -> list[SealKey]:
     """Return the keys of a document, in order. It has lines of id, tenant and key, separated by
-    blanks, with ``#`` before comments; or it is a JSON array of objects with these three names.
-
-    Raises ValueError.
-    """
-    entries = _json_entries(text) if text.lstrip().startswith(("[", "{")) else _lines(text)
+    blanks, with ``#`` before comments. Raises ValueError."""
     keys = []
-    for where, (key_id, tenant, secret) in entries:
+    for number, line in enumerate(text.splitlines(), 1):
+        where, words = f"line {number}", line.partition("#")[0].split()
+        if not words:
+            continue
+        if len(words) != 3:
+            raise ValueError(f"{where} has {len(words)} words, expected id, tenant and key")
+        key_id, tenant, secret = words
         if re.fullmatch(KEY_ID, key_id) is None:
             raise ValueError(f"{where}: the id must be 1 to 64 letters, digits and ._-")
         if _TENANT.fullmatch(tenant) is None:
@@ -428,36 +412,6 @@ def keys_of(keys: Sequence[SealKey], tenant: str) -> list[SealKey]:
     all open. Never both kinds: a signature that every tenant can make proves nothing."""
     own = [key for key in keys if key.tenant == tenant]
     return own or [key for key in keys if key.tenant == EVERY_TENANT]
-
-
-_Entries = Iterable[tuple[str, tuple[str, str, str]]]
-
-
-def _lines(text: str) -> _Entries:
-    for number, line in enumerate(text.splitlines(), 1):
-        parts = line.partition("#")[0].split()
-        if not parts:
-            continue
-        if len(parts) != len(_FIELDS):
-            raise ValueError(f"line {number} has {len(parts)} words, expected id, tenant and key")
-        yield f"line {number}", (parts[0], parts[1], parts[2])
-
-
-def _json_entries(text: str) -> _Entries:
-    document: Any = None
-    with suppress(ValueError, RecursionError):  # the exception's text holds the document
-        document = json.loads(text)
-    if document is None:
-        raise ValueError("the document starts like JSON, but is not valid JSON")
-    if not isinstance(document, list):
-        raise ValueError("the JSON document must be an array of keys")
-    for number, entry in enumerate(document, 1):
-        if not isinstance(entry, dict) or entry.keys() != set(_FIELDS):
-            raise ValueError(f"entry {number} must be an object with id, tenant and key")
-        values = [entry[name] for name in _FIELDS]
-        if not all(isinstance(value, str) for value in values):
-            raise ValueError(f"entry {number}: id, tenant and key must be strings")
-        yield f"entry {number}", (values[0], values[1], values[2])
 
 
 def _secret(where: str, text: str) -> bytes:

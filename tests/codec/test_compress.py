@@ -4,7 +4,6 @@ import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-import lz4.block
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -52,40 +51,31 @@ def test_a_truncated_frame_is_refused(codec: str, data: st.DataObject) -> None:
     assert decoded(codec, FRAMES[codec][:cut], len(PAGES)) is None
 
 
-def test_a_bomb_is_refused() -> None:
-    nothing = bytes(64 << 20)
-    assert decoded("lz4", lz4.block.compress(nothing, store_size=False), 1 << 16) is None
-    for codec in ("blosc", "blosclz4"):
-        bomb = bytearray(compress(codec, memoryview(nothing), 2)[1])
-        assert decoded(codec, bytes(bomb), 1 << 16) is None
-        # The same, but claiming the length that the reader expects.
-        bomb[4:8] = (1 << 16).to_bytes(4, "little")
-        result = decoded(codec, bytes(bomb), 1 << 16)
-        assert result is None or result == bytes(1 << 16)
+@pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
+def test_a_bomb_that_claims_the_length_that_is_expected_is_refused(codec: str) -> None:
+    bomb = bytearray(compress(codec, memoryview(bytes(64 << 20)), 2)[1])
+    bomb[4:8] = (1 << 16).to_bytes(4, "little")
+    assert decoded(codec, bytes(bomb), 1 << 16) in (None, bytes(1 << 16))
 
 
-@pytest.mark.parametrize(
-    ("at", "value"),
-    [
-        (0, 6),
-        (2, 0x05),
-        (16, 2),
-        (17, 32),
-        (18, 160),
-        (22, 2),
-        (22, 200),
-        (30, 1),
-        (31, 8),
-        (31, 1),
-    ],
-)
+OTHERS = [
+    *((at, bytes([value])) for at, value in ((0, 6), (2, 5), (22, 2), (22, 200), (30, 1), (31, 8))),
+    *((at, bytes([value])) for at, value in ((16, 2), (17, 32), (18, 160), (31, 1))),
+    *((8, n.to_bytes(4, "little")) for n in (0, len(PAGES) + 1, 1 << 29, 2**31, 2**32 - 1)),
+]
+
+
+@pytest.mark.parametrize(("at", "value"), OTHERS)
 @pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
 def test_a_blosc_chunk_that_our_encoder_would_not_write_is_refused(
-    codec: str, at: int, value: int
+    codec: str, at: int, value: bytes
 ) -> None:
     frame = bytearray(FRAMES[codec])
-    frame[at] = value
+    frame[at : at + len(value)] = value
     assert decoded(codec, bytes(frame), len(PAGES)) is None
+    if at == 8:  # the decoder would get as much memory
+        with pytest.raises(PayloadError, match="a block length of"):
+            decompress_into(codec, memoryview(frame), memoryview(bytearray(len(PAGES))))
 
 
 @pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
@@ -96,17 +86,6 @@ def test_a_blosc_chunk_whose_flags_name_another_compressor_never_reaches_the_dec
     frame = bytearray(FRAMES[codec])
     frame[2] = frame[2] & 0b11111 | compressor << 5
     with pytest.raises(PayloadError, match="not a chunk of shuffled"):
-        decompress_into(codec, memoryview(frame), memoryview(bytearray(len(PAGES))))
-
-
-@pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
-@pytest.mark.parametrize("block_bytes", [0, len(PAGES) + 1, 1 << 29, 2**31, 2**32 - 1])
-def test_a_blosc_chunk_of_blocks_that_no_layer_needs_is_refused(
-    codec: str, block_bytes: int
-) -> None:
-    frame = bytearray(FRAMES[codec])
-    frame[8:12] = block_bytes.to_bytes(4, "little")
-    with pytest.raises(PayloadError, match="a block length of"):
         decompress_into(codec, memoryview(frame), memoryview(bytearray(len(PAGES))))
 
 
@@ -193,17 +172,6 @@ def test_what_nothing_can_be_divided_by_is_no_scale(number: float) -> None:
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_the_header_says_the_scales_of_each_layer(codec: str) -> None:
-    payload = sample(codec, SCALED)
-    assert open_payload(payload, CLAIM, SCALED).frames.layers == SCALED
-    assert [layer.scales for layer in read_header(payload).frames.layers] == [
-        "0.5 2.0",
-        "0.5 3.0",
-        "0.5 4.0",
-    ]
-
-
-@pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 def test_pages_of_other_scales_are_refused(layer: int, codec: str) -> None:
     """Also if only one of them has scales: the divisor is then unknown."""
@@ -222,11 +190,6 @@ def test_who_does_not_know_a_layers_scales_takes_any() -> None:
         assert open_payload(sample(layers=written), CLAIM, unknown).frames.layers == written
     with pytest.raises(PayloadError, match="expected"):
         open_payload(sample(layers=PLAIN), CLAIM, unknown)
-
-
-def test_without_scales_a_header_is_what_it_was_before_there_were_any() -> None:
-    header, _ = split(sample(layers=PLAIN))
-    assert not [name for name in header["__metadata__"] if name.startswith("scales")]
 
 
 @pytest.mark.parametrize("text", ["", "1.0", "1.0 nan", "1.0 1.0 "])

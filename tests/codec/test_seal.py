@@ -15,7 +15,6 @@ from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
 
 from objkv.codec.header import bytes_max
 from objkv.codec.payload import (
@@ -52,18 +51,6 @@ from tests.support.payloads import open_payload
 KINDS = sorted(SEALS)
 
 
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_was_sealed_comes_out_again(kind: str, codec: str) -> None:
-    payload = sample(codec, seal=SEALS[kind])
-    assert pages_read(payload, SEALS[kind]) == pages_of(LAYERS)
-    header = read_header(payload, seal=SEALS[kind])
-    assert check_frames(header, payload) == len(LAYERS)
-    base = {name.partition("+")[0] for name in header.frames.codecs}
-    assert base == {codec}
-    assert ("+aes256gcm" in header.codec) == SEALS[kind].encrypts
-
-
 @settings(max_examples=40)
 @given(st.sampled_from(KINDS), st.sampled_from(CODECS), layer_lists, st.data())
 def test_any_layers_can_be_sealed_in_place(
@@ -91,6 +78,8 @@ def test_a_payload_that_is_sealed_later_has_the_header_that_is_read(kind: str, c
     found = open_payload(payload, CLAIM, LAYERS, seal=SEALS[kind])
     assert header == found == read_header(payload, seal=SEALS[kind])
     assert pages_read(payload, SEALS[kind]) == pages_of(LAYERS)
+    assert check_frames(header, payload) == len(LAYERS)
+    assert header.codec == codec + "+aes256gcm" * SEALS[kind].encrypts
     assert payload.nbytes <= payload_bytes_max(LAYERS)
 
 
@@ -103,17 +92,6 @@ def test_no_header_is_longer_than_its_bound(kind: str) -> None:
     told = Provenance("0" * 64, "w" * 256, 2**62)
     payload = encode(CLAIM, long, pages_of(long), codec="none", provenance=told, seal=seal)
     assert read_header(payload, seal=seal).data_start <= bytes_max(long, 0)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_sealed_payload_is_a_safetensors_file(kind: str, tmp_path) -> None:
-    file = tmp_path / "payload.safetensors"
-    file.write_bytes(sample(seal=SEALS[kind]))
-    with safe_open(file, "numpy") as tensors:
-        assert set(tensors.keys()) == {layer.name for layer in LAYERS}
-        shapes = [tensors.get_slice(layer.name).get_shape() for layer in LAYERS]
-        if SEALS[kind].encrypts:
-            assert shapes == [[layer.nbytes] for layer in LAYERS]
 
 
 def test_who_has_no_seal_reads_what_was_signed_but_not_what_was_encrypted() -> None:
@@ -275,15 +253,12 @@ acme-1 acme {base64.urlsafe_b64encode(OTHER).decode().rstrip("=")}
 """
 
 
-def test_lines_and_json_say_the_same() -> None:
-    keys = parse_keys(LINES)
-    assert keys == [
+def test_keys_are_lines_of_id_tenant_and_key() -> None:
+    assert parse_keys(LINES) == [
         SealKey("new", "*", ONE),
         SealKey("old", "*", OTHER),
         SealKey("acme-1", "acme", OTHER),
     ]
-    document = [{"id": k.id, "tenant": k.tenant, "key": k.secret.hex()} for k in keys]
-    assert parse_keys(json.dumps(document)) == keys
 
 
 def test_a_tenant_with_keys_of_its_own_has_no_others() -> None:
@@ -307,12 +282,7 @@ BAD = {
     f"a * {base64.b64encode(ONE + b'x').decode()}": "line 1: the key must be 32 bytes",
     f"a * {'0' * 64}": "line 1: the key is not random",
     f"a * {ONE.hex()}\na * {OTHER.hex()}": "the same id",
-    "[": "starts like JSON",
-    "[" * 100_000: "starts like JSON",
-    "{}": "an array",
-    "[1]": "entry 1",
-    '[{"id": "a"}]': "entry 1",
-    '[{"id": "a", "tenant": "*", "key": 1}]': "entry 1: id, tenant and key must be strings",
+    "[]": "line 1 has 1 words",
 }
 
 
@@ -326,7 +296,7 @@ def test_what_is_wrong_is_told_and_no_key_with_it(text: str) -> None:
 
 
 @settings(max_examples=50)
-@given(st.text() | st.text(st.sampled_from('a *#\n[]{}":,0')))
+@given(st.text() | st.text(st.sampled_from("a *#\n0")))
 def test_any_text_is_keys_or_a_value_error(text: str) -> None:
     with suppress(ValueError):
         assert parse_keys(text)

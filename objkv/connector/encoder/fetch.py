@@ -81,8 +81,8 @@ class EncoderFetcher:
     """Fetches outputs. Only the scheduler's thread calls public methods.
 
     vLLM queries for all of its waiting requests in one step, and frees memory request by request. A
-    request gets memory for all outputs that it is the first to need at once, and has none while it
-    waits. So requests do not wait for each other for ever.
+    request gets memory for all outputs that it is the first to need at once, after those that asked
+    before it, and has none while it waits. So requests do not wait for each other for ever.
     """
 
     def __init__(
@@ -202,7 +202,8 @@ class EncoderFetcher:
             if not is_late and output not in self._entries and nbytes + size <= self._nbytes_max:
                 fits.add(output)
                 nbytes += size
-        if self.held_bytes + nbytes > self._nbytes_max:
+        first = next(one for one, until in self.queue.items() if until > now or one == owner)
+        if nbytes and (first != owner or self.held_bytes + nbytes > self._nbytes_max):
             return False
         del self.queue[owner]
         waiting = sum(entry.is_needed for entry in self._entries.values())

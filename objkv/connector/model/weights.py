@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from objkv.background import Steps, at_once
+from objkv.background import Steps
 from objkv.config import Config
 from objkv.errors import ConfigError
 
@@ -103,12 +103,6 @@ def adapter_digest(files: Sequence[Path]) -> Steps[str | None]:
     return digest.hexdigest()
 
 
-def adapter_content(folder: Path) -> bytes | None:
-    """Return the digest of the adapter in ``folder``, at once; None without weights."""
-    digest = at_once(adapter_digest(adapter_files(folder)))
-    return None if digest is None else bytes.fromhex(digest)
-
-
 def local_folder(model: str, revision: str | None, file_name: str = "config.json") -> Path | None:
     """Return the folder of the model's files: the path itself, or the hub's cache. Never downloads.
 
@@ -156,13 +150,10 @@ def _whole(paths: Sequence[Path]) -> list[bytes]:
 
 
 def _read_whole(path: Path) -> bytes:
-    digest, piece = hashlib.sha256(), bytearray(_PIECE)
     with path.open("rb", buffering=0) as file:
         gib = os.fstat(file.fileno()).st_size / 2**30
         logger.info("hashing all of a file of weights gib=%.1f path=%s", gib, path)
-        while count := file.readinto(piece):
-            digest.update(memoryview(piece)[:count])
-    return digest.digest()
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:

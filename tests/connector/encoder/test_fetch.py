@@ -65,21 +65,6 @@ def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Plac
         assert second.fetcher.held_bytes == 0
 
 
-def test_requests_that_hold_what_the_other_waits_for_do_not_wait_for_ever(place: Place) -> None:
-    images = [(f"{name}-1", f"{name}-2") for name in "abcd"]
-    saved(place, *(name for pair in images for name in pair))
-    with replica(place, limits=Limits(held_bytes_max=room_for(2))) as second:
-        waiting = [request(f"r-{pair}", *pair) for pair in images]
-        for _ in images:
-            until(second, lambda: any(second.side.is_ready(seen, 0) for seen in waiting))
-            seen = next(seen for seen in waiting if second.side.is_ready(seen, 0))
-            second.step(seen)
-            second.side.finish(seen)
-            waiting.remove(seen)
-        assert not second.encoded
-        assert second.fetcher.held_bytes == parked(second) == 0
-
-
 def full(place: Place, second: Replica) -> Any:
     """A request that is ready and not scheduled; "y" of another waits for its memory."""
     holder = request("holder", "x")
@@ -105,6 +90,21 @@ def test_the_wait_for_memory_ends_at_the_deadline(place: Place, limits: Limits) 
         assert second.see(seen) == ["y"]
         assert second.count("load_deadlines") == 1
         assert parked(second) == 0
+
+
+def test_a_large_request_is_not_overtaken_while_it_waits(place: Place) -> None:
+    saved(place, *"wxyz")
+    with replica(place, limits=Limits(held_bytes_max=room_for(2), deadline_s=5.0)) as second:
+        holder, large, small = request("a", "x"), request("b", "y", "z"), request("c", "w")
+        second.wait(holder)
+        for seen in (large, small, small):
+            assert not second.side.is_ready(seen, 0)
+        assert list(second.fetcher.queue) == ["b", "c"]
+        second.clock.advance(4.0)
+        assert not second.side.is_ready(request("d", "w"), 0)
+        second.clock.advance(1.0)  # vLLM may ask for it no more
+        until(second, lambda: second.side.is_ready(request("d", "w"), 0))
+        assert second.see(large) == ["y", "z"]
 
 
 def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(

@@ -131,14 +131,6 @@ def test_a_save_that_waited_too_long_is_dropped(place: Place) -> None:
         assert (first.saved, first.count("save_drops")) == (1, 4)
 
 
-def test_the_same_output_is_saved_once(place: Place) -> None:
-    with replica(place) as first:
-        for _ in range(3):
-            first.worker.save(plan(x=NAME), {"x": output_of("x")}, "x")
-            first.drain()
-        assert (first.saved, first.count("save_repeats")) == (1, 2)
-
-
 def test_outputs_that_the_agent_holds_back_count_with_their_bytes(place: Place) -> None:
     with replica(place, holds_back=True) as first:
         first.see(request("a", "x"))

@@ -24,11 +24,14 @@ def core() -> Any:
     return engine
 
 
-def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(engines: Any) -> None:
+def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(
+    engines: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     """Its own memory may still serve blocks of the old weights, and new ones that build on them."""
     writer, engine = engines(), engines()
     writer.save(1)
     core().collective_rpc("reload_weights", None, (), {})
+    assert "reset_connector=True" in caplog.text
     assert engine.ask(1) == [MISS]
     assert engine.tier.namespace.current is None
     assert not engine.tier.open

@@ -46,27 +46,18 @@ def namespace(engine: Engine) -> str:
         {"parallel": {"world_size": 2, "tp_size": 2}},
         {"parallel": {"world_size": 2, "tp_size": 2, "is_parallelism_agnostic": True}},
         {"parallel": {"world_size": 2, "pp_size": 2}},
+        {"engine": {"model_config": {"quantization": "fp8"}}},
+        {"engine": {"model_config": {"hf_overrides": {"rope_theta": 500_000}}}},
+        {"engine": {"model_config": {"dtype": "torch.float16"}}},
+        {"engine": {"model_config": {"revision": "v2"}}},
+        {"engine": {"load_config": {"load_format": "dummy"}}},
+        {"engine": {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}}},
     ],
 )
 def test_what_the_operator_or_vllm_says_keeps_engines_apart(
     engines: Any, changes: dict[str, Any]
 ) -> None:
     assert namespace(engines()) != namespace(engines(**changes))
-
-
-@pytest.mark.parametrize(
-    "engine",
-    [
-        {"model_config": {"quantization": "fp8"}},
-        {"model_config": {"hf_overrides": {"rope_theta": 500_000}}},
-        {"model_config": {"dtype": "torch.float16"}},
-        {"model_config": {"revision": "v2"}},
-        {"model_config": {"revision": "v2"}, "load_config": {"load_format": "dummy"}},
-        {"cache_config": {"kv_cache_dtype_skip_layers": ["0"]}},
-    ],
-)
-def test_what_the_engine_was_told_keeps_engines_apart(engines: Any, engine: dict[str, Any]) -> None:
-    assert namespace(engines()) != namespace(engines(engine=engine))
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 from vllm.v1.kv_offload.base import LookupResult
 
-from tests.connector.tier.world import ROWS, offload_key, row
-from tests.support.servers.redis import wait_until
+from tests.connector.tier.world import offload_key, row
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
@@ -33,16 +32,6 @@ def test_a_tier_with_the_rights_of_a_reader_loads_and_stores_nothing(
     reader.save(100, 101)
     assert sorted(tmp_path.rglob("*.*")) == stored
     assert writer.ask(100, 101) == [MISS] * 2
-
-
-def test_what_vllm_evicts_comes_back(engines: Any) -> None:
-    engine = engines()
-    first = {offload_key(i): row(i) for i in range(ROWS)}
-    engine.save(*range(ROWS))
-    engine.save(*range(100, 100 + ROWS))
-    request = engine.begin()
-    assert engine.find(request, list(first)) == [HIT] * ROWS
-    assert [engine.read(request, key) for key in first] == list(first.values())
 
 
 def test_groups_are_told_apart(engines: Any) -> None:
@@ -94,13 +83,6 @@ def test_a_reset_leaves_the_namespace_and_distrusts_requests_under_way(engines: 
     assert other.ask(1, 2, 4) == [HIT, MISS, MISS]
 
 
-def test_a_tier_that_stops_says_how_it_goes_on(
-    engines: Any, caplog: pytest.LogCaptureFixture
-) -> None:
-    engines().tier.reset(clean=False)
-    assert "reset_connector=True" in caplog.text
-
-
 def test_before_vllm_chose_its_first_hash_nothing_is_shared(
     engines: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -112,25 +94,6 @@ def test_before_vllm_chose_its_first_hash_nothing_is_shared(
     assert engine.find(request, [offload_key(1)]) == [MISS]
     engine.save(1, context=request)
     assert engine.counted("save_refused") == 1
-
-
-def test_a_missing_chunk_of_one_prompt_hides_none_of_another(engines: Any) -> None:
-    """A folder that is its own index ends its answer to several keys at the first missing one."""
-    own_index = {"index_url": "bulk:"}
-    writer, reader = engines(own_index), engines(own_index)
-    writer.save(1, 2)
-    requests = [reader.begin(), reader.begin()]
-    keys = [offload_key(99), offload_key(1)]
-    answers: list[LookupResult] = []
-
-    def settled() -> bool:
-        asked = zip(keys, requests, strict=True)
-        answers[:] = [reader.manager.lookup(key, request) for key, request in asked]
-        reader.end_step()
-        return not {LookupResult.RETRY, LookupResult.HIT_PENDING} & set(answers)
-
-    wait_until(settled, "both to be answered")
-    assert answers == [MISS, HIT]
 
 
 def test_of_a_window_the_end_may_be_missing_and_the_rest_found(engines: Any) -> None:

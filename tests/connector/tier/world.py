@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from objkv.config import Config
 from objkv.connector.tier.manager import ObjKVTier
+from tests.connector.encoder.engine import engine
 from tests.support.served import ServedAgent
 from tests.support.servers.redis import wait_until
 from tests.support.waiting import PATIENCE_S
@@ -76,40 +77,23 @@ def offloading_config(extra: dict[str, Any], **changes: Any) -> OffloadingConfig
     return OffloadingConfig(**values)
 
 
-def engine_config(told: OffloadingConfig, **changes: Any) -> VllmConfig:
+def engine_config(told: OffloadingConfig, **changes: Any) -> Any:
     """vLLM's configuration, as far as a tier reads it, with the very ``extra_config`` of ``told``;
     ``changes`` by the parts' names."""
-    parts: dict[str, dict[str, Any]] = {
-        "kv_transfer_config": {
-            "kv_connector_extra_config": told.extra_config,
-            "engine_id": told.engine_id,
-        },
-        "model_config": {
-            "model": told.model.name,
-            "revision": "release-1",
-            "seed": 0,
-            "dtype": "torch.bfloat16",
-            "quantization": None,
-            "hf_overrides": {},
-            "hf_config_path": None,
-            "hf_text_config": SimpleNamespace(rope_parameters={}),
-            "multimodal_config": None,
-        },
-        "cache_config": {"enable_prefix_caching": True, "kv_cache_dtype_skip_layers": []},
-        "load_config": {"load_format": "auto"},
-        "parallel_config": {
-            "distributed_executor_backend": "mp",
-            "world_size": told.parallel.world_size,
-            "use_ray": False,
-            "nnodes_within_dp": 1,
-        },
-    }
-    config: VllmConfig = object.__new__(VllmConfig)
-    config.speculative_config = config.lora_config = None
-    for name, values in parts.items():
-        setattr(config, name, SimpleNamespace(**values | changes.pop(name, {})))
-    for name, value in changes.items():
-        setattr(config, name, SimpleNamespace(**value))
+    config = engine(Path(told.model.name), revision="release-1", multimodal_config=None)
+    config.kv_transfer_config = SimpleNamespace(
+        kv_connector_extra_config=told.extra_config, engine_id=told.engine_id
+    )
+    config.parallel_config = SimpleNamespace(
+        distributed_executor_backend="mp",
+        world_size=told.parallel.world_size,
+        use_ray=False,
+        nnodes_within_dp=1,
+    )
+    config.speculative_config = None
+    for name, values in changes.items():
+        before = getattr(config, name) or SimpleNamespace()
+        setattr(config, name, SimpleNamespace(**vars(before) | values))
     return config
 
 
