@@ -207,7 +207,7 @@ class _S3Line:
     def receive_into(self, into: memoryview) -> int:
         return 0
 
-    def receive(self, nbytes_max: int) -> bytes:
+    def receive(self) -> bytes:
         raise ConnectionError
 
 
