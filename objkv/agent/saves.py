@@ -46,9 +46,8 @@ from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_HEADER_BYTES, _HEADER_GUESS_MAX = 4096, 1 << 16
-"""The length of the shortest header, and the most that is read before a header's length is known.
-"""
+_HEADER_GUESS = 32 << 10
+"""Covers the header of most models, which saves a second read."""
 _LOOK_S = 0.05
 """How often ``drain`` looks at payloads that are due while there is no room to save them."""
 _SHED_S = 0.1
@@ -346,8 +345,6 @@ class NodeSaves:
         """Another save may begin below this."""
         self._has_ended = Event()
         """Set when a save has ended."""
-        self._header_bytes = _HEADER_BYTES
-        """Of the last payload that was handed over: most probably the next one's, too."""
         self._trouble = Trouble(logger, "saves")
         self._shed_until = -math.inf
         self._pool: Pool[_Save] = Pool(
@@ -369,10 +366,10 @@ class NodeSaves:
         of them hands it over.
         """
         try:
-            text = outbox.read(commit.offset, min(commit.nbytes, self._header_bytes))
+            text = outbox.read(commit.offset, min(commit.nbytes, _HEADER_GUESS))
             if (needed := header_bytes_needed(text)) > len(text):
                 text = outbox.read(commit.offset, min(commit.nbytes, needed))
-            self._header_bytes, text = min(needed, _HEADER_GUESS_MAX), text[:needed]
+            text = text[:needed]
             header = self._read_header(text)
             if header.nbytes != commit.nbytes or header.codec != "none" or any(header.marks):
                 raise PayloadError("a payload of another length, compressed or sealed")

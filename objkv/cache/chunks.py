@@ -293,7 +293,7 @@ class ChunkCache:
     def save(self, path: str, payload: Buffer, header: Header) -> bool:
         """Store ``payload``, whose path and header are given, then publish its record, which gives
         the lease back. Call it while holding that. No reference to ``payload`` is kept. Return
-        False if another writer's payload already existed, whose record was published instead.
+        False if another writer's payload already existed, whose record is published then.
 
         Raises ``StoreError`` if the bulk store fails; no record is published then, and the lease is
         still held.
