@@ -113,7 +113,10 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
     assert replica.recorder.value("save_drops") == 2, "all but the one that was on the wire"
 
 
-def test_what_an_overloaded_store_does_not_take_is_no_drop_which_would_be_planned_again() -> None:
+@ON_HOST
+def test_what_an_overloaded_store_does_not_take_is_no_drop() -> None:
+    """A drop would be planned again at once."""
+
     class Refusing(MemoryStore):
         def put_if_absent(self, key: str, value: Buffer) -> bool:
             raise StoreBusy("503")
