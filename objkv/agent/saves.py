@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from threading import Event, Lock
 from time import monotonic
-from typing import Final, NamedTuple
+from typing import Final
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.core import Core
@@ -27,9 +27,10 @@ from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox
 from objkv.background import JOIN_S, Pool
-from objkv.cache.chunks import ChunkCache, InFlightSaves, SaveOutcome
+from objkv.cache.chunks import ChunkCache, InFlightSaves
 from objkv.cache.codec_choice import CodecChooser
 from objkv.cache.worth import PutPolicy
+from objkv.codec.header import parse_known
 from objkv.codec.join import Join, check_moved
 from objkv.codec.payload import (
     Claim,
@@ -37,7 +38,6 @@ from objkv.codec.payload import (
     check_frames,
     claim_in,
     header_bytes_needed,
-    read_claimed,
     read_header,
     recode,
 )
@@ -46,9 +46,8 @@ from objkv.stores.base import Buffer
 from objkv.telemetry import Recorder, Trouble
 
 logger = logging.getLogger(__name__)
-_HEADER_BYTES, _HEADER_GUESS_MAX = 4096, 1 << 16
-"""The length of the shortest header, and the most that is read before a header's length is known.
-"""
+_HEADER_GUESS = 32 << 10
+"""Covers the header of most models, which saves a second read."""
 _LOOK_S = 0.05
 """How often ``drain`` looks at payloads that are due while there is no room to save them."""
 _SHED_S = 0.1
@@ -105,12 +104,8 @@ class _Open:
     """Threads that copy a part into the memory."""
 
 
-class Joined(NamedTuple):
-    """A whole payload in reserved memory, which the caller adopts or releases."""
-
-    wish: Wish
-    header: Header
-    memory: CachedPayload
+Joined = tuple[Wish, Header, CachedPayload]
+"""A whole payload in reserved memory, which the caller adopts or releases."""
 
 
 class Joins:
@@ -149,7 +144,6 @@ class Joins:
         assert part is not None
         part.place.check()
         with self._lock:
-            self._expire()
             one = self._find((replica, path), part.number, part.place.parts)
             if one is None:
                 return CommitStatus.DROPPED
@@ -208,12 +202,11 @@ class Joins:
         with self._lock:
             self._reserved_bytes -= one.memory.nbytes
         self._recorder.count("joins")
-        return Joined(one.wish, header, one.memory)
+        return one.wish, header, one.memory
 
     def drop(self, replica: bytes, drop: Drop) -> None:
         """Record that a rank does not hand over its part."""
         with self._lock:
-            self._expire()
             name = replica, drop.path
             if (one := self._find(name, drop.number, drop.parts)) is None:
                 return
@@ -239,17 +232,14 @@ class Joins:
                 self._drop(self._known.pop(name), "gone")
 
     def expire(self) -> None:
-        """Drop the joins whose deadline has passed."""
-        with self._lock:
-            self._expire()
-
-    def _expire(self) -> None:
+        """Drop the joins whose deadline has passed. The agent calls this every second or so."""
         now = self._clock()
-        while self._known:
-            name = next(iter(self._known))
-            if self._known[name].deadline > now:
-                return
-            self._drop(self._known.pop(name), "late")
+        with self._lock:
+            while self._known:
+                name = next(iter(self._known))
+                if self._known[name].deadline > now:
+                    return
+                self._drop(self._known.pop(name), "late")
 
     def _find(self, name: Name, number: int, parts: int) -> _Open | None:
         """Return the join that a part belongs to; None if a newer one has replaced it, or there are
@@ -351,10 +341,10 @@ class NodeSaves:
         self._chooser = CodecChooser(lambda: cache.link.bytes_per_s)
         self._leased_bytes = 0
         """Bytes of payloads that wait for a thread, or are being saved."""
+        self._leased_bytes_max = self._arena_cache.total_bytes // _SHARE
+        """Another save may begin below this."""
         self._has_ended = Event()
         """Set when a save has ended."""
-        self._header_bytes = _HEADER_BYTES
-        """Of the last payload that was handed over: most probably the next one's, too."""
         self._trouble = Trouble(logger, "saves")
         self._shed_until = -math.inf
         self._pool: Pool[_Save] = Pool(
@@ -376,10 +366,10 @@ class NodeSaves:
         of them hands it over.
         """
         try:
-            text = outbox.read(commit.offset, min(commit.nbytes, self._header_bytes))
+            text = outbox.read(commit.offset, min(commit.nbytes, _HEADER_GUESS))
             if (needed := header_bytes_needed(text)) > len(text):
                 text = outbox.read(commit.offset, min(commit.nbytes, needed))
-            self._header_bytes, text = min(needed, _HEADER_GUESS_MAX), text[:needed]
+            text = text[:needed]
             header = self._read_header(text)
             if header.nbytes != commit.nbytes or header.codec != "none" or any(header.marks):
                 raise PayloadError("a payload of another length, compressed or sealed")
@@ -439,7 +429,8 @@ class NodeSaves:
                 outbox.read_into(place, offset)
                 if place[: len(text)] != text:
                     raise PayloadError("the payload changed while it was copied")
-                is_right = check_frames(header, place) == len(header.frames)
+                check_frames(header, place)  # all are there: the lengths are equal
+                is_right = True
             finally:
                 if not is_right:
                     self._arena_cache.release(memory)
@@ -451,22 +442,21 @@ class NodeSaves:
     ) -> CommitStatus:
         """Save an admitted payload that is in leased memory, or hold it back. ``is_reserved``: if
         not, others may find it already."""
-        path, resident, is_new = memory.key, memory, False
+        path, claim, resident, is_new = memory.key, header.claim, memory, False
         if is_reserved:
-            claim, frames = header.claim, header.frames
             shard = claim.key.namespace, claim.key.field
-            layout = self._core.layouts.note(*shard, frames.layers, header.data_start)
+            layout = self._core.layouts.note(*shard, header.frames.layers, header.data_start)
             origin = claim.parent_hash, claim.token_start, claim.token_end
             resident, is_new = self._arena_cache.adopt(memory, origin, layout)
         if is_new:
             self._core.keep(resident, was_read=False)
-        elif (status := self._differs(header.claim, resident)) is not None:
+        elif (status := self._differs(claim, resident)) is not None:
             self._arena_cache.release(resident)
             self._drop(path)
             return status
         if wish.holds_back:
             if is_new and not (wish.was_held_back and self._limits.may_save):
-                self._note_unsaved(resident, header, is_due=False)
+                self._arena_cache.note_held(resident, claim, held_record(header), is_due=False)
                 self._cache.in_flight.end(path)
                 self._arena_cache.release(resident)
                 if wish.waits and self._held.put(path):
@@ -479,7 +469,7 @@ class NodeSaves:
                 self._arena_cache.release(resident)
                 return refusal
         # Replicas find it from now on: lookups know it before the client does.
-        self._note_unsaved(resident, header, is_due=True)
+        self._arena_cache.note_held(resident, claim, held_record(header), is_due=True)
         is_begun = self._begin(resident, header)
         return CommitStatus.ACCEPTED if is_begun else CommitStatus.NO_ROOM
 
@@ -539,7 +529,7 @@ class NodeSaves:
     @property
     def _has_turns(self) -> bool:
         """Whether another save may wait for a thread."""
-        has_room = self._leased_bytes * _SHARE < self._arena_cache.total_bytes
+        has_room = self._leased_bytes < self._leased_bytes_max
         return has_room and self._pool.waiting < self._limits.queue_max
 
     def _refusal(self) -> CommitStatus:
@@ -551,10 +541,6 @@ class NodeSaves:
             self._recorder.count("saves_shed")
             return CommitStatus.SHED
         return CommitStatus.ACCEPTED if self._has_turns else CommitStatus.NO_ROOM
-
-    def _note_unsaved(self, resident: CachedPayload, header: Header, *, is_due: bool) -> None:
-        record = held_record(header)
-        self._arena_cache.note_held(resident, header.claim, record, is_due=is_due)
 
     def _count_held_back(self, path: str) -> None:
         """Have a payload that is held back counted across the fleet."""
@@ -603,7 +589,7 @@ class NodeSaves:
         if (claim := claim_in(payload)) is None:
             return read_header(payload)
         last = self._core.layouts.last(claim.key.namespace, claim.key.field)
-        return read_claimed(payload, claim, last.layers)
+        return parse_known(memoryview(payload), claim, last.layers)
 
     def _begin(self, resident: CachedPayload, header: Header) -> bool:
         """Queue a save, whose lease and turn were taken. Gives them back if it cannot."""
@@ -638,14 +624,14 @@ class NodeSaves:
         began = monotonic()
         try:
             payload, header = self._encode(save)
-            outcome = self._cache.save(path, payload, header)
+            is_new = self._cache.save(path, payload, header)
         except BaseException:
             self._cache.release_lease(path)
             raise
         seconds = monotonic() - began
         self._recorder.observe("save_seconds", seconds)
         self._recorder.count(f"save_codec_{header.codec.partition('+')[0]}")
-        if outcome is SaveOutcome.SAVED:
+        if is_new:
             self._recorder.count("saves")
             self._recorder.count("save_bytes", header.nbytes)
         else:

@@ -8,8 +8,7 @@ correctness.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum
+from dataclasses import dataclass
 from math import inf
 from threading import Lock
 from time import monotonic
@@ -196,14 +195,6 @@ class InFlightSaves:
         self._saved.remove(path)
 
 
-class SaveOutcome(Enum):
-    """Outcome of one save."""
-
-    SAVED = "saved"
-    EXISTED = "existed"
-    """Another writer's payload already existed; its record was published."""
-
-
 LEASE_MS: Final = 30_000
 """How long a process may take to save a chunk before others do it too: several times what a put
 takes. Nobody saves it meanwhile if the process was killed."""
@@ -299,9 +290,10 @@ class ChunkCache:
         (shards,) = self._index.find(key.namespace, [key.prefix_hash], (key.field,))
         return None if shards is None else shards.get(key.field)
 
-    def save(self, path: str, payload: Buffer, header: Header) -> SaveOutcome:
+    def save(self, path: str, payload: Buffer, header: Header) -> bool:
         """Store ``payload``, whose path and header are given, then publish its record, which gives
-        the lease back. Call it while holding that. No reference to ``payload`` is kept.
+        the lease back. Call it while holding that. No reference to ``payload`` is kept. Return
+        False if another writer's payload already existed, whose record is published then.
 
         Raises ``StoreError`` if the bulk store fails; no record is published then, and the lease is
         still held.
@@ -315,11 +307,11 @@ class ChunkCache:
                 self._bulk.put(path, payload)
             else:
                 self._publish(path, existing, hot=self.hot.has(path, existing.nbytes))
-                return SaveOutcome.EXISTED
+                return False
         if self._room is not None:
             self._room.add(header.nbytes)
         self._publish(path, header, hot=self.hot.put(path, payload))
-        return SaveOutcome.SAVED
+        return True
 
     def close(self) -> None:
         """End background work. Waits at most a second. Idempotent."""
@@ -368,7 +360,7 @@ class ChunkCache:
         chunk = ChunkEntry(
             key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
         )
-        record = replace(shard_record(header), hot=hot)
+        record = shard_record(header, hot=hot)
         lease, ttl_s = Lease(path, self._settings.writer), self._settings.ttl_s
         try:
             self._index.publish(chunk, {key.field: record}, ttl_s=ttl_s, lease=lease)
@@ -381,13 +373,13 @@ class ChunkCache:
                 self.in_flight.keep(path)
 
 
-def shard_record(header: Header) -> ShardRecord:
+def shard_record(header: Header, *, hot: bool = False) -> ShardRecord:
     """Return the index record of a payload, computed from its header."""
     return ShardRecord(
         nbytes=header.nbytes,
         raw_bytes=header.raw_bytes,
         is_plain=header.codec == "none",
-        hot=False,
+        hot=hot,
         header_checksum=header.checksum[:16],
         created_s=header.provenance.created_s,
     )

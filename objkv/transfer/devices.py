@@ -192,8 +192,7 @@ def driver_of(device: torch.device) -> DeviceDriver:
 class DeviceMark(Mark):
     """An event on a stream."""
 
-    def __init__(self, lane: "DeviceLane", event: Any, number: int) -> None:
-        super().__init__(number)
+    def __init__(self, lane: "DeviceLane", event: Any) -> None:
         self.event, self._lane = event, lane
 
     def done(self) -> bool:
@@ -238,7 +237,6 @@ class DeviceLane:
         self._lock = Lock()
         self._staging: torch.Tensor | None = None
         self._followed: Mark | None = None
-        self._marks = 0
 
     @property
     def compute(self) -> Any:
@@ -271,7 +269,7 @@ class DeviceLane:
 
     def mark_compute(self) -> Mark:
         """See ``Lane.mark_compute``."""
-        return self._recorded(self.compute, 0)
+        return self._recorded(self.compute)
 
     def follow(self, mark: Mark) -> None:
         """See ``Lane.follow``."""
@@ -320,13 +318,12 @@ class DeviceLane:
     def mark(self) -> Mark:
         """Record an event after all work submitted so far."""
         with self._lock:
-            self._marks += 1
-            return self._recorded(self.stream, self._marks)
+            return self._recorded(self.stream)
 
-    def _recorded(self, stream: Any, number: int) -> DeviceMark:
+    def _recorded(self, stream: Any) -> DeviceMark:
         event = self._driver.event()
         event.record(stream)
-        return DeviceMark(self, event, number)
+        return DeviceMark(self, event)
 
     def _copies_blocks(self, layers: PagedLayers) -> bool:
         return (

@@ -52,11 +52,7 @@ class PageKernels:
         chunks, count, *shape = staged.shape
         assert (count, len(ids)) == (len(layers), chunks * shape[0])
         for layer, cache in enumerate(layers.caches):
-            if chunks == 1:
-                torch.index_select(cache, 0, ids, out=staged[0, layer])
-            else:  # a second copy, because ``index_select`` writes only contiguous memory
-                chosen = cache.index_select(0, ids)
-                staged[:, layer].copy_(chosen.view(chunks, *shape))
+            staged[:, layer].copy_(cache.index_select(0, ids).view(chunks, *shape))
 
 
 # A program of a Triton kernel copies one tile of one page: up to 2,048 words, one after another in

@@ -72,9 +72,6 @@ Pages = np.ndarray[Any, np.dtype[Any]]
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 """Integer types by size. Pages are copied as integers, because numpy has neither bf16 nor fp8, and
 torch copies fp8 by index only on some devices."""
-ARRAY_WORDS = {torch.int64: np.int64, torch.int32: np.int32, torch.int16: np.int16}
-ARRAY_WORDS[torch.uint8] = np.uint8
-"""The same integer types in numpy."""
 
 
 def as_words(cache: torch.Tensor) -> torch.Tensor:
@@ -198,12 +195,8 @@ class PagedLayers:
 
 
 class Mark:
-    """A point in the work of a lane, or of the compute stream. This one is of host memory, where
-    work is done when its call returns."""
-
-    def __init__(self, number: int = 0) -> None:
-        self.number = number
-        """Grows within one lane. A later mark of a lane covers all its earlier ones."""
+    """A point in the work of a lane, or of the compute stream. A later mark of a lane covers all
+    its earlier ones. This one is of host memory, where work is done when its call returns."""
 
     def done(self) -> bool:
         """Whether all work before the mark has finished. Does not wait."""

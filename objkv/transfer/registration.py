@@ -81,11 +81,6 @@ class Windows:
         self._keeps = False
         self._thread: Thread | None = None
 
-    @property
-    def is_registering(self) -> bool:
-        """Whether a window that was wanted is not registered yet, and may still be."""
-        return not self._refused and len(self._undo) < len(self._known)
-
     def have(self, starts: Ints, nbytes: int) -> Bools:
         """Return for each of these addresses whether the device can read ``nbytes`` from there in
         place, ``[n]``. Where it cannot, windows are registered in the background. Never waits."""

@@ -8,9 +8,8 @@ agent. What there is no slab or no room for is dropped, counted, and reported to
 """
 
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -43,8 +42,6 @@ _PLANNED_MAX = 4096
 """Chunks whose plan may wait for the thread, most of which are usually saved already."""
 _BATCH_BYTES = 64 << 20
 """How much is handed over at once. The agent copies and verifies it before it answers."""
-_SHED_S = 0.1
-"""How long saves pause after the agent's store refused one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +137,6 @@ class Saver:
         self._is_stuck = False
         """Whether a fence has waited in vain, and the thread has not gone on since."""
         self._dropped: deque[tuple[str, int]] = deque()
-        self._shed_until = -math.inf
         self._gives_up = False
         self._batch = max(1, min(COMMITS_MAX, _BATCH_BYTES // slabs.slab_bytes))
         begin = lane.adopt_thread
@@ -227,11 +223,6 @@ class Saver:
         if self._saves.close(JOIN_S, give_up=self._give_up_steps):
             logger.warning("a save is still being handed over at shutdown")
 
-    @property
-    def is_shedding(self) -> bool:
-        """Whether saves pause because the agent's store has just refused one."""
-        return self._clock() < self._shed_until
-
     def _copies_end(self, until: float) -> bool:
         """Poll until all copies that were submitted are done. Returns False if the time ``until``
         comes first, or if the device fails.
@@ -261,7 +252,7 @@ class Saver:
         chunks, failed = list[_SavedChunk](), list[_SavedChunk]()
         mark = None
         try:
-            named = list(self._named(plans))
+            named = self._named(plans)
             if not self._advance(step, _State.GATHERING):
                 self._drop(named)
             elif chunks := self._take(named):
@@ -291,8 +282,9 @@ class Saver:
             self._changed.notify_all()
             return True
 
-    def _named(self, plans: Iterable[SavePlan]) -> Iterator[_SavedChunk]:
+    def _named(self, plans: Iterable[SavePlan]) -> list[_SavedChunk]:
         """What this rank has of the chunks."""
+        named = list[_SavedChunk]()
         for plan in plans:
             for save in plan.moves:
                 move, group = save.move, self._groups.get(save.move.group)
@@ -304,21 +296,21 @@ class Saver:
                 key = ChunkKey(plan.namespace, move.prefix_hash, move.group, payload)
                 claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
                 part = None if group.place is None else SavedPart(plan.number, group.place)
-                yield _SavedChunk(plan, save, claim, key.path(), part)
+                named.append(_SavedChunk(plan, save, claim, key.path(), part))
+        return named
 
     def _take(self, named: Sequence[_SavedChunk]) -> list[_SavedChunk]:
         """Decide what to save. Returns the chunks that have a slab now."""
         wanted, chunks = list[_SavedChunk](), list[_SavedChunk]()
         try:
-            reason = "" if self._target.has_room() else "save_over_quota"
-            reason = "saves_shed" if self.is_shedding else reason
+            if not self._target.has_room():
+                self._leave(named, "save_over_quota")  # the scheduler would plan a drop again
+                return []
             for one in named:
-                if reason:  # not a drop, which the scheduler would plan again for the next step
-                    self._leave(one, reason)
-                elif self._target.begin_save(one.path, puts=one.plan.puts, again=one.save.again):
+                if self._target.begin_save(one.path, puts=one.plan.puts, again=one.save.again):
                     wanted.append(one)
-                else:
-                    self._recorder.count("save_repeats")
+            if len(wanted) < len(named):
+                self._recorder.count("save_repeats", len(named) - len(wanted))
             with suppress(SlabsExhaustedError):
                 for one in wanted[: max(0, self._limits.queue_max - self._waiting)]:
                     one.slab = self._slabs.lease()
@@ -378,30 +370,26 @@ class Saver:
 
     def _save(self, chunks: Sequence[_SavedChunk], *, is_late: bool) -> None:
         """Hand chunks over. Every failure is a drop."""
-        if is_late or self.is_shedding:
-            for one in chunks:
-                self._leave(one, "save_drops" if is_late else "saves_shed")
+        if is_late:
+            self._leave(chunks, "save_drops")
             return
         started = self._clock()
         try:
             statuses = self._target.save([self._handed(one) for one in chunks])
         except Exception as exc:
-            for one in chunks:
-                self._leave(one, "save_errors")
+            self._leave(chunks, "save_errors")
             if isinstance(exc, ObjkvError):
                 self._trouble.failed(exc)
             else:
                 logger.exception("saves failed unexpectedly key=%s", chunks[0].path)
             return
-        seconds = (self._clock() - started) / len(chunks)
-        for one, status in zip(chunks, statuses, strict=True):
+        self._recorder.observe("save_seconds", (self._clock() - started) / len(chunks))
+        for status in set(statuses):
+            some = [one for one, own in zip(chunks, statuses, strict=True) if own is status]
             if status is not CommitStatus.PART:
-                self._count(one, _COUNTERS.get(status, "save_errors"))
-            if status is CommitStatus.SHED:
-                self._shed_until = self._clock() + _SHED_S
-            elif status in _COUNTERS:
+                self._count(some, _COUNTERS.get(status, "save_errors"))
+            if status in _COUNTERS:
                 self._trouble.worked()
-                self._recorder.observe("save_seconds", seconds)
             else:
                 self._trouble.failed(TransferError(f"the agent takes no payload: {status.name}"))
 
@@ -426,8 +414,7 @@ class Saver:
             chunks = step.chunks[:]
             self._end_waiting(step, len(chunks))
             self._give_up(chunks, step.mark)
-            for one in chunks:
-                self._leave(one, "save_drops")
+            self._leave(chunks, "save_drops")
 
     def _end_waiting(self, step: _Step, count: int) -> None:
         """The first chunks of a step are done with. Freeing them is not for the forward thread."""
@@ -450,22 +437,23 @@ class Saver:
             self._advance(step, _State.DROPPED)
             self._drop(self._named(step.plans))
 
-    def _drop(self, chunks: Iterable[_SavedChunk]) -> None:
+    def _drop(self, chunks: Sequence[_SavedChunk]) -> None:
         """Save nothing of chunks, and have the scheduler plan them again."""
-        for one in chunks:
-            self._leave(one, "save_drops")
-            self._dropped.append((one.plan.request_id, one.save.move.chunk))
+        self._leave(chunks, "save_drops")
+        self._dropped.extend((one.plan.request_id, one.save.move.chunk) for one in chunks)
 
-    def _leave(self, chunk: _SavedChunk, counter: str) -> None:
-        """Save nothing of a chunk. If other ranks have the rest of it, the agent does not wait."""
-        self._count(chunk, counter)
-        if chunk.part is not None:
-            self._target.drop(chunk.path, chunk.part)
+    def _leave(self, chunks: Sequence[_SavedChunk], counter: str) -> None:
+        """Save nothing of chunks. If other ranks have the rest of one, the agent does not wait."""
+        self._count(chunks, counter)
+        for chunk in chunks:
+            if chunk.part is not None:
+                self._target.drop(chunk.path, chunk.part)
 
-    def _count(self, chunk: _SavedChunk, counter: str) -> None:
-        self._recorder.count(counter)
-        if counter in _BYTES:
-            nbytes = self._groups[chunk.claim.key.group].raw_bytes
+    def _count(self, chunks: Sequence[_SavedChunk], counter: str) -> None:
+        if chunks:
+            self._recorder.count(counter, len(chunks))
+        if chunks and counter in _BYTES:
+            nbytes = sum([self._groups[one.claim.key.group].raw_bytes for one in chunks])
             self._recorder.count(_BYTES[counter], nbytes)
 
 

@@ -259,21 +259,6 @@ def test_a_part_that_does_not_come_whole_ends_the_payload(
     assert not stored(node)
 
 
-def test_a_part_that_ends_outside_of_its_outbox_ends_the_payload(node: Node) -> None:
-    payload, place = PIECES[3]
-    box = Outbox(2 * PAGE)
-    offset = box.nbytes - len(payload) + 1
-    os.pwrite(box.fd, payload[:-1], offset)
-    outbox = ClientOutbox(os.dup(box.fd))
-    box.close()
-    assert all_of(node, PIECES[:3]) == [PART] * 3
-    commit = Commit(offset, len(payload), part=SavedPart(1, place))
-    assert node.saves.commit(outbox, commit, ONE) is REFUSED
-    outbox.close()
-    assert nothing_is_left(node)
-    assert not stored(node)
-
-
 def test_a_part_that_comes_after_the_deadline_makes_no_payload(
     node: Node, clock: ManualClock
 ) -> None:
@@ -492,16 +477,6 @@ def ranks(node: Node) -> Iterator[Callable[[str], Rank]]:
     for one in made:
         one.close()
     wait_until(lambda: node.server is not None and not node.server.clients)
-
-
-def test_ranks_of_a_replica_join_and_those_of_others_do_not(
-    node: Node, ranks: Callable[[str], Rank]
-) -> None:
-    a, b, stranger = ranks("engine-1"), ranks("engine-1"), ranks("engine-2")
-    assert [a.commit(PIECES[0]), b.commit(PIECES[1]), a.commit(PIECES[2])] == [PART] * 3
-    assert stranger.commit(PIECES[3]) is REPEATED
-    assert b.commit(PIECES[3]) is ACCEPTED
-    assert seed_of(stored(node)[PATH]) == 0
 
 
 def test_with_the_last_connection_of_a_replica_its_parts_go(

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome, shard_record
+from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.cache.lookup import PartsIndex
 from objkv.cache.match import covered
 from objkv.codec.payload import Claim, read_header
@@ -189,7 +189,7 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     assert shards is not None
     cache.reject(key, shards[key.field], corrupt=True)
     assert index.find(NAMESPACE, HASHES, [FIELD])[0] is None
-    assert cache.save(claim.key.path(), payload, header) is SaveOutcome.SAVED
+    assert cache.save(claim.key.path(), payload, header)
     assert file.read_bytes() == payload
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from objkv.cache.chunks import CacheSettings, ChunkCache, SaveOutcome
+from objkv.cache.chunks import KEEP_S, CacheSettings, ChunkCache, InFlightSaves
 from objkv.codec.payload import Claim, Header, Provenance, encode, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
@@ -75,7 +75,7 @@ def world() -> World:
 def test_a_record_appears_when_its_payload_can_be_read(world: World) -> None:
     stored: list[bytes | None] = []
     world.index.after = lambda: stored.append(world.bulk.get(PATH))
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert stored == [PAYLOAD]
     record = world.record()
     assert record is not None
@@ -85,7 +85,7 @@ def test_a_record_appears_when_its_payload_can_be_read(world: World) -> None:
 def test_another_writers_payload_is_published_as_it_is(world: World) -> None:
     theirs, header = payload_of(writer="another")
     world.bulk.put(PATH, theirs)
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
     record = world.record()
     assert record is not None
     assert record.header_checksum == header.checksum[:16] != HEADER.checksum[:16]
@@ -94,7 +94,7 @@ def test_another_writers_payload_is_published_as_it_is(world: World) -> None:
 @pytest.mark.parametrize("stored", [payload_of(OTHER_CLAIM)[0], PAYLOAD[:-1], b"garbage"])
 def test_an_unusable_payload_is_replaced(world: World, stored: bytes) -> None:
     world.bulk.put(PATH, stored)
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert world.bulk.get(PATH) == PAYLOAD
 
 
@@ -104,9 +104,23 @@ def test_a_corrupt_payload_is_forgotten_and_replaced(world: World) -> None:
     assert record is not None
     damaged = PAYLOAD[:-1] + b"?"
     world.bulk.put(PATH, damaged)
+    assert not world.cache.in_flight.begin(PATH)
     world.cache.reject(KEY, record, corrupt=True)
+    assert world.cache.in_flight.begin(PATH)
     assert world.record() is None
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.bulk.get(PATH) == PAYLOAD
+
+
+def test_a_payload_that_is_found_corrupt_while_it_is_saved_is_replaced_by_the_next_save(
+    world: World,
+) -> None:
+    """The save under way has looked before that was known, and takes what is there for good."""
+    world.bulk.put(PATH, PAYLOAD[:-1] + b"?")
+    world.index.after = lambda: world.cache.reject(KEY, None, corrupt=True)
+    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.cache.in_flight.begin(PATH)
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert world.bulk.get(PATH) == PAYLOAD
 
 
@@ -136,21 +150,28 @@ def test_bytes_of_a_hot_copy_are_told_when_it_is_whole(world: World) -> None:
 def test_an_unreachable_index_stops_no_save(world: World) -> None:
     world.index.error = StoreUnavailable("gone")
     assert world.cache.take_lease(KEY.path())
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert world.recorder.value("publish_errors") == 1
+    assert world.cache.in_flight.begin(PATH), "the next request may save it again"
 
 
-def test_one_process_saves_a_chunk_once_at_a_time(world: World) -> None:
-    assert world.cache.in_flight.begin(PATH)
-    assert not world.cache.in_flight.begin(PATH)
-    world.cache.in_flight.end(PATH)
-    assert world.cache.in_flight.begin(PATH)
+def test_a_chunk_is_saved_once_at_a_time_and_not_again_for_a_while(world: World) -> None:
+    saves = InFlightSaves(clock=world.clock)
+    for is_kept in (False, True, False):
+        assert saves.begin("a")
+        assert not saves.begin("a")
+        if is_kept:
+            saves.keep("a")
+        saves.end("a")
+        assert saves.begin("a") is not is_kept
+        saves.end("a")
+        world.clock.advance(KEEP_S)
 
 
 @pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])
 def test_only_a_small_payload_becomes_hot_when_it_is_saved(save_max: int, hot: bool) -> None:
     world = World(save_max)
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert (world.hot.get(PATH) is not None) is hot
     assert (record := world.record()) is not None
     assert record.hot is hot
@@ -159,7 +180,7 @@ def test_only_a_small_payload_becomes_hot_when_it_is_saved(save_max: int, hot: b
 def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(world: World) -> None:
     world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert world.cache.link.bytes_per_s == pytest.approx(len(PAYLOAD) / 2.0)
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert world.cache.link.puts.count == 1
 
 
@@ -167,12 +188,12 @@ def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(wor
 def test_who_finds_anothers_payload_promises_the_hot_copy_that_there_is(
     world: World, becomes: str
 ) -> None:
-    assert world.another_cache().save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.SAVED
+    assert world.another_cache().save(KEY.path(), PAYLOAD, HEADER)
     if becomes == "evicted":
         world.hot.delete(PATH)
     elif becomes == "unreachable":
         world.hot.fail_until_mended(StoreUnavailable("gone"))
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER) is SaveOutcome.EXISTED
+    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
     assert (record := world.record()) is not None
     assert record.hot is (becomes == "kept")
     assert world.recorder.value("hot_errors") == (becomes == "unreachable")

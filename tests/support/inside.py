@@ -14,7 +14,7 @@ from objkv.agent.messages import Claims, Commit, CommitStatus, Drop, Opened, Sav
 from objkv.agent.outbox import ClientOutbox, Handed
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
-from objkv.cache.chunks import ChunkCache, SaveOutcome
+from objkv.cache.chunks import ChunkCache
 from objkv.codec.join import Join, Place
 from objkv.codec.payload import Claim, Header, read_header, recode
 from objkv.errors import ObjkvError, StoreBusy, TransferError
@@ -184,12 +184,12 @@ class InsideSaves:
         if self._codec != "none" or seal is not None:
             payload, header = recode(memoryview(payload), codec=self._codec, seal=seal)
         try:
-            outcome = self._cache.save(header.claim.key.path(), payload, header)
+            is_new = self._cache.save(header.claim.key.path(), payload, header)
         except StoreBusy:
             return CommitStatus.SHED
         except ObjkvError:
             return CommitStatus.NO_ROOM
-        if outcome is SaveOutcome.EXISTED:
+        if not is_new:
             return CommitStatus.REPEATED
         self._recorder.count("saves")
         self._recorder.count("save_bytes", header.nbytes)

@@ -1,6 +1,5 @@
 """What lanes do, on the host and on the simulated device."""
 
-import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -27,27 +26,6 @@ def test_a_device_that_nothing_is_known_of_is_refused() -> None:
 @pytest.fixture
 def lane(device: torch.device) -> Lane:
     return open_lane(device)
-
-
-def one_layer(cache: torch.Tensor) -> PagedLayers:
-    return PagedLayers([as_words(cache)])
-
-
-def write(lane: Lane, pages: torch.Tensor, cache: torch.Tensor, ids: Sequence[int]) -> None:
-    memory = host_bytes(pages)
-    lane.follow(lane.mark_compute())
-    lane.scatter(memory.numpy().data, np.zeros((1, 1), np.int64), one_layer(cache), np.array([ids]))
-    lane.mark().wait()
-
-
-def read(lane: Lane, cache: torch.Tensor, ids: Sequence[int], chunks: int = 1) -> torch.Tensor:
-    """Gather blocks of one layer, the same number in each chunk, and wait for the copies."""
-    out = host_bytes(torch.empty((len(ids), *cache.shape[1:]), dtype=cache.dtype))
-    starts = np.arange(chunks) * (len(out) // chunks)
-    lane.follow(lane.mark_compute())
-    lane.gather(one_layer(cache), np.array(ids).reshape(chunks, -1), out.numpy().data, starts)
-    lane.mark().wait()
-    return out.view(cache.dtype).view(len(ids), *cache.shape[1:])
 
 
 @pytest.mark.parametrize(
@@ -105,24 +83,6 @@ def test_starts_that_do_not_match_their_blocks_or_layers_are_refused(
     for count in (1, 3):
         with pytest.raises(ValueError, match="starts of"):
             lane.gather(layers, np.array([[3], [4]]), memory, np.zeros(count, np.int64))
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_blocks_side_by_side_or_not_are_scattered_and_gathered_alike(
-    lane: Lane, device: torch.device, seed: int
-) -> None:
-    source = random.Random(seed)
-    memory = torch.zeros(32, 64, 2, 16, device=device)
-    cache = memory.permute(1, 2, 0, 3)  # [64 blocks, 2 heads, 32 tokens, 16]
-    ids = source.sample(range(64), 40)  # many pieces
-    if seed % 2:
-        ids = [*range(9, 20), *range(3, 7), 50, 49, *range(20, 26), 60]  # few
-    pages = torch.randn(len(ids), 2, 32, 16)
-    write(lane, pages, cache, ids)
-    assert torch.equal(cache.cpu()[ids], pages)
-    rest = [block for block in range(64) if block not in ids]
-    assert not cache.cpu()[rest].any()
-    assert torch.equal(read(lane, cache, ids, chunks=5 - seed % 2 * 3), pages)
 
 
 LAYOUTS: list[tuple[int, ...]] = [
@@ -242,17 +202,6 @@ def test_a_payload_in_consecutive_blocks_is_one_copy_on_the_host(
     HostLane().scatter(memory.numpy().data, starts, PagedLayers(list(caches)), ids)
     assert copies == [len(memory) // 2, len(memory) // 4, len(memory) // 4]
     assert caches.sum() == len(memory) // 8
-
-
-@pytest.mark.parametrize("ids", [[7, 8], [64], [*range(0, 40, 2), 64]])
-def test_a_block_that_is_not_there_is_an_error(
-    lane: Lane, device: torch.device, ids: list[int]
-) -> None:
-    cache = torch.zeros(8, 2, 32, 16, device=device)
-    with pytest.raises(IndexError):
-        write(lane, torch.ones(len(ids), 2, 32, 16), cache, ids)
-    with pytest.raises(IndexError):
-        read(lane, cache, ids)
 
 
 @pytest.mark.parametrize("content", [1, 2, 3, 4, 5, 6, 8, 90])

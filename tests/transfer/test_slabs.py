@@ -17,8 +17,6 @@ from tests.support.mappings import is_private
 class Copies:
     """The mark of copies that end when a test sets ``have_ended``."""
 
-    number = 1
-
     def __init__(self) -> None:
         self.have_ended = False
         self.polled_by: list[str] = []

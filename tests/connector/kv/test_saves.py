@@ -339,13 +339,6 @@ def test_nor_by_prompts_that_go_on_differently(gaps: DraftGaps, shared: int) -> 
     assert gaps.is_complete(tracked([3] * 5 * CHUNK, 4 * CHUNK), 4)
 
 
-def test_a_request_is_examined_again_after_a_preemption(gaps: DraftGaps) -> None:
-    one = tracked(ONE, 4 * CHUNK)
-    assert not gaps.is_complete(one, 4)
-    one.local, one.draft_complete = 0, True  # as the next match sets them
-    assert gaps.is_complete(one, 4)
-
-
 def test_chunks_before_a_gap_need_no_hashes_behind_it(gaps: DraftGaps) -> None:
     """Those of a long prompt may still be computed when its first chunks are saved."""
     one = tracked(ONE[: 2 * CHUNK], 5 * CHUNK)
