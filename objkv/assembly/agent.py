@@ -258,6 +258,7 @@ class NodeAgent:
         while not ended(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):
             self._board.vouch(time() + VOUCH_S)
             self.saves.joins.expire()
+            self.saves.wake()  # totals of the last save wait to be sent
             if self.server.clients:
                 used = monotonic()
             elif idle_s is not None and monotonic() - used >= idle_s:

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.http import listener
-from objkv.agent.messages import Drop
+from objkv.agent.messages import Commit, Drop
 from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
@@ -33,12 +34,15 @@ from objkv.cache.chunks import CacheSettings
 from objkv.config import Config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, StoreUnavailable, TransferError
+from objkv.index.redis.index import RedisIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
+from tests.agent.world import outbox_of, payloads
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
+from tests.support.servers.redis import RedisServer
 from tests.support.waiting import PATIENCE_S, wait_until
 
 REPLICA = Replica("engine")
@@ -344,6 +348,26 @@ def test_an_agent_gives_up_late_parts_also_if_nobody_says_anything(
         looks = iter([False, True])
         agent.run(lambda _: next(looks))
         assert not len(agent.saves.joins)
+
+
+def test_the_totals_of_an_agent_that_saves_no_more_are_sent_in_time(
+    config: Config,
+    path: Path,
+    valkey: RedisServer,
+    client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("objkv.index.redis.index._FLUSH_S", 0.0)
+    config, totals = config.model_copy(update={"index_url": valkey.url}), RedisIndex(client)
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        payload, *_ = payloads()
+        with outbox_of(payload) as outbox:
+            agent.saves.commit(outbox, Commit(0, len(payload)))
+        assert agent.saves.drain(PATIENCE_S)
+        assert totals.usage() == []
+        looks = iter([False, True])
+        agent.run(lambda _: next(looks))
+        wait_until(lambda: [one.payloads for one in totals.usage()] == [1])
 
 
 def test_an_agent_without_a_thread_that_accepts_ends(
