@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -136,33 +136,42 @@ def test_a_plain_start_does_not_come_between_two_agents_that_change_places(path:
     third.close()
 
 
+@contextmanager
+def running(config: Config, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgent]:
+    """An agent whose loop looks often."""
+    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
+    ended = threading.Event()
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        thread = threading.Thread(target=agent.run, args=(ended.wait,))
+        thread.start()
+        yield agent
+        ended.set()
+        thread.join(PATIENCE_S)
+
+
+def is_well(path: Path) -> bool:
+    """Whether an agent serves replicas and answers HTTP."""
+    with suppress(OSError):  # as between the bind of a socket and its listening
+        answer = Router(http_path(path)).ask("GET", "/healthz")
+        return is_listening(path) and answer == (200, "ok\n")
+    return False
+
+
 def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
-    ended = threading.Event()
-
-    def is_healthy() -> bool:
-        with suppress(OSError):  # as between the bind of a socket and its listening
-            return Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
-        return False
-
-    with NodeAgent(config, path, MemoryRecorder()) as agent:
-        running = threading.Thread(target=agent.run, args=(ended.wait,))
-        running.start()
+    with running(config, path, monkeypatch) as agent:
         before = AgentConnection(path, wants_arena=True)
         for _ in range(2):
             for file in path.parent.iterdir():  # the lock too, as whoever cleans a folder does
                 file.unlink()
-            wait_until(lambda: is_listening(path) and is_healthy())
+            wait_until(lambda: is_well(path))
             AgentConnection(path, wants_arena=True).close()
             with pytest.raises(AgentRuns):
                 AgentSocket(path)
         assert not before.has_ended()
         assert agent.server.clients >= 1
         before.close()
-        ended.set()
-        running.join(PATIENCE_S)
     assert not path.exists()
 
 
@@ -183,9 +192,7 @@ def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
     error: Callable[[], Exception],
     socket_of: Callable[[Path], Path],
 ) -> None:
-    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
-    ended, refused = threading.Event(), threading.Event()
-    usual = getattr(place, name)
+    refused, usual = threading.Event(), getattr(place, name)
 
     def once(*given: Any, **named: Any) -> Any:
         if not refused.is_set():
@@ -193,21 +200,11 @@ def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
             raise error()
         return usual(*given, **named)
 
-    with NodeAgent(config, path, MemoryRecorder()) as agent:
-        running = threading.Thread(target=agent.run, args=(ended.wait,))
-        running.start()
+    with running(config, path, monkeypatch):
         monkeypatch.setattr(place, name, once)
         socket_of(path).unlink()
         assert refused.wait(PATIENCE_S)
-
-        def is_well() -> bool:
-            with suppress(OSError):
-                return Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
-            return False
-
-        wait_until(lambda: is_listening(path) and is_well())
-        ended.set()
-        running.join(PATIENCE_S)
+        wait_until(lambda: is_well(path))
 
 
 def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
