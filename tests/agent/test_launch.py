@@ -364,7 +364,8 @@ def test_the_totals_of_an_agent_that_saves_no_more_are_sent_in_time(
         assert totals.usage() == []
         looks = iter([False, True])
         agent.run(lambda _: next(looks))
-        wait_until(lambda: [one.payloads for one in totals.usage()] == [1])
+        assert agent.saves.drain(PATIENCE_S)
+        assert [one.payloads for one in totals.usage()] == [1]
 
 
 def test_an_agent_without_a_thread_that_accepts_ends(
