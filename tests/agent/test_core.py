@@ -25,7 +25,7 @@ from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
-from tests.agent.consistency import fetches_of, threads_of
+from tests.agent.consistency import threads_of
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
