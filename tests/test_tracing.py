@@ -203,15 +203,3 @@ def test_what_is_left_is_sent_at_the_end_and_its_thread_ends() -> None:
     tracing.close()
     assert [span.name for span in exporter.get_finished_spans()] == ["objkv.lookup"]
     assert not [t for t in threading.enumerate() if t.name.startswith("OtelBatch")]
-
-
-def test_after_its_end_spans_are_dropped_without_a_word(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    own = TracerProvider(shutdown_on_exit=False)
-    tracing = Tracing(own.get_tracer("objkv"), own)
-    begun = tracing.begin("objkv.load", None)
-    tracing.close()
-    begun.end()
-    tracing.begin("objkv.load", None).end()
-    assert caplog.text == ""

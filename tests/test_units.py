@@ -1,5 +1,8 @@
 """Durations and sizes as people write them."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -8,33 +11,29 @@ from objkv.config import load_config
 from objkv.config.units import parse_duration, parse_size
 from objkv.errors import ConfigError
 
-
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [("30", 30), ("30s", 30), ("2h", 7200), ("7d", 604_800), ("1.5m", 90), ("250 ms", 0.25)],
-)
-def test_durations(text: str, seconds: float) -> None:
-    assert parse_duration(text) == seconds
+DURATIONS = {"30": 30, "30s": 30, "2h": 7200, "7d": 604_800, "1.5m": 90, "250 ms": 0.25}
+SIZES = {"0": 0, "10GiB": 10 << 30, "10gib": 10 << 30, "1.5 kB": 1500, "3M": 3_000_000}
 
 
 @pytest.mark.parametrize(
-    ("text", "nbytes"),
-    [("0", 0), ("10GiB", 10 << 30), ("10gib", 10 << 30), ("1.5 kB", 1500), ("3M", 3_000_000)],
+    ("parse", "known", "others", "name"),
+    [
+        (
+            parse_duration,
+            DURATIONS,
+            ["", "h", "-1s", "1y", "1e9", "7 days", "nan", "1" * 99],
+            "dur",
+        ),
+        (parse_size, SIZES, ["", "GiB", "-1", "1XB", "1e9", "inf", "9" * 99], "size"),
+    ],
 )
-def test_sizes(text: str, nbytes: int) -> None:
-    assert parse_size(text) == nbytes
-
-
-@pytest.mark.parametrize("text", ["", "h", "-1s", "1y", "1e9", "7 days", "nan", "1" * 99])
-def test_other_durations_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a duration; give a number and a unit"):
-        parse_duration(text)
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "1XB", "1e9", "inf", "9" * 99])
-def test_other_sizes_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a size; give bytes or a number and a unit"):
-        parse_size(text)
+def test_durations_and_sizes(
+    parse: Callable[[str], Any], known: dict[str, float], others: list[str], name: str
+) -> None:
+    assert {text: parse(text) for text in known} == known
+    for text in others:
+        with pytest.raises(ValueError, match=f"is not a {name}.*; give .*a number and a unit"):
+            parse(text)
 
 
 @given(st.integers(0, 10**18))

@@ -20,6 +20,7 @@ from objkv.agent.held_back import HeldPayloads
 from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
 from objkv.agent.messages import MALFORMED, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.cache.switch import SWITCH_PATH
 from objkv.cache.worth import PutPolicy
 from objkv.errors import StoreDenied, StoreUnavailable
@@ -48,13 +49,12 @@ class NodeLookups:
         records: FoundRecords,
         board: AnswerBoard,
         *,
-        ttl_s: float,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """``records``: keeps what is found. ``ttl_s``: how long an answer is valid."""
+        """``records``: keeps what is found."""
         self._index, self._held, self.board = index, held, board
         self._records = records
-        self._ttl_s, self._clock = ttl_s, clock
+        self._clock = clock
         self._free = BoundedSemaphore(_LOOKUPS_MAX)
 
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
@@ -99,9 +99,7 @@ class NodeLookups:
             self._records.add(scope.namespace, zip(draft.hashes, found, strict=True))
         text = b"\n".join(written_rows(found, scope.fields))
         is_whole = {len(scope.fields)} == {0 if one is None else len(one) for one in found}
-        ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
-        if ttl_s:
-            self.board.write(draft, text, (now, now + ttl_s))
+        self.board.write(draft, text, (now, now + (LOOKUP_TTL_S if is_whole else _MISSING_S)))
         return text
 
 

@@ -496,6 +496,10 @@ class Core:
                 reason = MissReason.NONE if is_over else self._fill(fill, job.deadline, staging)
         except MissError as exc:
             reason = exc.reason
+        except ObjkvError as exc:
+            self._recorder.count("load_errors")
+            self._trouble.failed(exc)
+            reason = MissReason.LATE if monotonic() >= job.deadline else MissReason.STORE
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
             logger.exception("payload not loaded, unexpectedly key=%s", job.one.key)
@@ -548,17 +552,8 @@ class Core:
         return None
 
     def _look_up(self, job: FetchJob) -> ShardRecord:
-        """Return the payload's record in the index. Raises ``MissError``."""
-        try:
-            record = self._cache.record_of(job.claim.key)
-        except Exception as exc:  # a dead thread would hang every later load
-            self._recorder.count("load_errors")
-            if isinstance(exc, ObjkvError):
-                self._trouble.failed(exc)
-            else:
-                logger.exception("payload not found, unexpectedly key=%s", job.one.key)
-            late = monotonic() >= job.deadline
-            raise MissError(MissReason.LATE if late else MissReason.STORE) from exc
+        """Return the payload's record in the index. Raises ``MissError`` and ``StoreError``."""
+        record = self._cache.record_of(job.claim.key)
         if record is None:
             if job.record is not None:
                 self._recorder.count("agent_unsaved_misses")
@@ -566,6 +561,8 @@ class Core:
         return record
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
+        """Fetch a payload, or its next part. Returns NONE, or why it is missed. Raises like
+        ``Fill.run`` if the store fails."""
         wanted, claim = fill.wanted, fill.wanted.claim
         began = monotonic()
         if began >= deadline:
@@ -578,12 +575,6 @@ class Core:
             self._recorder.count("load_corrupt")
             self._reject(claim.key, wanted.record, corrupt=True)
             return MissReason.CORRUPT
-        except MissError:
-            raise
-        except ObjkvError as exc:
-            self._recorder.count("load_errors")
-            self._trouble.failed(exc)
-            return MissReason.LATE if monotonic() >= deadline else MissReason.STORE
         if not is_stored:
             self._recorder.count("load_ghosts")
             self._reject(claim.key, wanted.record, corrupt=False)

@@ -131,8 +131,7 @@ class HeldPayloads:
 
     def written(self) -> dict[str, bytes]:
         """Return those that the disk has, by path, each as a line for ``read_held``."""
-        if self._disk is None:
-            return {}
+        assert self._disk is not None
         with self._lock:
             found = list(self._by_path.items())
         return {path: _line(one) for path, one in found if self._disk.size_of(path) is not None}

@@ -250,8 +250,6 @@ class Opened(NamedTuple):
 
 
 _HELLO = struct.Struct("<BH??16sB")
-_HELLO_BYTES_MIN = 21
-"""The greeting of version 8, without seals: such a client is refused with the reason."""
 _COMMIT = struct.Struct("<QQBBQ4I2Q")
 _NO_PART = (0,) * 7
 _DROP = struct.Struct("<BQI")
@@ -276,9 +274,10 @@ def pack_hello(hello: Hello) -> bytes:
 
 def unpack_hello(message: bytes) -> Hello:
     """Read the message. The fields after the version may differ in other versions."""
-    if len(message) < _HELLO_BYTES_MIN:
-        raise ProtocolError("a greeting that is too short")
-    return Hello(*_HELLO.unpack_from(message.ljust(_HELLO.size, b"\0"))[1:])
+    hello = Hello(*_HELLO.unpack_from(message.ljust(_HELLO.size, b"\0"))[1:])
+    if hello.version == VERSION and len(message) != _HELLO.size:
+        raise ProtocolError("a greeting of another length")
+    return hello
 
 
 def pack_text(kind: MessageKind, text: str) -> bytes:

@@ -487,7 +487,7 @@ class NodeSaves:
         self._recorder.count("save_drops")
 
     def wake(self) -> None:
-        """Look soon for due payloads and new sightings. Never waits."""
+        """Look soon for due payloads, new sightings, and totals to send. Never waits."""
         if not self._sighting.waiting:  # a waiting job looks at everything
             self._sighting.put((None,))
 
@@ -561,6 +561,7 @@ class NodeSaves:
                 self._save_due(claim)
             paths = [self._made.popleft() for _ in range(min(len(self._made), _BATCH))]
             if not paths:
+                self._cache.flush_totals()
                 return
             for path, was_seen in zip(paths, self._cache.sight(paths), strict=True):
                 if was_seen:

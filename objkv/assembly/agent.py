@@ -28,7 +28,6 @@ from objkv.assembly.launch import AgentRuns, AgentSocket
 from objkv.assembly.seal import open_seal
 from objkv.background import JOIN_S
 from objkv.cache.chunks import LEASE_MS, CacheSettings, ChunkCache
-from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.cache.worth import PutPolicy, PutRule
 from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
@@ -99,14 +98,8 @@ class NodeAgent:
         self._open(path, recorder, replace)
         policy = PutPolicy(self._rule)
         self.saves = NodeSaves(self._cache, self.core, self._save_limits(), policy, recorder)
-        self.lookups = NodeLookups(
-            self._backends.index,
-            self.core.arena_cache.held,
-            self.core.found,
-            self._board,
-            ttl_s=LOOKUP_TTL_S,
-        )
-        index = self._backends.index
+        index, held = self._backends.index, self.core.arena_cache.held
+        self.lookups = NodeLookups(index, held, self.core.found, self._board)
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
         self.server = AgentServer(
@@ -258,6 +251,7 @@ class NodeAgent:
         while not ended(_LOOK_S if idle_s is None else min(_LOOK_S, idle_s / 2)):
             self._board.vouch(time() + VOUCH_S)
             self.saves.joins.expire()
+            self.saves.wake()  # totals of the last save wait to be sent
             if self.server.clients:
                 used = monotonic()
             elif idle_s is not None and monotonic() - used >= idle_s:

@@ -160,6 +160,9 @@ class BulkIndex:
     def release(self, name: str, owner: str) -> None:
         """Does nothing: leases exclude no other process."""
 
+    def flush(self) -> None:
+        """Does nothing: ``usage`` counts."""
+
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Return False for all: a folder keeps no sightings."""
         return [False] * len(names)

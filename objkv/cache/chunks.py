@@ -8,6 +8,7 @@ correctness.
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from threading import Lock
@@ -284,6 +285,12 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("agent_sighting_drops", len(paths))
             return [False] * len(paths)
+
+    def flush_totals(self) -> None:
+        """Have the index send its totals, see ``WriteIndex.flush``. If that fails, it does so
+        later."""
+        with suppress(StoreError):
+            self._index.flush()
 
     def record_of(self, key: ChunkKey) -> ShardRecord | None:
         """Return the index's record of a payload. Raises ``StoreError``."""

@@ -1,7 +1,6 @@
 """Settings of a secondary tier: an entry of ``secondary_tiers``, for vLLM and ``objkv doctor``."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -24,13 +23,11 @@ class TierOptions(BaseModel):
     """Whether saved and missing chunks become KV events, if vLLM has them enabled."""
 
 
-def read_options(
-    options: Mapping[str, Any], *, file: Path | None = None
-) -> tuple[TierOptions, Resolved]:
+def read_options(options: Mapping[str, Any]) -> tuple[TierOptions, Resolved]:
     """Read a tier's settings from its entry in ``secondary_tiers`` and all other sources.
 
-    ``file`` replaces ``OBJKV_CONFIG_FILE``. Objects that only vLLM itself can have added, for a
-    later interface, are ignored. Raises ``ConfigError``, which names the key.
+    Objects that only vLLM itself can have added, for a later interface, are ignored. Raises
+    ``ConfigError``, which names the key.
     """
     plain = {
         name: value
@@ -43,4 +40,4 @@ def read_options(
     except ValidationError as exc:
         lines = [f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in exc.errors()]
         raise ConfigError("objkv's secondary tier: " + "; ".join(lines)) from exc
-    return own, resolve_config(plain, file=file, origin="secondary_tiers")
+    return own, resolve_config(plain, origin="secondary_tiers")

@@ -23,8 +23,8 @@ _DIGITS_MAX: Final = 24
 """Longer input is refused before arithmetic on it."""
 
 
-def parse_duration(text: str, *, unit: str = "s") -> Decimal:
-    """Return a duration in seconds, exactly. A number without a unit is in ``unit``. Raises
+def parse_duration(text: str) -> Decimal:
+    """Return a duration in seconds, exactly. A number without a unit is in seconds. Raises
     ``ValueError``.
 
     >>> [float(parse_duration(text)) for text in ("90s", "2h", "1500ms")]
@@ -36,7 +36,7 @@ def parse_duration(text: str, *, unit: str = "s") -> Decimal:
             f"{text[:_DIGITS_MAX]!r} is not a duration; give a number and a unit "
             "(ms, s, m, h, d, w), such as 30s, 2h or 7d"
         )
-    return Decimal(found[1]) * _SECONDS[found[2] or unit]
+    return Decimal(found[1]) * _SECONDS[found[2] or "s"]
 
 
 def parse_size(text: str) -> int:

@@ -206,6 +206,10 @@ class WriteIndex(ReadIndex, Protocol):
         """Add to the totals of what loads saved. An index may send them later, and lose them if the
         process is killed."""
 
+    def flush(self) -> None:
+        """Send changes of totals that have waited for some seconds. For processes that may save and
+        credit nothing any more. An index whose totals are always right does nothing."""
+
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """Delete one shard field if it equals ``expected``. Return True if this call deleted it.
 

@@ -51,8 +51,8 @@ def _written(verb: str, *, unwritten: object = None) -> Callable[..., Any]:
 class GuardedIndex(Guarded[WriteIndex]):
     """An index behind a guard.
 
-    A ``WriteIndex``: operators change the inner index directly. ``check`` and ``close``
-    skip the guard too. In the read-only role, writes do nothing and no lease is granted,
+    A ``WriteIndex``: operators change the inner index directly. ``check``, ``flush`` and
+    ``close`` skip the guard too. In the read-only role, writes do nothing and no lease is granted,
     so savers do not save. This is not an error, because a replica writes only hints to an index.
     """
 
@@ -77,6 +77,12 @@ class GuardedIndex(Guarded[WriteIndex]):
             return
         with self.guard.deadline():
             self.inner.check()
+
+    def flush(self) -> None:
+        """See ``WriteIndex``. A breaker must not take it for a success if there is nothing to
+        send."""
+        with self.guard.deadline():
+            self.inner.flush()
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``. The read-only role records nothing."""

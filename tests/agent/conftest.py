@@ -1,18 +1,22 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.agent.consistency import is_consistent
-from tests.agent.world import Node
+from tests.agent.world import Node, making
 from tests.support.servers.fixtures import client, valkey
 
 __all__ = ["client", "valkey"]
 
 
 @pytest.fixture
+def make() -> Iterator[Callable[..., Node]]:
+    with making(Node) as make:
+        yield make
+
+
+@pytest.fixture
 def node() -> Iterator[Node]:
-    node = Node().listen()
-    yield node
-    node.close()
-    assert is_consistent(node.arena_cache)
+    with making(Node) as make:
+        node = make().listen()
+        yield node
     assert node.arena_cache.leased() == 0

@@ -33,8 +33,9 @@ from objkv.agent.messages import (
     unpack_find,
     unpack_found,
 )
+from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import Claim
-from objkv.errors import StoreUnavailable, TransferError
+from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord, Shards
 from objkv.index.fields import WrittenShards, encode_shard, written_rows
 from objkv.keys.chunk import ChunkKey
@@ -46,7 +47,6 @@ from tests.support.waiting import PATIENCE_S
 
 NAMESPACE = "0123456789abcdef" * 2
 FIELDS = ("0.L0-2_H0-2", "1.L0-2_H0-2")
-TTL_S = 30.0
 
 
 def hashed(number: int) -> bytes:
@@ -79,7 +79,7 @@ class World:
         self.board.vouch(2e9)
         self.held = HeldPayloads(NullRecorder(), self.board.discard)
         self.lookups = NodeLookups(
-            self.index, self.held, FoundRecords(), self.board, ttl_s=TTL_S, clock=lambda: self.now
+            self.index, self.held, FoundRecords(), self.board, clock=lambda: self.now
         )
         self.scope = Scope(NAMESPACE, FIELDS)
         self.reader = AnswerBoard.join(os.dup(self.board.fd))
@@ -184,7 +184,7 @@ def test_a_block_ends_with_its_records(world: World, change: str) -> None:
     if change == "invalidated":
         world.invalidate(3)
     else:
-        world.now += TTL_S if change == "ended" else -1
+        world.now += LOOKUP_TTL_S if change == "ended" else -1
     assert world.kept(numbers) is None
     for _ in range(3):
         assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
@@ -346,23 +346,6 @@ def test_a_reader_never_sees_half_of_what_is_written(world: World) -> None:
     assert seen
 
 
-def test_a_board_of_another_kind_is_refused() -> None:
-    for nbytes in (0, 4096):
-        fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, nbytes)
-        with pytest.raises(TransferError, match="answers"):
-            AnswerBoard.join(fd)
-    with pytest.raises(TransferError, match="answers"):
-        AnswerBoard.join(os.open(os.devnull, os.O_RDONLY))
-
-
-def test_a_replica_cannot_write_answers(world: World) -> None:
-    with pytest.raises(PermissionError):
-        mmap.mmap(world.board.fd, 0)
-    with pytest.raises(TypeError):
-        world.reader._view[0] = 1
-
-
 def test_the_largest_lookup_fits_both_ways() -> None:
     for count in (1, 2, 8, 40, FIELDS_MAX):
         fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
@@ -394,7 +377,7 @@ def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(
     left for others."""
     monkeypatch.setattr(answering, "_LOOKUPS_MAX", 2)
     world.lookups = NodeLookups(
-        world.index, world.held, FoundRecords(), world.board, ttl_s=TTL_S, clock=lambda: world.now
+        world.index, world.held, FoundRecords(), world.board, clock=lambda: world.now
     )
     go_on, inside, find = Event(), Semaphore(0), world.index.find
 

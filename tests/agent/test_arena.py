@@ -7,6 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena, CellState, Extents, Progress
 from objkv.errors import ConfigError, TransferError
 from tests.agent.consistency import covers_once
@@ -31,20 +32,17 @@ def test_only_the_agent_can_write_and_nobody_can_resize() -> None:
     arena.close()
 
 
-def test_a_file_that_could_shrink_is_refused_and_closed() -> None:
-    fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, BOARD_BYTES + PAGE)
-    with pytest.raises(TransferError, match="not sealed"):
-        Arena.join(fd)
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-
-
-def test_what_is_no_memfd_is_refused() -> None:
-    reader, writer = os.pipe()
-    os.close(writer)
-    with pytest.raises(TransferError, match="cannot be mapped"):
-        Arena.join(reader)
+@pytest.mark.parametrize("kind", [Arena, AnswerBoard])
+def test_a_file_that_could_shrink_is_refused_and_closed_as_is_what_is_no_memfd(
+    kind: type[Arena] | type[AnswerBoard],
+) -> None:
+    soft, null = os.memfd_create("x", os.MFD_ALLOW_SEALING), os.open(os.devnull, os.O_RDONLY)
+    os.ftruncate(soft, BOARD_BYTES + PAGE)
+    for fd, reason in ((soft, "not sealed"), (null, "no memfd")):
+        with pytest.raises(TransferError, match=reason):
+            kind.join(fd)
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(fd)
 
 
 @pytest.mark.parametrize("nbytes", [PAGE - 1, 1 << 62, 1 << 70])

@@ -1,16 +1,15 @@
 """Payloads that are fetched, verified and decoded into the arena."""
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from threading import Event, Lock
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent import core
+from objkv.agent import core, fill
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import FoundRecords
 from objkv.agent.fill import Cuts, PayloadRequest
@@ -26,7 +25,7 @@ from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
-from tests.agent.consistency import fetches_of, is_consistent, threads_of
+from tests.agent.consistency import threads_of
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -46,20 +45,6 @@ from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE, TOKENS
 from tests.support.steps import complete
 from tests.support.waiting import wait_until
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def made(**options: object) -> Node:
-        nodes.append(Node(**options))  # type: ignore[arg-type]
-        return nodes[-1]
-
-    yield made
-    for node in nodes:
-        node.close()
-        assert is_consistent(node.arena_cache)
 
 
 def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:
@@ -162,12 +147,13 @@ def test_no_changed_byte_is_served(data: st.DataObject, codec: str) -> None:
         node.close()
 
 
+@pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("wrong", ["missing", "of another chunk", "longer, as its record says"])
 def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
-    wrong: str, make: Callable[..., Node]
+    wrong: str, codec: str, make: Callable[..., Node]
 ) -> None:
     node = make()
-    one, other, _ = node.save()
+    one, other, _ = node.save(codec=codec)
     path, record = one.claim.key.path(), one.record
     if wrong == "missing":
         node.store.delete(path)
@@ -423,28 +409,11 @@ def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
     assert node.cache.link.gets.count == 1
 
 
-class Gate:
-    """Holds gets of a store until it opens, and counts them."""
-
-    def __init__(self, node: Node) -> None:
-        self.open, self.inside = Event(), 0
-        self._lock = Lock()
-        node.store.on_get = self  # type: ignore[attr-defined]
-
-    def __call__(self, key: str) -> None:
-        with self._lock:
-            self.inside += 1
-        assert self.open.wait(PATIENCE_S)
-        with self._lock:
-            self.inside -= 1
-
-
-def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
-    node = Node(threads=1)
+def test_when_all_threads_are_late_nothing_more_is_queued(make: Callable[..., Node]) -> None:
+    node = make(threads=1)
     wanted = node.save(TOKENS)
-    gate = Gate(node)
+    gate = gated(node)
     node.open(wanted[0], deadline_s=1.0)
-    wait_until(lambda: gate.inside == 1)
     wait_until(lambda: node.core._is_stuck())
     for one in wanted[:2]:  # the one that hangs, and another
         (found,) = node.core.open(
@@ -452,62 +421,42 @@ def test_when_all_threads_are_late_nothing_more_is_queued() -> None:
         )
         failed = isinstance(found, CachedPayload) and found.state is CellState.FAILED
         assert failed or found is MissReason.NO_ROOM
-    gate.open.set()
+    gate.set()
     wait_until(lambda: not node.core._is_stuck())
-    node.close()
 
 
 def test_loads_between_steps_do_not_starve_behind_endless_ones_within(
-    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(core, "_OVERDUE_SHARE", 0.0)  # they are overdue at once
-    node = Node(threads=1)
-    first, within, between = node.save(TOKENS)
-    gate, order = Gate(node), list[str]()
-
-    def on_get(key: str) -> None:
-        order.append(key)
-        gate(key)
-
-    node.store.on_get = on_get  # type: ignore[attr-defined]
-    node.open(first, urgency=Urgency.IN_STEP)
-    wait_until(lambda: gate.inside == 1)
-    node.open(within, urgency=Urgency.IN_STEP)
-    node.open(between)
-    gate.open.set()
-    wait_until(lambda: len(order) == 3 and fetches_of(node.core) == 0)
-    assert order == [one.claim.key.path() for one in (first, between, within)]
-    node.close()
+    slow = Slow(make(threads=1))
+    slow.open(range(1), Urgency.IN_STEP)
+    wait_until(lambda: len(slow.order) == 1)
+    slow.open(range(1, 2), Urgency.IN_STEP)
+    slow.open(range(2, 3), Urgency.BETWEEN_STEPS)
+    assert slow.end(3) == [0, 2, 1]
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_first_parts_of_all_come_before_the_second_of_any(codec: str) -> None:
-    node = Node(threads=1)
+def test_first_parts_of_all_come_before_the_second_of_any(
+    codec: str, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fill, "_HEADER_BYTES", 2048)  # these payloads are small
+    node = make(threads=1)
     wanted = node.save(TOKENS, codec=codec)
     node.core._limits = replace(node.core._limits, cuts=Cuts(2, 1))
-    starts: list[tuple[str, int]] = []
-    gate = Gate(node)
-    get = node.cache.get_into
+    starts = list[int]()
+    gate, get = gated(node), node.cache.get_into
 
-    def watched(key: object, *args: object, start: int | None = None, **more: object) -> object:
-        starts.append((key.path(), start or 0))  # type: ignore[attr-defined]
-        return get(key, *args, start=start, **more)  # type: ignore[arg-type]
+    def watched(key: ChunkKey, buffer: memoryview, arrived: Arrived, start: int | None) -> Any:
+        starts.append(start or 0)
+        return get(key, buffer, arrived, start)
 
-    node.cache.get_into = watched  # type: ignore[method-assign,assignment]
-    node.open(*wanted, urgency=Urgency.IN_STEP)
-    gate.open.set()
-    wait_until(lambda: fetches_of(node.core) == 0)
-    firsts = [n for n, (_, at) in enumerate(starts) if at == 0]
-    assert firsts == list(range(len(wanted)))
-    node.close()
-
-
-@pytest.mark.parametrize("parts", [1, 2, 3, 4])
-def test_parts_are_the_payload_once(parts: int) -> None:
-    nbytes = 10 << 20
-    cuts = Cuts(parts, 1 << 20)
-    assert cuts.count(nbytes) == parts
-    assert cuts.count(100) == 1
+    monkeypatch.setattr(node.cache, "get_into", watched)
+    ones = node.open(*wanted, urgency=Urgency.IN_STEP)
+    gate.set()
+    assert all(right(node, settled(node, one)) for one in ones)
+    assert [start > 0 for start in starts] == [False] * 3 + [True] * 3
 
 
 RECORD = ShardRecord(1, 2, True, False, "", 3)
@@ -548,13 +497,6 @@ def test_answers_for_several_replicas_are_kept_each_for_a_while() -> None:
         found.add(f"{number:032x}", [(chunk, {"0": RECORD})])
     assert found.of(key(1, "1")) is None
     assert found.of(ChunkKey.of(f"{19:032x}", chunk, "0")) == RECORD
-
-
-@pytest.fixture
-def node() -> Any:
-    node = Node().listen()
-    yield node
-    node.close()
 
 
 def test_a_load_after_a_lookup_needs_no_index(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

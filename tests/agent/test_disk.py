@@ -6,6 +6,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -38,6 +39,7 @@ from tests.agent.world import (
     WatchedStore,
     ended,
     http_of,
+    making,
     opened,
     pages_at,
     wanted_of,
@@ -88,6 +90,11 @@ class DiskNode(Node):
     def count(self, name: str) -> float:
         return self.recorder.value(f"agent_disk_{name}")
 
+    def close(self) -> None:
+        super().close()
+        assert self.arena_cache.leased() == 0
+        assert adds_up(self.disk)
+
 
 @pytest.fixture(autouse=True)
 def slow_machines_hang_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,18 +110,8 @@ def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., DiskNode]]:
-    nodes: list[DiskNode] = []
-
-    def made(**options: object) -> DiskNode:
-        nodes.append(DiskNode(tmp_path / "disk", **options))  # type: ignore[arg-type]
-        return nodes[-1]
-
-    yield made
-    for node in nodes:
-        node.close()
-        assert is_consistent(node.arena_cache)
-        assert node.arena_cache.leased() == 0
-        assert adds_up(node.disk)
+    with making(partial(DiskNode, tmp_path / "disk")) as make:
+        yield make
 
 
 def adds_up(disk: Disk) -> bool:
@@ -226,7 +223,6 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
         finally:
             node.close()
         assert is_consistent(node.arena_cache)
-        assert node.arena_cache.leased() == 0
 
 
 def sealed(node: Node) -> list:  # type: ignore[type-arg]

@@ -17,7 +17,7 @@ from objkv.agent.prefetch import Matched, Prefetches
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord
-from tests.agent.consistency import is_consistent, paths_of
+from tests.agent.consistency import paths_of
 from tests.agent.world import (
     PATIENCE_S,
     RIGHT,
@@ -26,6 +26,7 @@ from tests.agent.world import (
     WatchedStore,
     down,
     ended,
+    making,
     opened,
     pages_at,
     payloads,
@@ -66,8 +67,10 @@ class Holder(Node):
         return find(self.reader, made)
 
     def read(self, wanted: Sequence[PayloadRequest]) -> list[MissReason]:
-        """Read payloads one after the other; why each was missed."""
-        return [read(self.reader, one) for one in wanted]
+        """Read payloads one after the other; why each was missed. Waits for saves of them."""
+        outcomes = [read(self.reader, one) for one in wanted]
+        assert self.saves.drain(PATIENCE_S)
+        return outcomes
 
     @property
     def stored(self) -> set[str]:
@@ -86,7 +89,6 @@ class Holder(Node):
     def close(self) -> None:
         self.desk.close()
         super().close()
-        assert is_consistent(self.arena_cache)
         assert self.arena_cache.leased() == 0
 
 
@@ -122,15 +124,8 @@ def paths(made: Sequence[bytes]) -> list[str]:
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Holder]]:
-    nodes: list[Holder] = []
-
-    def made(**options: Any) -> Holder:
-        nodes.append(Holder(**options))
-        return nodes[-1]
-
-    yield made
-    for node in nodes:
-        node.close()
+    with making(Holder) as make:
+        yield make
 
 
 def of_index(node: Node, made: Sequence[bytes]) -> list[ShardRecord | None]:
@@ -181,7 +176,7 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
         assert node.desk.hand_over(payload) is CommitStatus.ACCEPTED
     found = node.find(made)
     assert [is_held(one.record) for one in found] == [True] * 3, "none is stored yet"
-    assert node.read(found) == [MissReason.NONE] * 3
+    assert [read(node.reader, one) for one in found] == [MissReason.NONE] * 3
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
@@ -204,7 +199,6 @@ def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_nex
         index.release(path, "another")
     make(holds_back=False, store=store, index=index).commit(made)
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert not node.held
     assert [one.record for one in node.find(made)] == of_index(node, made)
     assert node.count("save_existed") == 3
@@ -215,7 +209,6 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     node.commit(made)
     wanted = node.find(made)
     assert node.read(wanted) == [MissReason.NONE] * 3
-    assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert not node.held
     found = node.find(made)
@@ -238,7 +231,6 @@ def test_what_another_node_makes_again_is_stored_by_that_node(make: Callable[...
     assert second.count("agent_sighted_before") == 2
     assert first.held == set(paths(made)), "it does not know"
     assert first.read(first.find(made)) == [MissReason.NONE] * 3
-    assert first.saves.drain(PATIENCE_S)
     assert first.stored == set(paths(made))
     assert (first.count("saves"), first.count("save_existed")) == (1, 2)
     assert not first.held
@@ -291,17 +283,11 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
 
 
 def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
-    node, made, gate = make(memory=3 * 8192), payloads(), threading.Event()
-    put = node.store.put_if_absent
-
-    def late(key: str, value: Any) -> bool:
-        assert gate.wait(PATIENCE_S)
-        return put(key, value)
-
-    node.store.put_if_absent = late  # type: ignore[method-assign]
+    store, made = GatedStore(), payloads()
+    node = make(memory=3 * 8192, store=store)
     outcomes = [node.desk.hand_over(one, puts=True) for one in made]
     assert outcomes == [CommitStatus.ACCEPTED] * 3
-    gate.set()
+    store.gate.set()
     assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert [key.path() for key in node.desk.accepted] == paths(made)
@@ -318,7 +304,6 @@ def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., 
     node.store.put_if_absent = seen  # type: ignore[method-assign]
     node.commit(made)
     assert node.read(node.find(made)[5:6]) == [MissReason.NONE]
-    assert node.saves.drain(PATIENCE_S)
     assert set(puts) == set(paths(made)[:6]), "an engine has the beginning in its own memory"
     assert node.held == set(paths(made)[6:])
     assert len(node.find(made)) == 8
@@ -353,7 +338,6 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     node.commit(made[:1])
     wanted = node.find(made)
     node.read(wanted)
-    assert node.saves.drain(PATIENCE_S)
     node.read(others)
     assert node.arena_cache.holds(paths(made[:1])) == [False]
     assert node.read(wanted) == [MissReason.NONE]
@@ -388,7 +372,6 @@ def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder])
     assert node.held == set(paths(made))
     del node.index.sight
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
 
 
@@ -422,20 +405,17 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     now = [0.0]
     node.arena_cache.held._clock = lambda: now[0]
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert node.held == set(paths(made))
     wait_until(lambda: node.arena_cache.leased() == 0)
     node.store.put_if_absent = put  # type: ignore[method-assign]
     wait_until(lambda: not node.saves.is_shedding)
     assert len(node.find(made)) == 3
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert not node.stored, "not at once"
     assert node.again(made) == [CommitStatus.HELD_BACK] * 3
     assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert node.stored == set(paths(made))
     assert not node.held
 
@@ -449,14 +429,12 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     now = [0.0]
     node.arena_cache.held._clock = lambda: now[0]
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert node.count("publish_errors") == len(made)
     assert node.held == set(paths(made))
     assert len(node.find(made)) == len(made)
     node.index.publish = publish  # type: ignore[method-assign]
     now[0] = 100.0
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert not node.held
     assert None not in of_index(node, made)
 
@@ -468,7 +446,6 @@ def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None
     assert node.commit(made[2:], puts=True) == [CommitStatus.HELD_BACK]
     assert node.desk.saves.has_room()
     node.read(node.find(made))
-    assert node.saves.drain(PATIENCE_S)
     assert not node.stored
     assert node.count("save_over_quota") == 4
     assert len(node.find(made)) == 3
@@ -501,7 +478,6 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
     wanted = node.find(made)
     assert [is_held(one.record) for one in wanted] == [True, False, False]
     node.read(wanted)
-    assert node.saves.drain(PATIENCE_S)
     assert [one.record for one in node.find(made)] == of_index(node, made)
 
 
@@ -554,7 +530,7 @@ def test_only_what_is_due_is_saved_at_the_end(make: Callable[..., Holder]) -> No
     node.saves.close(PATIENCE_S)
     assert node.stored == set(paths(made[:1]))
     assert node.held == set(paths(made[1:]))
-    node.read(node.find(made))  # too late, and harmless
+    read(node.reader, node.find(made)[1])  # too late, and harmless
     assert node.stored == set(paths(made[:1]))
 
 
@@ -653,7 +629,6 @@ def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
     assert node.held == set(paths(made))
     for _ in range(2):
         assert node.read(node.find(made)) == [MissReason.NONE] * 3
-    assert node.saves.drain(PATIENCE_S)
     assert not node.stored
     assert not node.count("save_drops")
 
@@ -677,7 +652,7 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     store, made = GatedStore(), payloads()
     node = make(store=store, saves_max=1)
     node.commit(made)
-    assert node.read(node.find(made)) == [MissReason.NONE] * len(made)
+    assert {read(node.reader, one) for one in node.find(made)} == {MissReason.NONE}
     node.core.close(PATIENCE_S)
     ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
     ending.start()

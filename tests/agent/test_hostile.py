@@ -152,18 +152,6 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
     assert "unexpected" not in caplog.text
 
 
-@pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_a_payload_that_is_longer_than_its_header_says_is_a_miss(node: Node, codec: str) -> None:
-    one, client = node.save(codec=codec)[0], node.connect()
-    path, longer = one.claim.key.path(), one.record.nbytes + 1
-    node.store.put(path, bytes(node.store.get(path) or b"") + bytes(1))
-    wanted = PayloadRequest(one.claim, replace(one.record, nbytes=longer))
-    node.found(wanted)
-    (lease,) = opened(client, [wanted])
-    progress = ended(client, lease)
-    assert (progress.state, progress.reason) == (CellState.FAILED, MissReason.CORRUPT)
-
-
 def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node: Node) -> None:
     made = payloads()
     other = read_header(made[1]).claim.key.path()

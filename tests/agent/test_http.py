@@ -209,7 +209,7 @@ def test_text_is_tokenized_if_there_is_a_tokenizer(node: Node, tokenizers: Path)
 
 def port_of(server: AgentHttp) -> int:
     """The TCP port."""
-    return server._listeners[-1].address[1]
+    return int(server._listeners[-1]._server.socket.getsockname()[1])
 
 
 def _hosts() -> list[str]:

@@ -13,16 +13,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.http import listener
-from objkv.agent.messages import Drop
+from objkv.agent.messages import Commit, Drop
 from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
@@ -33,12 +34,15 @@ from objkv.cache.chunks import CacheSettings
 from objkv.config import Config, node
 from objkv.config.node import agent_environment, agent_socket, http_path, replica_socket
 from objkv.errors import ConfigError, StoreUnavailable, TransferError
+from objkv.index.redis.index import RedisIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
+from tests.agent.world import outbox_of, payloads
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
+from tests.support.servers.redis import RedisServer
 from tests.support.waiting import PATIENCE_S, wait_until
 
 REPLICA = Replica("engine")
@@ -132,33 +136,42 @@ def test_a_plain_start_does_not_come_between_two_agents_that_change_places(path:
     third.close()
 
 
+@contextmanager
+def running(config: Config, path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAgent]:
+    """An agent whose loop looks often."""
+    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
+    ended = threading.Event()
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        thread = threading.Thread(target=agent.run, args=(ended.wait,))
+        thread.start()
+        yield agent
+        ended.set()
+        thread.join(PATIENCE_S)
+
+
+def is_well(path: Path) -> bool:
+    """Whether an agent serves replicas and answers HTTP."""
+    with suppress(OSError):  # as between the bind of a socket and its listening
+        answer = Router(http_path(path)).ask("GET", "/healthz")
+        return is_listening(path) and answer == (200, "ok\n")
+    return False
+
+
 def test_a_socket_that_was_removed_is_made_again_and_keeps_its_clients(
     config: Config, path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
-    ended = threading.Event()
-
-    def is_healthy() -> bool:
-        with suppress(OSError):  # as between the bind of a socket and its listening
-            return Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
-        return False
-
-    with NodeAgent(config, path, MemoryRecorder()) as agent:
-        running = threading.Thread(target=agent.run, args=(ended.wait,))
-        running.start()
+    with running(config, path, monkeypatch) as agent:
         before = AgentConnection(path, wants_arena=True)
         for _ in range(2):
             for file in path.parent.iterdir():  # the lock too, as whoever cleans a folder does
                 file.unlink()
-            wait_until(lambda: is_listening(path) and is_healthy())
+            wait_until(lambda: is_well(path))
             AgentConnection(path, wants_arena=True).close()
             with pytest.raises(AgentRuns):
                 AgentSocket(path)
         assert not before.has_ended()
         assert agent.server.clients >= 1
         before.close()
-        ended.set()
-        running.join(PATIENCE_S)
     assert not path.exists()
 
 
@@ -179,9 +192,7 @@ def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
     error: Callable[[], Exception],
     socket_of: Callable[[Path], Path],
 ) -> None:
-    monkeypatch.setattr("objkv.assembly.agent._LOOK_S", 0.02)
-    ended, refused = threading.Event(), threading.Event()
-    usual = getattr(place, name)
+    refused, usual = threading.Event(), getattr(place, name)
 
     def once(*given: Any, **named: Any) -> Any:
         if not refused.is_set():
@@ -189,21 +200,11 @@ def test_an_agent_that_cannot_listen_again_at_once_goes_on_and_tries_again(
             raise error()
         return usual(*given, **named)
 
-    with NodeAgent(config, path, MemoryRecorder()) as agent:
-        running = threading.Thread(target=agent.run, args=(ended.wait,))
-        running.start()
+    with running(config, path, monkeypatch):
         monkeypatch.setattr(place, name, once)
         socket_of(path).unlink()
         assert refused.wait(PATIENCE_S)
-
-        def is_well() -> bool:
-            with suppress(OSError):
-                return Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
-            return False
-
-        wait_until(lambda: is_listening(path) and is_well())
-        ended.set()
-        running.join(PATIENCE_S)
+        wait_until(lambda: is_well(path))
 
 
 def test_an_agent_whose_path_is_another_agents_ends_and_leaves_it(
@@ -344,6 +345,27 @@ def test_an_agent_gives_up_late_parts_also_if_nobody_says_anything(
         looks = iter([False, True])
         agent.run(lambda _: next(looks))
         assert not len(agent.saves.joins)
+
+
+def test_the_totals_of_an_agent_that_saves_no_more_are_sent_in_time(
+    config: Config,
+    path: Path,
+    valkey: RedisServer,
+    client: redis.Redis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("objkv.index.redis.index._FLUSH_S", 0.0)
+    config, totals = config.model_copy(update={"index_url": valkey.url}), RedisIndex(client)
+    with NodeAgent(config, path, MemoryRecorder()) as agent:
+        payload, *_ = payloads()
+        with outbox_of(payload) as outbox:
+            agent.saves.commit(outbox, Commit(0, len(payload)))
+        assert agent.saves.drain(PATIENCE_S)
+        assert totals.usage() == []
+        looks = iter([False, True])
+        agent.run(lambda _: next(looks))
+        assert agent.saves.drain(PATIENCE_S)
+        assert [one.payloads for one in totals.usage()] == [1]
 
 
 def test_an_agent_without_a_thread_that_accepts_ends(

@@ -16,7 +16,16 @@ from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
 from objkv.codec.payload import LayerSpec, read_header
 from tests.agent.consistency import keeps_promises
-from tests.agent.world import PATIENCE_S, Node, claims_of, ended, opened, outbox_of, payloads
+from tests.agent.world import (
+    PATIENCE_S,
+    Node,
+    claims_of,
+    ended,
+    making,
+    opened,
+    outbox_of,
+    payloads,
+)
 from tests.codec.parts import Grid
 from tests.codec.seals import SEALS
 from tests.support.samples import NAMESPACE
@@ -71,15 +80,8 @@ def test_those_beyond_the_limit_have_no_number(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def make() -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def made(**options: Any) -> Node:
-        nodes.append(Node(**options).listen())
-        return nodes[-1]
-
-    yield made
-    for node in nodes:
-        node.close()
+    with making(lambda **options: Node(**options).listen()) as make:
+        yield make
 
 
 def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[int]:

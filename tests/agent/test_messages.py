@@ -132,6 +132,8 @@ def test_a_drop_names_a_whole_payload_in_few_bytes(heads: str) -> None:
 def test_a_greeting_a_status_and_a_failure() -> None:
     for hello in (m.Hello(1, True, False), m.Hello(65_535, False, True, bytes(range(16)), 3)):
         assert m.unpack_hello(m.pack_hello(hello)) == hello
+    with pytest.raises(m.ProtocolError):
+        m.unpack_hello(m.pack_hello(m.Hello(m.VERSION, True))[:-1])
     assert {m.seals_mask(some) for some in ((), ("signed",), ("encrypted",), SEALS)} == {0, 1, 2, 3}
     statuses = list(m.CommitStatus)
     assert m.unpack_committed(m.pack_committed(statuses), len(statuses)) == statuses

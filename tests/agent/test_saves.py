@@ -1,6 +1,6 @@
 """Saves in the background: what becomes of a payload, of its lease and of its memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,26 +9,11 @@ from objkv.agent import saves
 from objkv.agent.messages import CommitStatus
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable
-from tests.agent.consistency import is_consistent
 from tests.agent.world import PATIENCE_S, Node, down, payloads
 from tests.contracts.clock import ManualClock
 
 PAYLOAD = payloads()[0]
 PATH = read_header(PAYLOAD).claim.key.path()
-
-
-@pytest.fixture
-def make() -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def made(**options: Any) -> Node:
-        nodes.append(Node(**options))
-        return nodes[-1]
-
-    yield made
-    for node in nodes:
-        node.close()
-        assert is_consistent(node.arena_cache)
 
 
 def save(node: Node) -> None:

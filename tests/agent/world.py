@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from threading import Event, Lock
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -41,7 +41,7 @@ from objkv.index.base import WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.stores.base import Arrived
 from objkv.telemetry import MemoryRecorder
-from tests.agent.consistency import keeps_promises
+from tests.agent.consistency import is_consistent, keeps_promises
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import NAMESPACE, TOKENS, save
@@ -134,9 +134,7 @@ class Node:
             policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
-        self.lookups = NodeLookups(
-            self.index, self.arena_cache.held, self.core.found, board, ttl_s=30.0
-        )
+        self.lookups = NodeLookups(self.index, self.arena_cache.held, self.core.found, board)
         board.vouch(FAR_S)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
@@ -213,6 +211,24 @@ class Node:
             assert keeps_promises(self.arena_cache)
         self.arena.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+Made = TypeVar("Made", bound=Node)
+
+
+@contextmanager
+def making(kind: Callable[..., Made]) -> Iterator[Callable[..., Made]]:
+    """Makes nodes, closes them at the end, and looks whether they agree with themselves."""
+    nodes: list[Made] = []
+
+    def made(**options: Any) -> Made:
+        nodes.append(kind(**options))
+        return nodes[-1]
+
+    yield made
+    for node in nodes:
+        node.close()
+        assert is_consistent(node.arena_cache)
 
 
 @contextmanager

@@ -24,14 +24,17 @@ def provider_that(act: Any) -> RenewedCredentials:
     return RenewedCredentials(Provider, 9.0, name="m:f")
 
 
-@pytest.mark.parametrize("kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, OSError])
-def test_whatever_a_provider_raises_is_a_server_that_is_unavailable(
+@pytest.mark.parametrize(
+    "kind", [SystemExit, asyncio.CancelledError, KeyboardInterrupt, OSError, TimeoutError]
+)
+def test_whatever_a_provider_raises_is_a_server_that_is_unavailable_and_shows_no_secret(
     kind: type[BaseException],
 ) -> None:
     def act() -> Any:
-        raise kind("gone")
+        raise kind("bad t0ken-of-iam")
 
-    with pytest.raises(redis.ConnectionError, match=f"m:f failed: {kind.__name__}: gone"):
+    keep_secret("t0ken-of-iam")
+    with pytest.raises(redis.ConnectionError, match=rf"m:f failed: {kind.__name__}: bad \*\*\*$"):
         provider_that(act).get_credentials()
 
 
@@ -54,14 +57,6 @@ def test_a_process_without_room_for_a_thread_is_a_server_that_is_unavailable(
         with pytest.raises(redis.ConnectionError, match="can't start new thread"):
             provider.get_credentials()
     assert provider.get_credentials() == ("user", "word")
-
-
-def test_a_providers_own_timeout_is_not_taken_for_ours() -> None:
-    def act() -> Any:
-        raise TimeoutError("the token service")
-
-    with pytest.raises(redis.ConnectionError, match="failed: TimeoutError: the token service"):
-        provider_that(act).get_credentials()
 
 
 def test_a_provider_that_never_returns_costs_fewer_and_fewer_threads(
@@ -103,15 +98,6 @@ def test_the_reason_of_a_failed_import_shows_no_secret(
 def test_what_a_provider_returns_is_a_secret_from_then_on() -> None:
     assert provider_that(lambda: ("user", "t0ken-of-iam")).get_credentials()
     assert without_secrets("sent t0ken-of-iam") == "sent ***"
-
-
-def test_the_reason_of_a_failed_call_shows_no_secret() -> None:
-    def act() -> Any:
-        raise ValueError("bad t0ken-of-iam")
-
-    keep_secret("t0ken-of-iam")
-    with pytest.raises(redis.ConnectionError, match=r"ValueError: bad \*\*\*$"):
-        provider_that(act).get_credentials()
 
 
 def test_a_provider_that_blocks_ends_with_the_call() -> None:

@@ -154,6 +154,9 @@ class MemoryIndex:
             if self.leases.get(name, (None, 0.0))[0] == owner:
                 del self.leases[name]
 
+    def flush(self) -> None:
+        """Does nothing: ``usage`` counts."""
+
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``."""
         now, seen = self._clock(), []

@@ -592,6 +592,22 @@ def test_savings_are_sent_within_seconds_and_when_the_index_closes(
     assert RedisIndex(client).savings() == [replace(one, loads=3, tokens=768)]
 
 
+def test_totals_of_a_process_that_saves_no_more_are_sent_in_time(
+    client: redis.Redis, valkey: RedisServer
+) -> None:
+    (index, clock), others = timed(valkey.client()), RedisIndex(client)
+    index._savings = PendingTotals("objkv:u:savings", clock=clock)
+    one = Savings(NAMESPACE, "2026-11", loads=1, tokens=256)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.credit(one)
+    index.flush()
+    assert (others.usage(), others.savings()) == ([], []), "not at once"
+    clock.advance(5)
+    index.flush()
+    assert (others.usage(), others.savings()) == ([Usage(NAMESPACE, 10, 1, 0)], [one])
+    index.close()
+
+
 def test_what_others_wrote_among_savings_is_ignored(client: redis.Redis) -> None:
     index = RedisIndex(client)
     index.credit(Savings(NAMESPACE, "2026-11", loads=1))

@@ -183,14 +183,6 @@ class HttpListener:
             raise _refused(where, exc) from exc
 
     @property
-    def address(self) -> tuple[str, int]:
-        """Host and port; empty and 0 on a Unix socket."""
-        if self._path is not None:
-            return "", 0
-        host, port, *_ = self._server.socket.getsockname()
-        return str(host), int(port)
-
-    @property
     def is_lost(self) -> bool:
         """Whether its Unix socket was removed, so that no client can connect."""
         return self._path is not None and not os.path.lexists(self._path)

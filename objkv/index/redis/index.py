@@ -161,7 +161,7 @@ return redis.call('DEL', KEYS[1])
 
 Command = tuple[str | bytes | int, ...]
 _FLUSH_S = 5.0
-"""Maximum delay before changes of the totals are sent, while anything is being saved."""
+"""How long changes of the totals wait at least. A save, a credit or a ``flush`` sends them then."""
 _TOTALS = ("nbytes", "payloads", "counted")
 _NUMBER = re.compile(rb"-?[0-9]{1,18}")
 
@@ -171,9 +171,9 @@ class PendingTotals:
     fleet add. Thread-safe.
 
     A process accumulates the changes from its own saves and sends them every few seconds, along
-    with a command that it sends anyway. So no save waits for it, and a thousand replicas write the
-    one key only a few hundred times per second. If a process is killed, its unsent changes are lost
-    until the totals are counted again.
+    with a command that it sends anyway, or by ``flush``. So no save waits for it, and a thousand
+    replicas write the one key only a few hundred times per second. If a process is killed, its
+    unsent changes are lost until the totals are counted again.
     """
 
     def __init__(self, key: str, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -314,10 +314,8 @@ class RedisIndex:
     def close(self) -> None:
         """See ``ReadIndex``."""
         with translated("redis index, close"):
-            for totals in (self._totals, self._savings):
-                if changes := totals.take(early=True):
-                    with suppress(StoreError):
-                        self._flushed("close", totals, changes)
+            with suppress(StoreError):
+                self.flush(early=True)
             self._finder.close()
             self.client.close()
 
@@ -350,8 +348,13 @@ class RedisIndex:
     def credit(self, savings: Savings) -> None:
         """See ``WriteIndex``. Sends the sums every few seconds."""
         self._savings.keep(savings_fields(savings))
-        if changes := self._savings.take():
-            self._flushed("credit", self._savings, changes)
+        self.flush()
+
+    def flush(self, *, early: bool = False) -> None:
+        """See ``WriteIndex``; a round trip only if changes are due, or ``early``."""
+        for totals in (self._totals, self._savings):
+            if changes := totals.take(early=early):
+                self._flushed("flush", totals, changes)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
         """See ``WriteIndex``."""

@@ -598,6 +598,9 @@ class SqliteIndex:
         with self._file.write() as connection:
             connection.execute(_RELEASE, (name, owner))
 
+    def flush(self) -> None:
+        """Does nothing: totals change with the records."""
+
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one transaction."""
         now, seen = self._clock(), []
