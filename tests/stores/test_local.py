@@ -4,6 +4,7 @@ in it stops no walk, and leftovers of killed writers go."""
 import errno
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -154,6 +155,28 @@ def test_a_file_where_the_folder_should_be_is_denied(tmp_path: Path) -> None:
         store.check()
     with pytest.raises(StoreDenied, match="path must be a folder"):
         store.put("a/b", b"")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        LocalStore.check,
+        lambda store: store.put("a/b", b"2"),
+        lambda store: store.put_if_absent("a/c", b"3"),
+    ],
+)
+def test_a_folder_that_disappears_is_denied_until_it_is_back(
+    store: LocalStore, tmp_path: Path, use: Callable[[LocalStore], object]
+) -> None:
+    """A disk that is no longer mounted must not be replaced by a folder."""
+    store.put("a/b", b"1")
+    shutil.rmtree(tmp_path / "chunks")
+    with pytest.raises(StoreDenied, match="chunks has disappeared: mount it, or create it again"):
+        use(store)
+    assert store.get("a/b") is None
+    assert files(tmp_path) == []
+    (tmp_path / "chunks").mkdir()
+    use(store)
 
 
 def test_a_file_that_shrinks_while_being_read_is_an_error(

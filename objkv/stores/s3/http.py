@@ -185,8 +185,6 @@ class HttpConnection:
         """The last time-out that was set for TLS."""
         self.is_used = False
         """Whether it carried an earlier request, so the server may have closed it meanwhile."""
-        self.early = False
-        """Whether the response arrived before the whole request was sent."""
 
     def is_quiet(self) -> bool:
         """Whether the connection is open, without unexpected input or an end of stream, and not
@@ -212,7 +210,6 @@ class HttpConnection:
         try:
             self.send(head, body)
         except ConnectionFailed as exc:
-            self.early = True
             try:
                 with EndsBy(time.monotonic() + _EARLY_S):
                     response = self.read_head()
@@ -220,11 +217,12 @@ class HttpConnection:
                 raise
             except ConnectionFailed:
                 raise exc from None
-        else:
-            response = self.read_head()
-        if self.early and response.status < 300:
-            raise ConnectionFailed("the server responded before the whole body was sent")
-        return response
+            if response.status < 300:
+                reason = "the server responded before the whole body was sent"
+                raise ConnectionFailed(reason) from exc
+            response.keeps = False
+            return response
+        return self.read_head()
 
     def read_head(self, *, has_body: bool = True) -> "HttpResponse":
         """Return the response with its status and headers. Raises ``ConnectionFailed``, or
@@ -307,7 +305,7 @@ class HttpConnection:
         each request."""
         # TLS may hold unexpected bytes; the next user checks the socket itself.
         is_empty = self._tls is None or not self._tls.pending()
-        if is_clean and not self.early and is_empty:
+        if is_clean and is_empty:
             self._keep(self)
         else:
             self.close()
@@ -333,9 +331,8 @@ class HttpResponse:
         self.headers = {name.rstrip().lower(): text.strip() for name, text in found}
         """By lower-case name."""
         self._connection = connection
-        self._keeps = (
-            version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
-        )
+        self.keeps = version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
+        """Whether another request may be sent on the connection."""
         length = self.headers.get("content-length", "")
         if not has_body or self.status == 204:
             length = "0"
@@ -343,7 +340,7 @@ class HttpResponse:
             rest = self._chunks(bytearray(rest))
             length = self.headers["content-length"] = str(len(rest))
         elif not length and self.status >= 300:
-            length, self._keeps = str(len(rest)), False  # an error, explained or not
+            length, self.keeps = str(len(rest)), False  # an error, explained or not
         if not length.isdecimal():
             raise ValueError("a response of unknown length")
         self.left = int(length)
@@ -352,7 +349,7 @@ class HttpResponse:
         if self.left < len(rest):
             if has_body and self.status < 300:
                 raise ValueError("more bytes than the response announced")
-            self._rest, self._keeps = self._rest[: self.left], False
+            self._rest, self.keeps = self._rest[: self.left], False
 
     def _chunks(self, raw: bytearray) -> bytes:
         """Return the whole body, of which ``raw`` has arrived."""
@@ -374,7 +371,7 @@ class HttpResponse:
             if raw[start + size : next_at] != b"\r\n":
                 raise ValueError("a chunk that does not end, or a trailer")
             del raw[:next_at]
-        self._keeps = self._keeps and not raw
+        self.keeps = self.keeps and not raw
         return bytes(body)
 
     @property
@@ -440,4 +437,4 @@ class HttpResponse:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.release(is_clean=self._keeps and self.left == 0)
+        self._connection.release(is_clean=self.keeps and self.left == 0)
