@@ -176,7 +176,7 @@ class Bucket:
         return {"Bucket": self.name, "Key": self.prefix + key}
 
     def ask(
-        self, method: str, key: str, extra: dict[str, str], body: memoryview | None = None
+        self, method: str, key: str, extra: dict[str, str], body: memoryview | bytes = b""
     ) -> HttpResponse:
         """Send a request for a value, as often as that may help, and return the head of its
         response, which the caller closes."""

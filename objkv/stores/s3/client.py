@@ -208,7 +208,7 @@ def _send(connections: Connections, repeater: Repeater, request: Any, **_: objec
     url = f"{place.scheme}://{place.netloc}"
 
     def attempt() -> AWSResponse:
-        with connections.ask(url, head, memoryview(body) if body else None) as response:
+        with connections.ask(url, head, body) as response:
             content = response.read()
         if response.status >= 300:
             raise error_of(request.method, response.status, content)

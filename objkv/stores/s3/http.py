@@ -70,7 +70,7 @@ class Connections:
                 self._tls.options |= _KERNEL_TLS
         self._is_closed = False
 
-    def ask(self, url: str, head: bytes, body: memoryview | None = None) -> "HttpResponse":
+    def ask(self, url: str, head: bytes, body: memoryview | bytes = b"") -> "HttpResponse":
         """Send one request to the server of ``url``, ``scheme://host:port``, and read the head of
         its response, which the caller closes.
 
@@ -80,10 +80,7 @@ class Connections:
         for is_fresh in (False, True):
             connection = self.take(url, is_fresh=is_fresh)
             try:
-                if body is not None:
-                    return connection.put(head, body)
-                connection.send(head)
-                return connection.read_head(has_body=not head.startswith(b"HEAD "))
+                return connection.exchange(head, body)
             except BaseException as exc:
                 connection.release()
                 if is_fresh or not connection.is_used or not isinstance(exc, NoResponse):
@@ -191,7 +188,7 @@ class HttpConnection:
         that of a parent process."""
         return self._pid == os.getpid() and not self._poll.poll(0)
 
-    def send(self, head: bytes, body: memoryview | bytes = b"") -> None:
+    def _send(self, head: bytes, body: memoryview | bytes) -> None:
         """Send a request, with the body in slices of the caller's buffer. Raises
         ``ConnectionFailed``."""
         try:
@@ -203,16 +200,17 @@ class HttpConnection:
         except (OSError, ValueError) as exc:
             raise ConnectionFailed(f"sending: {exc}") from exc
 
-    def put(self, head: bytes, body: memoryview) -> "HttpResponse":
-        """Send a request with a body, and read the head of the response. A server that refuses it
-        may respond and close the connection early; the response can still be read. Raises like
+    def exchange(self, head: bytes, body: memoryview | bytes) -> "HttpResponse":
+        """Send a request, and read the head of the response. A server that refuses a body may
+        respond and close the connection early; the response can still be read. Raises like
         ``read_head``."""
+        has_body = not head.startswith(b"HEAD ")
         try:
-            self.send(head, body)
+            self._send(head, body)
         except ConnectionFailed as exc:
             try:
                 with EndsBy(time.monotonic() + _EARLY_S):
-                    response = self.read_head()
+                    response = self.read_head(has_body=has_body)
             except NoResponse:
                 raise
             except ConnectionFailed:
@@ -222,7 +220,7 @@ class HttpConnection:
                 raise ConnectionFailed(reason) from exc
             response.keeps = False
             return response
-        return self.read_head()
+        return self.read_head(has_body=has_body)
 
     def read_head(self, *, has_body: bool = True) -> "HttpResponse":
         """Return the response with its status and headers. Raises ``ConnectionFailed``, or

@@ -88,11 +88,12 @@ class S3Store:
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
         """Return bytes ``[start, end)`` of the object with one request, or None."""
+        is_whole = end is None and not start
         room = (VALUE_BYTES_MAX if end is None else end) - start
         if room <= 0:  # an HTTP range cannot be empty
             return None if self.head(key) is None else b""
         with self._call("get", key):
-            found = self._reader.read(key, start if start or end is not None else None, room=room)
+            found = self._reader.read(key, None if is_whole else start, room=room)
         return None if found is None else bytes(found)
 
     def get_into(
