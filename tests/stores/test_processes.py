@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -173,8 +173,9 @@ def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) 
     assert fleet.own.starts == [None]
 
 
+@pytest.mark.parametrize("by", ["signal", "close"])
 def test_a_get_of_a_killed_process_fails_and_the_next_one_does_not(
-    fleet: Fleet, one_thread: ThreadPoolExecutor
+    fleet: Fleet, one_thread: ThreadPoolExecutor, by: str
 ) -> None:
     """What was reported is not written again, and the value may have been replaced meanwhile."""
     (pid,) = fleet.ready()
@@ -184,15 +185,20 @@ def test_a_get_of_a_killed_process_fails_and_the_next_one_does_not(
     got = one_thread.submit(fleet.store.get_into, "held/a", into, seen.append)
     fleet.at_half(pid)
     wait_until(lambda: seen)
-    os.kill(pid, signal.SIGKILL)
+    if by == "signal":
+        os.kill(pid, signal.SIGKILL)
+    else:
+        fleet.pool.close()
     with pytest.raises(TransferError, match=f"ended after {SIZE // 2} bytes"):
         got.result(PATIENCE_S)
     assert (seen, fleet.own.starts) == ([SIZE // 2], [])
     assert fleet.store.get_into("held/a", into) == SIZE
     assert into == value(2)
     assert fleet.own.starts == [None]
-    assert fleet.recorder.value("fetch_process_losses") == 1
-    assert fleet.ready() != [pid]
+    wait_until(partial(has_ended, pid))
+    if by == "signal":
+        assert fleet.recorder.value("fetch_process_losses") == 1
+        assert fleet.ready() != [pid]
 
 
 @pytest.mark.slow
@@ -303,23 +309,6 @@ def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_on
         time.sleep(0.001)
     apart.close()
     assert len(started) == 1
-
-
-def test_close_ends_all_processes_and_gets_go_on(
-    fleet: Fleet, one_thread: ThreadPoolExecutor
-) -> None:
-    (pid,) = fleet.ready()
-    fleet.store.put("held/a", value(11))
-    into = memoryview(bytearray(SIZE))
-    got: Future[int | None] = one_thread.submit(
-        fleet.store.get_into, "held/a", into, lambda _: None
-    )
-    fleet.at_half(pid)
-    fleet.pool.close()
-    wait_until(partial(has_ended, pid))
-    with pytest.raises(TransferError):
-        got.result(PATIENCE_S)
-    assert fleet.store.get_into("warm", into) == SIZE
 
 
 @pytest.mark.slow
