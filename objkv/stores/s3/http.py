@@ -80,7 +80,7 @@ class Connections:
         for is_fresh in (False, True):
             connection = self.take(url, is_fresh=is_fresh)
             try:
-                return connection.exchange(head, body)
+                return connection.send(head, body) or connection.read_head()
             except BaseException as exc:
                 connection.release()
                 if is_fresh or not connection.is_used or not isinstance(exc, NoResponse):
@@ -182,47 +182,41 @@ class HttpConnection:
         """The last time-out that was set for TLS."""
         self.is_used = False
         """Whether it carried an earlier request, so the server may have closed it meanwhile."""
+        self._has_body = True
+        """Whether the response to the request has a body."""
 
     def is_quiet(self) -> bool:
         """Whether the connection is open, without unexpected input or an end of stream, and not
         that of a parent process."""
         return self._pid == os.getpid() and not self._poll.poll(0)
 
-    def _send(self, head: bytes, body: memoryview | bytes) -> None:
-        """Send a request, with the body in slices of the caller's buffer. Raises
-        ``ConnectionFailed``."""
+    def send(self, head: bytes, body: memoryview | bytes) -> "HttpResponse | None":
+        """Send a request, with the body in slices of the caller's buffer. A server that refuses a
+        body may respond and close the connection early; that response is returned. Raises like
+        ``read_head``."""
+        self._has_body = not head.startswith(b"HEAD ")
         try:
             if self._bounded(self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
             at = 0
             while at < len(body):
                 at += self._bounded(self.socket.send, body[at : at + STEP_BYTES])
+            return None
         except (OSError, ValueError) as exc:
-            raise ConnectionFailed(f"sending: {exc}") from exc
-
-    def exchange(self, head: bytes, body: memoryview | bytes) -> "HttpResponse":
-        """Send a request, and read the head of the response. A server that refuses a body may
-        respond and close the connection early; the response can still be read. Raises like
-        ``read_head``."""
-        has_body = not head.startswith(b"HEAD ")
-        try:
-            self._send(head, body)
-        except ConnectionFailed as exc:
             try:
                 with EndsBy(time.monotonic() + _EARLY_S):
-                    response = self.read_head(has_body=has_body)
+                    response = self.read_head()
             except NoResponse:
                 raise
             except ConnectionFailed:
-                raise exc from None
+                raise ConnectionFailed(f"sending: {exc}") from exc
             if response.status < 300:
                 reason = "the server responded before the whole body was sent"
                 raise ConnectionFailed(reason) from exc
             response.keeps = False
             return response
-        return self.read_head(has_body=has_body)
 
-    def read_head(self, *, has_body: bool = True) -> "HttpResponse":
+    def read_head(self) -> "HttpResponse":
         """Return the response with its status and headers. Raises ``ConnectionFailed``, or
         ``NoResponse`` if not one byte arrived."""
         raw = b""
@@ -236,7 +230,7 @@ class HttpConnection:
                 raw += more
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
-            return HttpResponse(self, raw, has_body=has_body)
+            return HttpResponse(self, raw, has_body=self._has_body)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
                 raise NoResponse(exc) from exc
