@@ -148,7 +148,7 @@ class NodeCalls:
                 path, start = call["path"], max(0, int(call.get("start", 0)))
                 if path != SWITCH_PATH:
                     _check_identity(path)
-                document = self._bulk.get_range(path, start, start + DOCUMENT_BYTES_MAX)
+                document = self._bulk.get(path, start, start + DOCUMENT_BYTES_MAX)
                 return None if document is None else base64.b64encode(document).decode()
             case "put":
                 _check_identity(call["path"])

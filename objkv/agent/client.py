@@ -493,7 +493,7 @@ class AgentCalls:
         """See ``WriteIndex``."""
         yield from self.run("credit", savings=asdict(savings))
 
-    def get_range(self, key: str, start: int, end: int) -> Steps[bytes | None]:
+    def get(self, key: str, start: int, end: int) -> Steps[bytes | None]:
         """See ``ReadStore``. A long document is read in parts, which may be of two versions."""
         document = b""
         while start + len(document) < end:

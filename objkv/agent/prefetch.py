@@ -95,7 +95,7 @@ class Prefetches:
         if (found := self._facts.get(namespace)) is not None:
             return found  # such a document never changes: the namespace is its digest
         path = identity_path(namespace)
-        document = self._documents.get_range(path, 0, _DOCUMENT_BYTES_MAX)
+        document = self._documents.get(path, 0, _DOCUMENT_BYTES_MAX)
         if document is None:
             raise NotStored(f"no namespace {namespace}: objkv ls shows those that exist")
         found = _facts(namespace, path, document)

@@ -126,9 +126,9 @@ def stored_header(bulk: ReadStore, entry: Entry, seal: Seal | None) -> Header | 
     Raises ``PayloadError`` unless its checksum or seal and its length are correct. The caller must
     compare its claim.
     """
-    start = bulk.get_range(entry.key, 0, _HEADER_GUESS)
+    start = bulk.get(entry.key, 0, _HEADER_GUESS)
     if start is not None and (needed := header_bytes_needed(start)) > _HEADER_GUESS:
-        start = bulk.get_range(entry.key, 0, needed)
+        start = bulk.get(entry.key, 0, needed)
     if start is None:
         return None
     header = read_header(start, seal=seal)

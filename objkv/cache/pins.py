@@ -107,7 +107,7 @@ def parse_pin(document: bytes, path: str) -> Pin:
 
 def read_pin(bulk: ReadStore, path: str) -> Pin | None:
     """Return the pin at ``path``, or None if it does not exist. Raises ``PayloadError``."""
-    document = bulk.get_range(path, 0, DOCUMENT_BYTES_MAX + 1)
+    document = bulk.get(path, 0, DOCUMENT_BYTES_MAX + 1)
     if document is not None and len(document) > DOCUMENT_BYTES_MAX:
         raise PayloadError(f"{path} is not a pin of objkv: it is longer than any")
     return None if document is None else parse_pin(document, path)

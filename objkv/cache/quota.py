@@ -270,7 +270,7 @@ class TenantUsage:
 
 def read_tenant(bulk: ReadStore, namespace: str) -> str | None:
     """Return the tenant of a namespace, or None if no document matches its name."""
-    document = bulk.get_range(identity_path(namespace), 0, _DOCUMENT_BYTES_MAX)
+    document = bulk.get(identity_path(namespace), 0, _DOCUMENT_BYTES_MAX)
     if document is None or hashlib.sha256(document).hexdigest()[:NAMESPACE_HEX] != namespace:
         return None
     try:

@@ -74,7 +74,7 @@ _DOCUMENT: Final = TypeAdapter(_Document)
 def read_switches(bulk: ReadStore) -> tuple[Switch, ...]:
     """Return all orders, also ended ones; none without a document. Raises ``StoreError``, and
     ``PayloadError`` if objkv did not write the document."""
-    return _parse(bulk.get_range(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX))
+    return _parse(bulk.get(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX))
 
 
 def set_switch(bulk: WriteStore, switch: Switch) -> None:
@@ -154,9 +154,7 @@ class AdmissionSwitch:
     def read(self) -> Steps[None]:
         """Read the document. Never raises."""
         try:
-            document = yield from in_steps(
-                self._bulk.get_range(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX)
-            )
+            document = yield from in_steps(self._bulk.get(SWITCH_PATH, 0, _DOCUMENT_BYTES_MAX))
             self._switches = _parse(document)
         except (StoreError, PayloadError):
             self._recorder.count("admission_switch_errors")

@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Literal
 
 from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError
-from objkv.net.deadline import Trial, ends_s
+from objkv.net.deadline import ends_s
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class Attempt:
     """A context manager around one call. Entering it raises ``LeftAlone`` if the call must not be
     made. Leaving it reports the outcome to the breaker, and a ``StoreBusy`` to ``on_busy``."""
 
-    __slots__ = ("_breaker", "_given_s", "_is_probe", "_on_busy", "_trial", "_verb")
+    __slots__ = ("_breaker", "_given_s", "_is_probe", "_on_busy", "_verb")
 
     def __init__(
         self, breaker: Breaker, verb: str, on_busy: Callable[[StoreBusy], None] = lambda _: None
@@ -217,13 +217,8 @@ class Attempt:
         breaker = self._breaker
         self._is_probe = breaker.is_open and breaker.enter(self._verb)
         self._given_s = ends_s() - breaker.now_s()
-        if self._is_probe:  # not retried: many calls may wait for its outcome
-            self._trial = Trial()
-            self._trial.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._is_probe:
-            self._trial.__exit__()
         if error is None:
             self._breaker.leave(None, is_probe=self._is_probe)
         elif isinstance(error, StoreError) and not self._breaker.is_cut(error, self._given_s):

@@ -31,7 +31,6 @@ def bound_waits(sock: socket.socket, seconds: float) -> None:
 
 
 _ENDS_S: ContextVar[float] = ContextVar("ends_s", default=math.inf)
-_IS_TRIAL: ContextVar[bool] = ContextVar("is_trial", default=False)
 
 
 class EndsBy:
@@ -54,24 +53,6 @@ def ends_s() -> float:
     """Return the deadline of this thread's call, a time of ``time.monotonic``; infinite if there is
     none."""
     return _ENDS_S.get()
-
-
-class Trial:
-    """A context manager that marks this thread's calls as tests of whether a server has recovered.
-    They are not retried."""
-
-    __slots__ = ("_token",)
-
-    def __enter__(self) -> None:
-        self._token: Token[bool] = _IS_TRIAL.set(True)
-
-    def __exit__(self, *_: object) -> None:
-        _IS_TRIAL.reset(self._token)
-
-
-def is_trial() -> bool:
-    """Whether this thread's calls only test a server."""
-    return _IS_TRIAL.get()
 
 
 def check_end() -> None:
@@ -97,11 +78,9 @@ class _DeadlineSocket(socket.socket):
     """Respects ``EndsBy`` if Python does the waiting, but not while calls wait in the kernel."""
 
     _usual_s: float | None = None
-    _is_hurried = False
 
     def settimeout(self, value: float | None) -> None:
         self._usual_s = value
-        self._is_hurried = False
         super().settimeout(value)
 
     def recv(self, *args: Any) -> bytes:
@@ -122,19 +101,11 @@ class _DeadlineSocket(socket.socket):
 
     def _hurry(self) -> None:
         """Limit the next call's wait to the deadline, and to the usual time-out."""
-        end_s = _ENDS_S.get()
-        if end_s == math.inf:
-            if self._is_hurried:
-                self.settimeout(self._usual_s)
-            return
-        left_s = end_s - time.monotonic()
+        left_s = _ENDS_S.get() - time.monotonic()
         if left_s <= 0:
             raise TimeoutError("the deadline passed")
-        usual_s = self._usual_s
-        if usual_s is None or (left_s >= usual_s and not self._is_hurried):
-            return
-        self.settimeout(min(usual_s, left_s))
-        self._usual_s, self._is_hurried = usual_s, True
+        if self._usual_s is not None:
+            super().settimeout(min(self._usual_s, left_s))
 
 
 class _DeadlineTlsSocket(_DeadlineSocket, ssl.SSLSocket):

@@ -125,19 +125,11 @@ class Guard(CallPolicy):
         self.may_write = may_write
         self._name = name
         self._seconds = seconds
-        self._rows = {
-            verb: _Row(
-                how,
-                f"{name}_{verb}",
-                seconds and seconds * (_WALK_FACTOR if how.walks else 1),
-            )
-            for verb, how in verbs.items()
-        }
+        self._verbs = verbs
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call`` in the module's order, or raise ``StoreError`` without making it."""
-        row = self._rows[verb]
-        how, count = row.how, self.recorder.count
+        how, name, count = self._verbs[verb], f"{self._name}_{verb}", self.recorder.count
         if not self.may_write and how.direction == "write":
             self.check_may_write(f"{verb} {args[0]}")
         with self.breakers.attempt(how.direction, verb):
@@ -145,19 +137,19 @@ class Guard(CallPolicy):
             if how.totals is not None:
                 count(f"{self._name}_{how.totals[0]}")
             try:
-                with _NOTHING if row.bound_s is None else EndsBy(monotonic() + row.bound_s):
+                with self.deadline(walks=how.walks):
                     result = call(*args, **kwargs)
             except StoreError as exc:
                 if how.totals is not None:
                     count(f"{self._name}_{how.totals[1]}")
-                count(f"{row.name}_errors")
-                count(f"{row.name}_errors_{type(exc).__name__}")
+                count(f"{name}_errors")
+                count(f"{name}_errors_{type(exc).__name__}")
                 raise
             finally:
-                self.recorder.observe(f"{row.name}_seconds", self.clock() - begun_s)
+                self.recorder.observe(f"{name}_seconds", self.clock() - begun_s)
         if how.outcome is not None:
-            for name, amount in how.outcome(result, args):
-                count(f"{self._name}_{name}", amount)
+            for counter, amount in how.outcome(result, args):
+                count(f"{self._name}_{counter}", amount)
         return result
 
     def check_may_write(self, call: str) -> None:
@@ -165,15 +157,8 @@ class Guard(CallPolicy):
         if not self.may_write:
             raise StoreDenied(f"{call}: {_READER}")
 
-    def deadline(self) -> AbstractContextManager[None]:
+    def deadline(self, *, walks: bool = False) -> AbstractContextManager[None]:
         """See ``CallPolicy``."""
-        return _NOTHING if self._seconds is None else EndsBy(monotonic() + self._seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    """One verb of one guard."""
-
-    how: Verb
-    name: str
-    bound_s: float | None
+        if self._seconds is None:
+            return _NOTHING
+        return EndsBy(monotonic() + self._seconds * (_WALK_FACTOR if walks else 1))

@@ -349,7 +349,7 @@ def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:
     Raises ``PayloadError`` if it is too long.
     """
     path = identity_path(namespace)
-    document = bulk.get_range(path, 0, DOCUMENT_BYTES_MAX + 1)
+    document = bulk.get(path, 0, DOCUMENT_BYTES_MAX + 1)
     if document is not None and len(document) > DOCUMENT_BYTES_MAX:
         raise PayloadError(f"{path}: too long for an identity document")
     return document

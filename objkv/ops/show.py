@@ -130,7 +130,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) ->
     """
     path = key.path()
     found = bulk.head(path)
-    payload = None if found is None else bulk.get_range(path, 0, HEADER_BYTES_MAX)
+    payload = None if found is None else bulk.get(path, 0, HEADER_BYTES_MAX)
     if found is None or payload is None:
         return _report(key, None, "missing", "it is not in the bulk store")
     try:
@@ -138,7 +138,7 @@ def inspect_payload(bulk: ReadStore, key: ChunkKey, seal: Seal | None = None) ->
     except PayloadError as exc:
         return _report(key, found.nbytes, "corrupt", f"header: {exc}")
     if found.nbytes > len(payload):
-        payload = bulk.get_range(path, 0, header.nbytes) or b""
+        payload = bulk.get(path, 0, header.nbytes) or b""
     frames = tuple(_frame(header, number, payload) for number in range(len(header.frames)))
     problem = next((frame.problem for frame in frames if frame.problem), None)
     if not header.nbytes == len(payload) == found.nbytes:

@@ -76,12 +76,9 @@ class LifecycleRules:
 class ReadValues(Protocol):
     """A store that can be read by key."""
 
-    def get(self, key: str) -> bytes | None:
-        """Return the whole value, or None if the key does not exist."""
-
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Return bytes ``[start, end)`` of the value, fewer if the value ends earlier, or None if
-        the key does not exist."""
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Return bytes ``[start, end)`` of the value, or None if the key does not exist: fewer if
+        the value ends earlier, and all from ``start`` on without ``end``."""
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final, TypeVar
 
 from objkv.net.guard import Guarded, Verb, guarded, guarded_scan
-from objkv.stores.base import Arrived, Entry, HotStore, PruneStore, Unfinished
+from objkv.stores.base import Entry, HotStore, PruneStore, Unfinished
 
 _READS: Final = ("reads", "read_errors")
 _WRITES: Final = ("writes", "write_errors")
@@ -34,14 +34,14 @@ def _put(result: Any, args: tuple[Any, ...]) -> tuple[tuple[str, float], ...]:
 
 
 STORE_VERBS: Final[Mapping[str, Verb]] = {
-    **{verb: _read(verb) for verb in ("get", "get_range", "get_into", "get_range_into", "head")},
+    **{verb: _read(verb) for verb in ("get", "get_into", "head")},
     "scan": Verb("read", walks=True),
     "folders": Verb("read", walks=True),
     "put_if_absent": Verb("write", _WRITES, outcome=_put),
     "put": Verb("write", _WRITES, outcome=_put),
     "delete": Verb("write"),
 }
-"""The counters of a store's guard. ``get_into`` with a start counts as ``get_range_into``.
+"""The counters of a store's guard.
 
 Per verb: ``<name>_<verb>_misses`` counts reads of missing keys. Per store: ``<name>_reads``,
 ``_read_errors``, ``_writes``, ``_write_errors``, ``_read_bytes``, ``_written_bytes`` (only puts
@@ -61,18 +61,11 @@ class GuardedValues(Guarded[S]):
     """
 
     get = guarded("get")
-    get_range = guarded("get_range")
+    get_into = guarded("get_into")
     head = guarded("head")
     put_if_absent = guarded("put_if_absent")
     put = guarded("put")
     delete = guarded("delete")
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        """See ``ReadStore``."""
-        verb = "get_into" if start is None else "get_range_into"
-        return self.guard.call(verb, self.inner.get_into, key, buffer, arrived, start)
 
     def check(self) -> None:
         """See ``ReadStore``. Ends within the guard's deadline."""

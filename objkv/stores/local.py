@@ -15,10 +15,10 @@ import logging
 import os
 import secrets
 import stat
-import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Final
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.base import (
@@ -31,8 +31,15 @@ from objkv.stores.base import (
     check_prefix,
     is_key,
 )
-from objkv.stores.local_paths import FOLDER, PLACE, VALUE, Beneath
 
+logger = logging.getLogger(__name__)
+FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY
+"""A folder that can be listed, synced, and used as ``dir_fd``."""
+PLACE: Final = os.O_PATH
+"""A file of any type, only for ``fstat``."""
+VALUE: Final = os.O_RDONLY | os.O_NONBLOCK
+"""A file to read. Opening a pipe with this flag does not wait for a writer. The caller checks at
+once that it is a regular file; the flag has no effect on those."""
 _SLICE_BYTES = 2 << 20
 """Approximate read size for a caller that verifies bytes as they arrive: the bytes are then still
 in the processor's caches."""
@@ -51,12 +58,18 @@ _FIX = {
     errno.ELOOP: "remove the symbolic link below the store's folder, or the loop of links in "
     "the folder's own path",
 }
-ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV))
+_ABSENT = frozenset((errno.ENOENT, errno.ENOTDIR, errno.ENXIO, errno.ENODEV))
 """Errors of open for a missing value. The last two are for sockets and for missing devices."""
 _MENDS = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ESTALE, errno.ETIMEDOUT, errno.EINTR}
+_LEFT_OUT = {errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
+# Keys cannot contain "~", so a temporary file can neither be read nor collide with a value.
+_TEMPORARY = "~tmp-"
+_FOLDER_TRIES = 10
+Listed = list[tuple[str, os.stat_result | None]]
+"""Names with their stat result: None for folders, and a symbolic link's own result for a link."""
 
 
-def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrived | None) -> None:
+def _read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrived | None) -> None:
     """Fill ``buffer`` with the file's bytes from ``start`` on. Raises ``StoreError``, and the
     exceptions of ``arrived``."""
     at, size = 0, len(buffer)
@@ -66,7 +79,7 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
         try:
             got = os.preadv(fd, [buffer[at : at + step]], start + at)
         except OSError as exc:
-            raise failed("get_into", key, exc) from exc
+            raise _failed("get_into", key, exc) from exc
         if not got:
             raise StoreError(f"get_into {key}: the file was truncated during the read; retry")
         at += got
@@ -77,15 +90,15 @@ def read_into(key: str, fd: int, start: int, buffer: memoryview, arrived: Arrive
 
 
 @contextmanager
-def translated(verb: str, key: str) -> Iterator[None]:
+def _translated(verb: str, key: str) -> Iterator[None]:
     """Raise the file system's errors as ``StoreError``."""
     try:
         yield
     except OSError as exc:
-        raise failed(verb, key, exc) from exc
+        raise _failed(verb, key, exc) from exc
 
 
-def failed(verb: str, key: str, exc: OSError) -> StoreError:
+def _failed(verb: str, key: str, exc: OSError) -> StoreError:
     """Return the ``StoreError`` for an ``OSError``."""
     reason = f"{verb} {key}: {exc.strerror or exc}"
     if exc.errno in _MENDS:
@@ -95,32 +108,127 @@ def failed(verb: str, key: str, exc: OSError) -> StoreError:
     return StoreError(reason)
 
 
-logger = logging.getLogger(__name__)
-_LEFT_OUT = {errno.EACCES, errno.ELOOP, errno.ENAMETOOLONG}
-Listed = list[tuple[str, os.stat_result | None]]
-"""Names with their stat result: None for folders, and a symbolic link's own result for a link."""
+class LocalStore:
+    """Values as files under ``root``. The first put or ``check`` creates ``root``; if it disappears
+    later, both are denied, and nothing is found.
 
-
-class Walks:
-    """Walks one store's folders in key order. Thread-safe.
-
-    Others may write below a shared folder, but nothing they create can stop a walk. It enters only
-    folders that a key can name, which also limits the depth to a key's length. It skips folders
-    that this user may not read.
+    The umask decides the modes of files and folders (as with ``cp``), so a group can share a folder
+    through its umask. The path of ``root`` itself may contain symbolic links. Below it they are
+    refused, so nothing leads out of ``root``, and scans omit them. Anything that is neither a file
+    nor a folder is not a value, and opening it never blocks.
     """
 
-    def __init__(self, beneath: Beneath) -> None:
-        self._beneath = beneath
+    def __init__(self, root: Path, *, private: Path | None = None) -> None:
+        """``private`` is a folder above ``root`` that only this user may enter, if this store
+        creates it."""
+        self._root = os.path.abspath(root)
+        self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
         self._has_logged = False
 
-    def walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield all files under ``folder`` whose key starts with ``prefix``, in key order. A
-        folder sorts by its name plus ``/``.
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Return bytes ``[start, end)`` of the file, or None."""
+        with self._opened(key) as opened:
+            if opened is None:
+                return None
+            fd, found = opened
+            last = found.st_size if end is None else min(end, found.st_size)
+            value = bytearray(max(0, last - start))
+            _read_into(key, fd, start, memoryview(value), None)
+            return bytes(value)
 
-        Holds one folder's listing per level in memory. Skips a folder that this user may not read,
-        and logs a warning the first time. Raises ``StoreError``.
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        """Read the file, or a part of it, straight into ``buffer`` without an intermediate copy."""
+        with self._opened(key) as opened:
+            if opened is None:
+                return None
+            fd, found = opened
+            if start is None:
+                start = 0
+                check_fits(key, found.st_size, buffer)
+            part = buffer[: max(0, found.st_size - start)]
+            _read_into(key, fd, start, part, arrived)
+            return len(part)
+
+    def head(self, key: str) -> Entry | None:
+        """Return size and age of the file, or None."""
+        with self._opened(key, PLACE) as opened:
+            return opened and Entry(key, opened[1].st_size, opened[1].st_mtime)
+
+    def scan(self, prefix: str) -> Iterator[Entry]:
+        """Yield entries in key order."""
+        check_prefix(prefix)
+        for key, found in self._walk(prefix.rpartition("/")[0], prefix):
+            if stat.S_ISREG(found.st_mode) and is_key(key):
+                yield Entry(key, found.st_size, found.st_mtime)
+
+    def folders(self, folder: str) -> list[str]:
+        """Return the folder names from one listing."""
+        check_prefix(f"{folder}/" if folder else "")
+        listed = self._listed(folder)
+        return sorted(name for name, found in listed if found is None and is_key(name))
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        """Link a synced temporary file to the key's name. The link fails if the file exists."""
+        if self.head(key) is not None:  # avoids the write; the link below decides
+            return False
+        with _translated("put_if_absent", key), self._written(key, value) as (fd, temporary):
+            name = key.rpartition("/")[2]
+            try:
+                os.link(temporary, name, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
+            except FileExistsError:
+                return False
+            os.fsync(fd)
+            return True
+
+    def put(self, key: str, value: Buffer) -> None:
+        """Rename a synced temporary file to the key's name."""
+        with _translated("put", key), self._written(key, value) as (fd, temporary):
+            os.rename(temporary, key.rpartition("/")[2], src_dir_fd=fd, dst_dir_fd=fd)
+            os.fsync(fd)
+
+    def delete(self, key: str) -> bool:
+        """Remove the file, or a symbolic link in its place, and the folders that become empty."""
+        check_key(key)
+        with _translated("delete", key):
+            return self._removed(*_split(key))
+
+    def check(self) -> None:
+        """Create the folder if it is missing, and list it."""
+        with _translated("check", self._root):
+            self._beneath.make_folders("")
+            with os.scandir(self._root) as found:
+                next(found, None)
+            if not os.access(self._root, os.R_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+
+    def close(self) -> None:
+        """Does nothing: files are open only within a call."""
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Yield temporary files. Only the folder of their key is known."""
+        for path, found in self._walk("", ""):
+            folder, name = _split(path)
+            if name.startswith(_TEMPORARY):
+                yield Unfinished(folder, name, found.st_size, found.st_mtime)
+
+    def discard(self, unfinished: Unfinished) -> bool:
+        """Remove the file, and the folders that become empty. If it became a value, that has
+        another name."""
+        assert unfinished.name.startswith(_TEMPORARY)
+        with _translated("discard", unfinished.name):
+            return self._removed(unfinished.key, unfinished.name)
+
+    def _walk(self, folder: str, prefix: str) -> Iterator[tuple[str, os.stat_result]]:
+        """Yield all files under ``folder`` whose key starts with ``prefix``, in key order. A folder
+        sorts by its name plus ``/``. Holds one folder's listing per level in memory.
+
+        Others may write below a shared folder, but nothing they create can stop a walk. It enters
+        only folders that a key can name, which also limits the depth to a key's length. It skips
+        folders that this user may not read, and logs a warning the first time.
         """
-        levels = [self._ordered(folder, prefix, self.listed(folder))]
+        levels = [self._ordered(folder, prefix, self._listed(folder))]
         while levels:
             key, found = next(levels[-1], ("", None))
             if found is not None:
@@ -128,10 +236,10 @@ class Walks:
             elif not key:
                 levels.pop()
             elif is_key(f"{key}x"):  # a folder, as it ends with "/"; skipped if it can hold no key
-                inside = self.listed(key[:-1], may_skip=True)
+                inside = self._listed(key[:-1], may_skip=True)
                 levels.append(self._ordered(key[:-1], prefix, inside))
 
-    def listed(self, folder: str, *, may_skip: bool = False) -> Listed:
+    def _listed(self, folder: str, *, may_skip: bool = False) -> Listed:
         """Return the content of ``folder``; empty if it does not exist or, with ``may_skip``, if
         this user may not read it. Raises ``StoreError``."""
         listed: Listed = []
@@ -147,7 +255,7 @@ class Walks:
             return []
         except OSError as exc:
             if not may_skip or exc.errno not in _LEFT_OUT:
-                raise failed("scan", folder or self._beneath.root, exc) from exc
+                raise _failed("scan", folder or self._beneath.root, exc) from exc
             if not self._has_logged:
                 self._has_logged = True
                 logger.warning(
@@ -166,126 +274,6 @@ class Walks:
         keys = {start + (f"{n}/" if found is None else n): found for n, found in listed}
         return ((key, keys[key]) for key in sorted(keys) if key.startswith(prefix))
 
-
-# Keys cannot contain "~", so a temporary file can neither be read nor collide with a value.
-_TEMPORARY = "~tmp-"
-_FOLDER_TRIES = 10
-
-
-class LocalStore:
-    """Values as files under ``root``. The first put or ``check`` creates ``root``.
-
-    The umask decides the modes of files and folders (as with ``cp``), so a group can share a folder
-    through its umask. The path of ``root`` itself may contain symbolic links. Below it they are
-    refused, so nothing leads out of ``root``, and scans omit them. Anything that is neither a file
-    nor a folder is not a value, and opening it never blocks.
-    """
-
-    def __init__(self, root: Path, *, private: Path | None = None) -> None:
-        """``private`` is a folder above ``root`` that only this user may enter, if this store
-        creates it."""
-        self._root = os.path.abspath(root)
-        self._beneath = Beneath(self._root, private=os.path.abspath(private) if private else None)
-        self._walks = Walks(self._beneath)
-
-    def get(self, key: str) -> bytes | None:
-        """Return the whole file, or None."""
-        return self.get_range(key, 0, sys.maxsize)
-
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Return bytes ``[start, end)`` of the file, or None."""
-        with self._opened(key) as opened:
-            if opened is None:
-                return None
-            fd, found = opened
-            value = bytearray(max(0, min(end, found.st_size) - start))
-            read_into(key, fd, start, memoryview(value), None)
-            return bytes(value)
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        """Read the file, or a part of it, straight into ``buffer`` without an intermediate copy."""
-        with self._opened(key) as opened:
-            if opened is None:
-                return None
-            fd, found = opened
-            if start is None:
-                start = 0
-                check_fits(key, found.st_size, buffer)
-            part = buffer[: max(0, found.st_size - start)]
-            read_into(key, fd, start, part, arrived)
-            return len(part)
-
-    def head(self, key: str) -> Entry | None:
-        """Return size and age of the file, or None."""
-        with self._opened(key, PLACE) as opened:
-            return opened and Entry(key, opened[1].st_size, opened[1].st_mtime)
-
-    def scan(self, prefix: str) -> Iterator[Entry]:
-        """Yield entries in key order; see ``Walks``."""
-        check_prefix(prefix)
-        for key, found in self._walks.walk(prefix.rpartition("/")[0], prefix):
-            if stat.S_ISREG(found.st_mode) and is_key(key):
-                yield Entry(key, found.st_size, found.st_mtime)
-
-    def folders(self, folder: str) -> list[str]:
-        """Return the folder names from one listing."""
-        check_prefix(f"{folder}/" if folder else "")
-        listed = self._walks.listed(folder)
-        return sorted(name for name, found in listed if found is None and is_key(name))
-
-    def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """Link a synced temporary file to the key's name. The link fails if the file exists."""
-        if self.head(key) is not None:  # avoids the write; the link below decides
-            return False
-        with translated("put_if_absent", key), self._written(key, value) as (fd, temporary):
-            name = key.rpartition("/")[2]
-            try:
-                os.link(temporary, name, src_dir_fd=fd, dst_dir_fd=fd, follow_symlinks=False)
-            except FileExistsError:
-                return False
-            os.fsync(fd)
-            return True
-
-    def put(self, key: str, value: Buffer) -> None:
-        """Rename a synced temporary file to the key's name."""
-        with translated("put", key), self._written(key, value) as (fd, temporary):
-            os.rename(temporary, key.rpartition("/")[2], src_dir_fd=fd, dst_dir_fd=fd)
-            os.fsync(fd)
-
-    def delete(self, key: str) -> bool:
-        """Remove the file, or a symbolic link in its place, and the folders that become empty."""
-        check_key(key)
-        with translated("delete", key):
-            return self._removed(*_split(key))
-
-    def check(self) -> None:
-        """Create the folder if it is missing, and list it."""
-        with translated("check", self._root):
-            self._beneath.make_folders("")
-            with os.scandir(self._root) as found:
-                next(found, None)
-            if not os.access(self._root, os.R_OK | os.X_OK):
-                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-
-    def close(self) -> None:
-        """Does nothing: files are open only within a call."""
-
-    def unfinished(self) -> Iterator[Unfinished]:
-        """Yield temporary files. Only the folder of their key is known."""
-        for path, found in self._walks.walk("", ""):
-            folder, name = _split(path)
-            if name.startswith(_TEMPORARY):
-                yield Unfinished(folder, name, found.st_size, found.st_mtime)
-
-    def discard(self, unfinished: Unfinished) -> bool:
-        """Remove the file, and the folders that become empty. If it became a value, that has
-        another name."""
-        assert unfinished.name.startswith(_TEMPORARY)
-        with translated("discard", unfinished.name):
-            return self._removed(unfinished.key, unfinished.name)
-
     def _removed(self, folder: str, name: str) -> bool:
         try:
             with self._beneath.at(folder, PLACE) as fd:
@@ -303,21 +291,16 @@ class LocalStore:
     def _opened(self, key: str, flags: int = VALUE) -> Iterator[tuple[int, os.stat_result] | None]:
         """Yield the file's descriptor and status, or None if the file does not exist."""
         check_key(key)
-        try:
-            fd = self._beneath.open(key, flags)
-        except OSError as exc:
-            if exc.errno not in ABSENT:
-                raise failed("get", key, exc) from exc
-            yield None
-            return
-        try:
+        with ExitStack() as opened:
             try:
+                fd = opened.enter_context(self._beneath.at(key, flags))
                 found = os.fstat(fd)
             except OSError as exc:
-                raise failed("get", key, exc) from exc
-            yield (fd, found) if stat.S_ISREG(found.st_mode) else None
-        finally:
-            os.close(fd)
+                if exc.errno not in _ABSENT:
+                    raise _failed("get", key, exc) from exc
+                yield None
+            else:
+                yield (fd, found) if stat.S_ISREG(found.st_mode) else None
 
     @contextmanager
     def _written(self, key: str, value: Buffer) -> Iterator[tuple[int, str]]:
@@ -360,3 +343,116 @@ class LocalStore:
 def _split(path: str) -> tuple[str, str]:
     folder, _, name = path.rpartition("/")
     return folder, name
+
+
+class Beneath:
+    """Opens paths under a folder without following symbolic links. Thread-safe. It keeps nothing
+    open, so ``root``, an absolute path, may be mounted while it is in use.
+
+    Otherwise anyone who may write below a store's folder, even in only one namespace, could plant a
+    link. Replicas would then read that user's files as payloads, or write and delete files that
+    only the replicas may change. The folder's own path belongs to the operator and may contain
+    links.
+
+    Each component is opened separately, which takes 6 us for four (2-core x86, 2026-11-22).
+    """
+
+    def __init__(self, root: str, *, private: str | None = None) -> None:
+        """``private`` is the folder above ``root`` that is created for this user alone."""
+        self.root = root
+        self._private = private
+        self._had_root = False
+
+    def open(self, path: str, flags: int) -> int:
+        """Return a descriptor of ``path``; the empty path means the root itself.
+
+        ``flags`` is one of the constants above. ``path`` has no empty, ``.`` or ``..`` component.
+        Raises OSError, with ``ELOOP`` if any component is a symbolic link.
+        """
+        if not path:
+            return os.open(self.root, flags | os.O_CLOEXEC)
+        first, *others = path.split("/")
+        names, current = [f"{self.root}/{first}", *others], None
+        try:
+            for name in names[:-1]:
+                inner = _open_here(current, name, PLACE | os.O_DIRECTORY)
+                if current is not None:
+                    os.close(current)
+                current = inner
+            return _open_here(current, names[-1], flags)
+        finally:
+            if current is not None:
+                os.close(current)
+
+    @contextmanager
+    def at(self, path: str, flags: int) -> Iterator[int]:
+        """Open the path, and close it afterwards."""
+        fd = self.open(path, flags)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def make_folders(self, folder: str) -> None:
+        """Create ``folder`` and its missing parents. Syncs the parent of each, so they survive a
+        crash. Another process may remove them again at any time.
+
+        The root is created once. Raises ``StoreDenied`` if it has disappeared since: a new folder
+        would hide that a disk is no longer mounted.
+        """
+        if not self._had_root:
+            self._make_root(self.root)
+            self._had_root = True
+        try:
+            current = os.open(self.root, FOLDER | os.O_CLOEXEC)
+        except FileNotFoundError as exc:
+            reason = f"the folder {self.root} has disappeared: mount it, or create it again"
+            raise StoreDenied(reason) from exc
+        with suppress(FileNotFoundError):
+            try:
+                for part in folder.split("/") if folder else ():
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=current)
+                        os.fsync(current)
+                    inner = _open_here(current, part, FOLDER)
+                    os.close(current)
+                    current = inner
+            finally:
+                os.close(current)
+
+    def _make_root(self, folder: str) -> None:
+        mode = 0o700 if folder == self._private else 0o777
+        try:
+            os.mkdir(folder, mode)
+        except FileExistsError:
+            return
+        except FileNotFoundError:
+            self._make_root(os.path.dirname(folder))
+            with suppress(FileExistsError):
+                os.mkdir(folder, mode)
+        fd = os.open(os.path.dirname(folder), FOLDER | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def _open_here(folder: int | None, name: str, flags: int) -> int:
+    try:
+        fd = os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    except NotADirectoryError:
+        # A link also fails with ENOTDIR if a folder is required.
+        if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise _is_link(name) from None
+        raise
+    try:
+        if flags == PLACE and stat.S_ISLNK(os.fstat(fd).st_mode):
+            raise _is_link(name)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _is_link(name: str) -> OSError:
+    return OSError(errno.ELOOP, os.strerror(errno.ELOOP), name)

@@ -20,7 +20,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -38,7 +38,7 @@ from objkv.errors import (
     TransferError,
     ValueTooLong,
 )
-from objkv.net.deadline import EndsBy, Trial, ends_s, is_trial
+from objkv.net.deadline import EndsBy, ends_s
 from objkv.stores.base import Arrived, PruneStore, ReadStore, check_key, copy_bytes, map_memory
 from objkv.stores.guarded import GuardedStore
 from objkv.telemetry import Recorder
@@ -79,8 +79,6 @@ class GetRequest:
     start: int | None
     ends_s: float
     """Deadline by ``time.monotonic``, whose clock all processes of a machine share."""
-    is_trial: bool
-    """See ``objkv.net.deadline.Trial``."""
     key: str
 
 
@@ -146,7 +144,7 @@ def _get(lane: socket.socket, request: GetRequest, memory: memoryview, store: Re
 
     room = memory[: request.nbytes]
     try:
-        with EndsBy(request.ends_s), Trial() if request.is_trial else nullcontext():
+        with EndsBy(request.ends_s):
             nbytes = store.get_into(request.key, room, arrived, request.start)
             return Answer(request.number, nbytes, is_last=True)
     except Exception as exc:  # the agent knows what becomes of it
@@ -210,6 +208,15 @@ class FetchLane:
             raise LaneLost("a fetching process answered another request")
         self.is_owed = not answer.is_last
         return answer
+
+    def has_answered(self, now_s: float) -> bool:
+        """Whether an abandoned lane is free. Never waits. Raises ``LaneLost``, also if the process
+        is late."""
+        while self.is_owed and self.read(0.0) is not None:
+            pass
+        if self.is_owed and now_s >= self.kill_s:
+            raise LaneLost("it hangs")
+        return not self.is_owed
 
     def close(self) -> None:
         """Close the socket. The memory stays valid as long as it is referenced."""
@@ -326,22 +333,15 @@ class FetchPool:
         self._thread.start()
 
     def take(self) -> FetchLane | None:
-        """Return a lane of the process with the fewest gets under way; None if there is none.
-        Processes that owe an answer beyond its deadline may hang, and get nothing new."""
+        """Return a lane of the process with the fewest gets under way; None if there is none."""
         with self._lock:
             if self._closed:
                 return None
-            self._used_s = now = monotonic()
+            self._used_s = monotonic()
             if len(self._processes) < self._processes_max:
                 self._wake.set()
-            self._free_answered(now)
-            late = [one.process for one in self._abandoned if now + GRACE_S >= one.kill_s]
-            ready = [
-                one for one in self._processes if one.is_ready and one.free and one not in late
-            ]
-            if not ready:
-                return None
-            return max(ready, key=lambda one: len(one.free)).free.pop()
+            ready = [one for one in self._processes if one.is_ready and one.free]
+            return max(ready, key=lambda one: len(one.free)).free.pop() if ready else None
 
     def leave(self, lane: FetchLane, by_s: float) -> None:
         """Give a lane back. If its last answer was not read, it becomes free with that; if that
@@ -357,7 +357,6 @@ class FetchPool:
         """Give up a process that has ended or does not follow the protocol, and kill it."""
         with self._lock:
             self._drop(lane.process, reason)
-        lane.close()
 
     def close(self) -> None:
         """End all processes. Gets that have no byte yet continue in the agent.
@@ -372,25 +371,6 @@ class FetchPool:
             lane.process.free.append(lane)
         else:
             lane.close()
-
-    def _free_answered(self, now_s: float) -> None:
-        """Free abandoned lanes that have answered, and drop processes that have not in time. The
-        lock must be held."""
-        for lane in tuple(self._abandoned):
-            reason: object = None
-            try:
-                while lane.is_owed and lane.read(0.0) is not None:
-                    pass
-                if lane.is_owed:
-                    if now_s < lane.kill_s:
-                        continue
-                    reason = "it hangs"
-            except LaneLost as exc:
-                reason = exc
-            self._abandoned.remove(lane)
-            if reason is not None:
-                self._drop(lane.process, reason)
-            self._free(lane)
 
     def _drop(self, process: FetchProcess, reason: object) -> None:
         """Use a process no longer. The lock must be held."""
@@ -435,7 +415,14 @@ class FetchPool:
         """Drop what has ended or hangs, and all processes if they are idle."""
         now = monotonic()
         with self._lock:
-            self._free_answered(now)
+            for lane in tuple(self._abandoned):
+                try:
+                    if not lane.has_answered(now):
+                        continue
+                except LaneLost as exc:
+                    self._drop(lane.process, exc)
+                self._abandoned.remove(lane)
+                self._free(lane)
             for one in tuple(self._processes):
                 if not one.look():
                     self._drop(one, "it ended")
@@ -484,22 +471,35 @@ class ProcessGets(GuardedStore):
             return self.inner.get_into(key, buffer, arrived, start)
         self._recorder.count("fetch_process_gets")
         end_s = min(monotonic() + self._deadline_s, ends_s())
-        request = GetRequest(next(self._numbers), len(buffer), start, end_s, is_trial(), key)
-        target = _Target(buffer, arrived)
+        request = GetRequest(next(self._numbers), len(buffer), start, end_s, key)
+        at = 0  # so many bytes have arrived
         try:
-            got = _follow(lane, request, target)
+            lane.ask(request)
+            while (answer := lane.read(end_s + _SLACK_S)) is not None:
+                if answer.error is not None:
+                    raise _ERRORS[answer.error](answer.text)
+                if (nbytes := answer.nbytes) is None:
+                    return None
+                if not at <= nbytes <= len(buffer):
+                    raise LaneLost(f"{nbytes} bytes after {at}, for {len(buffer)}")
+                copy_bytes(buffer[at:nbytes], lane.memory[at:nbytes], nbytes - at)
+                at = nbytes
+                if answer.is_last:  # it was reported before
+                    return nbytes
+                if arrived is not None:
+                    arrived(nbytes)
+            raise StoreUnavailable(
+                f"get_into {key}: the deadline passed after {at} of {len(buffer)} bytes, and the "
+                "fetching process did not answer"
+            )
         except LaneLost as exc:
             self._pool.lose(lane, exc)
-            if target.at:  # no fault of the store, whose breaker does not count it
+            if at:  # no fault of the store, whose breaker does not count it
                 raise TransferError(
-                    f"get_into {key}: the fetching process ended after {target.at} bytes"
+                    f"get_into {key}: the fetching process ended after {at} bytes"
                 ) from exc
-        except BaseException:
+        finally:
             self._pool.leave(lane, end_s)
-            raise
-        else:
-            self._pool.leave(lane, end_s)
-            return got
         with EndsBy(end_s):
             return self.inner.get_into(key, buffer, arrived, start)
 
@@ -507,40 +507,3 @@ class ProcessGets(GuardedStore):
         """End the processes, and close the inner store."""
         self._pool.close()
         super().close()
-
-
-class _Target:
-    """The caller's buffer, of which the first ``at`` bytes have arrived."""
-
-    def __init__(self, buffer: memoryview, arrived: Arrived | None) -> None:
-        self.buffer, self.at = buffer, 0
-        self._arrived, self._reported = arrived, -1
-
-    def take(self, memory: memoryview, nbytes: int) -> None:
-        """Copy and report the bytes that have arrived since the last call. Raises ``LaneLost`` if a
-        process cannot have fetched that much."""
-        at = self.at
-        if not at <= nbytes <= len(self.buffer):
-            raise LaneLost(f"{nbytes} bytes after {at}, for {len(self.buffer)}")
-        copy_bytes(self.buffer[at:nbytes], memory[at:nbytes], nbytes - at)
-        self.at = nbytes
-        if self._arrived is not None and nbytes > self._reported:
-            self._reported = nbytes
-            self._arrived(nbytes)
-
-
-def _follow(lane: FetchLane, request: GetRequest, target: _Target) -> int | None:
-    """Have a process make a get, and take over its bytes as they arrive."""
-    lane.ask(request)
-    while (answer := lane.read(request.ends_s + _SLACK_S)) is not None:
-        if answer.error is not None:
-            raise _ERRORS[answer.error](answer.text)
-        if answer.nbytes is None:
-            return None
-        target.take(lane.memory, answer.nbytes)
-        if answer.is_last:
-            return answer.nbytes
-    raise StoreUnavailable(
-        f"get_into {request.key}: the deadline passed after {target.at} of {request.nbytes} bytes, "
-        "and the fetching process did not answer"
-    )

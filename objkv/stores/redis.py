@@ -13,14 +13,7 @@ from redis import exceptions
 
 from objkv.net.redis_errors import CLIENT_ERRORS, translated, translation
 from objkv.net.resp import RespConnection, RespConnections, packed
-from objkv.stores.base import (
-    Arrived,
-    Buffer,
-    Entry,
-    check_fits,
-    check_key,
-    copy_into,
-)
+from objkv.stores.base import Arrived, Buffer, Entry, check_fits, check_key, copy_into
 
 _UNDONE: Final = -1
 """The client must repeat the call: it handles refusals, lost connections and cluster changes."""
@@ -48,21 +41,17 @@ class RedisStore:
         self._ttl_s = ttl_s
         self._clock = clock
 
-    def get(self, key: str) -> bytes | None:
-        """Return the whole value, or None."""
-        name = self._name(key)
-        with translated(f"get {key}"):
-            value: bytes | None = self.client.get(name)
-            return value
-
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
         """Return bytes ``[start, end)`` of the value, or None; one round trip."""
         name = self._name(key)
-        with translated(f"get_range {key}"):
+        with translated(f"get {key}"):
+            if end is None and not start:
+                value: bytes | None = self.client.get(name)
+                return value
             batch = self.client.pipeline(transaction=False)
             batch.exists(name)
-            if start < end:  # Redis ranges include their end, and -1 means the last byte
-                batch.getrange(name, start, end - 1)
+            if end is None or start < end:  # Redis ranges include their end; -1 is the last byte
+                batch.getrange(name, start, -1 if end is None else end - 1)
             exists, *values = batch.execute()
             return b"".join(values) if exists else None
 
@@ -72,7 +61,7 @@ class RedisStore:
         """GET, received straight into ``buffer``, or GETRANGE. ``arrived`` is called once."""
         name = self._name(key)
         if start is not None:
-            value = self.get_range(key, start, start + len(buffer))
+            value = self.get(key, start, start + len(buffer))
             return None if value is None else copy_into(key, value, buffer, arrived)
         try:  # not ``translated``: its generator takes 2 us, a tenth of a call
             nbytes = self._receive(name, buffer)

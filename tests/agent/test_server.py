@@ -389,24 +389,24 @@ def test_identities_can_be_made_and_read_the_switch_read_and_nothing_else(
 ) -> None:
     documents = Completed(calls)
     path = identity_path(NAMESPACE)
-    assert documents.get_range(path, 0, 100) is None
+    assert documents.get(path, 0, 100) is None
     assert documents.put_if_absent(path, b"document")
     assert not documents.put_if_absent(path, b"other")
-    assert documents.get_range(path, 2, 100) == b"cument"
+    assert documents.get(path, 2, 100) == b"cument"
     node.store.put(SWITCH_PATH, b"{}")
-    assert documents.get_range(SWITCH_PATH, 0, 100) == b"{}"
+    assert documents.get(SWITCH_PATH, 0, 100) == b"{}"
     many = bytes(range(256)) * 500
     node.store.put(SWITCH_PATH, many)
-    assert documents.get_range(SWITCH_PATH, 0, 1 << 20) == many
-    assert documents.get_range(SWITCH_PATH, 7, 40_000) == many[7:40_000]
+    assert documents.get(SWITCH_PATH, 0, 1 << 20) == many
+    assert documents.get(SWITCH_PATH, 7, 40_000) == many[7:40_000]
     node.store.put(SWITCH_PATH, many[: client_module.DOCUMENT_BYTES_MAX])
-    assert documents.get_range(SWITCH_PATH, 0, 1 << 20) == many[: client_module.DOCUMENT_BYTES_MAX]
+    assert documents.get(SWITCH_PATH, 0, 1 << 20) == many[: client_module.DOCUMENT_BYTES_MAX]
     with pytest.raises(StoreDenied, match="no access"):
         documents.put_if_absent(SWITCH_PATH, b"of a client")
     payload = node.save()[0].claim.key.path()
     for wrong in (payload, "../x", f"{path}/x"):
         with pytest.raises(StoreDenied, match="no access"):
-            documents.get_range(wrong, 0, 10)
+            documents.get(wrong, 0, 10)
         with pytest.raises(StoreDenied, match="no access"):
             documents.put_if_absent(wrong, b"x")
     with pytest.raises(StoreError, match="bytes"):

@@ -70,24 +70,18 @@ class FlakyStore(GuardedStore, CallPolicy):
             self._errors.clear()
         self._down = self._gate = self._spoil = None
 
-    def get(self, key: str) -> bytes | None:
-        """Return the inner store's value, with the requested damage."""
-        return self._spoilt(super().get(key))
-
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Return a range of the inner store's value; damage applies to the whole value first."""
-        value = self.call("get_range", self.inner.get, key)
-        spoilt = self._spoilt(value)
-        return None if spoilt is None else spoilt[start:end]
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Read from the inner store; damage applies to the whole value before the range."""
+        value = self._spoilt(self.call("get", self.inner.get, key))
+        return None if value is None else value[start:end]
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
         """Read from the inner store; damage applies to the whole value before ``start``."""
         if self._spoil is None:
-            return super().get_into(key, buffer, arrived, start)
-        verb = "get_into" if start is None else "get_range_into"
-        value = self._spoilt(self.call(verb, self.inner.get, key))
+            return self.call("get_into", self.inner.get_into, key, buffer, arrived, start)
+        value = self._spoilt(self.call("get_into", self.inner.get, key))
         if value is not None and start is not None:
             value = value[start : start + len(buffer)]
         return None if value is None else copy_into(key, value, buffer, arrived)

@@ -26,12 +26,7 @@ class MemoryStore:
     def __repr__(self) -> str:
         return f"<MemoryStore {len(self._values)} values>"
 
-    def get(self, key: str) -> bytes | None:
-        """Return the whole value, or None."""
-        found = self._find(key)
-        return None if found is None else found[0]
-
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
         """Return bytes ``[start, end)`` of the value, or None."""
         found = self._find(key)
         return None if found is None else found[0][start:end]

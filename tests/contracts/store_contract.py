@@ -105,8 +105,8 @@ class ValuesContract:
 
     def test_absence_is_none_for_every_way_of_reading(self, store: HotStore) -> None:
         assert store.get("no/such") is None
-        assert store.get_range("no/such", 0, 10) is None
-        assert store.get_range("no/such", 5, 5) is None
+        assert store.get("no/such", 0, 10) is None
+        assert store.get("no/such", 5, 5) is None
         assert store.get_into("no/such", memoryview(bytearray(8))) is None
         assert store.head("no/such") is None
 
@@ -147,7 +147,7 @@ class ValuesContract:
         assert store.put_if_absent("empty", b"") is True
         assert store.put_if_absent("empty", b"x") is False
         assert store.get("empty") == b""
-        assert store.get_range("empty", 0, 10) == b""
+        assert store.get("empty", 0, 10) == b""
         assert store.get_into("empty", memoryview(bytearray(4))) == 0
         head = store.head("empty")
         assert head is not None
@@ -159,7 +159,7 @@ class ValuesContract:
         buffer = memoryview(bytearray(len(_LARGE)))
         assert store.get_into("large", buffer) == len(_LARGE)
         assert buffer == _LARGE
-        assert store.get_range("large", 3_000_001, 3_000_011) == _LARGE[3_000_001:3_000_011]
+        assert store.get("large", 3_000_001, 3_000_011) == _LARGE[3_000_001:3_000_011]
 
     @pytest.mark.parametrize(("start", "end"), [(0, 8), (0, 5), (3, 9), (5, 10)])
     def test_get_into_writes_the_value_and_nothing_beside_it(
@@ -197,7 +197,7 @@ class ValuesContract:
         self, store: HotStore, start: int, end: int, expected: bytes
     ) -> None:
         store.put("k", b"0123456789")
-        assert store.get_range("k", start, end) == expected
+        assert store.get("k", start, end) == expected
 
     def test_head_tells_size_and_age(self, store: HotStore) -> None:
         before = time.time()
@@ -232,7 +232,7 @@ class ValuesContract:
     def test_what_is_no_key_is_refused_by_every_verb(self, store: HotStore, key: str) -> None:
         calls: list[Callable[[], object]] = [
             lambda: store.get(key),
-            lambda: store.get_range(key, 0, 1),
+            lambda: store.get(key, 0, 1),
             lambda: store.get_into(key, memoryview(bytearray(1))),
             lambda: store.head(key),
             lambda: store.put_if_absent(key, b""),

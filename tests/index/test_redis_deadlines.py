@@ -49,9 +49,9 @@ INDEX_CALLS: dict[str, Callable[[WriteIndex], object]] = {
 }
 STORE_CALLS: dict[str, Callable[[HotStore], object]] = {
     "get": lambda store: store.get("k"),
-    "get_range": lambda store: store.get_range("k", 1, 2),
+    "get part": lambda store: store.get("k", 1, 2),
     "get_into": lambda store: store.get_into("k", memoryview(bytearray(1 << 20))),
-    "get_range_into": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
+    "get_into part": lambda store: store.get_into("k", memoryview(bytearray(9)), start=1),
     "head": lambda store: store.head("k"),
     "put": lambda store: store.put("k", bytes(4 << 20)),
     "put_if_absent": lambda store: store.put_if_absent("k", bytes(4 << 20)),

@@ -10,7 +10,7 @@ from threading import Thread
 
 import pytest
 
-from objkv.net.deadline import EndsBy, Trial, check_end, deadline_socket, ends_s, is_trial
+from objkv.net.deadline import EndsBy, check_end, deadline_socket, ends_s
 from tests.support.servers.certificates import make_certificates
 
 USUAL_S = 600.0
@@ -86,7 +86,3 @@ def test_an_inner_deadline_cannot_be_later_than_an_outer_one() -> None:
             assert ends_s() == 50
         assert ends_s() == 100
     assert ends_s() == math.inf
-    assert not is_trial()
-    with Trial():
-        assert is_trial()
-    assert not is_trial()

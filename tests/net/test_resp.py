@@ -139,31 +139,24 @@ def test_a_connection_goes_back_with_the_time_out_it_came_with() -> None:
     assert not connection.disconnected
 
 
-@pytest.mark.parametrize("spoil", ["half read", "unrequested", "ended"])
+@pytest.mark.parametrize("spoil", ["half read", "unrequested", "too much read", "ended"])
 def test_a_connection_with_something_left_in_it_goes_back_closed(spoil: str) -> None:
+    """Unexpected bytes would be taken as the next command's reply."""
     line, theirs = wire()
     assert line.is_fresh()
     if spoil == "half read":
         line.send(b"x")
     elif spoil == "unrequested":
         theirs.sendall(b"+OK\r\n")
+    elif spoil == "too much read":
+        theirs.sendall(b"$-1\r\n+OK\r\n")
+        assert line.read_line(10) == b"$-1"
     else:
         theirs.close()
     assert spoil == "half read" or not line.is_fresh()
     line.end()
     assert line._connection.disconnected
     assert line.pool.released == [line._connection]
-
-
-def test_a_connection_from_which_too_much_was_read_is_not_used_again() -> None:
-    """Unexpected bytes after a reply would be taken as the next command's reply."""
-    line, theirs = wire()
-    theirs.sendall(b"$-1\r\n+OK\r\n")
-    assert line.read_line(10) == b"$-1"
-    assert not line.is_fresh()
-    line.end()
-    assert line._connection.disconnected
-    theirs.close()
 
 
 def test_a_connection_that_another_thread_closes_is_lost() -> None:
@@ -276,16 +269,6 @@ def test_a_connection_is_shown_to_its_pool_now_and_then(
     ping(again)
     assert again is not line
     assert again.sock is line.sock
-
-
-def test_the_last_connection_is_never_kept(valkey: RedisServer) -> None:
-    with connected(valkey, connections=1, timeout=1) as client:
-        lines = RespConnections(client)
-        for _ in range(3):
-            line = taken(lines)
-            ping(line)
-            lines.give(line)
-            assert client.ping()
 
 
 def test_half_of_the_connections_are_kept_at_most_and_closing_returns_all(

@@ -14,7 +14,6 @@ from objkv.errors import (
     ValueTooLong,
 )
 from objkv.net.breaker import Breakers, Change, Patience
-from objkv.net.deadline import is_trial
 from objkv.stores.base import Unfinished
 from objkv.stores.guarded import GuardedStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -39,7 +38,7 @@ def test_every_call_is_timed_and_bytes_misses_and_errors_are_counted() -> None:
     store.put_if_absent("b", b"123")
     store.put_if_absent("b", b"123")
     store.get("a")
-    store.get_range("a", 1, 3)
+    store.get("a", 1, 3)
     store.get_into("a", memoryview(bytearray(8)))
     drained = recorder.drain()
     assert drained["bulk_written_bytes"] == 8
@@ -51,7 +50,7 @@ def test_every_call_is_timed_and_bytes_misses_and_errors_are_counted() -> None:
     store.get_into("a", memoryview(bytearray(2)), start=4)
     store.delete("a")
     drained |= recorder.drain()
-    assert drained["bulk_get_range_into_seconds_count"] == drained["bulk_read_bytes"] == 1
+    assert drained["bulk_get_into_seconds_count"] == drained["bulk_read_bytes"] == 1
     assert drained["bulk_delete_seconds_count"] == 1
     assert drained["bulk_writes"] == 3, "a delete is no write of bytes"
     assert not any("misses" in name or "errors" in name for name in drained)
@@ -239,21 +238,3 @@ def test_writes_that_fail_do_not_stop_reads(error: StoreError) -> None:
         store.put("k", b"v")
     assert store.head("k") is None
     assert list(store.scan("")) == []
-
-
-def test_a_probe_is_known_as_one(scene: Scene) -> None:
-    trials: list[bool] = []
-
-    class Asked(MemoryStore):
-        def get(self, key: str) -> bytes | None:
-            trials.append(is_trial())
-            raise DOWN
-
-    store = GuardedStore(Asked(), guard_of(breakers=scene.breakers))
-    for _ in range(4):
-        with pytest.raises(StoreUnavailable):
-            store.get("k")
-    scene.now_s += 10
-    with pytest.raises(StoreUnavailable, match="down"):
-        store.get("k")
-    assert trials == [False, False, False, True]

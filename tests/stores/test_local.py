@@ -4,6 +4,7 @@ in it stops no walk, and leftovers of killed writers go."""
 import errno
 import logging
 import os
+import shutil
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,6 +34,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_left_over_temporary_files_are_no_values_and_can_be_discarded(tmp_path: Path) -> None:
+    """With a folder that becomes empty. Some have another name: that of a value."""
     store = LocalStore(tmp_path)
     store.put("a/b", b"1")
     for name, modified_s in {"a/~tmp-1-old": 1000, "a/~tmp-1-new": 9990}.items():
@@ -45,6 +47,12 @@ def test_left_over_temporary_files_are_no_values_and_can_be_discarded(tmp_path: 
     assert store.discard(found["~tmp-1-old"])
     assert not store.discard(found["~tmp-1-old"])
     assert files(tmp_path) == ["a/b", "a/~tmp-1-new"]
+    os.link(tmp_path / "a/b", tmp_path / "a/~tmp-1-linked")  # killed between link and unlink
+    (tmp_path / "c/d").mkdir(parents=True)
+    (tmp_path / "c/d/~tmp-1-0").write_bytes(b"half")
+    assert [store.discard(left) for left in store.unfinished()] == [True] * 3
+    assert (files(tmp_path), os.listdir(tmp_path)) == (["a/b"], ["a"])
+    assert store.get("a/b") == b"1"
 
 
 @pytest.mark.parametrize("read", ["get", "head", "get_into"])
@@ -156,6 +164,28 @@ def test_a_file_where_the_folder_should_be_is_denied(tmp_path: Path) -> None:
         store.put("a/b", b"")
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        LocalStore.check,
+        lambda store: store.put("a/b", b"2"),
+        lambda store: store.put_if_absent("a/c", b"3"),
+    ],
+)
+def test_a_folder_that_disappears_is_denied_until_it_is_back(
+    store: LocalStore, tmp_path: Path, use: Callable[[LocalStore], object]
+) -> None:
+    """A disk that is no longer mounted must not be replaced by a folder."""
+    store.put("a/b", b"1")
+    shutil.rmtree(tmp_path / "chunks")
+    with pytest.raises(StoreDenied, match="chunks has disappeared: mount it, or create it again"):
+        use(store)
+    assert store.get("a/b") is None
+    assert files(tmp_path) == []
+    (tmp_path / "chunks").mkdir()
+    use(store)
+
+
 def test_a_file_that_shrinks_while_being_read_is_an_error(
     store: LocalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,19 +288,3 @@ def test_the_folder_that_was_asked_for_must_be_readable(
     forbid(walked, "ns", errno.EIO)
     with pytest.raises(StoreError, match="ns"):
         list(walked.scan(""))
-
-
-def test_a_leftover_is_discarded_alone_or_with_a_folder_that_it_leaves_empty(
-    tmp_path: Path,
-) -> None:
-    store = LocalStore(tmp_path)
-    store.put("a/b", b"value")
-    os.link(tmp_path / "a" / "b", tmp_path / "a" / "~tmp-1-0")  # killed between link and unlink
-    (left,) = store.unfinished()
-    assert store.discard(left)
-    assert not store.discard(left)
-    assert store.get("a/b") == b"value"
-    (tmp_path / "c" / "d").mkdir(parents=True)
-    (tmp_path / "c" / "d" / "~tmp-1-0").write_bytes(b"half")
-    assert [store.discard(left) for left in store.unfinished()] == [True]
-    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -4,14 +4,12 @@ import socket
 import tracemalloc
 from collections.abc import Callable
 
-import fakeredis
 import pytest
 import redis
-from redis import exceptions as failures
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from objkv.errors import StoreDenied, StoreError, StoreFull, StoreUnavailable
+from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.redis import RedisStore
 from tests.contracts.store_contract import ValuesContract
 from tests.support.servers.listener import Scripted
@@ -52,52 +50,6 @@ def test_age_is_what_has_passed_of_the_time_to_live(client: redis.Redis) -> None
     assert head is not None
     age_s = now_s - head.modified_s
     assert TTL_S - left_before_s - 1 <= age_s <= TTL_S - left_after_s + 1
-
-
-UNAVAILABLE = [
-    failures.ConnectionError("refused"),
-    failures.TimeoutError("slow"),
-    failures.BusyLoadingError("loading"),
-    failures.ReadOnlyError("replica"),
-    failures.OutOfMemoryError("used memory > maxmemory"),
-    failures.ClusterDownError("down"),
-    failures.SlotNotCoveredError("slot 7"),
-    failures.MaxConnectionsError("too many"),
-    failures.TryAgainError("moving"),
-    failures.MovedError("7 127.0.0.1:7000"),
-    failures.ResponseError("LOADING the dataset in memory"),
-    failures.ResponseError("MASTERDOWN Link with MASTER is down"),
-    redis.sentinel.MasterNotFoundError("no primary"),
-]
-DENIED = [
-    failures.AuthenticationError("invalid password"),
-    failures.NoPermissionError("this user has no permissions"),
-    failures.ResponseError("NOAUTH Authentication required."),
-    failures.ResponseError("WRONGPASS invalid username-password pair"),
-    failures.ResponseError("NOPERM no permissions to run 'get'"),
-]
-OTHER = [failures.ResponseError("WRONGTYPE Operation against a key")]
-
-
-@pytest.mark.parametrize("error", [*UNAVAILABLE, *DENIED, *OTHER])
-def test_errors_say_who_can_act(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind: type[StoreError] = StoreUnavailable if error in UNAVAILABLE else StoreDenied
-    client = fakeredis.FakeRedis()
-
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr(client, "execute_command", fail)
-    store = RedisStore(client, prefix="p:", ttl_s=TTL_S)
-    for call in (lambda: store.get("k"), lambda: store.put_if_absent("k", b"")):
-        with pytest.raises(StoreError) as caught:
-            call()
-        if isinstance(error, failures.OutOfMemoryError):
-            kind = StoreFull
-        assert type(caught.value) is (StoreError if error in OTHER else kind)
-        assert caught.value.__cause__ is error
-        says_what_to_check = "ACL" in str(caught.value) or "redis_password" in str(caught.value)
-        assert says_what_to_check is (error in DENIED)
 
 
 MIB = 1 << 20

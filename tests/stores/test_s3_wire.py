@@ -84,7 +84,7 @@ def test_values_go_past_the_client(store: S3Store) -> None:
     store.put_if_absent("first", b"")
     store.put("k", value)
     assert store.get("first") == b""
-    assert store.get_range("k", 5, 9) == value[5:9]
+    assert store.get("k", 5, 9) == value[5:9]
     assert store.get_into("k", buffer) == len(value)
     assert buffer == value
     assert store.get_into("k", buffer[:9], start=5) == 9
@@ -283,9 +283,9 @@ def test_a_body_in_chunks_is_read() -> None:
         assert store.get_into("k", memoryview(buffer), told.append) == 5
         assert (buffer, told) == (b"value\0\0", [5])
         assert store.get("k") == b"value"
-        assert store.get_range("k", 0, 5) == b"value"
+        assert store.get("k", 0, 5) == b"value"
         with pytest.raises(StoreUnavailable, match="ignores ranges"):
-            store.get_range("k", 1, 3)
+            store.get("k", 1, 3)
         with pytest.raises(ValueTooLong):
             store.get_into("k", memoryview(bytearray(4)))
         assert len(asked) > 4
@@ -324,12 +324,12 @@ def test_no_memory_is_taken_for_bytes_beyond_the_request() -> None:
         return head.encode() + b"123456789"
 
     with QuickS3(intercept=lie) as server, s3_store(server.url) as store:
-        assert store.get_range("part", 0, 9) == b"123456789"
+        assert store.get("part", 0, 9) == b"123456789"
         with pytest.raises(StoreUnavailable, match="did not return the requested range"):
-            store.get_range("part", 0, 8)
+            store.get("part", 0, 8)
         with pytest.raises(StoreError, match=f"{HUGE} bytes, more than"):
             store.get("whole")
-        assert store.get_range("whole", 0, 8) == b"12345678"
+        assert store.get("whole", 0, 8) == b"12345678"
 
 
 def test_a_server_that_says_go_on_is_not_misread() -> None:

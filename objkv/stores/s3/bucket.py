@@ -19,7 +19,7 @@ from objkv.config import is_directory_bucket
 from objkv.errors import StoreDenied
 from objkv.stores.base import check_key
 from objkv.stores.s3.client import S3Access, check_headers
-from objkv.stores.s3.errors import error_code, error_of, is_missing
+from objkv.stores.s3.errors import error_code, error_of
 from objkv.stores.s3.http import HttpResponse, host_of
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ it: see decision 9 in ``docs/decisions.md``."""
 _SOUGHT = "objkv-sought"
 _TOKENS = {"s3v4": "x-amz-security-token", "v4-s3express": "x-amz-s3session-token"}
 """The header of a session's token, by the client's name of the signature: both are version 4."""
+_MISSING = {"NoSuchKey", "NotFound", "404"}
 _REFUSALS = {"AccessDenied", "Forbidden", "403"}
 """The response to a HEAD has no S3 code."""
 
@@ -175,7 +176,7 @@ class Bucket:
         return {"Bucket": self.name, "Key": self.prefix + key}
 
     def ask(
-        self, method: str, key: str, extra: dict[str, str], body: memoryview | None = None
+        self, method: str, key: str, extra: dict[str, str], body: memoryview | bytes = b""
     ) -> HttpResponse:
         """Send a request for a value, as often as that may help, and return the head of its
         response, which the caller closes."""
@@ -210,9 +211,9 @@ class Bucket:
         cannot list single keys, but their sessions may list everything, so a missing key is always
         a 404.
         """
-        if is_missing(error):
-            return True
         status, code = error_code(error)
+        if status == 404 and code in _MISSING:
+            return True
         if status != 403 or code not in _REFUSALS or is_directory_bucket(self.name):
             return False
         place = self.place(key)

@@ -37,7 +37,7 @@ from objkv.config.aws import (
 )
 from objkv.config.urls import check_proxies, is_this_machine
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
-from objkv.net.deadline import EndsBy, ends_s, is_trial
+from objkv.net.deadline import EndsBy, ends_s
 from objkv.stores.s3.errors import asks_for_later, error_code, error_of, is_busy
 from objkv.stores.s3.http import ConnectionFailed, Connections, host_of
 
@@ -63,12 +63,11 @@ T = TypeVar("T")
 @contextmanager
 def one_call(deadline_s: float) -> Iterator[None]:
     """Bound one call with all its requests and their attempts: it ends within ``deadline_s``
-    seconds, or when the caller's time ends, and starts no attempt that may take longer. A call that
-    only tests whether the server has recovered makes one attempt."""
+    seconds, or when the caller's time ends, and starts no attempt that may take longer."""
     now_s = time.monotonic()
     end_s = min(now_s + deadline_s, ends_s())
     attempt_s = max(0.0, end_s - now_s) * ATTEMPT_SHARE
-    token = _LAST_S.set(now_s + attempt_s / 2 if is_trial() else end_s - attempt_s)
+    token = _LAST_S.set(end_s - attempt_s)
     try:
         with EndsBy(end_s):
             yield
@@ -209,7 +208,7 @@ def _send(connections: Connections, repeater: Repeater, request: Any, **_: objec
     url = f"{place.scheme}://{place.netloc}"
 
     def attempt() -> AWSResponse:
-        with connections.ask(url, head, memoryview(body) if body else None) as response:
+        with connections.ask(url, head, body) as response:
             content = response.read()
         if response.status >= 300:
             raise error_of(request.method, response.status, content)

@@ -85,13 +85,6 @@ def is_busy(exc: ClientError) -> bool:
     return status in (429, 503) or code in _BUSY
 
 
-def is_missing(exc: ClientError) -> bool:
-    """Whether the response means that the key does not exist. The response to a HEAD has no S3
-    code."""
-    status, code = error_code(exc)
-    return status == 404 and code in ("NoSuchKey", "NotFound", "404")
-
-
 @contextmanager
 def translated(verb: str, place: str) -> Iterator[None]:
     """Raise the client's exceptions as ``StoreError``. ``place`` is part of the message."""

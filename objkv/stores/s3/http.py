@@ -70,7 +70,7 @@ class Connections:
                 self._tls.options |= _KERNEL_TLS
         self._is_closed = False
 
-    def ask(self, url: str, head: bytes, body: memoryview | None = None) -> "HttpResponse":
+    def ask(self, url: str, head: bytes, body: memoryview | bytes = b"") -> "HttpResponse":
         """Send one request to the server of ``url``, ``scheme://host:port``, and read the head of
         its response, which the caller closes.
 
@@ -80,10 +80,7 @@ class Connections:
         for is_fresh in (False, True):
             connection = self.take(url, is_fresh=is_fresh)
             try:
-                if body is not None:
-                    return connection.put(head, body)
-                connection.send(head)
-                return connection.read_head(has_body=not head.startswith(b"HEAD "))
+                return connection.send(head, body) or connection.read_head()
             except BaseException as exc:
                 connection.release()
                 if is_fresh or not connection.is_used or not isinstance(exc, NoResponse):
@@ -185,48 +182,41 @@ class HttpConnection:
         """The last time-out that was set for TLS."""
         self.is_used = False
         """Whether it carried an earlier request, so the server may have closed it meanwhile."""
-        self.early = False
-        """Whether the response arrived before the whole request was sent."""
+        self._has_body = True
+        """Whether the response to the request has a body."""
 
     def is_quiet(self) -> bool:
         """Whether the connection is open, without unexpected input or an end of stream, and not
         that of a parent process."""
         return self._pid == os.getpid() and not self._poll.poll(0)
 
-    def send(self, head: bytes, body: memoryview | bytes = b"") -> None:
-        """Send a request, with the body in slices of the caller's buffer. Raises
-        ``ConnectionFailed``."""
+    def send(self, head: bytes, body: memoryview | bytes) -> "HttpResponse | None":
+        """Send a request, with the body in slices of the caller's buffer. A server that refuses a
+        body may respond and close the connection early; that response is returned. Raises like
+        ``read_head``."""
+        self._has_body = not head.startswith(b"HEAD ")
         try:
             if self._bounded(self.socket.send, head) != len(head):
                 raise TimeoutError("the server did not accept the head of the request")
             at = 0
             while at < len(body):
                 at += self._bounded(self.socket.send, body[at : at + STEP_BYTES])
+            return None
         except (OSError, ValueError) as exc:
-            raise ConnectionFailed(f"sending: {exc}") from exc
-
-    def put(self, head: bytes, body: memoryview) -> "HttpResponse":
-        """Send a request with a body, and read the head of the response. A server that refuses it
-        may respond and close the connection early; the response can still be read. Raises like
-        ``read_head``."""
-        try:
-            self.send(head, body)
-        except ConnectionFailed as exc:
-            self.early = True
             try:
                 with EndsBy(time.monotonic() + _EARLY_S):
                     response = self.read_head()
             except NoResponse:
                 raise
             except ConnectionFailed:
-                raise exc from None
-        else:
-            response = self.read_head()
-        if self.early and response.status < 300:
-            raise ConnectionFailed("the server responded before the whole body was sent")
-        return response
+                raise ConnectionFailed(f"sending: {exc}") from exc
+            if response.status < 300:
+                reason = "the server responded before the whole body was sent"
+                raise ConnectionFailed(reason) from exc
+            response.keeps = False
+            return response
 
-    def read_head(self, *, has_body: bool = True) -> "HttpResponse":
+    def read_head(self) -> "HttpResponse":
         """Return the response with its status and headers. Raises ``ConnectionFailed``, or
         ``NoResponse`` if not one byte arrived."""
         raw = b""
@@ -240,7 +230,7 @@ class HttpConnection:
                 raw += more
                 while raw.startswith(b"HTTP/1.1 1") and b"\r\n\r\n" in raw:
                     raw = raw.partition(b"\r\n\r\n")[2]  # an interim response
-            return HttpResponse(self, raw, has_body=has_body)
+            return HttpResponse(self, raw, has_body=self._has_body)
         except (OSError, ValueError) as exc:
             if not raw and not isinstance(exc, TimeoutError):
                 raise NoResponse(exc) from exc
@@ -307,7 +297,7 @@ class HttpConnection:
         each request."""
         # TLS may hold unexpected bytes; the next user checks the socket itself.
         is_empty = self._tls is None or not self._tls.pending()
-        if is_clean and not self.early and is_empty:
+        if is_clean and is_empty:
             self._keep(self)
         else:
             self.close()
@@ -333,9 +323,8 @@ class HttpResponse:
         self.headers = {name.rstrip().lower(): text.strip() for name, text in found}
         """By lower-case name."""
         self._connection = connection
-        self._keeps = (
-            version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
-        )
+        self.keeps = version == "HTTP/1.1" and self.headers.get("connection", "").lower() != "close"
+        """Whether another request may be sent on the connection."""
         length = self.headers.get("content-length", "")
         if not has_body or self.status == 204:
             length = "0"
@@ -343,7 +332,7 @@ class HttpResponse:
             rest = self._chunks(bytearray(rest))
             length = self.headers["content-length"] = str(len(rest))
         elif not length and self.status >= 300:
-            length, self._keeps = str(len(rest)), False  # an error, explained or not
+            length, self.keeps = str(len(rest)), False  # an error, explained or not
         if not length.isdecimal():
             raise ValueError("a response of unknown length")
         self.left = int(length)
@@ -352,7 +341,7 @@ class HttpResponse:
         if self.left < len(rest):
             if has_body and self.status < 300:
                 raise ValueError("more bytes than the response announced")
-            self._rest, self._keeps = self._rest[: self.left], False
+            self._rest, self.keeps = self._rest[: self.left], False
 
     def _chunks(self, raw: bytearray) -> bytes:
         """Return the whole body, of which ``raw`` has arrived."""
@@ -374,7 +363,7 @@ class HttpResponse:
             if raw[start + size : next_at] != b"\r\n":
                 raise ValueError("a chunk that does not end, or a trailer")
             del raw[:next_at]
-        self._keeps = self._keeps and not raw
+        self.keeps = self.keeps and not raw
         return bytes(body)
 
     @property
@@ -440,4 +429,4 @@ class HttpResponse:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._connection.release(is_clean=self._keeps and self.left == 0)
+        self._connection.release(is_clean=self.keeps and self.left == 0)

@@ -121,11 +121,10 @@ def _range(start: int, end: int) -> dict[str, str]:
 
 @dataclass(slots=True)
 class Range:
-    """Bytes ``[start, end)`` of a buffer; those before ``at`` are done."""
+    """Bytes ``[at, end)`` of a buffer, which are still missing."""
 
-    start: int
-    end: int
     at: int
+    end: int
 
 
 class RangedGet:
@@ -147,7 +146,7 @@ class RangedGet:
         self._bucket, self._key, self._start = bucket, key, start or 0
         self._buffer, self._etag, self._arrived = buffer, etag, arrived
         self._step_bytes = STEP_BYTES if start is None else PART_STEP_BYTES
-        self._ranges = [Range(*span, at=span[0]) for span in pairwise(cuts)]
+        self._ranges = [Range(*span) for span in pairwise(cuts)]
         self._caller, self._context = get_ident(), copy_context()  # it has the call's deadlines
         self._changed = Condition()
         self._pending = deque(self._ranges[1:])

@@ -30,6 +30,7 @@ from objkv.stores.base import (
 from objkv.stores.s3.bucket import Bucket
 from objkv.stores.s3.client import S3Access, one_call
 from objkv.stores.s3.errors import error_code, translated
+from objkv.stores.s3.http import VALUE_BYTES_MAX
 from objkv.stores.s3.read import S3Reader
 
 _ARCHIVES = ("GLACIER", "DEEP_ARCHIVE")
@@ -85,18 +86,14 @@ class S3Store:
         """Whether the endpoint's connections are encrypted."""
         return self._endpoint.startswith("https:")
 
-    def get(self, key: str) -> bytes | None:
-        """Return the whole object, or None."""
-        with self._call("get", key):
-            found = self._reader.read(key)
-        return None if found is None else bytes(found)
-
-    def get_range(self, key: str, start: int, end: int) -> bytes | None:
-        """Return bytes ``[start, end)`` with one ranged request, or None."""
-        if end <= start:
+    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
+        """Return bytes ``[start, end)`` of the object with one request, or None."""
+        is_whole = end is None and not start
+        room = (VALUE_BYTES_MAX if end is None else end) - start
+        if room <= 0:  # an HTTP range cannot be empty
             return None if self.head(key) is None else b""
-        with self._call("get_range", key):
-            found = self._reader.read(key, start, room=end - start)
+        with self._call("get", key):
+            found = self._reader.read(key, None if is_whole else start, room=room)
         return None if found is None else bytes(found)
 
     def get_into(
@@ -104,8 +101,8 @@ class S3Store:
     ) -> int | None:
         """Read from the socket into ``buffer``; more than ``range_bytes`` in ranges on several
         connections. The length is checked before and after."""
-        if start is not None and not len(buffer):  # an HTTP range cannot be empty
-            found = self.get_range(key, start, start)
+        if start is not None and not len(buffer):
+            found = self.get(key, start, start)
             return None if found is None else copy_into(key, found, buffer, arrived)
         with self._call("get_into", key):
             read = self._reader.read(key, start, buffer=buffer, arrived=arrived)
