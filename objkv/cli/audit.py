@@ -14,9 +14,9 @@ import typer
 from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.options import PriceGbMonth, check_file, priced
+from objkv.cli.options import check_file, priced
 from objkv.cli.output import Printer, counted, plain
-from objkv.cli.upkeep import WORKERS, OneNamespace, Workers, upkeep
+from objkv.cli.upkeep import OneNamespace, upkeep
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -288,14 +288,6 @@ def audit(
             metavar="N",
         ),
     ] = LIMIT,
-    price_gb_month: PriceGbMonth = None,
-    price_gpu_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Price of one GPU for an hour, to price what loads saved.", metavar="USD"
-        ),
-    ] = None,
-    workers: Workers = WORKERS,
 ) -> int:
     """Report stored chunks: owner, age, usage, cost and faults.
 
@@ -304,9 +296,11 @@ def audit(
     """
     if html is not None:
         check_file("--html", html)
-    prices = replace(priced(session.config, price_gb_month, None, None), gpu_hour=price_gpu_hour)
+    prices = priced(session.config)
+    if session.resolved.sources["price_gpu_hour"] == "default":
+        prices = replace(prices, gpu_hour=None)  # savings are not priced by a guess
     with (
-        upkeep(session, "audit", writes=False, workers=workers, namespace=namespace) as run,
+        upkeep(session, "audit", writes=False, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
         walk = run.walk(inventory)

@@ -10,7 +10,7 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import time_option
 from objkv.cli.output import counted
-from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
+from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
 from objkv.errors import ConfigError
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
@@ -53,7 +53,6 @@ def sweep(
         bool,
         typer.Option("--force", help="Proceed even if index and bucket do not seem to match."),
     ] = False,
-    workers: Workers = WORKERS,
 ) -> int:
     """Find unreachable and evictable data; delete it with --apply."""
     config = session.config
@@ -65,7 +64,7 @@ def sweep(
         force=force,
     )
     with (
-        upkeep(session, "sweep", writes=apply, workers=workers, namespace=namespace) as run,
+        upkeep(session, "sweep", writes=apply, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
         is_empty, doubts = False, tuple[Doubt, ...]()

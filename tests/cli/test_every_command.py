@@ -77,8 +77,6 @@ WRONG = [
     ("sweep --grace week", "is not a duration"),
     ("sweep --only orphans", "orphans"),
     ("top --once --endpoint ftp://x", "http://HOST:PORT"),
-    ("verify --memory much", "is not a size"),
-    ("verify --memory 0", "must be at least 1 bytes"),
     ("verify --apply", "--apply needs --quarantine"),
     ("verify -n ffff", "no namespace matches ffff"),
     ("warm", "no prompts: name JSON Lines files"),

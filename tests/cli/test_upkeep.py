@@ -14,6 +14,7 @@ import pytest
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.seal import open_seal
 from objkv.cache.pins import Pin
+from objkv.cli import upkeep
 from objkv.config import load_config
 from objkv.errors import StoreDenied
 from objkv.index.base import ChunkEntry
@@ -232,12 +233,13 @@ def test_an_index_that_is_lost_while_it_is_rebuilt_is_rebuilt_all_the_same(
         publish(*told, **ttl)
 
     monkeypatch.setattr(SqliteIndex, "publish", lost)
-    first = run("rebuild", "--apply", "--workers", "1", "--json")
+    monkeypatch.setattr(upkeep, "WORKERS", 1)
+    first = run("rebuild", "--apply", "--json")
     monkeypatch.setattr(SqliteIndex, "publish", publish)
     if ending == "broke off":
         assert first.code == 2
         wipe(ends)
-        again = run("rebuild", "--apply", "--workers", "1", "--json")
+        again = run("rebuild", "--apply", "--json")
         assert again.document["corrupt"] == 1
     left_over = records(ends, NAMESPACE)
     assert len(before) - len(left_over) <= 1  # the one with an unreadable header
