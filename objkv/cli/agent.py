@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from objkv.assembly.agent import NodeAgent
-from objkv.cli.command import FINE, Session, command
+from objkv.cli.command import FINE, Session, command, end_signals
 from objkv.cli.options import time_option
-from objkv.cli.signals import end_signals
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder

@@ -15,9 +15,8 @@ from prometheus_client import (
 )
 
 from objkv.assembly.backends import Backends, describe_index, open_backends
-from objkv.cli.command import FINE, UNREACHABLE, Session, command
+from objkv.cli.command import FINE, UNREACHABLE, Session, command, end_signals
 from objkv.cli.options import time_option
-from objkv.cli.signals import end_signals
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.metrics import StoreCollector

@@ -11,7 +11,6 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import time_option
 from objkv.cli.output import counted
 from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
-from objkv.errors import ConfigError
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import MEANINGS, Doubt, find_doubts
@@ -33,13 +32,6 @@ def sweep(
     apply: Annotated[
         bool, typer.Option("--apply", help="Delete the data found (default: report only).")
     ] = False,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Sweep only this category; repeatable. One of {', '.join(CATEGORIES)}.",
-            metavar="CATEGORY",
-        ),
-    ] = None,
     namespace: OneNamespace = None,
     grace_s: Annotated[
         float | None,
@@ -59,7 +51,6 @@ def sweep(
     limits = SweepLimits(
         apply=apply,
         grace_s=config.sweep_grace_s if grace_s is None else grace_s,
-        only=_categories(only),
         unidentified=unidentified,
         force=force,
     )
@@ -106,13 +97,6 @@ def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) ->
     run.run("sweeping documents", work.documents())
     run.run("counting records", work.totals())
     return doubts
-
-
-def _categories(only: list[str] | None) -> tuple[Category, ...]:
-    for name in only or ():
-        if name not in CATEGORIES:
-            raise ConfigError(f"--only {name}: must be one of {', '.join(CATEGORIES)}")
-    return tuple(one for one in CATEGORIES if not only or one in only)
 
 
 def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: bool) -> None:

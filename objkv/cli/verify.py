@@ -18,8 +18,7 @@ from objkv.ops.inventory.findings import find_doubts
 from objkv.ops.inventory.walk import Walk
 from objkv.ops.retrying import once
 from objkv.ops.runs import Counters
-from objkv.ops.verify import PAYLOADS, RECORDED, Verify, choose_sample
-from objkv.ops.verify_payload import Budget
+from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify, choose_sample
 
 SAMPLE = 200
 _MEMORY_BYTES = 1 << 30

@@ -211,12 +211,6 @@ def stored_parts(
     return found
 
 
-def expected_payloads(index: ReadIndex, *, is_own_index: bool) -> dict[str, int]:
-    """Return the number of payloads per namespace by the index's totals, which may be wrong. A
-    store that is its own index has none."""
-    return {} if is_own_index else {one.namespace: one.payloads for one in index.usage()}
-
-
 def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[ChunkKey | None, Entry]]:
     """Yield the payloads in ``part``; entries that are not payloads have no key."""
     for entry in bulk.scan(f"{part.name}/"):

@@ -75,7 +75,6 @@ WRONG = [
     (f"size {TINY} --stored 2", "'--stored': Input should be less than or equal to 1"),
     (f"size {TINY} --tp 3", "3"),
     ("sweep --grace week", "is not a duration"),
-    ("sweep --only orphans", "orphans"),
     ("top --once --endpoint ftp://x", "http://HOST:PORT"),
     ("verify --apply", "--apply needs --quarantine"),
     ("verify -n ffff", "no namespace matches ffff"),

@@ -4,7 +4,7 @@ import signal
 import sys
 from typing import Any
 
-from objkv.cli.signals import end_signals
+from objkv.cli.command import end_signals
 
 
 def test_a_signal_takes_no_lock_which_the_thread_that_it_interrupts_may_hold() -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 from objkv.config import Role
 from objkv.errors import (
@@ -35,8 +35,9 @@ _UNTESTED = "use a server that objkv is tested with, see docs/indexes.md"
 _VOLATILE = "another program removes keys: use a database that no other program flushes"
 _FIELD = "0.L0-1_H0-1"
 Area = Literal["bulk", "hot", "index", "seal", "engine", "agent"]
-Status = Literal["ok", "warning", "not checked", "failed", "full", "denied", "unreachable"]
-BAD: tuple[Status, ...] = ("unreachable", "denied", "full", "failed")
+Bad = Literal["unreachable", "denied", "full", "failed"]
+Status = Literal["ok", "warning", "not checked", Bad]
+BAD: tuple[Bad, ...] = get_args(Bad)
 """The worst first."""
 
 
