@@ -6,7 +6,9 @@ Settings are imported when an option is parsed: ``--help`` needs none of them.
 import math
 import tempfile
 from dataclasses import dataclass
+from getpass import getuser
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -103,3 +105,11 @@ def check_file(option: str, file: Path) -> None:
             pass
     except OSError as exc:
         raise ConfigError(f"{option} {file}: cannot write to {folder}: {exc.strerror}") from exc
+
+
+def this_user() -> str:
+    """USER@HOST of this shell; the host alone for a user without a name, as in containers."""
+    try:
+        return f"{getuser()}@{gethostname()}"
+    except (KeyError, OSError):
+        return gethostname()

@@ -12,11 +12,11 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, plain
 from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
 from objkv.errors import ConfigError
+from objkv.ops.backends_view import once
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import find_doubts
 from objkv.ops.inventory.walk import Walk
-from objkv.ops.retrying import once
 from objkv.ops.runs import Counters
 from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify, choose_sample
 

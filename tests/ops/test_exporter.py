@@ -1,12 +1,12 @@
 """What is watched is told as it was last seen, whatever the ends do meanwhile."""
 
 from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from objkv import __version__
 from objkv.config import load_config
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ServerFacts, Usage
@@ -80,7 +80,7 @@ def world() -> World:
 
 def test_nothing_is_told_of_what_was_not_asked_yet(world: World) -> None:
     assert world.page() == {
-        "objkv_info": {f"{__version__}|s3://bucket/kv|rediss://me:***@host": 1},
+        "objkv_info": {f"{version('objkv')}|s3://bucket/kv|rediss://me:***@host": 1},
         "objkv_ttl_seconds": {"": 3600},
         "objkv_usage_failures_total": {"": 0},
     }

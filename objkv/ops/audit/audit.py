@@ -23,7 +23,7 @@ from objkv.ops.audit.report import (
     SavingsMonth,
     TenantAudit,
 )
-from objkv.ops.backends_view import StoredNamespace
+from objkv.ops.backends_view import StoredNamespace, once
 from objkv.ops.doctor.servers import ReadRules, judge_rules
 from objkv.ops.formats import noun
 from objkv.ops.inventory.file import Inventory
@@ -40,7 +40,6 @@ from objkv.ops.inventory.findings import (
 from objkv.ops.inventory.tree import largest_branches, make_tree
 from objkv.ops.inventory.walk import Places, Walk
 from objkv.ops.pin import PinList, list_pins
-from objkv.ops.retrying import once
 from objkv.ops.runs import Unit
 
 _FEW = 20

@@ -3,11 +3,11 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from objkv import __version__
 from objkv.config import Config
 from objkv.ops.exporter.scan import Scan, Scans
 from objkv.ops.exporter.watch import BackendsWatch, Origin
@@ -95,7 +95,7 @@ class StoreCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield the families that have values."""
         page, public = _Page(), self._config.public()
-        page.add("objkv_info", 1, __version__, public["bulk_url"], public["index_url"])
+        page.add("objkv_info", 1, version("objkv"), public["bulk_url"], public["index_url"])
         page.add("objkv_ttl_seconds", self._config.ttl_s)
         self._ends(page)
         self._usage(page)

@@ -13,10 +13,9 @@ import pytest
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.lookup import PromptLookup
-from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
-from objkv.ops.warm.run import WarmJob, warm_by
+from objkv.ops.warm.run import Order, Task, WarmJob, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
