@@ -145,7 +145,7 @@ def _print(out: Printer, found: Sizing, layout: Layout, load: Load, rule: PutRul
             "per chunk",
             bytes_text(chunk.nbytes),
             f"{chunk.tokens} tokens in {counted(chunk.payloads, 'payload')}, the largest "
-            f"{bytes_text(chunk.largest_payload_bytes)}; headers {bytes_text(chunk.header_bytes)}",
+            f"{bytes_text(chunk.largest_payload_bytes)}",
         ),
         (
             "per prompt",

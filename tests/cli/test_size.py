@@ -37,7 +37,7 @@ def test_models_known_by_name_are_listed(run: Run) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "auto            all if a replica computes fewer than 12,622 prompt tokens/s"),
+        ({}, "auto            all if a replica computes fewer than 12,628 prompt tokens/s"),
         ({"OBJKV_SAVE_TO_BUCKET": "all"}, "all             save_to_bucket says so"),
         ({"OBJKV_AGENT_DISK_URL": "file:///disk"}, "reused          agent_disk_url keeps the rest"),
         (

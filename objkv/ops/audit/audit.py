@@ -20,7 +20,6 @@ from objkv.ops.audit.report import (
     LifecycleAudit,
     NamespaceAudit,
     SavingsAudit,
-    SavingsMonth,
     TenantAudit,
 )
 from objkv.ops.backends_view import StoredNamespace, once
@@ -286,7 +285,7 @@ def _cost(every: AuditTotals, prices: Prices) -> CostAudit:
 def _savings_audit(savings: Sequence[Savings], gpu_hour: float | None) -> SavingsAudit:
     """Return what these savings add up to, and their price at ``gpu_hour`` dollars."""
     if not savings:
-        return SavingsAudit(None, None, None, None, None, None, None, None, ())
+        return SavingsAudit(*[None] * 8)
     timed = [one for one in savings if one.timed_tokens]
     compute_s = sum(one.compute_gpu_us for one in timed) / _US if timed else None
     load_s = sum(one.load_gpu_us for one in timed) / _US if timed else None
@@ -300,14 +299,4 @@ def _savings_audit(savings: Sequence[Savings], gpu_hour: float | None) -> Saving
         load_gpu_s=load_s,
         gpu_s=gpu_s,
         usd=None if gpu_s is None or gpu_hour is None else gpu_s / _HOUR_S * gpu_hour,
-        months=tuple(
-            SavingsMonth(
-                one.namespace,
-                one.month,
-                one.loads,
-                one.tokens,
-                (one.compute_gpu_us - one.load_gpu_us) / _US if one.timed_tokens else None,
-            )
-            for one in savings
-        ),
     )
