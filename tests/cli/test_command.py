@@ -19,7 +19,6 @@ from objkv.errors import (
     TransferError,
 )
 from objkv.ops.doctor.access import ROLES
-from objkv.ops.formats import age, printable, size
 from tests.cli.conftest import Run
 
 
@@ -125,13 +124,3 @@ def test_places_without_rights_are_told_as_such(run: Run) -> None:
     assert ran.code == 0
     assert "No IAM policy: the bulk store is not an S3 bucket" in ran.out
     assert "No Redis ACL: the index is not Redis" in ran.out
-
-
-def test_sizes_and_ages_are_for_people() -> None:
-    assert [size(n) for n in (None, 0, 1023, 1536, 3 << 30, 5 << 40)] == [
-        "–", "0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB",
-    ]  # fmt: skip
-    assert [age(s, 100_000) for s in (None, 100_000, 99_999, 99_000, 90_000, 1, 200_000)] == [
-        "–", "0 s", "1 s", "16 min", "2 h", "1 d", "0 s",
-    ]  # fmt: skip
-    assert printable("a\x00b") == "a\N{REPLACEMENT CHARACTER}b"

@@ -80,7 +80,7 @@ def world() -> World:
 
 def test_nothing_is_told_of_what_was_not_asked_yet(world: World) -> None:
     assert world.page() == {
-        "objkv_info": {f"{version('objkv')}|s3://bucket/kv|rediss://me:***@host": 1},
+        "objkv_info": {f"{version('objkv')}|s3://bucket/kv|rediss://***@host": 1},
         "objkv_ttl_seconds": {"": 3600},
         "objkv_usage_failures_total": {"": 0},
     }

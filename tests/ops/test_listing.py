@@ -3,10 +3,7 @@
 import pytest
 
 from objkv.keys.identity import identity_path
-from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import ReadView, Walk, find_places
-from objkv.ops.listing import counted_namespaces, list_namespaces
-from objkv.ops.runs import WorkPool
+from objkv.ops.listing import list_namespaces
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import (
@@ -46,16 +43,3 @@ def test_a_namespace_without_a_readable_document_is_still_listed(
     assert summary.model is None
     assert "damaged" in (summary.problem or "")
     assert summary.payloads == 3
-
-
-def test_the_bulk_store_is_counted_without_the_index(bulk: MemoryStore) -> None:
-    save_identity(bulk)
-    keys = save(bulk, None, shards=(LEFT, RIGHT))
-    view = ReadView(bulk, MemoryIndex(), is_own_index=True)
-    inventory = Inventory()
-    walk = Walk(view, inventory, find_places(view))
-    WorkPool(workers=2).run(walk.payloads())
-    [summary] = counted_namespaces(inventory, walk.places)
-    assert (summary.chunks, summary.payloads, summary.tokens) == (3, 6, 3 * CHUNK)
-    assert summary.nbytes == sum(len(bulk.get(key.path()) or b"") for key in keys)
-    assert summary.newest_s is not None
