@@ -74,7 +74,8 @@ def agent(
     log = logging.StreamHandler()
     log.addFilter(LogLimit())
     form = "%(asctime)s %(levelname)s objkv: %(message)s"
-    logging.basicConfig(format=form, level=logging.INFO, handlers=[log])
+    logging.basicConfig(format=form, handlers=[log])
+    logging.getLogger("objkv").setLevel(logging.INFO)  # of libraries, warnings alone
     limit = getrlimit(RLIMIT_NOFILE)[1]
     setrlimit(RLIMIT_NOFILE, (limit, limit))  # each replica takes several
     with (

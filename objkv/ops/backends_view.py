@@ -411,7 +411,10 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
         if written == (FORMAT, ENCODER_SCHEME):
             raise PayloadError(f"{identity_path(namespace)}: for encoder outputs, not for KV")
         if written != (FORMAT, HASH_SCHEME):
-            raise PayloadError(f"{identity_path(namespace)}: unknown format {written}")
+            why = "unknown, perhaps of a later version of objkv"
+            if type(written[0]) is int and written[0] < FORMAT:
+                why = "not read any more: objkv sweep --apply deletes it"
+            raise PayloadError(f"{identity_path(namespace)}: format {written} is {why}")
         identity = TypeAdapter(Identity).validate_json(json.dumps(values), strict=True)
         digest = identity.namespace()
     # The document is untrusted, so a failed check of its values means that it is invalid.

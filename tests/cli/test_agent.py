@@ -1,6 +1,8 @@
 """What ``objkv agent`` logs."""
 
 import logging
+import subprocess
+import sys
 
 import pytest
 
@@ -21,3 +23,21 @@ def test_a_line_that_is_logged_too_often_is_dropped_and_counted(
             text.append(record.getMessage())
     assert limit.filter(logging.LogRecord("objkv", logging.WARNING, "x.py", 8, "other", None, None))
     assert text == ["refused n=0", "refused n=1", "refused n=11 (and 2 more before)"]
+
+
+def test_routine_lines_of_libraries_are_not_logged_as_objkvs() -> None:
+    program = (
+        "import logging, sys\nfrom objkv.cli import agent, app\n"
+        "class Quick:\n"
+        "    def __init__(self, *_, **__): pass\n"
+        "    def __enter__(self):\n"
+        "        logging.getLogger('numexpr').info('2 threads')\n"
+        "        logging.getLogger('objkv.agent').info('ready')\n"
+        "        sys.exit()\n"
+        "    def __exit__(self, *_): pass\n"
+        "agent.NodeAgent = Quick\napp.app(['agent', '--socket', '/none'])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert [line.partition("objkv: ")[2] for line in ran.stderr.splitlines()] == ["ready"]

@@ -407,6 +407,21 @@ def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Bac
     assert (swept.code, swept.document["removed"]) == (0, 30)
 
 
+def test_of_a_bucket_with_earlier_formats_alone_no_rebuild_is_advised(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBJKV_SWEEP_GRACE_S", "0")
+    for tenant in "abcdef":
+        save_in_format(ends.bulk, 1, tenant=tenant)
+    for command in ("audit", "verify", "sweep", "doctor"):
+        ran = run(command)
+        assert "rebuild" not in ran.out
+        assert "sweep --apply" in ran.out or command in ("verify", "sweep")
+    swept = run("sweep", "--apply", "--json")
+    assert (swept.code, swept.document["removed"], swept.document["doubts"]) == (0, 6, [])
+    assert ends.bulk.folders("") == []
+
+
 def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> None:
     DamagedStore(ends).plant(Defects(good=4, unidentified=3))
     old = save_in_format(ends.bulk, 1)

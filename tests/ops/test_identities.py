@@ -8,7 +8,7 @@ import pytest
 
 from objkv.errors import PayloadError
 from objkv.keys.encoder import EncoderIdentity
-from objkv.keys.identity import canonical_json, identity_path
+from objkv.keys.identity import FORMAT, canonical_json, identity_path
 from objkv.ops.backends_view import (
     DOCUMENT_BYTES_MAX,
     HANDOFF_LAYOUT,
@@ -49,6 +49,13 @@ def test_what_is_no_document_is_refused_though_its_digest_is_right() -> None:
             parse_identity(document, hashlib.sha256(document).hexdigest()[:32])
     with pytest.raises(PayloadError, match="belongs to another namespace"):
         parse_identity(replace(IDENTITY, tenant="other").canonical(), NAMESPACE)
+    for number, words in (
+        (FORMAT - 1, "objkv sweep --apply"),
+        (FORMAT + 1, "a later version of objkv"),
+    ):
+        document = canonical_json(values | {"format": number})
+        with pytest.raises(PayloadError, match=words):
+            parse_identity(document, hashlib.sha256(document).hexdigest()[:32])
     outputs = EncoderIdentity("m", "w", 0, "default", "p", None, "bfloat16")
     with pytest.raises(PayloadError, match="encoder outputs"):
         parse_identity(outputs.canonical(), outputs.namespace())

@@ -11,7 +11,7 @@ from objkv.ops.backends_view import HANDOFF_LAYOUT
 from objkv.ops.listing import find_namespace
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import IDENTITY, NAMESPACE, save_identity
+from tests.support.samples import IDENTITY, NAMESPACE, save_identity, save_in_format
 
 MODELS = [
     replace(IDENTITY, model=model, tenant=tenant)
@@ -104,4 +104,14 @@ def test_without_a_name_only_namespaces_with_kv_are_a_choice() -> None:
     store = MemoryStore()
     save_identity(store)
     save_identity(store, replace(IDENTITY, page_layout=HANDOFF_LAYOUT))
+    save_in_format(store, 1)
     assert find_namespace(store, MemoryIndex(), None) == NAMESPACE
+
+
+def test_of_namespaces_with_one_name_those_of_an_earlier_format_are_no_choice() -> None:
+    store = MemoryStore()
+    old = save_in_format(store, 1)
+    assert find_namespace(store, MemoryIndex(), IDENTITY.model) == old
+    save_identity(store)
+    assert find_namespace(store, MemoryIndex(), IDENTITY.model) == NAMESPACE
+    assert find_namespace(store, MemoryIndex(), old[:8]) == old
