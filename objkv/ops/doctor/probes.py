@@ -52,7 +52,6 @@ class Check:
     fix: str = ""
     """The suggested fix, or how to check what was not checked. Empty if there is nothing to do, or
     if ``detail`` says it."""
-    elapsed_ms: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,17 +185,15 @@ def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
         if broken:
             checks.append(Check(area, step.name, "not checked", f"because {broken} failed"))
             continue
-        begun = time.perf_counter()
         try:
             problem = step.act()
         except StoreError as exc:
             checks.append(failure(area, step.name, exc))
             broken = step.name
             continue
-        elapsed_ms = round((time.perf_counter() - begun) * 1000, 3)
         fix = step.fix if problem else ""
         status: Status = "failed" if problem else "ok"
-        checks.append(Check(area, step.name, status, problem or "", fix, elapsed_ms))
+        checks.append(Check(area, step.name, status, problem or "", fix))
     return checks
 
 
