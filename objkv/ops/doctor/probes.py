@@ -65,12 +65,7 @@ class Step:
 
 
 def probe_store(
-    role: Role,
-    area: Area,
-    store: HotStore,
-    *,
-    listed: ReadStore | None = None,
-    clock: Callable[[], float] = time.time,
+    role: Role, area: Area, store: HotStore, *, listed: ReadStore | None = None
 ) -> list[Check]:
     """Probe the operations of ``role`` on a store. Only a writer puts a payload; other roles look
     for one that cannot exist. ``listed``: the same store, if its keys are listed."""
@@ -82,11 +77,11 @@ def probe_store(
             return checks
         try:
             with stored_for_a_while(store, samples, expires=area == "hot"):
-                steps = [*_write_steps(store, key, value), *_read_steps(store, key, value, clock)]
+                steps = [*_write_steps(store, key, value), *_read_steps(store, key, value)]
                 return [*checks, *run_steps(area, [*steps, *_list_steps(listed, key, found=True)])]
         except StoreError as exc:
             return [*checks, failure(area, "put", exc)]
-    every = _read_steps(store, key, None, clock)
+    every = _read_steps(store, key, None)
     # The rights of other roles in Redis do not suffice for all.
     chosen = [one for one in every if listed is not None or one.name in _IN_REDIS]
     steps = [Step("check", store.check), *chosen, *_list_steps(listed, key, found=False)]
@@ -118,9 +113,7 @@ def _write_steps(store: HotStore, key: str, value: bytes) -> Sequence[Step]:
     )
 
 
-def _read_steps(
-    store: HotStore, key: str, value: bytes | None, clock: Callable[[], float]
-) -> Sequence[Step]:
+def _read_steps(store: HotStore, key: str, value: bytes | None) -> Sequence[Step]:
     """Return steps that expect ``value``; None: that the key does not exist."""
     buffer = memoryview(bytearray(1 << 14))
     other = "the store returned other bytes"
@@ -132,7 +125,7 @@ def _read_steps(
         entry = store.head(key)
         if (entry and entry.nbytes) != (value and len(value)):
             return f"the store reports the wrong size: {entry and entry.nbytes}"
-        skew_s = 0.0 if entry is None else entry.modified_s - clock()
+        skew_s = 0.0 if entry is None else entry.modified_s - time.time()
         if abs(skew_s) > CLOCK_SKEW_MAX_S:
             return f"the store's clock differs from this machine's by {skew_s:+.0f} s"
         return ""
