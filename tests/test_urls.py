@@ -20,7 +20,7 @@ from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
 from objkv.config.urls import FORMS, check_proxies, parse_url
 from objkv.errors import ConfigError, ObjkvError
-from objkv.ops.top.scrape import MetricsSource
+from objkv.ops.top import MetricsSource
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.redact import without_secrets
 from objkv.stores.s3.client import open_s3_access

@@ -2,9 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from getpass import getuser
-from socket import gethostname
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -18,7 +16,7 @@ from objkv.cache.switch import (
     set_switch,
 )
 from objkv.cli.command import FINE, Session, command, require_role
-from objkv.cli.options import time_option
+from objkv.cli.options import this_user, time_option
 from objkv.errors import ConfigError
 from objkv.ops.formats import span
 from objkv.ops.listing import find_namespace
@@ -73,7 +71,8 @@ def admission(
         if mode == _CLEAR:
             clear_switch(backends.bulk, scope, now_s=now_s)
         elif mode is not None:
-            order = Switch(_mode(mode), scope, now_s + lasts_s, now_s, _author())
+            author = "".join(filter(str.isprintable, this_user()))[:AUTHOR_CHARS_MAX]
+            order = Switch(cast("Mode", mode), scope, now_s + lasts_s, now_s, author)
             set_switch(backends.bulk, order)
         there = session.has_bulk()
         orders = read_switches(backends.bulk) if there else ()
@@ -93,15 +92,3 @@ def admission(
 
 def _covers(order: Switch, scope: str | None) -> bool:
     return scope is None or order.namespace in (None, scope)
-
-
-def _author() -> str:
-    try:
-        name = f"{getuser()}@{gethostname()}"
-    except (KeyError, OSError):  # a user without a name, as in containers
-        name = gethostname()
-    return "".join(filter(str.isprintable, name))[:AUTHOR_CHARS_MAX]
-
-
-def _mode(text: str) -> Mode:
-    return next(mode for mode in MODES if mode == text)

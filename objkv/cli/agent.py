@@ -12,9 +12,8 @@ from typing import Annotated
 import typer
 
 from objkv.assembly.agent import NodeAgent
-from objkv.cli.command import FINE, Session, command
+from objkv.cli.command import FINE, Session, command, end_signals
 from objkv.cli.options import time_option
-from objkv.cli.signals import end_signals
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder
@@ -75,7 +74,8 @@ def agent(
     log = logging.StreamHandler()
     log.addFilter(LogLimit())
     form = "%(asctime)s %(levelname)s objkv: %(message)s"
-    logging.basicConfig(format=form, level=logging.INFO, handlers=[log])
+    logging.basicConfig(format=form, handlers=[log])
+    logging.getLogger("objkv").setLevel(logging.INFO)  # of libraries, warnings alone
     limit = getrlimit(RLIMIT_NOFILE)[1]
     setrlimit(RLIMIT_NOFILE, (limit, limit))  # each replica takes several
     with (

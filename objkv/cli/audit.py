@@ -1,10 +1,9 @@
 """``objkv audit``: a report of contents, owners, usage, cost and faults."""
 
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -14,9 +13,9 @@ import typer
 from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.options import PriceGbMonth, check_file, priced
+from objkv.cli.options import check_file, priced
 from objkv.cli.output import Printer, counted, plain
-from objkv.cli.upkeep import WORKERS, OneNamespace, Workers, upkeep
+from objkv.cli.upkeep import OneNamespace, upkeep
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -35,19 +34,14 @@ def write_html(report: AuditReport, file: Path) -> None:
     """Write the page to ``file`` atomically."""
     from objkv.ops.audit.html.page import html_report  # late: it imports jinja2
 
-    page = html_report(report).encode()
-    file = file.absolute()
-    fd, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.parent)
+    page, file = html_report(report), file.absolute()
+    partial = file.with_name(f".{file.name}-{os.getpid()}")
     try:
-        with os.fdopen(fd, "wb") as opened:
+        with partial.open("x", encoding="utf-8") as opened:
             opened.write(page)
-        mask = os.umask(0)
-        os.umask(mask)
-        os.chmod(name, 0o666 & ~mask)
-        os.replace(name, file)
+        os.replace(partial, file)
     except BaseException:
-        with suppress(OSError):
-            os.unlink(name)
+        partial.unlink(missing_ok=True)
         raise
 
 
@@ -72,7 +66,6 @@ def show_report(out: Printer, report: AuditReport, *, limit: int, html: Path | N
         _tenants(out, report, limit)
         _roots(out, report, limit)
         _findings(out, report, limit)
-        _costs(out, report)
         _answers(out, report, limit)
     for problem in report.problems:
         out.line(problem, "yellow")
@@ -138,7 +131,7 @@ def _tenants(out: Printer, report: AuditReport, limit: int) -> None:
             one.tenant if one.tenant is not None else "(unknown)",
             size(one.nbytes),
             size(one.quota_bytes),
-            _usd(one.month),
+            dollars(one.month),
             size(one.unused_bytes),
             one.hits,
             one.chunks,
@@ -205,34 +198,21 @@ def _named(first: Sequence[Finding], limit: int) -> list[Finding]:
     return [first[place] for place in sorted(place for _, place in sorted(turns)[:limit])]
 
 
-def _costs(out: Printer, report: AuditReport) -> None:
-    cost = report.cost
-    out.line()
-    unused = "" if cost.unused is None else f" (unused chunks {_usd(cost.unused)})"
-    out.line(f"storage: {_usd(cost.month)} a month{unused}, at {cost.prices.gb_month:g} $/GB")
-
-
 def _more(out: Printer, omitted: int) -> None:
     if omitted > 0:
         out.line(f"{omitted:,} more")
-
-
-def _usd(value: float | None) -> str:
-    if value is None:
-        return "-"
-    return dollars(value)
 
 
 def _counted(value: int | None, one: str) -> str:
     return f"- {one}s" if value is None else counted(value, one)
 
 
-_HASH = 12
-
-
 def _answers(out: Printer, report: AuditReport, limit: int) -> None:
-    """Print a line each for savings and lifecycle rules, and at most ``limit`` pins."""
-    savings, lifecycle = report.savings, report.lifecycle
+    """Print a line each for cost, savings and lifecycle rules, and at most ``limit`` pins."""
+    savings, lifecycle, cost = report.savings, report.lifecycle, report.cost
+    unused = "" if cost.unused is None else f" (unused chunks {dollars(cost.unused)})"
+    out.line()
+    out.line(f"storage: {dollars(cost.month)} a month{unused}, at {cost.prices.gb_month:g} $/GB")
     if savings.tokens is not None:
         out.line(f"saved: {_saved(savings)}")
     elif report.totals.hits:
@@ -242,13 +222,12 @@ def _answers(out: Printer, report: AuditReport, limit: int) -> None:
     if report.pins:
         out.line()
         rows = [
-            (pin.leaf.hex()[:_HASH], pin.namespace[:8], pin.tokens, pin.by or "(unknown)",
+            (pin.leaf.hex()[:12], pin.namespace[:8], pin.tokens, pin.by or "(unknown)",
              moment(pin.created_s), moment(pin.until_s))
             for pin in report.pins[:limit]
         ]  # fmt: skip
         out.table(("pinned", "namespace", ">tokens", "by", "since", "until"), rows)
-        if len(report.pins) > limit:
-            out.line(f"{len(report.pins) - limit:,} more")
+        _more(out, len(report.pins) - limit)
 
 
 def _saved(savings: SavingsAudit) -> str:
@@ -265,7 +244,6 @@ def _saved(savings: SavingsAudit) -> str:
     )
 
 
-LIMIT = 20
 _HEADLINES = {
     "corrupt": ("corrupt payloads were found", "red"),
     "faults": ("faults were found", "yellow"),
@@ -287,15 +265,7 @@ def audit(
             help="Maximum rows per table. The table of findings always has every kind.",
             metavar="N",
         ),
-    ] = LIMIT,
-    price_gb_month: PriceGbMonth = None,
-    price_gpu_hour: Annotated[
-        float | None,
-        typer.Option(
-            min=0, help="Price of one GPU for an hour, to price what loads saved.", metavar="USD"
-        ),
-    ] = None,
-    workers: Workers = WORKERS,
+    ] = 20,
 ) -> int:
     """Report stored chunks: owner, age, usage, cost and faults.
 
@@ -304,9 +274,11 @@ def audit(
     """
     if html is not None:
         check_file("--html", html)
-    prices = replace(priced(session.config, price_gb_month, None, None), gpu_hour=price_gpu_hour)
+    prices = priced(session.config)
+    if session.resolved.sources["price_gpu_hour"] == "default":
+        prices = replace(prices, gpu_hour=None)  # savings are not priced by a guess
     with (
-        upkeep(session, "audit", writes=False, workers=workers, namespace=namespace) as run,
+        upkeep(session, "audit", writes=False, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
         walk = run.walk(inventory)

@@ -20,7 +20,7 @@ from objkv.errors import ConfigError
 from objkv.ops.doctor.doctor import DoctorReport, Openers, Verdict, examine
 from objkv.ops.doctor.probes import BAD, Check
 from objkv.ops.formats import size as bytes_text
-from objkv.ops.models.verdict import ModelVerdict, VllmOptions, judge
+from objkv.ops.models.verdict import ModelVerdict, judge
 from objkv.telemetry import NullRecorder
 
 _CODES: dict[Verdict, int] = {
@@ -39,19 +39,8 @@ Model = Annotated[
     typer.Option(help="Judge the model in this folder and check nothing else.", metavar="FOLDER"),
 ]
 Tp = Annotated[int, typer.Option(min=1, help="With --model, tensor parallel size.", metavar="N")]
-Pp = Annotated[int, typer.Option(min=1, help="With --model, pipeline parallel size.", metavar="N")]
-Dcp = Annotated[
-    int, typer.Option(min=1, help="With --model, decode context parallel size.", metavar="N")
-]
 KvDtype = Annotated[
     str, typer.Option(help="With --model, vLLM's --kv-cache-dtype.", metavar="DTYPE")
-]
-Draft = Annotated[
-    str | None,
-    typer.Option(
-        help="With --model, a method of speculative decoding or the folder of a draft.",
-        metavar="FOLDER|METHOD",
-    ),
 ]
 
 
@@ -61,10 +50,7 @@ def doctor(
     all_: Annotated[bool, typer.Option("--all", help="Show each check and setting.")] = False,
     model: Model = None,
     tp: Tp = 1,
-    pp: Pp = 1,
-    dcp: Dcp = 1,
     kv_dtype: KvDtype = "auto",
-    draft: Draft = None,
 ) -> int:
     """Check settings, agent, stores and index, and suggest fixes.
 
@@ -72,11 +58,12 @@ def doctor(
     With --model, say what objkv does with a model before a server starts. Reads its config.json and
     connects to nothing.
     """
-    options = VllmOptions(tp, pp, dcp, kv_dtype, draft, session.config.chunk_tokens)
     if model is not None:
-        return _judge(session.out, judge(model, options))
-    if options != VllmOptions(chunk_tokens=options.chunk_tokens):
-        raise ConfigError("--tp, --pp, --dcp, --kv-dtype and --draft need --model")
+        chunk_tokens = session.config.chunk_tokens
+        verdict = judge(model, tp=tp, kv_dtype=kv_dtype, chunk_tokens=chunk_tokens)
+        return _judge(session.out, verdict)
+    if (tp, kv_dtype) != (1, "auto"):
+        raise ConfigError("--tp and --kv-dtype need --model")
     openers = Openers(
         bulk=lambda: open_bulk(session.config, NullRecorder(), on_change=_ignore),
         hot=lambda: open_hot(session.config, NullRecorder(), on_change=_ignore),
@@ -125,7 +112,8 @@ def _rows(verdict: ModelVerdict) -> Iterator[tuple[str, str]]:
         + ("" if chunk is None else f", {least}{bytes_text(chunk)}"),
     )
     yield "shared with", verdict.shared_with
-    yield "drafts", ", ".join(verdict.drafts)
+    if verdict.note is not None:
+        yield "dtype", verdict.note
 
 
 def _ignore(change: object) -> None:

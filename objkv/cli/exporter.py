@@ -4,7 +4,6 @@ import logging
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib import metadata
 from typing import Annotated
 
 import typer
@@ -16,12 +15,11 @@ from prometheus_client import (
 )
 
 from objkv.assembly.backends import Backends, describe_index, open_backends
-from objkv.cli.command import FINE, UNREACHABLE, Session, command
+from objkv.cli.command import FINE, UNREACHABLE, Session, command, end_signals
 from objkv.cli.options import time_option
-from objkv.cli.signals import end_signals
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.backends_view import BackendsView
-from objkv.ops.exporter.metrics import StoreCollector, Watched
+from objkv.ops.exporter.metrics import StoreCollector
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.watch import Asks, BackendsWatch, End
 from objkv.telemetry import NullRecorder
@@ -46,15 +44,6 @@ def exporter(
         float | None,
         time_option("Also list the whole bulk store, at this interval", "--scan-every", least=60),
     ] = None,
-    namespaces_max: Annotated[
-        int,
-        typer.Option(
-            help="Expose this many largest namespaces, and the rest as a sum.",
-            min=1,
-            max=10_000,
-            metavar="N",
-        ),
-    ] = 200,
     once: Annotated[
         bool, typer.Option("--once", help="Check once, print the metrics and exit.")
     ] = False,
@@ -79,7 +68,7 @@ def exporter(
                 grace_s=session.config.sweep_grace_s,
             )
         registry = CollectorRegistry()
-        registry.register(StoreCollector(_watched(session, namespaces_max), watch, scans))
+        registry.register(StoreCollector(session.config, watch, scans))
         if once:
             _print_once(session, registry, watch, scans)
             is_seen = all(answer.is_up for answer in watch.answers().values())
@@ -164,16 +153,4 @@ def _asks(session: Session, backends: Backends) -> Asks:
         usage=None if config.index_url.startswith("bulk:") else backends.index.usage,
         facts=lambda: describe_index(config),
         documents=backends.bulk,
-    )
-
-
-def _watched(session: Session, namespaces_max: int) -> Watched:
-    public = session.config.public()
-    return Watched(
-        version=metadata.version("objkv"),
-        bulk_url=public["bulk_url"],
-        index_url=public["index_url"],
-        ttl_s=session.config.ttl_s,
-        quota_bytes=session.config.quota_bytes,
-        namespaces_max=namespaces_max,
     )

@@ -2,9 +2,6 @@
 
 import re
 import time
-from contextlib import suppress
-from getpass import getuser
-from socket import gethostname
 from typing import Annotated
 
 import typer
@@ -13,7 +10,7 @@ from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, require_role
-from objkv.cli.options import time_option
+from objkv.cli.options import this_user, time_option
 from objkv.cli.output import counted
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
@@ -70,7 +67,8 @@ def pin(
         if leaf is not None or prompt != (None,) * 4:
             raise ConfigError("--list takes no HASH and no prompt, only --namespace")
         return _list(session, namespace)
-    _refuse_both(leaf, prompt)
+    if leaf is not None and prompt != (None,) * 4:
+        raise ConfigError("give either HASH or a prompt")
     author = _author(by)
     ids = None if leaf is not None else prompts.read_prompt(*prompt)
     extras = prompts.read_extras(lora_digest, cache_salt)
@@ -224,16 +222,9 @@ def _pinned_leaf(backends: Backends, namespace: str | None, beginning: str) -> t
 
 def _author(name: str | None) -> str | None:
     if name is None:
-        with suppress(OSError, KeyError):  # a user without a name
-            name = f"{getuser()}@{gethostname()}"
-        return name if name is not None and is_author(name) else None
+        return this_user() if is_author(this_user()) else None
     if not is_author(name):
         raise ConfigError(
             f"--by: give 1 to {AUTHOR_CHARS_MAX} printable characters, without brackets"
         )
     return name
-
-
-def _refuse_both(leaf: str | None, prompt: tuple[object, ...]) -> None:
-    if leaf is not None and prompt != (None,) * 4:
-        raise ConfigError("give either HASH or a prompt")

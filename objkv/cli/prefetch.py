@@ -8,12 +8,11 @@ from typing import Annotated
 
 import typer
 
-from objkv.agent.http.prompts import PRIORITY_MAX
-from objkv.agent.messages import PREFETCH_S_MAX, PrefetchOrder
+from objkv.agent.messages import PREFETCH_S_MAX
 from objkv.agent.prefetch import NamespaceFacts, Prefetched
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.options import size_option, time_option
+from objkv.cli.options import time_option
 from objkv.cli.output import Printer, counted
 from objkv.config.node import agent_socket, http_path
 from objkv.errors import ConfigError, UnclearName
@@ -72,32 +71,22 @@ def prefetch(
             shown="60s",
         ),
     ] = 60.0,
-    priority: Annotated[
-        int,
-        typer.Option(
-            min=-PRIORITY_MAX,
-            max=PRIORITY_MAX,
-            help="Lower values go first. Loads of requests go before any prefetch.",
-            metavar="N",
-        ),
-    ] = 0,
-    bytes_max: Annotated[
-        int | None, size_option("Fetch at most this much", "--prefetch-max", least=1)
-    ] = None,
 ) -> int:
     """Fetch a stored prompt into this node's memory.
 
     The node agent reads it ahead of its request, once for all replicas of the node. Without
     --tokens, --text or --text-file, token ids are read from standard input.
     """
-    api = AgentApi(agent_http(session, path))
+    where = path or agent_socket(session.config)
+    if where is None:
+        raise ConfigError("no agent: give --socket PATH, or set OBJKV_AGENT")
+    api = AgentApi(http_path(where))
     ids = prompts.read_prompt(tokens, text, text_file, tokenizer)
     extras = prompts.read_extras(lora_digest, cache_salt)
     prompt = _asked(api, namespace, ids, extras)
-    order = PrefetchOrder(deadline_s, priority, bytes_max)
     with ending_in_order(), session.out.steps("fetching MiB") as on_progress:
         try:
-            report = fetch(api, prompt, order, wait=not no_wait, on_progress=on_progress)
+            report = fetch(api, prompt, deadline_s, wait=not no_wait, on_progress=on_progress)
         except KeyboardInterrupt:
             session.out.note("the agent continues to fetch these payloads")
             raise
@@ -109,18 +98,10 @@ def prefetch(
     return FINE if report.stored and is_whole and not report.refused else FOUND
 
 
-def agent_http(session: Session, path: Path | None) -> Path:
-    """Return where the agent answers. Raises ``ConfigError`` if none is configured."""
-    where = path or agent_socket(session.config)
-    if where is None:
-        raise ConfigError("no agent: give --socket PATH, or set OBJKV_AGENT")
-    return http_path(where)
-
-
 def fetch(
     api: AgentApi,
     prompt: AskedPrompt,
-    order: PrefetchOrder,
+    deadline_s: float,
     *,
     wait: bool,
     on_progress: Callable[[int, int | None], None],
@@ -132,14 +113,14 @@ def fetch(
     ``on_progress`` takes the MiB that have arrived and those to expect.
     """
     began = clock()
-    answer = api.prefetch(prompt, order)
+    answer = api.prefetch(prompt, deadline_s)
     expected = answer.resident_bytes + answer.started_bytes
     arrived, nbytes, pause = answer.resident, answer.resident_bytes, _POLL_S
     while wait and answer.chunks:
         found = api.match(prompt)
         arrived, nbytes = found.resident_payloads, found.resident_bytes
         on_progress(nbytes >> 20, expected >> 20)
-        if not found.loading_payloads or clock() - began > order.deadline_s + _GRACE_S:
+        if not found.loading_payloads or clock() - began > deadline_s + _GRACE_S:
             break
         sleep(pause)
         pause = min(_POLL_MAX_S, 1.5 * pause)
@@ -176,8 +157,8 @@ def _print(out: Printer, report: PrefetchReport) -> None:
     if report.refused:
         out.line(
             f"{counted(report.refused, 'payload was', 'payloads were')} refused, "
-            f"{size(report.refused_bytes)}: beyond --prefetch-max, or beyond the quarter of the "
-            "arena that may hold what nothing has read",
+            f"{size(report.refused_bytes)}: beyond the quarter of the arena that may hold what "
+            "nothing has read",
             "yellow",
         )
 
@@ -199,21 +180,14 @@ def _asked(
 
 
 def _find(known: Sequence[NamespaceFacts], wanted: str | None) -> NamespaceFacts:
-    if wanted is None:
-        return _only(known, "namespaces")
-    names = namespaces_called([(one.namespace, one.model, one.tenant) for one in known], wanted)
-    if matching := [one for one in known if one.namespace in names]:
-        return _only(matching, f"namespaces match {wanted}")
-    raise UnclearName(f"no namespace matches {wanted}; choose one of", _choices(known))
-
-
-def _only(known: Sequence[NamespaceFacts], what: str) -> NamespaceFacts:
     if not known:
         raise UnclearName("the agent's index has no namespace with chunks")
-    if len(known) == 1:
-        return known[0]
-    raise UnclearName(f"{len(known)} {what}; choose one", _choices(known))
-
-
-def _choices(known: Sequence[NamespaceFacts]) -> list[str]:
-    return [f"{one.namespace}  {one.model}  tenant {one.tenant}" for one in known]
+    found, what = list(known), "namespaces"
+    if wanted is not None:
+        names = namespaces_called([(one.namespace, one.model, one.tenant) for one in known], wanted)
+        found, what = [one for one in known if one.namespace in names], f"namespaces match {wanted}"
+    if len(found) == 1:
+        return found[0]
+    choices = [f"{one.namespace}  {one.model}  tenant {one.tenant}" for one in found or known]
+    said = f"{len(found)} {what}; choose one"
+    raise UnclearName(said if found else f"no namespace matches {wanted}; choose one of", choices)

@@ -8,7 +8,7 @@ import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted
-from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
+from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
 from objkv.ops.backends_view import StoredNamespace
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
@@ -30,7 +30,6 @@ def rebuild(
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the index (default: count only).")
     ] = False,
-    workers: Workers = WORKERS,
 ) -> int:
     """Rebuild the index from the bulk store.
 
@@ -39,7 +38,7 @@ def rebuild(
     if session.config.index_url.startswith("bulk:"):
         return _nothing_to_do(session)
     with (
-        upkeep(session, "rebuild", writes=apply, workers=workers, namespace=namespace) as run,
+        upkeep(session, "rebuild", writes=apply, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
         found: Mapping[str, StoredNamespace] = {}

@@ -8,7 +8,7 @@ import typer
 
 from objkv.cache.worth import ChunkCost, PutRule
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.options import PriceGbMonth, PriceGets, PricePuts, priced, time_option
+from objkv.cli.options import priced, time_option
 from objkv.cli.output import Printer, counted, plain
 from objkv.config.prices import RANGE_BYTES
 from objkv.errors import ConfigError
@@ -80,9 +80,6 @@ def size(
     ttl: Ttl = None,
     used: Used = 0.0,
     sweep_every: SweepEvery = 3_600.0,
-    price_gb_month: PriceGbMonth = None,
-    price_puts: PricePuts = None,
-    price_gets: PriceGets = None,
 ) -> int:
     """Estimate a fleet's storage, request rate and cost.
 
@@ -102,7 +99,7 @@ def size(
     )
     ttl_s = config.ttl_s if ttl is None else int(ttl)
     load = Load(rate, prompt_tokens, stored, ttl_s, used, sweep_every)
-    prices = priced(config, price_gb_month, price_puts, price_gets)
+    prices = priced(config)
     found = size_fleet(_shape(model, kv_dtype), layout, load, prices)
     if session.out.machine:
         document = {**plain(found), "month": found.month}
@@ -148,7 +145,7 @@ def _print(out: Printer, found: Sizing, layout: Layout, load: Load, rule: PutRul
             "per chunk",
             bytes_text(chunk.nbytes),
             f"{chunk.tokens} tokens in {counted(chunk.payloads, 'payload')}, the largest "
-            f"{bytes_text(chunk.largest_payload_bytes)}; headers {bytes_text(chunk.header_bytes)}",
+            f"{bytes_text(chunk.largest_payload_bytes)}",
         ),
         (
             "per prompt",

@@ -10,8 +10,7 @@ import typer
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.options import time_option
 from objkv.cli.output import counted
-from objkv.cli.upkeep import WORKERS, OneNamespace, Upkeep, Workers, upkeep
-from objkv.errors import ConfigError
+from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import MEANINGS, Doubt, find_doubts
@@ -33,13 +32,6 @@ def sweep(
     apply: Annotated[
         bool, typer.Option("--apply", help="Delete the data found (default: report only).")
     ] = False,
-    only: Annotated[
-        list[str] | None,
-        typer.Option(
-            help=f"Sweep only this category; repeatable. One of {', '.join(CATEGORIES)}.",
-            metavar="CATEGORY",
-        ),
-    ] = None,
     namespace: OneNamespace = None,
     grace_s: Annotated[
         float | None,
@@ -53,19 +45,17 @@ def sweep(
         bool,
         typer.Option("--force", help="Proceed even if index and bucket do not seem to match."),
     ] = False,
-    workers: Workers = WORKERS,
 ) -> int:
     """Find unreachable and evictable data; delete it with --apply."""
     config = session.config
     limits = SweepLimits(
         apply=apply,
         grace_s=config.sweep_grace_s if grace_s is None else grace_s,
-        only=_categories(only),
         unidentified=unidentified,
         force=force,
     )
     with (
-        upkeep(session, "sweep", writes=apply, workers=workers, namespace=namespace) as run,
+        upkeep(session, "sweep", writes=apply, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
         is_empty, doubts = False, tuple[Doubt, ...]()
@@ -107,13 +97,6 @@ def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) ->
     run.run("sweeping documents", work.documents())
     run.run("counting records", work.totals())
     return doubts
-
-
-def _categories(only: list[str] | None) -> tuple[Category, ...]:
-    for name in only or ():
-        if name not in CATEGORIES:
-            raise ConfigError(f"--only {name}: must be one of {', '.join(CATEGORIES)}")
-    return tuple(one for one in CATEGORIES if not only or one in only)
 
 
 def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: bool) -> None:

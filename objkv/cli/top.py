@@ -3,7 +3,7 @@
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Annotated, Final, NoReturn
 
@@ -17,8 +17,7 @@ from objkv.cli.output import Printer, counted, rich_table
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
 from objkv.ops.formats import printable, size
-from objkv.ops.top.fleet import FleetWatch, Row, View, hit_rate
-from objkv.ops.top.scrape import MetricsSource
+from objkv.ops.top import FleetWatch, MetricsSource, Row, View, hit_rate
 
 _REPLICA: Final = (
     "replica", "state", "~notes", ">tokens", ">hit", ">local", ">loaded", ">saved", ">dropped",
@@ -75,11 +74,11 @@ def top(
         backends = stack.enter_context(session.backends()) if has_usage else None
         sources = [MetricsSource(url, deadline_s=deadline_s) for url in urls]
         agents = [
-            MetricsSource("http://agent", deadline_s=deadline_s, socket=Path(f"{path}.http"))
+            MetricsSource("http://agent", deadline_s=deadline_s, socket=path)
             for path in _agents(agent, session.config)
         ]
         index = backends.index if backends else None
-        watch = stack.enter_context(FleetWatch(sources, agents, index))
+        watch = stack.enter_context(closing(FleetWatch(sources, agents, index)))
         if not once:
             _live(watch)
         return _once(session.out, watch)
@@ -97,7 +96,7 @@ def _agents(given: list[Path] | None, config: Config) -> list[Path]:
 
 def _once(out: Printer, watch: FleetWatch) -> int:
     with out.waiting("reading metrics"):
-        view = watch.totals()
+        view = watch.look(since_start=True)
     if out.machine:
         out.document(view)
     else:
@@ -117,7 +116,7 @@ def _live(watch: FleetWatch) -> NoReturn:
     with Live(console=Console(), screen=True, auto_refresh=False) as live:
         while True:
             due_s = time.monotonic() + _EVERY_S
-            view = watch.tick()
+            view = watch.look(since_start=False)
             head = f"objkv top  {time.strftime('%H:%M:%S')}"
             parts: list[RenderableType] = [Text(head, style="bold")]
             parts += [Text(printable(line)) for line in summary_lines(view, "/s")]

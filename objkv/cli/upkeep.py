@@ -11,7 +11,6 @@ import typer
 from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seals
 from objkv.cli.command import INTERRUPTED, Session, require_role
-from objkv.cli.options import size_option
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
@@ -23,7 +22,7 @@ from objkv.ops.listing import find_namespace
 from objkv.ops.runs import Counters, Unit, WorkPool
 
 WORKERS = 16
-MEMORY_BYTES = 1 << 30
+"""Threads of a long command."""
 OneNamespace = Annotated[
     str | None,
     typer.Option(
@@ -32,11 +31,6 @@ OneNamespace = Annotated[
         help="Only this namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning.",
         metavar="NS",
     ),
-]
-Workers = Annotated[int, typer.Option(min=1, max=256, help="Number of threads.", metavar="N")]
-MemoryBytes = Annotated[
-    int,
-    size_option("Memory limit for all payloads in flight", "--memory", least=1, shown="1GiB"),
 ]
 
 
@@ -112,7 +106,8 @@ class Upkeep:
 
     def report_nothing(self) -> None:
         """Print that the store is empty, with its URL."""
-        self.session.out.line(_nothing_stored(self.session.config.public()["bulk_url"]))
+        url = self.session.config.public()["bulk_url"]
+        self.session.out.line(f"nothing is stored in {url} yet")
         self.report_end()
 
     def report_end(self) -> None:
@@ -125,17 +120,9 @@ class Upkeep:
         return otherwise if self.pool.ending == "complete" else INTERRUPTED
 
 
-def _nothing_stored(url: str) -> str:
-    return f"nothing is stored in {url} yet"
-
-
 @contextmanager
 def upkeep(
-    session: Session,
-    command: str,
-    writes: bool,
-    workers: int,
-    namespace: str | None = None,
+    session: Session, command: str, *, writes: bool, namespace: str | None
 ) -> Iterator[Upkeep]:
     """Open store and index for ``command``. Raises ``ConfigError`` for a missing folder, a
     role that may not write, or a namespace that does not exist."""
@@ -162,7 +149,7 @@ def upkeep(
         )
         if namespace is not None:
             namespace = find_namespace(view.bulk, view.index, namespace, must_exist=True)
-        yield Upkeep(session, view, WorkPool(workers=workers), namespace)
+        yield Upkeep(session, view, WorkPool(workers=WORKERS), namespace)
 
 
 def seal_of(session: Session, backends: Backends, namespace: str) -> Seal | None:

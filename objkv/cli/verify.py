@@ -10,26 +10,19 @@ import typer
 from objkv.cache.bulk_index import MISSING_UNSEEN, is_listed
 from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, plain
-from objkv.cli.upkeep import (
-    MEMORY_BYTES,
-    WORKERS,
-    MemoryBytes,
-    OneNamespace,
-    Upkeep,
-    Workers,
-    upkeep,
-)
+from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
 from objkv.errors import ConfigError
+from objkv.ops.backends_view import once
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import find_doubts
 from objkv.ops.inventory.walk import Walk
-from objkv.ops.retrying import once
 from objkv.ops.runs import Counters
-from objkv.ops.verify import PAYLOADS, RECORDED, Verify, choose_sample
-from objkv.ops.verify_payload import Budget
+from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify, choose_sample
 
 SAMPLE = 200
+_MEMORY_BYTES = 1 << 30
+"""For all payloads in flight."""
 _WRONG = ("missing", "corrupt", "mismatch", "hot")
 _DONE = {
     "quarantined": "quarantined",
@@ -69,8 +62,6 @@ def verify(
     force: Annotated[
         bool, typer.Option("--force", help="Quarantine even if most payloads are bad.")
     ] = False,
-    memory_bytes: MemoryBytes = MEMORY_BYTES,
-    workers: Workers = WORKERS,
 ) -> int:
     """Verify stored payloads and their index records."""
     if apply and not quarantine:
@@ -80,7 +71,7 @@ def verify(
     number, of = _part(one_of or "1/1")
     shown = _Shown(None, one_of, quarantine, apply, None)
     with (
-        upkeep(session, "verify", writes=apply, workers=workers, namespace=namespace) as run,
+        upkeep(session, "verify", writes=apply, namespace=namespace) as run,
         closing(Inventory()) as inventory,
     ):
         is_empty = False
@@ -98,7 +89,7 @@ def verify(
                     walk.places.namespaces,
                     quarantine=apply,
                     force=force,
-                    budget=Budget(memory_bytes),
+                    budget=Budget(_MEMORY_BYTES),
                 )
                 wrong_bulk = _wrong_bulk(run, walk, is_refused=apply and not force)
                 where = PAYLOADS if run.view.is_own_index else RECORDED

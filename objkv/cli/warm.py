@@ -126,28 +126,25 @@ def warm(
     Waits until they are stored. Skips stored prompts, so an interrupted command can be repeated.
     VLLM_API_KEY is the endpoints' API key.
     """
-    from objkv.client.warming import WarmOptions, run_warm
+    from objkv.client.warming import warm as run_warm
 
     if not prompts:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
     if engine_arg and model is None:
         raise ConfigError("--engine-arg needs --model")
-    options = WarmOptions(
-        endpoints=endpoint or (),
-        model=model,
-        check=check,
-        served_model=served_model,
-        api_key=os.environ.get("VLLM_API_KEY"),
-        engine_arguments=[_argument(text) for text in engine_arg or ()],
-        namespace=namespace,
-        at_once=concurrency,
-    )
     with ending_in_order(), session.out.steps("warming") as step:
         report = run_warm(
-            session.resolved,
             read_prompts(prompts),
-            options,
-            lambda one: step(one.done, one.prompts),
+            config=session.resolved,
+            endpoints=endpoint or (),
+            model=model,
+            check=check,
+            served_model=served_model,
+            api_key=os.environ.get("VLLM_API_KEY"),
+            engine_arguments=[_argument(text) for text in engine_arg or ()],
+            namespace=namespace,
+            at_once=concurrency,
+            progress=lambda one: step(one.done, one.prompts),
         )
     if session.out.machine:
         session.out.document(report.plain())

@@ -315,25 +315,15 @@ class Client:
             logger.warning("a pin is unreadable reason=%s", problem)
         return [_pin(one) for one in found.pins]
 
-    def warm(
-        self,
-        /,
-        prompts: Iterable[Any],
-        *,
-        endpoints: Sequence[str] = (),
-        model: str | None = None,
-        check: bool = False,
-        **options: Any,
-    ) -> "WarmReport":
+    def warm(self, /, prompts: Iterable[Any], **options: Any) -> "WarmReport":
         """Compute and save ``prompts`` in advance, with this client's settings.
 
         Takes the arguments of ``objkv.warm``.
         """
-        from objkv.client.warming import WarmOptions, run_warm  # late: a client of HTTP
+        from objkv.client.warming import warm  # late: a client of HTTP
 
         self._check_open()
-        chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
-        return run_warm(self._resolved, prompts, chosen)
+        return warm(prompts, config=self._resolved, **options)
 
     @property
     def _backends(self) -> Backends:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +18,19 @@ from objkv.ops.warm.run import WarmJob, warm_by
 from objkv.telemetry import NullRecorder
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WarmOptions:
-    """The way to compute, with its options: ``endpoints``, ``model``, or none with ``check``."""
-
-    endpoints: Sequence[str] = ()
-    model: str | None = None
-    """A folder or a hub id; ``vllm serve`` is started for it."""
-    check: bool = False
-    """Report which prompts are stored: no server is started, and ``endpoints`` only tokenize."""
-    served_model: str | None = None
-    """The base model's name at the endpoints, if they serve several."""
-    api_key: str | None = field(default=None, repr=False)
-    engine_arguments: Sequence[str] = ()
-    """Further arguments of ``vllm serve``, as ``--NAME`` or ``--NAME=VALUE``."""
-    namespace: str | None = None
-    """A namespace or its prefix; detected by default."""
-    at_once: int | None = None
-    """Concurrent requests per endpoint."""
-
-
 def warm(
     prompts: Iterable[Any],
     *,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | Resolved | None = None,
     endpoints: Sequence[str] = (),
     model: str | None = None,
     check: bool = False,
-    **options: Any,
+    served_model: str | None = None,
+    api_key: str | None = None,
+    engine_arguments: Sequence[str] = (),
+    namespace: str | None = None,
+    at_once: int | None = None,
+    progress: Callable[[WarmReport], None] = lambda report: None,
 ) -> WarmReport:
     """Compute and save ``prompts`` in advance. Waits until they are stored.
 
@@ -57,62 +41,51 @@ def warm(
         endpoints: URLs of OpenAI-compatible servers with objkv's connector.
         model: a folder or hub id; ``vllm serve`` is started for it, and ended afterwards.
         check: only report which prompts are stored. Text needs ``endpoints``, which tokenize it.
-        options: see ``WarmOptions``.
+        served_model: the base model's name at the endpoints, if they serve several.
+        api_key: the endpoints' key.
+        engine_arguments: further arguments of ``vllm serve``, as ``--NAME`` or ``--NAME=VALUE``.
+        namespace: a namespace or its prefix, instead of the one that a test request finds.
+        at_once: concurrent requests per endpoint.
+        progress: called as prompts end, from another thread.
 
     ``report.is_complete`` is True if all of them are stored. Raises ``ConfigError`` and
     ``StoreError``. An interruption ends the call, and the report states it.
     """
-    chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
-    return run_warm(resolve_config(dict(config or {})), prompts, chosen)
-
-
-def run_warm(
-    resolved: Resolved,
-    prompts: Iterable[Any],
-    options: WarmOptions,
-    progress: Callable[[WarmReport], None] = lambda report: None,
-) -> WarmReport:
-    """Warm ``prompts`` in any of the forms that ``warm`` takes, or ``WarmPrompt``."""
     if isinstance(prompts, str | bytes | Mapping):
         raise ConfigError("prompts must be a list of prompts, not a single one")
-    config = resolved.config
-    if bool(options.endpoints) + (options.model is not None) != 1 and not options.check:
+    if bool(endpoints) + (model is not None) != 1 and not check:
         raise ConfigError(
             "choose how to compute: an endpoint, or a model to start a server; or check, which "
             "does not compute"
         )
+    resolved = config if isinstance(config, Resolved) else resolve_config(dict(config or {}))
+    settings = resolved.config
     with ExitStack() as stack:
-        backends = stack.enter_context(open_backends(config, NullRecorder()))
+        backends = stack.enter_context(open_backends(settings, NullRecorder()))
         backends.bulk.check()
         backends.index.check()
         view = BackendsView.of(
-            config, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
+            settings, (backends.bulk, backends.hot), backends.index, backends.admin, command="warm"
         )
         identity = None
-        if options.check or options.namespace is not None:
-            identity = find_identity(view.bulk, view.index, options.namespace)
-        mode = "check" if options.check else "model" if options.model else "endpoints"
+        if check or namespace is not None:
+            identity = find_identity(view.bulk, view.index, namespace)
+        mode = "check" if check else "model" if model else "endpoints"
         if mode == "model":
-            socket = stack.enter_context(
-                server.serving(str(options.model), _environment(resolved), options.engine_arguments)
-            )
-            at_once = options.at_once or server.AT_ONCE
-            endpoints = [Endpoint("http://localhost", at_once=at_once, socket=socket)]
+            serving = server.serving(str(model), _environment(resolved), engine_arguments)
+            socket, many = stack.enter_context(serving), at_once or server.AT_ONCE
+            used = [Endpoint("http://localhost", at_once=many, socket=socket)]
         else:
-            endpoints = [
+            clear, few = settings.may_be_clear("endpoints"), at_once or 8
+            used = [
                 Endpoint(
-                    url,
-                    at_once=options.at_once or 8,
-                    model=options.served_model,
-                    api_key=options.api_key,
-                    allow_plaintext=config.may_be_clear("endpoints"),
+                    url, at_once=few, model=served_model, api_key=api_key, allow_plaintext=clear
                 )
-                for url in dict.fromkeys(options.endpoints)
+                for url in dict.fromkeys(endpoints)
             ]
         # Replicas give a save up after their deadline, so waiting any longer is of no use.
-        limits = WarmLimits(save_s=max(WarmLimits().save_s, config.save_deadline_ms / 1000))
-        job = WarmJob(view, endpoints, identity, limits, progress)
-        return warm_by(job, _given(prompts), mode)
+        limits = WarmLimits(save_s=max(WarmLimits().save_s, settings.save_deadline_ms / 1000))
+        return warm_by(WarmJob(view, used, identity, limits, progress), _given(prompts), mode)
 
 
 def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:

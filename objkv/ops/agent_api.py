@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from objkv.agent.http.status import AgentStatus, LoggedWarning, StoreStatus
-from objkv.agent.messages import PrefetchOrder
 from objkv.agent.peers import connect_to
 from objkv.agent.prefetch import Matched, NamespaceFacts, Prefetched
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
@@ -66,12 +65,9 @@ class AgentApi:
         """Return how much of a prompt is stored, and in memory."""
         return _read(Matched, self._ask("POST", "/v1/match", prompt.plain()))
 
-    def prefetch(self, prompt: AskedPrompt, order: PrefetchOrder) -> Prefetched:
+    def prefetch(self, prompt: AskedPrompt, deadline_s: float) -> Prefetched:
         """Have the stored part of a prompt fetched. Does not wait for it."""
-        body = prompt.plain() | {"deadline_ms": max(1, int(order.deadline_s * 1000))}
-        body["priority"] = order.priority
-        if order.bytes_max is not None:
-            body["bytes_max"] = order.bytes_max
+        body = prompt.plain() | {"deadline_ms": max(1, int(deadline_s * 1000))}
         return _read(Prefetched, self._ask("POST", "/v1/prefetch", body))
 
     def _ask(self, method: str, path: str, body: Any = None) -> dict[str, Any]:

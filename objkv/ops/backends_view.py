@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import re
 import secrets
 import socket
@@ -11,7 +12,7 @@ from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Final
+from typing import Any, Final, TypeVar, cast
 
 from pydantic import TypeAdapter
 
@@ -32,9 +33,9 @@ from objkv.keys.identity import (
     identity_path,
     seals_of,
 )
-from objkv.ops.retrying import once, pauses, retrying
 from objkv.stores.base import Entry, HotStore, PruneStore, ReadStore
 
+T = TypeVar("T")
 QUARANTINE = "quarantine"
 """Folder of the bulk store for corrupt payloads, under their own paths."""
 CHUNKS_AT_ONCE = 500
@@ -47,6 +48,56 @@ SAMPLE_LAYOUT = "sample-1"
 """That of the namespace of ``bench`` and ``doctor``, which no replica has."""
 _TEXT_MAX = 200
 _NO_TOTALS: Final[Mapping[str, int]] = {}
+PATIENCE_S = 30.0
+"""Longer than the default pause of any circuit breaker."""
+_FIRST_S = 0.2
+_LONGEST_S = 5.0
+_NOT_REPEATED: Final = ("scan", "unfinished", "discard", "check", "close")
+"""Scans cannot be resumed, and one that ends early would look complete."""
+
+
+def retrying(place: T, *, sleep: Callable[[float], None] = time.sleep) -> T:
+    """Wrap a store or an index so that its calls are retried for ``PATIENCE_S``."""
+    return cast(T, _Retrying(place, sleep))
+
+
+def once(place: T) -> T:
+    """Return the store or index without retries, for calls that must not be repeated blindly."""
+    return cast(T, place.inner) if isinstance(place, _Retrying) else place
+
+
+def pauses() -> Iterator[float]:
+    """Yield the seconds to wait before each further attempt, for ``PATIENCE_S`` in all."""
+    waited_s, next_s = 0.0, _FIRST_S
+    while waited_s < PATIENCE_S:
+        pause_s = next_s * random.uniform(0.5, 1.0)  # noqa: S311  # not a secret
+        yield pause_s
+        waited_s, next_s = waited_s + pause_s, min(2 * next_s, _LONGEST_S)
+
+
+class _Retrying:
+    """Forwards all methods of ``inner``."""
+
+    def __init__(self, inner: object, sleep: Callable[[float], None]) -> None:
+        self.inner = inner
+        self._sleep = sleep
+
+    def __getattr__(self, verb: str) -> Any:
+        call = getattr(self.inner, verb)
+        if verb in _NOT_REPEATED:
+            return call
+
+        def repeated(*args: Any, **named: Any) -> Any:
+            for pause_s in pauses():
+                try:
+                    return call(*args, **named)
+                except StoreError as exc:
+                    if not exc.transient:
+                        raise
+                self._sleep(pause_s)
+            return call(*args, **named)
+
+        return repeated
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,12 +262,6 @@ def stored_parts(
     return found
 
 
-def expected_payloads(index: ReadIndex, *, is_own_index: bool) -> dict[str, int]:
-    """Return the number of payloads per namespace by the index's totals, which may be wrong. A
-    store that is its own index has none."""
-    return {} if is_own_index else {one.namespace: one.payloads for one in index.usage()}
-
-
 def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[ChunkKey | None, Entry]]:
     """Yield the payloads in ``part``; entries that are not payloads have no key."""
     for entry in bulk.scan(f"{part.name}/"):
@@ -366,7 +411,10 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
         if written == (FORMAT, ENCODER_SCHEME):
             raise PayloadError(f"{identity_path(namespace)}: for encoder outputs, not for KV")
         if written != (FORMAT, HASH_SCHEME):
-            raise PayloadError(f"{identity_path(namespace)}: unknown format {written}")
+            why = "unknown, perhaps of a later version of objkv"
+            if type(written[0]) is int and written[0] < FORMAT:
+                why = "not read any more: objkv sweep --apply deletes it"
+            raise PayloadError(f"{identity_path(namespace)}: format {written} is {why}")
         identity = TypeAdapter(Identity).validate_json(json.dumps(values), strict=True)
         digest = identity.namespace()
     # The document is untrusted, so a failed check of its values means that it is invalid.

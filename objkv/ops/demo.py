@@ -71,8 +71,6 @@ class DemoPrompt:
 
     name: str
     tokens: tuple[int, ...]
-    asked_before: bool
-    """Whether replica A computes it too. If not, it only shares a document with such a prompt."""
 
 
 def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
@@ -83,7 +81,6 @@ def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
             name=f"document {document}, question {question}",
             tokens=random_tokens(f"document {document}", length)
             + random_tokens(f"question {question}", scale.question),
-            asked_before=question == 1,
         )
         for document, length in enumerate(scale.documents, 1)
         for question in ((1,) if replica == "A" else (1, 2))

@@ -18,7 +18,21 @@ Document = Mapping[str, Any]
 ABSENT: Final = "(absent)"
 _NAMES_SHOWN: Final = 3
 _GROUP: Final = re.compile(r"groups\[\d+\]")
-REASONS: dict[str, tuple[str, str]] = {
+_SAME_MODEL: Final = (
+    "serve the same model with the same version of vLLM and --hf-overrides, and enable the hybrid "
+    "KV cache manager on both or on neither"
+)
+_FLAGS: Final = {
+    "dtype": "the models compute in different dtypes",
+    "hf_overrides": "the overrides of the model configuration differ",
+    "quantization_config": "the weights are quantised differently at start-up",
+    "kv_cache_dtype_skip_layers": "different layers keep their KV unquantised",
+    "mm_processor_kwargs": "images, audio and videos are preprocessed differently",
+    "lora_dtype": "the adapters compute in different dtypes",
+    "lora_target_modules": "the adapters apply to different modules",
+}
+"""Fields of ``extra`` that are flags of vLLM."""
+REASONS: Final[dict[str, tuple[str, str]]] = {
     "format": (
         "the replicas write payloads in different formats",
         "run versions of objkv that write the same format",
@@ -62,31 +76,8 @@ REASONS: dict[str, tuple[str, str]] = {
         "tenants never share",
         "set the same tenant if these replicas may read each other's KV",
     ),
-    "groups": (
-        "the layers are in different KV cache groups",
-        "serve the same model with the same version of vLLM, and enable the hybrid KV cache "
-        "manager on both or on neither",
-    ),
-    "groups[].kind": (
-        "the layers of the group have different kinds of attention",
-        "serve the same model, and enable the hybrid KV cache manager on both or on neither",
-    ),
-    "groups[].window": (
-        "the layers of the group have different attention windows",
-        "give both the same sliding window: compare config.json and --hf-overrides",
-    ),
-    "groups[].layers": (
-        "the group has different layers",
-        "serve the same model: compare the number of layers in config.json",
-    ),
-    "groups[].heads": (
-        "the layers have different numbers of KV heads over all ranks (TP does not change it)",
-        "serve the same model: compare num_key_value_heads in config.json",
-    ),
-    "groups[].content": (
-        "the heads keep different numbers of elements per token",
-        "serve the same model: compare head_dim in config.json",
-    ),
+    "groups": ("the layers are in different KV cache groups", _SAME_MODEL),
+    "groups[]": ("the layers of the group have different caches", _SAME_MODEL),
     "groups[].block_size": (
         "the blocks have different numbers of tokens",
         "start both with the same --block-size; hybrid models choose it themselves",
@@ -96,7 +87,6 @@ REASONS: dict[str, tuple[str, str]] = {
         "serve the same model with the same mamba cache dtype and VLLM_SSM_CONV_STATE_LAYOUT; some "
         "states also need the same TP size, see docs/models.md",
     ),
-    "extra.dtype": ("the models compute in different dtypes", "start both with the same --dtype"),
     "extra.reset": (
         "a replica stops sharing when its cache is reset or it sleeps, because its weights may "
         "have changed in place",
@@ -110,33 +100,9 @@ REASONS: dict[str, tuple[str, str]] = {
         "the model configurations, which are stored apart from the weights, differ",
         "start both with the same --hf-config-path and --hf-overrides",
     ),
-    "extra.hf_overrides": (
-        "the overrides of the model configuration differ",
-        "start both with the same --hf-overrides",
-    ),
-    "extra.quantization_config": (
-        "the weights are quantised differently at start-up",
-        "start both with the same quantization settings",
-    ),
-    "extra.kv_cache_dtype_skip_layers": (
-        "different layers keep their KV unquantised",
-        "start both with the same --kv-cache-dtype-skip-layers",
-    ),
-    "extra.mm_processor_kwargs": (
-        "images, audio and videos are preprocessed differently",
-        "start both with the same --mm-processor-kwargs",
-    ),
     "extra.video_pruning": (
         "videos are pruned differently",
         "start both with the same --video-pruning-rate and method",
-    ),
-    "extra.lora_dtype": (
-        "the adapters compute in different dtypes",
-        "start both with the same --lora-dtype",
-    ),
-    "extra.lora_target_modules": (
-        "the adapters apply to different modules",
-        "start both with the same --lora-target-modules",
     ),
     "extra.payloads": (
         "their payloads are sealed differently, and each refuses payloads sealed unlike its own",
@@ -146,7 +112,12 @@ REASONS: dict[str, tuple[str, str]] = {
         "adapters change the outputs of the image encoder on only one of them",
         "start both with or both without --enable-tower-connector-lora",
     ),
+    **{
+        f"extra.{name}": (why, f"start both with the same --{name.replace('_', '-')}")
+        for name, why in _FLAGS.items()
+    },
 }
+"""Why a field prevents sharing, and how to make it the same."""
 _ROOTS: Final = {
     "kv_dtype": ("extra.dtype",),
     "page_layout": ("extra.dtype", "kv_dtype", "groups[0].block_size"),

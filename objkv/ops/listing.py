@@ -206,6 +206,8 @@ def find_namespace(
             return found[0]
     known = [read_namespace(bulk, name) for name in names]
     matching = namespaces_called([(one.name, one.model, one.tenant) for one in known], wanted)
+    old = {one.name for one in known if one.is_old_format}
+    matching = [name for name in matching if name not in old] or matching
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -226,9 +228,9 @@ def _only_namespace(bulk: ReadStore, index: ReadIndex) -> str:
 
 
 def _may_hold_chunks(bulk: ReadStore, name: str) -> bool:
-    """Return False for encoder outputs and hand-offs, which no prompt can match."""
-    namespace = read_namespace(bulk, name)
-    return namespace.has_chunks or not namespace.is_known
+    """Return False for encoder outputs, hand-offs and earlier formats, which no prompt matches."""
+    found = read_namespace(bulk, name)
+    return (found.has_chunks and not found.is_old_format) or not found.is_known
 
 
 def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) -> UnclearName:

@@ -6,7 +6,7 @@ run at the same time.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Final
@@ -37,14 +37,11 @@ HOT_ASK_BYTES_MAX = 1 << 20
 class Rebuild:
     """Units that restore records, then units that restore pins and totals."""
 
-    def __init__(
-        self, view: BackendsView, *, apply: bool, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, view: BackendsView, *, apply: bool) -> None:
         """``apply``: False only counts."""
         assert not view.is_own_index
         self._view = view
         self._apply = apply
-        self._clock = clock
 
     def parts(
         self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace]
@@ -70,7 +67,7 @@ class Rebuild:
     def namespaces(self, namespaces: Iterable[str]) -> Iterator[Unit]:
         """Restore pins and totals. Counts ``pins``."""
         for name in namespaces if self._apply else ():
-            yield count_exactly(self._view, name, self._clock)
+            yield count_exactly(self._view, name)
             yield Unit(partial(self._restore_pins, name))
 
     def _part(
@@ -144,7 +141,7 @@ class Rebuild:
         return copy is not None and copy.nbytes == header.nbytes
 
     def _restore_pins(self, namespace: str, counters: Counters, check: Check) -> None:
-        now_s = self._clock()
+        now_s = time.time()
         for prefix_hash, until_s in read_pins(self._view.bulk, namespace).items():
             if until_s > now_s and for_operators(self._view.admin).pin(
                 namespace, prefix_hash, until_s=until_s, ttl_s=self._view.ttl_s

@@ -24,7 +24,7 @@ from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.messages import VERSION
 from objkv.errors import ConfigError
 from objkv.ops.agent_api import AgentApi
-from objkv.ops.top.scrape import values_of
+from objkv.ops.top import values_of
 from tests.agent.world import PATIENCE_S, REPLICAS, Node, down, ended, gated, opened, serving
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 from tests.support.waiting import wait_until

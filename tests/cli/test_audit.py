@@ -98,13 +98,17 @@ def interrupt(*_: object) -> Any:
     raise KeyboardInterrupt
 
 
-def test_answers_to_auditors_are_a_few_lines(run: Run, machine: Machine, home: Path) -> None:
+def test_answers_to_auditors_are_a_few_lines(
+    run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leaf = machine.fill()[-1]
     machine.index.touch(NAMESPACE, [bytes.fromhex(leaf)], ttl_s=3_600)
     assert "saved: unknown, no replica has reported" in run("audit").out
     machine.index.credit(Savings(NAMESPACE, "2026-11", 3, 4_096, 4_096, 7_400_000_000, 200_000_000))
     run("pin", leaf, "--by", "ada")
-    ran = run("audit", "--price-gpu-hour", "2.5", "--html", f"{home}/p.html")
+    assert "of GPU time (computing" in run("audit").out, "a default price is a guess"
+    monkeypatch.setenv("OBJKV_PRICE_GPU_HOUR", "2.5")
+    ran = run("audit", "--html", f"{home}/p.html")
     assert ran.code == 0
     line = "saved: 4,096 tokens loaded since 2026-11: 2.0 h of GPU time, $5.00 "
     assert f"{line}(computing 2.1 h, loading 3.3 min)" in ran.out

@@ -1,4 +1,4 @@
-"""The shared parts of all commands: errors, exit codes, interrupts, colors."""
+"""The shared parts of all commands: options, errors, exit codes, interrupts, colors."""
 
 import errno
 import json
@@ -19,8 +19,7 @@ from objkv.errors import (
     TransferError,
 )
 from objkv.ops.doctor.access import ROLES
-from objkv.ops.formats import age, printable, size
-from tests.cli.conftest import Run
+from tests.cli.conftest import Machine, Run, refused
 
 
 @pytest.mark.parametrize(
@@ -127,11 +126,22 @@ def test_places_without_rights_are_told_as_such(run: Run) -> None:
     assert "No Redis ACL: the index is not Redis" in ran.out
 
 
-def test_sizes_and_ages_are_for_people() -> None:
-    assert [size(n) for n in (None, 0, 1023, 1536, 3 << 30, 5 << 40)] == [
-        "–", "0 B", "1023 B", "1.5 KiB", "3.0 GiB", "5.0 TiB",
-    ]  # fmt: skip
-    assert [age(s, 100_000) for s in (None, 100_000, 99_999, 99_000, 90_000, 1, 200_000)] == [
-        "–", "0 s", "1 s", "16 min", "2 h", "1 d", "0 s",
-    ]  # fmt: skip
-    assert printable("a\x00b") == "a\N{REPLACEMENT CHARACTER}b"
+def test_every_form_of_output_is_an_option_of_every_command(run: Run, machine: Machine) -> None:
+    machine.fill()
+    for form in (("--json",), ("-o", "json"), ("--output=json", "--json")):
+        assert run("ls", *form).document["namespaces"][0]["payloads"] == 6
+    tables = [run("ls", "--prefixes", *form).out for form in ((), ("-o", "table"), ("-o", "wide"))]
+    assert len(set(tables)) == 1, "a pipe gets everything"
+    for form in ("table", "wide"):
+        refused(run("ls", "--json", "-o", form), f"--json and -o {form} exclude each other")
+    refused(run("ls", "-o", "yaml"), "'yaml' is not one of", "wide")
+
+
+def test_durations_have_units_and_plain_numbers_are_seconds(run: Run) -> None:
+    for given, found in {
+        "--ttl 2h --sweep-every 1d --used 90m": (7_200, 86_400, 5_400),
+        "--ttl 7200 --sweep-every 0 --used 1.5": (7_200, 0, 1.5),
+    }.items():
+        words = ("size", "--model", "llama-3.1-8b", "--json", *given.split())
+        load = run(*words).document["load"]
+        assert (load["ttl_s"], load["sweep_every_s"], load["used_s"]) == found

@@ -28,7 +28,7 @@ from objkv.ops.programs import ProgramFailed
 from tests.cli.conftest import Run
 
 PROMPTS = prompts_of("small")
-BEFORE = tuple(prompt for prompt in PROMPTS if prompt.asked_before)
+BEFORE = prompts_of("small", "A")
 
 
 def answers(

@@ -110,7 +110,7 @@ def test_a_refused_model_is_1_with_the_connectors_sentence(run: Run) -> None:
 
 
 def test_no_model_and_no_folder_are_wrong_usage(run: Run, tmp_path: Path) -> None:
-    assert run("doctor", "--pp", "2").code == 2
+    assert run("doctor", "--tp", "2").code == 2
     ran = run("doctor", "--model", str(tmp_path))
     assert ran.code == 2
     assert "give the folder of a model" in ran.err

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from objkv.agent.messages import PrefetchOrder
 from objkv.agent.prefetch import Matched, Prefetched
 from objkv.assembly.agent import NodeAgent
 from objkv.cli import prefetch as module
@@ -65,8 +64,11 @@ def test_a_salt_is_part_of_the_prompt_and_what_is_not_stored_is_said(
 
 
 def test_what_is_refused_or_lost_is_said(run: Run, machine: Machine, agent: NodeAgent) -> None:
-    ran = run("prefetch", "--prefetch-max", "1", stdin=PROMPT)
-    assert (ran.code, "6 payloads were refused" in ran.out) == (1, True)
+    refusing = Prefetched(3, 3, 0, 0, 6, 0, 0, 6 << 20)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AgentApi, "prefetch", lambda *_: refusing)
+        ran = run("prefetch", "--no-wait", stdin=PROMPT)
+    assert (ran.code, "6 payloads were refused, 6.0 MiB" in ran.out) == (1, True)
     for entry in list(machine.bulk.scan(f"{NAMESPACE}/")):
         if "identity" not in entry.key:
             machine.bulk.put(entry.key, b"wrong")
@@ -94,7 +96,7 @@ class Slow(AgentApi):
         super().__init__(Path("/none"))
         self.left = arriving
 
-    def prefetch(self, prompt: AskedPrompt, order: PrefetchOrder) -> Prefetched:
+    def prefetch(self, prompt: AskedPrompt, deadline_s: float) -> Prefetched:
         return Prefetched(3, 3, 3, 0, 0, 3 << 20, 0, 0)
 
     def match(self, prompt: AskedPrompt) -> Matched:
@@ -113,7 +115,7 @@ def waited(arriving: int, deadline_s: float = 60.0) -> tuple[Any, list[int], flo
     report = module.fetch(
         Slow(arriving),
         AskedPrompt(NAMESPACE, TOKENS),
-        PrefetchOrder(deadline_s),
+        deadline_s,
         wait=True,
         on_progress=lambda done, total: seen.append(done),
         clock=lambda: now,

@@ -14,6 +14,7 @@ import pytest
 from objkv.assembly.backends import Backends, open_backends
 from objkv.assembly.seal import open_seal
 from objkv.cache.pins import Pin
+from objkv.cli import upkeep
 from objkv.config import load_config
 from objkv.errors import StoreDenied
 from objkv.index.base import ChunkEntry
@@ -183,13 +184,6 @@ def test_pinned_payloads_are_not_swept_although_their_record_is_gone(
     assert record.pinned_until_s == pin.until_s
 
 
-def test_only_the_categories_that_were_named_are_swept(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=8, orphan=2, missing=2, old_epoch=2))
-    run("sweep", "--apply", "--grace", "0", "--only", "missing", "--only", "old_epoch")
-    left = found(run("sweep", "--grace", "0", "--json").document)
-    assert left == {"orphan": planted["orphan"]}
-
-
 def test_an_index_of_another_bucket_is_not_emptied(
     run: Run, ends: Backends, tmp_path: Path
 ) -> None:
@@ -232,12 +226,13 @@ def test_an_index_that_is_lost_while_it_is_rebuilt_is_rebuilt_all_the_same(
         publish(*told, **ttl)
 
     monkeypatch.setattr(SqliteIndex, "publish", lost)
-    first = run("rebuild", "--apply", "--workers", "1", "--json")
+    monkeypatch.setattr(upkeep, "WORKERS", 1)
+    first = run("rebuild", "--apply", "--json")
     monkeypatch.setattr(SqliteIndex, "publish", publish)
     if ending == "broke off":
         assert first.code == 2
         wipe(ends)
-        again = run("rebuild", "--apply", "--workers", "1", "--json")
+        again = run("rebuild", "--apply", "--json")
         assert again.document["corrupt"] == 1
     left_over = records(ends, NAMESPACE)
     assert len(before) - len(left_over) <= 1  # the one with an unreadable header
@@ -405,11 +400,26 @@ def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Bac
     assert found(run("sweep", "--grace", "0", "--json").document) == {
         "unidentified": planted["unidentified"]
     }
-    only = ("sweep", "--apply", "--only", "unidentified", "--grace", "0")
-    kept = run(*only)
+    sweep = ("sweep", "--apply", "--grace", "0")
+    kept = run(*sweep)
     assert (kept.code, "30 unidentified kept: add --unidentified" in kept.out) == (1, True)
-    swept = run(*only, "--unidentified", "--json")
+    swept = run(*sweep, "--unidentified", "--json")
     assert (swept.code, swept.document["removed"]) == (0, 30)
+
+
+def test_of_a_bucket_with_earlier_formats_alone_no_rebuild_is_advised(
+    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OBJKV_SWEEP_GRACE_S", "0")
+    for tenant in "abcdef":
+        save_in_format(ends.bulk, 1, tenant=tenant)
+    for command in ("audit", "verify", "sweep", "doctor"):
+        ran = run(command)
+        assert "rebuild" not in ran.out
+        assert "sweep --apply" in ran.out or command in ("verify", "sweep")
+    swept = run("sweep", "--apply", "--json")
+    assert (swept.code, swept.document["removed"], swept.document["doubts"]) == (0, 6, [])
+    assert ends.bulk.folders("") == []
 
 
 def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> None:

@@ -15,8 +15,7 @@ from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.sweep import Sweep
-from objkv.ops.verify import PAYLOADS, RECORDED, Verify
-from objkv.ops.verify_payload import Budget
+from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify
 from objkv.telemetry import NullRecorder
 from tests.contracts.damage import CHUNK, IDENTITY, SHARDS, make_payload
 from tests.crash.places import LEASE_MS

@@ -1,7 +1,6 @@
 """vLLM's recorded answers are whole, those of the installed vLLM, and what they come to."""
 
 import json
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -10,12 +9,11 @@ from pathlib import Path
 import pytest
 import vllm
 
-from objkv.connector.model import drafts, parts
 from objkv.connector.model.groups import Geometry
 from objkv.errors import ConfigError
 from objkv.ops.models.layers import read_layers
-from objkv.ops.models.verdict import KINDS_FROM, WITH_KV, WITHOUT_KV, VllmOptions, judge
-from tests.models.recorded import HERE, Model, answers, geometry, models
+from objkv.ops.models.verdict import judge
+from tests.models.recorded import HERE, answers, geometry, models
 
 ROOT = Path(__file__).parents[2]
 INSTALLED = ".".join(vllm.__version__.split(".")[:2])
@@ -69,26 +67,6 @@ def test_heads_of_a_draft_are_divided_among_ranks_though_its_target_has_latents(
     assert (draft.kind, draft.heads, draft.content, draft.page) == ("full", 64, 256, None)
 
 
-CASES = [(model, case) for model in models().values() for case in model.cases()]
-VARIABLE = re.compile(
-    r", \[[^]]*\](?=:)| \(\[\[.*\]\] of \d+\)| \(\d+ instead of \d+\)"
-    r"|\S+(?= \((?:mamba|[a-z_]+)\):)"
-)
-"""Names and numbers of layers in a sentence, which vLLM gives."""
-
-
-def wish(model: Model, case: str) -> VllmOptions:
-    asked = model.cases()[case]
-    draft = asked.get("draft")
-    return VllmOptions(
-        tp=asked.get("tp", 1),
-        pp=asked.get("pp", 1),
-        dcp=asked.get("dcp", 1),
-        kv_dtype=asked.get("kv_dtype", "auto"),
-        draft=draft,
-    )
-
-
 @pytest.mark.parametrize("name", models())
 def test_layers_have_the_caches_that_vllm_gives_them(name: str) -> None:
     model = models()[name]
@@ -113,27 +91,34 @@ def test_layers_have_the_caches_that_vllm_gives_them(name: str) -> None:
     assert states >= 0.9 * sum(one.content for one in mine if one.kind == "mamba")
 
 
-@pytest.mark.parametrize(("model", "case"), CASES, ids=lambda one: getattr(one, "name", one))
-def test_the_verdict_is_the_connectors(model: Model, case: str) -> None:
-    if (asked := wish(model, case)).tp % asked.dcp:
-        pytest.skip("vLLM refuses it")
-    found = geometry(answers(model.name)["0.32"][case], model.cases()[case])
-    verdict = judge(model.folder, asked)
+@pytest.mark.parametrize("name", models())
+def test_the_verdict_is_the_connectors(name: str) -> None:
+    model = models()[name]
+    found = geometry(answers(name)["0.32"]["plain"], model.cases()["plain"])
+    verdict = judge(model.folder)
     if isinstance(found, Geometry):
-        assert verdict.refused is None
-        assert verdict.use == "connector"
-    elif not found.startswith("vLLM: "):
-        assert VARIABLE.sub("", str(verdict.refused).replace("some ", "")) == VARIABLE.sub(
-            "", found
-        )
-        assert verdict.use == "tier"
+        assert (verdict.refused, verdict.use) == (None, "connector")
+    else:
+        assert (verdict.refused, verdict.use) == (found, "tier")
+
+
+def test_float32_weights_have_a_sentence_and_are_computed_with_in_two_bytes(tmp_path: Path) -> None:
+    document = json.loads((HERE / "llama-3.1-8b" / "config.json").read_text())
+    plain = judge(HERE / "llama-3.1-8b")
+    assert plain.note is None
+    for name in ("torch_dtype", "dtype"):
+        other = {key: document[key] for key in document if key not in ("dtype", "torch_dtype")}
+        (tmp_path / "config.json").write_text(json.dumps({**other, name: "float32"}))
+        found = judge(tmp_path)
+        assert (found.kv_dtype, found.chunk_bytes) == ("bfloat16", plain.chunk_bytes)
+        assert "--dtype auto computes with them in bfloat16" in str(found.note)
 
 
 @pytest.mark.parametrize("name", models())
 def test_a_chunk_has_the_bytes_of_its_layers(name: str) -> None:
     model = models()[name]
     found = geometry(answers(name)["0.32"]["plain"], model.cases()["plain"])
-    verdict = judge(model.folder, VllmOptions())
+    verdict = judge(model.folder)
     if isinstance(found, Geometry) and all(group.kind == "full" for group in found.groups):
         cells = sum(len(group.layers) * group.heads * group.content for group in found.groups)
         assert verdict.token_bytes == 2 * cells
@@ -141,27 +126,6 @@ def test_a_chunk_has_the_bytes_of_its_layers(name: str) -> None:
     if isinstance(found, Geometry) and verdict.state_bytes:
         # vLLM rounds up to what its kernels want, 128 tokens on a CPU.
         assert verdict.chunk_tokens <= found.chunk_tokens < verdict.chunk_tokens + 256
-
-
-def test_methods_are_those_of_the_connector() -> None:
-    assert WITHOUT_KV == drafts.WITHOUT_KV
-    assert tuple(parts.SOURCES) == KINDS_FROM
-    assert set(WITH_KV) == {"draft_model", *drafts.LIKE_EAGLE}
-
-
-@pytest.mark.parametrize(
-    ("folder", "method"),
-    [
-        ("llama-3.1-8b-eagle3", "eagle3"),
-        ("qwen3-32b-dflash", "dflash"),
-        ("qwen3-0.6b", "draft_model"),
-    ],
-)
-def test_the_folder_of_a_draft_says_its_method(folder: str, method: str) -> None:
-    from objkv.ops.models.verdict import read_method
-
-    model = read_layers(HERE / "llama-3.1-8b")
-    assert read_method(model, str(HERE / "drafts" / folder)) == method
 
 
 @pytest.mark.parametrize(
@@ -184,20 +148,11 @@ def test_what_cannot_be_read_says_what_to_do(tmp_path: Path, text: str | None, w
         read_layers(tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("asked", "what"),
-    [
-        (VllmOptions(tp=3), "8 KV heads among 3 ranks"),
-        (VllmOptions(pp=99), "only 32 layers"),
-        (VllmOptions(tp=2, dcp=4), "divisor of --tp 2"),
-        (VllmOptions(kv_dtype="int3"), "--kv-dtype int3: choose auto"),
-        (VllmOptions(draft="mtp"), "no layers for mtp"),
-        (VllmOptions(draft="magic"), "neither a folder nor one of"),
-    ],
-)
-def test_a_wrong_wish_says_what_to_choose(asked: VllmOptions, what: str) -> None:
-    with pytest.raises(ConfigError, match=what):
-        judge(HERE / "llama-3.1-8b", asked)
+def test_a_wrong_wish_says_what_to_choose() -> None:
+    with pytest.raises(ConfigError, match="8 KV heads among 3 ranks"):
+        judge(HERE / "llama-3.1-8b", tp=3)
+    with pytest.raises(ConfigError, match="--kv-dtype int3: choose auto"):
+        judge(HERE / "llama-3.1-8b", kv_dtype="int3")
 
 
 def test_configurations_of_earlier_versions_list_no_layers(tmp_path: Path) -> None:

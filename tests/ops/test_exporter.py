@@ -1,15 +1,17 @@
 """What is watched is told as it was last seen, whatever the ends do meanwhile."""
 
 from collections.abc import Callable
+from importlib.metadata import version
 
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from objkv.config import load_config
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import ServerFacts, Usage
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.exporter.metrics import StoreCollector, Watched
+from objkv.ops.exporter.metrics import StoreCollector
 from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.watch import Asks, BackendsWatch
 from tests.contracts.clock import ManualClock
@@ -19,7 +21,11 @@ from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity, view_of
 
 Told = dict[str, dict[str, float]]
-WATCHED = Watched("1.2.3", "s3://bucket/kv", "redis://host", 3600, 1 << 30, namespaces_max=2)
+CONFIG = load_config(
+    {"bulk_url": "s3://bucket/kv", "index_url": "rediss://me:secret@host", "ttl_s": 3600}
+    | {"quota_bytes": 1 << 30},
+    environ={},
+)
 
 
 class World:
@@ -56,10 +62,10 @@ class World:
         self.watch.ask("index")
         self.watch.ask("bulk")
 
-    def page(self, watched: Watched = WATCHED, scans: Scans | None = None) -> Told:
+    def page(self, scans: Scans | None = None) -> Told:
         """What a scrape reads: values by metric, and within that by the labels' values."""
         told: Told = {}
-        for family in StoreCollector(watched, self.watch, scans).collect():
+        for family in StoreCollector(CONFIG, self.watch, scans).collect():
             for sample in family.samples:
                 labels = "|".join(sample.labels.values())
                 assert labels not in told.setdefault(sample.name, {})
@@ -74,7 +80,7 @@ def world() -> World:
 
 def test_nothing_is_told_of_what_was_not_asked_yet(world: World) -> None:
     assert world.page() == {
-        "objkv_info": {"1.2.3|s3://bucket/kv|redis://host": 1},
+        "objkv_info": {f"{version('objkv')}|s3://bucket/kv|rediss://***@host": 1},
         "objkv_ttl_seconds": {"": 3600},
         "objkv_usage_failures_total": {"": 0},
     }
@@ -221,7 +227,7 @@ def test_prometheus_parses_the_page(world: World) -> None:
     world.usage = [Usage('a"b\\c\nd', 5, 1, 0)]
     world.ask()
     registry = CollectorRegistry()
-    registry.register(StoreCollector(WATCHED, world.watch))
+    registry.register(StoreCollector(CONFIG, world.watch))
     text = generate_latest(registry).decode()
     families = {family.name: family for family in text_string_to_metric_families(text)}
     (sample,) = families["objkv_stored_bytes"].samples

@@ -62,7 +62,7 @@ def test_stores_and_indexes_that_keep_their_promises_are_left_as_they_were(
     assert [check.name for check in found] == INDEX_STEPS
     assert index.namespaces() == []
     assert set(statuses(checks)) == {"ok"}
-    assert all(check.elapsed_ms is not None and not check.fix for check in checks)
+    assert not any(check.fix for check in checks)
 
 
 def test_a_writer_is_well_without_deleting_and_what_stays_can_be_swept() -> None:

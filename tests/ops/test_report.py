@@ -9,9 +9,11 @@ import pytest
 
 from objkv.ops.audit.html.page import html_report
 from objkv.ops.formats import (
+    age,
     brief,
     dollars,
     noun,
+    printable,
     sentence,
     share,
     size,
@@ -102,6 +104,9 @@ def test_a_report_without_findings_says_that_all_agrees() -> None:
         (noun(0, "chunk"), "chunks"),
         (span(-5), "0 s"),
         (span(90_000), "1 d"),
+        (age(None), "–"),
+        (age(99_000, 100_000), "16 min"),
+        (printable("a\x00b"), "a\N{REPLACEMENT CHARACTER}b"),
         (sentence("too old: objkv sweep"), "Too old: objkv sweep."),
         (sentence("objkv sweep does"), "objkv sweep does."),
         (

@@ -3,7 +3,7 @@
 import pytest
 
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.ops.retrying import PATIENCE_S, retrying
+from objkv.ops.backends_view import PATIENCE_S, retrying
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore

@@ -5,10 +5,9 @@ from collections.abc import Callable
 import pytest
 
 from objkv.codec.payload import CODECS
-from objkv.ops.show import find_payloads, inspect_payload, is_beginning, promised_payloads
-from tests.contracts.memory_index import MemoryIndex
+from objkv.ops.show import inspect_payload
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import CHUNK, CREATED_S, LEFT, NAMESPACE, RIGHT, TOKENS, save
+from tests.support.samples import CHUNK, CREATED_S, save
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -59,26 +58,3 @@ def test_every_damage_is_told(
     report = inspect_payload(bulk, one)
     assert report.verdict == verdict
     assert problem in (report.problem or "")
-
-
-def test_payloads_are_found_by_the_beginning_of_their_hash(bulk: MemoryStore) -> None:
-    keys = save(bulk, None, shards=(LEFT, RIGHT))
-    digest = keys[0].prefix_hash
-    assert find_payloads(bulk, [NAMESPACE], digest.hex()[:8]) == {(NAMESPACE, digest): keys[:2]}
-    assert find_payloads(bulk, [NAMESPACE], digest.hex()) == {(NAMESPACE, digest): keys[:2]}
-    assert find_payloads(bulk, ["ab" * 16], digest.hex()) == {}
-
-
-def test_what_the_index_promises_is_known_without_the_bulk_store(
-    bulk: MemoryStore, index: MemoryIndex
-) -> None:
-    key = save(bulk, index, TOKENS)[0]
-    assert promised_payloads(index, NAMESPACE, key.prefix_hash) == [key]
-    assert promised_payloads(index, NAMESPACE, b"x" * 20) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "right"), [("abcd", True), ("abc", False), ("ABCD", False), ("a" * 41, False)]
-)
-def test_a_beginning_is_4_to_40_hex_digits(text: str, right: bool) -> None:
-    assert is_beginning(text) is right

@@ -11,8 +11,7 @@ from objkv.codec.payload import read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.ops.backends_view import BackendsView
-from objkv.ops.retrying import retrying
+from objkv.ops.backends_view import BackendsView, retrying
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry

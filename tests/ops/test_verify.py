@@ -12,11 +12,9 @@ from objkv.cache.bulk_index import BulkIndex
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
-from objkv.ops.backends_view import record_keys
-from objkv.ops.retrying import retrying
+from objkv.ops.backends_view import record_keys, retrying
 from objkv.ops.runs import Counters
-from objkv.ops.verify import RECORDED, Verify, choose_sample
-from objkv.ops.verify_payload import LARGE_BYTES, Budget, Checker
+from objkv.ops.verify import LARGE_BYTES, RECORDED, Budget, Checker, Verify, choose_sample
 from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore

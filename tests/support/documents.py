@@ -31,7 +31,7 @@ from objkv.ops.show import PayloadReport, Verdict
 from objkv.ops.size.model import Preset
 from objkv.ops.size.sizing import Layout, Load, Sizing
 from objkv.ops.sweep.remove import Category
-from objkv.ops.top.fleet import View
+from objkv.ops.top import View
 from objkv.ops.warm.report import WarmReport
 
 

@@ -104,20 +104,6 @@ class CostAudit:
 
 
 @dataclass(frozen=True, slots=True)
-class SavingsMonth:
-    """The savings by loads in one namespace and month."""
-
-    namespace: str
-    month: str
-    """UTC, ``2026-11``."""
-    loads: int
-    tokens: int
-    """Tokens loaded instead of computed."""
-    gpu_s: float | None
-    """GPU seconds saved; None if no load was timed."""
-
-
-@dataclass(frozen=True, slots=True)
 class SavingsAudit:
     """The savings by loads, as the replicas that loaded measured them. They outlive the chunks.
 
@@ -140,8 +126,6 @@ class SavingsAudit:
     """GPU seconds saved: the difference. Below 0, loading cost more than it saved."""
     usd: float | None
     """Price of ``gpu_s``; None without a price per GPU hour."""
-    months: tuple[SavingsMonth, ...]
-    """By namespace, then by month."""
 
 
 LifecycleStatus = Literal["fits", "conflicts", "none", "unknown"]

@@ -17,7 +17,7 @@ from objkv.errors import ObjkvError, PayloadError
 from objkv.index.base import ServerFacts, WriteIndex
 from objkv.ops.backends_view import read_namespace, stored_namespaces
 from objkv.ops.doctor.agent import check_agent
-from objkv.ops.doctor.probes import BAD, Area, Check, Status, failure, probe_index, probe_store
+from objkv.ops.doctor.probes import BAD, Area, Bad, Check, failure, probe_index, probe_store
 from objkv.ops.doctor.servers import ReadRules, check_lifecycle, check_server
 from objkv.ops.doctor.settings import (
     check_engine,
@@ -30,7 +30,7 @@ from objkv.ops.formats import noun
 from objkv.stores.base import HotStore, PruneStore, ReadStore
 
 T = TypeVar("T", PruneStore, HotStore, WriteIndex)
-Verdict = Literal["ok", "warnings", "failed", "full", "denied", "unreachable"]
+Verdict = Literal["ok", "warnings", Bad]
 _CLEAR_FIX: Final = "objkv admission clear (with --namespace for one namespace) ends it"
 _SWEEP_FIX: Final = "objkv sweep --apply deletes what is older than sweep_grace_s"
 _NAMESPACES_MAX: Final = 100
@@ -110,14 +110,8 @@ def _settings(resolved: Resolved) -> Iterator[SettingReport]:
 def verdict(checks: list[Check]) -> Verdict:
     """The worst of all checks."""
     found = {check.status for check in checks}
-    worst = next((status for status in BAD if status in found), None)
-    verdicts: dict[Status | None, Verdict] = {
-        "unreachable": "unreachable",
-        "denied": "denied",
-        "full": "full",
-        "failed": "failed",
-    }
-    return verdicts.get(worst, "warnings" if "warning" in found else "ok")
+    fine: Verdict = "warnings" if "warning" in found else "ok"
+    return next((status for status in BAD if status in found), fine)
 
 
 def _summary(checks: list[Check]) -> str:

@@ -1,13 +1,14 @@
 """Values of ``BackendsWatch`` and ``Scans`` as Prometheus metrics. A scrape calls no backend."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from importlib.metadata import version
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from objkv.config import Config
 from objkv.ops.exporter.scan import Scan, Scans
 from objkv.ops.exporter.watch import BackendsWatch, Origin
 from objkv.ops.inventory.findings import FAULTS
@@ -19,108 +20,71 @@ OTHER = "other"
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """One metric name."""
+    """One metric name. Those that end in ``_total`` are counters, the others gauges."""
 
-    kind: Literal["gauge", "counter"]
     text: str
     labels: tuple[str, ...] = ()
 
 
 METRICS = {
     "objkv_info": MetricSpec(
-        "gauge",
-        "Always 1; the labels hold the version and the URLs watched.",
-        ("version", "bulk", "index"),
+        "Always 1; the labels hold the version and the URLs watched.", ("version", "bulk", "index")
     ),
-    "objkv_up": MetricSpec("gauge", "1 if the backend answered its last check.", ("end",)),
+    "objkv_up": MetricSpec("1 if the backend answered its last check.", ("end",)),
     "objkv_answer_seconds": MetricSpec(
-        "gauge", "Duration of the last check, successful or failed.", ("end",)
+        "Duration of the last check, successful or failed.", ("end",)
     ),
-    "objkv_asked_timestamp_seconds": MetricSpec(
-        "gauge", "Time at which the last check began.", ("end",)
-    ),
+    "objkv_asked_timestamp_seconds": MetricSpec("Time at which the last check began.", ("end",)),
     "objkv_usage_timestamp_seconds": MetricSpec(
-        "gauge", "Time at which totals were last read from the index."
+        "Time at which totals were last read from the index."
     ),
-    "objkv_usage_failures_total": MetricSpec("counter", "Failed reads of totals from the index."),
-    "objkv_namespaces": MetricSpec("gauge", "Namespaces with stored payloads."),
-    "objkv_stored_bytes": MetricSpec("gauge", "Bytes of indexed payloads.", OF_NAMESPACE),
-    "objkv_stored_payloads": MetricSpec("gauge", "Number of indexed payloads.", OF_NAMESPACE),
+    "objkv_usage_failures_total": MetricSpec("Failed reads of totals from the index."),
+    "objkv_namespaces": MetricSpec("Namespaces with stored payloads."),
+    "objkv_stored_bytes": MetricSpec("Bytes of indexed payloads.", OF_NAMESPACE),
+    "objkv_stored_payloads": MetricSpec("Number of indexed payloads.", OF_NAMESPACE),
     "objkv_counted_timestamp_seconds": MetricSpec(
-        "gauge",
-        "Time at which rebuild or sweep last counted the totals exactly; 0 if never.",
-        OF_NAMESPACE,
+        "Time at which rebuild or sweep last counted the totals exactly; 0 if never.", OF_NAMESPACE
     ),
     "objkv_tenant_stored_bytes": MetricSpec(
-        "gauge", "Bytes of indexed payloads in all namespaces of a tenant.", ("tenant",)
+        "Bytes of indexed payloads in all namespaces of a tenant.", ("tenant",)
     ),
     "objkv_tenant_quota_bytes": MetricSpec(
-        "gauge", "Quota of each tenant (quota_bytes); absent without a quota.", ("tenant",)
+        "Quota of each tenant (quota_bytes); absent without a quota.", ("tenant",)
     ),
-    "objkv_ttl_seconds": MetricSpec("gauge", "Lifetime of unused records (ttl_s)."),
-    "objkv_index_memory_bytes": MetricSpec("gauge", "Memory used by the index server."),
+    "objkv_ttl_seconds": MetricSpec("Lifetime of unused records (ttl_s)."),
+    "objkv_index_memory_bytes": MetricSpec("Memory used by the index server."),
     "objkv_index_memory_max_bytes": MetricSpec(
-        "gauge", "The index server's maxmemory; absent without a limit."
+        "The index server's maxmemory; absent without a limit."
     ),
-    "objkv_index_clock_skew_seconds": MetricSpec(
-        "gauge", "The index server's clock minus this machine's."
-    ),
+    "objkv_index_clock_skew_seconds": MetricSpec("The index server's clock minus this machine's."),
     "objkv_scan_timestamp_seconds": MetricSpec(
-        "gauge", "Time at which the last complete scan of the bulk store ended."
+        "Time at which the last complete scan of the bulk store ended."
     ),
-    "objkv_scan_seconds": MetricSpec("gauge", "Duration of the last complete scan."),
-    "objkv_scan_failures_total": MetricSpec("counter", "Scans that failed before completing."),
-    "objkv_scan_payloads": MetricSpec(
-        "gauge", "Number of payloads in the bulk store.", OF_NAMESPACE
-    ),
-    "objkv_scan_bytes": MetricSpec("gauge", "Bytes of payloads in the bulk store.", OF_NAMESPACE),
+    "objkv_scan_seconds": MetricSpec("Duration of the last complete scan."),
+    "objkv_scan_failures_total": MetricSpec("Scans that failed before completing."),
+    "objkv_scan_payloads": MetricSpec("Number of payloads in the bulk store.", OF_NAMESPACE),
+    "objkv_scan_bytes": MetricSpec("Bytes of payloads in the bulk store.", OF_NAMESPACE),
     "objkv_scan_oldest_timestamp_seconds": MetricSpec(
-        "gauge", "Time at which the oldest payload was written.", OF_NAMESPACE
+        "Time at which the oldest payload was written.", OF_NAMESPACE
     ),
     "objkv_scan_findings": MetricSpec(
-        "gauge",
         "Number of findings by their word in objkv audit; orphans only after the grace time.",
         ("finding", *OF_NAMESPACE),
     ),
-    "objkv_scan_finding_bytes": MetricSpec(
-        "gauge", "Bytes of these findings.", ("finding", *OF_NAMESPACE)
-    ),
-    "objkv_scan_pinned_payloads": MetricSpec(
-        "gauge", "Number of payloads of pinned chunks.", OF_NAMESPACE
-    ),
+    "objkv_scan_finding_bytes": MetricSpec("Bytes of these findings.", ("finding", *OF_NAMESPACE)),
+    "objkv_scan_pinned_payloads": MetricSpec("Number of payloads of pinned chunks.", OF_NAMESPACE),
 }
 """By full name. Metrics named ``objkv_scan_…`` exist only with ``--scan-every``."""
+NAMESPACES_MAX = 200
+"""Namespaces exposed individually, largest first; the others are summed."""
 _LABEL_CHARS_MAX = 200
-
-
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """The settings that appear in the metrics."""
-
-    version: str
-    bulk_url: str
-    """Without passwords."""
-    index_url: str
-    ttl_s: int
-    quota_bytes: int
-    """Quota of each tenant; 0 means none."""
-    namespaces_max: int
-    """Namespaces exposed individually, largest first; the others are summed."""
-
-
-@dataclass(slots=True)
-class _Row:
-    """The values of one namespace, or of the summed ones."""
-
-    origin: Origin
-    values: dict[str, float]
 
 
 class StoreCollector(Collector):
     """Exposes the metrics of ``METRICS`` that have values now."""
 
-    def __init__(self, watched: Watched, watch: BackendsWatch, scans: Scans | None = None) -> None:
-        self._watched = watched
+    def __init__(self, config: Config, watch: BackendsWatch, scans: Scans | None = None) -> None:
+        self._config = config
         self._watch = watch
         self._scans = scans
 
@@ -130,18 +94,14 @@ class StoreCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the families that have values."""
-        page = _Page()
-        self._settings(page)
+        page, public = _Page(), self._config.public()
+        page.add("objkv_info", 1, version("objkv"), public["bulk_url"], public["index_url"])
+        page.add("objkv_ttl_seconds", self._config.ttl_s)
         self._ends(page)
         self._usage(page)
         if self._scans is not None:
             self._scanned(page, self._scans)
         return page.families()
-
-    def _settings(self, page: "_Page") -> None:
-        watched = self._watched
-        page.add("objkv_info", 1, watched.version, watched.bulk_url, watched.index_url)
-        page.add("objkv_ttl_seconds", watched.ttl_s)
 
     def _ends(self, page: "_Page") -> None:
         for end, answer in self._watch.answers().items():
@@ -174,10 +134,10 @@ class StoreCollector(Collector):
         for name, values in rows.items():
             tenants[self._watch.origins.get(name, Origin()).tenant] += values["objkv_stored_bytes"]
         most = sorted(tenants, key=lambda tenant: -tenants[tenant])
-        for tenant in most[: self._watched.namespaces_max]:
+        for tenant in most[:NAMESPACES_MAX]:
             page.add("objkv_tenant_stored_bytes", tenants[tenant], tenant)
-            if self._watched.quota_bytes:
-                page.add("objkv_tenant_quota_bytes", self._watched.quota_bytes, tenant)
+            if self._config.quota_bytes:
+                page.add("objkv_tenant_quota_bytes", self._config.quota_bytes, tenant)
 
     def _scanned(self, page: "_Page", scans: Scans) -> None:
         page.add("objkv_scan_failures_total", scans.failures)
@@ -220,20 +180,17 @@ class StoreCollector(Collector):
         """Add the largest namespaces individually, and the others as one. ``first``: labels before
         the namespace's."""
         largest = sorted(rows, key=lambda name: (-rows[name][by], name))
-        shown = largest[: self._watched.namespaces_max]
+        shown = largest[:NAMESPACES_MAX]
         for name in shown:
             origin = origins.get(name, Origin())
             for metric, value in rows[name].items():
                 page.add(metric, value, *first, name, origin.tenant, origin.model)
-        if rest := largest[self._watched.namespaces_max :]:
+        if rest := largest[NAMESPACES_MAX:]:
             for metric in rows[rest[0]]:
-                value = _together(metric)(rows[name][metric] for name in rest)
+                # The earliest time, otherwise the sum.
+                together = min if metric.endswith("_timestamp_seconds") else sum
+                value = together(rows[name][metric] for name in rest)
                 page.add(metric, value, *first, OTHER, "", "")
-
-
-def _together(metric: str) -> Callable[[Iterable[float]], float]:
-    """How to combine the values of several namespaces: the earliest time, otherwise the sum."""
-    return min if metric.endswith("_timestamp_seconds") else sum
 
 
 class _Page:
@@ -252,24 +209,13 @@ class _Page:
     def families(self) -> Iterator[Metric]:
         """Yield the families with the values added."""
         for name, metric in METRICS.items():
-            samples = self._samples.get(name)
-            if samples is None:
+            if name not in self._samples:
                 continue
-            yield _family(name, metric.kind, metric.text, metric.labels, samples)
-
-
-def _family(
-    name: str,
-    kind: str,
-    text: str,
-    labels: Sequence[str],
-    samples: Mapping[tuple[str, ...], float],
-) -> Metric:
-    cls = CounterMetricFamily if kind == "counter" else GaugeMetricFamily
-    family = cls(name, text, labels=list(labels))
-    for values, value in samples.items():
-        family.add_metric(list(values), value)
-    return family
+            kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
+            family = kind(name, metric.text, labels=list(metric.labels))
+            for values, value in self._samples[name].items():
+                family.add_metric(list(values), value)
+            yield family
 
 
 def _label(text: str) -> str:

@@ -26,7 +26,6 @@ from objkv.ops.backends_view import (
     BackendsView,
     NamespacePart,
     StoredNamespace,
-    expected_payloads,
     looks,
     read_namespace,
     stored_entries,
@@ -97,12 +96,11 @@ class Places:
         return sorted({*self.namespaces, *self.indexed})
 
 
-def find_places(view: ReadView, only: str | None = None, *, has_index: bool = True) -> Places:
-    """Return the places of all namespaces, or of the namespace ``only``. ``has_index``: False to
-    ask nothing of the index."""
-    has_index = has_index and not view.is_own_index
+def find_places(view: ReadView, only: str | None = None) -> Places:
+    """Return the places of all namespaces, or of the namespace ``only``."""
     # First the index: a namespace's document is put before its first record is published.
-    indexed = view.index.namespaces() if has_index else []
+    indexed = [] if view.is_own_index else view.index.namespaces()
+    usage = [] if view.is_own_index else view.index.usage()
     every = stored_namespaces(view.bulk)
     known = {name: read_namespace(view.bulk, name) for name in every}
     own = {*every, QUARANTINE, OPERATOR_FOLDER}
@@ -112,7 +110,7 @@ def find_places(view: ReadView, only: str | None = None, *, has_index: bool = Tr
         indexed=[name for name in indexed if only in (None, name)],
         others=() if only else [one for one in view.bulk.folders("") if one not in own],
         only=only,
-        totals=expected_payloads(view.index, is_own_index=not has_index),
+        totals={one.namespace: one.payloads for one in usage},
     )
 
 

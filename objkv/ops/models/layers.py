@@ -90,13 +90,13 @@ class ModelLayers:
     """That of its KV, unless --kv-cache-dtype names another."""
     layers: tuple[CacheLayer, ...]
     """In forward order. A layer of vLLM with two caches is listed as two."""
-    draft_layers: int
-    """Layers for multi-token prediction (MTP) in the checkpoint."""
+    is_float32: bool
+    """Whether its weights are float32, with which vLLM does not compute by default."""
 
 
 def read_layers(folder: Path) -> ModelLayers:
     """Read the model in ``folder``. Raises ``ConfigError``, which names the fix."""
-    document, config = read_config(folder)
+    document, config = _read_config(folder)
     model_type = str(config.get("model_type") or document.get("model_type"))
     if model_type not in KNOWN:
         near = get_close_matches(model_type, KNOWN, 1)
@@ -109,19 +109,16 @@ def read_layers(folder: Path) -> ModelLayers:
     shapes = _Shapes(folder, model_type, config)
     dtype = config.get("dtype") or config.get("torch_dtype") or document.get("dtype")
     dtype = dtype or document.get("torch_dtype") or "bfloat16"
-    mtp = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
-    drafts = max(int(config.get(name) or document.get(name) or 0) for name in mtp)
-    if model_type.startswith(("qwen3_next", "qwen3_5")):
-        drafts = drafts or 1  # its configuration does not mention them
     layers = tuple(shapes.layers())
     dtype = str(dtype).removeprefix("torch.")
-    if dtype == "float32":  # vLLM's --dtype auto computes with such weights in bfloat16
-        dtype = "bfloat16"
+    # vLLM 0.31-0.33, ``_resolve_auto_dtype`` in ``config/model.py``: the first dtype of the
+    # platform, which is bfloat16, or float16 on GPUs and CPUs without it.
+    is_float32 = dtype == "float32"
     name = name_model(str(folder if folder.is_dir() else folder.parent), None)
-    return ModelLayers(name, model_type, dtype, layers, drafts)
+    return ModelLayers(name, model_type, "bfloat16" if is_float32 else dtype, layers, is_float32)
 
 
-def read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read_config(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a model's configuration, and the part of it that describes the text model."""
     file = folder if folder.is_file() else folder / "config.json"
     try:

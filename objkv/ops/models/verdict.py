@@ -1,7 +1,7 @@
-"""Whether objkv can share a model's KV in a given configuration, and what it stores.
+"""What objkv stores of a model, and whether its connector takes it, before a server starts.
 
-The sentences are those of the connector, ``objkv/connector/model``, which decides at start from
-what vLLM has made of the model.
+What else the connector refuses depends on parallelism and drafts (``docs/models.md``): it decides
+at start, from what vLLM has made of the model.
 """
 
 from collections import Counter
@@ -11,15 +11,10 @@ from pathlib import Path
 from typing import Final, Literal
 
 from objkv.errors import ConfigError
-from objkv.ops.models.layers import KV_DTYPES, CacheLayer, ModelLayers, read_config, read_layers
+from objkv.ops.models.layers import KV_DTYPES, CacheLayer, ModelLayers, read_layers
 
 Use = Literal["connector", "tier"]
 
-WITHOUT_KV: Final = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
-"""Methods of speculative decoding that keep no KV of their own."""
-WITH_KV: Final = ("draft_model", "eagle", "eagle3", "mtp", "dflash", "dspark")
-"""Methods whose KV is shared as well."""
-_INSTEAD = "run it without the objkv connector, or"
 _NAMES = {
     "full": "full attention",
     "mla": "latents (MLA)",
@@ -31,23 +26,18 @@ _NAMES = {
     "cross": "cross attention",
 }
 _BLOCK_STEP = 16
-_DIVIDED = ("full", "mla")
-"""Kinds whose tokens DCP ranks divide among them."""
-_PAGED = {"indexed": "mla", "compressed": "sliding_window"}
-"""How the connector names kinds whose pages are not divided by token."""
-
-
-@dataclass(frozen=True, slots=True)
-class VllmOptions:
-    """The settings of vLLM that matter to the cache."""
-
-    tp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    kv_dtype: str = "auto"
-    draft: str | None = None
-    """A method, or the folder of a draft model."""
-    chunk_tokens: int = 256
+_CROSS: Final = (
+    "objkv does not support the KV cache of .decoder.layers.0.layers.encoder_attn.attn "
+    "(CrossAttentionSpec): run it without the objkv connector, or use ObjKVTier, which takes every "
+    "cache that vLLM can offload, or a model of full, sliding-window, chunked local, MLA and "
+    "linear attention or Mamba layers only"
+)
+"""The connector's error."""
+_FLOAT32: Final = (
+    "the weights are float32; vLLM's --dtype auto computes with them in bfloat16, or in float16 "
+    "where the device has no bfloat16, and replicas of different dtypes share nothing: give all of "
+    "them one --dtype"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +51,7 @@ class ModelVerdict:
     """How many layers have which cache."""
     use: Use
     refused: str | None
-    """The connector's error at start if it refuses the configuration."""
+    """The connector's error at start if it refuses the model."""
     token_bytes: int | None
     """Per token of full attention, latents and windows. None if pages are not divided by token."""
     state_bytes: int
@@ -71,137 +61,54 @@ class ModelVerdict:
     chunk_bytes: int | None
     shared_with: str
     """Which replicas share the KV."""
-    drafts: tuple[str, ...]
-    """Methods of speculative decoding that can be used."""
+    note: str | None
+    """What to know of its dtype."""
 
 
-def judge(folder: Path, options: VllmOptions) -> ModelVerdict:
-    """Judge the model in ``folder``. Raises ``ConfigError`` for what is wrong with either."""
+def judge(
+    folder: Path, *, tp: int = 1, kv_dtype: str = "auto", chunk_tokens: int = 256
+) -> ModelVerdict:
+    """Judge the model in ``folder``. ``kv_dtype``: vLLM's ``--kv-cache-dtype``. ``chunk_tokens``:
+    the setting. Raises ``ConfigError`` for what is wrong with either."""
     model = read_layers(folder)
-    dtype = model.dtype if options.kv_dtype == "auto" else options.kv_dtype
+    dtype = model.dtype if kv_dtype == "auto" else kv_dtype
     if dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {dtype}: choose auto, {', '.join(KV_DTYPES)}")
     item = KV_DTYPES[dtype][1]
-    _check_ranks(model, options)
-    method = read_method(model, options.draft)
-    refused = _refusal(model, options, method)
+    _check_ranks(model, tp)
+    is_refused = any(layer.kind == "cross" for layer in model.layers)
     states = sum(layer.content for layer in model.layers if layer.kind == "mamba")
     divisible = all(layer.divisible or layer.kind == "mamba" for layer in model.layers)
-    tokens = _chunk_tokens(model, options, item)
+    tokens = _chunk_tokens(model, tp, item) if states else chunk_tokens
     token_bytes = sum(_token_bytes(layer, item) for layer in model.layers)
     kept = sum(_token_bytes(layer, item) * _kept_tokens(layer, tokens) for layer in model.layers)
+    shared_with = "replicas of any tensor parallel size"
+    if states:
+        shared_with += " with the same block size, if states allow it"
     return ModelVerdict(
         model=model.name,
         model_type=model.model_type,
         kv_dtype=dtype,
         layers=dict(_counted(model)),
-        use="connector" if refused is None else "tier",
-        refused=refused,
+        use="tier" if is_refused else "connector",
+        refused=_CROSS if is_refused else None,
         token_bytes=token_bytes if divisible else None,
         state_bytes=states,
         chunk_tokens=tokens,
         chunk_bytes=kept + states if divisible else None,
-        shared_with=_shared_with(model),
-        drafts=tuple(_drafts(model)),
+        shared_with=shared_with,
+        note=_FLOAT32 if model.is_float32 else None,
     )
 
 
-def read_method(model: ModelLayers, draft: str | None) -> str | None:
-    """Return the method of speculative decoding. A folder's is read from its architecture."""
-    if draft is None or draft in WITHOUT_KV:
-        return draft
-    if draft == "mtp" and not model.draft_layers:
-        raise ConfigError(f"{model.name} has no layers for mtp: choose {', '.join(_drafts(model))}")
-    if draft in WITH_KV:
-        return draft
-    if not Path(draft).exists():
-        methods = ", ".join((*WITH_KV, *WITHOUT_KV))
-        raise ConfigError(f"--draft {draft}: neither a folder nor one of {methods}")
-    document, _ = read_config(Path(draft))
-    architecture = str((document.get("architectures") or [""])[0]).lower()
-    for name in ("eagle3", "eagle", "dflash", "dspark", "mtp", "medusa"):
-        if name in architecture:
-            return name
-    return "draft_model"
-
-
-def _refusal(model: ModelLayers, options: VllmOptions, method: str | None) -> str | None:
-    """Return the connector's error. Its checks have this order."""
-    kinds = {layer.kind for layer in model.layers}
-    if options.pp > 1 and method in WITH_KV:
-        return (
-            f"objkv does not support {method!r} together with pipeline parallelism, because only "
-            f"the last stage has the draft: {_INSTEAD} set pipeline_parallel_size to 1"
-        )
-    if options.pp > 1 and (reason := _stages_refused(model)):
-        return reason
-    if "cross" in kinds:
-        return (
-            "objkv does not support the KV cache of .decoder.layers.0.layers.encoder_attn.attn "
-            f"(CrossAttentionSpec): {_INSTEAD} use ObjKVTier, which takes every cache that vLLM "
-            "can offload, or a model of full, sliding-window, chunked local, MLA and linear "
-            "attention or Mamba layers only"
-        )
-    drafted = "full" if method in WITH_KV else None
-    undivided = next((layer.kind for layer in model.layers if layer.kind not in _DIVIDED), drafted)
-    if options.dcp > 1 and undivided is not None:
-        return (
-            f"objkv does not support decode_context_parallel_size={options.dcp} for the KV cache "
-            f"of some layers ({_PAGED.get(undivided, undivided)}): {_INSTEAD} set it to 1, or use "
-            "ObjKVTier"
-        )
-    return None
-
-
-KINDS_FROM = (
-    "layer_types",
-    "layers_block_type",
-    "hybrid_override_pattern",
-    "attn_type_list",
-    "attn_layer_indices",
-    "linear_attn_config",
-    "full_attention_interval",
-)
-"""Names in a configuration from which the connector reads the kind of each layer."""
-_PARALLEL = ("falcon_h1",)
-"""Models whose layers have attention and a state side by side."""
-
-
-def _stages_refused(model: ModelLayers) -> str | None:
-    kinds = {layer.kind for layer in model.layers}
-    one_stage = f"{_INSTEAD} set pipeline_parallel_size to 1"
-    if kinds & {"indexed", "compressed"}:
-        return (
-            "objkv does not support pipeline parallelism for caches of several shapes in one "
-            f"group: {one_stage}, or use ObjKVTier"
-        )
-    underivable = "objkv cannot derive the layers of other pipeline stages, because"
-    if model.model_type in _PARALLEL:
-        return f"{underivable} vLLM gave one stage unexpected layers: {one_stage}"
-    if "cross" in kinds:
-        return (
-            f"{underivable} the model has several KV cache groups, and its configuration has no "
-            f"{', '.join(KINDS_FROM)} of as many layers: {one_stage}"
-        )
-    if len({(layer.heads, layer.content) for layer in model.layers if layer.kind != "mamba"}) > 1:
-        return f"{underivable} vLLM has other KV cache groups than expected: {one_stage}"
-    return None
-
-
-def _check_ranks(model: ModelLayers, options: VllmOptions) -> None:
+def _check_ranks(model: ModelLayers, tp: int) -> None:
     for layer in model.layers:
         heads = layer.heads
-        if layer.kind in ("full", "sliding_window", "chunked_local") and (
-            heads % options.tp and options.tp % heads
-        ):
+        if layer.kind in ("full", "sliding_window", "chunked_local") and heads % tp and tp % heads:
             raise ConfigError(
-                f"--tp {options.tp}: vLLM cannot divide {heads} KV heads among {options.tp} ranks; "
-                "choose a divisor or a multiple"
+                f"--tp {tp}: vLLM cannot divide {heads} KV heads among {tp} ranks; choose a "
+                "divisor or a multiple"
             )
-    if options.pp > len(model.layers):
-        raise ConfigError(f"--pp {options.pp}: the model has only {len(model.layers)} layers")
-    if options.tp % options.dcp:
-        raise ConfigError(f"--dcp {options.dcp}: vLLM needs a divisor of --tp {options.tp}")
 
 
 def _token_bytes(layer: CacheLayer, item: int) -> int:
@@ -215,17 +122,16 @@ def _kept_tokens(layer: CacheLayer, chunk: int) -> int:
     return min(chunk, -(-layer.window // _BLOCK_STEP) * _BLOCK_STEP)
 
 
-def _chunk_tokens(model: ModelLayers, options: VllmOptions, item: int) -> int:
-    """Return the least tokens of a chunk. vLLM makes a block of attention as large as a state."""
-    state = max((layer.content for layer in model.layers if layer.kind == "mamba"), default=0)
-    if not state:
-        return options.chunk_tokens
+def _chunk_tokens(model: ModelLayers, tp: int, item: int) -> int:
+    """Return the least tokens of a chunk of a model with states: vLLM makes a block of attention as
+    large as a state."""
+    state = max(layer.content for layer in model.layers if layer.kind == "mamba")
     pages = [
-        max(1, layer.heads // options.tp) * layer.content * item
+        max(1, layer.heads // tp) * layer.content * item
         for layer in model.layers
         if layer.divisible
     ]
-    tokens = -(-(state // options.tp) // max(pages)) if pages else 1
+    tokens = -(-(state // tp) // max(pages)) if pages else 1
     return -(-tokens // _BLOCK_STEP) * _BLOCK_STEP
 
 
@@ -233,16 +139,3 @@ def _counted(model: ModelLayers) -> Iterator[tuple[str, int]]:
     counts = Counter((layer.kind, layer.window) for layer in model.layers)
     for (kind, window), count in counts.items():
         yield _NAMES[kind].format(window), count
-
-
-def _shared_with(model: ModelLayers) -> str:
-    if any(layer.kind == "mamba" for layer in model.layers):
-        return "replicas of any tensor parallel size with the same block size, if states allow it"
-    if _stages_refused(model) is not None:
-        return "replicas of any tensor parallel size"
-    return "replicas of any tensor and pipeline parallel size"
-
-
-def _drafts(model: ModelLayers) -> Iterator[str]:
-    yield from (name for name in WITH_KV if name != "mtp" or model.draft_layers)
-    yield from WITHOUT_KV

@@ -1,20 +1,18 @@
 """Estimates how much a fleet stores and transfers, by plain arithmetic.
 
-Chunks, frames, the stored part of a window and header sizes come from the code that saves.
-Rates and prices come from the caller. ``docs/operations/capacity.md`` has the formulas.
+Chunks and the stored part of a window come from the code that saves, rates and prices from the
+caller. ``docs/operations/capacity.md`` has the formulas.
 """
 
 from dataclasses import dataclass
 from typing import Final
 
 from objkv.cache.match import needed_from, stored_blocks
-from objkv.codec import header as header_codec
-from objkv.codec.values import Claim, Frame, LayerSpec, Provenance
 from objkv.config.prices import RANGE_BYTES, Prices
 from objkv.errors import ConfigError
-from objkv.keys.chunk import ChunkKey, effective_chunk_tokens
+from objkv.keys.chunk import effective_chunk_tokens
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Topology, frame_name
+from objkv.keys.topology import Topology
 from objkv.ops.models.layers import KV_DTYPES
 from objkv.ops.size.model import ModelShape
 
@@ -26,7 +24,6 @@ GROUP_BYTES: Final = 50
 MONTH_S: Final = 30 * 86_400
 _SAVE_COMMANDS = 2
 """Redis commands per saved payload: lease, publish."""
-_WRITER = "w" * 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +64,8 @@ class ChunkSizing:
     payloads: int
     raw_bytes: int
     """Bytes of its pages."""
-    header_bytes: int
     nbytes: int
-    """Stored bytes, including headers."""
+    """Stored bytes, without the headers, which have a few KiB."""
     largest_payload_bytes: int
     token_bytes: float
     """Stored bytes of one token."""
@@ -116,9 +112,8 @@ class _Payload:
 
     group: GroupIdentity
     raw_bytes: int
-    header_bytes: int
     nbytes: int
-    """Stored bytes."""
+    """Stored bytes, without the header of a few KiB."""
 
     def loaded_with(self, chunks: int, chunk_tokens: int) -> int:
         """Return how many of these payloads a match of ``chunks`` loads.
@@ -140,7 +135,8 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
     rate, life_s = load.prompts_per_s, load.ttl_s + load.used_s
     saved_per_s = rate * (per_prompt - loaded)
     puts = saved_per_s * chunk.payloads
-    gets = rate * sum(count * -(-payload.nbytes // RANGE_BYTES) for payload, count in loads)
+    # With its header a payload ends in one more range.
+    gets = rate * sum(count * (payload.nbytes // RANGE_BYTES + 1) for payload, count in loads)
     bulk_bytes = saved_per_s * (life_s + load.sweep_every_s / 2) * chunk.nbytes
     hot = sum(p.nbytes for p in payloads if p.nbytes <= layout.hot_save_bytes_max)
     commands = rate * (per_prompt + loaded) + saved_per_s * chunk.payloads * _SAVE_COMMANDS
@@ -172,49 +168,23 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
 def _payloads(
     model: ModelShape, groups: tuple[GroupIdentity, ...], layout: Layout
 ) -> list[_Payload]:
-    """Return the payloads of one chunk: one for each group, with a frame for each layer and shard
-    of the ranks."""
+    """Return the payloads of one chunk: one for each group, whatever the number of ranks."""
     tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
+    item = KV_DTYPES[model.kv_dtype][1]
     found = []
-    for number, group in enumerate(groups):
+    for group in groups:
         blocks = stored_blocks(group, tokens)
         if not blocks:
             continue
         try:
-            topology = Topology(layout.tp_size, group.heads, (len(group.layers),))
+            Topology(layout.tp_size, group.heads, (len(group.layers),))
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
-        held = [share for rank in range(topology.size) if (share := topology.held(rank))]
-        shards = dict.fromkeys(share.shard for share in held)
-        shape = (blocks, group.heads // len(shards), group.block_size, group.content)
-        specs = [
-            LayerSpec(
-                frame_name(name, shard) if len(shards) > 1 else name,
-                KV_DTYPES[model.kv_dtype][0],
-                shape,
-            )
-            for name in group.layers
-            for shard in shards
-        ]
-        claim = Claim(ChunkKey("0" * 32, bytes(20), number), bytes(20), 0, tokens)
-        raw = sum(spec.nbytes for spec in specs)
-        header = _header_bytes(claim, specs, layout)
-        found.append(_Payload(group, raw, header, header + int(raw / layout.codec_ratio)))
+        cells = len(group.layers) * group.heads * group.content * group.block_size * blocks
+        found.append(_Payload(group, cells * item, int(cells * item / layout.codec_ratio)))
     if not found:
         raise ConfigError(f"{model.name} has nothing to share in chunks of {tokens} tokens")
     return found
-
-
-def _header_bytes(claim: Claim, specs: list[LayerSpec], layout: Layout) -> int:
-    """Return the length of the header, rendered as a writer would."""
-    codec = "none" if layout.codec_ratio == 1 else "blosc"
-    frames, offset = [], 0
-    for spec in specs:
-        nbytes = int(spec.nbytes / layout.codec_ratio) or 1
-        frames.append(Frame(spec, codec, offset, nbytes, "0" * 32, "0" * 32))
-        offset += nbytes
-    provenance = Provenance("0" * 64, _WRITER, 1_700_000_000)
-    return len(header_codec.render(claim, frames, provenance))
 
 
 def _chunk(
@@ -227,7 +197,6 @@ def _chunk(
         groups=len(groups),
         payloads=len(payloads),
         raw_bytes=sum(payload.raw_bytes for payload in payloads),
-        header_bytes=sum(payload.header_bytes for payload in payloads),
         nbytes=sum(stored),
         largest_payload_bytes=max(stored),
         token_bytes=sum(stored) / tokens,

@@ -46,17 +46,9 @@ class Candidate:
 Worth = Callable[[Candidate], float]
 """Returns the value of a chunk; among the last chunks of chains, the least valuable is evicted
 first."""
-Policy = Callable[[Sequence[Candidate], float], Worth]
-"""Returns a ``Worth`` for these candidates, at a time in seconds since the epoch."""
 
 
-def choose(
-    candidates: Iterable[Candidate],
-    *,
-    free_bytes: int,
-    now_s: float,
-    policy: Policy | None = None,
-) -> list[Candidate]:
+def choose(candidates: Iterable[Candidate], *, free_bytes: int, now_s: float) -> list[Candidate]:
     """Return the chunks to evict, in this order, to free ``free_bytes``, or all that may be
     evicted.
 
@@ -77,7 +69,7 @@ def choose(
         useless[one.prefix_hash] = one.token_start > 0 if parent is None else useless[parent]
         if parent is not None:
             children[parent] += 1
-    worth = (policy or by_use)(chunks, now_s)
+    worth = by_use(chunks, now_s)
 
     def ranked(one: Candidate) -> tuple[bool, float, int, bytes]:
         return (not useless[one.prefix_hash], worth(one), -one.token_start, one.prefix_hash)

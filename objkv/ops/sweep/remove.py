@@ -6,7 +6,7 @@ take the lease may publish a payload just before its deletion; that record is fo
 """
 
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -40,7 +40,6 @@ class SweepLimits:
     """Younger data is kept: its writer may be about to publish it."""
     put_s: float = 600.0
     """Longer than any put takes: younger temporary data is kept even if ``grace_s`` is shorter."""
-    only: Collection[Category] = CATEGORIES
     unidentified: bool = False
     """Whether payloads in namespaces without an identity document are removed too."""
     force: bool = False

@@ -77,16 +77,13 @@ class Sweep:
 
     def parts(self) -> Iterator[Unit]:
         """Sweep payloads, by their namespace and their records."""
-        if {"orphan", "expired", "old_epoch", "unidentified"}.isdisjoint(self._limits.only):
-            return
         for part in self._inventory.slices(_PAYLOADS):
             yield Unit(partial(self._part, part), items=part.number)
 
     def missing(self) -> Iterator[Unit]:
         """Forget records without payloads."""
-        if "missing" in self._limits.only:
-            for part in self._inventory.slices(_MISSING):
-                yield Unit(partial(self._missing, part), items=part.number)
+        for part in self._inventory.slices(_MISSING):
+            yield Unit(partial(self._missing, part), items=part.number)
 
     def documents(self) -> Iterator[Unit]:
         """Remove documents of old epochs without payloads, and of ended pins. Counted as
@@ -98,18 +95,10 @@ class Sweep:
 
     def _leftovers(self, counters: Counters, check: Check) -> None:
         """One after the other: only one thread at a time may use ``rows``."""
-        if "temporary" in self._limits.only:
-            self._temporary(counters, check)
-        if "quarantined" in self._limits.only:
-            self._quarantined(counters, check)
-
-    def _temporary(self, counters: Counters, check: Check) -> None:
         for key, name, nbytes, modified_s in self._inventory.rows(_OTHERS, ("temporary",)):
             check()
             if self._is_old(modified_s, self._limits.put_s):
                 self._remover.leftover(Unfinished(key, name, nbytes, modified_s), counters)
-
-    def _quarantined(self, counters: Counters, check: Check) -> None:
         for key, _, nbytes, modified_s in self._inventory.rows(_OTHERS, ("quarantined",)):
             check()
             if self._is_old(modified_s):
@@ -138,7 +127,7 @@ class Sweep:
         key, entry, record = stored.key, stored.entry, stored.record
         assert entry is not None
         kind = self._kind(namespace, entry, is_recorded=stored.shard is not None)
-        if kind is None or kind not in self._limits.only:
+        if kind is None:
             return
         is_pinned = key.prefix_hash in self._pins[namespace]
         if is_pinned or (record is not None and record.pinned):
@@ -165,11 +154,7 @@ class Sweep:
         counters.counts["documents"] += remove_ended_pins(
             bulk, name, now_s=self._clock(), grace_s=grace_s
         )
-        if (
-            name in self._doubted
-            or name not in self._places.old
-            or "old_epoch" not in self._limits.only
-        ):
+        if name in self._doubted or name not in self._places.old:
             return
         beside = []
         for entry in bulk.scan(f"{name}/"):
@@ -188,7 +173,7 @@ class Sweep:
 
     def totals(self) -> Iterator[Unit]:
         """Set the totals to exact counts, also of namespaces whose records have all expired."""
-        if not self._limits.apply or self._view.is_own_index or "missing" not in self._limits.only:
+        if not self._limits.apply or self._view.is_own_index:
             return
         names = {*self._places.every, *self._places.totals}
         for name in sorted(names if self._places.only is None else {self._places.only}):
@@ -197,7 +182,7 @@ class Sweep:
     def quotas(self, quota_bytes: int) -> Iterator[Unit]:
         """Evict the ends of the least used prefixes of tenants, down to ``SWEPT_PERCENT`` of their
         quota. Holds all chunks of a tenant in memory, about 400 bytes each."""
-        if not quota_bytes or "over_quota" not in self._limits.only:
+        if not quota_bytes:
             return
         room = quota_bytes * SWEPT_PERCENT // 100
         for tenant in sorted({t for t in map(self._tenant, self._places.namespaces) if t}):
@@ -232,8 +217,6 @@ class Sweep:
     def _tenant(self, name: str) -> str | None:
         """Return the namespace's tenant; None if no quota applies: unidentified namespaces, swept
         epochs, and namespaces that look wrong."""
-        if name in self._doubted:
-            return None
-        if name in self._places.old and "old_epoch" in self._limits.only:
+        if name in self._doubted or name in self._places.old:
             return None
         return self._places.namespaces[name].tenant

@@ -209,6 +209,16 @@ def status(code: int, **headers: str) -> Fault:
     return lambda handler: handler.answer(code, {"error": {"message": "told so"}}, **headers)
 
 
+def of_prompts(fault: Fault) -> Fault:
+    """Only of what is no probe."""
+
+    def some(handler: Handler) -> bool:
+        salt = handler.server.fake.asked[-1].salt or ""
+        return not salt.startswith("objkv-warm-") and fault(handler)
+
+    return some
+
+
 def reset(handler: Handler) -> bool:
     """Hangs up in the middle."""
     handler.connection.shutdown(socket.SHUT_RDWR)

@@ -13,10 +13,9 @@ import pytest
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.lookup import PromptLookup
-from objkv.ops.warm.order import Order, Task
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
-from objkv.ops.warm.run import WarmJob, warm_by
+from objkv.ops.warm.run import Order, Task, WarmJob, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
@@ -26,14 +25,11 @@ from tests.ops.warm.fake_vllm import (
     Handler,
     Place,
     dropped,
+    of_prompts,
     reset,
     status,
 )
-from tests.support.samples import (
-    CHUNK,
-    IDENTITY,
-    view_of,
-)
+from tests.support.samples import CHUNK, IDENTITY, view_of
 
 QUICK = WarmLimits(attempts_max=3, save_s=0.3, gone_s=0.3, pause_s=0.01)
 SHARED = tuple(range(100, 100 + 2 * CHUNK))
@@ -145,12 +141,8 @@ def test_a_prompt_that_is_too_long_is_not_asked_twice(place: Place) -> None:
 
 
 def test_a_prompt_that_is_computed_and_never_saved_has_failed(place: Place) -> None:
-    def drop_all(handler: Handler) -> bool:
-        salt = handler.server.fake.asked[-1].salt or ""
-        return not salt.startswith("objkv-warm-") and dropped(handler)
-
     with FakeVllm(place) as server:
-        server.every = drop_all
+        server.every = of_prompts(dropped)
         report = Run(place, server, at_once=1)(prompts_of(SHARED))
     assert report.failed == 1
     assert "0 of 2 chunks were stored" in report.failures[0].why
@@ -161,10 +153,7 @@ def test_a_prompt_that_is_computed_and_never_saved_has_failed(place: Place) -> N
 def test_a_fleet_that_saves_nothing_ends_it(place: Place) -> None:
     with FakeVllm(place) as server:
         run = Run(place, server)
-        server.every = lambda handler: (
-            not (handler.server.fake.asked[-1].salt or "").startswith("objkv-warm-")
-            and dropped(handler)
-        )
+        server.every = of_prompts(dropped)
         report = run(prompts_of(*map(tail, range(1, 9))), replace(QUICK, attempts_max=100))
     assert (report.ending, report.failed, report.left) == ("unreachable", 0, 8)
     assert "saved nothing here" in report.why
@@ -217,13 +206,11 @@ def test_when_the_index_fails_it_ends_and_says_why(
         raise StoreUnavailable("the index is gone")
 
     def fail(handler: Handler) -> bool:
-        is_probe = (handler.server.fake.asked[-1].salt or "").startswith("objkv-warm-")
-        if not is_probe:
-            monkeypatch.setattr(PromptLookup, "find", gone)
+        monkeypatch.setattr(PromptLookup, "find", gone)
         return False
 
     with FakeVllm(place) as server:
-        server.every = fail
+        server.every = of_prompts(fail)
         report = Run(place, server)(prompts_of(SHARED, tail(1)))
     assert (report.ending, report.why) == ("unreachable", "the index is gone")
     assert report.left == 2

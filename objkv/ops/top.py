@@ -1,21 +1,121 @@
-"""A fleet at one moment: replicas and node agents from two scrapes each, and what is stored.
+"""A fleet at one moment: replicas and node agents from two scrapes of their ``/metrics`` each, and
+what is stored. Read-only.
 
 Values are per second between the scrapes, or totals since each process started.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from math import isfinite
+from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import Final, Self
+from typing import Final
 
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from objkv.config.urls import parse_endpoint
 from objkv.errors import StoreError
 from objkv.index.base import ReadIndex
-from objkv.ops.top.scrape import MetricsSource, Scrape
+from objkv.redact import without_secrets
 
+ANSWER_BYTES_MAX: Final = 16 << 20
+"""A server with hundreds of histograms sends about 1 MiB."""
+_PROBLEM_CHARS_MAX: Final = 120
+_ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _AT_ONCE_MAX: Final = 16
 _USAGE_EVERY_S: Final = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scrape:
+    """The result of one scrape."""
+
+    at_s: float
+    """Time by the clock that rates use."""
+    values: Mapping[str, float]
+    """Values by name, with ``_`` for ``:``; empty if the scrape failed."""
+    problem: str | None = None
+    """The reason of a failed scrape."""
+
+
+class MetricsSource:
+    """An endpoint with metrics: a replica, the exporter or a node agent."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        deadline_s: float,
+        clock: Callable[[], float] = monotonic,
+        socket: Path | None = None,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
+        """``url``: the server's URL, with or without ``/metrics`` or ``/v1``.
+        ``socket``: that of a node agent, to which it connects whatever host the URL names. Raises
+        ``ConfigError``."""
+        place = parse_endpoint(url)[1]
+        path = f"/{place.path}".removesuffix("/metrics").removesuffix("/v1").rstrip("/")
+        self._url = f"{place.root}{path}/metrics"
+        server = parse_endpoint(f"{place.root}{path}")[1].shown.partition("://")[2]
+        self.name = server.removeprefix("***@") if socket is None else str(socket)
+        """Host, port and path, without a password; of a node agent the path of its socket."""
+        self._deadline_s = deadline_s
+        self._clock = clock
+        if socket is not None:
+            transport = httpx.HTTPTransport(uds=f"{socket}.http")
+        self._http = httpx.Client(
+            timeout=deadline_s,
+            # Servers on this machine are never reached through a proxy.
+            trust_env=place.is_far,
+            follow_redirects=False,
+            transport=transport,
+        )
+
+    def scrape(self) -> Scrape:
+        """Scrape once. Never raises. Ends at the deadline, or with the first read after it."""
+        began = self._clock()
+        try:
+            text = self._text(began)
+            return Scrape(self._clock(), values_of(text))
+        except httpx.HTTPError as exc:
+            said = _ERRNO.sub("", str(exc)) or type(exc).__name__
+        except Exception as exc:  # the parser may raise anything
+            said = f"no metrics: {exc}"
+        return Scrape(self._clock(), {}, without_secrets(said)[:_PROBLEM_CHARS_MAX])
+
+    def close(self) -> None:
+        """Close its connections."""
+        self._http.close()
+
+    def _text(self, began: float) -> str:
+        with self._http.stream("GET", self._url) as answer:
+            if answer.status_code != httpx.codes.OK:
+                raise ValueError(f"HTTP {answer.status_code}")
+            content = bytearray()
+            for piece in answer.iter_bytes():
+                content += piece
+                if len(content) > ANSWER_BYTES_MAX:
+                    raise ValueError(f"more than {ANSWER_BYTES_MAX >> 20} MiB")
+                if self._clock() - began > self._deadline_s:
+                    raise httpx.ReadTimeout("too slow")
+        return content.decode("utf-8")
+
+
+def values_of(text: str) -> dict[str, float]:
+    """Return finite values summed over labels. Raises ValueError for text that is not in Prometheus
+    format."""
+    values: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            name = sample.name.replace(":", "_")
+            value = float(sample.value)
+            if name.endswith(("_bucket", "_created")) or not isfinite(value):
+                continue
+            values[name] = values.get(name, 0.0) + value
+    return values
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +246,7 @@ def total_of(rows: Iterable[Row]) -> dict[str, float]:
 
 
 class FleetWatch:
-    """Scrapes all sources in parallel. A context manager that closes them."""
+    """Scrapes all sources in parallel."""
 
     def __init__(
         self,
@@ -161,29 +261,16 @@ class FleetWatch:
         self._usage_due_s = 0.0
         self._pool = ThreadPoolExecutor(_AT_ONCE_MAX, thread_name_prefix="objkv-top")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
+        """Close the sources, too."""
         self._pool.shutdown(wait=True, cancel_futures=True)
         for source in (*self._replicas, *self._agents):
             source.close()
 
-    def totals(self) -> View:
-        """Return what each process did since its start. Waits for the index, too."""
-        return self._view(since_start=True)
-
-    def tick(self) -> View:
-        """Return the rates since the last call. Blocks for at most the deadline of a scrape; the
-        index is asked in the background, every half minute."""
-        return self._view(since_start=False)
-
-    def _view(self, *, since_start: bool) -> View:
+    def look(self, *, since_start: bool) -> View:
+        """Return the rates since the last call, or what each process did since its start. Blocks
+        for at most the deadline of a scrape; the index is asked in the background, every half
+        minute, and waited for only with ``since_start``."""
         if self._index is not None and monotonic() >= self._usage_due_s:
             if self._usage is None or self._usage.done():
                 self._usage = self._pool.submit(_usage, self._index)
