@@ -273,7 +273,7 @@ class StepThread:
         with self._lock:
             if self._unfinished >= self._queue_max or self._end_at is not None:
                 return None
-            if not self._has_thread():
+            if self._thread is None and not self._has_thread():
                 return None
             self._unfinished += 1
             self._new.append(task)

@@ -70,11 +70,8 @@ class LimitReader:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._logged = recorder, set[str]()
 
-    def read(self, request: "Request") -> RequestLimits:
-        """Return the limits of a request."""
-        params = request.kv_transfer_params
-        if not params or not _KINDS.keys() & params.keys():
-            return NO_LIMITS
+    def read(self, params: dict[str, Any]) -> RequestLimits:
+        """Return the limits of a request. ``params``: its ``kv_transfer_params``."""
         loads, saves, puts = (self._valid(name, params.get(name)) for name in _KINDS)
         return RequestLimits(loads, saves, puts is True)
 
@@ -320,7 +317,8 @@ class RequestTracker:
         tracked = TrackedRequest(request, namespace)
         if request.lora_request is not None:
             tracked.deadline = self._lookups.deadline()
-        tracked.limits = self._limits.read(request)
+        if request.kv_transfer_params:
+            tracked.limits = self._limits.read(request.kv_transfer_params)
         self._tracked[request.request_id] = tracked
         if request.resumable or not trusted:
             # In a resumable session vLLM removes a token of the prompt and adds tokens and images,

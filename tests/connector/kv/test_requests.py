@@ -17,7 +17,6 @@ from objkv.connector.kv.requests import (
     NO_LIMITS,
     LimitReader,
     RequestHashes,
-    RequestLimits,
     RequestTracker,
     TrackedRequest,
 )
@@ -256,14 +255,8 @@ def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
 # What a request's sender asks for is read as vLLM's own connector reads it.
 
 
-def read(params: Any, recorder: MemoryRecorder | None = None, **more: Any) -> RequestLimits:
-    request = cast("Any", SimpleNamespace(kv_transfer_params=params, **more))
-    return LimitReader(recorder or MemoryRecorder()).read(request)
-
-
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}])
-def test_a_request_without_limits_has_none(params: Any) -> None:
-    assert read(params) is NO_LIMITS
+def test_a_request_without_limits_has_none() -> None:
+    assert LimitReader(MemoryRecorder()).read({"do_remote_prefill": True}) == NO_LIMITS
 
 
 @pytest.mark.parametrize("value", [True, -1, 1.5, "5", [5], {}])
@@ -271,7 +264,7 @@ def test_a_request_without_limits_has_none(params: Any) -> None:
 def test_an_invalid_value_is_ignored_and_counted(name: str, value: Any) -> None:
     value = 1 if (name, value) == ("objkv_put", True) else value
     recorder = MemoryRecorder()
-    assert read({name: value}, recorder) == NO_LIMITS
+    assert LimitReader(recorder).read({name: value}) == NO_LIMITS
     assert recorder.drain() == {"limits_ignored": 1}
 
 
