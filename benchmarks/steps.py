@@ -120,6 +120,8 @@ def _request(name: str) -> Any:
         cache_salt=None,
         mm_features=[],
         prompt_embeds=None,
+        kv_transfer_params=None,
+        trace_headers=None,
         resumable=False,
         skip_reading_prefix_cache=False,
     )

@@ -7,6 +7,7 @@ started. The owner defines the jobs and limits their number and age. The threads
 process can exit while a file system hangs. ``ThreadPoolExecutor`` would wait forever.
 """
 
+import ctypes
 import logging
 import os
 import select
@@ -22,6 +23,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar, cast
 
 logger = logging.getLogger(__name__)
 
+_HOLDING_GIL = ctypes.PyDLL(None)
 _FAULT_S = 0.1
 """Pause after a fault of a thread's own work, which may be there again at once."""
 JOIN_S = 1.0
@@ -271,7 +273,7 @@ class StepThread:
         with self._lock:
             if self._unfinished >= self._queue_max or self._end_at is not None:
                 return None
-            if not self._has_thread():
+            if self._thread is None and not self._has_thread():
                 return None
             self._unfinished += 1
             self._new.append(task)
@@ -478,11 +480,11 @@ class Alarm:
         return self._fd
 
     def ring(self) -> None:
-        """Wake who waits for it, now or next. Never waits, never raises."""
+        """Wake who waits for it, now or next. Never waits, never raises. The calling thread keeps
+        the GIL: the woken one would otherwise take it, and return it milliseconds later."""
         with self._lock:  # a closed number may name another file
             if self._fd >= 0:
-                with suppress(BlockingIOError):  # it has rung 2^64 times, which is enough
-                    os.eventfd_write(self._fd, 1)
+                _HOLDING_GIL.eventfd_write(self._fd, ctypes.c_uint64(1))  # fails after 2^64 times
 
     def calm(self) -> None:
         """Forget that it has rung."""

@@ -2,8 +2,10 @@
 
 import os
 import select
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
 from typing import Any
@@ -303,6 +305,27 @@ def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
     thread.start(short())
     assert first is not None
     assert first.result(_SOON_S) is None
+
+
+def test_what_has_work_done_goes_on_before_the_thread_that_it_wakes(
+    thread: StepThread,
+) -> None:
+    """The thread that schedules would get the GIL back milliseconds later."""
+    ran, interval = list[int](), sys.getswitchinterval()
+
+    def sleeps(after: int) -> bool:
+        return len(ran) == after and thread._sleeps
+
+    sys.setswitchinterval(PATIENCE_S)  # no thread has to yield
+    try:
+        for number in range(100):
+            wait_until(partial(sleeps, number))
+            assert thread.run(lambda: ran.append(0))
+            for _ in range(20_000):  # the woken thread waits for the GIL
+                pass
+            assert len(ran) == number
+    finally:
+        sys.setswitchinterval(interval)
 
 
 def test_cancelled_work_gives_its_place_back_once() -> None:

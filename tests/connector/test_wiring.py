@@ -92,11 +92,12 @@ def test_a_device_has_a_few_slabs_and_a_cpu_none(paged: PagedGroup) -> None:
 def test_only_slabs_of_saves_are_in_the_outbox() -> None:
     pools = Pools(4096, 4, 2, 10)
     with closing(Outbox(2 * 4096)) as outbox:
-        slabs = open_slabs(pools, None, outbox.fd)
-        slabs["load"].memory.fill_(1)
-        slabs["save"].memory.fill_(2)
+        load, save = open_slabs(pools, None, outbox.fd)
+        assert load is not None
+        load.memory.fill_(1)
+        save.memory.fill_(2)
         assert os.pread(outbox.fd, 3 * 4096, 0) == b"\2" * 8192
-    assert (slabs["load"].total, slabs["save"].total) == (4, 2)
+    assert (load.total, save.total) == (4, 2)
 
 
 def test_memory_that_may_not_be_page_locked_is_refused_at_the_start(paged: PagedGroup) -> None:
@@ -107,7 +108,9 @@ def test_memory_that_may_not_be_page_locked_is_refused_at_the_start(paged: Paged
 
     with pytest.raises(ConfigError, match=r"out of memory.*: lower pinned_bytes_max"):
         open_slabs(pools, refuse)
-    assert [pool.total for pool in open_slabs(pools, None).values()] == [pools.save_slabs]
+    load, save = open_slabs(pools, None)
+    assert load is None
+    assert save.total == pools.save_slabs
 
 
 def test_a_replica_saves_if_vllm_wants_it_and_its_rights_allow_it() -> None:

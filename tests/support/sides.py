@@ -65,6 +65,7 @@ def request(tokens: Sequence[int] | int = 64, name: str = "r", **more: Any) -> A
     plain = {"request_id": name, "all_token_ids": ids, "num_tokens": len(ids)}
     plain |= {"num_prompt_tokens": len(ids), "num_computed_tokens": 0, "resumable": False}
     plain |= {"lora_request": None, "cache_salt": None, "mm_features": [], "prompt_embeds": None}
+    plain |= {"kv_transfer_params": None, "trace_headers": None}
     return SimpleNamespace(**(plain | {"skip_reading_prefix_cache": False} | more))
 
 

@@ -5,7 +5,7 @@ While a lookup is in progress, calls take the same time for prompts of any lengt
 
 import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -70,11 +70,8 @@ class LimitReader:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._logged = recorder, set[str]()
 
-    def read(self, request: "Request") -> RequestLimits:
-        """Return the limits of a request."""
-        params = getattr(request, "kv_transfer_params", None)
-        if not isinstance(params, Mapping) or not _KINDS.keys() & params.keys():
-            return NO_LIMITS
+    def read(self, params: dict[str, Any]) -> RequestLimits:
+        """Return the limits of a request. ``params``: its ``kv_transfer_params``."""
         loads, saves, puts = (self._valid(name, params.get(name)) for name in _KINDS)
         return RequestLimits(loads, saves, puts is True)
 
@@ -100,22 +97,16 @@ class RequestHashes:
     """Hashes of the whole chunks of a request, computed on lookup threads because a long prompt
     takes milliseconds.
 
-    vLLM only appends to a request's tokens, except in resumable sessions, which objkv does not
-    support. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
-    takes microseconds. Slices are for other threads.
+    vLLM only appends to a request's tokens and changes nothing else of its prompt, except in
+    resumable sessions, which objkv does not support. Source: vLLM 0.31-0.33, ``v1/request.py``.
+    ``ready`` is for the scheduler's thread and takes microseconds. Slices are for other threads.
     """
 
     def __init__(
         self, request: "Request", namespace: str, lora_digest: bytes | None, chunk_tokens: int
     ) -> None:
-        # References to the parts of the prompt as they are now. They are read on another thread,
-        # and later changes to the request do not affect its hashes.
-        self._salt, self._features = request.cache_salt, tuple(request.mm_features)
-        self._embeds = request.prompt_embeds  # [tokens, hidden] on the CPU, never changed here
-        self._is_token_ids = None if self._embeds is None else request.prompt_is_token_ids
-        self._namespace = namespace
-        self._lora_digest = lora_digest
-        self._chunk_tokens = chunk_tokens
+        self._request, self._namespace = request, namespace
+        self._lora_digest, self._chunk_tokens = lora_digest, chunk_tokens
         self._tokens: Sequence[int] = request.all_token_ids
         self._lock = Lock()
         self._chain: PrefixChain | None = None
@@ -186,33 +177,36 @@ class RequestHashes:
         return chain
 
     def _open(self) -> PrefixChain:
+        request = self._request
         extras = PromptExtras(
             lora_digest=self._lora_digest,
-            salt=self._salt,
+            salt=request.cache_salt,
             items=tuple(
                 MultimodalItem(
                     feature.identifier.encode(),
                     feature.mm_position.offset,
                     feature.mm_position.length,
                 )
-                for feature in self._features
+                for feature in request.mm_features
             ),
-            embeds={} if self._embeds is None else self._embed_digests(self._embeds),
+            embeds={} if request.prompt_embeds is None else self._embed_digests(),
         )
         self._chain = PrefixChain(self._namespace, self._chunk_tokens, extras, digests=True)
         return self._chain
 
-    def _embed_digests(self, embeds: torch.Tensor) -> dict[int, bytes]:
-        """Return a SHA-256 per chunk of a prompt given as embeddings: of its rows, and of the mask
-        of rows that are token ids. May take long."""
+    def _embed_digests(self) -> dict[int, bytes]:
+        """Return a SHA-256 per chunk of a prompt given as embeddings, ``[tokens, hidden]`` on the
+        CPU: of its rows, and of the mask of rows that are token ids. May take long."""
+        embeds, is_token_ids = self._request.prompt_embeds, self._request.prompt_is_token_ids
+        assert embeds is not None
         digests = {}
         for chunk, start in enumerate(range(0, embeds.shape[0], self._chunk_tokens)):
             span = slice(start, start + self._chunk_tokens)
             rows = embeds[span].contiguous()
             digest = hashlib.sha256(f"{rows.dtype}{tuple(rows.shape)}".encode())
             digest.update(rows.view(torch.uint8).numpy().data)
-            if self._is_token_ids is not None:
-                digest.update(bytes(self._is_token_ids[span]))
+            if is_token_ids is not None:
+                digest.update(bytes(is_token_ids[span]))
             digests[chunk] = digest.digest()
         return digests
 
@@ -263,7 +257,7 @@ class TrackedRequest:
     def traceparent(self) -> str | None:
         """The request's trace context. vLLM passes it on only if it sends traces itself. Source:
         vLLM 0.31-0.33, ``v1/engine/async_llm.py``."""
-        headers = getattr(self.request, "trace_headers", None)
+        headers = self.request.trace_headers
         return headers.get("traceparent") if headers else None
 
     def due(self, computed: int, is_complete: Callable[[Shards], bool]) -> list[int]:
@@ -323,7 +317,8 @@ class RequestTracker:
         tracked = TrackedRequest(request, namespace)
         if request.lora_request is not None:
             tracked.deadline = self._lookups.deadline()
-        tracked.limits = self._limits.read(request)
+        if request.kv_transfer_params:
+            tracked.limits = self._limits.read(request.kv_transfer_params)
         self._tracked[request.request_id] = tracked
         if request.resumable or not trusted:
             # In a resumable session vLLM removes a token of the prompt and adds tokens and images,

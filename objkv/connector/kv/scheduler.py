@@ -299,7 +299,7 @@ class SchedulerSide:
         loads, lost = self._loads.send()
         plan = StepPlan(loads, held=frozenset(self._held), lost=lost)
         try:
-            preempted = getattr(output, "preempted_req_ids", None)
+            preempted = output.preempted_req_ids
             # Where it is unknown, any request may have been preempted.
             plan.reused = frozenset(self.requests.ids() if preempted is None else preempted)
             self._complete(plan, output)

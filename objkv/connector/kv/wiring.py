@@ -190,25 +190,26 @@ def make_worker_side(
     pools = plan_pools(config, groups, geometry.chunk_tokens, rank)
     device = _device(groups)
     outbox = Outbox(pools.save_slabs * pools.slab_bytes)
-    slabs = open_slabs(pools, None if device.type == "cpu" else driver_of(device).pin, outbox.fd)
+    pin = None if device.type == "cpu" else driver_of(device).pin
+    load_slabs, save_slabs = open_slabs(pools, pin, outbox.fd)
     target = AgentSaves(
         lambda fd: connect(outbox=fd),
         outbox,
-        slabs["save"].memory.numpy(),
+        save_slabs.memory.numpy(),
         accepted=None if accepted is None else accepted.append,
     )
     saver = Saver(
         target,
         groups,
-        slabs["save"],
+        save_slabs,
         lane=open_lane(device),
         limits=SaveLimits(pools.save_queue_max, config.save_deadline_ms / 1000, rank.writer),
         recorder=recorder,
     )
     lane, on_device = open_lane(device, urgent=True), None
-    if "load" in slabs:
-        pin = driver_of(device).pin_read_only
-        on_device = DeviceFrames(slabs["load"], pin, begin=lane.adopt_thread)
+    if load_slabs is not None:
+        pin_frames = driver_of(device).pin_read_only
+        on_device = DeviceFrames(load_slabs, pin_frames, begin=lane.adopt_thread)
     loader = Loader(
         groups,
         lane,
@@ -304,16 +305,13 @@ def plan_pools(
     return Pools(slab_bytes, bounce, save, queue_max)
 
 
-def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> dict[str, SlabPool]:
+def open_slabs(pools: Pools, pin: Pin | None, fd: int = -1) -> tuple[SlabPool | None, SlabPool]:
     """Allocate the slabs of loads, if there are any, and of saves. Raises ``ConfigError`` if memory
     is short, or may not be page-locked. ``fd``: an outbox, which is the slabs of saves."""
-    counts = {"load": (pools.load_slabs, -1), "save": (pools.save_slabs, fd)}
+    opened = partial(SlabPool, slab_bytes=pools.slab_bytes, pin=pin)
     try:
-        return {
-            name: SlabPool(name, count=count, slab_bytes=pools.slab_bytes, pin=pin, fd=memory)
-            for name, (count, memory) in counts.items()
-            if count
-        }
+        load = opened("load", count=pools.load_slabs) if pools.load_slabs else None
+        return load, opened("save", count=pools.save_slabs, fd=fd)
     except (OSError, RuntimeError, MemoryError) as exc:
         nbytes = pools.slab_bytes * (pools.load_slabs + pools.save_slabs)
         raise ConfigError(

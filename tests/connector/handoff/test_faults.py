@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +17,8 @@ from objkv.assembly.backends import Backends, open_backends
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import read_header
 from objkv.config import load_config
-from objkv.connector.handoff import connector as handoff
-from objkv.connector.handoff.connector import RankAgreement
-from objkv.errors import StoreUnavailable
+from objkv.connector import handoff
+from objkv.connector.handoff import RankAgreement
 from objkv.index.base import ChunkEntry
 from objkv.telemetry import NullRecorder
 from tests.connector.handoff.model import model_folder, prompts
@@ -27,24 +26,9 @@ from tests.connector.handoff.world import PROMPTS, Engine, bits, step
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.index.flaky_index import FlakyIndex
 
 WAITS_S = 120.0
 """For another thread that has nothing else to do."""
-
-
-@pytest.fixture
-def flaky() -> FlakyStore:
-    """The store of every node in a test that uses ``index``."""
-    return FlakyStore(MemoryStore())
-
-
-@pytest.fixture
-def index(monkeypatch: pytest.MonkeyPatch, flaky: FlakyStore) -> FlakyIndex:
-    """The index of every node in a test, whose store is ``flaky``."""
-    backends = Backends(flaky, None, FlakyIndex(MemoryIndex()))
-    monkeypatch.setattr(agent, "open_backends", lambda *_, **__: backends)
-    return cast("FlakyIndex", backends.index)
 
 
 def untouched(engine: Engine) -> bool:
@@ -100,55 +84,17 @@ def test_a_bug_is_a_miss_or_a_drop(folder: Path, monkeypatch: pytest.MonkeyPatch
     def fail(*_: Any, **__: Any) -> Any:
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(handoff.step, "read_prompts", fail)
+    monkeypatch.setattr(handoff, "read_prompts", fail)
     engine.send(step())
     assert engine.receive(step()) == (None, False)
 
 
-@pytest.mark.usefixtures("index")
-def test_a_store_that_does_not_answer_is_left_at_the_deadline(
-    folder: Path, flaky: FlakyStore
-) -> None:
-    Engine(folder).send(step())
-    engine = Engine(folder, settings={"step_load_deadline_ms": 200})
-    engine.spoil()
-    flaky.hold(gate := threading.Event())
-    for _ in range(2):
-        assert engine.receive(step()) == (None, False)
-    flaky.mend()
-    gate.set()
-    engine.connector.close()  # waits for its threads
-    assert untouched(engine)  # what comes too late goes nowhere
-    assert Engine(folder).receive(step())[1]
-
-
-@pytest.mark.parametrize("end", ["bulk", "index"])
-def test_an_end_that_fails_is_a_miss_and_a_drop(
-    folder: Path, flaky: FlakyStore, index: FlakyIndex, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(handoff, "_STORED_S", 0.1)
-    Engine(folder).send(step())
-    engine, new = Engine(folder), prompts([[1, 2]], [[1]])
-    engine.spoil()
-    down = StoreUnavailable("down")
-    if end == "bulk":
-        flaky.fail_until_mended(down)
-    else:
-        index.error = down
-    assert engine.receive(step()) == (None, False)
-    assert untouched(engine)
-    engine.send(new)
-    flaky.mend()
-    index.error = None
-    receiver = Engine(folder)
-    assert receiver.receive(new) == (None, False)
-    assert receiver.receive(step())[1]
-
-
-@pytest.mark.usefixtures("index")
 def test_a_store_that_takes_nothing_is_not_waited_for_in_every_step(
-    folder: Path, flaky: FlakyStore, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    flaky = FlakyStore(MemoryStore())
+    backends = Backends(flaky, None, MemoryIndex())
+    monkeypatch.setattr(agent, "open_backends", lambda *_, **__: backends)
     monkeypatch.setattr(handoff, "_STORED_S", 0.1)
     looks: list[float] = []
     monkeypatch.setattr(handoff, "sleep", looks.append)
@@ -164,10 +110,18 @@ def test_a_store_that_takes_nothing_is_not_waited_for_in_every_step(
     gate.set()
 
 
-def test_an_agent_that_is_gone_is_a_miss_and_a_drop(folder: Path) -> None:
+def close_twice(engine: Engine) -> None:
+    engine.connector.close()
+    engine.connector.close()
+
+
+@pytest.mark.parametrize("end", [Engine.lose_agent, close_twice])
+def test_without_an_agent_all_is_a_miss_and_a_drop(
+    folder: Path, end: Callable[[Engine], None]
+) -> None:
     engine = Engine(folder)
     engine.send(step())
-    engine.lose_agent()
+    end(engine)
     assert engine.receive(step()) == (None, False)
     engine.send(prompts([[1, 2]], [[1]]))
     assert len(engine.payloads()) == len(PROMPTS)
@@ -310,13 +264,3 @@ def test_states_of_another_form_are_not_sent(folder: Path, states: Any) -> None:
     engine = Engine(folder)
     engine.send(prompts([[*range(20)]], [[1, 2, 3, 4, 5]]), states)
     assert not engine.payloads()
-
-
-def test_after_close_all_is_a_miss(folder: Path) -> None:
-    engine = Engine(folder)
-    engine.send(step())
-    for _ in range(2):
-        engine.connector.close()
-    engine.send(prompts([[1, 2]], [[1]]))
-    assert len(engine.payloads()) == 2
-    assert engine.receive(step()) == (None, False)

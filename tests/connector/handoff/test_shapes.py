@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from objkv.codec.payload import CODECS
 from objkv.config import load_config
-from objkv.connector.handoff.connector import Agreement
-from objkv.connector.handoff.step import read_handoff_identity
+from objkv.connector.handoff import Agreement, read_handoff_identity
 from objkv.errors import ConfigError
 from tests.connector.handoff.model import (
     BLOCK,

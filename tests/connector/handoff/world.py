@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from objkv.connector.handoff.connector import Agreement, HandoffConnector
+from objkv.connector.handoff import Agreement, HandoffConnector
 from tests.connector.handoff.model import (
     BLOCKS,
     HIDDEN,

@@ -2,7 +2,8 @@
 
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,29 +19,36 @@ from tests.support.servers.redis import valkey_server
 from tests.support.waiting import wait_until
 
 
-def test_nothing_is_held_back_of_a_request_that_says_so(tmp_path: Path) -> None:
-    urls = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
+@contextmanager
+def served(folder: Path, layout: Layout = LAYOUT) -> Iterator[Engine]:
+    """An engine, and its node's agent in a process of its own, which holds back what it saves."""
+    urls = {"bulk_url": f"file://{folder}/c", "index_url": f"sqlite://{folder}/i"}
     own = {"save_to_bucket": "reused", "agent_memory_bytes": str(1 << 20)}
-
-    def stored() -> int:
-        return len(list((tmp_path / "c").rglob("*.safetensors")))
-
     with (
         AgentProcess(urls | own) as agent,
-        Engine(LAYOUT, tmp_path, agent=agent.url, admission="always", **urls) as engine,
+        Engine(layout, folder, agent=agent.url, admission="always", **urls) as engine,
     ):
+        yield engine
+
+
+def stored(folder: Path) -> int:
+    return len(list((folder / "c").rglob("*.safetensors")))
+
+
+def test_nothing_is_held_back_of_a_request_that_says_so(tmp_path: Path) -> None:
+    with served(tmp_path) as engine:
         engine.run([prompt(1), prompt(2)])
         engine.save_all()
-        assert stored() == 0
+        assert stored(tmp_path) == 0
         (answer,) = engine.run([prompt(1)], **TRANSFER_PARAMS)
         assert (answer.local, answer.loaded) == (STORED_TOKENS, 0), "nothing is read"
-        wait_until(lambda: stored() == 3)
+        wait_until(lambda: stored(tmp_path) == 3)
         engine.forget()
         (answer,) = engine.run([prompt(2)], **TRANSFER_PARAMS)
         assert answer.loaded == STORED_TOKENS
-        wait_until(lambda: stored() == 6)
+        wait_until(lambda: stored(tmp_path) == 6)
         engine.run([prompt(3)], **TRANSFER_PARAMS)
-        wait_until(lambda: stored() == 9)
+        wait_until(lambda: stored(tmp_path) == 9)
 
 
 @pytest.mark.parametrize(
@@ -52,23 +60,13 @@ def test_what_vllm_has_no_blocks_of_is_put_from_the_agents_memory(
     kinds: tuple[tuple[str, int], ...], payloads: int, tmp_path: Path
 ) -> None:
     """Such as chunks before a window: they cannot be saved once more."""
-    layout = Layout(kinds, (4,) * len(kinds), chunk_tokens=8)
-    urls = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
-    own = {"save_to_bucket": "reused", "agent_memory_bytes": str(1 << 20)}
-
-    def stored() -> int:
-        return len(list((tmp_path / "c").rglob("*.safetensors")))
-
-    with (
-        AgentProcess(urls | own) as agent,
-        Engine(layout, tmp_path, agent=agent.url, admission="always", **urls) as engine,
-    ):
+    with served(tmp_path, Layout(kinds, (4,) * len(kinds), chunk_tokens=8)) as engine:
         engine.run([prompt(1)])
         engine.save_all()
-        assert stored() == 0
+        assert stored(tmp_path) == 0
         (answer,) = engine.run([prompt(1)], **TRANSFER_PARAMS)
         assert (answer.local, answer.loaded) == (STORED_TOKENS, 0), "nothing is read"
-        wait_until(lambda: stored() == payloads)
+        wait_until(lambda: stored(tmp_path) == payloads)
 
 
 # The thread that schedules and computes makes no network call, whatever is loaded or saved.
@@ -126,12 +124,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_one_thread_loads_two_save_and_one_looks_up(tmp_path: Path) -> None:
-    urls = {"bulk_url": f"file://{tmp_path}/c", "index_url": f"sqlite://{tmp_path}/i"}
     before = set(threading.enumerate())
-    with (
-        AgentProcess(urls | {"agent_memory_bytes": str(1 << 20)}) as agent,
-        Engine(LAYOUT, tmp_path, agent=agent.url, admission="always", **urls) as engine,
-    ):
+    with served(tmp_path) as engine:
         engine.run([prompt(1), prompt(2)])
         engine.save_all()
         engine.forget()

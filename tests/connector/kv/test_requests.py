@@ -17,7 +17,6 @@ from objkv.connector.kv.requests import (
     NO_LIMITS,
     LimitReader,
     RequestHashes,
-    RequestLimits,
     RequestTracker,
     TrackedRequest,
 )
@@ -241,15 +240,6 @@ def tracked(*, stored: int) -> TrackedRequest:
     return TrackedRequest(cast("Any", SimpleNamespace(request_id="r")), "n" * 32, records=records)
 
 
-def test_a_chunk_whose_payload_was_refused_is_due_in_the_step_that_computes_it() -> None:
-    """A step later a sliding window may have passed its blocks."""
-    one = tracked(stored=3)
-    one.again.add(1)
-    assert one.due(1, bool) == []
-    assert one.due(3, bool) == [1]
-    assert one.due(3, bool) == []
-
-
 def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
     """Otherwise each step of a long prompt would plan all of them until the last is saved."""
     one = tracked(stored=0)
@@ -265,14 +255,8 @@ def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
 # What a request's sender asks for is read as vLLM's own connector reads it.
 
 
-def read(params: Any, recorder: MemoryRecorder | None = None, **more: Any) -> RequestLimits:
-    request = cast("Any", SimpleNamespace(kv_transfer_params=params, **more))
-    return LimitReader(recorder or MemoryRecorder()).read(request)
-
-
-@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": True}, "text", 7])
-def test_a_request_without_limits_has_none(params: Any) -> None:
-    assert read(params) is NO_LIMITS
+def test_a_request_without_limits_has_none() -> None:
+    assert LimitReader(MemoryRecorder()).read({"do_remote_prefill": True}) == NO_LIMITS
 
 
 @pytest.mark.parametrize("value", [True, -1, 1.5, "5", [5], {}])
@@ -280,7 +264,7 @@ def test_a_request_without_limits_has_none(params: Any) -> None:
 def test_an_invalid_value_is_ignored_and_counted(name: str, value: Any) -> None:
     value = 1 if (name, value) == ("objkv_put", True) else value
     recorder = MemoryRecorder()
-    assert read({name: value}, recorder) == NO_LIMITS
+    assert LimitReader(recorder).read({name: value}) == NO_LIMITS
     assert recorder.drain() == {"limits_ignored": 1}
 
 

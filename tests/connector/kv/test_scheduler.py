@@ -16,18 +16,16 @@ from objkv.connector.kv.metadata import LostLoad, StepReport
 from objkv.connector.kv.scheduler import SchedulerSide, count_load
 from objkv.connector.model.groups import DraftGroups
 from objkv.connector.pacing import EMPTY_STEP_S
-from objkv.index.base import ChunkEntry, ShardRecord, Shards
+from objkv.index.base import ShardRecord, Shards
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.plans import packed
 from tests.support.sides import (
-    FIELD,
     GEOMETRY,
     ONE_LAYER,
     PATIENCE_MS,
-    RECORD,
     SIZE,
     ask,
     breaks,
@@ -324,22 +322,8 @@ def test_blocks_of_a_request_that_ends_while_a_load_within_the_step_may_fail_are
     assert side.tables_ended == []
 
 
-def test_what_was_missing_is_looked_up_again_once_its_save_is_planned() -> None:
-    """Another request with the prompt must find it, although its absence was just remembered."""
-    index = MemoryIndex()
-    side = open_side(index)
-    admit(side, one := request())
-    (plan,) = side.plan_step(whole([3, 4])).saves
-    for save in plan.moves:
-        move = save.move
-        entry = ChunkEntry(plan.namespace, move.prefix_hash, move.parent_hash, 0, 32)
-        index.publish(entry, {FIELD: RECORD}, ttl_s=3600)
-    side.finish(one, ([3, 4],))
-    assert ask(side, request(name="other"))[0] == 64
-
-
 def test_what_was_refused_is_looked_up_again() -> None:
-    """The worker forgot its record, which other requests must not find in memory."""
+    """And saved again by the request that computes it."""
     publish_prompt(index := MemoryIndex(), [7] * 70)
     side = open_side(index)
     one = request(70, "one")

@@ -60,29 +60,6 @@ def test_what_ranks_of_two_nodes_stored_is_loaded(
     assert payloads.size(found[0]) == (len(fields) * SHARD.nbytes, True)
 
 
-def test_a_whole_payload_is_loaded_rather_than_parts() -> None:
-    payloads, found = found_by(geometry(FULL), "0", "0.L0-4_H0-2", "0.L0-4_H2-4")
-    assert found[0] is not None
-    assert payloads.of(found[0], 0) == [(Source(0), SHARD)]
-
-
-@pytest.mark.parametrize(
-    ("group", "tokens", "reads"),
-    [
-        (0, ALL_TOKENS, True),
-        (0, TokenPart(0, 2), True),
-        (0, TokenPart(0, 3), False),
-        (0, TokenPart(0, 2, 16), False),
-        (1, ALL_TOKENS, True),
-        (1, TokenPart(0, 2), False),
-    ],
-)
-def test_only_tokens_that_it_can_combine_are_read(
-    group: int, tokens: TokenPart, *, reads: bool
-) -> None:
-    assert geometry(FULL, WINDOW).reads(group, tokens) is reads
-
-
 def test_a_division_of_its_own_is_all_that_some_read() -> None:
     odd = geometry(LATENT, tp_size=2, dcp_size=2, dcp_interleave=16, nodes=2)
     assert odd.reads(0, TokenPart(1, 2, 16))
