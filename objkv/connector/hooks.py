@@ -21,6 +21,7 @@ from vllm.v1.request import RequestStatus
 from objkv.connector.guard import guarded
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.request import Request
 
@@ -86,6 +87,26 @@ def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> Non
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         if waits and request.num_computed_tokens == 0:
             manager.free(request)
+
+
+def engine_of(vllm_config: "VllmConfig | None") -> object:
+    """Return an object that identifies the engine: the configuration of its cache. Copies of the
+    engine's configuration share it, as inside another connector. Other engines have their own,
+    although they may share other parts."""
+    return None if vllm_config is None else vllm_config.cache_config
+
+
+def release_worker(vllm_config: "VllmConfig") -> None:
+    """Have vLLM forget this process's worker connector if it was made for ``vllm_config``, whose
+    engine fails to start. vLLM would give it to the next engine. Source: vLLM 0.31-0.33,
+    ``ensure_kv_transfer_initialized`` in ``distributed/kv_transfer/kv_transfer_state.py``."""
+    from vllm.distributed.kv_transfer import kv_transfer_state as state
+
+    if not state.has_kv_transfer_group():
+        return
+    made_for = getattr(state.get_kv_transfer_group(), "_vllm_config", None)
+    if made_for is not None and engine_of(made_for) is engine_of(vllm_config):
+        state.ensure_kv_transfer_shutdown()
 
 
 def holds_nothing(manager: "KVCacheManager | None") -> bool:

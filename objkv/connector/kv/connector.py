@@ -27,10 +27,12 @@ from objkv.connector.counters import HISTOGRAMS
 from objkv.connector.guard import guarded, speak_as_vllm, starts
 from objkv.connector.hooks import (
     EngineHooks,
+    engine_of,
     evict_failed,
     follow_sleep,
     free_failed,
     holds_nothing,
+    release_worker,
 )
 from objkv.connector.kv.events import events_enabled
 from objkv.connector.kv.metadata import StepPlan
@@ -84,12 +86,21 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker: WorkerSide | None = None
         """In a worker that has its paged cache."""
         self._asleep = False
-        self._engine = _current_engine()
+        self._engine = engine_of(get_current_vllm_config_or_none())
         self._shares = shares_any(kv_cache_config)
         if not self._shares:
             if role == KVConnectorRole.SCHEDULER:
                 logger.info("this engine has no KV cache to share, loading and saving no KV")
             return
+        try:
+            self._open(vllm_config, role, kv_cache_config)
+        except Exception:
+            release_worker(vllm_config)  # or the next engine would get it
+            raise
+
+    def _open(
+        self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
+    ) -> None:
         self._geometry = read_geometry(vllm_config, kv_cache_config, self._config)
         self._link = AgentLink(self._config, replica_of(vllm_config))
         self._link.await_agent()
@@ -122,14 +133,19 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         if not self._shares:
             return
         self._kv_caches = kv_caches
-        self._open_worker()
+        try:
+            self._open_worker()
+        except Exception:
+            if self.worker is None:
+                release_worker(self._vllm_config)  # or the next engine would get this one
+            raise
         follow_sleep(self, patches=self._config.vllm_patches)
 
     def _refuse_other_engine(self) -> None:
         """Raise ``ConfigError`` if vLLM passes the cache of another engine than that for which it
         has made this connector. A process has one, and keeps that of an engine that failed to
         start. Source: vLLM 0.31-0.33, ``distributed/kv_transfer/kv_transfer_state.py``."""
-        mine, theirs = self._engine, _current_engine()
+        mine, theirs = self._engine, engine_of(get_current_vllm_config_or_none())
         if mine is not None and theirs is not None and theirs is not mine:
             raise ConfigError(
                 "vLLM still has the objkv connector of another engine in this process, which runs "
@@ -364,11 +380,3 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         plan = self._get_connector_metadata()
         assert isinstance(plan, StepPlan)
         return plan
-
-
-def _current_engine() -> object:
-    """Return an object that identifies the engine that vLLM is starting: the configuration of its
-    cache. Copies of the engine's configuration share it, as inside another connector. Other engines
-    have their own, although they may share other parts."""
-    vllm_config = get_current_vllm_config_or_none()
-    return None if vllm_config is None else vllm_config.cache_config

@@ -1,13 +1,17 @@
 """The connector as vLLM calls it: asleep, nothing touches its paged cache."""
 
+from copy import copy
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
+from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.config import Config
+from objkv.connector.hooks import release_worker
 from objkv.connector.kv import connector as kv
 from objkv.connector.kv.connector import ObjKVConnector
 from objkv.connector.kv.metadata import StepPlan, StepReport
@@ -128,14 +132,74 @@ def test_an_engine_without_groups_matches_and_saves_nothing(
     assert [one.levelname for one in told] == ["INFO"] * 2, caplog.text
 
 
+# One process, several engines: vLLM keeps one worker connector.
+
+
+class Kept:
+    """A worker connector that vLLM keeps."""
+
+    def __init__(self, config: Any) -> None:
+        self._vllm_config, self.ended = config, 0
+
+    def shutdown(self) -> None:
+        self.ended += 1
+
+
+def two_engines() -> list[Any]:
+    """Configurations of two engines, which may be given one transfer configuration."""
+    given = object()
+    return [SimpleNamespace(kv_transfer_config=given, cache_config=object()) for _ in range(2)]
+
+
+def test_the_worker_of_an_engine_that_fails_to_start_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine, other = two_engines()
+    kept = Kept(mine)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
+    release_worker(other)
+    assert kept.ended == 0, "another engine may still run"
+    release_worker(copy(mine))  # as a connector inside another one has it
+    release_worker(mine)
+    assert kept.ended == 1
+    assert not kv_transfer_state.has_kv_transfer_group()
+
+
+@pytest.mark.parametrize("role", [KVConnectorRole.WORKER, KVConnectorRole.SCHEDULER])
+def test_an_engine_that_objkv_refuses_leaves_no_worker_behind(
+    monkeypatch: pytest.MonkeyPatch, role: KVConnectorRole
+) -> None:
+    def refuse(*_: Any, **_more: Any) -> None:
+        raise ConfigError("no")
+
+    transfer = SimpleNamespace(
+        kv_connector_extra_config={"bulk_url": "file:///dev/null/kv"}, engine_id="e"
+    )
+    device = SimpleNamespace(device_type="cpu")
+    config: Any = SimpleNamespace(
+        kv_transfer_config=transfer, device_config=device, cache_config=object()
+    )
+    kept = Kept(config)
+    monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", kept)
+    group: Any = SimpleNamespace(kv_cache_spec=SimpleNamespace())
+    cache: Any = SimpleNamespace(kv_cache_groups=[group])
+    monkeypatch.setattr(kv, "AgentLink", MagicMock())
+    for name in ("read_geometry", "warn_of_outer_policy", "replica_of", "events_enabled"):
+        monkeypatch.setattr(kv, name, lambda *_: None)
+    for name in ("open_scheduler_side", "open_worker_side"):
+        monkeypatch.setattr(kv, name, refuse)
+    with pytest.raises(ConfigError):
+        ObjKVConnector(config, role, cache).register_kv_caches({})
+    assert kept.ended == 1
+
+
 def test_the_cache_of_another_engine_is_refused(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as after one that failed to start in this process: vLLM keeps one worker connector, and
-    its stores and blocks are others."""
+    """Such as after an engine that failed in vLLM itself. Its stores and blocks are others."""
     [side] = world.opened
-    other = SimpleNamespace(cache_config=object())
-    world.connector._engine = object()
+    mine, other = two_engines()
+    world.connector._engine = mine.cache_config
     monkeypatch.setattr(kv, "get_current_vllm_config_or_none", lambda: other)
     with pytest.raises(ConfigError, match="another engine in this process"):
         world.connector.register_kv_caches({})
