@@ -97,19 +97,3 @@ class Chunk:
     """When a replica last loaded it; 0 if never."""
     pinned_until_s: int
     """When its pin ends; 0 without a pin."""
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedPrefix:
-    """A prefix that is protected from expiry and eviction."""
-
-    namespace: str
-    leaf: str
-    """Prefix hash of its last chunk, which identifies the pin."""
-    tokens: int
-    chunks: int
-    until_s: int
-    nbytes: int
-    """Bytes of its payloads, according to the index."""
-    missing: int
-    """Chunks without a record. Replicas cannot load the chunks after the first of them."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from objkv.assembly.backends import open_backends
-from objkv.config import Resolved, resolve_config
+from objkv.config import Resolved
 from objkv.errors import ConfigError
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.listing import find_identity
@@ -39,40 +39,13 @@ class WarmOptions:
     """Concurrent requests per endpoint."""
 
 
-def warm(
-    prompts: Iterable[Any],
-    *,
-    config: Mapping[str, Any] | None = None,
-    endpoints: Sequence[str] = (),
-    model: str | None = None,
-    check: bool = False,
-    **options: Any,
-) -> WarmReport:
-    """Compute and save ``prompts`` in advance. Waits until they are stored.
-
-    Args:
-        prompts: each one a text, a list of token ids, a request of OpenAI's API as a dict, or the
-            ``Path`` of a file with one of these per line.
-        config: settings by name, in addition to those of the environment.
-        endpoints: URLs of OpenAI-compatible servers with objkv's connector.
-        model: a folder or hub id; ``vllm serve`` is started for it, and ended afterwards.
-        check: only report which prompts are stored. Text needs ``endpoints``, which tokenize it.
-        options: see ``WarmOptions``.
-
-    ``report.is_complete`` is True if all of them are stored. Raises ``ConfigError`` and
-    ``StoreError``. An interruption ends the call, and the report states it.
-    """
-    chosen = WarmOptions(endpoints=endpoints, model=model, check=check, **options)
-    return run_warm(resolve_config(dict(config or {})), prompts, chosen)
-
-
 def run_warm(
     resolved: Resolved,
     prompts: Iterable[Any],
     options: WarmOptions,
     progress: Callable[[WarmReport], None] = lambda report: None,
 ) -> WarmReport:
-    """Warm ``prompts`` in any of the forms that ``warm`` takes, or ``WarmPrompt``."""
+    """Warm ``prompts`` in any of the forms that ``Client.warm`` takes, or ``WarmPrompt``."""
     if isinstance(prompts, str | bytes | Mapping):
         raise ConfigError("prompts must be a list of prompts, not a single one")
     config = resolved.config

@@ -1,4 +1,4 @@
-"""``objkv.warm``: the same from Python."""
+"""``Client.warm``: the same from Python."""
 
 import json
 from pathlib import Path
@@ -25,15 +25,14 @@ def test_a_program_warms_what_it_has_in_hand(tmp_path: Path) -> None:
     }
     file = tmp_path / "more.jsonl"
     file.write_text(json.dumps({"token_ids": TOKENS[:CHUNK]}))
-    with FakeVllm(place) as server:
-        report = objkv.warm(
+    with FakeVllm(place) as server, objkv.open(**config) as client:
+        report = client.warm(
             [
                 " ".join(map(str, TOKENS)),
                 {"token_ids": [7] * CHUNK, "cache_salt": "acme"},
                 np.arange(CHUNK),
                 file,
             ],
-            config=config,
             endpoints=[server.url],
             at_once=2,
         )
@@ -61,12 +60,15 @@ def test_a_check_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "bulk_url": f"file://{tmp_path / 'chunks'}",
         "index_url": f"sqlite://{tmp_path / 'index.sqlite'}",
     }
-    report = objkv.warm([TOKENS], config=config, model="tiny", check=True)
+    with objkv.open(**config) as client:
+        report = client.warm([TOKENS], model="tiny", check=True)
     assert (report.mode, report.stored_before) == ("check", 1)
 
 
 @pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])
 def test_one_prompt_is_not_taken_for_a_list(prompts: object, tmp_path: Path) -> None:
-    config = {"bulk_url": f"file://{tmp_path}"}
-    with pytest.raises(ConfigError, match="a list of prompts, not a single one"):
-        objkv.warm(prompts, config=config, check=True)  # type: ignore[arg-type]
+    with (
+        objkv.open(bulk_url=f"file://{tmp_path}") as client,
+        pytest.raises(ConfigError, match="a list of prompts, not a single one"),
+    ):
+        client.warm(prompts, check=True)  # type: ignore[arg-type]
