@@ -13,6 +13,7 @@ from functools import partial
 from threading import Lock
 from typing import Final
 
+from objkv.cache.chunks import publish_record
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import Record
@@ -23,7 +24,6 @@ from objkv.ops.backends_view import (
     Lease,
     StoredNamespace,
     delete_unchanged,
-    publish_payload,
 )
 from objkv.ops.inventory.file import Inventory, Slice
 from objkv.ops.runs import Check, Counters, Finding, Unit
@@ -196,7 +196,7 @@ class Verify:
                 assert now.header is not None
                 assert now_record is not None
                 is_hot = now.verdict != "hot" and now_record.shards[key.field].hot
-                publish_payload(view, now.header, is_hot=is_hot)
+                publish_record(view.index, now.header, hot=is_hot, ttl_s=view.ttl_s)
                 return "mended"
             return self._take_away(key, now, now_record, lease)
         finally:
