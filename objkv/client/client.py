@@ -323,9 +323,9 @@ class Client:
         try:
             identity = read_identity(self._backends.bulk, name)
         except PayloadError as exc:
-            return Namespace(name, None, None, None, None, None, str(exc))
+            return Namespace(name, problem=str(exc))
         if identity is None:
-            return Namespace(name, None, None, None, None, None, "no identity document")
+            return Namespace(name, problem="no identity document")
         return Namespace(
             name=name,
             model=identity.model,
@@ -333,7 +333,6 @@ class Client:
             kv_dtype=identity.kv_dtype,
             chunk_tokens=identity.chunk_tokens,
             weights_epoch=identity.weights_epoch,
-            problem=None,
         )
 
     def _read(

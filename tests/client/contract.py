@@ -217,10 +217,6 @@ class ClientContract:
             with pytest.raises(ConfigError, match="the client is closed"):
                 call()
 
-
-class SharedClientContract(ClientContract):
-    """The same, for stores that other processes can read."""
-
     def test_an_audit_reports_what_is_stored(
         self, client: objkv.Client, keys: list[ChunkKey]
     ) -> None:

@@ -14,7 +14,7 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import PromptExtras
 from objkv.keys.topology import Shard
-from tests.client.contract import SharedClientContract
+from tests.client.contract import ClientContract
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
@@ -25,7 +25,7 @@ from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, save, save_ide
 __all__ = ["tokenizer_folder"]
 
 
-class TestSqlite(SharedClientContract):
+class TestSqlite(ClientContract):
     @pytest.fixture
     def settings(self, tmp_path: Path) -> dict[str, str]:
         return {
@@ -50,7 +50,7 @@ class TestSqlite(SharedClientContract):
         assert [chunk.hot for chunk in client.chunks()].count(True) == 2
 
 
-class TestFolderAlone(SharedClientContract):
+class TestFolderAlone(ClientContract):
     @pytest.fixture
     def settings(self, tmp_path: Path) -> dict[str, str]:
         return {"bulk_url": f"file://{tmp_path}/chunks", "index_url": "bulk:"}
