@@ -75,7 +75,6 @@ class DamagedStore:
         ends: Backends,
         *,
         seed: int = 0,
-        ttl_s: int = 86_400,
         seal: Seal | None = None,
         seals: tuple[str, ...] = (),
     ) -> None:
@@ -84,9 +83,7 @@ class DamagedStore:
         self._seal = seal
         self._identity = replace(IDENTITY, extra=sealed_extra(IDENTITY.extra, seals))
         self._seed = seed
-        self._ttl_s = ttl_s
         self._made = 0
-        self._chain: list[tuple[ChunkEntry, Sequence[int]]] = []
         self.planted = Planted(self._identity.namespace())
 
     def plant(self, defects: Defects) -> Planted:
@@ -127,7 +124,7 @@ class DamagedStore:
             self._ends.hot.put(key.path(), _flipped(payload, len(payload) - 1))
             record = replace(record, hot=True)
         if kind not in ("orphan", "unidentified"):
-            self._ends.index.publish(chunk, {key.field: record}, ttl_s=self._ttl_s)
+            self._ends.index.publish(chunk, {key.field: record}, ttl_s=86_400)
         return key.path()
 
     def _next(self, namespace: str) -> tuple[ChunkEntry, Sequence[int]]:

@@ -230,9 +230,6 @@ class RedisIndex:
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
 
-    def __repr__(self) -> str:
-        return f"<RedisIndex {self._prefix}:*>"
-
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``."""
         replies = self._pipelined(
