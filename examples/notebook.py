@@ -69,12 +69,11 @@ for finding in report.findings.counts:
 # %% [markdown]
 # ## Every chunk as a row
 #
-# `chunks()` reads the index. The same rows are available as an Arrow table: `chunks().to_arrow()`.
+# `chunks()` reads the index.
 
 # %%
-chunks = client.chunks().to_pandas().merge(
-    namespaces[["namespace", "model", "tenant"]], on="namespace"
-)  # fmt: skip
+chunks = pd.DataFrame(client.chunks())
+chunks = chunks.merge(namespaces[["namespace", "model", "tenant"]], on="namespace")
 chunks["age_days"] = (report.made_s - chunks["created_s"]) / DAY_S
 chunks["used"] = chunks["hits"] > 0
 print(chunks.groupby("tenant")[["nbytes", "hits"]].sum().sort_values("nbytes", ascending=False))

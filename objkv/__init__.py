@@ -19,21 +19,17 @@ from objkv.errors import (
 )
 
 if TYPE_CHECKING:
-    from objkv.client.chunks import Chunks
     from objkv.client.client import Client, open
-    from objkv.client.results import Chunk, Match, Namespace, PinnedPrefix
-    from objkv.client.warming import warm
+    from objkv.client.results import Chunk, Match, Namespace
     from objkv.ops.audit.report import AuditReport
-    from objkv.ops.explain import Explanation
+    from objkv.ops.pin import PinnedPrefix
     from objkv.ops.warm.report import WarmReport
 
 __all__ = [
     "AuditReport",
     "Chunk",
-    "Chunks",
     "Client",
     "ConfigError",
-    "Explanation",
     "Match",
     "Namespace",
     "NotStored",
@@ -47,18 +43,15 @@ __all__ = [
     "WarmReport",
     "__version__",
     "open",
-    "warm",
 ]
 
 __version__ = "0.2.0.dev0"
 
 _PLACES = {
-    "objkv.client.warming": ("warm",),
-    "objkv.client.chunks": ("Chunks",),
     "objkv.client.client": ("Client", "open"),
-    "objkv.client.results": ("Chunk", "Match", "Namespace", "PinnedPrefix"),
+    "objkv.client.results": ("Chunk", "Match", "Namespace"),
     "objkv.ops.audit.report": ("AuditReport",),
-    "objkv.ops.explain": ("Explanation",),
+    "objkv.ops.pin": ("PinnedPrefix",),
     "objkv.ops.warm.report": ("WarmReport",),
 }
 """The module of each other name. It is imported at the name's first use, which takes a second."""

@@ -15,17 +15,9 @@ import objkv
 from scripts.write_cli import WIDTH, wrapped
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
-FUNCTIONS = ("open", "warm")
-CLASSES = ("Client", "Chunks")
-RESULTS = (
-    "Namespace",
-    "Match",
-    "Chunk",
-    "PinnedPrefix",
-    "AuditReport",
-    "WarmReport",
-    "Explanation",
-)
+FUNCTIONS = ("open",)
+CLASSES = ("Client",)
+RESULTS = ("Namespace", "Match", "Chunk", "PinnedPrefix", "AuditReport", "WarmReport")
 ERRORS = (
     "ObjkvError", "ConfigError", "UnclearName", "NotStored", "StoreError", "StoreUnavailable",
     "StoreDenied", "PayloadError",
@@ -33,7 +25,6 @@ ERRORS = (
 SEE = {
     "AuditReport": "[The audit](../audit.md) describes it.",
     "WarmReport": "[Warming](../warm.md) describes it.",
-    "Explanation": "[Explaining a match](../explain.md) describes it.",
 }
 
 

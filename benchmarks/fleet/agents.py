@@ -15,7 +15,7 @@ from benchmarks.fleet.fleet import Agents, Fleet, Policy, Routing
 from benchmarks.fleet.report import Summary
 from benchmarks.fleet.sweep import Case, Runs
 from benchmarks.fleet.trace import Request
-from objkv.cache.worth import SWEEP_WAIT_S, PutRule
+from objkv.cache.worth import SWEEP_WAIT_S, ChunkCost, PutRule
 from objkv.config.prices import Prices
 
 ARENA_SHARE = 1 / 8
@@ -115,7 +115,7 @@ def decided(fleet: Fleet, costs: Costs) -> Policy:
     tokens = settings.chunk_tokens
     payload = model.token_bytes * tokens
     gpu_s = model.gpus * model.prefill_s(0, _STEP_TOKENS) * tokens / _STEP_TOKENS
-    return rule.decide(rule.chunk([payload], gpu_s)).puts
+    return rule.decide(ChunkCost(1, payload, gpu_s)).puts
 
 
 def all_rows(requests: Sequence[Request], costs: Costs, fleet: Fleet) -> list[Row]:

@@ -61,9 +61,6 @@ class BulkIndex:
         self._store = store
         self._clock = clock
 
-    def __repr__(self) -> str:
-        return f"<BulkIndex of {self._store!r}>"
-
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``. Reads the header of every payload of these chunks."""
         pins = read_pins(self._store, namespace)

@@ -362,15 +362,9 @@ class ChunkCache:
         return header if header is not None and header.claim == claim else None
 
     def _publish(self, path: str, header: Header, *, hot: bool) -> None:
-        claim = header.claim
-        key = claim.key
-        chunk = ChunkEntry(
-            key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-        )
-        record = shard_record(header, hot=hot)
         lease, ttl_s = Lease(path, self._settings.writer), self._settings.ttl_s
         try:
-            self._index.publish(chunk, {key.field: record}, ttl_s=ttl_s, lease=lease)
+            publish_record(self._index, header, hot=hot, ttl_s=ttl_s, lease=lease)
         except StoreError:
             self._recorder.count("publish_errors")
             self.release_lease(path)
@@ -378,6 +372,18 @@ class ChunkCache:
             # If it was found corrupt meanwhile, the next save repairs it.
             if path not in self._suspects:
                 self.in_flight.keep(path)
+
+
+def publish_record(
+    index: WriteIndex, header: Header, *, hot: bool, ttl_s: int, lease: Lease | None = None
+) -> None:
+    """Publish the record of a payload in the bulk store, from its header. See
+    ``WriteIndex.publish``."""
+    claim, key = header.claim, header.claim.key
+    chunk = ChunkEntry(
+        key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
+    )
+    index.publish(chunk, {key.field: shard_record(header, hot=hot)}, ttl_s=ttl_s, lease=lease)
 
 
 def shard_record(header: Header, *, hot: bool = False) -> ShardRecord:

@@ -292,9 +292,6 @@ class PartsIndex:
         self._parts: tuple[str, ...] = ()
         self._parts_end = self._due = -inf
 
-    def __repr__(self) -> str:
-        return f"<PartsIndex {len(self._parts)} parts, of {self._inner!r}>"
-
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> Steps[list[Shards | None]]:

@@ -7,7 +7,7 @@ read again, on average, to pay: about a quarter of them is (``docs/scaling.md``)
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import Lock
 from time import monotonic
@@ -86,10 +86,6 @@ class PutRule:
     def may_hold_back(self) -> bool:
         """Whether any payload may be held back; each is, if that ``is_fixed``."""
         return self.setting == "reused" or (self.setting == "auto" and not self.prices.is_free)
-
-    def chunk(self, payloads: Collection[int], gpu_s: float | None = None) -> ChunkCost:
-        """Return what a chunk takes that is stored in ``payloads`` of so many bytes."""
-        return ChunkCost(len(payloads), sum(payloads), gpu_s)
 
     def cost_usd(self, chunk: ChunkCost) -> float:
         """Return what it costs to put a chunk and to store it."""
@@ -182,7 +178,7 @@ class PutPolicy:
         """Return what was decided last, by namespace; of an empty name, if the settings alone
         decide."""
         if self.rule.is_fixed:
-            return {"": replace(self.rule.decide(self.rule.chunk(())), break_even=None)}
+            return {"": replace(self.rule.decide(ChunkCost(0, 0)), break_even=None)}
         with self._lock:
             found = {name: one.decision for name, one in self._namespaces.items()}
         return {name: decision for name, decision in found.items() if decision is not None}
@@ -194,9 +190,8 @@ class PutPolicy:
 
     def _decide(self, namespace: str, one: _Namespace) -> None:
         token_s, before = one.token.seconds_per_unit, one.decision
-        chunk = self.rule.chunk(
-            one.payloads.values(), None if token_s is None else token_s * one.tokens
-        )
+        gpu_s = None if token_s is None else token_s * one.tokens
+        chunk = ChunkCost(len(one.payloads), sum(one.payloads.values()), gpu_s)
         found = self.rule.decide(chunk, "reused" if before is None else before.puts)
         one.decision, one.decided_from = found, math.inf
         if before is None or found.puts != before.puts:

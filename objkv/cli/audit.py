@@ -222,7 +222,7 @@ def _answers(out: Printer, report: AuditReport, limit: int) -> None:
     if report.pins:
         out.line()
         rows = [
-            (pin.leaf.hex()[:12], pin.namespace[:8], pin.tokens, pin.by or "(unknown)",
+            (pin.leaf[:12], pin.namespace[:8], pin.tokens, pin.by or "(unknown)",
              moment(pin.created_s), moment(pin.until_s))
             for pin in report.pins[:limit]
         ]  # fmt: skip

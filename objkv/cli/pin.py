@@ -19,7 +19,7 @@ from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
 from objkv.ops.backends_view import stored_namespaces
 from objkv.ops.formats import moment, size
 from objkv.ops.listing import find_identity, find_namespace
-from objkv.ops.pin import PinList, Pinned, Pinner, chain_of, list_pins, stored_prefix
+from objkv.ops.pin import PinList, PinnedPrefix, Pinner, chain_of, list_pins, stored_prefix
 from objkv.ops.show import choose_chunk, find_payloads
 
 _LASTS_S_MAX = 10**15
@@ -94,7 +94,7 @@ def pin(
     else:
         session.out.line(
             f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, "
-            f"{size(done.nbytes)}, until {moment(done.until_s)}: {name[:8]} {done.leaf.hex()}"
+            f"{size(done.nbytes)}, until {moment(done.until_s)}: {name[:8]} {done.leaf}"
         )
     return _report_missing(session, done)
 
@@ -146,7 +146,7 @@ def _print(session: Session, found: PinList) -> None:
             [
                 (
                     pin.namespace,
-                    pin.leaf.hex(),
+                    pin.leaf,
                     moment(pin.until_s),
                     pin.tokens,
                     size(pin.nbytes),
@@ -165,7 +165,7 @@ def _print(session: Session, found: PinList) -> None:
         out.line(problem, "yellow")
 
 
-def _report_missing(session: Session, done: Pinned) -> int:
+def _report_missing(session: Session, done: PinnedPrefix) -> int:
     if not done.missing:
         return FINE
     if not session.out.machine:

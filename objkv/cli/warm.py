@@ -126,7 +126,7 @@ def warm(
     Waits until they are stored. Skips stored prompts, so an interrupted command can be repeated.
     VLLM_API_KEY is the endpoints' API key.
     """
-    from objkv.client.warming import warm as run_warm
+    from objkv.client.warming import run_warm
 
     if not prompts:
         raise ConfigError("no prompts: name JSON Lines files, or - for standard input")
@@ -134,8 +134,8 @@ def warm(
         raise ConfigError("--engine-arg needs --model")
     with ending_in_order(), session.out.steps("warming") as step:
         report = run_warm(
+            session.resolved,
             read_prompts(prompts),
-            config=session.resolved,
             endpoints=endpoint or (),
             model=model,
             check=check,

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
 from os import PathLike
@@ -14,24 +14,22 @@ from typing import TYPE_CHECKING, Any, Self
 
 from objkv.assembly.backends import Backends, open_backends, read_lifecycle
 from objkv.assembly.seal import open_seals
-from objkv.client.chunks import Chunks
 from objkv.client.matching import Matcher, encoded
-from objkv.client.results import Match, Namespace, PinnedPrefix
+from objkv.client.results import Chunk, Match, Namespace
 from objkv.config import Resolved, resolve_config
 from objkv.config.prices import LIST_PRICES
 from objkv.errors import ConfigError, NotStored, PayloadError
+from objkv.index.base import ReadIndex, Record
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import AuditReport
-from objkv.ops.backends_view import BackendsView, read_identity, read_namespace, stored_namespaces
+from objkv.ops.backends_view import BackendsView, read_identity, stored_namespaces
 from objkv.ops.chat import LocalTokenizer
-from objkv.ops.explain import Explanation, Question, explain_match
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Walk, find_places, read_view
 from objkv.ops.listing import find_namespace
-from objkv.ops.match import match_prompt
-from objkv.ops.pin import Pinned, Pinner, chain_of, list_pins, stored_prefix
+from objkv.ops.pin import PinnedPrefix, Pinner, chain_of, list_pins, stored_prefix
 from objkv.ops.runs import WorkPool
 from objkv.ops.warm.prompts import to_prompt
 from objkv.telemetry import NullRecorder
@@ -153,53 +151,18 @@ class Client:
         """
         self._check_open()
         tokens, extras = self._read(prompt, cache_salt, lora_digest)
-        return self._matcher.match(self._matcher.known(namespace), tokens, extras)
+        return self._matcher.match(self._matcher.identity(namespace), tokens, extras)
 
-    def explain(
-        self,
-        prompt: Prompt,
-        *,
-        namespace: str | None = None,
-        cache_salt: str | None = None,
-        lora_digest: str | None = None,
-    ) -> Explanation:
-        """Return why a match ends where it does, with evidence and advice.
+    def chunks(self, namespace: str | None = None) -> Iterator[Chunk]:
+        """Return the chunks of one namespace or of all, in no order, as the index is read.
 
-        Reads headers of payloads and may scan the index, so it takes seconds: for people, not for
-        requests. Takes the arguments of ``match``.
+        Takes about 100 bytes of memory per chunk. Chunks that are saved or deleted meanwhile may be
+        missing. ``pandas.DataFrame(client.chunks())`` is a table.
         """
-        backends = self._backends
-        tokens, extras = self._read(prompt, cache_salt, lora_digest)
-        known = self._matcher.known(namespace)
-        try:
-            seal = open_seals(self._config)(read_namespace(backends.bulk, known.name))
-        except ConfigError as exc:
-            logger.warning("seals are not verified reason=%s", exc)
-            seal = None
-        question = Question(
-            bulk=backends.bulk,
-            index=backends.index,
-            identity=known.identity,
-            tokens=tokens,
-            extras=extras,
-            report=match_prompt(backends.index, known.identity, tokens, extras),
-            seal=seal,
-            ttl_s=self._config.ttl_s,
-        )
-        return explain_match(question)
-
-    def chunks(self, namespace: str | None = None) -> Chunks:
-        """Return the chunks of one namespace or of all: iterate over them, or get a table with
-        ``to_pandas()`` or ``to_arrow()``."""
-        backends = self._backends
-
-        def names() -> list[str]:
-            self._check_open()
-            if namespace is None:
-                return backends.index.namespaces()
-            return [find_namespace(backends.bulk, backends.index, namespace)]
-
-        return Chunks(backends.index, names)
+        bulk, index = self._backends.bulk, self._backends.index
+        if namespace is None:
+            return _chunks(index, index.namespaces())
+        return _chunks(index, [find_namespace(bulk, index, namespace)])
 
     def audit(
         self,
@@ -276,17 +239,18 @@ class Client:
         if not math.isfinite(for_s):
             raise ConfigError(f"for_s is {for_s}: a pin must end")
         pinner = self._pinner()
-        known, index = self._matcher.known(namespace), self._backends.index
+        identity, index = self._matcher.identity(namespace), self._backends.index
+        name = identity.namespace()
         if leaf is not None:
-            chain = chain_of(index, known.name, _hash(leaf))
+            chain = chain_of(index, name, _hash(leaf))
         else:
             assert prompt is not None
             tokens, extras = self._read(prompt, cache_salt, lora_digest)
-            hashes = prefix_hashes(known.name, tokens, known.identity.chunk_tokens, extras)
-            chain = stored_prefix(index, known.name, hashes)
+            hashes = prefix_hashes(name, tokens, identity.chunk_tokens, extras)
+            chain = stored_prefix(index, name, hashes)
             if not chain:
-                raise NotStored(f"{known.name}: no chunk of this prompt is stored")
-        return _pin(pinner.pin(known.name, chain, until_s=int(time.time() + for_s)))
+                raise NotStored(f"{name}: no chunk of this prompt is stored")
+        return pinner.pin(name, chain, until_s=int(time.time() + for_s))
 
     def unpin(self, pin: PinnedPrefix | str, *, namespace: str | None = None) -> PinnedPrefix:
         """Remove a pin; normal expiry applies again. Needs the role sweeper.
@@ -297,11 +261,11 @@ class Client:
         pinner = self._pinner()
         leaf = pin if isinstance(pin, str) else pin.leaf
         where = namespace if isinstance(pin, str) else pin.namespace
-        name = self._matcher.known(where).name
+        name = self._matcher.identity(where).namespace()
         done = pinner.unpin(name, _hash(leaf))
         if done is None:
             raise NotStored(f"{name}: {leaf} is not pinned")
-        return _pin(done)
+        return done
 
     def pins(self, namespace: str | None = None) -> list[PinnedPrefix]:
         """Return the pins of one namespace or of all, the next to end first."""
@@ -309,21 +273,46 @@ class Client:
         if namespace is None:
             names = stored_namespaces(backends.bulk)
         else:
-            names = [self._matcher.known(namespace).name]
+            names = [self._matcher.identity(namespace).namespace()]
         found = list_pins(backends.bulk, backends.index, names, now_s=time.time())
         for problem in found.problems:
             logger.warning("a pin is unreadable reason=%s", problem)
-        return [_pin(one) for one in found.pins]
+        return list(found.pins)
 
-    def warm(self, /, prompts: Iterable[Any], **options: Any) -> "WarmReport":
-        """Compute and save ``prompts`` in advance, with this client's settings.
+    def warm(
+        self,
+        /,
+        prompts: Iterable[Any],
+        *,
+        endpoints: Sequence[str] = (),
+        model: str | None = None,
+        check: bool = False,
+        **options: Any,
+    ) -> "WarmReport":
+        """Compute and save ``prompts`` in advance, and wait until they are stored.
 
-        Takes the arguments of ``objkv.warm``.
+        Args:
+            prompts: each one a text, a list of token ids, a request of OpenAI's API as a dict, or
+                the ``Path`` of a file with one of these per line.
+            endpoints: URLs of OpenAI-compatible servers with objkv's connector.
+            model: a folder or hub id; ``vllm serve`` is started for it, and ended afterwards.
+            check: only report which prompts are stored. Text needs ``endpoints``, which tokenize
+                it.
+            options: ``served_model``, the base model's name at the endpoints, if they serve
+                several; their ``api_key``; ``at_once``, concurrent requests per endpoint;
+                ``engine_arguments`` of ``vllm serve``, as ``--NAME`` or ``--NAME=VALUE``;
+                ``namespace``, instead of the one that a test request finds; ``progress``, called
+                with a ``WarmReport`` as prompts end, from another thread.
+
+        ``report.is_complete`` is True if all of them are stored. An interruption ends the call, and
+        the report states it.
         """
-        from objkv.client.warming import warm  # late: a client of HTTP
+        from objkv.client.warming import run_warm  # late: a client of HTTP
 
         self._check_open()
-        return warm(prompts, config=self._resolved, **options)
+        return run_warm(
+            self._resolved, prompts, endpoints=endpoints, model=model, check=check, **options
+        )
 
     @property
     def _backends(self) -> Backends:
@@ -339,9 +328,9 @@ class Client:
         try:
             identity = read_identity(self._backends.bulk, name)
         except PayloadError as exc:
-            return Namespace(name, None, None, None, None, None, str(exc))
+            return Namespace(name, problem=str(exc))
         if identity is None:
-            return Namespace(name, None, None, None, None, None, "no identity document")
+            return Namespace(name, problem="no identity document")
         return Namespace(
             name=name,
             model=identity.model,
@@ -349,7 +338,6 @@ class Client:
             kv_dtype=identity.kv_dtype,
             chunk_tokens=identity.chunk_tokens,
             weights_epoch=identity.weights_epoch,
-            problem=None,
         )
 
     def _read(
@@ -400,13 +388,30 @@ def _hash(leaf: str) -> bytes:
     return found
 
 
-def _pin(one: Pinned) -> PinnedPrefix:
-    return PinnedPrefix(
-        namespace=one.namespace,
-        leaf=one.leaf.hex(),
-        tokens=one.tokens,
-        chunks=one.chunks,
-        until_s=one.until_s,
-        nbytes=one.nbytes,
-        missing=one.missing,
+def _chunks(index: ReadIndex, names: Iterable[str]) -> Iterator[Chunk]:
+    for name in names:
+        seen = set()
+        for record in index.scan(name):
+            # A scan may repeat records.
+            if record.shards and record.prefix_hash not in seen:
+                seen.add(record.prefix_hash)
+                yield _chunk(name, record)
+
+
+def _chunk(namespace: str, record: Record) -> Chunk:
+    shards = record.shards.values()
+    return Chunk(
+        namespace=namespace,
+        prefix_hash=record.prefix_hash.hex(),
+        parent_hash=record.parent_hash.hex(),
+        token_start=record.token_start,
+        token_end=record.token_end,
+        payloads=len(shards),
+        nbytes=record.nbytes,
+        raw_bytes=sum(shard.raw_bytes for shard in shards),
+        hot=all(shard.hot for shard in shards),
+        hits=record.hits,
+        created_s=max(shard.created_s for shard in shards),
+        touched_s=record.touched_s,
+        pinned_until_s=record.pinned_until_s,
     )

@@ -6,10 +6,9 @@ trip; for any other, ``PartsIndex`` reads one record more.
 
 import time
 from array import array
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from threading import Lock
-from typing import Generic, TypeVar
 
 from objkv.background import at_once
 from objkv.cache.lookup import PartsIndex
@@ -17,24 +16,12 @@ from objkv.cache.match import covered, usable_chunks
 from objkv.client.results import Match, MatchEnd
 from objkv.errors import ConfigError, StoreError
 from objkv.index.base import ReadIndex, Shards
-from objkv.index.fields import are_hot
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.ops.backends_view import read_identity
-from objkv.ops.listing import find_namespace
+from objkv.ops.listing import find_identity
 from objkv.stores.base import ReadStore
 
-T = TypeVar("T")
 _KEEP_S = 30.0
-_COVERED_MAX = 4_096
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """A namespace that can be matched."""
-
-    name: str
-    identity: Identity
 
 
 class Matcher:
@@ -45,29 +32,51 @@ class Matcher:
     ) -> None:
         self._bulk = bulk
         self._index = index
-        self._known: _Kept[Known] = _Kept(clock)
-        self._covered: dict[Hashable, bool] = {}
+        self._clock = clock
+        self._lock = Lock()
+        self._known: dict[str | None, tuple[float, Identity]] = {}
+        """By the name asked for, with the time until which it is used without another look."""
 
-    def known(self, namespace: str | None) -> Known:
-        """Return the namespace called ``namespace``, or the only one. See ``find_namespace``."""
-        return self._known.get(namespace, lambda: self._find(namespace))
+    def identity(self, namespace: str | None) -> Identity:
+        """Return the identity of the namespace called ``namespace``, or of the only one. See
+        ``find_identity``.
 
-    def match(self, known: Known, tokens: Sequence[int], extras: PromptExtras) -> Match:
+        It is read again after ``_KEEP_S``, by one thread while the others use the old one. If that
+        fails with a ``StoreError``, the old one stays.
+        """
+        now, kept = self._clock(), self._known.get(namespace)
+        # An end beyond the maximum means that the clock was set back meanwhile.
+        if kept is not None and now < kept[0] <= now + _KEEP_S:
+            return kept[1]
+        if kept is None:
+            found = find_identity(self._bulk, self._index, namespace)
+        elif self._lock.acquire(blocking=False):
+            try:
+                found = find_identity(self._bulk, self._index, namespace)
+            except StoreError:
+                found = kept[1]
+            finally:
+                self._lock.release()
+        else:
+            return kept[1]
+        self._known[namespace] = (now + _KEEP_S, found)
+        return found
+
+    def match(self, identity: Identity, tokens: Sequence[int], extras: PromptExtras) -> Match:
         """Return the stored prefix of ``tokens``."""
-        identity, size = known.identity, known.identity.chunk_tokens
-        hashes = prefix_hashes(known.name, tokens, size, extras)
-        is_covered, groups = self._is_covered(known.name), identity.groups
+        name, groups, size = identity.namespace(), identity.groups, identity.chunk_tokens
+        hashes = prefix_hashes(name, tokens, size, extras)
 
         def is_stored(shards: Shards) -> bool:
-            return all(is_covered(shards, number, group) for number, group in enumerate(groups))
+            return all(_is_covered(shards, number, group) for number, group in enumerate(groups))
 
         index = PartsIndex(self._index, is_stored, again_s=0)
         fields = [str(number) for number in range(len(groups))]
-        found = at_once(index.find(known.name, hashes, fields)) if hashes else []
-        usable = usable_chunks(found, groups, size, is_covered)
-        hot = sum([one is not None and are_hot(one) for one in found[:usable]])
+        found = at_once(index.find(name, hashes, fields)) if hashes else []
+        usable = usable_chunks(found, groups, size, _is_covered)
+        hot = sum([all(one.hot for one in shards.values()) for shards in found[:usable] if shards])
         return Match(
-            namespace=known.name,
+            namespace=name,
             model=identity.model,
             chunk_tokens=size,
             prompt_tokens=len(tokens),
@@ -78,30 +87,15 @@ class Matcher:
             end=_end(found, usable),
         )
 
-    def _find(self, wanted: str | None) -> Known:
-        name = find_namespace(self._bulk, self._index, wanted)
-        identity = read_identity(self._bulk, name)
-        if identity is None:
-            raise ConfigError(
-                f"the bulk store has no {name}/identity.json; either no replica has saved there, "
-                "or bulk_url and index_url do not belong together"
-            )
-        return Known(name, identity)
 
-    def _is_covered(self, namespace: str) -> Callable[[Shards, int, GroupIdentity], bool]:
-        """Return ``covered`` with a memory: most chunks have the same shards."""
-        memory = self._covered
+def _is_covered(shards: Shards, number: int, group: GroupIdentity) -> bool:
+    return _have_all(tuple(shards), number, group)
 
-        def is_covered(shards: Shards, group_id: int, group: GroupIdentity) -> bool:
-            key = (namespace, group_id, *shards)
-            try:
-                return memory[key]
-            except KeyError:
-                if len(memory) >= _COVERED_MAX:
-                    memory.clear()
-                return memory.setdefault(key, covered(shards, group_id, group))
 
-        return is_covered
+@lru_cache(maxsize=4_096)
+def _have_all(fields: tuple[str, ...], number: int, group: GroupIdentity) -> bool:
+    """Return ``covered`` from memory: most chunks have the same fields."""
+    return covered(fields, number, group)
 
 
 def encoded(tokens: Sequence[int]) -> "array[int]":
@@ -127,34 +121,3 @@ def _end(found: Sequence[Shards | None], usable: int) -> MatchEnd:
     if found[usable]:
         return "incomplete"
     return "gap" if any(found[usable + 1 :]) else "missing"
-
-
-class _Kept(Generic[T]):
-    """Values by name, each read again after ``_KEEP_S``. One thread reads it again while the others
-    use the old value. If that fails with a ``StoreError``, the old value stays."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._lock = Lock()
-        self._values: dict[str | None, tuple[float, T]] = {}
-
-    def get(self, name: str | None, read: Callable[[], T]) -> T:
-        """Return the value called ``name``, from ``read`` if it is old or unknown."""
-        now = self._clock()
-        kept = self._values.get(name)
-        # An end beyond the maximum means that the clock was set back meanwhile.
-        if kept is not None and now < kept[0] <= now + _KEEP_S:
-            return kept[1]
-        if kept is None:
-            value = read()
-        elif self._lock.acquire(blocking=False):
-            try:
-                value = read()
-            except StoreError:
-                value = kept[1]
-            finally:
-                self._lock.release()
-        else:
-            return kept[1]
-        self._values[name] = (now + _KEEP_S, value)
-        return value

@@ -15,14 +15,14 @@ class Namespace:
 
     name: str
     """32 hex digits."""
-    model: str | None
+    model: str | None = None
     """None, like the other values, if its identity document cannot be used."""
-    tenant: str | None
-    kv_dtype: str | None
-    chunk_tokens: int | None
+    tenant: str | None = None
+    kv_dtype: str | None = None
+    chunk_tokens: int | None = None
     """Tokens of a chunk. A shorter rest of a prompt is never stored."""
-    weights_epoch: int | None
-    problem: str | None
+    weights_epoch: int | None = None
+    problem: str | None = None
     """Why it cannot be matched, e.g. because it stores encoder outputs; None if it can."""
 
 
@@ -97,19 +97,3 @@ class Chunk:
     """When a replica last loaded it; 0 if never."""
     pinned_until_s: int
     """When its pin ends; 0 without a pin."""
-
-
-@dataclass(frozen=True, slots=True)
-class PinnedPrefix:
-    """A prefix that is protected from expiry and eviction."""
-
-    namespace: str
-    leaf: str
-    """Prefix hash of its last chunk, which identifies the pin."""
-    tokens: int
-    chunks: int
-    until_s: int
-    nbytes: int
-    """Bytes of its payloads, according to the index."""
-    missing: int
-    """Chunks without a record. Replicas cannot load the chunks after the first of them."""

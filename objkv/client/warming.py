@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from objkv.assembly.backends import open_backends
-from objkv.config import Resolved, resolve_config
+from objkv.config import Resolved
 from objkv.errors import ConfigError
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.listing import find_identity
@@ -18,10 +18,10 @@ from objkv.ops.warm.run import WarmJob, warm_by
 from objkv.telemetry import NullRecorder
 
 
-def warm(
+def run_warm(
+    resolved: Resolved,
     prompts: Iterable[Any],
     *,
-    config: Mapping[str, Any] | Resolved | None = None,
     endpoints: Sequence[str] = (),
     model: str | None = None,
     check: bool = False,
@@ -32,25 +32,7 @@ def warm(
     at_once: int | None = None,
     progress: Callable[[WarmReport], None] = lambda report: None,
 ) -> WarmReport:
-    """Compute and save ``prompts`` in advance. Waits until they are stored.
-
-    Args:
-        prompts: each one a text, a list of token ids, a request of OpenAI's API as a dict, or the
-            ``Path`` of a file with one of these per line.
-        config: settings by name, in addition to those of the environment.
-        endpoints: URLs of OpenAI-compatible servers with objkv's connector.
-        model: a folder or hub id; ``vllm serve`` is started for it, and ended afterwards.
-        check: only report which prompts are stored. Text needs ``endpoints``, which tokenize it.
-        served_model: the base model's name at the endpoints, if they serve several.
-        api_key: the endpoints' key.
-        engine_arguments: further arguments of ``vllm serve``, as ``--NAME`` or ``--NAME=VALUE``.
-        namespace: a namespace or its prefix, instead of the one that a test request finds.
-        at_once: concurrent requests per endpoint.
-        progress: called as prompts end, from another thread.
-
-    ``report.is_complete`` is True if all of them are stored. Raises ``ConfigError`` and
-    ``StoreError``. An interruption ends the call, and the report states it.
-    """
+    """Warm ``prompts``, also ``WarmPrompt``. For all else see ``Client.warm``."""
     if isinstance(prompts, str | bytes | Mapping):
         raise ConfigError("prompts must be a list of prompts, not a single one")
     if bool(endpoints) + (model is not None) != 1 and not check:
@@ -58,7 +40,6 @@ def warm(
             "choose how to compute: an endpoint, or a model to start a server; or check, which "
             "does not compute"
         )
-    resolved = config if isinstance(config, Resolved) else resolve_config(dict(config or {}))
     settings = resolved.config
     with ExitStack() as stack:
         backends = stack.enter_context(open_backends(settings, NullRecorder()))

@@ -85,10 +85,6 @@ class WrittenShards(Mapping[str, ShardRecord]):
     def __len__(self) -> int:
         return len(self._values) - self._values.count(b"")
 
-    def are_hot(self) -> bool:
-        """Whether all shards have hot copies. Decodes nothing."""
-        return b" 0\n" not in b"\n".join((*self._values, b""))  # it is the last part
-
     def written(self, fields: Sequence[str]) -> bytes:
         """Return the encoded shards of ``fields``, divided by line ends; an absent one is empty."""
         if self._fields == fields:
@@ -128,13 +124,6 @@ def shards_of(record: Record | None, fields: Sequence[str]) -> Shards | None:
     if record is None:
         return None
     return {name: record.shards[name] for name in fields if name in record.shards} or None
-
-
-def are_hot(shards: Shards) -> bool:
-    """Whether every payload of ``shards`` has a copy in the hot store."""
-    if isinstance(shards, WrittenShards):
-        return shards.are_hot()
-    return all(shard.hot for shard in shards.values())
 
 
 def sighting_name(name: str) -> str:

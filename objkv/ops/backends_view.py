@@ -10,18 +10,17 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from hashlib import sha256
 from typing import Any, Final, TypeVar, cast
 
 from pydantic import TypeAdapter
 
-from objkv.cache.chunks import LEASE_MS, shard_record
-from objkv.codec.payload import Header
+from objkv.cache.chunks import LEASE_MS
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import PayloadError, StoreError
-from objkv.index.base import ChunkEntry, PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
+from objkv.index.base import PruneIndex, ReadIndex, Record, ShardRecord, WriteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import ENCODER_SCHEME
 from objkv.keys.identity import (
@@ -286,16 +285,6 @@ def recorded(index: ReadIndex, key: ChunkKey) -> tuple[Record | None, ShardRecor
     """Return the record of a payload's chunk, and the payload's part of it."""
     [record] = index.lookup(key.namespace, [key.prefix_hash])
     return record, None if record is None else record.shards.get(key.field)
-
-
-def publish_payload(view: BackendsView, header: Header, *, is_hot: bool = False) -> None:
-    """Publish the record of a payload in the bulk store, from its header."""
-    claim, key = header.claim, header.claim.key
-    chunk = ChunkEntry(
-        key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-    )
-    shard = replace(shard_record(header), hot=is_hot)
-    view.index.publish(chunk, {key.field: shard}, ttl_s=view.ttl_s)
 
 
 def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:

@@ -23,11 +23,12 @@ _UPDATES_MAX = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Pinned:
-    """One pinned prefix, and how much of it is stored."""
+class PinnedPrefix:
+    """A prefix that is protected from expiry and eviction, and how much of it is stored."""
 
     namespace: str
-    leaf: bytes
+    leaf: str
+    """Prefix hash of its last chunk, in hex digits, which identifies the pin."""
     tokens: int
     chunks: int
     until_s: int
@@ -45,7 +46,7 @@ class Pinned:
 class PinList:
     """All pins of some namespaces."""
 
-    pins: tuple[Pinned, ...]
+    pins: tuple[PinnedPrefix, ...]
     problems: tuple[str, ...]
     """Unreadable documents, and why."""
 
@@ -88,7 +89,7 @@ class Pinner:
 
     def pin(
         self, namespace: str, chain: Sequence[Record], *, until_s: int, by: str | None = None
-    ) -> Pinned:
+    ) -> PinnedPrefix:
         """Pin the prefix of these records, first chunk first, until ``until_s``.
 
         This replaces an earlier pin of the prefix, even a longer one. Chunks shared with other
@@ -105,7 +106,7 @@ class Pinner:
         nbytes = sum(record.nbytes for record in chain)
         return _pinned(pin, nbytes, missing)
 
-    def unpin(self, namespace: str, leaf: bytes) -> Pinned | None:
+    def unpin(self, namespace: str, leaf: bytes) -> PinnedPrefix | None:
         """Remove the pin of the prefix that ends with ``leaf``; return None if there is none.
 
         Its chunks expire ``ttl_s`` from now, unless other pins keep them. An unreadable document
@@ -116,7 +117,7 @@ class Pinner:
             pin = read_pin(self.bulk, path)
         except PayloadError:
             self.bulk.delete(path)
-            return Pinned(namespace, leaf, 0, 0, 0, 0, 0)
+            return PinnedPrefix(namespace, leaf.hex(), 0, 0, 0, 0, 0)
         if pin is None:
             return None
         self._update(pin, without=path)
@@ -193,14 +194,14 @@ def _is_over(pin: Pin, at_s: float) -> bool:
     return pin.until_s <= at_s
 
 
-def _described(index: ReadIndex, pin: Pin) -> Pinned:
+def _described(index: ReadIndex, pin: Pin) -> PinnedPrefix:
     records = index.lookup(pin.namespace, pin.chunks)
     nbytes = sum(record.nbytes for record in records if record is not None)
     return _pinned(pin, nbytes, records.count(None))
 
 
-def _pinned(pin: Pin, nbytes: int, missing: int) -> Pinned:
-    return Pinned(
-        pin.namespace, pin.leaf, pin.tokens, len(pin.chunks), pin.until_s, nbytes, missing, pin.by,
-        pin.created_s,
+def _pinned(pin: Pin, nbytes: int, missing: int) -> PinnedPrefix:
+    return PinnedPrefix(
+        pin.namespace, pin.leaf.hex(), pin.tokens, len(pin.chunks), pin.until_s, nbytes, missing,
+        pin.by, pin.created_s,
     )  # fmt: skip

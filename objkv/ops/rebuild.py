@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Final
 
-from objkv.cache.chunks import shard_record, stored_header
+from objkv.cache.chunks import publish_record, shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
@@ -22,7 +22,6 @@ from objkv.ops.backends_view import (
     BackendsView,
     StoredNamespace,
     StoredPayload,
-    publish_payload,
     recorded,
     with_records,
 )
@@ -128,7 +127,7 @@ class Rebuild:
             now = stored_header(view.bulk, stored.entry, seal)
             if now is None or now.checksum != header.checksum:
                 return False
-            publish_payload(view, header, is_hot=self._is_hot(header))
+            publish_record(view.index, header, hot=self._is_hot(header), ttl_s=view.ttl_s)
         finally:
             view.index.release(key.path(), view.owner)
         return True

@@ -15,7 +15,7 @@ from functools import partial
 from threading import Condition, Lock
 from typing import Final, Literal
 
-from objkv.cache.chunks import stored_header
+from objkv.cache.chunks import publish_record, stored_header
 from objkv.codec.payload import Header, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
@@ -28,7 +28,6 @@ from objkv.ops.backends_view import (
     Lease,
     StoredNamespace,
     delete_unchanged,
-    publish_payload,
     recorded,
 )
 from objkv.ops.inventory.file import Inventory, Slice
@@ -346,7 +345,7 @@ class Verify:
                 assert now.header is not None
                 assert now_record is not None
                 is_hot = now.verdict != "hot" and now_record.shards[key.field].hot
-                publish_payload(view, now.header, is_hot=is_hot)
+                publish_record(view.index, now.header, hot=is_hot, ttl_s=view.ttl_s)
                 return "mended"
             return self._take_away(key, now, now_record, lease)
         finally:

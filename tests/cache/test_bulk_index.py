@@ -14,8 +14,9 @@ from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.cache.lookup import PartsIndex
 from objkv.cache.match import covered
-from objkv.codec.payload import Claim, read_header
+from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied
+from objkv.index.base import ShardRecord
 from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.local import LocalStore
@@ -45,6 +46,12 @@ def store(tmp_path: Path) -> LocalStore:
 @pytest.fixture
 def index(store: LocalStore) -> BulkIndex:
     return BulkIndex(store)
+
+
+def first_shard(index: BulkIndex) -> ShardRecord:
+    [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
+    assert shards is not None
+    return shards[FIELD]
 
 
 def test_what_was_saved_is_found_without_being_announced(
@@ -132,11 +139,10 @@ def test_a_payload_that_could_not_be_used_is_gone_for_everybody(
     store: LocalStore, index: BulkIndex
 ) -> None:
     [first, *_] = save(store, None)
-    [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
-    assert shards is not None
-    assert index.forget(NAMESPACE, HASHES[0], FIELD, shards[FIELD])
+    shard = first_shard(index)
+    assert index.forget(NAMESPACE, HASHES[0], FIELD, shard)
     assert store.head(first.path()) is None
-    assert not index.forget(NAMESPACE, HASHES[0], FIELD, shards[FIELD])
+    assert not index.forget(NAMESPACE, HASHES[0], FIELD, shard)
     [record] = index.lookup(NAMESPACE, HASHES[1:2])
     assert record is not None
     assert index.forget(NAMESPACE, HASHES[1], FIELD, record.shards[FIELD])
@@ -146,12 +152,10 @@ def test_a_payload_that_was_written_anew_meanwhile_stays(
     store: LocalStore, index: BulkIndex, tmp_path: Path
 ) -> None:
     [first, *_] = save(store, None)
-    [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
-    assert shards is not None
+    shard = first_shard(index)
     os.utime(tmp_path / first.path(), (1, 1))
-    assert not index.forget(NAMESPACE, HASHES[0], FIELD, shards[FIELD])
-    other = replace(shards[FIELD], nbytes=1)
-    assert not index.forget(NAMESPACE, HASHES[0], FIELD, other)
+    for other in (shard, replace(shard, nbytes=1)):
+        assert not index.forget(NAMESPACE, HASHES[0], FIELD, other)
     assert store.head(first.path()) is not None
 
 
@@ -182,14 +186,11 @@ def test_what_one_replica_found_corrupt_is_saved_anew(
     payload = file.read_bytes()
     file.write_bytes(payload[:-1] + bytes([payload[-1] ^ 1]))
     header = read_header(payload)
-    claim: Claim = header.claim
     settings = CacheSettings("w", ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
     cache = ChunkCache(store, None, index, settings, MemoryRecorder())
-    [shards, *_] = index.find(NAMESPACE, HASHES, [FIELD])
-    assert shards is not None
-    cache.reject(key, shards[key.field], corrupt=True)
+    cache.reject(key, first_shard(index), corrupt=True)
     assert index.find(NAMESPACE, HASHES, [FIELD])[0] is None
-    assert cache.save(claim.key.path(), payload, header)
+    assert cache.save(key.path(), payload, header)
     assert file.read_bytes() == payload
 
 

@@ -56,9 +56,10 @@ class World:
             self.bulk, self.hot, self.index, self.settings, self.recorder, clock=self.clock
         )
 
-    def record(self) -> ShardRecord | None:
+    def record(self) -> ShardRecord:
         (found,) = self.index.lookup(KEY.namespace, [KEY.prefix_hash])
-        return None if found is None else found.shards[KEY.field]
+        assert found is not None
+        return found.shards[KEY.field]
 
     def get(self, arrived: Any = None) -> bytes:
         room = bytearray(len(PAYLOAD))
@@ -75,40 +76,33 @@ def world() -> World:
 def test_a_record_appears_when_its_payload_can_be_read(world: World) -> None:
     stored: list[bytes | None] = []
     world.index.after = lambda: stored.append(world.bulk.get(PATH))
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.cache.save(PATH, PAYLOAD, HEADER)
     assert stored == [PAYLOAD]
-    record = world.record()
-    assert record is not None
-    assert record.header_checksum == HEADER.checksum[:16]
+    assert world.record().header_checksum == HEADER.checksum[:16]
 
 
 def test_another_writers_payload_is_published_as_it_is(world: World) -> None:
     theirs, header = payload_of(writer="another")
     world.bulk.put(PATH, theirs)
-    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
-    record = world.record()
-    assert record is not None
-    assert record.header_checksum == header.checksum[:16] != HEADER.checksum[:16]
+    assert not world.cache.save(PATH, PAYLOAD, HEADER)
+    assert world.record().header_checksum == header.checksum[:16] != HEADER.checksum[:16]
 
 
 @pytest.mark.parametrize("stored", [payload_of(OTHER_CLAIM)[0], PAYLOAD[:-1], b"garbage"])
 def test_an_unusable_payload_is_replaced(world: World, stored: bytes) -> None:
     world.bulk.put(PATH, stored)
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.cache.save(PATH, PAYLOAD, HEADER)
     assert world.bulk.get(PATH) == PAYLOAD
 
 
 def test_a_corrupt_payload_is_forgotten_and_replaced(world: World) -> None:
-    world.cache.save(KEY.path(), PAYLOAD, HEADER)
-    record = world.record()
-    assert record is not None
-    damaged = PAYLOAD[:-1] + b"?"
-    world.bulk.put(PATH, damaged)
+    world.cache.save(PATH, PAYLOAD, HEADER)
+    world.bulk.put(PATH, PAYLOAD[:-1] + b"?")
     assert not world.cache.in_flight.begin(PATH)
-    world.cache.reject(KEY, record, corrupt=True)
+    world.cache.reject(KEY, world.record(), corrupt=True)
     assert world.cache.in_flight.begin(PATH)
-    assert world.record() is None
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.index.lookup(KEY.namespace, [KEY.prefix_hash]) == [None]
+    assert world.cache.save(PATH, PAYLOAD, HEADER)
     assert world.bulk.get(PATH) == PAYLOAD
 
 
@@ -118,30 +112,28 @@ def test_a_payload_that_is_found_corrupt_while_it_is_saved_is_replaced_by_the_ne
     """The save under way has looked before that was known, and takes what is there for good."""
     world.bulk.put(PATH, PAYLOAD[:-1] + b"?")
     world.index.after = lambda: world.cache.reject(KEY, None, corrupt=True)
-    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert not world.cache.save(PATH, PAYLOAD, HEADER)
     assert world.cache.in_flight.begin(PATH)
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.cache.save(PATH, PAYLOAD, HEADER)
     assert world.bulk.get(PATH) == PAYLOAD
 
 
 def test_a_corrupt_hot_copy_is_not_read_again(world: World) -> None:
-    world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    world.cache.save(PATH, PAYLOAD, HEADER)
     world.hot.put(PATH, bytes(len(PAYLOAD)))
-    record = world.record()
-    assert record is not None
-    assert record.hot
-    world.cache.reject(KEY, record, corrupt=True)
+    assert world.record().hot
+    world.cache.reject(KEY, world.record(), corrupt=True)
     assert world.get() == PAYLOAD
 
 
 def test_a_hot_store_that_fails_is_read_past(world: World) -> None:
-    world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    world.cache.save(PATH, PAYLOAD, HEADER)
     world.hot.fail_until_mended(StoreUnavailable("gone"))
     assert world.get() == PAYLOAD
 
 
 def test_bytes_of_a_hot_copy_are_told_when_it_is_whole(world: World) -> None:
-    world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    world.cache.save(PATH, PAYLOAD, HEADER)
     told: list[int] = []
     world.get(told.append)
     assert told == [0, len(PAYLOAD)]
@@ -149,8 +141,8 @@ def test_bytes_of_a_hot_copy_are_told_when_it_is_whole(world: World) -> None:
 
 def test_an_unreachable_index_stops_no_save(world: World) -> None:
     world.index.error = StoreUnavailable("gone")
-    assert world.cache.take_lease(KEY.path())
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.cache.take_lease(PATH)
+    assert world.cache.save(PATH, PAYLOAD, HEADER)
     assert world.recorder.value("publish_errors") == 1
     assert world.cache.in_flight.begin(PATH), "the next request may save it again"
 
@@ -171,16 +163,15 @@ def test_a_chunk_is_saved_once_at_a_time_and_not_again_for_a_while(world: World)
 @pytest.mark.parametrize(("save_max", "hot"), [(len(PAYLOAD), True), (len(PAYLOAD) - 1, False)])
 def test_only_a_small_payload_becomes_hot_when_it_is_saved(save_max: int, hot: bool) -> None:
     world = World(save_max)
-    assert world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert world.cache.save(PATH, PAYLOAD, HEADER)
     assert (world.hot.get(PATH) is not None) is hot
-    assert (record := world.record()) is not None
-    assert record.hot is hot
+    assert world.record().hot is hot
 
 
 def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(world: World) -> None:
-    world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    world.cache.save(PATH, PAYLOAD, HEADER)
     assert world.cache.link.bytes_per_s == pytest.approx(len(PAYLOAD) / 2.0)
-    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
+    assert not world.cache.save(PATH, PAYLOAD, HEADER)
     assert world.cache.link.puts.count == 1
 
 
@@ -188,14 +179,13 @@ def test_a_put_tells_how_fast_the_link_is_and_one_that_sent_nothing_does_not(wor
 def test_who_finds_anothers_payload_promises_the_hot_copy_that_there_is(
     world: World, becomes: str
 ) -> None:
-    assert world.another_cache().save(KEY.path(), PAYLOAD, HEADER)
+    assert world.another_cache().save(PATH, PAYLOAD, HEADER)
     if becomes == "evicted":
         world.hot.delete(PATH)
     elif becomes == "unreachable":
         world.hot.fail_until_mended(StoreUnavailable("gone"))
-    assert not world.cache.save(KEY.path(), PAYLOAD, HEADER)
-    assert (record := world.record()) is not None
-    assert record.hot is (becomes == "kept")
+    assert not world.cache.save(PATH, PAYLOAD, HEADER)
+    assert world.record().hot is (becomes == "kept")
     assert world.recorder.value("hot_errors") == (becomes == "unreachable")
 
 
@@ -205,7 +195,6 @@ def test_mending_a_corrupt_payload_mends_its_hot_copy_or_promises_none(save_max:
     world.bulk.put(PATH, PAYLOAD)
     world.hot.put(PATH, b"not " + PAYLOAD[4:])
     world.cache.reject(KEY, None, corrupt=True)
-    world.cache.save(KEY.path(), PAYLOAD, HEADER)
-    assert (record := world.record()) is not None
-    assert record.hot is bool(save_max)
+    world.cache.save(PATH, PAYLOAD, HEADER)
+    assert world.record().hot is bool(save_max)
     assert not save_max or world.hot.get(PATH) == PAYLOAD

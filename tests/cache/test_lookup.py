@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from threading import Event, Lock, Timer, get_ident
 from threading import enumerate as enumerate_threads
-from typing import ClassVar
 
 import pytest
 from hypothesis import given
@@ -168,12 +167,20 @@ def test_one_requests_lookup_is_awaited_while_others_hang(
     assert not service.wait_for("r", PATIENCE_S)
 
 
-def test_what_is_found_is_decoded_before_it_is_asked_for(
+def test_prompts_are_hashed_and_what_is_found_is_decoded_on_the_lookup_thread(
     service: LookupService, index: GatedIndex, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scheduler's thread would take milliseconds for a long prompt."""
     written = WrittenShards((FIELD,), [encode_shard(SHARD)])
     threads: list[int] = []
+
+    class Hashes:
+        def __len__(self) -> int:
+            return len(HASHES)
+
+        def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
+            threads.append(get_ident())
+            return HASHES[chunks]
 
     def decode(self: WrittenShards) -> dict[str, ShardRecord]:
         threads.append(get_ident())
@@ -181,8 +188,8 @@ def test_what_is_found_is_decoded_before_it_is_asked_for(
 
     monkeypatch.setattr(WrittenShards, "_shards", decode)
     monkeypatch.setattr(index, "find", lambda *_: [written, None, written])
-    assert answer(lambda: service.ask("r", NS, HASHES))[0] is written
-    assert len(threads) == 1
+    assert answer(lambda: service.ask("r", NS, Hashes()))[0] is written
+    assert len(threads) == 2
     assert get_ident() not in threads
 
 
@@ -190,6 +197,7 @@ def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(
     service: LookupService, index: GatedIndex
 ) -> None:
     index.gate.set()
+    assert service.ask("r", NS, []) == ()
     answer(lambda: service.ask("r", NS, HASHES[:1]))
     assert answer(lambda: service.ask("r", NS, HASHES)) == ({FIELD: SHARD}, None, None)
     assert index.asked == [HASHES[:1], HASHES[1:]]
@@ -229,11 +237,6 @@ def test_a_request_that_waits_long_after_its_answer_is_looked_up_anew(
     assert answer(lambda: service.ask("r", NS, HASHES)) == ({FIELD: SHARD}, {FIELD: SHARD}, None)
 
 
-def test_a_prompt_without_chunks_needs_no_lookup(service: LookupService, index: GatedIndex) -> None:
-    assert service.ask("r", NS, []) == ()
-    assert not index.asked
-
-
 def test_after_the_deadline_the_answer_is_no_match_and_stays_so(
     service: LookupService, index: GatedIndex, clock: ManualClock, recorder: MemoryRecorder
 ) -> None:
@@ -245,11 +248,15 @@ def test_after_the_deadline_the_answer_is_no_match_and_stays_so(
     assert recorder.value("lookup_deadlines") == 1
 
 
-def test_a_failed_lookup_is_no_match(
-    service: LookupService, index: GatedIndex, recorder: MemoryRecorder
+@pytest.mark.parametrize("error", [StoreUnavailable("gone"), AttributeError("a bug")])
+def test_a_failed_lookup_is_no_match_and_a_bug_is_told_once(
+    service: LookupService, index: GatedIndex, recorder: MemoryRecorder, error: Exception
 ) -> None:
-    index.error = StoreUnavailable("gone")
+    index.error = error
     index.gate.set()
+    if isinstance(error, AttributeError):
+        with pytest.raises(AttributeError):
+            answer(lambda: service.ask("r", NS, HASHES))
     assert answer(lambda: service.ask("r", NS, HASHES)) == (None, None, None)
     assert recorder.value("lookup_errors") == 1
 
@@ -289,37 +296,6 @@ def test_a_forgotten_request_that_waits_gives_its_place_to_another(
     assert answer(lambda: service.ask("next", NS, HASHES)) == ({FIELD: SHARD}, None, None)
     assert len(index.asked) == 4
     service.close()
-
-
-def test_asking_takes_nothing_from_the_prompt_on_the_caller_s_thread(
-    service: LookupService, index: GatedIndex
-) -> None:
-    """It may be long, and its hashes yet to be computed."""
-
-    class Hashes:
-        threads: ClassVar[set[int]] = set()
-
-        def __len__(self) -> int:
-            return len(HASHES)
-
-        def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
-            self.threads.add(get_ident())
-            return HASHES[chunks]
-
-    index.gate.set()
-    answer(lambda: service.ask("r", NS, Hashes()))
-    assert Hashes.threads
-    assert get_ident() not in Hashes.threads
-
-
-def test_hashes_that_cannot_be_computed_are_no_match_and_told_once(
-    service: LookupService, index: GatedIndex
-) -> None:
-    index.error = AttributeError("a bug")
-    index.gate.set()
-    with pytest.raises(AttributeError):
-        answer(lambda: service.ask("r", NS, HASHES))
-    assert service.ask("r", NS, HASHES) == (None, None, None)
 
 
 def test_while_the_index_hangs_asking_returns_and_closing_gives_up(

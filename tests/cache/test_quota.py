@@ -36,29 +36,55 @@ def relief(
     return sweep
 
 
-def test_one_of_a_machines_replicas_sweeps_and_not_again_soon(tmp_path: Path) -> None:
-    program = "import os, sys; open(os.environ['FILE'], 'a').write(' '.join(sys.argv[1:]) + '\\n')"
+@pytest.mark.parametrize(
+    ("rebuild", "swept", "logged"),
+    [
+        ("pass", "sweep --apply --json --force", ""),
+        ("sys.exit(3)", "sweep --apply --json", "rebuilding the index of a full folder failed"),
+        ("time.sleep(600)", "sweep --apply --json", "error=still running after"),
+    ],
+)
+def test_one_of_a_machines_replicas_sweeps_and_what_the_index_lacks_is_believed_after_a_rebuild(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    rebuild: str,
+    swept: str,
+    logged: str,
+) -> None:
+    program = (
+        "import os, sys, time; open(os.environ['FILE'], 'a').write(' '.join(sys.argv[1:]) + '\\n')"
+        f"\nif sys.argv[1] == 'rebuild': {rebuild}"
+    )
+    run, bounds = AutoSweep._run, iter([1.0 if "sleep" in rebuild else BOUND_S, BOUND_S])
+
+    def bounded(one: AutoSweep, arguments: Any) -> tuple[int, str]:
+        monkeypatch.setattr("objkv.cache.quota._BOUND_S", next(bounds))
+        return run(one, arguments)
+
+    monkeypatch.setattr(AutoSweep, "_run", bounded)
+    caplog.set_level(logging.WARNING)
     index, recorder, file = MemoryIndex(), MemoryRecorder(), tmp_path / "file"
     replicas = [relief(index, program, recorder, FILE=str(file)) for _ in range(3)]
     assert [replica() for replica in replicas] == [True, False, False]
     assert not replicas[0]()
-    assert file.read_text() == "rebuild --apply --json\nsweep --apply --json --force\n"
+    assert file.read_text().splitlines()[-1] == swept
+    assert logged in caplog.text
     assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
 
 
-def test_a_sweep_that_fails_is_told(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("ends", "logged", "errors"), [("'no index'", "code=1 error=no index", 1), ("1", "", 0)]
+)
+def test_a_sweep_that_fails_is_told_and_one_that_leaves_something_has_not_failed(
+    caplog: pytest.LogCaptureFixture, ends: str, logged: str, errors: int
+) -> None:
     recorder = MemoryRecorder()
     caplog.set_level(logging.WARNING)
-    program = "import sys; sys.exit('no index' if sys.argv[1] == 'sweep' else 0)"
+    program = f"import sys; sys.exit({ends} if sys.argv[1] == 'sweep' else 0)"
     assert relief(MemoryIndex(), program, recorder)()
-    assert "code=1 error=no index" in caplog.text
-    assert recorder.value("sweep_errors") == 1
-
-
-def test_a_sweep_that_leaves_what_is_being_written_has_not_failed() -> None:
-    recorder = MemoryRecorder()
-    assert relief(MemoryIndex(), "import sys; sys.exit(sys.argv[1] == 'sweep')", recorder)()
-    assert recorder.value("sweep_errors") == 0
+    assert logged in caplog.text
+    assert recorder.value("sweep_errors") == errors
 
 
 @pytest.mark.slow
@@ -99,40 +125,6 @@ def test_closing_ends_a_sweep_under_way() -> None:
     before = one._process
     assert one._make_room() == (_ENDED, "")
     assert before is one._process is None, "nothing is started any more"
-
-
-def test_what_the_index_lacks_is_believed_only_after_a_rebuild(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    program = (
-        "import os, sys; open(os.environ['FILE'], 'a').write(sys.argv[-1] + '\\n'); "
-        "sys.exit(3 if sys.argv[1] == 'rebuild' else 0)"
-    )
-    recorder, file = MemoryRecorder(), tmp_path / "file"
-    caplog.set_level(logging.WARNING)
-    assert relief(MemoryIndex(), program, recorder, FILE=str(file))()
-    assert file.read_text() == "--json\n--json\n"
-    assert "rebuilding the index of a full folder failed code=3" in caplog.text
-
-
-def test_a_folder_that_takes_too_long_to_rebuild_is_swept_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    program = (
-        "import os, sys, time; time.sleep(600 * (sys.argv[1] == 'rebuild')); "
-        "open(os.environ['FILE'], 'a').write(' '.join(sys.argv[1:]))"
-    )
-    run, bounds = AutoSweep._run, iter([0.1, BOUND_S])
-
-    def bounded(one: AutoSweep, arguments: Any) -> tuple[int, str]:
-        monkeypatch.setattr("objkv.cache.quota._BOUND_S", next(bounds))
-        return run(one, arguments)
-
-    monkeypatch.setattr(AutoSweep, "_run", bounded)
-    recorder, file = MemoryRecorder(), tmp_path / "file"
-    assert relief(MemoryIndex(), program, recorder, FILE=str(file))()
-    assert file.read_text() == "sweep --apply --json", "without --force"
-    assert recorder.value("sweep_errors") == 0
 
 
 def config(tmp_path: Path, **changes: Any) -> Config:

@@ -14,7 +14,7 @@ from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry
 from objkv.keys.prefix import PromptExtras
 from objkv.keys.topology import Shard
-from tests.client.contract import SharedClientContract
+from tests.client.contract import ClientContract
 from tests.contracts.clock import ManualClock
 from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
@@ -25,7 +25,7 @@ from tests.support.samples import LEFT, NAMESPACE, RIGHT, TOKENS, save, save_ide
 __all__ = ["tokenizer_folder"]
 
 
-class TestSqlite(SharedClientContract):
+class TestSqlite(ClientContract):
     @pytest.fixture
     def settings(self, tmp_path: Path) -> dict[str, str]:
         return {
@@ -50,7 +50,7 @@ class TestSqlite(SharedClientContract):
         assert [chunk.hot for chunk in client.chunks()].count(True) == 2
 
 
-class TestFolderAlone(SharedClientContract):
+class TestFolderAlone(ClientContract):
     @pytest.fixture
     def settings(self, tmp_path: Path) -> dict[str, str]:
         return {"bulk_url": f"file://{tmp_path}/chunks", "index_url": "bulk:"}
@@ -115,7 +115,7 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
     matcher = Matcher(bulk, index, clock=clock)
 
     def chunks() -> int:
-        return matcher.match(matcher.known("acme/tiny"), TOKENS, PromptExtras()).chunks
+        return matcher.match(matcher.identity("acme/tiny"), TOKENS, PromptExtras()).chunks
 
     assert chunks() == 3
     read = len(bulk.calls)
@@ -127,7 +127,7 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
     assert chunks() == 3
     assert len(bulk.calls) > read
     with pytest.raises(StoreUnavailable):
-        matcher.known(NAMESPACE)
+        matcher.identity(NAMESPACE)
 
 
 IMPORTS = """
@@ -138,11 +138,11 @@ import objkv
 assert {"objkv.errors", "objkv.redact"} >= {n for n in sys.modules if n.startswith("objkv.")}
 assert not hasattr(objkv, "nothing")
 assert dir(objkv) == sorted(objkv.__all__)
-assert {"open", "warm", "Client", "Match", "StoreError"} <= set(dir(objkv))
+assert {"open", "Client", "Match", "StoreError"} <= set(dir(objkv))
 folder = tempfile.mkdtemp()
 objkv.open(bulk_url=f"file://{folder}/kv", index_url=f"sqlite://{folder}/i").namespaces()
 shutil.rmtree(folder)
-heavy = {"torch", "vllm", "transformers", "pandas", "pyarrow", "matplotlib", "httpx", "typer"}
+heavy = {"torch", "vllm", "transformers", "pandas", "matplotlib", "httpx", "typer"}
 print(sorted(heavy & {name.partition(".")[0] for name in sys.modules}))
 assert all(getattr(objkv, name) is not None for name in objkv.__all__)
 assert not {"torch", "vllm"} & set(sys.modules)
@@ -154,13 +154,3 @@ def test_the_client_imports_neither_torch_nor_vllm() -> None:
         [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=280
     )
     assert (ran.returncode, ran.stdout) == (0, "[]\n"), ran.stdout + ran.stderr
-
-
-def test_a_missing_library_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with objkv.open(bulk_url=f"file://{tmp_path}/kv", index_url=f"sqlite://{tmp_path}/i") as client:
-        with pytest.raises(ConfigError, match=r"pip install 'objkv\[notebook\]'"):
-            client.chunks().to_pandas()
-        with pytest.raises(ConfigError, match="pip install pyarrow"):
-            client.chunks().to_arrow()

@@ -1,6 +1,7 @@
-"""``objkv.warm``: the same from Python."""
+"""``Client.warm``: the same from Python."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,23 +18,34 @@ from tests.ops.warm.fake_vllm import FakeVllm, Place
 from tests.support.samples import CHUNK, TOKENS
 
 
-def test_a_program_warms_what_it_has_in_hand(tmp_path: Path) -> None:
-    place = Place(LocalStore(tmp_path / "chunks"), SqliteIndex(tmp_path / "index.sqlite"))
-    config = {
-        "bulk_url": f"file://{tmp_path / 'chunks'}",
-        "index_url": f"sqlite://{tmp_path / 'index.sqlite'}",
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(LocalStore(tmp_path / "chunks"), SqliteIndex(tmp_path / "index.sqlite"))
+
+
+@pytest.fixture
+def client(tmp_path: Path, place: Place) -> Iterator[objkv.Client]:
+    urls = {
+        "bulk_url": f"file://{tmp_path}/chunks",
+        "index_url": f"sqlite://{tmp_path}/index.sqlite",
     }
+    with objkv.open(**urls) as client:
+        yield client
+
+
+def test_a_program_warms_what_it_has_in_hand(
+    tmp_path: Path, place: Place, client: objkv.Client
+) -> None:
     file = tmp_path / "more.jsonl"
     file.write_text(json.dumps({"token_ids": TOKENS[:CHUNK]}))
     with FakeVllm(place) as server:
-        report = objkv.warm(
+        report = client.warm(
             [
                 " ".join(map(str, TOKENS)),
                 {"token_ids": [7] * CHUNK, "cache_salt": "acme"},
                 np.arange(CHUNK),
                 file,
             ],
-            config=config,
             endpoints=[server.url],
             at_once=2,
         )
@@ -53,20 +65,16 @@ def test_an_engine_that_warms_has_an_agent_of_its_own_unless_one_is_named(tmp_pa
     assert environ["OBJKV_AGENT"] == "unix:///run/a.sock"
 
 
-def test_a_check_starts_no_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = Place(LocalStore(tmp_path / "chunks"), SqliteIndex(tmp_path / "index.sqlite"))
+def test_a_check_starts_no_server(
+    place: Place, client: objkv.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place.save(TOKENS)
     monkeypatch.setattr(server, "serving", lambda *_, **__: pytest.fail("a server was started"))
-    config = {
-        "bulk_url": f"file://{tmp_path / 'chunks'}",
-        "index_url": f"sqlite://{tmp_path / 'index.sqlite'}",
-    }
-    report = objkv.warm([TOKENS], config=config, model="tiny", check=True)
+    report = client.warm([TOKENS], model="tiny", check=True)
     assert (report.mode, report.stored_before) == ("check", 1)
 
 
 @pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])
-def test_one_prompt_is_not_taken_for_a_list(prompts: object, tmp_path: Path) -> None:
-    config = {"bulk_url": f"file://{tmp_path}"}
+def test_one_prompt_is_not_taken_for_a_list(prompts: object, client: objkv.Client) -> None:
     with pytest.raises(ConfigError, match="a list of prompts, not a single one"):
-        objkv.warm(prompts, config=config, check=True)  # type: ignore[arg-type]
+        client.warm(prompts, check=True)  # type: ignore[arg-type]

@@ -1,29 +1,19 @@
-"""Stores with known defects, for testing and trying the commands that find them.
+"""Stores with known defects, for tests of the commands that find them."""
 
-``python -m tests.contracts.damage --bulk-url URL --index-url URL`` fills an empty store and index,
-and prints the planted defects as one JSON document.
-"""
-
-import argparse
-import json
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 
 import numpy as np
 
-from objkv.assembly.backends import Backends, open_backends
-from objkv.assembly.seal import open_seal
+from objkv.assembly.backends import Backends
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header, LayerSpec, Provenance, encode, read_header
 from objkv.codec.seal import Seal
-from objkv.config import load_config
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity, Identity, identity_path, sealed_extra
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
-from objkv.telemetry import NullRecorder
 
 CHUNK = 16
 CHAIN_CHUNKS = 8
@@ -43,28 +33,27 @@ IDENTITY = Identity(
 _CODECS = ("none", "blosc")
 
 
-def _planted(count: int, what: str) -> int:
-    """Return a field of ``Defects`` with its default count and its help text."""
-    made: int = field(default=count, metadata={"help": what})
-    return made
-
-
 @dataclass(frozen=True, slots=True)
 class Defects:
     """How many payloads of each kind to plant."""
 
-    good: int = _planted(64, "Intact payloads with a record.")
-    orphan: int = _planted(0, "Payloads without a record.")
-    missing: int = _planted(0, "Records without a payload.")
-    old_epoch: int = _planted(0, "Payloads of the same model's previous epoch.")
-    unidentified: int = _planted(0, "Payloads of a namespace without an identity document.")
-    header: int = _planted(0, "Payloads with a flipped bit in the header.")
-    frame: int = _planted(0, "Payloads with a flipped bit in a frame.")
-    short: int = _planted(0, "Payloads whose last byte is missing.")
-    empty: int = _planted(0, "Empty payloads.")
-    foreign: int = _planted(0, "Intact payloads of another chunk.")
-    mismatch: int = _planted(0, "Payloads whose record contradicts their header.")
-    hot: int = _planted(0, "Hot copies with a flipped bit; none without a hot store.")
+    good: int = 64
+    orphan: int = 0
+    missing: int = 0
+    old_epoch: int = 0
+    unidentified: int = 0
+    header: int = 0
+    """With a flipped bit in the header; so ``frame`` in a frame."""
+    frame: int = 0
+    short: int = 0
+    """Without their last byte."""
+    empty: int = 0
+    foreign: int = 0
+    """Intact, but of another chunk."""
+    mismatch: int = 0
+    """With a record that contradicts their header."""
+    hot: int = 0
+    """With a hot copy that has a flipped bit; none without a hot store."""
 
 
 @dataclass(slots=True)
@@ -86,7 +75,6 @@ class DamagedStore:
         ends: Backends,
         *,
         seed: int = 0,
-        ttl_s: int = 86_400,
         seal: Seal | None = None,
         seals: tuple[str, ...] = (),
     ) -> None:
@@ -95,9 +83,7 @@ class DamagedStore:
         self._seal = seal
         self._identity = replace(IDENTITY, extra=sealed_extra(IDENTITY.extra, seals))
         self._seed = seed
-        self._ttl_s = ttl_s
         self._made = 0
-        self._chain: list[tuple[ChunkEntry, Sequence[int]]] = []
         self.planted = Planted(self._identity.namespace())
 
     def plant(self, defects: Defects) -> Planted:
@@ -138,7 +124,7 @@ class DamagedStore:
             self._ends.hot.put(key.path(), _flipped(payload, len(payload) - 1))
             record = replace(record, hot=True)
         if kind not in ("orphan", "unidentified"):
-            self._ends.index.publish(chunk, {key.field: record}, ttl_s=self._ttl_s)
+            self._ends.index.publish(chunk, {key.field: record}, ttl_s=86_400)
         return key.path()
 
     def _next(self, namespace: str) -> tuple[ChunkEntry, Sequence[int]]:
@@ -187,41 +173,3 @@ _SPOILERS: dict[str, Callable[[bytes, Header], bytes]] = {
     "short": lambda payload, header: payload[:-1],
     "empty": lambda payload, header: b"",
 }
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the script."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument(
-        "--bulk-url", required=True, help="bulk store URL as in objkv's settings; must be empty"
-    )
-    parser.add_argument(
-        "--index-url", required=True, help="index URL as in objkv's settings; must be empty"
-    )
-    parser.add_argument(
-        "--seed", type=int, default=0, help="use another seed to plant other prompts"
-    )
-    for one in fields(Defects):
-        parser.add_argument(
-            f"--{one.name.replace('_', '-')}",
-            type=int,
-            default=one.default,
-            metavar="N",
-            help=f"{one.metadata['help']} Default: {one.default}.",
-        )
-    given = vars(parser.parse_args(arguments))
-    urls = {"bulk_url": given.pop("bulk_url"), "index_url": given.pop("index_url")}
-    seed = given.pop("seed")
-    config = load_config(urls)
-    with open_backends(config, NullRecorder()) as ends:
-        seal = open_seal(config)
-        maker = DamagedStore(
-            ends, seed=seed, ttl_s=config.ttl_s, seal=seal, seals=config.seal_kinds
-        )
-        planted = maker.plant(Defects(**given))
-    json.dump(asdict(planted), sys.stdout, indent=2)
-    sys.stdout.write("\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -5,7 +5,7 @@ from threading import Event, Lock
 from typing import ParamSpec, TypeVar
 
 from objkv.net.guard import CallPolicy
-from objkv.stores.base import Arrived, PruneStore, copy_into
+from objkv.stores.base import PruneStore
 from objkv.stores.guarded import GuardedStore
 
 P = ParamSpec("P")
@@ -27,7 +27,6 @@ class FlakyStore(GuardedStore, CallPolicy):
         self._errors: list[BaseException] = []
         self._down: BaseException | None = None
         self._gate: Event | None = None
-        self._spoil: Callable[[bytes], bytes] | None = None
         self.calls: list[str] = []
         self.arrived = Event()
         """Set by every call before it waits at the gate. Clear it to wait for the next call."""
@@ -45,21 +44,6 @@ class FlakyStore(GuardedStore, CallPolicy):
         """Make every later call wait for ``gate`` first, for at most a minute."""
         self._gate = gate
 
-    def flip_bit(self, bit: int) -> None:
-        """Flip bit ``bit`` (modulo the length) of every value that is read."""
-
-        def spoil(value: bytes) -> bytes:
-            flipped = bytearray(value)
-            if flipped:
-                flipped[bit // 8 % len(flipped)] ^= 1 << bit % 8
-            return bytes(flipped)
-
-        self._spoil = spoil
-
-    def truncate(self, nbytes: int) -> None:
-        """Cut every value that is read to at most ``nbytes``."""
-        self._spoil = lambda value: value[:nbytes]
-
     def drop(self, key: str) -> None:
         """Delete the value without an entry in ``calls``."""
         self.inner.delete(key)
@@ -68,33 +52,13 @@ class FlakyStore(GuardedStore, CallPolicy):
         """Remove all faults."""
         with self._lock:
             self._errors.clear()
-        self._down = self._gate = self._spoil = None
-
-    def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """Read from the inner store; damage applies to the whole value before the range."""
-        value = self._spoilt(self.call("get", self.inner.get, key))
-        return None if value is None else value[start:end]
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        """Read from the inner store; damage applies to the whole value before ``start``."""
-        if self._spoil is None:
-            return self.call("get_into", self.inner.get_into, key, buffer, arrived, start)
-        value = self._spoilt(self.call("get_into", self.inner.get, key))
-        if value is not None and start is not None:
-            value = value[start : start + len(buffer)]
-        return None if value is None else copy_into(key, value, buffer, arrived)
+        self._down = self._gate = None
 
     def check(self) -> None:
         """Check the inner store, or raise the error of ``fail_until_mended``."""
         if self._down is not None:
             raise self._down
         self.inner.check()
-
-    def _spoilt(self, value: bytes | None) -> bytes | None:
-        spoil = self._spoil
-        return value if value is None or spoil is None else spoil(value)
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call``, or raise the requested error."""

@@ -136,12 +136,6 @@ class IndexContract:
         found = index.find(NAMESPACE, hashes, [FIELD])
         assert [shards and shards[FIELD].nbytes for shards in found] == [3, None, 1, 3]
 
-    def test_a_thousand_hashes_are_looked_up_at_once(self, index: PruneIndex) -> None:
-        for number in range(0, 1000, 100):
-            index.publish(chunk(number + 1), {FIELD: shard(number + 1)}, ttl_s=LONG_S)
-        found = index.lookup(NAMESPACE, [prefix_hash(n + 1) for n in range(1000)])
-        assert [n for n, record in enumerate(found) if record] == list(range(0, 1000, 100))
-
     def test_namespaces_do_not_see_each_other(self, index: PruneIndex) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
         assert get(index, namespace=OTHER) is None
@@ -156,12 +150,15 @@ class IndexContract:
             "1.L0-1_H0-1": shard(4),
         }
 
-    def test_concurrent_publishes_of_different_shards_all_stay(self, index: PruneIndex) -> None:
+    def test_concurrent_publishes_of_different_shards_all_stay_and_count(
+        self, index: PruneIndex
+    ) -> None:
         fields = [f"0.L0-2_H{head}-{head + 1}" for head in range(THREADS)]
         at_once(
-            [partial(index.publish, chunk(), {field: shard()}, ttl_s=LONG_S) for field in fields]
+            [partial(index.publish, chunk(), {field: shard(9)}, ttl_s=LONG_S) for field in fields]
         )
         assert set(the(index).shards) == set(fields)
+        assert usage(index) == {NAMESPACE: (9 * THREADS, THREADS)}
 
     def test_a_record_expires(self, index: PruneIndex, clock: ManualClock) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
@@ -181,16 +178,18 @@ class IndexContract:
         record = the(index)
         assert (set(record.shards), record.hits) == ({OTHER_FIELD}, 0)
 
-    def test_an_expired_record_can_be_neither_forgotten_nor_pinned_nor_dropped(
+    def test_a_missing_or_expired_record_can_be_neither_forgotten_nor_pinned_nor_dropped(
         self, index: PruneIndex, clock: ManualClock
     ) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
-        self.pass_time(clock, self.short_s)
-        assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
-        assert not index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
-        assert not index.drop(NAMESPACE, prefix_hash(1))
-        assert get(index) is None
+        for _ in ("missing", "expired"):
+            until_s = int(clock()) + LONG_S
+            assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
+            assert not index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+            index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+            assert not index.drop(NAMESPACE, prefix_hash(1))
+            assert get(index) is None
+            index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
+            self.pass_time(clock, self.short_s)
 
     def test_publishing_and_touching_renew_the_time_to_live(
         self, index: PruneIndex, clock: ManualClock
@@ -237,41 +236,19 @@ class IndexContract:
         forget = partial(index.forget, NAMESPACE, prefix_hash(1), FIELD, shard())
         assert sorted(map(bool, at_once([forget] * THREADS))) == [False] * (THREADS - 1) + [True]
 
-    def test_hits_touches_and_pins_do_not_count_when_forgetting(
+    def test_a_record_without_fields_disappears_with_its_hits_and_pin(
         self, index: PruneIndex, clock: ManualClock
     ) -> None:
+        """Neither counts when forgetting."""
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
         index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
         assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
-
-    def test_a_record_without_fields_disappears_with_its_hits_and_pin(
-        self, index: PruneIndex, clock: ManualClock
-    ) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
-        index.forget(NAMESPACE, prefix_hash(1), FIELD, shard())
         assert get(index) is None
         assert index.namespaces() == []
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
         record = the(index)
         assert (record.hits, record.pinned) == (0, False)
-
-    def test_there_is_nothing_to_pin_or_drop_where_there_is_no_record(
-        self, index: PruneIndex, clock: ManualClock
-    ) -> None:
-        assert not index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
-        assert not index.drop(NAMESPACE, prefix_hash(1))
-        assert get(index) is None
-
-    def test_dropping_removes_a_pinned_record_too(
-        self, index: PruneIndex, clock: ManualClock
-    ) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + LONG_S, ttl_s=LONG_S)
-        assert index.drop(NAMESPACE, prefix_hash(1))
-        assert get(index) is None
 
     def test_a_scan_shows_every_record_of_the_namespace(self, index: PruneIndex) -> None:
         for number in range(1, 1201):
@@ -302,22 +279,16 @@ class IndexContract:
         )
         assert sorted(map(bool, won)) == [False] * (THREADS - 1) + [True]
 
-    def test_the_holder_of_a_lease_gets_it_again(self, index: PruneIndex) -> None:
-        assert index.lease("x", "me", ttl_ms=LONG_S * 1000)
-        assert index.lease("x", "me", ttl_ms=LONG_S * 1000)
-        assert not index.lease("x", "you", ttl_ms=LONG_S * 1000)
-        assert index.lease("y", "you", ttl_ms=LONG_S * 1000)
-
-    def test_the_holder_of_a_lease_renews_it(self, index: PruneIndex, clock: ManualClock) -> None:
-        for seconds in (self.short_s, LONG_S):
-            assert index.lease("x", "me", ttl_ms=seconds * 1000)
-        self.pass_time(clock, self.short_s)
-        assert not index.lease("x", "you", ttl_ms=1000)
-
-    def test_a_lease_ends_by_itself(self, index: PruneIndex, clock: ManualClock) -> None:
+    def test_a_lease_ends_by_itself_unless_its_holder_renews_it(
+        self, index: PruneIndex, clock: ManualClock
+    ) -> None:
         assert index.lease("x", "me", ttl_ms=self.short_s * 1000)
+        assert index.lease("y", "me", ttl_ms=self.short_s * 1000)
+        assert index.lease("y", "me", ttl_ms=LONG_S * 1000)
+        assert not index.lease("x", "you", ttl_ms=LONG_S * 1000)
         self.pass_time(clock, self.short_s)
         assert index.lease("x", "you", ttl_ms=LONG_S * 1000)
+        assert not index.lease("y", "you", ttl_ms=1000)
 
     def test_only_the_holder_gives_a_lease_back(self, index: PruneIndex) -> None:
         index.lease("x", "me", ttl_ms=LONG_S * 1000)
@@ -348,6 +319,9 @@ class IndexContract:
         assert index.sight(["a", "b"], ttl_s=LONG_S) == [False, False]
         assert index.sight(["c", "b", "c"], ttl_s=LONG_S) == [False, True, True]
         assert index.sight(["a", "b", "c", "d"], ttl_s=LONG_S) == [True, True, True, False]
+        names = [str(number) for number in range(1000)]
+        assert index.sight(names, ttl_s=LONG_S) == [False] * 1000
+        assert index.sight(names, ttl_s=LONG_S) == [True] * 1000
 
     def test_of_many_who_see_a_payload_one_is_the_first(self, index: PruneIndex) -> None:
         seen = at_once([partial(index.sight, ["x"], ttl_s=LONG_S) for _ in range(THREADS)])
@@ -380,11 +354,6 @@ class IndexContract:
         index.drop(NAMESPACE, prefix_hash(1))
         assert index.sight(names, ttl_s=LONG_S) == [True, True]
 
-    def test_a_thousand_payloads_are_seen_at_once(self, index: PruneIndex) -> None:
-        names = [str(number) for number in range(1000)]
-        assert index.sight(names, ttl_s=LONG_S) == [False] * 1000
-        assert index.sight(names, ttl_s=LONG_S) == [True] * 1000
-
     def test_malformed_records_are_absent_and_can_be_replaced(self, index: PruneIndex) -> None:
         index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
         self.put_garbage(index, 1)
@@ -398,10 +367,10 @@ class IndexContract:
         index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
         assert the(index).shards == {FIELD: shard()}
 
-    def test_a_healthy_index_passes_its_check(self, index: PruneIndex) -> None:
+    def test_a_healthy_index_passes_its_check_and_can_be_closed_twice(
+        self, index: PruneIndex
+    ) -> None:
         index.check()
-
-    def test_closing_twice_is_closing(self, index: PruneIndex) -> None:
         index.close()
         index.close()
 
@@ -441,16 +410,17 @@ class IndexContract:
             assert (shards.get(FIELD), shards.get("1.x")) == (record.shards[FIELD], None)
             assert dict(shards) == dict(record.shards)
 
-    @pytest.mark.parametrize("fields", [[FIELD], [FIELD, OTHER_FIELD]])
-    def test_three_thousand_hashes_are_found_at_once(
-        self, index: PruneIndex, fields: list[str]
-    ) -> None:
-        for number in range(0, 3000, 100):
-            index.publish(chunk(number + 1), {FIELD: shard(number + 1)}, ttl_s=LONG_S)
-        found = index.find(NAMESPACE, [prefix_hash(n + 1) for n in range(3000)], fields)
-        sizes = {n: shards[FIELD].nbytes for n, shards in enumerate(found) if shards}
-        assert sizes == {n: n + 1 for n in range(0, 3000, 100)}
-        assert len(found) == 3000
+    def test_three_thousand_hashes_are_found_at_once(self, index: PruneIndex) -> None:
+        numbers = range(1, 3000, 100)
+        for number in numbers:
+            index.publish(chunk(number), {FIELD: shard(number)}, ttl_s=LONG_S)
+        hashes = [prefix_hash(n) for n in range(3000)]
+        looked_up = [record and record.shards for record in index.lookup(NAMESPACE, hashes)]
+        for fields in ([FIELD], [FIELD, OTHER_FIELD]):
+            found = index.find(NAMESPACE, hashes, fields)
+            sizes = {n: shards[FIELD].nbytes for n, shards in enumerate(found) if shards}
+            assert sizes == {n: n for n in numbers}
+            assert found == looked_up
 
     def test_what_expired_or_was_forgotten_is_not_found(
         self, index: PruneIndex, clock: ManualClock
@@ -466,15 +436,6 @@ class IndexContract:
         assert index.find(OTHER, hashes, [OTHER_FIELD]) == [None, None]
 
     # pins
-
-    def test_a_pinned_record_tells_until_when(self, index: PruneIndex, clock: ManualClock) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-        record = the(index)
-        assert (record.pinned_until_s, record.pinned) == (0, False)
-        until_s = int(clock()) + LONG_S
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
-        (record,) = index.scan(NAMESPACE)
-        assert (record.pinned_until_s, record.pinned) == (until_s, True)
 
     def test_pinned_records_live_until_their_pin_ends(
         self, index: PruneIndex, clock: ManualClock
@@ -493,22 +454,19 @@ class IndexContract:
         assert get(index, 1) is None
         assert get(index, 2) is None
 
-    def test_a_record_that_outlives_its_pin_is_not_pinned_any_more(
+    def test_a_record_is_pinned_until_its_pin_ends_and_may_outlive_it(
         self, index: PruneIndex, clock: ManualClock
     ) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
+        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
+        assert (the(index).pinned_until_s, the(index).pinned) == (0, False)
         until_s = int(clock()) + self.short_s
         assert index.pin(NAMESPACE, prefix_hash(1), until_s=until_s, ttl_s=LONG_S)
+        (record,) = index.scan(NAMESPACE)
+        assert (record.pinned_until_s, record.pinned) == (until_s, True)
         self.pass_time(clock, 2 * self.short_s)
         record = the(index)
         assert (record.pinned_until_s, record.pinned) == (0, False)
         index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=self.short_s)
-
-    def test_a_pin_does_not_shorten_a_life(self, index: PruneIndex, clock: ManualClock) -> None:
-        index.publish(chunk(), {FIELD: shard()}, ttl_s=self.short_s)
-        assert index.pin(NAMESPACE, prefix_hash(1), until_s=int(clock()) + 1, ttl_s=LONG_S)
-        self.pass_time(clock, 2 * self.short_s)
-        assert get(index) is not None
 
     def test_unpinned_records_expire(self, index: PruneIndex, clock: ManualClock) -> None:
         index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
@@ -526,6 +484,9 @@ class IndexContract:
         index.publish(chunk(1, OTHER), {FIELD: shard(7)}, ttl_s=LONG_S)
         index.publish(chunk(1), {FIELD: shard(100), OTHER_FIELD: shard(20)}, ttl_s=LONG_S)
         index.publish(chunk(2), {FIELD: shard(3)}, ttl_s=LONG_S)
+        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
+        index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
+        index.lease("x", "me", ttl_ms=1000)
         assert [one.namespace for one in index.usage()] == [NAMESPACE, OTHER]
         assert usage(index) == {NAMESPACE: (123, 3), OTHER: (7, 1)}
 
@@ -543,19 +504,14 @@ class IndexContract:
         assert not index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(11))
         assert index.forget(NAMESPACE, prefix_hash(1), FIELD, shard(10))
         assert usage(index) == {NAMESPACE: (1 + 22 + 33, 5)}
+        index.pin(NAMESPACE, prefix_hash(2), until_s=2**33, ttl_s=LONG_S)
         assert index.drop(NAMESPACE, prefix_hash(2))
+        assert get(index, 2) is None
         assert not index.drop(NAMESPACE, prefix_hash(2))
         assert usage(index) == {NAMESPACE: (1 + 33, 3)}
         index.drop(NAMESPACE, prefix_hash(3))
         index.drop(NAMESPACE, prefix_hash(1))
         assert index.usage() == []
-
-    def test_touches_pins_and_leases_use_nothing(self, index: PruneIndex) -> None:
-        index.publish(chunk(), {FIELD: shard(5)}, ttl_s=LONG_S)
-        index.touch(NAMESPACE, [prefix_hash(1)], ttl_s=LONG_S)
-        index.pin(NAMESPACE, prefix_hash(1), until_s=2**33, ttl_s=LONG_S)
-        index.lease("x", "me", ttl_ms=1000)
-        assert usage(index) == {NAMESPACE: (5, 1)}
 
     # savings: what loads saved
 
@@ -573,11 +529,6 @@ class IndexContract:
         ]
         assert index.usage() == []
         assert index.namespaces() == []
-
-    def test_concurrent_publishes_are_all_added_up(self, index: PruneIndex) -> None:
-        entries = [chunk(number) for number in range(1, 13)]
-        at_once([partial(index.publish, one, {FIELD: shard(9)}, ttl_s=LONG_S) for one in entries])
-        assert usage(index) == {NAMESPACE: (9 * 12, 12)}
 
     def test_setting_what_was_counted_keeps_what_is_right(self, index: PruneIndex) -> None:
         index.publish(chunk(), {FIELD: shard(100)}, ttl_s=LONG_S)

@@ -32,9 +32,6 @@ class MemoryIndex:
         self._sightings: dict[str, float] = {}
         """Until when each is remembered."""
 
-    def __repr__(self) -> str:
-        return f"<MemoryIndex {len(self._records)} records, {len(self.leases)} leases>"
-
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``."""
         with self._lock:

@@ -23,9 +23,6 @@ class MemoryStore:
         self._lock = Lock()
         self._values: dict[str, tuple[bytes, float]] = {}
 
-    def __repr__(self) -> str:
-        return f"<MemoryStore {len(self._values)} values>"
-
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
         """Return bytes ``[start, end)`` of the value, or None."""
         found = self._find(key)

@@ -1,5 +1,6 @@
 """The index in Redis: its records, finds in one round trip, and running totals."""
 
+import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -35,7 +36,7 @@ from tests.contracts.index_contract import (
 )
 from tests.net.resp_wires import beside, wire
 from tests.support.servers.fixtures import flushed
-from tests.support.servers.redis import RedisServer, wait_until
+from tests.support.servers.redis import RedisServer
 from tests.support.servers.round_trips import RoundTrips
 
 PATIENCE_S = 120
@@ -97,15 +98,6 @@ def test_hashes_that_no_objkv_wrote_are_absent(
     index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
 
 
-def test_fields_of_a_later_version_do_not_hide_the_others(client: redis.Redis) -> None:
-    index = RedisIndex(client)
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-    client.hset(KEY, mapping={"colour": "red", "0.L9-1_H0-1": "1 2 3"})
-    record = get(index)
-    assert record is not None
-    assert record.shards == {FIELD: shard()}
-
-
 def test_a_record_is_written_as_documented(client: redis.Redis) -> None:
     index = RedisIndex(client, clock=lambda: 1_700_000_007.5)
     index.publish(chunk(), {FIELD: shard(4096)}, ttl_s=LONG_S)
@@ -139,12 +131,6 @@ def test_every_key_expires_but_the_totals(client: redis.Redis) -> None:
     index.usage()
     lasting = [key for key in client.scan_iter() if client.pttl(key) == -1]
     assert lasting == [b"objkv:u:totals"]
-
-
-def test_a_record_really_expires(client: redis.Redis) -> None:
-    index = RedisIndex(client)
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=1)
-    wait_until(lambda: get(index) is None, "the record to expire", bound_s=60)
 
 
 THOUSAND = [prefix_hash(number) for number in range(1000)]
@@ -336,15 +322,22 @@ def test_answers_to_something_else_are_not_believed(answers: bytes) -> None:
     assert not line.clean
 
 
+def answer_mark(theirs: socket.socket, received: bytes = b"") -> None:
+    while not received[-40:-18].endswith(b"PING\r\n$16\r\n"):
+        received += theirs.recv(1 << 20)
+    theirs.sendall(b"$16\r\n" + received[-18:])
+
+
 def test_all_commands_are_sent_before_any_answer_is_waited_for() -> None:
     line, theirs = wire()
     hashes = 3_000
 
     def serve() -> None:
         received = b""
-        while not received[-40:-18].endswith(b"PING\r\n$16\r\n"):
+        while received.count(b"HGET") < hashes:
             received += theirs.recv(1 << 20)
-        theirs.sendall(ANSWERS["hit"] * hashes + b"$16\r\n" + received[-18:])
+        theirs.sendall(ANSWERS["hit"] * hashes)
+        answer_mark(theirs, received)
 
     server = beside(serve)
     assert asked(line, hashes) == [{FIELD: shard(7)}] * hashes
@@ -372,9 +365,7 @@ def test_what_a_server_has_to_remember_is_bounded(monkeypatch: pytest.MonkeyPatc
                 theirs.sendall(ANSWERS["hit"] * waiting)
                 answered += waiting
         theirs.settimeout(60)
-        while not received.endswith(b"\r\n") or b"PING" not in received:
-            received += theirs.recv(4_096)
-        theirs.sendall(b"$16\r\n" + received[-18:])
+        answer_mark(theirs, received)
 
     server = beside(serve)
     assert len(asked(line, hashes)) == hashes
@@ -394,9 +385,7 @@ def test_a_server_that_reads_on_only_when_its_answers_are_read_is_no_deadlock() 
             received = received[received.rfind(b"HGET") + 4 :] if commands else received
             theirs.sendall(ANSWERS["hit"] * commands)
             answered += commands
-        while not received.endswith(b"\r\n") or b"PING" not in received:
-            received += theirs.recv(4_096)
-        theirs.sendall(b"$16\r\n" + received[-18:])
+        answer_mark(theirs, received)
 
     server = beside(serve)
     assert len(asked(line, hashes)) == hashes
@@ -409,11 +398,14 @@ def filled(client: redis.Redis) -> RedisIndex:
     return index
 
 
-def test_malformed_fields_hide_no_others(client: redis.Redis) -> None:
+def test_malformed_and_later_fields_hide_no_others(client: redis.Redis) -> None:
     index = filled(client)
-    client.hset(f"{RECORDS}{prefix_hash(1).hex()}", FIELD, LOOKS_LIKE_TWO)
+    client.hset(KEY, mapping={FIELD: LOOKS_LIKE_TWO, "colour": "red", "0.L9-1_H0-1": "1 2 3"})
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [None]
     assert index.find(NAMESPACE, [prefix_hash(1)], BOTH) == [{OTHER_FIELD: shard()}]
+    record = get(index)
+    assert record is not None
+    assert record.shards == {OTHER_FIELD: shard()}
 
 
 def test_a_connection_that_the_server_closes_meanwhile_costs_no_answer(
@@ -467,13 +459,6 @@ def test_a_publish_that_tells_the_totals_is_one_round_trip(valkey: RedisServer) 
     index.close()
 
 
-def test_closing_tells_the_rest(client: redis.Redis, valkey: RedisServer) -> None:
-    index = RedisIndex(valkey.client())
-    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
-    index.close()
-    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
-
-
 def test_what_expires_is_counted_until_somebody_counts_again(client: redis.Redis) -> None:
     index = RedisIndex(client)
     index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
@@ -485,11 +470,13 @@ def test_what_expires_is_counted_until_somebody_counts_again(client: redis.Redis
     assert index.usage() == [Usage(NAMESPACE, 7, 2, 1_700_000_000)]
 
 
-def test_a_namespace_without_payloads_is_forgotten(client: redis.Redis) -> None:
+def test_a_namespace_without_payloads_is_forgotten_and_no_other(client: redis.Redis) -> None:
     index = RedisIndex(client)
-    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
-    index.set_usage(Usage(NAMESPACE, 0, 0, counted_s=1_700_000_000))
-    assert index.usage() == []
+    for namespace in (NAMESPACE, OTHER):
+        index.publish(chunk(1, namespace), {FIELD: shard(10)}, ttl_s=LONG_S)
+    index.set_usage(NONE)
+    assert index.usage() == [Usage(OTHER, 10, 1, 0)]
+    index.set_usage(replace(NONE, namespace=OTHER))
     assert client.exists(TOTALS) == 0
 
 
@@ -504,7 +491,12 @@ def test_totals_that_cannot_be_told_cost_no_save_and_are_told_later(client: redi
     assert index.usage() == [Usage(NAMESPACE, 13, 2, 0)]
 
 
-@pytest.mark.parametrize("asked", [RedisIndex.usage, RedisIndex.close])
+NONE = Usage(NAMESPACE, 0, 0, counted_s=7)
+
+
+@pytest.mark.parametrize(
+    "asked", [RedisIndex.usage, RedisIndex.close, lambda index: index.set_usage(NONE)]
+)
 def test_totals_that_could_not_be_told_because_of_the_way_are_told_later(
     client: redis.Redis, monkeypatch: pytest.MonkeyPatch, asked: Callable[[RedisIndex], object]
 ) -> None:
@@ -521,27 +513,6 @@ def test_totals_that_could_not_be_told_because_of_the_way_are_told_later(
     assert index.usage() == [Usage(NAMESPACE, 10, 1, 0)]
 
 
-def test_setting_the_totals_of_a_namespace_leaves_those_of_others_alone(
-    client: redis.Redis, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    index = RedisIndex(client)
-    for namespace in (NAMESPACE, OTHER):
-        index.publish(chunk(1, namespace), {FIELD: shard(10)}, ttl_s=LONG_S)
-
-    def down(**_: object) -> None:
-        raise redis.exceptions.ConnectionError("down")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(client, "pipeline", down)
-        with pytest.raises(StoreUnavailable):
-            index.set_usage(Usage(NAMESPACE, 10, 1, counted_s=7))
-    assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 10, OTHER: 10}
-    for namespace in (NAMESPACE, OTHER):
-        index.publish(chunk(2, namespace), {FIELD: shard(5)}, ttl_s=LONG_S)
-    index.set_usage(Usage(NAMESPACE, 15, 2, counted_s=7))
-    assert {one.namespace: one.nbytes for one in index.usage()} == {NAMESPACE: 15, OTHER: 15}
-
-
 def test_what_no_objkv_wrote_into_the_totals_is_left_out(client: redis.Redis) -> None:
     client.hset(TOTALS, mapping={
         "a:nbytes": "7", "a:payloads": "1", "b:nbytes": "-5", "b:payloads": "2",
@@ -550,7 +521,7 @@ def test_what_no_objkv_wrote_into_the_totals_is_left_out(client: redis.Redis) ->
     assert RedisIndex(client).usage() == [Usage("a", 7, 1, 0), Usage("b", 0, 2, 0)]
 
 
-def test_savings_are_sent_within_seconds_and_when_the_index_closes(
+def test_savings_are_sent_within_seconds_and_all_totals_when_the_index_closes(
     client: redis.Redis, valkey: RedisServer
 ) -> None:
     index, clock = RedisIndex(valkey.client()), ManualClock()
@@ -562,8 +533,10 @@ def test_savings_are_sent_within_seconds_and_when_the_index_closes(
     index.credit(one)
     assert RedisIndex(client).savings() == [replace(one, loads=2, tokens=512)]
     index.credit(one)
+    index.publish(chunk(1), {FIELD: shard(10)}, ttl_s=LONG_S)
     index.close()
     assert RedisIndex(client).savings() == [replace(one, loads=3, tokens=768)]
+    assert RedisIndex(client).usage() == [Usage(NAMESPACE, 10, 1, 0)]
 
 
 def test_totals_of_a_process_that_saves_no_more_are_sent_in_time(

@@ -207,12 +207,6 @@ def test_a_disk_that_is_full_or_read_only_is_reported_with_what_to_do(
         connection.execute("INSERT INTO t VALUES (zeroblob(100000))")
 
 
-def test_a_folder_that_cannot_be_made_is_denied(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(StoreDenied, match=r"Not a directory|File exists"):
-        SqliteIndex(tmp_path / "file" / "index.sqlite").check()
-
-
 def test_making_an_index_touches_nothing(tmp_path: Path) -> None:
     index = SqliteIndex(tmp_path / "deeper" / "index.sqlite")
     index.close()
@@ -227,9 +221,9 @@ def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> N
     mine.publish(chunk(1), {FIELD: shard(1)}, ttl_s=60)
     for suffix in ("", "-wal", "-shm"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
-    assert mine.lookup(chunk(1).namespace, [chunk(1).prefix_hash]) == [None]
+    assert get(mine, 1) is None
     mine.publish(chunk(2), {FIELD: shard(2)}, ttl_s=60)
-    assert others.lookup(chunk(2).namespace, [chunk(2).prefix_hash]) != [None]
+    assert get(others, 2) is not None
     others.close()
     replacement = SqliteIndex(tmp_path / "replacement.sqlite")
     replacement.publish(chunk(3), {FIELD: shard(3)}, ttl_s=60)
@@ -237,11 +231,8 @@ def test_a_file_that_was_removed_or_replaced_is_not_used_on(tmp_path: Path) -> N
     for suffix in ("-wal", "-shm"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
     (tmp_path / "replacement.sqlite").rename(path)
-    assert mine.lookup(chunk(3).namespace, [chunk(3).prefix_hash]) != [None]
+    assert get(mine, 3) is not None
     mine.close()
-
-
-CHUNK = chunk()
 
 
 def modes(folder: Path) -> dict[str, int]:
@@ -250,8 +241,8 @@ def modes(folder: Path) -> dict[str, int]:
 
 def used(path: Path) -> SqliteIndex:
     index = SqliteIndex(path)
-    index.publish(CHUNK, {"0.L0-1_H0-1": shard()}, ttl_s=60)
-    assert index.lookup(NAMESPACE, [CHUNK.prefix_hash])[0] is not None
+    index.publish(chunk(), {FIELD: shard()}, ttl_s=60)
+    assert get(index) is not None
     return index
 
 
@@ -310,13 +301,16 @@ def test_a_link_of_the_operators_is_followed(tmp_path: Path) -> None:
     assert "index.sqlite" in modes(tmp_path / "fast")
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "loop"])
+@pytest.mark.parametrize("kind", ["pipe", "folder", "loop", "file as its folder"])
 def test_what_is_no_file_is_refused_and_nobody_waits(tmp_path: Path, kind: str) -> None:
     place = tmp_path / "index.sqlite"
     if kind == "pipe":
         os.mkfifo(place)
     elif kind == "folder":
         place.mkdir()
+    elif kind.startswith("file"):
+        place.touch()
+        place /= "index.sqlite"
     else:
         place.symlink_to(place)
     with pytest.raises(StoreDenied):
@@ -330,7 +324,7 @@ def test_a_row_of_any_length_is_an_error_and_no_memory(tmp_path: Path) -> None:
     connection.commit()
     connection.close()
     with pytest.raises(StoreError):
-        SqliteIndex(tmp_path / "index.sqlite").lookup(NAMESPACE, [CHUNK.prefix_hash])
+        get(SqliteIndex(tmp_path / "index.sqlite"))
 
 
 ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r)"
@@ -356,11 +350,8 @@ PLANTED: dict[str, tuple[str, ...]] = {
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "index.sqlite"
-    index = SqliteIndex(path)
-    index.publish(chunk(1), {FIELD: shard()}, ttl_s=LONG_S)
-    index.close()
-    return path
+    used(tmp_path / "index.sqlite").close()
+    return tmp_path / "index.sqlite"
 
 
 def plant(path: Path, *statements: str) -> None:
@@ -386,16 +377,12 @@ def publish(index: SqliteIndex) -> None:
     index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
 
 
-def look_up(index: SqliteIndex) -> None:
-    index.lookup(NAMESPACE, [prefix_hash(1)])
-
-
-@pytest.mark.parametrize(("what", "call"), [("trigger", publish), ("view", look_up)])
+@pytest.mark.parametrize(("what", "call"), [("trigger", publish), ("view", get)])
 def test_what_is_planted_while_the_file_is_open_is_interrupted_and_then_refused(
-    path: Path, what: str, call: Callable[[SqliteIndex], None], monkeypatch: pytest.MonkeyPatch
+    path: Path, what: str, call: Callable[[SqliteIndex], object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index = SqliteIndex(path)
-    look_up(index)
+    get(index)
     plant(path, *PLANTED[what])
     monkeypatch.setattr(sqlite_file, "_CALL_S_MAX", 0.0)
     with pytest.raises(StoreUnavailable, match="time"):
@@ -406,7 +393,7 @@ def test_what_is_planted_while_the_file_is_open_is_interrupted_and_then_refused(
 
 def test_the_callers_own_time_counts_as_well(path: Path) -> None:
     index = SqliteIndex(path)
-    look_up(index)
+    get(index)
     plant(path, TRIGGER)
     with EndsBy(0.0), pytest.raises(StoreUnavailable, match="time"):
         publish(index)

@@ -55,7 +55,7 @@ def test_a_prefix_is_pinned_with_all_that_comes_before_it(
     chunks = hashes(save(bulk, index))
     end = int(clock()) + DAY_S
     done = pinner.pin(NAMESPACE, chain_of(index, NAMESPACE, chunks[1]), until_s=end)
-    assert (done.leaf, done.tokens, done.chunks, done.missing) == (chunks[1], 2 * CHUNK, 2, 0)
+    assert (done.leaf, done.tokens, done.chunks, done.missing) == (chunks[1].hex(), 2 * CHUNK, 2, 0)
     assert until(index, chunks) == [end, end, 0]
     assert read_pins(bulk, NAMESPACE) == dict.fromkeys(chunks[:2], end)
     clock.advance(2 * 3_600)
@@ -134,7 +134,8 @@ def test_pins_are_listed_the_next_to_end_first_and_ended_ones_removed(
         pinner.pin(NAMESPACE, chain, until_s=int(clock()) + days * DAY_S)
     bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
     found = list_pins(bulk, index, [NAMESPACE], now_s=clock())
-    assert [(pin.leaf, pin.chunks) for pin in found.pins] == [(chunks[2], 3), (chunks[0], 1)]
+    leaves = [(pin.leaf, pin.chunks) for pin in found.pins]
+    assert leaves == [(chunks[2].hex(), 3), (chunks[0].hex(), 1)]
     assert found.pins[1].nbytes > 0
     assert len(found.problems) == 1
     index.drop(NAMESPACE, chunks[1])
@@ -142,7 +143,7 @@ def test_pins_are_listed_the_next_to_end_first_and_ended_ones_removed(
     clock.advance(2 * DAY_S)
     assert remove_ended_pins(bulk, NAMESPACE, now_s=clock()) == 1
     listed = list_pins(bulk, index, [NAMESPACE], now_s=clock()).pins
-    assert [pin.leaf for pin in listed] == [chunks[0]]
+    assert [pin.leaf for pin in listed] == [chunks[0].hex()]
 
 
 def test_a_pin_that_cannot_be_read_is_removed_by_unpinning(

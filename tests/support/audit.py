@@ -116,6 +116,4 @@ CHAT, CODE = "a" * 32, "b" * 32
 @cache
 def sample_report() -> AuditReport:
     document = json.loads(Path(__file__).with_name("audit_report.json").read_text("utf-8"))
-    for pin in document["pins"]:
-        pin["leaf"] = bytes.fromhex(pin["leaf"])
     return TypeAdapter(AuditReport).validate_python(document)

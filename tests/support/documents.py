@@ -25,7 +25,7 @@ from objkv.ops.inventory.tree import Branch, PrefixSummary
 from objkv.ops.listing import NamespaceSummary, TenantTotals
 from objkv.ops.match import MatchReport
 from objkv.ops.models.verdict import ModelVerdict
-from objkv.ops.pin import PinList, Pinned
+from objkv.ops.pin import PinList, PinnedPrefix
 from objkv.ops.runs import Ending, Finding
 from objkv.ops.show import PayloadReport, Verdict
 from objkv.ops.size.model import Preset
@@ -349,7 +349,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
         JsonDocument((TreeKeys,), "--tree"),
     ),
     "match": (JsonDocument((MatchReport, ExplainKeys)),),
-    "pin": (JsonDocument((Pinned,)), JsonDocument((PinList,), "--list")),
+    "pin": (JsonDocument((PinnedPrefix,)), JsonDocument((PinList,), "--list")),
     "prefetch": (JsonDocument((PrefetchReport,)),),
     "rebuild": (
         JsonDocument((RunKeys, RebuildKeys)),
@@ -359,7 +359,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "size": (JsonDocument((SizeKeys,)), JsonDocument((ModelsKeys,), "--list")),
     "sweep": (JsonDocument((RunKeys, SweepKeys)),),
     "top": (JsonDocument((View,), "--once"),),
-    "unpin": (JsonDocument((Pinned,)),),
+    "unpin": (JsonDocument((PinnedPrefix,)),),
     "verify": (JsonDocument((RunKeys, VerifyKeys)),),
     "warm": (JsonDocument((WarmKeys, WarmReport)),),
 }

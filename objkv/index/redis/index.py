@@ -145,13 +145,6 @@ return 0
 """)
 """ARGV: owner, time to live in ms."""
 
-SIGHT = Script("""\
-if redis.call('SET', KEYS[1], '', 'NX', 'PX', ARGV[1]) then return 0 end
-redis.call('PEXPIRE', KEYS[1], ARGV[1])
-return 1
-""")
-"""ARGV: time to live in ms. Returns whether the key existed."""
-
 RELEASE = Script("""\
 if redis.pcall('GET', KEYS[1]) ~= ARGV[1] then return 0 end
 return redis.call('DEL', KEYS[1])
@@ -236,9 +229,6 @@ class RedisIndex:
         self._key = re.compile(
             rf"{re.escape(prefix)}:i:([^:]+):([0-9a-f]{{{2 * PREFIX_HASH_BYTES}}})".encode("ascii")
         )
-
-    def __repr__(self) -> str:
-        return f"<RedisIndex {self._prefix}:*>"
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
         """See ``ReadIndex``."""
@@ -374,9 +364,9 @@ class RedisIndex:
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one pipelined round trip."""
-        keys = [(f"{self._prefix}:s:{sighting_name(name)}",) for name in names]
-        replies = self._run_all("sight", SIGHT, keys, ttl_s * 1000)
-        return [reply == 1 for reply in replies]
+        keys = [f"{self._prefix}:s:{sighting_name(name)}" for name in names]
+        replies = self._pipelined("sight", [("SET", k, "", "EX", ttl_s, "GET") for k in keys])
+        return [_checked("sight", reply) is not None for reply in replies]
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
         """See ``PruneIndex``."""

@@ -13,7 +13,7 @@ from typing import Final, Literal
 from objkv.config.prices import Prices
 from objkv.ops.inventory.findings import Findings
 from objkv.ops.inventory.tree import Branch
-from objkv.ops.pin import Pinned
+from objkv.ops.pin import PinnedPrefix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class AuditReport:
     namespace: str | None
     """The one namespace that was audited; None for all."""
     savings: SavingsAudit
-    pins: tuple[Pinned, ...]
+    pins: tuple[PinnedPrefix, ...]
     """Active pins, the next to end first."""
     lifecycle: LifecycleAudit | None
     """None if the bulk store is not a bucket."""

@@ -13,7 +13,7 @@ from objkv.agent.disk import FOLDER
 from objkv.agent.http.status import AgentStatus, StoreStatus
 from objkv.agent.memory.arena import PAGE, Arena
 from objkv.agent.messages import VERSION
-from objkv.cache.worth import PutRule
+from objkv.cache.worth import ChunkCost, PutRule
 from objkv.config import Config
 from objkv.config.node import agent_socket, host_bytes, http_path
 from objkv.config.urls import local_path
@@ -164,7 +164,7 @@ def _check_saves(config: Config, decided: dict[str, str]) -> Check:
         shown = [f"{name[:8]} {one}".strip() for name, one in decided.items()]
         return Check("agent", "saves", "ok", "; ".join([detail, *shown]))
     if rule.is_fixed:
-        return Check("agent", "saves", "ok", f"{detail}, {rule.decide(rule.chunk(()))}")
+        return Check("agent", "saves", "ok", f"{detail}, {rule.decide(ChunkCost(0, 0))}")
     detail += (
         f", at prices of {prices.source}: ${prices.per_1000_puts:g} for 1,000 PUTs, "
         f"${prices.gb_month:g} for a GB and month; ${prices.gpu_hour:g} for a GPU and hour"
