@@ -126,13 +126,13 @@ class LoadJob:
         """Return how many leading moves are still needed: no earlier chunk failed, and the job is
         open."""
         with self._changed:
-            return 0 if self._closed or self._clock() >= self.deadline else self._needed
+            return self._open_moves()
 
     def enter(self, first: int) -> int:
         """Request permission to write moves from ``first`` on into their blocks. Returns where
         those end that may be written. If it is beyond ``first``, the caller must call ``leave``."""
         with self._changed:
-            end = self.needed()
+            end = self._open_moves()
             if end > first:
                 self._writing += 1
                 if self._first is None:
@@ -179,7 +179,7 @@ class LoadJob:
         """Cancel the load. Everything not written by now fails. ``request_ended``: that is no
         failure then, because nothing is recomputed."""
         with self._changed:
-            self.request_ended = request_ended and not self.is_over()
+            self.request_ended = request_ended and not self._is_over()
             self.deadline = self._clock()
             self._changed.notify_all()
 
@@ -187,14 +187,13 @@ class LoadJob:
         """Whether every move that is still needed has succeeded or failed, or the deadline has
         passed."""
         with self._changed:
-            has_ended = bool(self._ended[: self._needed].all())
-            return self._closed or has_ended or self._clock() >= self.deadline
+            return self._is_over()
 
     def wait_over(self) -> None:
         """Block until the load is over. A move that lacks a layer by then has failed, see
         ``wait_layer``."""
         with self._changed:
-            self._changed.wait_for(self.is_over, self.deadline - self._clock())
+            self._changed.wait_for(self._is_over, self.deadline - self._clock())
             self._fail_first(self._layers < self._stops)
 
     def wait_layer(self, group: int, layer: int) -> Mark | None:
@@ -205,24 +204,21 @@ class LoadJob:
         even if a write in progress still completes.
         """
         waited = (self._groups == group) & (layer < self._stops)
-
-        def lacking() -> Bools:
-            found: Bools = waited & (self._layers <= layer)
-            return found
-
         with self._changed:
             self._changed.wait_for(
-                lambda: self.is_over() or not lacking()[: self._needed].any(),
+                lambda: (
+                    self._is_over() or not (waited & (self._layers <= layer))[: self._needed].any()
+                ),
                 self.deadline - self._clock(),
             )
-            self._fail_first(lacking())
+            self._fail_first(waited & (self._layers <= layer))
             return self._marks.get((group, layer))
 
     def poll(self) -> LoadOutcome | None:
         """Return the outcome if the load is over and none of its copies is left. Never waits. After
         the first call on a load that is over, nothing more is written."""
         with self._changed:
-            if not self.is_over():
+            if not self._is_over():
                 return None
             self._closed = True
             if self._writing:
@@ -285,6 +281,13 @@ class LoadJob:
             seconds=self._last - self.started,
             first_s=None if self._first is None else self._first - self.started,
         )
+
+    def _is_over(self) -> bool:
+        has_ended = bool(self._ended[: self._needed].all())
+        return self._closed or has_ended or self._clock() >= self.deadline
+
+    def _open_moves(self) -> int:
+        return 0 if self._closed or self._clock() >= self.deadline else self._needed
 
     def _fail_first(self, lacking: Bools) -> None:
         """Fail the first of the moves that are ``lacking`` something, and all later chunks."""
