@@ -43,9 +43,10 @@ from benchmarks.worker import (
 )
 from objkv.connector.model.groups import Geometry
 from objkv.transfer.loading.loader import Loader
-from objkv.transfer.plan import LoadMove, LoadPlan
+from objkv.transfer.plan import LoadPlan
 from tests.support.agents import AgentProcess
 from tests.support.paged_cache import paged_group
+from tests.support.plans import LoadMove
 
 CHUNKS = 32
 NAMESPACE = "0123456789abcdef" * 2

@@ -69,7 +69,7 @@ from objkv.stores.base import Arrived, Buffer, WriteStore, copy_bytes
 from objkv.telemetry import NullRecorder
 from objkv.transfer.devices import DRIVERS, DeviceDriver, driver_of
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import LoadMove, SavePlan
+from objkv.transfer.plan import SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.device import simulated
 from tests.device.devices import (
@@ -81,6 +81,7 @@ from tests.device.devices import (
     open_device,
 )
 from tests.support.inside import InsideAgent
+from tests.support.plans import LoadMove
 
 FORMS: Final = ("NHD", "HND")
 """Orders of heads and tokens in a block. FlashAttention's is NHD, where a head's tokens are not

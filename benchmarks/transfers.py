@@ -37,8 +37,8 @@ from objkv.assembly.backends import open_index
 from objkv.config import load_config
 from objkv.connector.model.groups import Geometry
 from objkv.telemetry import NullRecorder
-from objkv.transfer.plan import LoadMove
 from tests.support.agents import AgentProcess
+from tests.support.plans import LoadMove
 
 NAMESPACE = "0" * 32
 GEOMETRY = Geometry((LLAMA_8B,), CHUNK, BLOCK, tp_size=1)

@@ -17,8 +17,8 @@ from objkv.index.base import ReadIndex
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.telemetry import NullRecorder
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
-from tests.support.plans import packed
+from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
+from tests.support.plans import LoadMove, packed
 from tests.support.steps import Completed
 
 CHUNK: Final = 256

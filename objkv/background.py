@@ -509,7 +509,7 @@ def wait_for(alarms: Sequence[Alarm], seconds: float, *, until_hangup: int = -1)
         poll.register(alarm.fileno(), select.POLLIN)
     if until_hangup >= 0:
         poll.register(until_hangup, select.POLLRDHUP)
-    ready = {fd for fd, _ in poll.poll(max(0.0, 1000 * seconds))}
+    ready = dict(poll.poll(max(0.0, 1000 * seconds)))
     for alarm in alarms:
         if alarm.fileno() in ready:
             alarm.calm()

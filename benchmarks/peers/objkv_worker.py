@@ -30,8 +30,9 @@ from objkv.index.base import Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.telemetry import NullRecorder
-from objkv.transfer.plan import ChunkMove, LoadMove, SaveMove
+from objkv.transfer.plan import ChunkMove, SaveMove
 from tests.support.agents import AgentProcess
+from tests.support.plans import LoadMove
 
 NAMESPACE = "be" * 16
 TOKENS, BLOCK = 256, 32

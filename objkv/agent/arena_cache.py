@@ -163,9 +163,10 @@ class ArenaCache:
                 return one, False
             if not self._cells:
                 return MissReason.NO_ROOM
-            one = self._by_key[key] = CachedPayload(key, self._cells.popleft(), leases=2)
-            one.origin = origin
-            one.is_unused = ahead
+            one = CachedPayload(
+                key, self._cells.popleft(), leases=2, origin=origin, is_unused=ahead
+            )
+            self._by_key[key] = one
             self._all.add(one)
             if waiter is not None:
                 one.waiters.add(waiter)
@@ -283,7 +284,7 @@ class ArenaCache:
 
     def advance(self, one: CachedPayload, layers: int) -> None:
         """Report that the header and this many leading frames are verified."""
-        self._tell(one, CellState.FILLING, layers)
+        self._report(one, CellState.FILLING, layers)
 
     def ready(self, one: CachedPayload, layers: int) -> None:
         """End a fill that succeeded, and its lease."""
@@ -294,16 +295,14 @@ class ArenaCache:
                 self._ranking.add(one.key, one.nbytes, is_unread=one.is_unused)
                 if one.is_unused:
                     self._add_unread(one)
-        self._tell(one, CellState.READY, layers)
-        self._end_fill(one)
+        self._report(one, CellState.READY, layers)
 
     def failed(self, one: CachedPayload, reason: MissReason, layers: int = 0) -> None:
         """End a fill that failed, and its lease. Readers keep the frames that were verified."""
         with self._lock:
             self._unlist(one)
             one.state, one.reason = CellState.FAILED, reason
-        self._tell(one, CellState.FAILED, layers)
-        self._end_fill(one)
+        self._report(one, CellState.FAILED, layers)
 
     def forget(self, key: str) -> None:
         """Make a payload unavailable to new readers, also if it is being filled. Present ones keep
@@ -337,19 +336,19 @@ class ArenaCache:
         with self._lock:
             return sum(one.nbytes for one in self._all if one.leases)
 
-    def _tell(self, one: CachedPayload, state: CellState, layers: int) -> None:
+    def _report(self, one: CachedPayload, state: CellState, layers: int) -> None:
+        """Write the progress of a fill, which ends with its lease unless it is FILLING, and wake
+        those that wait for it."""
         offset = max(0, one.offset)
         progress = Progress(state, layers, offset, one.nbytes, one.reason, one.layout)
         self._arena.board.write(one.cell, progress)
         with self._lock:
             waiters = list(one.waiters)
+            if state is not CellState.FILLING:
+                one.waiters.clear()
+                self._release(one)
         for waiter in waiters:
             waiter.wake()
-
-    def _end_fill(self, one: CachedPayload) -> None:
-        with self._lock:
-            one.waiters.clear()
-            self._release(one)
 
     def _lease(self, one: CachedPayload) -> None:
         if not one.leases:

@@ -29,7 +29,14 @@ from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, Typ
 
 from objkv import errors
 from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
-from objkv.agent.memory.arena import ALL_FRAMES, Arena, Board, CellState, Progress
+from objkv.agent.memory.arena import (
+    ALL_FRAMES,
+    BOARD_BYTES,
+    Arena,
+    Board,
+    CellState,
+    Progress,
+)
 from objkv.agent.messages import (
     DEADLINE_MS_MAX,
     MESSAGE_BYTES_MAX,
@@ -40,6 +47,7 @@ from objkv.agent.messages import (
     Drop,
     Hello,
     MessageKind,
+    MissReason,
     Opened,
     Opening,
     PrefetchOrder,
@@ -82,6 +90,17 @@ CALL_S = 2.0
 machine is very busy."""
 KNOWN_MAX = 256
 """Decoded blocks that a client remembers: about 3 MB."""
+_REACH_S, REACH_MAX_S = 0.1, 5.0
+"""Pauses between attempts to reach an agent."""
+WINDOW, _WINDOW_BYTES = 64, 512 << 20
+"""Payloads open at once, so that one long prompt does not lease the whole arena."""
+_IN_STEP_SHARE = 4
+"""Divisor: loads within a step may open so much more. Otherwise slow loads between steps could take
+all room, and the forward pass waited for them, for what is in the arena already."""
+_BATCH_BYTES = 128 << 20
+"""Payloads opened at once. Their pages are copied before the thread looks for more urgent loads.
+Counts those of other ranks too: if a rank of TP 8 opened as many of its own, loads of all ranks
+took 1.25 times as long, although 5 % less processor time (2 cores, 2026-11)."""
 
 
 class AgentRefused(TransferError):
@@ -378,6 +397,114 @@ class AgentConnection:
         except ProtocolError:
             self._is_lost = True
             raise
+
+
+class ArenaLeases:
+    """One thread's leases of payloads in the agent's arena, on a connection that is made again when
+    it is lost. Belongs to that thread, except for ``is_open``."""
+
+    def __init__(self, connect: Callable[[], AgentConnection], what: str, *, share: int) -> None:
+        """
+        Args:
+            connect: returns a new connection with an arena, or raises ``ObjkvError``.
+            what: what there is not without an agent, in the plural, for the log.
+            share: divisor: of a small arena, these leases take at most this fraction.
+        """
+        self._connect, self._share = connect, share
+        self.trouble = Trouble(logger, what)
+        self.agent: AgentConnection | None = None
+        """The present connection, None without one."""
+        self.is_moving = False
+        """Whether the agent opens no more, because it is replaced."""
+        self.leased = 0
+        """Payloads that are open, also those that are a miss."""
+        self._leased_bytes = self._share_bytes = 0
+        self._retry_at, self._retry_s = 0.0, _REACH_S
+
+    @property
+    def is_open(self) -> bool:
+        """Whether payloads may be asked for: there is an agent, and it is not known to be lost."""
+        agent = self.agent
+        return agent is not None and agent.is_open
+
+    @property
+    def present(self) -> AgentConnection:
+        """The present connection, where there is one."""
+        assert self.agent is not None
+        return self.agent
+
+    def reach(self) -> bool:
+        """Make a new connection, which replaces the present one. Returns whether there is one."""
+        if monotonic() < self._retry_at:
+            return False
+        self._retry_at = monotonic() + self._retry_s  # whatever fails now
+        self._retry_s = min(2 * self._retry_s, REACH_MAX_S)
+        try:
+            before, self.agent = self.agent, self._connect()
+        except ObjkvError as exc:
+            self.trouble.failed(exc)
+            return False
+        if before is not None:
+            self._close(before)
+        self._share_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // self._share
+        self.trouble.worked()
+        self._retry_at, self._retry_s, self.is_moving = 0.0, _REACH_S, False
+        return True
+
+    def await_retry(self, alarm: Alarm) -> None:
+        """Wait until an agent may be reached again, or for ``alarm``."""
+        wait_for([alarm], self._retry_at - monotonic())
+
+    def room(self, *, in_step: bool = False) -> tuple[int, int]:
+        """Return how many payloads, and how many bytes, may be opened now. If none is open, one of
+        any size may. ``in_step``: whether a step waits for them."""
+        if self.is_moving:
+            return 0, 0
+        count, nbytes = WINDOW, min(_WINDOW_BYTES, self._share_bytes)
+        if in_step:
+            count, nbytes = count + -(-count // _IN_STEP_SHARE), nbytes + nbytes // _IN_STEP_SHARE
+        left = nbytes - self._leased_bytes
+        return count - self.leased, min(_BATCH_BYTES, left if self.leased else max(1, left))
+
+    def open(
+        self, claims: Claims, nbytes: int, *, deadline_s: float, urgency: Urgency
+    ) -> list[ArenaLease] | None:
+        """Open payloads of about ``nbytes``, each until ``release``. None if the agent is replaced.
+        Raises ``TransferError``."""
+        opened = self.present.open(claims, deadline_s=deadline_s, urgency=urgency)
+        if opened.reasons[0] == MissReason.CLOSED:
+            self.is_moving = True
+            return None
+        self.leased += len(claims)
+        self._leased_bytes += nbytes
+        return leases_of(opened, self.present.arena.board)
+
+    def release(self, numbers: Sequence[int], nbytes: int) -> None:
+        """End leases of payloads of about ``nbytes``. Raises ``TransferError``."""
+        self.leased -= len(numbers)
+        self._leased_bytes -= nbytes
+        self.present.release([number for number in numbers if number])
+
+    def wait(self, seconds: float, alarm: Alarm) -> bool:
+        """Wait for progress, or for ``alarm``, for at most ``seconds``. Returns False if there is
+        nothing to wait for: the agent has gone, or is replaced. Raises ``TransferError`` if leases
+        were lost with it."""
+        if self.is_moving and not self.leased:
+            return False
+        if not (goes_on := self.present.wait(seconds, alarm)) and self.leased:
+            raise TransferError("the agent ended the connection")
+        return goes_on
+
+    def leave(self) -> None:
+        """Close the connection, whose arena nothing reads, and all leases with it."""
+        agent, self.agent = self.agent, None
+        self.leased = self._leased_bytes = 0
+        if agent is not None:
+            self._close(agent)
+
+    def _close(self, agent: AgentConnection) -> None:
+        """Close a connection whose arena nothing reads."""
+        agent.close()
 
 
 def is_listening(path: Path) -> bool:

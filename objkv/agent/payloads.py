@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from objkv.agent.client import AgentConnection, ArenaLease, Connect, leases_of
-from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress
+from objkv.agent.client import ArenaLease, ArenaLeases, Connect
+from objkv.agent.memory.arena import CellState, Progress
 from objkv.agent.messages import Claims, CommitStatus, MissReason, Urgency
 from objkv.agent.outbox import AgentSaves, Handed, Outbox
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
@@ -38,11 +38,9 @@ from objkv.errors import ConfigError, ObjkvError, PayloadError, TransferError
 from objkv.telemetry import Trouble
 
 logger = logging.getLogger(__name__)
-_OPEN_MAX, _OPEN_BYTES_MAX, _OPEN_SHARE = 64, 512 << 20, 4
-"""Payloads open at once, their bytes, and the divisor of a small arena for them."""
+_SHARE = 4
+"""Divisor: of a small arena, payloads that are open take at most this fraction."""
 _IDLE_S = 5.0
-_RETRY_S, _RETRY_MAX_S = 0.1, 5.0
-"""Pauses between attempts to reach an agent."""
 _SHED_S = 0.1
 """How long writes pause after the agent's store refused one."""
 
@@ -146,18 +144,14 @@ class PayloadReader:
     ) -> None:
         """``connect``: the agent is reached when there is something to read. ``name``: of the
         payloads, in the plural, for the log and the thread."""
-        self._connect = partial(connect, wants_arena=True)
         self._clock = clock
-        self._trouble = Trouble(logger, f"loads of {name}")
         self._lock = Lock()
         self._closed = False
         self._waiting: deque[PayloadTransfer] = deque()
         """Nothing comes after ``_closed`` is set, with the lock. The rest is the thread's."""
         self._open: list[tuple[PayloadTransfer, ArenaLease]] = []
-        self._agent: AgentConnection | None = None
-        self._is_moving = False
-        """Whether the agent opens no more, because it is replaced."""
-        self._retry_at, self._retry_s = -math.inf, _RETRY_S
+        reach = partial(connect, wants_arena=True)
+        self._link = ArenaLeases(reach, f"loads of {name}", share=_SHARE)
         self._alarm = Alarm()
         self._thread = Thread(target=self._work, name=f"objkv-load-{name}", daemon=True)
         self._thread.start()
@@ -199,61 +193,33 @@ class PayloadReader:
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
-        agent = self._agent
-        if agent is None and self._waiting and (agent := self._reach()) is None:
+        link = self._link
+        if link.agent is None and self._waiting and not link.reach():
             self._fail()
-        if agent is None:
+        if link.agent is None:
             wait_for([self._alarm], _IDLE_S)
             return
         try:
-            self._open_next(agent)
-            self._advance(agent)
+            self._open_next()
+            self._advance()
+            if not link.wait(self._idle_s(), self._alarm):
+                link.leave()
         except TransferError as exc:
-            self._trouble.failed(exc)
+            link.trouble.failed(exc)
             self._lose()
-            return
-        if self._is_moving and not self._open:
-            self._leave()
-        elif not agent.wait(self._idle_s(agent), self._alarm):
-            if self._open:
-                self._trouble.failed(TransferError("the agent ended the connection"))
-                self._lose()
-            else:
-                self._leave()
 
-    def _reach(self) -> AgentConnection | None:
-        if monotonic() < self._retry_at:
-            return None
-        try:
-            self._agent = self._connect()
-        except ObjkvError as exc:
-            self._trouble.failed(exc)
-            self._retry_at = monotonic() + self._retry_s
-            self._retry_s = min(2 * self._retry_s, _RETRY_MAX_S)
-            return None
-        self._trouble.worked()
-        self._retry_s = _RETRY_S
-        return self._agent
-
-    def _idle_s(self, agent: AgentConnection) -> float:
+    def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
-        if self._waiting and not self._is_moving and self._has_room(agent):
+        if self._waiting and min(self._link.room()) > 0:
             return 0.0
         left = [read.deadline - self._clock() for read, _ in self._open]
         return max(0.0, min([*left, _IDLE_S]))
 
-    def _has_room(self, agent: AgentConnection, more: Sequence[PayloadTransfer] = ()) -> bool:
-        """Whether one besides those that are open, and ``more``, may be opened: one of any size,
-        further ones within the bounds."""
-        reads = *more, *(read for read, _ in self._open)
-        taken = [read.nbytes for read in reads]
-        nbytes = min(_OPEN_BYTES_MAX, (agent.arena.nbytes - BOARD_BYTES) // _OPEN_SHARE)
-        return not taken or (len(taken) < _OPEN_MAX and sum(taken) < nbytes)
-
-    def _open_next(self, agent: AgentConnection) -> None:
+    def _open_next(self) -> None:
         """Open the next payloads of one namespace, as many as there is room for."""
         batch: list[PayloadTransfer] = []
-        while self._waiting and not self._is_moving and self._has_room(agent, batch):
+        count, nbytes = self._link.room()
+        while self._waiting and len(batch) < count and nbytes > 0:
             one = self._waiting[0]
             if batch and one.claim.key.namespace != batch[0].claim.key.namespace:
                 break
@@ -264,55 +230,51 @@ class PayloadReader:
                 self._end(one, ReadOutcome.LATE)
             else:
                 batch.append(one)
+                nbytes -= one.nbytes
         if not batch:
             return
+        leases = None
         try:
-            opened = agent.open(
+            leases = self._link.open(
                 Claims.of([one.claim for one in batch]),
+                sum(one.nbytes for one in batch),
                 deadline_s=max(one.deadline for one in batch) - self._clock(),
                 urgency=Urgency.BETWEEN_STEPS,
             )
-        except Exception:  # whatever it is, each of them gets its end
-            self._waiting.extendleft(reversed(batch))
-            raise
-        self._is_moving = opened.reasons[0] == MissReason.CLOSED
-        if self._is_moving:
-            self._waiting.extendleft(reversed(batch))
-        else:
-            self._open += zip(batch, leases_of(opened, agent.arena.board), strict=True)
+        finally:
+            if leases is None:  # the agent is replaced, or each of them fails and gets its end
+                self._waiting.extendleft(reversed(batch))
+        if leases is not None:
+            self._open += zip(batch, leases, strict=True)
 
-    def _advance(self, agent: AgentConnection) -> None:
+    def _advance(self) -> None:
         """Read what has come, and end the leases that are not needed any more."""
-        ended: list[int] = []
+        ended, nbytes = list[int](), 0
         for one in list(self._open):
             read, lease = one
-            outcome = self._look_at(agent, read, lease)
-            if outcome is None:
-                continue
-            self._open.remove(one)
-            if lease.number:
+            if (outcome := self._look_at(read, lease)) is not None:
+                self._open.remove(one)
                 ended.append(lease.number)
-            self._end(read, outcome)
-        agent.release(ended)
+                nbytes += read.nbytes
+                self._end(read, outcome)
+        self._link.release(ended, nbytes)
 
-    def _look_at(
-        self, agent: AgentConnection, read: PayloadTransfer, lease: ArenaLease
-    ) -> ReadOutcome | None:
+    def _look_at(self, read: PayloadTransfer, lease: ArenaLease) -> ReadOutcome | None:
         """Return how a read has ended, None if it goes on."""
         progress = lease.progress
         if not read.is_needed:
             return ReadOutcome.UNWANTED
         if progress.state is CellState.FILLING:
-            progress = agent.arena.board.read(lease.cell)
+            progress = self._link.present.arena.board.read(lease.cell)
         if progress.state is CellState.READY:
-            return self._show(agent, read, progress)
+            return self._show(read, progress)
         if progress.state is CellState.FAILED:
             return _OUTCOMES.get(MissReason(progress.reason), ReadOutcome.FAILED)
         return ReadOutcome.LATE if self._clock() >= read.deadline else None
 
-    def _show(self, agent: AgentConnection, read: PayloadTransfer, at: Progress) -> ReadOutcome:
+    def _show(self, read: PayloadTransfer, at: Progress) -> ReadOutcome:
         """Verify a payload, and have its pages taken."""
-        payload = agent.arena.view[at.offset : at.offset + at.nbytes]
+        payload = self._link.present.arena.view[at.offset : at.offset + at.nbytes]
         try:
             header = read_claimed(payload, read.claim, read.layers)
             if header.nbytes != at.nbytes or header.codec != "none":
@@ -322,7 +284,8 @@ class PayloadReader:
             pages = [frame_pages(header, n, payload, None) for n in range(len(header.frames))]
         except PayloadError as exc:
             logger.warning("payload refused key=%s reason=%s", read.claim.key.path(), exc)
-            agent.reject(read.claim)  # before it ends: it may be made and saved again at once
+            # Before it ends: it may be made and saved again at once.
+            self._link.present.reject(read.claim)
             return ReadOutcome.CORRUPT
         try:
             read.take(pages)
@@ -342,18 +305,12 @@ class PayloadReader:
         self._waiting.extendleft(read for read, _ in self._open)
         self._open.clear()
         self._fail()
-        self._leave()
+        self._link.leave()
 
     def _fail(self) -> None:
         """Fail what waits now. What comes meanwhile, as from a read that ends, gets its own try."""
         for _ in range(len(self._waiting)):
             self._end(self._waiting.popleft(), ReadOutcome.FAILED)
-
-    def _leave(self) -> None:
-        """Close the connection, whose arena nothing reads. The next read opens another."""
-        agent, self._agent, self._is_moving = self._agent, None, False
-        if agent is not None:
-            agent.close()
 
 
 class PayloadWriter:

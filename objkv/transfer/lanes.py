@@ -18,6 +18,7 @@ from numpy.lib.stride_tricks import as_strided
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 """Offsets, addresses, sizes or block ids."""
+Bools = np.ndarray[Any, np.dtype[np.bool_]]
 
 # Recasting turns pages of one shape into pages of another, as views if possible. Pages are
 # ``[blocks, heads, block_size, content]``, with each token's content of each head contiguous, so

@@ -8,7 +8,6 @@ its group is refused.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -82,11 +81,15 @@ class PayloadLayout:
     """The frames of some payloads, and which of them belong where in one rank's pages."""
 
     def __init__(
-        self, group: PagedGroup, shard: Shard | None, found: tuple[LayerSpec, ...]
+        self,
+        group: PagedGroup,
+        shard: Shard | None,
+        found: tuple[LayerSpec, ...],
+        data_start: int,
     ) -> None:
-        """``shard``: what the payloads have of the group, None for all. ``found``: their frames.
-        Raises ``PayloadError`` if those are not such payloads'."""
-        self.layers = found
+        """``shard``: what the payloads have of the group, None for all. ``found``: their frames,
+        one after the other from ``data_start`` on. Raises ``PayloadError`` if those are not such
+        payloads'."""
         self._group = group
         shape, held = group.shape, shard or group.shape.whole
         names = _row_names(group, held)
@@ -97,12 +100,12 @@ class PayloadLayout:
         check_layers(found, _specs(group, names, shares, found[0].shape[2]))
         own, layers = shape.rank_shard.shard, _common_layers(shape, held)
         tokens = own.tokens.sources(shares[0].tokens.size, shares[0].tokens.interleave)
-        self._places = [
+        places = [
             place
             for place, share in enumerate(shares)
             if share.tokens in tokens and share.overlaps(own)
         ]
-        read = [shares[place] for place in self._places]
+        read = [shares[place] for place in places]
         if not layers or not read or not all(_is_dealt(group, share) for share in read):
             raise ForeignLayoutError(f"payloads in {', '.join(map(str, shares))}, read as {own}")
         self.columns = columns
@@ -111,21 +114,23 @@ class PayloadLayout:
         """The rows that this rank needs."""
         self.filled = _rows(shape, layers, own)
         """The rank's rows that they fill."""
-        self._first, self._last = self._places[0], self._places[-1]
-        self._columns = [
-            _Column(group, share, self.filled, self._of_column(found, place))
-            for share, place in zip(read, self._places, strict=True)
-        ]
-        sizes = np.array([layer.nbytes for layer in found], np.int64).reshape(-1, columns)
-        starts = offsets_of(sizes.reshape(-1)).reshape(-1, columns)
-        last = self._places[-1]
+        self._first, self._last = places[0], places[-1]
+        sizes = np.array([layer.nbytes for layer in found], np.int64)
+        self.nbytes = data_start + int(sizes.sum())
+        """Bytes of a payload."""
+        starts, sizes = (x.reshape(-1, columns) for x in (data_start + offsets_of(sizes), sizes))
         self.starts = starts[:, self._first]
-        """Where what is read of each row of the payload starts, counted from its first frame,
-        ``[rows of the payload]``: a span of consecutive frames."""
-        self.sizes = starts[:, last] + sizes[:, last] - self.starts
+        """Where what is read of each row of a payload starts in it, ``[rows of the payload]``: a
+        span of consecutive frames."""
+        self.sizes = starts[:, self._last] + sizes[:, self._last] - self.starts
         """Bytes of each span."""
-        self._offsets = [starts[:, place] - self.starts for place in self._places]
-        """Where the frames of each column that is read start in the spans."""
+        rows = slice(self.rows.start, self.rows.stop)
+        frames = [found[place::columns][rows] for place in places]
+        self._columns = [
+            (_Column(group, share, self.filled, of_column), starts[:, place] - self.starts)
+            for share, place, of_column in zip(read, places, frames, strict=True)
+        ]
+        """Those that are read, and where the frames of each start in the spans."""
 
     def frames(self, rows: range) -> list[int]:
         """Return the numbers of the frames that are read of these rows."""
@@ -157,23 +162,9 @@ class PayloadLayout:
         first = rows.start - self.rows.start
         ours = range(first, first + len(rows))
         ids, skipped = self._group.blocks(ids), first_block * self._group.split
-        for column, offsets in zip(self._columns, self._offsets, strict=True):
+        for column, offsets in self._columns:
             at = starts + offsets[rows.start : rows.stop]
             column.scatter(lane, ours, memory, at, ids, skipped)
-
-    def _of_column(self, found: tuple[LayerSpec, ...], place: int) -> tuple[LayerSpec, ...]:
-        return found[place :: self.columns][self.rows.start : self.rows.stop]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PlacedLayout:
-    """A layout, and where its frames are in payloads with headers of one length."""
-
-    layout: PayloadLayout
-    nbytes: int
-    """Bytes of the payload."""
-    starts: Ints
-    """Where what is read of each row starts in the payload, see ``PayloadLayout.starts``."""
 
 
 class SourceShape(NamedTuple):
@@ -191,16 +182,14 @@ class PayloadLayouts:
     def __init__(self, groups: Mapping[int, PagedGroup]) -> None:
         self._groups = groups
         self._sources: dict[Source, SourceShape] = {}
-        self._known: dict[tuple[Source, tuple[LayerSpec, ...], int], PlacedLayout] = {}
+        self._known: dict[tuple[Source, tuple[LayerSpec, ...], int], PayloadLayout] = {}
 
     def of(self, source: Source) -> SourceShape:
         """Return the shape of payloads of a source."""
-        found = self._sources.get(source)
-        if found is None:
-            found = self._shape(source)
+        if (found := self._sources.get(source)) is None:
             if len(self._sources) >= _KEPT_MAX:
-                self._sources = {}
-            self._sources[source] = found
+                self._sources.clear()
+            found = self._sources[source] = self._shape(source)
         return found
 
     def _shape(self, source: Source) -> SourceShape:
@@ -214,7 +203,7 @@ class PayloadLayouts:
         filled = _rows(group.shape, common, own) if common else common
         return SourceShape(filled, int(nbytes * layers * _ranks(group, held)))
 
-    def read(self, payload: memoryview, claim: Claim) -> tuple[Header, PlacedLayout]:
+    def read(self, payload: memoryview, claim: Claim) -> tuple[Header, PayloadLayout]:
         """Return the header of an uncompressed payload, and its layout. Raises ``PayloadError`` if
         the payload is not what the claim says, and ``ForeignLayoutError``."""
         source, nbytes = Source(claim.key.group, claim.key.shard), len(payload)
@@ -222,14 +211,12 @@ class PayloadLayouts:
         if header.nbytes != nbytes or header.codec != "none":
             raise PayloadError(f"{nbytes} bytes in the arena, not {header.nbytes}")
         key = source, header.frames.layers, header.data_start
-        placed = self._known.get(key)
-        if placed is None:
-            layout = PayloadLayout(self._groups[source.group], source.shard, header.frames.layers)
-            placed = PlacedLayout(layout, nbytes, layout.starts + header.data_start)
+        if (layout := self._known.get(key)) is None:
             if len(self._known) >= _KEPT_MAX:
                 self._known.clear()
-            self._known[key] = placed
-        return header, placed
+            layout = PayloadLayout(self._groups[source.group], source.shard, *key[1:])
+            self._known[key] = layout
+        return header, layout
 
 
 def row_bytes_max(group: PagedGroup) -> int:

@@ -6,7 +6,7 @@ tokens has 128 chunks, and as objects these take milliseconds to plan, to pickle
 rank's forward thread, to unpickle.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import cached_property
@@ -47,15 +47,6 @@ class ChunkMove:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadMove:
-    """The load of one payload of one chunk."""
-
-    move: ChunkMove
-    shard: Shard | None
-    """What the payload has of the group. None: all of it."""
-
-
-@dataclass(frozen=True, slots=True)
 class SaveMove:
     """The save of one chunk."""
 
@@ -72,7 +63,7 @@ class Source(NamedTuple):
 
     group: int
     shard: Shard | None = None
-    """See ``LoadMove.shard``."""
+    """What the payloads have of the group. None: all of it."""
 
 
 class Row(IntEnum):
@@ -94,7 +85,6 @@ class Row(IntEnum):
 class LoadMoves:
     """The moves of a load, in columns, in the order of their chunks. Immutable and thread-safe.
 
-    A ``LoadMove`` is made each time one is read, which takes microseconds: transfers read columns.
     Pickled, the columns are a few byte strings.
     """
 
@@ -121,24 +111,6 @@ class LoadMoves:
     def __len__(self) -> int:
         return int(self.table.shape[1])
 
-    def __iter__(self) -> Iterator[LoadMove]:
-        return map(self.__getitem__, range(len(self)))
-
-    def __getitem__(self, index: int) -> LoadMove:
-        column = self.table[:, index].tolist()
-        source = self.sources[column[Row.SOURCE]]
-        move = ChunkMove(
-            chunk=column[Row.CHUNK],
-            group=source.group,
-            prefix_hash=self._hash(column[Row.HASH]),
-            parent_hash=self._hash(column[Row.HASH] - 1),
-            token_start=column[Row.TOKEN_START],
-            token_end=column[Row.TOKEN_END],
-            first_block=column[Row.FIRST_BLOCK],
-            block_ids=tuple(self._block_ids[column[Row.IDS] : column[Row.IDS_END]].tolist()),
-        )
-        return LoadMove(move, source.shard)
-
     def __reduce__(self) -> tuple[Any, ...]:
         columns = self.table.tobytes(), self._hashes, self._block_ids.tobytes()
         return LoadMoves, (*columns, self.sources)
@@ -153,11 +125,6 @@ class LoadMoves:
         """First and last token of each move's chunk, ``[start, end)``."""
         starts, ends = self.table[Row.TOKEN_START], self.table[Row.TOKEN_END]
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
-
-    def each(self, of_source: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return for each move what ``of_source`` has for its source, ``[moves]``."""
-        found: npt.NDArray[np.int64] = np.array(of_source, np.int64)[self.table[Row.SOURCE]]
-        return found
 
     def claims(self, namespace: str, part: range) -> Claims:
         """Return what the payloads of some moves are to be. The fields are those of ``sources``."""
@@ -183,18 +150,20 @@ class LoadMoves:
         columns = np.ascontiguousarray(table), self._hashes, self._block_ids
         return LoadMoves(*columns, sources=self.sources)
 
+    def prefix_hash(self, move: int) -> bytes:
+        """Return the prefix hash of a move."""
+        at = PREFIX_HASH_BYTES * int(self.table[Row.HASH, move])
+        return self._hashes[at : at + PREFIX_HASH_BYTES]
+
     def prefix_hashes(self) -> list[bytes]:
         """Return the different prefix hashes of the moves, in order."""
-        return list(dict.fromkeys(map(self._hash, self.table[Row.HASH].tolist())))
+        return list(dict.fromkeys(map(self.prefix_hash, range(len(self)))))
 
     def blocks_from(self, chunk: int) -> frozenset[int]:
         """Return the physical block ids of all moves of ``chunk`` and later chunks."""
         table = self.table[:, self.table[Row.CHUNK] >= chunk]
         spans = zip(table[Row.IDS].tolist(), table[Row.IDS_END].tolist(), strict=True)
         return frozenset(block for a, b in spans for block in self._block_ids[a:b].tolist())
-
-    def _hash(self, at: int) -> bytes:
-        return self._hashes[at * PREFIX_HASH_BYTES : (at + 1) * PREFIX_HASH_BYTES]
 
 
 class Blank(NamedTuple):

@@ -16,14 +16,14 @@ from collections.abc import Callable
 from functools import partial
 from threading import Condition, Thread
 from time import monotonic, sleep
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from objkv.agent.memory.arena import Arena
 from objkv.background import join_all
 from objkv.transfer.devices import SEAM_BYTES
-from objkv.transfer.lanes import Ints, address_of, offsets_of
+from objkv.transfer.lanes import Bools, Ints, address_of, offsets_of
 from objkv.transfer.slabs import Slab, SlabPool
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ _POPULATE_READ = 22
 _STEP_BYTES = 2 << 20
 _LIBC = ctypes.CDLL(None)
 
-Bools = np.ndarray[Any, np.dtype[np.bool_]]
 PinReadOnly = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
 

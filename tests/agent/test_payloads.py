@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-import objkv.agent.payloads as module
+from objkv.agent import client
 from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import Board
@@ -158,7 +158,7 @@ def test_a_payload_where_another_one_should_be_is_corrupt(
     one, other, _ = node.save()
     with reading(node.connect) as reader:
         assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.READ] * 2
-        monkeypatch.setattr(module, "leases_of", swapped)
+        monkeypatch.setattr(client, "leases_of", swapped)
         assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.CORRUPT] * 2
 
 

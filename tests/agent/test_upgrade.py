@@ -217,7 +217,7 @@ def test_two_agents_change_places_under_a_lease(
             wait_until(reader.can_load)
             for _ in range(3):
                 assert reader.can_load()
-            assert not reader.loader.agent.has_ended()
+            assert not reader.loader.link.agent.has_ended()
             assert old.process.poll() is None, "it waits for the lease"
             assert not holder.has_ended()
             assert pages_at(holder.arena.view, ended(holder, lease)) == before == RIGHT
@@ -285,7 +285,7 @@ def test_a_replica_of_another_version_says_so_once_and_runs_without(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr("objkv.transfer.loading.connection._RETRY_S", 0.0)
+    monkeypatch.setattr(client_module, "_REACH_S", 0.0)
     monkeypatch.setattr(client_module, "VERSION", VERSION + 1)
     reader = reader_over(node.store, node.index, node.path)
     for _ in range(3):

@@ -49,6 +49,7 @@ from tests.support.paged_cache import (
     Replica,
     same_blocks,
 )
+from tests.support.plans import unpacked
 from tests.support.waiting import wait_until
 
 CHUNKS = 4
@@ -277,7 +278,7 @@ class AgentRounds:
                 load.move.token_start,
                 load.move.token_end,
             )
-            for n, load in enumerate(plan.moves)
+            for n, load in enumerate(unpacked(plan.moves))
         ]
         message = pack_opening(Opening(Urgency.BETWEEN_STEPS, 60_000, Claims.of(wanted))).hex()
         child = subprocess.Popen(

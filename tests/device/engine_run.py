@@ -34,6 +34,7 @@ from tests.device.mutants import MUTANTS
 from tests.engine import model
 from tests.engine.prompts import tokens_of
 from tests.support.agents import AgentProcess
+from tests.support.plans import unpacked
 from tests.support.waiting import wait_until
 
 SLOW_US, SAVE_US = (500, 2500), 400_000
@@ -139,7 +140,7 @@ class Witness:
         vars(self._saver).update(gather=gather)
 
     def _compare(self, plan: LoadPlan, outcome: LoadOutcome) -> None:
-        for move in (load.move for load in plan.moves):
+        for move in (load.move for load in unpacked(plan.moves)):
             if outcome.failed_blocks.isdisjoint(move.block_ids):
                 for place, page in self._pages(move):
                     self.compared += 1

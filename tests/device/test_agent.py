@@ -75,7 +75,7 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
         arena = rig.agent.arena
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
-        rig.wait_until(lambda: rig.loader.leased == 4)
+        rig.wait_until(lambda: rig.loader.link.leased == 4)
         rig.wait_until(lambda: bool(rig.recorder.value("load_bytes")))
         rig.agent.is_lost = True
         rig.loader.cancel("unknown")

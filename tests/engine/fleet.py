@@ -138,7 +138,7 @@ def end_loads(_llm: Any) -> None:
 
     if has_kv_transfer_group():
         loads = get_kv_transfer_group().worker.loader
-        wait_until(lambda: not loads.leased, "all loads to end")
+        wait_until(lambda: not loads.link.leased, "all loads to end")
 
 
 def update_weights(llm: Any) -> int:

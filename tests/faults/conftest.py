@@ -22,7 +22,6 @@ from objkv.net.breaker import Breakers
 from objkv.stores.redis import RedisStore
 from objkv.stores.s3 import bucket as s3_bucket
 from objkv.stores.s3 import client as s3_client
-from objkv.transfer.loading import connection
 from objkv.transfer.saver import Saver
 from tests.faults.places import AgentSockets, Calls, Clock, Servers, running_servers
 
@@ -60,6 +59,6 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)
-    patch.setattr(connection, "RETRY_MAX_S", 0.2)
+    patch.setattr(client, "REACH_MAX_S", 0.2)
     patch.setattr(s3_bucket, "time", clock.wall)
     patch.setattr(botocore.auth, "get_current_datetime", clock.now)

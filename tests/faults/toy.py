@@ -61,7 +61,7 @@ class ShakenEngine(Engine):
 
     def is_idle(self) -> bool:
         """Whether nothing is being looked up, marked as used, or read in the background."""
-        is_reading = self.worker.worker.loader.leased > 0
+        is_reading = self.worker.worker.loader.link.leased > 0
         is_fetching = self.agent is not None and self.agent.core.arena_cache.leased() > 0
         is_looking = self.scheduler.connector.scheduler.lookups.in_flight
         return not (is_looking or is_reading or is_fetching)
@@ -86,7 +86,7 @@ class ShakenEngine(Engine):
 
     def is_attached(self) -> bool:
         """Whether loads have a node agent to go to."""
-        agent = self.worker.worker.loader.agent
+        agent = self.worker.worker.loader.link.agent
         return agent is not None and not agent.has_ended()
 
     def _execute(self, output: Any) -> Any:

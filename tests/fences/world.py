@@ -20,7 +20,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from objkv.agent import arena_cache, core, fill
+from objkv.agent import arena_cache, client, core, fill
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.agent.memory import arena
@@ -38,9 +38,9 @@ from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.stores.base import PruneStore
 from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.loading import connection, loader
+from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import COPIES_S
 from tests.agent.consistency import is_consistent
@@ -63,7 +63,7 @@ from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 from tests.support.payloads import open_payload
-from tests.support.plans import move_of, packed
+from tests.support.plans import LoadMove, move_of, packed
 
 BLOCK, CHUNK, BLOCKS = 4, 8, 2
 CHUNKS_MAX = 3
@@ -669,7 +669,7 @@ def play(stage: Stage, life: Callable[[Engine], None], knobs: Knobs, seed: int) 
         stack.enter_context(patch.object(fill, "_HEADER_BYTES", _HEADER_BYTES))
         # Payloads are small, and a step is to get them layer by layer nevertheless.
         stack.enter_context(patch.object(loader, "_SLICE_BYTES", 1))
-        for module in (arena, arena_cache, connection):
+        for module in (arena, arena_cache, client):
             stack.enter_context(patch.object(module, "BOARD_BYTES", _BOARD_BYTES))
         for module in (arena, arena_cache):
             stack.enter_context(patch.object(module, "CELLS", _CELLS))

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import torch
 
 from objkv.agent.arena_cache import ArenaCache
+from objkv.agent.client import WINDOW
 from objkv.agent.core import CoreLimits
 from objkv.agent.fill import Cuts
 from objkv.cache.chunks import CacheSettings, ChunkCache
@@ -25,10 +26,9 @@ from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.lanes import HostLane, Ints, Lane, PagedLayers, Recast
-from objkv.transfer.loading.connection import WINDOW
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
@@ -37,7 +37,7 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, current_device, pinning
 from tests.support.inside import InsideAgent, InsideJoin
-from tests.support.plans import move_of, packed
+from tests.support.plans import LoadMove, move_of, packed
 from tests.support.waiting import PATIENCE_S, wait_until
 
 

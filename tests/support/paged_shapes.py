@@ -18,11 +18,11 @@ from objkv.stores.base import WriteStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loader import LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.inside import InsideJoin
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker
-from tests.support.plans import move_of, packed
+from tests.support.plans import LoadMove, move_of, packed
 
 CONTENT = 4
 LAYOUTS = {
@@ -164,7 +164,7 @@ class ShapedRank(Worker):
         digest, moves = token_digest(self.model.tokens), []
         for chunk in range(self.model.chunks):
             ids = tuple(range(1 + chunk * each, 1 + (chunk + 1) * each))
-            moves.append(SaveMove(self._move(chunk, 0, ids), digest, None))
+            moves.append(SaveMove(self.move(chunk, 0, ids), digest, None))
         return (SavePlan("r", NAMESPACE, tuple(moves), number=number),)
 
     def save(self, number: int = 0) -> None:
@@ -189,7 +189,7 @@ class ShapedRank(Worker):
             cut = min(each, max(0, skip - chunk * each))
             if cut < each:
                 known = dict(record.shards) if record else {}
-                move = self._move(chunk, cut, ids[cut:])
+                move = self.move(chunk, cut, ids[cut:])
                 shards = payloads_of(known, 0, self.model.identity) or (None,)
                 moves += [LoadMove(move, shard) for shard in shards]
         return LoadPlan("r", NAMESPACE, packed(moves), sync)
@@ -229,7 +229,7 @@ class ShapedRank(Worker):
             joined=joined,
         )
 
-    def _move(self, chunk: int, first_block: int, ids: tuple[int, ...]) -> ChunkMove:
+    def move(self, chunk: int, first_block: int, ids: tuple[int, ...]) -> ChunkMove:
         model = self.model
         return move_of(chunk, model.hashes, NAMESPACE, model.chunk, ids, first_block)
 

@@ -2,11 +2,22 @@
 
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from objkv.keys.prefix import PREFIX_HASH_BYTES, root_hash
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadMoves, Row, Source
+from objkv.keys.topology import Shard
+from objkv.transfer.plan import ChunkMove, LoadMoves, Row, Source
+
+
+@dataclass(frozen=True, slots=True)
+class LoadMove:
+    """The load of one payload of one chunk."""
+
+    move: ChunkMove
+    shard: Shard | None
+    """What the payload has of the group. None: all of it."""
 
 
 def move_of(
@@ -62,3 +73,17 @@ def packed(moves: Iterable[LoadMove]) -> LoadMoves:
         np.array(ids, np.int64),
         sources=tuple(sources),
     )
+
+
+def unpacked(moves: LoadMoves) -> list[LoadMove]:
+    """Return the moves of these columns."""
+    found = []
+    claims, columns = moves.claims("0" * 32, range(len(moves))), moves.table.T.tolist()
+    for n, (claim, column) in enumerate(zip(claims, columns, strict=True)):
+        prefix_hash, parent_hash, start, end, source = claim
+        group, shard = moves.sources[source]
+        ids = moves.block_ids([n], column[Row.IDS_END] - column[Row.IDS])[0].tolist()
+        place = start, end, column[Row.FIRST_BLOCK], tuple(ids)
+        move = ChunkMove(column[Row.CHUNK], group, prefix_hash, parent_hash, *place)
+        found.append(LoadMove(move, shard))
+    return found

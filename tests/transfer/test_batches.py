@@ -20,7 +20,7 @@ from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import Model, ShapedRank, ShapedReplica, ShapeOfReplica
-from tests.support.plans import packed
+from tests.support.plans import packed, unpacked
 
 MODEL = Model(chunks=6)
 WRITERS = (
@@ -69,10 +69,10 @@ class Reader:
             blocks[one], blocks[other] = blocks[other], blocks[one]
         ids = [tuple(blocks[n * self.each : (n + 1) * self.each]) for n in range(MODEL.chunks)]
         ids[0] = ids[0][self.dice.randrange(self.each) :]
-        moves = list(self.rank.plan(self.rank.index).moves)
+        moves = unpacked(self.rank.plan(self.rank.index).moves)
         for n, load in enumerate(moves):
             mine = ids[load.move.chunk]
-            move = self.rank._move(load.move.chunk, self.each - len(mine), mine)
+            move = self.rank.move(load.move.chunk, self.each - len(mine), mine)
             moves[n] = type(load)(move, load.shard)
         return LoadPlan("r", NAMESPACE, packed(moves), sync), ids
 

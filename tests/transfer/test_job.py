@@ -9,11 +9,11 @@ from objkv.keys.prefix import root_hash
 from objkv.transfer.lanes import Mark
 from objkv.transfer.layouts import SourceShape
 from objkv.transfer.loading.loader import LoadJob
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from objkv.transfer.plan import ChunkMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE
-from tests.support.plans import packed
+from tests.support.plans import LoadMove, packed
 from tests.support.waiting import at_once, wait_until
 from tests.transfer.test_saver import HungMark
 
@@ -31,7 +31,7 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
         move = ChunkMove(c, 0, HASHES[c], parent, at, at + CHUNK, 0, blocks)
         moves.append(LoadMove(move, None))
     plan = LoadPlan("r", NAMESPACE, packed(moves), sync)
-    return LoadJob(plan, ALL_LAYERS, clock() + 5.0, clock)
+    return LoadJob(plan, ALL_LAYERS, clock() + 5.0, clock, Mark())
 
 
 def write_all_layers(job: LoadJob) -> None:
@@ -65,7 +65,7 @@ def test_nothing_is_written_after_the_deadline(*, sync: bool) -> None:
 @pytest.mark.parametrize("is_layer", [False, True])
 def test_nobody_waits_longer_than_the_deadline(*, is_layer: bool) -> None:
     plan = job_of(ManualClock(), sync=True).plan
-    job = LoadJob(plan, ALL_LAYERS, monotonic() + 0.05, monotonic)
+    job = LoadJob(plan, ALL_LAYERS, monotonic() + 0.05, monotonic, Mark())
     try:
         at_once(lambda: job.wait_layer(0, 0) if is_layer else job.wait_over())
     finally:

@@ -21,7 +21,7 @@ from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST, host_bytes
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import LAYOUTS, Model, ShapedReplica, ShapeOfReplica
-from tests.support.plans import packed
+from tests.support.plans import packed, unpacked
 
 MODEL = Model(heads=8, layers=4)
 
@@ -269,7 +269,7 @@ def test_blocks_of_several_payloads_are_written_and_no_more_blocks_than_they_hav
     caches = [torch.zeros(24, 2, 16, 4, device=device) for _ in range(2)]
     group = PagedGroup(GroupShape(("a", "b"), 4, 16, share, heads=given_heads), caches)
     found = tuple(LayerSpec(name, "F32", (4, given_heads, 16, 4)) for name in "ab")
-    layout = PayloadLayout(group, None, found)
+    layout = PayloadLayout(group, None, found, 0)
     payloads = torch.randn(3, 2, 4, given_heads, 16, 4)
     memory, lane = host_bytes(payloads), open_lane(device)
     starts = np.arange(3)[:, None] * (len(memory) // 3) + layout.starts
@@ -296,7 +296,10 @@ def test_a_rank_without_a_layer_of_a_group_has_nothing_to_load_of_it() -> None:
         (rank,) = replica.ranks
         replica.compute_and_save()
         assert not rank.load(index).failed
-        moves = [replace(one, move=replace(one.move, group=1)) for one in rank.plan(index).moves]
+        moves = [
+            replace(one, move=replace(one.move, group=1))
+            for one in unpacked(rank.plan(index).moves)
+        ]
         assert not rank.outcome(LoadPlan("r", NAMESPACE, packed(moves), sync=False)).failed
 
 
@@ -306,4 +309,4 @@ def test_frames_that_divide_a_block_are_a_fault_of_the_payload() -> None:
     group = PagedGroup(GroupShape(("a",), 1, 16, share), [torch.zeros(4, 2, 16, 4)])
     found = tuple(LayerSpec(name, "F32", (1, 2, 16, 4)) for name in "ab")
     with pytest.raises(PayloadError, match="tokens"):
-        PayloadLayout(group, None, found)
+        PayloadLayout(group, None, found, 0)

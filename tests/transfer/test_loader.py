@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from objkv.agent import client
 from objkv.agent.fill import Cuts
 from objkv.codec.payload import Header, frame_pages, read_header
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.transfer.layouts import PayloadLayout
-from objkv.transfer.loading import connection
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadOutcome
@@ -110,7 +110,7 @@ def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothi
 def test_a_step_does_not_wait_for_room_that_slow_loads_have_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(connection, "WINDOW", 2)
+    monkeypatch.setattr(client, "WINDOW", 2)
     store = StuckStore()
     replica = Replica(store, MemoryIndex(), seed=1)
     replica.save(range(3))
@@ -118,7 +118,7 @@ def test_a_step_does_not_wait_for_room_that_slow_loads_have_taken(
     assert not replica.load(range(2, 3), 20).failed, "it is in memory now"
     store.go.clear()
     replica.loader.submit(replace(replica.load_plan(range(2), 9), request_id="slow"))
-    wait_until(lambda: replica.loader.leased == 2)
+    wait_until(lambda: replica.loader.link.leased == 2)
     replica.loader.submit(replica.load_plan(range(2, 3), 20, sync=True))
     try:
         (step,) = at_once(lambda: replica.loader.take_finished(sync=True))

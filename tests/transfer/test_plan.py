@@ -2,16 +2,15 @@
 
 import pickle
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.codec.payload import Claim
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, Source
+from objkv.transfer.plan import ChunkMove, LoadPlan, Row, Source
 from tests.support.device import ON_HOST
-from tests.support.plans import packed
+from tests.support.plans import LoadMove, packed, unpacked
 
 pytestmark = ON_HOST
 
@@ -47,9 +46,10 @@ def move_lists(draw: st.DrawFn) -> list[LoadMove]:
 def test_moves_in_columns_are_the_moves(moves: list[LoadMove]) -> None:
     columns = packed(moves)
     for one in (columns, pickle.loads(pickle.dumps(columns, protocol=5))):
-        assert list(one) == moves
-        with pytest.raises(IndexError):
-            one[len(moves)]
+        assert unpacked(one) == moves
+        assert len(one) == len(moves)
+        hashes = [one.prefix_hash(move) for move in range(len(one))]
+        assert hashes == [load.move.prefix_hash for load in moves]
 
 
 @settings(max_examples=20)
@@ -57,8 +57,6 @@ def test_moves_in_columns_are_the_moves(moves: list[LoadMove]) -> None:
 def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> None:
     columns = packed(moves)
     assert columns.chunks == [load.move.chunk for load in moves]
-    groups = columns.each([source.group for source in columns.sources])
-    assert groups.tolist() == [load.move.group for load in moves]
     claims = columns.claims(NAMESPACE, range(len(moves)))
     assert [claims.claim(row) for row in claims] == [
         Claim(
@@ -79,7 +77,7 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
     assert columns.blocks_from(chunk) == {block for ids in later for block in ids}
     sources = [Source(load.move.group, load.shard) for load in moves]
     assert columns.sources == tuple(dict.fromkeys(sources))
-    assert [columns.sources[at] for at in columns.each(range(len(columns.sources)))] == sources
+    assert [columns.sources[at] for at in columns.table[Row.SOURCE]] == sources
     names = [load.move.prefix_hash for load in moves]
     assert columns.prefix_hashes() == list(dict.fromkeys(names))
 
@@ -91,8 +89,8 @@ def test_a_rank_keeps_the_moves_of_the_payloads_that_it_reads(
 ) -> None:
     columns = packed(moves)
     kept = columns.only([source.group == group for source in columns.sources])
-    assert list(kept) == [load for load in moves if load.move.group == group]
-    assert set(kept.each([source.group for source in kept.sources])) <= {group}
+    assert unpacked(kept) == [load for load in moves if load.move.group == group]
+    assert {kept.sources[at].group for at in kept.table[Row.SOURCE]} <= {group}
 
 
 def test_a_plan_of_many_moves_is_sent_as_a_few_strings() -> None:

@@ -155,10 +155,17 @@ class EventLog:
         for load in plan.loads:
             if (tracked := find(load.request_id)) is None:
                 continue
-            chunks = {(one.move.chunk, one.move.group): one.move for one in load.moves}.values()
-            request = tracked.request
-            events = [self._load_planned(request, load.namespace, chunk) for chunk in chunks]
-            self._loads[load.request_id] = events
+            moves, request = load.moves, tracked.request
+            ends = {
+                (prefix_hash, moves.sources[source].group): end
+                for prefix_hash, _, _, end, source in moves.claims(
+                    load.namespace, range(len(moves))
+                )
+            }
+            self._loads[load.request_id] = [
+                self._load_planned(request, (load.namespace, prefix_hash), group, end)
+                for (prefix_hash, group), end in ends.items()
+            ]
             _shrink(self._loads)
 
     @guarded(None)
@@ -192,19 +199,20 @@ class EventLog:
         events, self._events = tuple(self._events), []
         return events
 
-    def _event(self, request: "Request", move: ChunkMove) -> BlockStored | None:
-        """Return the event that the chunk is stored, or None if vLLM has not hashed its blocks.
+    def _event(self, request: "Request", number: int, end: int) -> BlockStored | None:
+        """Return the event that a chunk is stored, or None if vLLM has not hashed its blocks.
+        ``number``: of its group. ``end``: after its last token.
 
         Except for medium, locality and ownership, every field equals that of the event for the same
         blocks on the device. Source: vLLM 0.31-0.33, ``cache_full_blocks`` in
         ``v1/core/block_pool.py``, ``resolve_block_hashes`` in ``v1/core/kv_cache_utils.py``.
         """
-        group = self._geometry.position(move.group)
+        group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
         if group is None or self._geometry.is_draft(group) or not self._geometry.leads(group):
             return None
         identity, unit = self._geometry.groups[group], self._hash_tokens
-        size, end = identity.block_size, move.token_end
+        size = identity.block_size
         start = end - stored_blocks(identity, self._geometry.chunk_tokens) * size
         known = request.block_hashes
         # There is one hash per unit of tokens, except for tokens that a drafter still needs.
@@ -229,18 +237,19 @@ class EventLog:
         )
 
     def _save_planned(self, request: "Request", name: Name, move: ChunkMove) -> None:
-        if self._is_reported(name, move.group) or (event := self._event(request, move)) is None:
+        if self._is_reported(name, move.group):
+            return
+        if (event := self._event(request, move.group, move.token_end)) is None:
             return
         self._pending.setdefault(name, _Pending()).events[move.group] = event
         self._pending.move_to_end(name)
         _shrink(self._pending)
 
     def _load_planned(
-        self, request: "Request", namespace: str, move: ChunkMove
+        self, request: "Request", name: Name, group: int, end: int
     ) -> tuple[Name, int, BlockStored | None]:
-        name = namespace, move.prefix_hash
-        known = self._is_reported(name, move.group)
-        return name, move.group, None if known else self._event(request, move)
+        known = self._is_reported(name, group)
+        return name, group, None if known else self._event(request, group, end)
 
     def _is_reported(self, name: Name, group: int) -> bool:
         return (known := self._reported.get(name)) is not None and group in known.hashes

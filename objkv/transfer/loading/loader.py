@@ -29,8 +29,8 @@ from objkv.codec.values import CHUNK_AT
 from objkv.errors import PayloadError, TransferError
 from objkv.telemetry import Recorder
 from objkv.tracing import NO_SPAN, NO_TRACING, Span, Tracing
-from objkv.transfer.lanes import Ints, Lane, Mark
-from objkv.transfer.layouts import ForeignLayoutError, PayloadLayouts, PlacedLayout, SourceShape
+from objkv.transfer.lanes import Bools, Ints, Lane, Mark
+from objkv.transfer.layouts import ForeignLayoutError, PayloadLayout, PayloadLayouts, SourceShape
 from objkv.transfer.loading.connection import LOOK_S, CopyUnknownError, LoadConnection
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import LoadOutcome, LoadPlan, Row
@@ -84,15 +84,13 @@ class LoadJob:
         shapes: Sequence[SourceShape],
         deadline: float,
         clock: Callable[[], float],
-        after: Mark | None = None,
+        after: Mark,
         span: Span = NO_SPAN,
     ) -> None:
         """``shapes``: of the plan's sources, each with rows that the rank needs. ``after``: a mark
         of the compute stream that copies must follow, because earlier kernels may use these
         blocks."""
         self.plan, self._moves = plan, plan.moves
-        self.nbytes = plan.moves.each([shape.nbytes for shape in shapes])
-        """About how many bytes the payload of each move has."""
         self.after = after
         self.deadline = deadline
         """Time on ``clock``. Everything not loaded by then is a miss."""
@@ -107,10 +105,14 @@ class LoadJob:
         """The leading moves that are needed still. Those from the first failed chunk on are not."""
         self._ended = np.zeros(self._needed, np.bool_)
         """Which moves have succeeded or failed."""
-        self._layers = plan.moves.each([shape.filled.start for shape in shapes])
-        """Of each move the first layer that is not in its blocks yet: they come in order."""
-        self._stops = plan.moves.each([shape.filled.stop for shape in shapes])
-        self._groups = plan.moves.each([source.group for source in plan.moves.sources])
+        of_sources = [
+            (shape.nbytes, shape.filled.start, shape.filled.stop, source.group)
+            for shape, source in zip(shapes, plan.moves.sources, strict=True)
+        ]
+        of_moves = np.array(of_sources, np.int64).reshape(-1, 4)[plan.moves.table[Row.SOURCE]]
+        self.nbytes, self._layers, self._stops, self._groups = of_moves.T
+        """Of each move: about how many bytes its payload has, the first layer that is not in its
+        blocks yet, for they come in order, where its layers end, and its group."""
         self._marks: dict[tuple[int, int], Mark] = {}
         """The last mark of each group's layers, for a load within a step."""
         self._last_mark: Mark | None = None
@@ -161,19 +163,23 @@ class LoadJob:
             lacking = self._layers[moves] < self._stops[moves]
             if lacking.any():
                 self._fail_from(moves[int(lacking.argmax())])
-            self._end(moves)
+            self._ended[moves] = True
+            self._changed.notify_all()
 
     def fail(self, move: int, *, rejected: bool) -> None:
         """Record that a move failed. All later chunks fail with it."""
         with self._changed:
             self._fail_from(move)
             if rejected:
-                self._rejected.add((self.plan.namespace, self._moves[move].move.prefix_hash))
-            self._end([move])
+                self._rejected.add((self.plan.namespace, self._moves.prefix_hash(move)))
+            self._ended[move] = True
+            self._changed.notify_all()
 
-    def cancel(self) -> None:
-        """Cancel the load. Everything not written by now fails."""
+    def cancel(self, *, request_ended: bool = False) -> None:
+        """Cancel the load. Everything not written by now fails. ``request_ended``: that is no
+        failure then, because nothing is recomputed."""
         with self._changed:
+            self.request_ended = request_ended and not self._is_over()
             self.deadline = self._clock()
             self._changed.notify_all()
 
@@ -184,10 +190,11 @@ class LoadJob:
             return self._is_over()
 
     def wait_over(self) -> None:
-        """Block until every move that is still needed has succeeded or failed, or the deadline
-        has passed."""
+        """Block until the load is over. A move that lacks a layer by then has failed, see
+        ``wait_layer``."""
         with self._changed:
-            self._wait_for(self._has_ended)
+            self._changed.wait_for(self._is_over, self.deadline - self._clock())
+            self._fail_first(self._layers < self._stops)
 
     def wait_layer(self, group: int, layer: int) -> Mark | None:
         """Block until ``layer`` of ``group`` was submitted to the lane for every move that is
@@ -197,14 +204,14 @@ class LoadJob:
         even if a write in progress still completes.
         """
         waited = (self._groups == group) & (layer < self._stops)
-
-        def lacking() -> Ints:
-            return np.flatnonzero(waited & (self._layers <= layer))
-
         with self._changed:
-            self._wait_for(lambda: not (lacking() < self._needed).any())
-            for move in lacking()[:1].tolist():
-                self._fail_from(move)
+            self._changed.wait_for(
+                lambda: (
+                    self._is_over() or not (waited & (self._layers <= layer))[: self._needed].any()
+                ),
+                self.deadline - self._clock(),
+            )
+            self._fail_first(waited & (self._layers <= layer))
             return self._marks.get((group, layer))
 
     def poll(self) -> LoadOutcome | None:
@@ -262,9 +269,8 @@ class LoadJob:
         )
 
     def _outcome(self) -> LoadOutcome:
-        failed, blocks = self._needed, frozenset[int]()
-        if not self._has_ended():
-            failed = int(self._ended.argmin())
+        ended, blocks = self._ended[: self._needed], frozenset[int]()
+        failed = self._needed if ended.all() else int(ended.argmin())
         if failed < len(self._chunks):
             blocks = self._moves.blocks_from(self._chunks[failed])
         return LoadOutcome(
@@ -276,67 +282,54 @@ class LoadJob:
             first_s=None if self._first is None else self._first - self.started,
         )
 
-    def _wait_for(self, holds: Callable[[], bool]) -> None:
-        """Wait for ``holds()``, or until the deadline."""
-        self._changed.wait_for(
-            lambda: self._closed or holds() or self._clock() >= self.deadline,
-            self.deadline - self._clock(),
-        )
-
-    def _end(self, moves: Sequence[int]) -> None:
-        self._ended[moves] = True
-        self._changed.notify_all()
-
-    def _fail_from(self, move: int) -> None:
-        self._needed = min(self._needed, bisect_left(self._chunks, self._chunks[move]))
-
-    def _has_ended(self) -> bool:
-        return bool(self._ended[: self._needed].all())
-
     def _is_over(self) -> bool:
-        return self._closed or self._has_ended() or self._clock() >= self.deadline
+        has_ended = bool(self._ended[: self._needed].all())
+        return self._closed or has_ended or self._clock() >= self.deadline
 
     def _open_moves(self) -> int:
         return 0 if self._closed or self._clock() >= self.deadline else self._needed
+
+    def _fail_first(self, lacking: Bools) -> None:
+        """Fail the first of the moves that are ``lacking`` something, and all later chunks."""
+        if lacking.any():
+            self._fail_from(int(lacking.argmax()))
+
+    def _fail_from(self, move: int) -> None:
+        self._needed = min(self._needed, bisect_left(self._chunks, self._chunks[move]))
 
 
 class _Batch:
     """Payloads of one load that were opened together, in columns. Belongs to the load thread."""
 
     def __init__(self, job: LoadJob, part: range) -> None:
-        """``part``: the moves that read the payloads."""
-        self.job, self.part, moves, count = job, part, job.plan.moves, len(part)
-        self.nbytes: list[int] = job.nbytes[part.start : part.stop].tolist()
-        """About how many bytes each payload has."""
+        """``part``: the moves that read the payloads, by whose numbers the columns go."""
+        self.job, self.part, moves = job, part, job.plan.moves
         rows = [Row.SOURCE, Row.FIRST_BLOCK, Row.IDS, Row.IDS_END]
         source, first, ids, ids_end = moves.table[rows, part.start : part.stop]
-        columns = source.tolist(), first.tolist(), (ids_end - ids).tolist()
-        self.forms: list[tuple[int, int, int]] = list(zip(*columns, strict=True))
+        forms = zip(source.tolist(), first.tolist(), (ids_end - ids).tolist(), strict=True)
+        self.forms: dict[int, tuple[int, int, int]] = dict(zip(part, forms, strict=True))
         """Of each payload the position of its source, the first block that is read, and how many.
         """
         self.claims = moves.claims(job.plan.namespace, part)
-        self.identities = identities(job.plan.namespace, self.claims.fields, self.claims)
-        self.leases: list[ArenaLease] = []
-        self.progress: list[Progress] = []
+        texts = identities(job.plan.namespace, self.claims.fields, self.claims)
+        self.identities = dict(zip(part, texts, strict=True))
+        self.leases: dict[int, ArenaLease] = {}
+        self.progress: dict[int, Progress] = {}
         """What the agent has verified of each payload."""
-        self.placed: list[PlacedLayout | None] = [None] * count
-        """Known of payloads that are the chunks that were asked for."""
+        self.layouts: dict[int, PayloadLayout] = {}
+        """Those of payloads that are the chunks that were asked for."""
         self.headers: dict[int, Header] = {}
         """Of payloads that are verified again."""
-        self.rows = [0] * count
+        self.rows = dict.fromkeys(part, 0)
         """The next row of each payload to be given to the lane, or ``_ENDED``."""
-        self.stops = [_ENDED] * count
-        """Where the rows end that the rank needs."""
-        self.left = list(range(count))
+        self.left = list(part)
         """The payloads that are still being read."""
         self.is_stalled = False
         """Whether rows wait for a slab that the device is reading."""
-        self.has_begun = False
-        """Whether the lane was given anything."""
 
     def claim(self, n: int) -> Claim:
         """Return what a payload is to be."""
-        return self.claims.claim(list(self.claims)[n])
+        return self.claims.claim(list(self.claims)[n - self.part.start])
 
     def payload(self, n: int, arena: memoryview) -> memoryview:
         """Return the memory of a payload."""
@@ -347,17 +340,16 @@ class _Batch:
         """Return rows that are verified and not given to the lane yet, with all payloads that have
         them in one layout, and for equally many blocks. A step gets the first layers of all
         payloads first."""
-        alike: dict[tuple[PlacedLayout, int, int, tuple[int, int, int]], list[int]] = {}
+        alike: dict[tuple[PayloadLayout, int, int, tuple[int, int, int]], list[int]] = {}
         for n in self.left:
-            if (placed := self.placed[n]) is not None:
-                verified = self.progress[n].frames // placed.layout.columns
-                until = min(verified, self.stops[n])
-                alike.setdefault((placed, self.rows[n], until, self.forms[n]), []).append(n)
+            if (layout := self.layouts.get(n)) is not None:
+                until = min(self.progress[n].frames // layout.columns, layout.rows.stop)
+                alike.setdefault((layout, self.rows[n], until, self.forms[n]), []).append(n)
         pieces: list[tuple[range, list[int]]] = []
-        for (placed, start, until, _), some in alike.items():
+        for (layout, start, until, _), some in alike.items():
             step = max(1, until - start)
             if self.job.plan.sync:
-                row_bytes = int(placed.layout.sizes[placed.layout.rows.start])
+                row_bytes = int(layout.sizes[layout.rows.start])
                 step = max(1, _SLICE_BYTES // (row_bytes * len(some)))
             pieces += [(range(at, min(at + step, until)), some) for at in range(start, until, step)]
         return sorted(pieces, key=lambda piece: piece[0].start)
@@ -387,7 +379,6 @@ class Loader:
         called again when the connection is lost. ``verify``: whether this worker verifies frames
         again, see the setting ``agent_verify``. ``on_device``: how the device reads the arena, if
         the cache is on one."""
-        self._last_layers = {g: len(group.layers) - 1 for g, group in groups.items()}
         self._layouts = PayloadLayouts(groups)
         self._lane, self._limits, self._recorder = lane, limits, recorder
         self._clock, self._tracing, self._verify = clock, tracing, verify
@@ -396,7 +387,8 @@ class Loader:
         self._jobs: dict[str, LoadJob] = {}
         self._over = Event()
         """Set when a load may be over."""
-        self._link = LoadConnection(connect, on_device, limits.deadline_s)
+        self.link = LoadConnection(connect, on_device, limits.deadline_s)
+        """The thread's."""
         self._lock = Lock()
         self._waiting: deque[tuple[LoadJob, range]] = deque()
         """Moves that are not opened yet. Guarded by the lock, with ``_closed``."""
@@ -404,19 +396,9 @@ class Loader:
         self._batches: list[_Batch] = []
         """Those of which a payload is still being read."""
         self._alarm = Alarm()
-        self._link.reach()
+        self.link.reach()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
         self._thread.start()
-
-    @property
-    def agent(self) -> AgentConnection | None:
-        """The present connection, None without one."""
-        return self._link.agent
-
-    @property
-    def leased(self) -> int:
-        """Number of payloads that this worker reads now."""
-        return self._link.leased
 
     @property
     def in_flight(self) -> int:
@@ -434,32 +416,22 @@ class Loader:
         everything that was submitted so far, and so the whole forward pass if it has begun.
         """
         shapes = [self._layouts.of(source) for source in plan.moves.sources]
-        if not all(shape.filled for shape in shapes):
-            moves = plan.moves.only([bool(shape.filled) for shape in shapes])
-            plan = replace(plan, moves=moves)
+        plan = replace(plan, moves=plan.moves.only([bool(shape.filled) for shape in shapes]))
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
-        after = after or self.mark_compute()  # earlier kernels may still use these blocks
+        after = after or self._lane.mark_compute()  # earlier kernels may still use these blocks
         span = self._tracing.begin("objkv.load", plan.traceparent, request_id=plan.request_id)
         job = LoadJob(plan, shapes, deadline, self._clock, after, span)
         assert plan.request_id not in self._jobs
         self._jobs[plan.request_id] = job  # nothing raises from here on: one outcome per plan
-        self._begin(job)
-
-    def _begin(self, job: LoadJob) -> None:
-        """Queue the moves of a job, from the first on, as many as the queue takes. Those within the
-        step go first."""
-        count = taken = len(job.plan.moves)
+        taken, count = 0, len(plan.moves)
         with self._lock:
-            serves = not self._closed and self._link.is_open
-            if serves:
+            if serves := not self._closed and self.link.is_open:
                 waiting = sum(len(moves) for _, moves in self._waiting)
                 taken = min(count, max(0, self._limits.queue_max - waiting))
-                put = self._waiting.appendleft if job.plan.sync else self._waiting.append
+                put = self._waiting.appendleft if plan.sync else self._waiting.append
                 put((job, range(taken)))
                 self._alarm.ring()
-        if not serves:
-            taken = 0
         if taken < count:
             self._recorder.count("load_refused" if serves else "load_errors", count - taken)
             job.fail(taken, rejected=False)  # and with it all later chunks
@@ -475,11 +447,8 @@ class Loader:
         """Stop fetching for a request. Its outcome is still reported. ``request_ended``: what did
         not fail before is no failure then, because nothing is recomputed."""
         if job := self._jobs.get(request_id):
-            job.request_ended = request_ended and not job.is_over()
-            job.cancel()
-        with self._lock:
-            if not self._closed:
-                self._alarm.ring()
+            job.cancel(request_ended=request_ended)
+        self._alarm.ring()
 
     def wait_over(self, seconds: float) -> None:
         """Block until a load between steps is over, for at most ``seconds``. Returns at once if
@@ -504,29 +473,20 @@ class Loader:
             if job.plan.sync != sync:
                 continue
             if sync:
-                for group, last in self._last_layers.items():
-                    job.wait_layer(group, last)
                 job.wait_over()
-            outcome = job.close() if sync else job.poll()
-            if outcome is None:
-                continue
-            del self._jobs[request_id]
-            outcomes.append(outcome)
-            try:
+            if (outcome := job.close() if sync else job.poll()) is not None:
+                del self._jobs[request_id]
+                outcomes.append(outcome)
                 self._count(job, outcome)
-            except Exception:  # vLLM waits for ever for a load that is never reported
-                logger.exception("load not counted request=%s", request_id)
         return outcomes
 
     def close(self) -> None:
         """Stop the thread. Unfinished plans never touch their blocks again. Idempotent."""
         with self._lock:
-            was_closed, self._closed = self._closed, True
+            self._closed = True
         end = monotonic() + _COPIES_S  # for all loads: a device that hangs ends none of them
         for job in self._jobs.values():
             job.reported(job.close(max(0.0, end - monotonic())))
-        if was_closed:
-            return
         self._alarm.ring()
         if join_all([self._thread], self._limits.join_s):
             logger.warning("copies of loads did not finish on the device, going on")
@@ -564,93 +524,72 @@ class Loader:
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
-        agent = self._link.agent or self._link.reach()
-        if agent is None:
-            self._link.await_retry(self._alarm)
+        link = self.link
+        if link.agent is None and not link.reach():
+            link.await_retry(self._alarm)
             return
         try:
             self._open()
-            self._advance()
+            # Those that a step waits for get slabs first.
+            for batch in sorted(self._batches, key=lambda batch: not batch.job.plan.sync):
+                self._read(batch)
+            self._batches = [batch for batch in self._batches if batch.left]
+            link.release_ended()
+            goes_on = link.wait(self._idle_s(), self._alarm)
         except TransferError as exc:
-            self._link.trouble.failed(exc)
+            link.trouble.failed(exc)
             self._lose(keep=isinstance(exc, CopyUnknownError))
             return
-        if self._link.is_moving and not self.leased:
-            self._move()
-        elif not agent.wait(self._idle_s(), self._alarm):
-            if self.leased:
-                self._link.trouble.failed(TransferError("the agent ended the connection"))
-                self._lose()
-            else:
-                self._move()
-
-    def _move(self) -> None:
-        """Go on with the agent that has replaced this one, if there is one already."""
-        if self._link.reach() is None:
+        if not goes_on and not link.reach():
             self._lose()
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
         if self._waiting and min(self._room()) > 0:
             return 0.0
-        if self._link.is_copying or any(batch.is_stalled for batch in self._batches):
+        if self.link.ended or any(batch.is_stalled for batch in self._batches):
             return LOOK_S
         left = [batch.job.deadline - self._clock() for batch in self._batches]
         return max(0.0, min(left, default=_IDLE_S))
 
     def _open(self) -> None:
         """Open the next payloads of one job, as many as there is room for."""
-        job, part = self._next()
-        if job is None:
-            return
-        try:
-            batch = _Batch(job, part)
-        except Exception:
-            logger.exception("load failed unexpectedly request=%s", job.plan.request_id)
-            self._miss([(job, part)])
-            return
-        self._batches.append(batch)
-        leases = self._link.open(
-            batch.claims,
-            sum(batch.nbytes),
-            deadline_s=job.deadline - self._clock(),
-            urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
-        )
-        if leases is None:
-            self._batches.pop()
-            with self._lock:
-                self._waiting.appendleft((job, part))
-            return
-        batch.leases, batch.progress = leases, [lease.progress for lease in leases]
-
-    def _next(self) -> tuple[LoadJob | None, range]:
-        """Take the next moves of one job from the queue, none if there is none or no room."""
+        part = range(0)
         with self._lock:
-            while self._waiting and min(room := self._room()) > 0:
+            while self._waiting and not part and min(room := self._room()) > 0:
                 job, moves = self._waiting.popleft()
                 sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
                 count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
-                if count and count < len(moves):
-                    self._waiting.appendleft((job, moves[count:]))
-                if count:
-                    return job, moves[:count]
-        return None, range(0)
+                part, rest = moves[:count], moves[count:]
+                if part and rest:
+                    self._waiting.appendleft((job, rest))
+        if not part:
+            return
+        leases = None
+        try:
+            batch = _Batch(job, part)
+            leases = self.link.open(
+                batch.claims,
+                int(sizes[:count].sum()),
+                deadline_s=job.deadline - self._clock(),
+                urgency=Urgency.IN_STEP if job.plan.sync else Urgency.BETWEEN_STEPS,
+            )
+        finally:
+            if leases is None:  # the agent is replaced, or they fail with all others
+                with self._lock:
+                    self._waiting.appendleft((job, part))
+        if leases is not None:
+            batch.leases = dict(zip(part, leases, strict=True))
+            batch.progress = {n: lease.progress for n, lease in batch.leases.items()}
+            self._batches.append(batch)
 
     def _room(self) -> tuple[int, int]:
         """Return the room for the next job in the queue, from which only this thread takes."""
-        return self._link.room(in_step=self._waiting[0][0].plan.sync)
-
-    def _advance(self) -> None:
-        """Read what is new, and end the leases that are not needed any more."""
-        # Those that a step waits for get slabs first.
-        for batch in sorted(self._batches, key=lambda batch: not batch.job.plan.sync):
-            self._read(batch)
-        self._batches = [batch for batch in self._batches if batch.left]
-        self._link.release()
+        return self.link.room(in_step=self._waiting[0][0].plan.sync)
 
     def _read(self, batch: _Batch) -> None:
         """Give the lane what the agent has verified of a batch since the last call."""
-        board = self._link.present.arena.board
+        board = self.link.present.arena.board
         # A device has one copy for a whole payload, unless a step waits for single layers.
         streams = batch.job.plan.sync or not self._lane.per_span
         batch.is_stalled = False
@@ -666,7 +605,7 @@ class Loader:
                 if name := _COUNTED.get(reason, "load_errors"):
                     self._recorder.count(name)
                 self._fail(batch, n, rejected=reason in _REFUSED)
-            elif batch.placed[n] is None and (
+            elif n not in batch.layouts and (
                 progress.state is CellState.READY or (streams and progress.frames)
             ):
                 self._identify(batch, n)
@@ -677,11 +616,11 @@ class Loader:
         except SlabsExhaustedError:
             batch.is_stalled = True
         ready = [n for n in batch.left if batch.progress[n].state is CellState.READY]
-        if given := [n for n in ready if batch.rows[n] == batch.stops[n]]:
+        if given := [n for n in ready if batch.rows[n] == batch.layouts[n].rows.stop]:
             nbytes = sum([batch.progress[n].nbytes for n in given])
             self._recorder.count("load_bytes", nbytes)
             self._end(batch, given)
-            batch.job.done([batch.part.start + n for n in given], nbytes)
+            batch.job.done(given, nbytes)
             self._over.set()
 
     def _identify(self, batch: _Batch, n: int) -> None:
@@ -689,27 +628,26 @@ class Loader:
 
         This is the last check: at an offset that the agent mixes up is another chunk's payload.
         """
-        arena, known = self._link.present.arena.view, self._link.layouts
+        arena, known = self.link.present.arena.view, self.link.layouts
         progress, text = batch.progress[n], batch.identities[n]
         at = progress.offset + CHUNK_AT
         key = progress.layout, batch.job.plan.moves.sources[batch.forms[n][0]]
-        placed = known.get(key)
+        layout = known.get(key)
         if (
-            placed is None
+            layout is None
             or bytes(arena[at : at + len(text)]) != text
-            or progress.nbytes != placed.nbytes
+            or progress.nbytes != layout.nbytes
             or self._verify
         ):
             try:
                 payload = batch.payload(n, arena)
-                batch.headers[n], placed = self._layouts.read(payload, batch.claim(n))
+                batch.headers[n], layout = self._layouts.read(payload, batch.claim(n))
             except Exception as exc:
                 self._refuse(batch, n, exc)
                 return
             if progress.layout:
-                known[key] = placed
-        rows = placed.layout.rows
-        batch.placed[n], batch.rows[n], batch.stops[n] = placed, rows.start, rows.stop
+                known[key] = layout
+        batch.layouts[n], batch.rows[n] = layout, layout.rows.start
 
     def _give(self, batch: _Batch, rows: range, some: Sequence[int]) -> None:
         """Give the lane rows of payloads that are alike, as many as it can read and the job allows.
@@ -720,21 +658,20 @@ class Loader:
         some = [n for n in some if batch.rows[n] == rows.start]
         if not some:
             return
-        n, placed, slab = some[0], batch.placed[some[0]], None
-        assert placed is not None
-        memory = arena = self._link.present.arena.view
+        n, layout, slab = some[0], batch.layouts[some[0]], None
+        memory = arena = self.link.present.arena.view
         try:
             starts = np.array([[batch.progress[n].offset] for n in some], np.int64)
-            starts = starts + placed.starts[rows.start : rows.stop]
+            starts = starts + layout.starts[rows.start : rows.stop]
             if self.on_device is not None:
-                sizes = placed.layout.sizes[rows.start : rows.stop]
+                sizes = layout.sizes[rows.start : rows.stop]
                 which, memory, starts, slab = self.on_device.take(starts, sizes)
                 some, rows = [some[at] for at in which], rows[: starts.shape[1]]
             for n in some if self._verify else ():  # not those that come in a later slab
-                for frame in placed.layout.frames(rows):
+                for frame in layout.frames(rows):
                     frame_pages(batch.headers[n], frame, batch.payload(n, arena), None)
             n, given, slab = some[0], slab, None
-            self._submit(batch, placed, rows, some, memory, starts, given)
+            self._submit(batch, layout, rows, some, memory, starts, given)
         except TransferError:
             raise
         except Exception as exc:
@@ -746,7 +683,7 @@ class Loader:
     def _submit(
         self,
         batch: _Batch,
-        placed: PlacedLayout,
+        layout: PayloadLayout,
         rows: range,
         some: Sequence[int],
         memory: memoryview,
@@ -755,30 +692,25 @@ class Loader:
     ) -> None:
         """Submit rows of payloads, which start in ``memory`` at ``starts``, ``[payloads, rows]``.
         ``slab`` has that memory, if any does, and goes back when it is copied."""
-        job, lane, layout = batch.job, self._lane, placed.layout
-        moves = [batch.part.start + n for n in some]
+        job, lane = batch.job, self._lane
         _, first_block, blocks = batch.forms[some[0]]
-        end = job.enter(moves[0])
-        moves = moves[: bisect_left(moves, end)]
-        if not moves:
+        some = some[: bisect_left(some, job.enter(some[0]))]
+        if not some:
             if slab is not None:
                 slab.release()
             self._drop_unneeded(batch)
             return
         mark, filled = None, range(0)
         try:
-            if not batch.has_begun and job.after is not None:
-                lane.follow(job.after)
-            batch.has_begun = True
-            ids = job.plan.moves.block_ids(moves, blocks)
-            layout.scatter(lane, rows, memory, starts[: len(moves)], ids, first_block)
+            lane.follow(job.after)
+            ids = job.plan.moves.block_ids(some, blocks)
+            layout.scatter(lane, rows, memory, starts[: len(some)], ids, first_block)
             first = layout.filled.start + rows.start - layout.rows.start
             filled = range(first, first + len(rows))
-            for move in moves:
-                batch.rows[move - batch.part.start] = rows.stop
+            batch.rows.update(dict.fromkeys(some, rows.stop))
         finally:
             try:
-                self._link.mark = mark = lane.mark()  # also after a fault: work may be submitted
+                self.link.mark = mark = lane.mark()  # also after a fault: work may be submitted
                 if slab is not None:
                     slab.release_after(mark)
             except Exception as exc:
@@ -786,7 +718,7 @@ class Loader:
                     slab.strand()
                 raise CopyUnknownError(f"the device failed: {exc}") from exc
             finally:  # closing the job waits for this call
-                job.leave(moves, filled, mark)
+                job.leave(some, filled, mark)
 
     def _refuse(self, batch: _Batch, n: int, reason: Exception) -> None:
         """End a payload that cannot be loaded. It is a miss, like all later chunks."""
@@ -797,31 +729,28 @@ class Loader:
         else:  # of this payload, such as too little memory of a device
             logger.error("load failed unexpectedly request=%s", request, exc_info=reason)
         if is_corrupt:  # before it fails: it may be made and saved again at once
-            self._link.present.reject(batch.claim(n))
+            self.link.present.reject(batch.claim(n))
         self._fail(batch, n, rejected=is_corrupt)
 
     def _fail(self, batch: _Batch, n: int, *, rejected: bool) -> None:
         self._end(batch, [n])
-        batch.job.fail(batch.part.start + n, rejected=rejected)
+        batch.job.fail(n, rejected=rejected)
         self._over.set()
         self._drop_unneeded(batch)
 
     def _drop_unneeded(self, batch: _Batch) -> None:
         """End payloads that are not needed any more."""
-        needed = batch.job.needed() - batch.part.start
-        if batch.left and batch.left[-1] >= needed:
-            unneeded = [n for n in batch.left if n >= needed]
+        if unneeded := batch.left[bisect_left(batch.left, batch.job.needed()) :]:
             self._recorder.count("load_given_up", len(unneeded))
             self._end(batch, unneeded)
 
     def _end(self, batch: _Batch, some: Sequence[int]) -> None:
         """Give the lane nothing more of some payloads: it has everything, or they are misses, or
         not needed."""
-        for n in some:
-            batch.rows[n] = _ENDED
+        batch.rows.update(dict.fromkeys(some, _ENDED))
         batch.left = [n for n in batch.left if batch.rows[n] != _ENDED]
-        leases, nbytes = [batch.leases[n] for n in some], sum([batch.nbytes[n] for n in some])
-        self._link.end(leases, nbytes, is_given=batch.has_begun)
+        numbers = [batch.leases[n].number for n in some]
+        self.link.end(numbers, int(batch.job.nbytes[some].sum()))
 
     def _lose(self, *, keep: bool = False) -> None:
         """Give up the connection, once no lane reads the arena any more. What the lane was not
@@ -830,19 +759,14 @@ class Loader:
         ``keep``: leave it open for ever, because it is unknown when the device has read its memory.
         """
         with self._lock:
-            agent, self._link.agent = self._link.agent, None
+            agent, self.link.agent = self.link.agent, None
             waiting, self._waiting = self._waiting, deque()
         lost = [(job, moves) for job, moves in waiting if moves]
-        for batch in self._batches:
-            lost += [(batch.job, batch.part[n : n + 1]) for n in batch.left]
+        lost += [(batch.job, range(n, n + 1)) for batch in self._batches for n in batch.left]
         self._batches.clear()
-        self._miss(lost)
-        self._link.lose(agent, keep=keep)  # with all its leases
-
-    def _miss(self, lost: Sequence[tuple[LoadJob, range]]) -> None:
-        """Fail moves of jobs, and with each all later chunks."""
         count = sum([max(0, min(moves.stop, job.needed()) - moves.start) for job, moves in lost])
         self._recorder.count("load_errors", count)
         for job, moves in lost:
             job.fail(moves.start, rejected=False)
         self._over.set()
+        self.link.lose(agent, keep=keep)  # with all its leases

@@ -30,9 +30,9 @@ from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import field_of
 from objkv.keys.identity import GroupIdentity
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
 from tests.contracts.clock import ManualClock
-from tests.support.plans import packed
+from tests.support.plans import LoadMove, packed
 
 NAMESPACE = "0" * 32
 CHUNK = 64

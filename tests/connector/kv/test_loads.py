@@ -12,9 +12,9 @@ from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, ShardRecord
 from objkv.keys.identity import GroupIdentity
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from objkv.transfer.plan import ChunkMove, LoadPlan
 from tests.contracts.clock import ManualClock
-from tests.support.plans import packed
+from tests.support.plans import LoadMove, packed
 
 GROUP = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=16)
 COLD = ShardRecord(100, 100, True, False, "0" * 32, 1)

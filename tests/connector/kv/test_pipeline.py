@@ -25,10 +25,10 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.ops.models.layers import CacheLayer
 from objkv.ops.size.model import ModelShape
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
 from tests.connector.kv.hybrid_layout import plain_config
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE, TOKENS, stores
-from tests.support.plans import packed
+from tests.support.plans import LoadMove, packed
 from tests.support.servers.redis import wait_until
 from tests.support.sides import worker_side
 

@@ -18,7 +18,8 @@ from objkv.index.base import ShardRecord, Shards
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain, PromptExtras, token_digest
 from objkv.keys.topology import Shard
-from objkv.transfer.plan import LoadMoves, SaveMove
+from objkv.transfer.plan import SaveMove
+from tests.support.plans import LoadMove, unpacked
 
 BLOCK, CHUNK, CHUNKS = 32, 128, 5
 FULL = GroupIdentity("full", None, ("a",), heads=2, content=16, block_size=BLOCK)
@@ -49,15 +50,17 @@ TABLE = [100 + i for i in range(CHUNKS * PER_CHUNK)]
 
 def loads_of(
     groups: tuple[GroupIdentity, ...], known: list[Any], tables: list[list[int]], *span: int
-) -> LoadMoves:
+) -> list[LoadMove]:
     return planned(groups, known, tables, *span)[0]
 
 
 def planned(
     groups: tuple[GroupIdentity, ...], known: list[Any], tables: list[list[int]], *span: int
-) -> tuple[LoadMoves, list[ShardRecord]]:
+) -> tuple[list[LoadMove], list[ShardRecord]]:
     shape = geometry(*groups)
-    return load_moves(shape, StoredPayloads(shape), chain(), known, tables, (span[0], span[1]))
+    stored = StoredPayloads(shape)
+    moves, records = load_moves(shape, stored, chain(), known, tables, (span[0], span[1]))
+    return unpacked(moves), records
 
 
 def saved(

@@ -18,10 +18,10 @@ from objkv.connector.model.groups import DraftGroups
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.index.base import ShardRecord, Shards
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan
+from objkv.transfer.plan import Blank, ChunkMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
-from tests.support.plans import packed
+from tests.support.plans import LoadMove, packed, unpacked
 from tests.support.sides import (
     GEOMETRY,
     ONE_LAYER,
@@ -126,7 +126,7 @@ def test_a_request_that_was_preempted_loads_what_vllm_has_no_more() -> None:
     assert side.match(one, 32) == (96, True)
     side.plan_load(one, [[11, 12, 13, 14, 15]], 96)
     (again,) = side.plan_step(step({}, ())).loads
-    assert [load.move.block_ids for load in again.moves] == [(12,), (13,), (14,)]
+    assert [load.move.block_ids for load in unpacked(again.moves)] == [(12,), (13,), (14,)]
 
 
 def test_blocks_of_a_draft_that_is_not_stored_are_zeroed() -> None:

@@ -31,6 +31,7 @@ from tests.support.paged_cache import (
     stores,
     wait_until,
 )
+from tests.support.plans import unpacked
 from tests.support.sides import breaks, worker_side
 
 
@@ -62,7 +63,7 @@ def told(worker: WorkerSide) -> StepReport:
 
 def save_of(chunk_of: LoadPlan) -> SavePlan:
     """A save of what a load is to fill."""
-    move = chunk_of.moves[0].move
+    move = unpacked(chunk_of.moves)[0].move
     save = SaveMove(move, token_digest(TOKENS[:CHUNK]), None)
     return SavePlan("s", NAMESPACE, (save,))
 

@@ -29,12 +29,12 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading.loader import LoadLimits
-from objkv.transfer.plan import ChunkMove, LoadMove, LoadPlan
+from objkv.transfer.plan import ChunkMove, LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.inside import InsideJoin
 from tests.support.paged_cache import NAMESPACE, PATIENCE_S, Worker, stores
-from tests.support.plans import packed
+from tests.support.plans import LoadMove, packed
 
 LAYERS = tuple(f"model.layers.{layer}.mixer" for layer in range(4))
 CHUNK, BLOCKS = 16, 6

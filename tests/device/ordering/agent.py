@@ -24,7 +24,7 @@ def connection_is_lost(rig: OrderRig) -> bool:
         rig.synchronize()
         if not rig.holds(_read(rig), _OWNER):
             return False
-    rig.wait_until(lambda: rig.loader.agent not in (None, before))
+    rig.wait_until(lambda: rig.loader.link.agent not in (None, before))
     return _is_right(rig, "again")
 
 
@@ -45,9 +45,9 @@ def agent_is_killed(rig: OrderRig) -> bool:
             found, expected = _read(rig), rig.expected(_CHUNKS)
             if not equal([page[right] for page in found], [page[right] for page in expected]):
                 return False
-    before = rig.loader.agent
+    before = rig.loader.link.agent
     rig.restart()
-    rig.wait_until(lambda: rig.loader.agent not in (None, before))
+    rig.wait_until(lambda: rig.loader.link.agent not in (None, before))
     return _is_right(rig, "again")
 
 

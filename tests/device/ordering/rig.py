@@ -48,7 +48,7 @@ from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import Blank, ChunkMove, LoadMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import Blank, ChunkMove, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.registration import DeviceFrames
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
@@ -67,7 +67,7 @@ from tests.device.ordering.setup import (
 from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.payloads import open_payload
-from tests.support.plans import move_of, packed
+from tests.support.plans import LoadMove, move_of, packed
 
 ARENA_BYTES: Final = 32 << 20
 """Room for all that a scenario saves, if the disk is slow."""
@@ -239,7 +239,7 @@ class OrderRig:
     @property
     def agent(self) -> LossyConnection:
         """The loader's connection."""
-        agent = self.loader.agent
+        agent = self.loader.link.agent
         assert isinstance(agent, LossyConnection)
         return agent
 
@@ -514,11 +514,11 @@ class OrderRig:
     def agent_process(self) -> Iterator[AgentProcess]:
         """Run an agent as a process of its own at the same place, until the end of the block."""
         self.node.close()
-        before = self.loader.agent
+        before = self.loader.link.agent
         names = ("bulk_url", "index_url", "agent_memory_bytes")
         settings = {name: str(getattr(self._agent_config, name)) for name in names}
         with AgentProcess(settings, path=self._agent_path, fresh=True) as process:
-            self.wait_until(lambda: self.loader.agent not in (None, before))
+            self.wait_until(lambda: self.loader.link.agent not in (None, before))
             yield process
 
     def close(self) -> None:
