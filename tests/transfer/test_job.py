@@ -108,7 +108,7 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
 
     def computing() -> None:
         job.wait_layer(0, 0)
-        came.append(job._layers.tolist())
+        came.append(job._columns[0].tolist())
 
     thread = Thread(target=computing)
     thread.start()

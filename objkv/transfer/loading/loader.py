@@ -14,6 +14,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from threading import Condition, Event, Lock, Thread
 from time import monotonic, sleep
 
@@ -90,7 +91,7 @@ class LoadJob:
         """``shapes``: of the plan's sources, each with rows that the rank needs. ``after``: a mark
         of the compute stream that copies must follow, because earlier kernels may use these
         blocks."""
-        self.plan, self._moves = plan, plan.moves
+        self.plan, self._moves, self._shapes = plan, plan.moves, shapes
         self.after = after
         self.deadline = deadline
         """Time on ``clock``. Everything not loaded by then is a miss."""
@@ -100,19 +101,8 @@ class LoadJob:
         """Whether nothing waits for the load any more, so that it cannot fail."""
         self._clock = clock
         self._changed = Condition()
-        self._chunks = plan.moves.chunks
-        self._needed = len(self._chunks)
+        self._needed = len(plan.moves)
         """The leading moves that are needed still. Those from the first failed chunk on are not."""
-        self._ended = np.zeros(self._needed, np.bool_)
-        """Which moves have succeeded or failed."""
-        of_sources = [
-            (shape.nbytes, shape.filled.start, shape.filled.stop, source.group)
-            for shape, source in zip(shapes, plan.moves.sources, strict=True)
-        ]
-        of_moves = np.array(of_sources, np.int64).reshape(-1, 4)[plan.moves.table[Row.SOURCE]]
-        self.nbytes, self._layers, self._stops, self._groups = of_moves.T
-        """Of each move: about how many bytes its payload has, the first layer that is not in its
-        blocks yet, for they come in order, where its layers end, and its group."""
         self._marks: dict[tuple[int, int], Mark] = {}
         """The last mark of each group's layers, for a load within a step."""
         self._last_mark: Mark | None = None
@@ -121,6 +111,32 @@ class LoadJob:
         self._writing, self._closed = 0, False
         self._nbytes, self._last = 0, self.started
         self._first: float | None = None
+
+    # Made at first use, by the load thread, because a step waits for the forward thread. What
+    # changes is made under the lock.
+
+    @cached_property
+    def nbytes(self) -> Ints:
+        """About how many bytes the payload of each move has."""
+        return self._each([shape.nbytes for shape in self._shapes])
+
+    @cached_property
+    def _ended(self) -> Bools:
+        """Which moves have succeeded or failed."""
+        return np.zeros(len(self._moves), np.bool_)
+
+    @cached_property
+    def _columns(self) -> tuple[Ints, Ints, Ints]:
+        """Of each move: the first layer that is not in its blocks yet, for they come in order,
+        where its layers end, and its group."""
+        filled = [shape.filled for shape in self._shapes]
+        groups = [source.group for source in self._moves.sources]
+        starts, stops = [one.start for one in filled], [one.stop for one in filled]
+        return self._each(starts), self._each(stops), self._each(groups)
+
+    def _each(self, of_sources: Sequence[int]) -> Ints:
+        found: Ints = np.array(of_sources, np.int64)[self._moves.table[Row.SOURCE]]
+        return found
 
     def needed(self) -> int:
         """Return how many leading moves are still needed: no earlier chunk failed, and the job is
@@ -147,10 +163,11 @@ class LoadJob:
             self._writing -= 1
             if mark is not None:
                 self._last_mark = mark
-                before = self._layers[moves]
-                self._layers[moves] = np.where(before == layers.start, layers.stop, before)
+                reached, _, groups = self._columns
+                before = reached[moves]
+                reached[moves] = np.where(before == layers.start, layers.stop, before)
                 if self.plan.sync and layers:
-                    group = int(self._groups[moves[0]])
+                    group = int(groups[moves[0]])
                     self._marks |= {(group, layer): mark for layer in layers}
             self._changed.notify_all()
 
@@ -160,7 +177,8 @@ class LoadJob:
         with self._changed:
             self._nbytes += nbytes
             self._last = self._clock()
-            lacking = self._layers[moves] < self._stops[moves]
+            reached, stops, _ = self._columns
+            lacking = reached[moves] < stops[moves]
             if lacking.any():
                 self._fail_from(moves[int(lacking.argmax())])
             self._ended[moves] = True
@@ -194,7 +212,8 @@ class LoadJob:
         ``wait_layer``."""
         with self._changed:
             self._changed.wait_for(self._is_over, self.deadline - self._clock())
-            self._fail_first(self._layers < self._stops)
+            reached, stops, _ = self._columns
+            self._fail_first(reached < stops)
 
     def wait_layer(self, group: int, layer: int) -> Mark | None:
         """Block until ``layer`` of ``group`` was submitted to the lane for every move that is
@@ -203,15 +222,14 @@ class LoadJob:
         A move that lacks the layer by then has failed, because the layer is computed without it,
         even if a write in progress still completes.
         """
-        waited = (self._groups == group) & (layer < self._stops)
         with self._changed:
+            reached, stops, groups = self._columns
+            waited = (groups == group) & (layer < stops)
             self._changed.wait_for(
-                lambda: (
-                    self._is_over() or not (waited & (self._layers <= layer))[: self._needed].any()
-                ),
+                lambda: self._is_over() or not (waited & (reached <= layer))[: self._needed].any(),
                 self.deadline - self._clock(),
             )
-            self._fail_first(waited & (self._layers <= layer))
+            self._fail_first(waited & (reached <= layer))
             return self._marks.get((group, layer))
 
     def poll(self) -> LoadOutcome | None:
@@ -262,7 +280,7 @@ class LoadJob:
         span.end(
             error,
             namespace=self.plan.namespace,
-            chunks=len(set(self._chunks)),
+            chunks=len(set(self._moves.chunks)),
             bytes=outcome.nbytes,
             failed_blocks=failed,
             within_step=self.plan.sync,
@@ -271,8 +289,8 @@ class LoadJob:
     def _outcome(self) -> LoadOutcome:
         ended, blocks = self._ended[: self._needed], frozenset[int]()
         failed = self._needed if ended.all() else int(ended.argmin())
-        if failed < len(self._chunks):
-            blocks = self._moves.blocks_from(self._chunks[failed])
+        if failed < len(self._moves):
+            blocks = self._moves.blocks_from(self._moves.chunks[failed])
         return LoadOutcome(
             self.plan.request_id,
             blocks,
@@ -295,7 +313,8 @@ class LoadJob:
             self._fail_from(int(lacking.argmax()))
 
     def _fail_from(self, move: int) -> None:
-        self._needed = min(self._needed, bisect_left(self._chunks, self._chunks[move]))
+        chunks = self._moves.chunks
+        self._needed = min(self._needed, bisect_left(chunks, chunks[move]))
 
 
 class _Batch:
@@ -416,7 +435,9 @@ class Loader:
         everything that was submitted so far, and so the whole forward pass if it has begun.
         """
         shapes = [self._layouts.of(source) for source in plan.moves.sources]
-        plan = replace(plan, moves=plan.moves.only([bool(shape.filled) for shape in shapes]))
+        if not all(shape.filled for shape in shapes):
+            moves = plan.moves.only([bool(shape.filled) for shape in shapes])
+            plan = replace(plan, moves=moves)
         limit_s = self._limits.step_deadline_s if plan.sync else self._limits.deadline_s
         deadline = self._clock() + limit_s
         after = after or self._lane.mark_compute()  # earlier kernels may still use these blocks
