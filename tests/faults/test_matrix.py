@@ -15,7 +15,8 @@ from unittest.mock import patch
 
 import pytest
 
-from objkv.assembly import agent, backends
+from objkv.agent import answering
+from objkv.assembly import backends
 from objkv.net.breaker import Patience
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.columns import COLUMNS, Column
@@ -128,7 +129,7 @@ def _hasty(*pauses_s: float) -> Iterator[None]:
     first and longest pauses."""
     with (
         patch.object(backends, "Patience", partial(Patience, 1, *pauses_s)),
-        patch.object(agent, "LOOKUP_TTL_S", 0.0),
+        patch.object(answering, "LOOKUP_TTL_S", 0.0),
     ):
         yield
 

@@ -25,6 +25,7 @@ from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ShardRecord
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain, PromptExtras
+from tests.support.plans import unpacked
 
 BLOCK, CHUNK = 2, 8
 NUMBER = 70_000
@@ -125,7 +126,7 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
                 blocks[shape.table(g)][b] = 0
     moves, _ = load_moves(shape, payloads, chain, records, blocks, span, draft_end=draft_end)
     filled: dict[tuple[int, int], Any] = {}
-    for one in moves:
+    for one in unpacked(moves):
         g = shape.position(one.move.group)
         assert g is not None
         payload = store.payloads[one.move.prefix_hash, one.move.group]
