@@ -446,6 +446,7 @@ class ArenaLeases:
             return False
         if before is not None:
             self._close(before)
+        self._opened(self.agent)
         self._share_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // self._share
         self.trouble.worked()
         self._retry_at, self._retry_s, self.is_moving = 0.0, _REACH_S, False
@@ -501,6 +502,9 @@ class ArenaLeases:
         self.leased = self._leased_bytes = 0
         if agent is not None:
             self._close(agent)
+
+    def _opened(self, agent: AgentConnection) -> None:
+        """Prepare to read the arena of a new connection."""
 
     def _close(self, agent: AgentConnection) -> None:
         """Close a connection whose arena nothing reads."""

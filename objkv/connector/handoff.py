@@ -208,14 +208,17 @@ class HandoffStage:
         self._device, self._block_size = caches[0].device, caches[0].shape[-1 - len(tail)]
         self._slots = min(c.shape[-2 - len(tail)] for c in caches) * self._block_size
         self._dtype: torch.dtype = model.dtype
+        if self._dtype not in DTYPE_NAMES:
+            raise SkippedError(f"hidden states of {model.dtype}")
         self._made_of: type[Any] | None = None
         """Makes the output from tensors by name. None for the last stage, whose output is one."""
         self._widths = {_LAST: int(model.get_hidden_size())}
         """Elements per token of each frame of states."""
         if end < len(group.layers):
-            empty = executable.make_empty_intermediate_tensors(
-                batch_size=1, dtype=self._dtype, device=torch.device("cpu")
-            )
+            make_empty = getattr(executable, "make_empty_intermediate_tensors", None)
+            if make_empty is None:
+                raise SkippedError("a pipeline stage does not describe its output for the next one")
+            empty = make_empty(batch_size=1, dtype=self._dtype, device=torch.device("cpu"))
             self._widths = {_BETWEEN + n: int(t.shape[-1]) for n, t in empty.tensors.items()}
             self._made_of = type(empty)
 
@@ -305,6 +308,8 @@ def open_agreement(rank: int, tp_size: int, timeout_s: float) -> Agreement:
             "initialize torch.distributed before the connector"
         )
     world, timeout = dist.get_world_size(), timedelta(seconds=timeout_s)
+    if world % tp_size or rank >= world:
+        raise ConfigError(f"rank {rank} of {world} has no group of {tp_size} ranks")
     # All ranks of the world must make each group, also the ranks outside it.
     members = [list(range(first, first + tp_size)) for first in range(0, world, tp_size)]
     groups = [dist.new_group(ranks, timeout=timeout, backend="gloo") for ranks in members]

@@ -80,9 +80,10 @@ class GuardedIndex(Guarded[WriteIndex]):
 
     def flush(self) -> None:
         """See ``WriteIndex``. A breaker must not take it for a success if there is nothing to
-        send."""
-        with self.guard.deadline():
-            self.inner.flush()
+        send, and nothing waits for an index that fails."""
+        if not self.guard.is_failing:
+            with self.guard.deadline():
+                self.inner.flush()
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``. The read-only role records nothing."""

@@ -46,6 +46,11 @@ class CallPolicy:
 
     may_write = True
 
+    @property
+    def is_failing(self) -> bool:
+        """Whether writes are known to fail now."""
+        return False
+
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call``, which is ``verb`` of a store or an index (for ``scan``: its next item)."""
         return call(*args, **kwargs)
@@ -126,6 +131,11 @@ class Guard(CallPolicy):
         self._name = name
         self._seconds = seconds
         self._verbs = verbs
+
+    @property
+    def is_failing(self) -> bool:
+        """See ``CallPolicy``."""
+        return self.breakers.write.is_open
 
     def call(self, verb: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Make ``call`` in the module's order, or raise ``StoreError`` without making it."""

@@ -298,6 +298,7 @@ class LocalStore:
             except OSError as exc:
                 if exc.errno not in _ABSENT:
                     raise _failed("get", key, exc) from exc
+                self._beneath.check_root()
                 yield None
             else:
                 yield (fd, found) if stat.S_ISREG(found.st_mode) else None
@@ -403,11 +404,8 @@ class Beneath:
         if not self._had_root:
             self._make_root(self.root)
             self._had_root = True
-        try:
-            current = os.open(self.root, FOLDER | os.O_CLOEXEC)
-        except FileNotFoundError as exc:
-            reason = f"the folder {self.root} has disappeared: mount it, or create it again"
-            raise StoreDenied(reason) from exc
+        self.check_root()
+        current = os.open(self.root, FOLDER | os.O_CLOEXEC)
         with suppress(FileNotFoundError):
             try:
                 for part in folder.split("/") if folder else ():
@@ -419,6 +417,14 @@ class Beneath:
                     current = inner
             finally:
                 os.close(current)
+
+    def check_root(self) -> None:
+        """Raise ``StoreDenied`` if the root has disappeared. Its values are not missing then, and
+        their records stay."""
+        if self._had_root and not os.path.isdir(self.root):
+            raise StoreDenied(
+                f"the folder {self.root} has disappeared: mount it, or create it again"
+            )
 
     def _make_root(self, folder: str) -> None:
         mode = 0o700 if folder == self._private else 0o777

@@ -333,14 +333,18 @@ class FetchPool:
         self._thread.start()
 
     def take(self) -> FetchLane | None:
-        """Return a lane of the process with the fewest gets under way; None if there is none."""
+        """Return a lane of the process with the fewest gets under way; None if there is none.
+        Processes that are late with an answer get nothing new: they may hang."""
         with self._lock:
             if self._closed:
                 return None
-            self._used_s = monotonic()
+            self._used_s = now = monotonic()
             if len(self._processes) < self._processes_max:
                 self._wake.set()
-            ready = [one for one in self._processes if one.is_ready and one.free]
+            late = [lane.process for lane in self._abandoned if now >= lane.kill_s - GRACE_S]
+            ready = [
+                one for one in self._processes if one.is_ready and one.free and one not in late
+            ]
             return max(ready, key=lambda one: len(one.free)).free.pop() if ready else None
 
     def leave(self, lane: FetchLane, by_s: float) -> None:

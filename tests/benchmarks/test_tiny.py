@@ -16,9 +16,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 CALLS_MAX = {
-    "load": (23, 152, 750),
-    "lookup": (25, 144, 270),
-    "save-worker": (18, 108, 480),
+    "load": (19, 140, 300),
+    "lookup": (25, 136, 250),
+    "save-worker": (18, 112, 440),
     "save-agent": (34, 165, 3500),
 }
 """Files, functions and calls: a change that makes a path longer raises its bound here. A busy

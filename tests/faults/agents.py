@@ -75,7 +75,7 @@ class AgentPlace(Place):
             "objkv.assembly.fetchers.process_count": self._processes,
             "objkv.assembly.backends.Patience": HASTY,
             "objkv.assembly.agent.LEASE_MS": LEASE_MS,
-            "objkv.agent.answering.LOOKUP_TTL_S": 0.0,
+            "objkv.assembly.agent.LOOKUP_TTL_S": 0.0,
         }
         path = self._sockets / "agent.sock"
         return AgentProcess(self._agent_settings, path=path, constants=constants)

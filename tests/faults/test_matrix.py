@@ -15,8 +15,7 @@ from unittest.mock import patch
 
 import pytest
 
-from objkv.agent import answering
-from objkv.assembly import backends
+from objkv.assembly import agent, backends
 from objkv.net.breaker import Patience
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.columns import COLUMNS, Column
@@ -129,7 +128,7 @@ def _hasty(*pauses_s: float) -> Iterator[None]:
     first and longest pauses."""
     with (
         patch.object(backends, "Patience", partial(Patience, 1, *pauses_s)),
-        patch.object(answering, "LOOKUP_TTL_S", 0.0),
+        patch.object(agent, "LOOKUP_TTL_S", 0.0),
     ):
         yield
 

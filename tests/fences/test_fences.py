@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.device.mutants import MUTANTS, Mutant
+from tests.fences.device import WatchedPool
 from tests.fences.explorer import WORLDS, Found, Tally, listening, play_seed, play_situations
 from tests.fences.lives import EVENTS
 
@@ -23,6 +24,7 @@ def _listening() -> Iterator[None]:
     gc.collect()  # pools that other tests left log an error when they are freed
     with listening():
         yield
+    WatchedPool.begin()  # their outboxes would stay open
 
 
 @pytest.mark.parametrize("event", EVENTS)

@@ -293,6 +293,20 @@ def test_the_lease_of_a_payload_that_failed_ends_after_the_copies_of_its_first_l
     wait_until(lambda: not replica.leased)
 
 
+@ON_HOST
+def test_the_lease_of_a_miss_does_not_wait_for_the_copies_of_another_load() -> None:
+    has_ended = Event()
+    replica = Replica(*stores(), seed=1, lane=HungLane(HungMark(has_ended.is_set)))
+    replica.save(range(1))
+    replica.loader.submit(replace(replica.load_plan(range(1), ALL_MINE[0]), request_id="hung"))
+    wait_until(lambda: replica.leased == 1 and replica.recorder.value("load_bytes"))
+    replica.loader.submit(replica.load_plan(range(1, 2), ALL_MINE[0]))
+    wait_until(lambda: replica.recorder.value("load_ghosts"))
+    wait_until(lambda: replica.leased == 1)
+    has_ended.set()
+    wait_until(lambda: not replica.leased)
+
+
 def test_a_step_gets_the_first_layers_of_all_payloads_before_the_last_of_any(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -98,6 +98,7 @@ class EncoderSchedulerSide:
         self._asking = None
         tracked = self._asking = self._track(request)
         if computed >= tracked.end or not self._asks:
+            self._fetcher.queue.pop(request.request_id, None)  # those behind it need not wait
             return True
         needed = [
             item.output

@@ -70,8 +70,11 @@ class LimitReader:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._logged = recorder, set[str]()
 
-    def read(self, params: dict[str, Any]) -> RequestLimits:
-        """Return the limits of a request. ``params``: its ``kv_transfer_params``."""
+    def read(self, params: object) -> RequestLimits:
+        """Return the limits of a request. ``params``: its ``kv_transfer_params``, as a client has
+        sent them."""
+        if not isinstance(params, dict):
+            return NO_LIMITS
         loads, saves, puts = (self._valid(name, params.get(name)) for name in _KINDS)
         return RequestLimits(loads, saves, puts is True)
 

@@ -60,25 +60,28 @@ class LoadConnection(ArenaLeases):
         self.mark: Mark | None = None
         """The last one of the lane, after everything that it was given."""
 
-    def reach(self) -> bool:
-        """See ``ArenaLeases``."""
-        if not super().reach():
-            return False
+    def _opened(self, agent: AgentConnection) -> None:
+        """Prepare what reads the arena."""
         if self._on_device is not None:
-            self._on_device.attach(self.present.arena)
+            self._on_device.attach(agent.arena)
         self.layouts = {}
-        return True
 
-    def end(self, numbers: list[int], nbytes: int) -> None:
-        """Have payloads released, by ``release_ended``, once the lane has read what it was given so
-        far."""
-        self.ended.append(_Ended(self.mark, numbers, nbytes))
+    def end(self, numbers: list[int], nbytes: int, mark: Mark | None) -> None:
+        """Have payloads released, by ``release_ended``, once the lane has passed ``mark``. None: it
+        was given nothing of them."""
+        if mark is None:  # other loads and the agent need their room
+            self.ended.appendleft(_Ended(None, numbers, nbytes))
+        else:
+            self.ended.append(_Ended(mark, numbers, nbytes))
 
     def release_ended(self) -> None:
         """End the leases of what the lane has read. Raises ``TransferError``."""
+        past: list[_Ended] = []
         while self.ended and _is_past(self.ended[0].mark):
-            _, numbers, nbytes = self.ended.popleft()
-            self.release(numbers, nbytes)
+            past.append(self.ended.popleft())
+        if past:
+            numbers = [number for one in past for number in one.numbers]
+            self.release(numbers, sum([one.nbytes for one in past]))
 
     def lose(self, agent: AgentConnection | None, *, keep: bool) -> None:
         """End a connection that was given up, once the lane does not read its arena any more.

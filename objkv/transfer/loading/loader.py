@@ -345,6 +345,8 @@ class _Batch:
         """The payloads that are still being read."""
         self.is_stalled = False
         """Whether rows wait for a slab that the device is reading."""
+        self.mark: Mark | None = None
+        """After what the lane was given last, None if it was given nothing."""
 
     def claim(self, n: int) -> Claim:
         """Return what a payload is to be."""
@@ -498,7 +500,10 @@ class Loader:
             if (outcome := job.close() if sync else job.poll()) is not None:
                 del self._jobs[request_id]
                 outcomes.append(outcome)
-                self._count(job, outcome)
+                try:
+                    self._count(job, outcome)
+                except Exception:  # vLLM waits for ever for a load that is never reported
+                    logger.exception("load not counted request=%s", request_id)
         return outcomes
 
     def close(self) -> None:
@@ -578,9 +583,10 @@ class Loader:
         part = range(0)
         with self._lock:
             while self._waiting and not part and min(room := self._room()) > 0:
-                job, moves = self._waiting.popleft()
+                job, moves = self._waiting[0]  # until nothing can fail any more
                 sizes = job.nbytes[moves.start : min(moves.stop, job.needed())]
                 count = min(room[0], int(np.searchsorted(np.cumsum(sizes) - sizes, room[1])))
+                self._waiting.popleft()
                 part, rest = moves[:count], moves[count:]
                 if part and rest:
                     self._waiting.appendleft((job, rest))
@@ -731,7 +737,8 @@ class Loader:
             batch.rows.update(dict.fromkeys(some, rows.stop))
         finally:
             try:
-                self.link.mark = mark = lane.mark()  # also after a fault: work may be submitted
+                mark = lane.mark()  # also after a fault: work may be submitted
+                self.link.mark = batch.mark = mark
                 if slab is not None:
                     slab.release_after(mark)
             except Exception as exc:
@@ -771,7 +778,7 @@ class Loader:
         batch.rows.update(dict.fromkeys(some, _ENDED))
         batch.left = [n for n in batch.left if batch.rows[n] != _ENDED]
         numbers = [batch.leases[n].number for n in some]
-        self.link.end(numbers, int(batch.job.nbytes[some].sum()))
+        self.link.end(numbers, int(batch.job.nbytes[some].sum()), batch.mark)
 
     def _lose(self, *, keep: bool = False) -> None:
         """Give up the connection, once no lane reads the arena any more. What the lane was not
