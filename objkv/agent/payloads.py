@@ -115,7 +115,7 @@ class PayloadTransfer:
 
     @property
     def is_needed(self) -> bool:
-        """Whether anybody still needs it."""
+        """Whether it is still needed."""
         return True
 
     @property

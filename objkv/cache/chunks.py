@@ -198,7 +198,7 @@ class InFlightSaves:
 
 LEASE_MS: Final = 30_000
 """How long a process may take to save a chunk before others do it too: several times what a put
-takes. Nobody saves it meanwhile if the process was killed."""
+takes. If the process was killed, nothing saves it meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

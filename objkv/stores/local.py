@@ -362,7 +362,8 @@ class Beneath:
         """``private`` is the folder above ``root`` that is created for this user alone."""
         self.root = root
         self._private = private
-        self._had_root = False
+        self._device: int | None = None
+        """That of the root, once this process has used it."""
 
     def open(self, path: str, flags: int) -> int:
         """Return a descriptor of ``path``; the empty path means the root itself.
@@ -398,16 +399,14 @@ class Beneath:
         """Create ``folder`` and its missing parents. Syncs the parent of each, so they survive a
         crash. Another process may remove them again at any time.
 
-        The root is created once. Raises ``StoreDenied`` if it has disappeared since: a new folder
-        would hide that a disk is no longer mounted.
+        Raises ``StoreDenied`` if the root has disappeared with its disk.
         """
-        if not self._had_root:
-            self._make_root(self.root)
-            self._had_root = True
         self.check_root()
-        current = os.open(self.root, FOLDER | os.O_CLOEXEC)
+        self._make_root(self.root)
         with suppress(FileNotFoundError):
+            current = os.open(self.root, FOLDER | os.O_CLOEXEC)
             try:
+                self._device = os.fstat(current).st_dev
                 for part in folder.split("/") if folder else ():
                     with suppress(FileExistsError):
                         os.mkdir(part, dir_fd=current)
@@ -419,12 +418,15 @@ class Beneath:
                 os.close(current)
 
     def check_root(self) -> None:
-        """Raise ``StoreDenied`` if the root has disappeared. Its values are not missing then, and
-        their records stay."""
-        if self._had_root and not os.path.isdir(self.root):
-            raise StoreDenied(
-                f"the folder {self.root} has disappeared: mount it, or create it again"
-            )
+        """Raise ``StoreDenied`` if the root has disappeared with its disk. Its values are not
+        missing then, so their records stay, and a new folder would hide it."""
+        if self._device is None or os.path.isdir(self.root):
+            return
+        folder = self.root
+        while not os.path.isdir(folder):
+            folder = os.path.dirname(folder)
+        if os.stat(folder).st_dev != self._device:
+            raise StoreDenied(f"the folder {self.root} has disappeared with its disk: mount it")
 
     def _make_root(self, folder: str) -> None:
         mode = 0o700 if folder == self._private else 0o777

@@ -75,8 +75,7 @@ class FolderPlace(Place):
         super().__init__(Config(bulk_url=f"file://{folder}/chunks", index_url=index))
 
     def wipe(self) -> None:
-        for folder in (self._folder / "chunks").glob("*"):
-            shutil.rmtree(folder)
+        shutil.rmtree(self._folder / "chunks", ignore_errors=True)
         if self.config.index_url != "bulk:":
             for record in _records(self.used):
                 self.used.admin.drop(*record)

@@ -175,18 +175,23 @@ def test_a_file_where_the_folder_should_be_is_denied(tmp_path: Path) -> None:
         lambda store: store.head("a/b"),
     ],
 )
-def test_a_folder_that_disappears_is_denied_until_it_is_back(
+def test_a_folder_that_disappears_with_its_disk_is_denied_until_it_is_back(
     store: LocalStore, tmp_path: Path, use: Callable[[LocalStore], object]
 ) -> None:
     """A disk that is no longer mounted must not be replaced by a folder, nor its values be taken
     for missing."""
     store.put("a/b", b"1")
     shutil.rmtree(tmp_path / "chunks")
-    with pytest.raises(StoreDenied, match="chunks has disappeared: mount it, or create it again"):
+    device, store._beneath._device = store._beneath._device, -1
+    with pytest.raises(StoreDenied, match="chunks has disappeared with its disk: mount it"):
         use(store)
     assert files(tmp_path) == []
     (tmp_path / "chunks").mkdir()
     use(store)
+    shutil.rmtree(tmp_path / "chunks")
+    store._beneath._device = device
+    use(store)  # it was only deleted
+    store.put("a/b", b"1")
 
 
 def test_a_file_that_shrinks_while_being_read_is_an_error(

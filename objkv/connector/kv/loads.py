@@ -132,8 +132,9 @@ class ReliedLoads:
         between = [self._started.pop(name) for name in received if name in self._started]
         if any(self._clock() - load.sent_at < self._bound_s for load in between):
             self.may_sync = True
-        told = report.loaded
-        within = [loads.pop(name) for loads in self._within for name in told if name in loads]
+        within = [
+            loads.pop(name) for loads in self._within for name in report.loaded if name in loads
+        ]
         return within + between
 
 

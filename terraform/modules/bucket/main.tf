@@ -13,7 +13,7 @@ resource "aws_s3_bucket" "bulk" {
   #checkov:skip=CKV_AWS_21:Payloads are never changed, and what is deleted can be computed again: versions would only be paid for.
   #checkov:skip=CKV_AWS_144:It is a cache: what another region lacks it computes.
   #checkov:skip=CKV_AWS_145:A key of one's own is the caller's choice (kms_key_arn); without it S3 encrypts with its own.
-  #checkov:skip=CKV2_AWS_62:Nobody waits for news of a payload.
+  #checkov:skip=CKV2_AWS_62:Nothing waits for news of a payload.
   count = local.is_directory ? 0 : 1
 
   bucket        = var.name

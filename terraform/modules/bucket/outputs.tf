@@ -2,7 +2,7 @@ output "bucket" {
   description = "Name of the bucket."
   value       = local.bucket
 
-  # Nobody may be told of a bucket that is not closed yet.
+  # The name of a bucket that is not closed yet must not be used.
   depends_on = [aws_s3_bucket_public_access_block.bulk, aws_s3_bucket_policy.bulk]
 }
 

@@ -71,7 +71,7 @@ resource "aws_elasticache_user" "index" {
 }
 
 # A connection that gives no name is the user "default". Here it is switched off, whatever its
-# password, which nobody needs to know.
+# password, which no person needs to know.
 resource "aws_elasticache_user" "default" {
   user_id       = "${substr(var.name, 0, 24)}-default"
   user_name     = "default"
