@@ -151,7 +151,7 @@ class Client:
         """
         self._check_open()
         tokens, extras = self._read(prompt, cache_salt, lora_digest)
-        return self._matcher.match(self._matcher.identity(namespace), tokens, extras)
+        return self._matcher.match(namespace, tokens, extras)
 
     def chunks(self, namespace: str | None = None) -> Iterator[Chunk]:
         """Return the chunks of one namespace or of all, in no order, as the index is read.
@@ -239,8 +239,7 @@ class Client:
         if not math.isfinite(for_s):
             raise ConfigError(f"for_s is {for_s}: a pin must end")
         pinner = self._pinner()
-        identity, index = self._matcher.identity(namespace), self._backends.index
-        name = identity.namespace()
+        (name, identity), index = self._matcher.known(namespace), self._backends.index
         if leaf is not None:
             chain = chain_of(index, name, _hash(leaf))
         else:
@@ -261,7 +260,7 @@ class Client:
         pinner = self._pinner()
         leaf = pin if isinstance(pin, str) else pin.leaf
         where = namespace if isinstance(pin, str) else pin.namespace
-        name = self._matcher.identity(where).namespace()
+        name, _ = self._matcher.known(where)
         done = pinner.unpin(name, _hash(leaf))
         if done is None:
             raise NotStored(f"{name}: {leaf} is not pinned")
@@ -273,7 +272,7 @@ class Client:
         if namespace is None:
             names = stored_namespaces(backends.bulk)
         else:
-            names = [self._matcher.identity(namespace).namespace()]
+            names = [self._matcher.known(namespace)[0]]
         found = list_pins(backends.bulk, backends.index, names, now_s=time.time())
         for problem in found.problems:
             logger.warning("a pin is unreadable reason=%s", problem)

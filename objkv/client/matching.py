@@ -7,7 +7,6 @@ trip; for any other, ``PartsIndex`` reads one record more.
 import time
 from array import array
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from threading import Lock
 
 from objkv.background import at_once
@@ -34,11 +33,11 @@ class Matcher:
         self._index = index
         self._clock = clock
         self._lock = Lock()
-        self._known: dict[str | None, tuple[float, Identity]] = {}
+        self._known: dict[str | None, tuple[float, tuple[str, Identity]]] = {}
         """By the name asked for, with the time until which it is used without another look."""
 
-    def identity(self, namespace: str | None) -> Identity:
-        """Return the identity of the namespace called ``namespace``, or of the only one. See
+    def known(self, namespace: str | None) -> tuple[str, Identity]:
+        """Return name and identity of the namespace called ``namespace``, or of the only one. See
         ``find_identity``.
 
         It is read again after ``_KEEP_S``, by one thread while the others use the old one. If that
@@ -49,10 +48,10 @@ class Matcher:
         if kept is not None and now < kept[0] <= now + _KEEP_S:
             return kept[1]
         if kept is None:
-            found = find_identity(self._bulk, self._index, namespace)
+            found = self._find(namespace)
         elif self._lock.acquire(blocking=False):
             try:
-                found = find_identity(self._bulk, self._index, namespace)
+                found = self._find(namespace)
             except StoreError:
                 found = kept[1]
             finally:
@@ -62,18 +61,26 @@ class Matcher:
         self._known[namespace] = (now + _KEEP_S, found)
         return found
 
-    def match(self, identity: Identity, tokens: Sequence[int], extras: PromptExtras) -> Match:
-        """Return the stored prefix of ``tokens``."""
-        name, groups, size = identity.namespace(), identity.groups, identity.chunk_tokens
+    def match(self, namespace: str | None, tokens: Sequence[int], extras: PromptExtras) -> Match:
+        """Return the stored prefix of ``tokens`` in the namespace called ``namespace``."""
+        name, identity = self.known(namespace)
+        groups, size = identity.groups, identity.chunk_tokens
         hashes = prefix_hashes(name, tokens, size, extras)
+        memory: dict[tuple[object, ...], bool] = {}
+
+        def is_covered(shards: Shards, number: int, group: GroupIdentity) -> bool:
+            key = number, *shards  # most chunks have the same fields
+            if (found := memory.get(key)) is None:
+                found = memory[key] = covered(shards, number, group)
+            return found
 
         def is_stored(shards: Shards) -> bool:
-            return all(_is_covered(shards, number, group) for number, group in enumerate(groups))
+            return all(is_covered(shards, number, group) for number, group in enumerate(groups))
 
         index = PartsIndex(self._index, is_stored, again_s=0)
         fields = [str(number) for number in range(len(groups))]
         found = at_once(index.find(name, hashes, fields)) if hashes else []
-        usable = usable_chunks(found, groups, size, _is_covered)
+        usable = usable_chunks(found, groups, size, is_covered)
         hot = sum([all(one.hot for one in shards.values()) for shards in found[:usable] if shards])
         return Match(
             namespace=name,
@@ -87,15 +94,9 @@ class Matcher:
             end=_end(found, usable),
         )
 
-
-def _is_covered(shards: Shards, number: int, group: GroupIdentity) -> bool:
-    return _have_all(tuple(shards), number, group)
-
-
-@lru_cache(maxsize=4_096)
-def _have_all(fields: tuple[str, ...], number: int, group: GroupIdentity) -> bool:
-    """Return ``covered`` from memory: most chunks have the same fields."""
-    return covered(fields, number, group)
+    def _find(self, namespace: str | None) -> tuple[str, Identity]:
+        identity = find_identity(self._bulk, self._index, namespace)
+        return identity.namespace(), identity
 
 
 def encoded(tokens: Sequence[int]) -> "array[int]":

@@ -115,7 +115,7 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
     matcher = Matcher(bulk, index, clock=clock)
 
     def chunks() -> int:
-        return matcher.match(matcher.identity("acme/tiny"), TOKENS, PromptExtras()).chunks
+        return matcher.match("acme/tiny", TOKENS, PromptExtras()).chunks
 
     assert chunks() == 3
     read = len(bulk.calls)
@@ -127,7 +127,7 @@ def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:
     assert chunks() == 3
     assert len(bulk.calls) > read
     with pytest.raises(StoreUnavailable):
-        matcher.identity(NAMESPACE)
+        matcher.known(NAMESPACE)
 
 
 IMPORTS = """
