@@ -143,7 +143,9 @@ def test_a_store_without_a_namespace_for_prompts_says_what_it_has() -> None:
     store = MemoryStore()
     save_in_format(store, 1)
     save_in_format(store, 0)
-    with pytest.raises(UnclearName, match="2 namespaces, all of an earlier format .*sweep --apply"):
+    with pytest.raises(
+        UnclearName, match=r"2 namespaces, all of an earlier format .*sweep --apply"
+    ):
         find_namespace(store, MemoryIndex(), None)
     save_identity(store, replace(IDENTITY, page_layout=HANDOFF_LAYOUT))
     with pytest.raises(UnclearName, match="3 namespaces, but none holds chunks"):
