@@ -182,8 +182,11 @@ def test_what_is_no_document_is_refused_though_its_digest_is_right() -> None:
     with pytest.raises(PayloadError, match="belongs to another namespace"):
         parse_identity(replace(IDENTITY, tenant="other").canonical(), NAMESPACE)
     for number, words in (
-        (FORMAT - 1, "objkv sweep --apply"),
-        (FORMAT + 1, "a later version of objkv"),
+        (FORMAT - 1, r": format 1 is not read any more; objkv sweep --apply deletes its payloads$"),
+        (
+            FORMAT + 1,
+            ": format 3 is unknown, perhaps of a later version of objkv; update objkv here$",
+        ),
     ):
         document = canonical_json(values | {"format": number})
         with pytest.raises(PayloadError, match=words):
