@@ -12,6 +12,7 @@ makes a small sample in a temporary folder, in a clone only. The role reader is 
 import random
 import tempfile
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +70,10 @@ for finding in report.findings.counts:
 # %% [markdown]
 # ## Every chunk as a row
 #
-# `chunks()` reads the index.
+# `chunks()` reads the index. With `columns`, the table of an empty store has them too.
 
 # %%
-chunks = pd.DataFrame(client.chunks())
+chunks = pd.DataFrame(client.chunks(), columns=[f.name for f in fields(objkv.Chunk)])
 chunks = chunks.merge(namespaces[["namespace", "model", "tenant"]], on="namespace")
 chunks["age_days"] = (report.made_s - chunks["created_s"]) / DAY_S
 chunks["used"] = chunks["hits"] > 0

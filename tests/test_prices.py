@@ -1,7 +1,10 @@
 """Prices of buckets, by their endpoint."""
 
+from dataclasses import replace
+
 import pytest
 
+from objkv.cli.options import priced
 from objkv.config import load_config
 from objkv.config.prices import LIST_PRICES, Prices, prices_of
 
@@ -51,6 +54,17 @@ def test_private_addresses_have_no_price(endpoint: str) -> None:
 
 def test_folders_have_no_price() -> None:
     assert of(bulk_url="file:///dev/null/kv").is_free
+
+
+@pytest.mark.parametrize("endpoint", [None, "10.1.2.3:9000", "0abc.r2.cloudflarestorage.com"])
+def test_reports_price_a_folder_as_s3_standard_whatever_the_endpoint(endpoint: str | None) -> None:
+    given = {"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}
+    if endpoint is not None:
+        given["s3_endpoint_url"] = f"https://{endpoint}"
+    found = priced(load_config(given, environ={}))
+    assert replace(found, gpu_hour=None) == LIST_PRICES
+    found = priced(load_config(given | {"price_gb_month": "0.5"}, environ={}))
+    assert (found.gb_month, found.per_1000_puts) == (0.5, LIST_PRICES.per_1000_puts)
 
 
 def test_public_addresses_have_one() -> None:

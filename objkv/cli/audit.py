@@ -1,6 +1,7 @@
 """``objkv audit``: a report of contents, owners, usage, cost and faults."""
 
 import os
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
@@ -35,9 +36,10 @@ def write_html(report: AuditReport, file: Path) -> None:
     from objkv.ops.audit.html.page import html_report  # late: it imports jinja2
 
     page, file = html_report(report), file.absolute()
-    partial = file.with_name(f".{file.name}-{os.getpid()}")
+    partial = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    opened = partial.open("x", encoding="utf-8")  # a file that exists is another writer's
     try:
-        with partial.open("x", encoding="utf-8") as opened:
+        with opened:
             opened.write(page)
         os.replace(partial, file)
     except BaseException:

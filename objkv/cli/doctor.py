@@ -56,7 +56,7 @@ def doctor(
 
     If a node agent runs, or OBJKV_AGENT names one, checks the agent and the stores that it uses.
     With --model, say what objkv does with a model before a server starts. Reads its config.json and
-    connects to nothing.
+    connects to nothing. Does not judge pipeline parallelism, DCP or drafts.
     """
     if model is not None:
         chunk_tokens = session.config.chunk_tokens
@@ -114,6 +114,7 @@ def _rows(verdict: ModelVerdict) -> Iterator[tuple[str, str]]:
     yield "shared with", verdict.shared_with
     if verdict.note is not None:
         yield "dtype", verdict.note
+    yield "not judged", "pipeline parallelism, DCP, drafts; see docs/models.md"
 
 
 def _ignore(change: object) -> None:

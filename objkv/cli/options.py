@@ -87,12 +87,10 @@ def time_option(
 
 
 def priced(config: "Config") -> "Prices":
-    """Return the prices of the configured bucket; those of a folder as if it were in S3."""
-    from objkv.config.prices import prices_of
+    """Return the prices of the configured bucket; a folder costs what S3 Standard does."""
+    from objkv.config.prices import LIST_PRICES, prices_of
 
-    if not config.bulk_url.startswith("s3:"):
-        config = config.model_copy(update={"bulk_url": "s3://bucket"})
-    return prices_of(config)
+    return prices_of(config, folder=LIST_PRICES)
 
 
 def check_file(option: str, file: Path) -> None:

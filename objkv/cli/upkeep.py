@@ -11,6 +11,7 @@ import typer
 from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seals
 from objkv.cli.command import INTERRUPTED, Session, require_role
+from objkv.cli.output import counted
 from objkv.codec.seal import Seal
 from objkv.errors import ConfigError
 from objkv.keys.identity import NAMESPACE_HEX
@@ -49,11 +50,16 @@ class Upkeep:
         with self.session.out.steps(what) as on_progress:
             self.pool.run(units, on_progress)
 
-    def walk(self, inventory: Inventory, *, only_sealed_here: bool = False) -> Walk:
-        """Return the walk that fills ``inventory``. ``only_sealed_here``: see ``_with_keys``."""
+    def walk(
+        self, inventory: Inventory, *, only_sealed_here: bool = False, only_read: bool = False
+    ) -> Walk:
+        """Return the walk that fills ``inventory``. ``only_sealed_here``: see ``_with_keys``.
+        ``only_read``: see ``_of_this_format``."""
         view = read_view(self.view)
         with self.session.out.waiting("reading namespaces"):
             places = find_places(view, self.namespace)
+        if only_read:
+            places = self._of_this_format(places)
         return Walk(view, inventory, self._with_keys(places) if only_sealed_here else places)
 
     @contextmanager
@@ -63,6 +69,18 @@ class Upkeep:
             yield
         except KeyboardInterrupt:
             self.pool.halt()
+
+    def _of_this_format(self, places: Places) -> Places:
+        """Leave out the namespaces of an earlier format, with a note that counts them."""
+        old = {name for name, one in places.namespaces.items() if one.is_old_format}
+        if old:
+            self.session.out.note(
+                f"left out {counted(len(old), 'namespace')} of an earlier format that is not read "
+                "any more: objkv sweep --apply deletes the payloads"
+            )
+        left = {name: one for name, one in places.namespaces.items() if name not in old}
+        indexed = [name for name in places.indexed if name not in old]
+        return replace(places, namespaces=left, indexed=indexed)
 
     def _with_keys(self, places: Places) -> Places:
         """Leave out the namespaces whose sealing keys are not configured here, with a note for

@@ -157,7 +157,8 @@ class Client:
         """Return the chunks of one namespace or of all, in no order, as the index is read.
 
         Takes about 100 bytes of memory per chunk. Chunks that are saved or deleted meanwhile may be
-        missing. ``pandas.DataFrame(client.chunks())`` is a table.
+        missing. ``pandas.DataFrame(client.chunks(), columns=[f.name for f in fields(Chunk)])`` is
+        a table, also without chunks.
         """
         bulk, index = self._backends.bulk, self._backends.index
         if namespace is None:

@@ -58,12 +58,14 @@ _PROVIDERS: Final = {
 """By the end of the endpoint's host name."""
 _PRIVATE_ENDS: Final = (".localhost", ".local", ".internal", ".svc", ".lan", ".home.arpa")
 _NOTHING: Final = Prices(0.0, 0.0, 0.0, source="")
+_FOLDER: Final = replace(_NOTHING, source="a folder")
 
 
-def prices_of(config: Config) -> Prices:
+def prices_of(config: Config, *, folder: Prices = _FOLDER) -> Prices:
     """Return the prices of the bucket and of a GPU. Settings replace those of the endpoint; one
-    that is not known costs what S3 Standard does. Names are not resolved."""
-    known, given = _known(config), {}
+    that is not known costs what S3 Standard does. Names are not resolved. ``folder``: the prices
+    of a folder, whatever the endpoint of S3 is."""
+    known, given = _known(config, folder), {}
     if config.price_gb_month is not None:
         given["gb_month"] = config.price_gb_month
     if config.price_puts is not None:
@@ -81,10 +83,10 @@ def is_private_host(host: str) -> bool:
         return "." not in name or name.endswith(_PRIVATE_ENDS)
 
 
-def _known(config: Config) -> Prices:
+def _known(config: Config, folder: Prices) -> Prices:
     bulk = parse_url("bulk_url", config.bulk_url)
     if bulk.scheme != "s3":
-        return replace(_NOTHING, source="a folder")
+        return folder
     endpoint = None
     with suppress(ConfigError):  # the store reports it
         endpoint = s3_endpoint(config)[1]

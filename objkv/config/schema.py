@@ -230,7 +230,8 @@ class Config(BaseModel):
     ``agent_disk_url`` in any bucket that has a price."""
     price_gb_month: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of 10^9 bytes in the bucket for a month, in US dollars. Unset: the list price of the
-    provider, 0 for folders and private addresses, and that of S3 Standard for other endpoints."""
+    provider, that of S3 Standard for other endpoints, and 0 for folders and private addresses.
+    ``audit`` and ``size`` price a folder as S3 Standard."""
     price_puts: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of 1,000 PUT requests, in US dollars. Unset: like ``price_gb_month``."""
     price_gpu_hour: float = Field(default=3.0, ge=0, allow_inf_nan=False)

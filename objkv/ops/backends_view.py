@@ -400,10 +400,14 @@ def parse_identity(document: bytes, namespace: str) -> Identity:
         if written == (FORMAT, ENCODER_SCHEME):
             raise PayloadError(f"{identity_path(namespace)}: for encoder outputs, not for KV")
         if written != (FORMAT, HASH_SCHEME):
-            why = "unknown, perhaps of a later version of objkv"
-            if type(written[0]) is int and written[0] < FORMAT:
-                why = "not read any more: objkv sweep --apply deletes it"
-            raise PayloadError(f"{identity_path(namespace)}: format {written} is {why}")
+            number, why = written[0], "unknown, perhaps of a later version of objkv"
+            if type(number) is int and number < FORMAT:
+                why = "not read any more; objkv sweep --apply deletes its payloads"
+            elif type(number) is int and number > FORMAT:
+                why += "; update objkv here"
+            else:  # the number is no integer, or the hash is another
+                number = f"{number!r} with hash {written[1]!r}"
+            raise PayloadError(f"{identity_path(namespace)}: format {number} is {why}")
         identity = TypeAdapter(Identity).validate_json(json.dumps(values), strict=True)
         digest = identity.namespace()
     # The document is untrusted, so a failed check of its values means that it is invalid.

@@ -143,6 +143,9 @@ _SHOWN: Final = 20
 _NOTHING: Final = (
     "the bulk store has no namespaces; either no replica has saved yet, or bulk_url is wrong"
 )
+_OLD: Final = (
+    "of an earlier format that is not read any more; objkv sweep --apply deletes their payloads"
+)
 
 
 def namespaces_called(
@@ -184,8 +187,10 @@ def find_namespace(
 
     ``wanted`` is the name's hex digits, ``MODEL`` or ``TENANT/MODEL``, or any unambiguous beginning
     of one. A complete name of 32 hex digits is returned without a request, unless it
-    ``must_exist``. Hex digits also find a namespace that is only in the index. Raises
-    ``UnclearName`` with the choices and ``StoreError``.
+    ``must_exist``. Hex digits also find a namespace that is only in the index. Namespaces of an
+    earlier format are no choice besides current ones, unless the namespace ``must_exist``: what
+    changes a namespace leaves the choice to the user. Raises ``UnclearName`` with the choices and
+    ``StoreError``.
     """
     if wanted is None:
         return _only_namespace(bulk, index)
@@ -206,8 +211,9 @@ def find_namespace(
             return found[0]
     known = [read_namespace(bulk, name) for name in names]
     matching = namespaces_called([(one.name, one.model, one.tenant) for one in known], wanted)
-    old = {one.name for one in known if one.is_old_format}
-    matching = [name for name in matching if name not in old] or matching
+    if not must_exist:
+        old = {one.name for one in known if one.is_old_format}
+        matching = [name for name in matching if name not in old] or matching
     if len(matching) == 1:
         return matching[0]
     if matching:
@@ -218,18 +224,22 @@ def find_namespace(
 
 def _only_namespace(bulk: ReadStore, index: ReadIndex) -> str:
     names = index.namespaces() or stored_namespaces(bulk)
-    if len(names) > 1:
-        names = [name for name in names if _may_hold_chunks(bulk, name)]
     if not names:
         raise UnclearName(_NOTHING)
+    if len(names) > 1:
+        every = [read_namespace(bulk, name) for name in names]
+        names = [one.name for one in every if _may_hold_chunks(one)]
+        if not names and all(one.is_old_format for one in every):
+            raise UnclearName(f"{len(every)} namespaces, all {_OLD}")
+        if not names:
+            raise UnclearName(f"{len(every)} namespaces, but none holds chunks that prompts match")
     if len(names) == 1:
         return names[0]
     raise _choose(f"{len(names)} namespaces; choose one", bulk, index, names)
 
 
-def _may_hold_chunks(bulk: ReadStore, name: str) -> bool:
+def _may_hold_chunks(found: StoredNamespace) -> bool:
     """Return False for encoder outputs, hand-offs and earlier formats, which no prompt matches."""
-    found = read_namespace(bulk, name)
     return (found.has_chunks and not found.is_old_format) or not found.is_known
 
 

@@ -1,6 +1,7 @@
 """``objkv audit`` as users run it: its output, its exit codes, and the keys for scripts."""
 
 import os
+import secrets
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -52,6 +53,12 @@ def test_the_page_is_written_whole_or_not_at_all(
     umask = os.umask(0)
     os.umask(umask)
     with monkeypatch.context() as patch:
+        patch.setattr(secrets, "token_hex", lambda _: "0")
+        others = home / ".report.html-0"
+        others.write_text("of another audit")
+        assert run("audit", "--html", str(page)).code == 2
+        assert others.read_text() == "of another audit"
+        others.unlink()
         patch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space")))
         assert run("audit", "--html", str(page)).code == 2
     assert page.read_text() == "before"

@@ -97,6 +97,7 @@ def test_a_model_is_judged_without_a_store(run: Run, home: Path) -> None:
     assert ran.code == 0
     assert ran.out.splitlines()[0] == "qwen3-next-80b-a3b: supported"
     assert "36 with states, 12 with full attention" in ran.out
+    assert "pipeline parallelism, DCP, drafts; see docs/models.md" in " ".join(ran.out.split())
     assert not (home / "objkv").exists()
 
 

@@ -17,7 +17,7 @@ from objkv.cache.pins import Pin
 from objkv.cli import upkeep
 from objkv.config import load_config
 from objkv.errors import StoreDenied
-from objkv.index.base import ChunkEntry
+from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.index.sqlite.index import SqliteIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
@@ -420,6 +420,37 @@ def test_of_a_bucket_with_earlier_formats_alone_no_rebuild_is_advised(
     swept = run("sweep", "--apply", "--json")
     assert (swept.code, swept.document["removed"], swept.document["doubts"]) == (0, 6, [])
     assert ends.bulk.folders("") == []
+
+
+@pytest.mark.parametrize("is_own_index", [True, False])
+def test_a_verification_leaves_out_payloads_of_an_earlier_format(
+    run: Run, ends: Backends, tmp_path: Path, *, is_own_index: bool
+) -> None:
+    if is_own_index:
+        urls = ("--bulk-url", f"file://{tmp_path}/own", "--index-url", "bulk:")
+        config = load_config({"bulk_url": f"file://{tmp_path}/own", "index_url": "bulk:"})
+        with open_backends(config, NullRecorder()) as own:
+            _check_that_an_earlier_format_is_left_out(run, own, urls)
+    else:
+        _check_that_an_earlier_format_is_left_out(run, ends, ())
+
+
+def _check_that_an_earlier_format_is_left_out(
+    run: Run, ends: Backends, urls: tuple[str, ...]
+) -> None:
+    names = [save_in_format(ends.bulk, 1, tenant=tenant) for tenant in "ab"]
+    shard = ShardRecord(9_000, 1, True, False, "", 1)
+    entry = ChunkEntry(names[0], bytes(20), bytes(20), 0, 16)
+    ends.index.publish(entry, {ChunkKey(names[0], bytes(20), 0).field: shard}, ttl_s=99)
+    alone = run("verify", *urls)
+    assert (alone.code, "nothing is stored" in alone.out) == (0, False)
+    DamagedStore(ends).plant(Defects(good=3))
+    for options in ((), ("--all",), ("--all", "--quarantine", "--apply")):
+        ran = run("verify", "--json", *options, *urls)
+        assert (ran.code, ran.document["checked"], ran.document["findings"]) == (0, 3, [])
+        assert "left out 2 namespaces of an earlier format" in ran.err
+        assert "objkv sweep --apply" in ran.err
+    assert all(ends.bulk.get(ChunkKey(name, bytes(20), 0).path()) for name in names)
 
 
 def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> None:

@@ -134,6 +134,22 @@ def test_of_namespaces_with_one_name_those_of_an_earlier_format_are_no_choice() 
     save_identity(store)
     assert find_namespace(store, MemoryIndex(), IDENTITY.model) == NAMESPACE
     assert find_namespace(store, MemoryIndex(), old[:8]) == old
+    with pytest.raises(UnclearName, match=f"2 namespaces match {IDENTITY.model}") as caught:
+        find_namespace(store, MemoryIndex(), IDENTITY.model, must_exist=True)
+    assert {line.split()[0] for line in caught.value.choices} == {NAMESPACE, old}
+
+
+def test_a_store_without_a_namespace_for_prompts_says_what_it_has() -> None:
+    store = MemoryStore()
+    save_in_format(store, 1)
+    save_in_format(store, 0)
+    with pytest.raises(
+        UnclearName, match=r"2 namespaces, all of an earlier format .*sweep --apply"
+    ):
+        find_namespace(store, MemoryIndex(), None)
+    save_identity(store, replace(IDENTITY, page_layout=HANDOFF_LAYOUT))
+    with pytest.raises(UnclearName, match="3 namespaces, but none holds chunks"):
+        find_namespace(store, MemoryIndex(), None)
 
 
 def test_an_identity_comes_back_as_it_was_saved(bulk: MemoryStore) -> None:
@@ -166,8 +182,11 @@ def test_what_is_no_document_is_refused_though_its_digest_is_right() -> None:
     with pytest.raises(PayloadError, match="belongs to another namespace"):
         parse_identity(replace(IDENTITY, tenant="other").canonical(), NAMESPACE)
     for number, words in (
-        (FORMAT - 1, "objkv sweep --apply"),
-        (FORMAT + 1, "a later version of objkv"),
+        (FORMAT - 1, r": format 1 is not read any more; objkv sweep --apply deletes its payloads$"),
+        (
+            FORMAT + 1,
+            ": format 3 is unknown, perhaps of a later version of objkv; update objkv here$",
+        ),
     ):
         document = canonical_json(values | {"format": number})
         with pytest.raises(PayloadError, match=words):

@@ -35,7 +35,7 @@ MEANINGS: Final[dict[FindingKind, str]] = {
 REMEDIES: Final[dict[FindingKind, str]] = {
     "missing": "objkv sweep --apply forgets them; until then each one costs a failed load",
     "orphan": "objkv rebuild --apply restores their records, or objkv sweep --apply deletes them",
-    "unidentified": "objkv sweep --apply --unidentified deletes them",
+    "unidentified": "objkv sweep --apply --unidentified -n NS deletes those of namespace NS",
     "corrupt": "objkv verify --all --quarantine --apply quarantines them",
     "expired": "objkv sweep --apply deletes them",
     "old_epoch": "objkv sweep --apply deletes them",
