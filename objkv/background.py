@@ -256,7 +256,9 @@ class StepThread:
         self._traffic: dict[Line, _Traffic] = {}
         self._unfinished = 0
         self._end_at: float | None = None
-        self._sleeps = self._has_ended = False
+        self._has_ended = False
+        self.is_idle = False
+        """Whether the thread waits for work."""
         self._thread: Thread | None = None
         self._has_thread()
 
@@ -277,7 +279,7 @@ class StepThread:
                 return None
             self._unfinished += 1
             self._new.append(task)
-        if self._sleeps:
+        if self.is_idle:
             self._alarm.ring()
         return task.future
 
@@ -414,9 +416,9 @@ class StepThread:
             else:
                 poll.register(line.fileno(), select.POLLIN)
                 lines[line.fileno()] = line
-        self._sleeps = True  # before the last look at new work
+        self.is_idle = True  # before the last look at new work
         events = poll.poll(0 if self._new or self._ready else self._wait_ms())
-        self._sleeps = False
+        self.is_idle = False
         for fd, _ in events:
             if fd in lines:
                 self._hear(lines[fd], self._traffic[lines[fd]])

@@ -5,7 +5,6 @@ import secrets
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -14,9 +13,10 @@ import typer
 from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.options import check_file, priced
+from objkv.cli.options import check_file
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import OneNamespace, upkeep
+from objkv.config.prices import audit_prices
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import (
     JSON_FORMAT,
@@ -276,9 +276,6 @@ def audit(
     """
     if html is not None:
         check_file("--html", html)
-    prices = priced(session.config)
-    if session.resolved.sources["price_gpu_hour"] == "default":
-        prices = replace(prices, gpu_hour=None)  # savings are not priced by a guess
     with (
         upkeep(session, "audit", writes=False, namespace=namespace) as run,
         closing(Inventory()) as inventory,
@@ -293,7 +290,7 @@ def audit(
                 walk,
                 session.config,
                 version=__version__,
-                prices=prices,
+                prices=audit_prices(session.resolved),
                 lifecycle=lambda: read_lifecycle(session.config),
             )
         if html is not None:

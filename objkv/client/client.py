@@ -17,7 +17,7 @@ from objkv.assembly.seal import open_seals
 from objkv.client.matching import Matcher, encoded
 from objkv.client.results import Chunk, Match, Namespace
 from objkv.config import Resolved, resolve_config
-from objkv.config.prices import LIST_PRICES
+from objkv.config.prices import audit_prices
 from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.base import ReadIndex, Record
 from objkv.index.guarded import for_operators
@@ -209,7 +209,7 @@ class Client:
                 walk,
                 config,
                 version=__version__,
-                prices=LIST_PRICES,
+                prices=audit_prices(self._resolved),
                 lifecycle=partial(read_lifecycle, config),
             )
 

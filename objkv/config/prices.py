@@ -10,6 +10,7 @@ from typing import Final
 
 from objkv.config.aws import s3_endpoint
 from objkv.config.schema import Config
+from objkv.config.sources import Resolved
 from objkv.config.urls import is_directory_bucket, parse_url
 from objkv.errors import ConfigError
 
@@ -72,6 +73,15 @@ def prices_of(config: Config, *, folder: Prices = _FOLDER) -> Prices:
         given["per_1000_puts"] = config.price_puts
     source = "settings" if len(given) == 2 else known.source  # both
     return replace(known, **given, gpu_hour=config.price_gpu_hour, source=source)
+
+
+def audit_prices(resolved: Resolved) -> Prices:
+    """Return the prices of a report on what is stored: a folder costs what S3 Standard does, and
+    savings are priced only if ``price_gpu_hour`` was set."""
+    prices = prices_of(resolved.config, folder=LIST_PRICES)
+    if resolved.sources["price_gpu_hour"] == "default":
+        return replace(prices, gpu_hour=None)
+    return prices
 
 
 def is_private_host(host: str) -> bool:

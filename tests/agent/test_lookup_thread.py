@@ -314,7 +314,7 @@ def test_what_has_work_done_goes_on_before_the_thread_that_it_wakes(
     ran, interval = list[int](), sys.getswitchinterval()
 
     def sleeps(after: int) -> bool:
-        return len(ran) == after and thread._sleeps
+        return len(ran) == after and thread.is_idle
 
     sys.setswitchinterval(PATIENCE_S)  # no thread has to yield
     try:

@@ -376,7 +376,7 @@ def test_every_key_in_redis_begins_with_the_prefix() -> None:
     )
     with open_backends(settings, NullRecorder()) as ends:
         assert isinstance(ends.admin, RedisIndex)
-        assert ends.admin._prefix == "objkv-a"
+        assert ends.admin.prefix == "objkv-a"
         assert ends.hot is not None
         with pytest.raises(StoreUnavailable, match="check objkv-a:p:"):
             ends.hot.check()

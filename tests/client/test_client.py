@@ -87,6 +87,17 @@ def test_reading_a_default_store_that_is_empty_creates_nothing(
     assert not (tmp_path / "objkv" / "chunks").exists()
 
 
+def test_an_audit_has_the_prices_of_the_settings(tmp_path: Path) -> None:
+    places = {
+        "bulk_url": f"file://{tmp_path}/chunks",
+        "index_url": f"sqlite://{tmp_path}/index.sqlite",
+    }
+    for settings, gpu_hour in (({}, None), ({"price_gpu_hour": 2.5, "price_gb_month": 1.0}, 2.5)):
+        with objkv.open(**places, **settings) as client:
+            prices = client.audit().cost.prices
+        assert (prices.gb_month == 1.0, prices.gpu_hour) == (bool(settings), gpu_hour)
+
+
 def test_text_and_messages_become_the_model_s_tokens(
     tokenizer_folder: Path, tmp_path: Path
 ) -> None:

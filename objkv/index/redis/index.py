@@ -221,7 +221,8 @@ class RedisIndex:
     ) -> None:
         assert re.fullmatch(r"[A-Za-z0-9._-]+", prefix)
         self.client = client
-        self._prefix = prefix
+        self.prefix = prefix
+        """Of all keys, without the colon."""
         self._clock = clock
         self._finder = Finder(client)
         self._totals = PendingTotals(f"{prefix}:u:totals")
@@ -248,14 +249,14 @@ class RedisIndex:
         found = None
         if prefix_hashes and fields:
             with translated("redis index, find"):
-                found = self._finder.find(f"{self._prefix}:i:{namespace}:", prefix_hashes, fields)
+                found = self._finder.find(f"{self.prefix}:i:{namespace}:", prefix_hashes, fields)
         if found is None:
             return [shards_of(record, fields) for record in self.lookup(namespace, prefix_hashes)]
         return found
 
     def scan(self, namespace: str) -> Iterator[Record]:
         """See ``ReadIndex``. Walks all keys of the server in batches."""
-        keys = self._keys(f"{self._prefix}:i:{namespace}:*")
+        keys = self._keys(f"{self.prefix}:i:{namespace}:*")
         hashes = (prefix_hash for found, prefix_hash in keys if found == namespace)
         while batch := list(islice(hashes, _SCAN_KEYS)):
             yield from filter(None, self.lookup(namespace, batch))
@@ -266,7 +267,7 @@ class RedisIndex:
         A stored list of namespaces would be one key that every save of the fleet writes, and it
         would keep naming expired namespaces.
         """
-        return sorted({namespace for namespace, _ in self._keys(f"{self._prefix}:i:*")})
+        return sorted({namespace for namespace, _ in self._keys(f"{self.prefix}:i:*")})
 
     def usage(self) -> list[Usage]:
         """See ``ReadIndex``. Returns running totals, without recent changes that other processes
@@ -364,7 +365,7 @@ class RedisIndex:
 
     def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one pipelined round trip."""
-        keys = [f"{self._prefix}:s:{sighting_name(name)}" for name in names]
+        keys = [f"{self.prefix}:s:{sighting_name(name)}" for name in names]
         replies = self._pipelined("sight", [("SET", k, "", "EX", ttl_s, "GET") for k in keys])
         return [_checked("sight", reply) is not None for reply in replies]
 
@@ -390,15 +391,15 @@ class RedisIndex:
         self._flush("set usage", self._totals, *command)
 
     def _chunk(self, namespace: str, prefix_hash: bytes) -> str:
-        return f"{self._prefix}:i:{namespace}:{prefix_hash.hex()}"
+        return f"{self.prefix}:i:{namespace}:{prefix_hash.hex()}"
 
     def _lease(self, name: str) -> str:
         """Return the key of a lease. A cluster keeps that of a payload where the chunk's record is:
         it looks only at what is in braces."""
         if (path := _PATH.fullmatch(name)) is None:
-            return f"{self._prefix}:l:{name}"
+            return f"{self.prefix}:l:{name}"
         namespace, prefix_hash, payload = path.groups()
-        return f"{self._prefix}:l:{{{self._prefix}:i:{namespace}:{prefix_hash}}}:{payload}"
+        return f"{self.prefix}:l:{{{self.prefix}:i:{namespace}:{prefix_hash}}}:{payload}"
 
     def _run(self, verb: str, script: Script, keys: Keys, *args: str | bytes | int) -> Any:
         """Return the script's reply for the keys of one call, see ``_run_all``."""
