@@ -45,7 +45,7 @@ COPIED = (
     "pyproject.toml",
     "Makefile",
 )
-LIMIT_S = 300.0
+LIMIT_S = 120
 
 
 @dataclass(frozen=True)
