@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import LookupResult, ReqContext
 
+from objkv.agent import client
 from objkv.agent.messages import Commit
 from objkv.assembly import agent
 from objkv.assembly.backends import Backends
@@ -19,6 +20,7 @@ from tests.connector.tier.world import Engine, offload_key, row
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
 from tests.support.servers.redis import wait_until
+from tests.support.waiting import PATIENCE_S
 
 HIT, MISS = LookupResult.HIT, LookupResult.MISS
 
@@ -40,6 +42,9 @@ class World:
             return replace(backends, bulk=self.bulks[-1], index=self.indexes[-1])
 
         monkeypatch.setattr(agent, "open_backends", flaky)
+        # On a busy machine an agent that works takes longer than an engine would wait for it.
+        opens = client.open_socket
+        monkeypatch.setattr(client, "open_socket", lambda call_s: opens(PATIENCE_S))
         self._patch = monkeypatch
 
     def hang(self, engine: Engine) -> list[int]:
