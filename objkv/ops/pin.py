@@ -37,7 +37,7 @@ class PinnedPrefix:
     missing: int
     """Chunks without a record. Readers cannot find the chunks after the first of them."""
     by: str | None = None
-    """Who pinned it, by their own statement; null if an older version did."""
+    """Who pinned it, by their own statement; null from the Python client."""
     created_s: int = 0
     """When it was pinned."""
 

@@ -425,8 +425,9 @@ class Beneath:
         folder = self.root
         while not os.path.isdir(folder):
             folder = os.path.dirname(folder)
-        if os.stat(folder).st_dev != self._device:
-            raise StoreDenied(f"the folder {self.root} has disappeared with its disk: mount it")
+        with suppress(FileNotFoundError):  # that went just now, too
+            if os.stat(folder).st_dev != self._device:
+                raise StoreDenied(f"the folder {self.root} has disappeared with its disk: mount it")
 
     def _make_root(self, folder: str) -> None:
         mode = 0o700 if folder == self._private else 0o777

@@ -56,7 +56,7 @@ class LoadConnection(ArenaLeases):
         self.layouts: dict[tuple[int, Source], PayloadLayout] = {}
         """By the agent's numbers, which are few, and mean something else after ``reach``."""
         self.ended: deque[_Ended] = deque()
-        """What the lane may still be reading, in the order of the marks."""
+        """What the lane may still be reading. What it was given nothing of comes first."""
         self.mark: Mark | None = None
         """The last one of the lane, after everything that it was given."""
 
