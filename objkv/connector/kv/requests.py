@@ -100,15 +100,20 @@ class RequestHashes:
     """Hashes of the whole chunks of a request, computed on lookup threads because a long prompt
     takes milliseconds.
 
-    vLLM only appends to a request's tokens and changes nothing else of its prompt, except in
-    resumable sessions, which objkv does not support. Source: vLLM 0.31-0.33, ``v1/request.py``.
-    ``ready`` is for the scheduler's thread and takes microseconds. Slices are for other threads.
+    vLLM only appends to a request's tokens, except in resumable sessions, which objkv does not
+    support. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
+    takes microseconds. Slices are for other threads.
     """
 
     def __init__(
         self, request: "Request", namespace: str, lora_digest: bytes | None, chunk_tokens: int
     ) -> None:
-        self._request, self._namespace = request, namespace
+        # References to the parts of the prompt as they are now. They are read on another thread,
+        # and later changes to the request do not affect its hashes.
+        self._salt, self._features = request.cache_salt, tuple(request.mm_features)
+        self._embeds = request.prompt_embeds  # [tokens, hidden] on the CPU, never changed here
+        self._is_token_ids = None if self._embeds is None else request.prompt_is_token_ids
+        self._namespace = namespace
         self._lora_digest, self._chunk_tokens = lora_digest, chunk_tokens
         self._tokens: Sequence[int] = request.all_token_ids
         self._lock = Lock()
@@ -180,36 +185,33 @@ class RequestHashes:
         return chain
 
     def _open(self) -> PrefixChain:
-        request = self._request
         extras = PromptExtras(
             lora_digest=self._lora_digest,
-            salt=request.cache_salt,
+            salt=self._salt,
             items=tuple(
                 MultimodalItem(
                     feature.identifier.encode(),
                     feature.mm_position.offset,
                     feature.mm_position.length,
                 )
-                for feature in request.mm_features
+                for feature in self._features
             ),
-            embeds={} if request.prompt_embeds is None else self._embed_digests(),
+            embeds={} if self._embeds is None else self._embed_digests(self._embeds),
         )
         self._chain = PrefixChain(self._namespace, self._chunk_tokens, extras, digests=True)
         return self._chain
 
-    def _embed_digests(self) -> dict[int, bytes]:
-        """Return a SHA-256 per chunk of a prompt given as embeddings, ``[tokens, hidden]`` on the
-        CPU: of its rows, and of the mask of rows that are token ids. May take long."""
-        embeds, is_token_ids = self._request.prompt_embeds, self._request.prompt_is_token_ids
-        assert embeds is not None
+    def _embed_digests(self, embeds: torch.Tensor) -> dict[int, bytes]:
+        """Return a SHA-256 per chunk of a prompt given as embeddings: of its rows, and of the mask
+        of rows that are token ids. May take long."""
         digests = {}
         for chunk, start in enumerate(range(0, embeds.shape[0], self._chunk_tokens)):
             span = slice(start, start + self._chunk_tokens)
             rows = embeds[span].contiguous()
             digest = hashlib.sha256(f"{rows.dtype}{tuple(rows.shape)}".encode())
             digest.update(rows.view(torch.uint8).numpy().data)
-            if is_token_ids is not None:
-                digest.update(bytes(is_token_ids[span]))
+            if self._is_token_ids is not None:
+                digest.update(bytes(self._is_token_ids[span]))
             digests[chunk] = digest.digest()
         return digests
 

@@ -58,6 +58,16 @@ def test_prompts_that_differ_in_more_than_tokens_share_nothing() -> None:
     assert len({name for hashes in alike for name in hashes[0:3]}) == 3 * len(alike)
 
 
+def test_what_becomes_of_a_request_does_not_change_its_hashes() -> None:
+    """They are computed later, on another thread."""
+    place = SimpleNamespace(offset=0, length=4)
+    one = request(TOKENS, cache_salt="s")
+    hashes = RequestHashes(one, NAMESPACE, None, SIZE)
+    one.cache_salt = None
+    one.mm_features.append(SimpleNamespace(identifier="cat", mm_position=place))
+    assert hashes[0:3] == hashes_of(TOKENS, cache_salt="s")[0:3]
+
+
 def test_images_count_where_they_stand_and_not_before() -> None:
     plain = hashes_of(TOKENS)[0:4]
     names = set[bytes]()
@@ -240,6 +250,15 @@ def tracked(*, stored: int) -> TrackedRequest:
     return TrackedRequest(cast("Any", SimpleNamespace(request_id="r")), "n" * 32, records=records)
 
 
+def test_a_chunk_whose_payload_was_refused_is_due_in_the_step_that_computes_it() -> None:
+    """A step later a sliding window may have passed its blocks."""
+    one = tracked(stored=3)
+    one.again.add(1)
+    assert one.due(1, bool) == []
+    assert one.due(3, bool) == [1]
+    assert one.due(3, bool) == []
+
+
 def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
     """Otherwise each step of a long prompt would plan all of them until the last is saved."""
     one = tracked(stored=0)
@@ -255,8 +274,9 @@ def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
 # What a request's sender asks for is read as vLLM's own connector reads it.
 
 
-def test_a_request_without_limits_has_none() -> None:
-    assert LimitReader(MemoryRecorder()).read({"do_remote_prefill": True}) == NO_LIMITS
+@pytest.mark.parametrize("params", [{"do_remote_prefill": True}, "text", 7])
+def test_a_request_without_limits_has_none(params: Any) -> None:
+    assert LimitReader(MemoryRecorder()).read(params) == NO_LIMITS
 
 
 @pytest.mark.parametrize("value", [True, -1, 1.5, "5", [5], {}])
