@@ -15,7 +15,9 @@ from tests.fences.lives import EVENTS
 SEEDS = range(1, 26)
 STRIDE = 811
 """Of interleavings with one preemption, one of so many; ``python -m tests.fences`` plays all."""
-STRIDES = (13, 3, 1)
+LONG_EVENTS = frozenset({"sleep", "update"})
+"""They meet the most interleavings: two seconds and more of a processor."""
+STRIDES = (29, 11, 3, 1)
 """Most mutants are found by few interleavings; the others are looked for more densely."""
 
 
@@ -27,7 +29,10 @@ def _listening() -> Iterator[None]:
     WatchedPool.begin()  # their outboxes would stay open
 
 
-@pytest.mark.parametrize("event", EVENTS)
+@pytest.mark.parametrize(
+    "event",
+    [pytest.param(e, marks=pytest.mark.slow if e in LONG_EVENTS else ()) for e in EVENTS],
+)
 def test_no_event_at_any_time_breaks_a_fence(event: str) -> None:
     tally = Tally()
     for _ in play_situations(preemptions=1, tally=tally, stride=STRIDE, only=f" {event} "):
