@@ -13,7 +13,15 @@ from typing import Final, Protocol
 
 from objkv.agent.disk import Disk
 from objkv.agent.held_back import HeldPayloads
-from objkv.agent.memory.arena import BOARD_BYTES, CELLS, Arena, CellState, Extents, Progress
+from objkv.agent.memory.arena import (
+    BOARD_BYTES,
+    CELLS,
+    Arena,
+    CellState,
+    Extents,
+    PagesAhead,
+    Progress,
+)
 from objkv.agent.messages import MissReason
 from objkv.agent.ranking import Ranking
 from objkv.codec.payload import Claim
@@ -84,6 +92,7 @@ class ArenaCache:
         self.held = HeldPayloads(recorder, changed, came_due, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
+        self._pages = PagesAhead(arena)
         self._ranking = Ranking(self._extents.total_bytes)
         self._unread: dict[CachedPayload, None] = {}
         """Payloads that were prefetched and not read yet, oldest first."""
@@ -271,7 +280,10 @@ class ArenaCache:
         if self._closed or nbytes > self.payload_bytes_max:
             return None
         offset = self._extents.take(nbytes)
-        return self._make_room(nbytes, is_sure=is_sure) if offset is None else offset
+        if offset is None:
+            return self._make_room(nbytes, is_sure=is_sure)
+        self._pages.used(offset + nbytes)
+        return offset
 
     def retract(self, one: CachedPayload) -> None:
         """Take back the memory of a payload that is being filled. No frame of it was reported, so
@@ -325,6 +337,7 @@ class ArenaCache:
         still read memory whose leases have ended."""
         with self._lock:
             self._closed = True
+        self._pages.close()
 
     def leased(self) -> int:
         """Return the number of payloads under a lease."""

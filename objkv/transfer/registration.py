@@ -9,7 +9,6 @@ with an H200, and nine times as long if the pages do not exist yet. So windows a
 pages are mapped before, and pauses follow.
 """
 
-import ctypes
 import logging
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from objkv.agent.memory.arena import Arena
+from objkv.agent.memory.arena import Arena, map_pages
 from objkv.background import join_all
 from objkv.transfer.devices import SEAM_BYTES
 from objkv.transfer.lanes import Bools, Ints, address_of, offsets_of
@@ -30,10 +29,7 @@ logger = logging.getLogger(__name__)
 WINDOW_BYTES: Final = SEAM_BYTES
 _PAUSES = 4
 """After each call of the driver, launches get so many times the time that it took."""
-_POPULATE_READ = 22
-"""``MADV_POPULATE_READ`` of Linux 5.14."""
 _STEP_BYTES = 2 << 20
-_LIBC = ctypes.CDLL(None)
 
 PinReadOnly = Callable[[int, int], Callable[[], None]]
 """Page-locks mapped memory and returns what unlocks it, see ``DeviceDriver.pin_read_only``."""
@@ -159,7 +155,8 @@ class Windows:
         if self._refused:
             return
         start, end = self._span(number)
-        _map_pages(start, end)
+        for at in range(start, end, _STEP_BYTES):  # meanwhile no other thread can map or unmap
+            map_pages(at, min(_STEP_BYTES, end - at), writable=False)
         began = monotonic()
         try:
             undo = self._pin(start, end - start)
@@ -184,14 +181,6 @@ class Windows:
         """Return the addresses of a window, ``[start, end)``."""
         start = number * self._window
         return max(start, self._address), min(start + self._window, self._address + self._nbytes)
-
-
-def _map_pages(start: int, end: int) -> None:
-    """Map memory that may not exist yet, where the system can. In steps: meanwhile no other thread
-    can map or unmap memory."""
-    for at in range(start, end, _STEP_BYTES):
-        nbytes = min(_STEP_BYTES, end - at)
-        _LIBC.madvise(ctypes.c_void_p(at), ctypes.c_size_t(nbytes), _POPULATE_READ)
 
 
 class DeviceFrames:

@@ -1,6 +1,6 @@
 import mmap
 import os
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from hypothesis import settings
@@ -8,9 +8,18 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from objkv.agent.memory.answers import AnswerBoard
-from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena, CellState, Extents, Progress
+from objkv.agent.memory.arena import (
+    BOARD_BYTES,
+    PAGE,
+    Arena,
+    CellState,
+    Extents,
+    PagesAhead,
+    Progress,
+)
 from objkv.errors import ConfigError, TransferError
 from tests.agent.consistency import covers_once
+from tests.support.waiting import wait_until
 
 PAGES = 24
 
@@ -43,6 +52,43 @@ def test_a_file_that_could_shrink_is_refused_and_closed_as_is_what_is_no_memfd(
             kind.join(fd)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
+
+
+def test_pages_come_before_payloads_need_them_and_keep_what_is_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("objkv.agent.memory.arena.AHEAD_BYTES", (4 * PAGE, 8 * PAGE))
+    arena = Arena.create(64 * PAGE)
+
+    def made() -> int:
+        return os.fstat(arena.fd).st_blocks * 512 // PAGE
+
+    ahead = PagesAhead(arena)
+    wait_until(lambda: made() == 4)
+    arena.view[BOARD_BYTES : BOARD_BYTES + 7 * PAGE] = bytes([9]) * (7 * PAGE)
+    ahead.used(BOARD_BYTES + 6 * PAGE)
+    wait_until(lambda: made() == 12)  # as many again as are used
+    ahead.used(BOARD_BYTES + 3 * PAGE)
+    ahead.used(BOARD_BYTES + 32 * PAGE)
+    wait_until(lambda: made() == 7 + 5 + 8)  # the used ones come when they are written
+    assert bytes(arena.view[BOARD_BYTES : BOARD_BYTES + 8 * PAGE]) == bytes([9]) * (
+        7 * PAGE
+    ) + bytes(PAGE)
+    ahead.used(arena.nbytes)
+    ahead.close()
+    ahead.close()
+    arena.close()
+
+
+def test_on_an_older_system_pages_come_when_they_are_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("objkv.agent.memory.arena.map_pages", lambda start, nbytes: False)
+    with closing(Arena.create(64 * PAGE)) as arena:
+        ahead = PagesAhead(arena)
+        ahead.used(BOARD_BYTES + 32 * PAGE)
+        ahead.close()
+        assert os.fstat(arena.fd).st_blocks == 0
 
 
 @pytest.mark.parametrize("nbytes", [PAGE - 1, 1 << 62, 1 << 70])
