@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Annotated, Any, Final, Self, cast
+from unittest import mock
 
 import numpy as np
 import numpy.typing as npt
@@ -279,7 +280,9 @@ class Rig:
         index = MemoryIndex()
         cache = ChunkCache(cast("WriteStore", self._store), None, index, settings, recorder)
         nbytes = self.chunks * (len(self._store.slab) // PAGE + 2) * PAGE
-        self._agent = InsideAgent(cache, nbytes, CoreLimits(8, self.chunks), recorder)
+        # Payloads have no pages, so there is nothing to make ahead of them.
+        with mock.patch("objkv.agent.memory.arena.AHEAD_BYTES", (0, 0)):
+            self._agent = InsideAgent(cache, nbytes, CoreLimits(8, self.chunks), recorder)
         self._worker = make_worker_side(
             config,
             self._geometry,
