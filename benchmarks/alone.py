@@ -71,7 +71,9 @@ def run_work(session: Session, work: Work, options: BenchOptions) -> int:
     where, steps = machine(), Steps()
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="objkv-bench-") as folder:
         models = cache_folder() / "demo" / "models"
-        setting = BenchSetting(options.rounds, options.quick, Path(folder), steps.tell, models)
+        setting = BenchSetting(
+            options.rounds, options.quick, Path(folder), steps.report_stage, models
+        )
         try:
             with steps.shown():
                 section = work(setting)

@@ -98,12 +98,12 @@ def bench_engine(setting: BenchSetting) -> Section:
         # The model first: four makers would make it four times.
         engines = {}
         for name in ("none", "objkv", "objkv-loads"):
-            setting.tell("engines", f"starting {name}")
+            setting.report_stage("engines", f"starting {name}")
             engines[name] = stack.enter_context(_running(setting, scale, places, name))
         rows += _throughput(setting, scale, engines, places)
         examples: tuple[Connector, ...] = ("example", "example-loads")
         for name in examples:
-            setting.tell("engines", f"starting {name}")
+            setting.report_stage("engines", f"starting {name}")
             engines[name] = stack.enter_context(_running(setting, scale, places, name))
         rows += _first_token(setting, scale, engines, places)
         ready = engines["none"].ready
@@ -178,7 +178,7 @@ def _throughput(
     busy: dict[str, list[float]] = {name: [] for name in engines}
     names = list(engines)
     for number in range(batches + 1):
-        setting.tell("throughput", f"batch {number} of {batches}")
+        setting.report_stage("throughput", f"batch {number} of {batches}")
         for name in names:
             # Prompts of its own: what one engine saves another would load.
             took = engines[name].do(scale.batch(len(engines) * number + list(engines).index(name)))
@@ -227,7 +227,7 @@ def _first_token(
     seeds = range(-1, -2 - setting.rounds, -1)
     chunks = places.chunks()
     for seed in seeds:
-        setting.tell("first token", f"saving {scale.prefix:,} tokens")
+        setting.report_stage("first token", f"saving {scale.prefix:,} tokens")
         for name in ("objkv", "example"):
             engines[name].do(scale.one(seed))
         chunks += scale.prefix // places.config.chunk_tokens
@@ -244,7 +244,7 @@ def _first_token(
             raise ObjkvError(f"engine {name} was served {took.served_tokens} tokens")
         return took.first_token_s
 
-    setting.tell("first token", "loading")
+    setting.report_stage("first token", "loading")
     timings = interleave({name: partial(asked, name) for name in turns}, setting.rounds)
     if any(len(given) != 1 for given in answers.values()):
         raise ObjkvError("what was loaded is answered differently from what was computed")

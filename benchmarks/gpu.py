@@ -617,7 +617,7 @@ def bench_gpu(setting: BenchSetting, kind: str, chunks: int, tp_size: int) -> Se
     """Measure a device, as a rank of ``tp_size``."""
     device = open_device(kind)
     is_simulated = kind == SIMULATED
-    setting.tell("simulated GPU" if is_simulated else "GPU", "measuring")
+    setting.report_stage("simulated GPU" if is_simulated else "GPU", "measuring")
     work = measure_simulated if is_simulated else measure
     rank = replace(LLAMA_8B, heads=LLAMA_8B.heads // tp_size)
     answer = work(device, rank, _QUICK_CHUNKS if setting.quick else chunks, setting.rounds)

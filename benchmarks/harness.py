@@ -113,7 +113,7 @@ class Section:
 
 # The arguments of every benchmark.
 
-Tell = Callable[[str, str], None]
+ReportStage = Callable[[str, str], None]
 """``(what, stage)``: called when a stage begins."""
 
 
@@ -125,7 +125,7 @@ class BenchSetting:
     quick: bool
     """Use small sizes, only to test that it works."""
     folder: Path
-    tell: Tell
+    report_stage: ReportStage
     models: Path
     """Folder in which models are created and kept."""
 

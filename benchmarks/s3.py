@@ -83,7 +83,7 @@ def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[B
     try:
         for shape in (PAYLOAD_1_MIB,) if setting.quick else (PAYLOAD_8_MIB, PAYLOAD_32_MIB):
             for threads in CONNECTIONS:
-                setting.tell("S3", f"{shape.name}, {threads} threads")
+                setting.report_stage("S3", f"{shape.name}, {threads} threads")
                 with PayloadBench(setting, shape, threads, plain) as bench:
                     yield from bench.rows(store)
     finally:

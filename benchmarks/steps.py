@@ -17,7 +17,7 @@ from objkv.assembly.backends import open_bulk, open_index
 from objkv.config import Config, load_config
 from objkv.connector.kv.scheduler import Roles, SchedulerSide
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import Record, Shards
+from objkv.index.base import Record, ShardRecords
 from objkv.index.guarded import GuardedIndex
 from objkv.keys.identity import Identity
 from objkv.ops.bench.measure import percentile
@@ -46,14 +46,14 @@ class _SilentIndex(GuardedIndex):
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         self.answer.wait(_ANSWER_S)
         return [None] * len(prefix_hashes)
 
 
 def bench_steps(setting: BenchSetting) -> Section:
     """When a request arrives, and in each step while its lookup is in flight."""
-    setting.tell("scheduler's thread", "a lookup is in flight")
+    setting.report_stage("scheduler's thread", "a lookup is in flight")
     return Section("steps", tuple(_rows(_QUICK_STEPS if setting.quick else _STEPS)), {})
 
 

@@ -280,7 +280,7 @@ class StepThread:
             self._unfinished += 1
             self._new.append(task)
         if self.is_idle:
-            self._alarm.ring()
+            self._alarm.set()
         return task.future
 
     def cancel(self, future: Future[Any]) -> None:
@@ -320,7 +320,7 @@ class StepThread:
         if self._thread is None:  # there was none to be had
             self._alarm.close()
             return
-        self._alarm.ring()
+        self._alarm.set()
         self._thread.join(seconds + JOIN_S)
 
     def _has_thread(self) -> bool:
@@ -339,7 +339,7 @@ class StepThread:
         while True:
             try:
                 if fault is not None:  # a bug, or no memory: later work must find the thread
-                    self._lose_all(fault)
+                    self._fail_all(fault)
                     fault = None
                 self._work()
                 end = self._end_at
@@ -352,7 +352,7 @@ class StepThread:
                     logger.exception("background work failed unexpectedly thread=%s", self._name)
                 sleep(_FAULT_S)
         self._has_ended = True
-        self._lose_all(ClosedError("closed"))
+        self._fail_all(ClosedError("closed"))
         while self._ready or self._new:
             self._work()
         self._alarm.close()
@@ -403,7 +403,7 @@ class StepThread:
                     traffic.heard_at = monotonic()
                 traffic.sent.append(traffic.unsent.popleft()[0])
         except Exception as exc:
-            self._lose(line, exc)
+            self._fail_line(line, exc)
 
     def _listen(self) -> None:
         """Wait for answers and new work, unless something can go on at once."""
@@ -412,7 +412,7 @@ class StepThread:
         lines = {}
         for line, traffic in list(self._traffic.items()):
             if not traffic.sent:  # not even its first question can be sent
-                self._lose(line, TimeoutError("no room for a question"))
+                self._fail_line(line, TimeoutError("no room for a question"))
             else:
                 poll.register(line.fileno(), select.POLLIN)
                 lines[line.fileno()] = line
@@ -423,11 +423,11 @@ class StepThread:
             if fd in lines:
                 self._hear(lines[fd], self._traffic[lines[fd]])
             else:
-                self._alarm.calm()
+                self._alarm.clear()
         late = monotonic() - self._answer_s
         for line, traffic in list(self._traffic.items()):
             if traffic.heard_at <= late:
-                self._lose(line, TimeoutError(f"no answer within {self._answer_s:g} s"))
+                self._fail_line(line, TimeoutError(f"no answer within {self._answer_s:g} s"))
 
     def _wait_ms(self) -> float | None:
         ends = [traffic.heard_at + self._answer_s for traffic in self._traffic.values()]
@@ -441,22 +441,22 @@ class StepThread:
                 traffic.heard_at = monotonic()
                 self._ready.append((traffic.sent.popleft(), answer))
         except Exception as exc:
-            self._lose(line, exc)
+            self._fail_line(line, exc)
             return
         self._send(line, traffic)
         if not traffic.sent and not traffic.unsent:
             del self._traffic[line]
 
-    def _lose(self, line: Line, error: Exception) -> None:
+    def _fail_line(self, line: Line, error: Exception) -> None:
         traffic = self._traffic.pop(line)
         tasks = [*traffic.sent, *(task for task, _ in traffic.unsent)]
         self._ready.extend((task, error) for task in tasks)
         with suppress(Exception):
             line.close()
 
-    def _lose_all(self, error: Exception) -> None:
+    def _fail_all(self, error: Exception) -> None:
         for line in list(self._traffic):
-            self._lose(line, error)
+            self._fail_line(line, error)
 
 
 def join_all(threads: Sequence[Thread], seconds: float) -> list[str]:
@@ -481,14 +481,14 @@ class Alarm:
         """Return the descriptor; -1 after ``close``."""
         return self._fd
 
-    def ring(self) -> None:
+    def set(self) -> None:
         """Wake who waits for it, now or next. Never waits, never raises. The calling thread keeps
         the GIL: the woken one would otherwise take it, and return it milliseconds later."""
         with self._lock:  # a closed number may name another file
             if self._fd >= 0:
                 _HOLDING_GIL.eventfd_write(self._fd, ctypes.c_uint64(1))  # fails after 2^64 times
 
-    def calm(self) -> None:
+    def clear(self) -> None:
         """Forget that it has rung."""
         with suppress(BlockingIOError):  # another thread has done so
             os.eventfd_read(self._fd)
@@ -514,5 +514,5 @@ def wait_for(alarms: Sequence[Alarm], seconds: float, *, until_hangup: int = -1)
     ready = dict(poll.poll(max(0.0, 1000 * seconds)))
     for alarm in alarms:
         if alarm.fileno() in ready:
-            alarm.calm()
+            alarm.clear()
     return until_hangup not in ready

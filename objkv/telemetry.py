@@ -28,7 +28,7 @@ class Recorder(Protocol):
         """Set the gauge ``name``. Its usual value is 0."""
 
 
-class Trouble:
+class FailureLog:
     """Logs once when something begins to fail, and once when it works again."""
 
     def __init__(self, logger: Logger, what: str) -> None:

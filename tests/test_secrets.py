@@ -20,7 +20,7 @@ from objkv.cli.app import COMMANDS as ALL
 from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
 from objkv.errors import ConfigError, ObjkvError
-from objkv.net.breaker import Patience
+from objkv.net.breaker import BreakerLimits
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from tests.support.servers.listener import Listener
@@ -253,7 +253,7 @@ def test_no_error_of_an_end_shows_a_secret(
     world: dict[str, str], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "objkv.assembly.backends.Patience", functools.partial(Patience, failures=1000)
+        "objkv.assembly.backends.BreakerLimits", functools.partial(BreakerLimits, failures=1000)
     )
     config = load_config(environ=world)
     with open_backends(config, MemoryRecorder()) as backends:

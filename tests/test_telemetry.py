@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from objkv.telemetry import MemoryRecorder, Trouble
+from objkv.telemetry import FailureLog, MemoryRecorder
 
 
 def test_counters_and_observations_are_drained_once() -> None:
@@ -26,7 +26,7 @@ def test_counters_and_observations_are_drained_once() -> None:
 def test_trouble_is_told_once_when_it_begins_and_once_when_it_ends(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    trouble = Trouble(logging.getLogger("objkv.test"), "saves")
+    trouble = FailureLog(logging.getLogger("objkv.test"), "saves")
     trouble.worked()
     for _ in range(3):
         trouble.failed(OSError("disk full"))

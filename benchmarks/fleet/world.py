@@ -14,9 +14,9 @@ from benchmarks.fleet.fleet import Agents, Fleet
 from benchmarks.fleet.tiers import BlockCache, Gauge, Lane, NodeCache, SharedStore
 from benchmarks.fleet.trace import BLOCK_TOKENS, Arrival
 from objkv.config.prices import RANGE_BYTES
-from objkv.net.breaker import Patience
+from objkv.net.breaker import BreakerLimits
 
-_PATIENCE = Patience()
+_PATIENCE = BreakerLimits()
 REDIS_FULL = 0.95
 """A server that is asked for more than this of its time answers the rest too late."""
 AGENT_PROCESSES = 8

@@ -26,7 +26,7 @@ from objkv.assembly.backends import open_index
 from objkv.cache.match import usable_chunks
 from objkv.config import load_config
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecords
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import root_hash, token_digest
 from objkv.telemetry import NullRecorder
@@ -130,7 +130,7 @@ class ObjkvWorker(Worker):
         self._transfers.close()
         self._stack.close()
 
-    def _find(self, names: Sequence[str]) -> list[Shards | None]:
+    def _find(self, names: Sequence[str]) -> list[ShardRecords | None]:
         hashes = [bytes.fromhex(name) for name in names]
         return self._side.index.find(NAMESPACE, hashes, self._fields)
 

@@ -16,15 +16,15 @@ from typing import Any, Final
 
 from objkv.agent.client import DOCUMENT_BYTES_MAX, Arguments, read_hashes, record_text
 from objkv.agent.core import FoundRecords
-from objkv.agent.held_back import HeldPayloads
-from objkv.agent.memory.answers import AnswerBoard, Draft, Scope
+from objkv.agent.held_back import HeldBackPayloads
+from objkv.agent.memory.answers import AnswerBoard, LookupScope, PendingAnswer
 from objkv.agent.messages import MALFORMED, PrefetchOrder
 from objkv.agent.prefetch import Prefetches
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.cache.switch import SWITCH_PATH
 from objkv.cache.worth import PutPolicy
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.index.base import Savings, Shards, WriteIndex
+from objkv.index.base import Savings, ShardRecords, WriteIndex
 from objkv.index.fields import written_rows
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import WriteStore
@@ -45,7 +45,7 @@ class NodeLookups:
     def __init__(
         self,
         index: WriteIndex,
-        held: HeldPayloads,
+        held: HeldBackPayloads,
         records: FoundRecords,
         board: AnswerBoard,
         *,
@@ -61,7 +61,7 @@ class NodeLookups:
     def find(self, namespace: str, hashes: bytes, fields: tuple[str, ...]) -> list[bytes]:
         """Return the text of each block of the answer for these prefix hashes."""
 
-        def look_up(some: Sequence[bytes]) -> list[Shards | None]:
+        def look_up(some: Sequence[bytes]) -> list[ShardRecords | None]:
             if not self._free.acquire(blocking=False):
                 raise StoreUnavailable(f"{_LOOKUPS_MAX} lookups have no answer yet")
             try:
@@ -69,40 +69,44 @@ class NodeLookups:
             finally:
                 self._free.release()
 
-        scope, now, step = Scope(namespace, fields), self._clock(), PREFIX_HASH_BYTES
-        texts: list[bytes | Draft] = []
-        drafts, asked = list[Draft](), list[bytes]()
+        scope, now, step = LookupScope(namespace, fields), self._clock(), PREFIX_HASH_BYTES
+        texts: list[bytes | PendingAnswer] = []
+        all_pending, asked = list[PendingAnswer](), list[bytes]()
         for block in scope.blocks(hashes):
             key = scope.key(block)
             kept = self.board.find(key, now)
             text = None if kept is None else self.board.read(key, kept)
             if text is None:  # begun before it is looked up: what changes meanwhile is not kept
                 divided = [block[at : at + step] for at in range(0, len(block), step)]
-                drafts.append(self.board.begin(key, divided))
+                all_pending.append(self.board.begin(key, divided))
                 asked += divided
-            texts.append(drafts[-1] if text is None else text)
+            texts.append(all_pending[-1] if text is None else text)
         try:
             found = iter(self._held.find(namespace, asked, fields, look_up) if asked else ())
             return [
                 self._kept(scope, one, list(islice(found, len(one.hashes))), now)
-                if isinstance(one, Draft)
+                if isinstance(one, PendingAnswer)
                 else one
                 for one in texts
             ]
         finally:
-            self.board.end(drafts)
+            self.board.end(all_pending)
 
     def _kept(
-        self, scope: Scope, draft: Draft, found: Sequence[Shards | None], now: float
+        self,
+        scope: LookupScope,
+        pending: PendingAnswer,
+        found: Sequence[ShardRecords | None],
+        now: float,
     ) -> bytes:
         """Return the text of a block of the answer. It is on the board then."""
-        if not draft.is_void:
-            self._records.add(scope.namespace, zip(draft.hashes, found, strict=True))
+        if not pending.is_void:
+            self._records.add(scope.namespace, zip(pending.hashes, found, strict=True))
         text = b"\n".join(written_rows(found, scope.fields))
         is_whole = {len(scope.fields)} == {0 if one is None else len(one) for one in found}
         ttl_s = self._ttl_s if is_whole else min(_MISSING_S, self._ttl_s)
         if ttl_s:
-            self.board.write(draft, text, (now, now + ttl_s))
+            self.board.write(pending, text, (now, now + ttl_s))
         return text
 
 

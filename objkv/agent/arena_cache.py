@@ -12,7 +12,7 @@ from threading import Lock
 from typing import Final, Protocol
 
 from objkv.agent.disk import Disk
-from objkv.agent.held_back import HeldPayloads
+from objkv.agent.held_back import HeldBackPayloads
 from objkv.agent.memory.arena import (
     BOARD_BYTES,
     CELLS,
@@ -63,7 +63,7 @@ class CachedPayload:
     """The memory that it takes, in whole pages."""
     origin: Origin = NO_ORIGIN
     layout: int = 0
-    """See ``Layouts``; known once its header is verified."""
+    """See ``KnownLayouts``; known once its header is verified."""
     reason: MissReason = MissReason.NONE
     is_unused: bool = False
     """Whether it was prefetched and not read yet."""
@@ -87,9 +87,9 @@ class ArenaCache:
         came_due: Callable[[], object] = lambda: None,
         disk: Disk | None = None,
     ) -> None:
-        """``changed``, ``came_due``, ``disk``: see ``HeldPayloads``."""
+        """``changed``, ``came_due``, ``disk``: see ``HeldBackPayloads``."""
         self._arena, self._recorder = arena, recorder
-        self.held = HeldPayloads(recorder, changed, came_due, disk)
+        self.held_back = HeldBackPayloads(recorder, changed, came_due, disk)
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._pages = PagesAhead(arena)
@@ -132,12 +132,12 @@ class ArenaCache:
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def seen(self, keys: Iterable[str]) -> list[CachedPayload | None]:
+    def peek(self, keys: Iterable[str]) -> list[CachedPayload | None]:
         """Return the payloads that are resident or being filled. They are not leased: any of them
         may change at any moment."""
         return [self._by_key.get(key) for key in keys]
 
-    def holds(self, keys: Iterable[str]) -> list[bool]:
+    def contains_ready(self, keys: Iterable[str]) -> list[bool]:
         """Whether each payload can be read now. Takes no lease."""
         get = self._by_key.get
         return [(one := get(key)) is not None and one.state is CellState.READY for key in keys]
@@ -166,7 +166,7 @@ class ArenaCache:
                     if not is_first:
                         self._ranking.use(key)
                     if waiter is not None:
-                        self.held.seen_again(key)
+                        self.held_back.seen_again(key)
                 elif waiter is not None and one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
@@ -184,9 +184,9 @@ class ArenaCache:
 
     def reserve(self, key: str, nbytes: int) -> CachedPayload | None:
         """Return a leased payload with memory that the caller fills, evicting others if need be.
-        No reader finds it before ``adopt``. None as in ``allot``."""
+        No reader finds it before ``adopt``. None as in ``allocate``."""
         with self._lock:
-            offset = self._take(nbytes, is_sure=True)
+            offset = self._allocate_extent(nbytes, is_sure=True)
             if offset is not None:
                 one = CachedPayload(key, -1, leases=1, offset=offset, nbytes=nbytes)
                 one.extent_bytes, one.is_listed = self._extents.size(offset), False
@@ -209,11 +209,11 @@ class ArenaCache:
             one.origin, one.layout = origin, layout
             one.is_listed, one.state = True, CellState.READY
             self._by_key[one.key] = one
-            self.held.arrived(one.key)
+            self.held_back.arrived(one.key)
             self._ranking.add(one.key, one.nbytes, is_unread=False)
             return one, True
 
-    def hold(self, key: str) -> CachedPayload | None:
+    def lease_ready(self, key: str) -> CachedPayload | None:
         """Take a lease of a payload that is complete, which does not count as a read. None if there
         is none."""
         with self._lock:
@@ -223,14 +223,14 @@ class ArenaCache:
             self._lease(one)
             return one
 
-    def note_held(
+    def add_held_back(
         self, one: CachedPayload, claim: Claim, record: ShardRecord, *, is_due: bool
     ) -> None:
         """Let lookups find a complete, leased payload that no store has. ``is_due``: False to leave
         it without a save until it is seen again."""
         with self._lock:
             if one.is_listed:
-                self.held.add(claim, record, is_due=is_due)
+                self.held_back.add(claim, record, is_due=is_due)
 
     def release(self, one: CachedPayload, waiter: Waiter | None = None) -> None:
         """End a lease. ``waiter``: a client that holds no other lease of it."""
@@ -239,7 +239,7 @@ class ArenaCache:
                 one.waiters.discard(waiter)
             self._release(one)
 
-    def give_up(self, one: CachedPayload) -> bool:
+    def cancel_fill(self, one: CachedPayload) -> bool:
         """End a fill, and its lease, if no client has one. Returns whether it did."""
         with self._lock:
             if one.leases > 1:
@@ -253,7 +253,7 @@ class ArenaCache:
         """Return the memory of a leased payload. Only a fill may write it."""
         return self._arena.view[one.offset : one.offset + one.nbytes]
 
-    def allot(
+    def allocate(
         self, one: CachedPayload, nbytes: int, spare: int = 0, *, is_sure: bool = True
     ) -> memoryview | None:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
@@ -266,7 +266,7 @@ class ArenaCache:
         """
         assert one.offset < 0
         with self._lock:
-            offset = self._take(nbytes + spare, is_sure=is_sure)
+            offset = self._allocate_extent(nbytes + spare, is_sure=is_sure)
             if offset is not None:
                 one.offset, one.nbytes = offset, nbytes
                 one.extent_bytes = self._extents.size(offset)
@@ -276,22 +276,22 @@ class ArenaCache:
             self._recorder.count("agent_no_room")
         return None
 
-    def _take(self, nbytes: int, *, is_sure: bool) -> int | None:
+    def _allocate_extent(self, nbytes: int, *, is_sure: bool) -> int | None:
         if self._closed or nbytes > self.payload_bytes_max:
             return None
-        offset = self._extents.take(nbytes)
+        offset = self._extents.allocate(nbytes)
         if offset is None:
             return self._make_room(nbytes, is_sure=is_sure)
         self._pages.used(offset + nbytes)
         return offset
 
-    def retract(self, one: CachedPayload) -> None:
+    def deallocate(self, one: CachedPayload) -> None:
         """Take back the memory of a payload that is being filled. No frame of it was reported, so
         no reader knows its place."""
         with self._lock:
             if one.offset >= 0:
                 del self._at[one.offset]
-                self._extents.give_back(one.offset)
+                self._extents.free(one.offset)
                 one.offset, one.nbytes, one.extent_bytes = -1, 0, 0
 
     def advance(self, one: CachedPayload, layers: int) -> None:
@@ -303,7 +303,7 @@ class ArenaCache:
         with self._lock:
             one.state = CellState.READY
             if one.is_listed:
-                self.held.arrived(one.key)
+                self.held_back.arrived(one.key)
                 self._ranking.add(one.key, one.nbytes, is_unread=one.is_unused)
                 if one.is_unused:
                     self._add_unread(one)
@@ -326,11 +326,11 @@ class ArenaCache:
                 if not one.leases:
                     self._free(one)
 
-    def lost(self, key: str) -> None:
+    def note_lost(self, key: str) -> None:
         """A payload that was held back is nowhere else any more, unless it is here."""
         with self._lock:
             if key not in self._by_key:
-                self.held.dropped(key)
+                self.held_back.dropped(key)
 
     def close(self) -> None:
         """Allot no memory from now on. The agent ends connections after this: their clients may
@@ -390,26 +390,26 @@ class ArenaCache:
             key = self._ranking.victim(lambda key: not self._by_key[key].leases)
             if key is None:
                 break
-            if not is_sure and key in self.held and not self.held.keep(key):
+            if not is_sure and key in self.held_back and not self.held_back.keep_on_disk(key):
                 return None
             evicted += self._by_key[key].nbytes
             self._evict(self._by_key[key])
-            offset = self._extents.take(nbytes)
+            offset = self._extents.allocate(nbytes)
             if offset is not None:
                 return offset
-        if not is_sure and len(self.held):
+        if not is_sure and len(self.held_back):
             return None
         movable = {
             offset: one.nbytes
             for offset, one in self._at.items()
             if not one.leases and one.state is CellState.READY
         }
-        row = min(self._extents.windows(nbytes, movable), default=None)
+        row = min(self._extents.evictable_spans(nbytes, movable), default=None)
         if row is None:
             return None
         for offset in row[1]:
             self._evict(self._at[offset])
-        return self._extents.take(nbytes)
+        return self._extents.allocate(nbytes)
 
     def _evict(self, one: CachedPayload) -> None:
         if one.is_unused:
@@ -428,7 +428,7 @@ class ArenaCache:
             del self._by_key[one.key]
             self._ranking.remove(one.key, was_read=not one.is_unused)
             self._forget_unread(one)
-            self.held.left_arena(one.key)
+            self.held_back.left_arena(one.key)
 
     def _add_unread(self, one: CachedPayload) -> None:
         """Add a prefetched payload, and evict the oldest ones beyond ``ahead_bytes_max``."""
@@ -448,7 +448,7 @@ class ArenaCache:
     def _free(self, one: CachedPayload) -> None:
         if one.offset >= 0:
             del self._at[one.offset]
-            self._extents.give_back(one.offset)
+            self._extents.free(one.offset)
         self._all.remove(one)
         if one.cell >= 0:
             self._cells.append(one.cell)

@@ -28,14 +28,14 @@ from time import monotonic
 from typing import Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from objkv import errors
-from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, Scope
+from objkv.agent.memory.answers import FIELDS_MAX, AnswerBoard, LookupScope
 from objkv.agent.memory.arena import (
     ALL_FRAMES,
     BOARD_BYTES,
     Arena,
-    Board,
     CellState,
     Progress,
+    ProgressBoard,
 )
 from objkv.agent.messages import (
     DEADLINE_MS_MAX,
@@ -49,7 +49,7 @@ from objkv.agent.messages import (
     MessageKind,
     MissReason,
     Opened,
-    Opening,
+    OpenRequest,
     PrefetchOrder,
     ProtocolError,
     Urgency,
@@ -59,7 +59,7 @@ from objkv.agent.messages import (
     pack_drop,
     pack_find,
     pack_hello,
-    pack_opening,
+    pack_open_request,
     pack_rejection,
     pack_release,
     pack_text,
@@ -74,16 +74,16 @@ from objkv.agent.peers import connect_to
 from objkv.background import Alarm, ClosedError, Question, Steps, wait_for
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, StoreError, StoreUnavailable, TransferError
-from objkv.index.base import Record, Savings, Shards
+from objkv.index.base import Record, Savings, ShardRecords
 from objkv.index.fields import decode_shard, encode_shard
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.stores.base import Buffer
-from objkv.telemetry import Trouble
+from objkv.telemetry import FailureLog
 
 logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
-FoundBlock = tuple[Shards | None, ...]
+FoundBlock = tuple[ShardRecords | None, ...]
 """The records of a block of chunks."""
 CALL_S = 2.0
 """How long an answer may take. The agent answers within microseconds, unless it is stopped or the
@@ -125,7 +125,7 @@ class ArenaLease(NamedTuple):
     """The state when it was opened."""
 
 
-def leases_of(opened: Opened, board: Board) -> list[ArenaLease]:
+def leases_of(opened: Opened, board: ProgressBoard) -> list[ArenaLease]:
     """Return what was opened as objects, with the progress so far."""
     leases = []
     for state, reason, layout, lease, cell, offset, nbytes in zip(*opened, strict=True):
@@ -219,7 +219,7 @@ class AgentConnection:
         """Open payloads for reading, in order: from 1 to ``OPEN_MAX``. Each lease must be
         released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
-        answer = self._call(pack_opening(Opening(urgency, deadline_ms, wanted)))
+        answer = self._call(pack_open_request(OpenRequest(urgency, deadline_ms, wanted)))
         return self._read(partial(unpack_opened, answer, len(wanted)))
 
     def release(self, leases: Sequence[int]) -> None:
@@ -244,13 +244,13 @@ class AgentConnection:
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...]
-    ) -> Steps[list[Shards | None]]:
+    ) -> Steps[list[ShardRecords | None]]:
         """Look up chunks, see ``ReadIndex.find``: in the answers first, and in steps what they
         lack. Raises ``StoreUnavailable`` if the agent has no answer, also because its index has
         none."""
         if len(fields) > FIELDS_MAX:
             raise StoreUnavailable(f"a lookup of {len(fields)} fields, allowed are {FIELDS_MAX}")
-        scope = Scope(namespace, fields)
+        scope = LookupScope(namespace, fields)
         parts = scope.blocks(b"".join(hashes))
         now = time.time()
         blocks = [self._kept(scope.key(part), part, fields, now) for part in parts]
@@ -334,10 +334,10 @@ class AgentConnection:
             raise self._lost("no answer from", "it ended the connection")
         self._unanswered -= 1
         if self._leaves:
-            self.leave()
+            self.close_when_answered()
         return answer
 
-    def leave(self) -> None:
+    def close_when_answered(self) -> None:
         """Close the connection once all questions are answered: one that the agent has ended."""
         self._leaves = True
         if not self._unanswered:
@@ -411,7 +411,7 @@ class ArenaLeases:
             share: divisor: of a small arena, these leases take at most this fraction.
         """
         self._connect, self._share = connect, share
-        self.trouble = Trouble(logger, what)
+        self.failure_log = FailureLog(logger, what)
         self.agent: AgentConnection | None = None
         """The present connection, None without one."""
         self.is_moving = False
@@ -433,7 +433,7 @@ class ArenaLeases:
         assert self.agent is not None
         return self.agent
 
-    def reach(self) -> bool:
+    def connect(self) -> bool:
         """Make a new connection, which replaces the present one. Returns whether there is one."""
         if monotonic() < self._retry_at:
             return False
@@ -442,13 +442,13 @@ class ArenaLeases:
         try:
             before, self.agent = self.agent, self._connect()
         except ObjkvError as exc:
-            self.trouble.failed(exc)
+            self.failure_log.failed(exc)
             return False
         if before is not None:
             self._close(before)
         self._opened(self.agent)
         self._share_bytes = (self.agent.arena.nbytes - BOARD_BYTES) // self._share
-        self.trouble.worked()
+        self.failure_log.worked()
         self._retry_at, self._retry_s, self.is_moving = 0.0, _REACH_S, False
         return True
 
@@ -496,7 +496,7 @@ class ArenaLeases:
             raise TransferError("the agent ended the connection")
         return goes_on
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Close the connection, whose arena nothing reads, and all leases with it."""
         agent, self.agent = self.agent, None
         self.leased = self._leased_bytes = 0
@@ -562,7 +562,7 @@ class AgentCalls:
         self._agents: dict[Callable[..., object], AgentConnection] = {}
         self._retry_at = -1.0
         self._closed = Event()
-        self._trouble = Trouble(logger, "lookups and records by the agent")
+        self._failure_log = FailureLog(logger, "lookups and records by the agent")
 
     def run(self, verb: str, **arguments: Any) -> Steps[Any]:
         """Run a call in the agent. Raises ``StoreError`` as the agent's store or index does."""
@@ -601,7 +601,7 @@ class AgentCalls:
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> Steps[list[Shards | None]]:
+    ) -> Steps[list[ShardRecords | None]]:
         """See ``ReadIndex``."""
         if not prefix_hashes or not fields:
             return [None] * len(prefix_hashes)
@@ -659,9 +659,9 @@ class AgentCalls:
             found = yield from work(self._reach(work), *args, **named)
         except (TransferError, TimeoutError) as exc:
             if not self._closed.is_set() and not isinstance(exc, ClosedError):
-                self._trouble.failed(exc)
+                self._failure_log.failed(exc)
             raise StoreUnavailable(str(exc)) from exc
-        self._trouble.worked()
+        self._failure_log.worked()
         return found
 
     def _reach(self, work: Callable[..., object]) -> AgentConnection:
@@ -673,7 +673,7 @@ class AgentCalls:
             raise TransferError("no agent")
         if agent is not None:
             del self._agents[work]
-            agent.leave()
+            agent.close_when_answered()
         try:
             agent = self._agents[work] = self._connect()
         except ObjkvError:

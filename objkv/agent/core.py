@@ -17,19 +17,28 @@ from typing import Final, NamedTuple
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload, Waiter
 from objkv.agent.disk import Disk
-from objkv.agent.fill import WHOLE, Cuts, Fill, Layouts, MissError, PayloadRequest, Source, Staging
+from objkv.agent.fill import (
+    NO_PARTS,
+    DiskCopy,
+    Fill,
+    KnownLayouts,
+    MissError,
+    PartPolicy,
+    PayloadRequest,
+    Staging,
+)
 from objkv.agent.memory.arena import Arena, CellState
-from objkv.agent.messages import ClaimRow, Claims, MissReason, Urgency, is_held
+from objkv.agent.messages import ClaimRow, Claims, MissReason, Urgency, is_held_back
 from objkv.agent.spill import Spill
 from objkv.background import join_all
 from objkv.cache.chunks import ChunkCache
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, PayloadError, StoreError, ValueTooLong
-from objkv.index.base import ShardRecord, Shards
+from objkv.index.base import ShardRecord, ShardRecords
 from objkv.keys.chunk import ChunkKey, payload_path
 from objkv.net.deadline import EndsBy
-from objkv.telemetry import Recorder, Trouble
+from objkv.telemetry import FailureLog, Recorder
 
 logger = logging.getLogger(__name__)
 _IDLE_S = 10.0
@@ -137,10 +146,10 @@ class FetchQueue:
             heappop(self._heap)
         return self._heap[0].urgency if self._heap else None
 
-    def take(self) -> FetchJob:
+    def pop(self) -> FetchJob:
         """Take the next one."""
         assert self.next_urgency() is not None
-        job = self._take_overdue() or heappop(self._heap)
+        job = self._pop_overdue() or heappop(self._heap)
         del self._jobs[job.one]
         self._clock = max(self._clock, job.turn)
         return job
@@ -151,7 +160,7 @@ class FetchQueue:
         if job.urgency is Urgency.BETWEEN_STEPS:
             self._between.append(job)
 
-    def _take_overdue(self) -> FetchJob | None:
+    def _pop_overdue(self) -> FetchJob | None:
         """Take a load between steps that is overdue, so that forward passes do not starve them. At
         most every second one, so that they do not starve forward passes."""
         between = self._between
@@ -176,7 +185,7 @@ _ANSWERS_MAX: Final = 4
 class _Answer(NamedTuple):
     namespace: str
     """Chunks of different namespaces may have the same hash: a tier's are vLLM's."""
-    shards: Shards
+    shards: ShardRecords
     end_s: float
     """When it is too old."""
 
@@ -201,7 +210,7 @@ class FoundRecords:
     def __len__(self) -> int:
         return len(self._by_chunk)
 
-    def add(self, namespace: str, found: Iterable[tuple[bytes, Shards | None]]) -> None:
+    def add(self, namespace: str, found: Iterable[tuple[bytes, ShardRecords | None]]) -> None:
         """Keep what a lookup has found, by prefix hash."""
         end_s = self._clock() + LOOKUP_TTL_S
         with self._lock:
@@ -244,7 +253,7 @@ class CoreLimits:
     they would wait until their deadline."""
     disk_keeps_all: bool = False
     """Whether payloads are written to the disk that were not read."""
-    cuts: Cuts = field(default_factory=Cuts)
+    part_policy: PartPolicy = field(default_factory=PartPolicy)
 
 
 class Core:
@@ -274,14 +283,14 @@ class Core:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
             self.spill = Spill(self.arena_cache, disk, cache.seal, readers, recorder)
         self._cache, self._limits, self._recorder = cache, limits, recorder
-        self._trouble = Trouble(logger, "loads")
+        self._failure_log = FailureLog(logger, "loads")
         self._changed = Condition(Lock())
         self._fetches = FetchQueue()
         self._busy: dict[int, float] = {}
         """The deadline of the payload that each busy thread fetches, by thread id."""
         self._prefetching = 0
         self._closed = self._draining = False
-        self.layouts = Layouts()
+        self.layouts = KnownLayouts()
         """Of the payloads in the arena."""
         self._threads = [
             Thread(target=self._serve, name=f"objkv-fill-{n}", daemon=True)
@@ -318,7 +327,7 @@ class Core:
                 if one is MissReason.CORRUPT:
                     claim = wanted.claim(row)
                     logger.warning("payload refused reason=not as opened: %s", claim)
-                    if self.arena_cache.holds([claim.key.path()])[0]:
+                    if self.arena_cache.contains_ready([claim.key.path()])[0]:
                         self.reject(claim)
         return opened
 
@@ -355,7 +364,7 @@ class Core:
         if old and not ahead:
             self._recorder.count("agent_hits", len(old))
             for resident in old if self.spill is not None else ():
-                self.keep(resident, was_read=True)
+                self.offer_to_disk(resident, was_read=True)
         return opened
 
     def _joins(self, resident: CachedPayload, due: Priority) -> bool:
@@ -370,7 +379,7 @@ class Core:
 
     def reject(self, claim: Claim) -> None:
         """Stop serving this copy of a payload, and forget its record. May wait for the index."""
-        key, held = claim.key, self.arena_cache.held
+        key, held = claim.key, self.arena_cache.held_back
         record, is_held_back = self.found.of(key), key.path() in held
         self.arena_cache.forget(key.path())
         if self.spill is not None:
@@ -385,7 +394,7 @@ class Core:
         self.found.forget(prefix_hash)
         self._answers_changed(prefix_hash)
 
-    def keep(self, one: CachedPayload, *, was_read: bool) -> None:
+    def offer_to_disk(self, one: CachedPayload, *, was_read: bool) -> None:
         """Have a payload written to the disk, if it is READY, and such payloads are."""
         is_kept = was_read or self._limits.disk_keeps_all
         if is_kept and self.spill is not None and one.state is CellState.READY:
@@ -405,7 +414,7 @@ class Core:
         self.arena_cache.close()
         with self._changed:
             self._closed = True
-            left = [self._fetches.take() for _ in range(len(self._fetches))]
+            left = [self._fetches.pop() for _ in range(len(self._fetches))]
             self._changed.notify_all()
         for job in left:
             self.arena_cache.failed(job.one, MissReason.CLOSED)
@@ -415,10 +424,10 @@ class Core:
 
     def _queue(self, client: Waiter, one: CachedPayload, claim: Claim, due: Priority) -> bool:
         if len(self._fetches) >= self._limits.queue_max:
-            self._fetches.discard(self.arena_cache.give_up)
+            self._fetches.discard(self.arena_cache.cancel_fill)
         if self._closed or len(self._fetches) >= self._limits.queue_max or self._is_stuck():
             return False
-        record = self.found.of(claim.key) or self.arena_cache.held.record_of(one.key)
+        record = self.found.of(claim.key) or self.arena_cache.held_back.record_of(one.key)
         self._fetches.add(client, one, claim, record, due)
         self._changed.notify()
         return True
@@ -434,7 +443,7 @@ class Core:
         staging = Staging()
         while True:
             with self._changed:
-                while (job := self._take()) is None and not self._closed:
+                while (job := self._next_job()) is None and not self._closed:
                     if not self._changed.wait(_IDLE_S if staging else None):
                         staging.clear()
             if job is None:
@@ -461,7 +470,7 @@ class Core:
             layers = 0 if rest.fill is None else rest.fill.layers
             self.arena_cache.failed(job.one, MissReason.CLOSED, layers)
 
-    def _take(self) -> FetchJob | None:
+    def _next_job(self) -> FetchJob | None:
         """Return the next job; None if there is none, or only prefetches, and the other threads are
         kept for loads."""
         urgency = self._fetches.next_urgency()
@@ -471,7 +480,7 @@ class Core:
             if self._prefetching >= max(1, self._limits.threads * 3 // 4):
                 return None
             self._prefetching += 1
-        job = self._fetches.take()
+        job = self._fetches.pop()
         self._busy[get_ident()] = job.deadline
         if self._fetches.next_urgency() is not None:
             self._changed.notify()
@@ -480,7 +489,7 @@ class Core:
     def _run(self, job: FetchJob, staging: Staging) -> FetchJob | None:
         """Fill one payload, or a part of it: returns the job if it goes on. Every fault is a
         miss."""
-        if self.arena_cache.give_up(job.one):
+        if self.arena_cache.cancel_fill(job.one):
             return None
         fill, reason = job.fill, MissReason.STORE
         try:
@@ -489,7 +498,9 @@ class Core:
                     record = job.record or self._look_up(job)
                     fill = self._from_disk(job, record, staging)
                 if fill is None:
-                    if is_held(record):  # it was only in this node's memory, and is not any more
+                    if is_held_back(
+                        record
+                    ):  # it was only in this node's memory, and is not any more
                         record = self._look_up(job)
                     fill = self._new_fill(job, record)
                 is_over = fill.is_complete
@@ -498,7 +509,7 @@ class Core:
             reason = exc.reason
         except ObjkvError as exc:
             self._recorder.count("load_errors")
-            self._trouble.failed(exc)
+            self._failure_log.failed(exc)
             reason = MissReason.LATE if monotonic() >= job.deadline else MissReason.STORE
         except Exception:  # a dead thread would hang every later load
             self._recorder.count("load_errors")
@@ -508,13 +519,13 @@ class Core:
             if fill is not None and not fill.is_complete:
                 return job._replace(fill=fill)
             self.arena_cache.ready(job.one, layers)
-            self.keep(job.one, was_read=not job.one.is_unused)
+            self.offer_to_disk(job.one, was_read=not job.one.is_unused)
             if not job.one.is_unused:
-                self.arena_cache.held.seen_again(job.one.key)
-        elif self.arena_cache.give_up(job.one):
+                self.arena_cache.held_back.seen_again(job.one.key)
+        elif self.arena_cache.cancel_fill(job.one):
             return None
         elif self._is_worth_another_try(job, reason, layers):
-            self.arena_cache.retract(job.one)
+            self.arena_cache.deallocate(job.one)
             return job._replace(deadline=job.one.deadline, fill=None)
         else:
             self.arena_cache.failed(job.one, reason, layers)
@@ -526,29 +537,31 @@ class Core:
         is_over = job.one.deadline <= max(job.deadline, monotonic())
         return not layers and not is_over and reason in (MissReason.LATE, MissReason.STORE)
 
-    def _new_fill(self, job: FetchJob, record: ShardRecord, source: Source | None = None) -> Fill:
+    def _new_fill(
+        self, job: FetchJob, record: ShardRecord, disk_copy: DiskCopy | None = None
+    ) -> Fill:
         return Fill(
             job.one,
             PayloadRequest(job.claim, record),
             self.arena_cache,
             self._cache,
             self.layouts,
-            source=source,
-            cuts=self._limits.cuts if job.urgency is Urgency.IN_STEP else WHOLE,
+            disk_copy=disk_copy,
+            part_policy=self._limits.part_policy if job.urgency is Urgency.IN_STEP else NO_PARTS,
         )
 
     def _from_disk(self, job: FetchJob, record: ShardRecord, staging: Staging) -> Fill | None:
         """Return the complete fill; None if the payload has to come from the stores."""
         if self.spill is None or monotonic() >= job.deadline:
             return None
-        self.spill.disk.untie(job.one.key)
-        source = self.spill.source(PayloadRequest(job.claim, record))
-        if source is None:
+        self.spill.disk.unmark_only_copy(job.one.key)
+        disk_copy = self.spill.disk_copy(PayloadRequest(job.claim, record))
+        if disk_copy is None:
             return None
-        fill = self._new_fill(job, record, source)
+        fill = self._new_fill(job, record, disk_copy)
         if self.spill.read(fill, staging):
             return fill
-        self.arena_cache.retract(job.one)
+        self.arena_cache.deallocate(job.one)
         return None
 
     def _look_up(self, job: FetchJob) -> ShardRecord:
@@ -569,7 +582,7 @@ class Core:
             return MissReason.LATE
         try:
             is_stored = fill.run(staging)
-            self._trouble.worked()
+            self._failure_log.worked()
         except (PayloadError, ValueTooLong) as exc:
             logger.warning("payload refused key=%s reason=%s", claim.key.path(), exc)
             self._recorder.count("load_corrupt")

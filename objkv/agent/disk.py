@@ -202,7 +202,7 @@ class Disk:
         self._writing = ""
         """The file that is being written; empty if it was discarded meanwhile."""
         self.is_loaded = False
-        self._tied: dict[str, str] = {}
+        self._only_copies: dict[str, str] = {}
         """Keys, by file, of payloads that exist nowhere but here."""
 
     def __len__(self) -> int:
@@ -264,19 +264,19 @@ class Disk:
         """Whether there are files for ``purge`` to remove."""
         return bool(self._doomed)
 
-    def tie(self, key: str) -> bool:
+    def mark_only_copy(self, key: str) -> bool:
         """Note that a payload is nowhere else. Return False if it is not on disk."""
         name = self._name(key)
         with self._lock:
             if name not in self._sizes:
                 return False
-            self._tied[name] = key
+            self._only_copies[name] = key
             return True
 
-    def untie(self, key: str) -> None:
+    def unmark_only_copy(self, key: str) -> None:
         """The payload is in memory again."""
         with self._lock:
-            self._tied.pop(self._name(key), None)
+            self._only_copies.pop(self._name(key), None)
 
     def begin(self, key: str) -> None:
         """Announce the next ``write``. From now on ``discard`` applies to it."""
@@ -327,14 +327,14 @@ class Disk:
         return f"{digest}.{self._form}"
 
     def _drop(self, name: str) -> str | None:
-        """Forget a file, if there is one. Return its key if that was tied."""
+        """Forget a file, if there is one. Return its key if that was the only copy."""
         size = self._sizes.pop(name, None)
         if size is None:
             return None
         self._ranking.remove(name)
         self.nbytes -= _blocks(size)
         self._doomed.append(name)
-        return self._tied.pop(name, None)
+        return self._only_copies.pop(name, None)
 
 
 @contextmanager

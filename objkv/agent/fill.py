@@ -39,7 +39,7 @@ _SHARDS_MAX = 1024
 """Shards whose layout is remembered, so that headers are parsed quickly."""
 
 
-class Layout(NamedTuple):
+class KnownLayout(NamedTuple):
     """What payloads have in common. The layers' pages follow the header, uncompressed and without
     a gap, so this is where each frame is, and how long the payload is."""
 
@@ -50,10 +50,10 @@ class Layout(NamedTuple):
     """Never another layout's as long as the agent runs. 0: it has none."""
 
 
-UNKNOWN: Final = Layout()
+UNKNOWN: Final = KnownLayout()
 
 
-class Layouts:
+class KnownLayouts:
     """The layouts of payloads in the arena, each with a number that says what readers would check.
     Thread-safe.
 
@@ -67,12 +67,12 @@ class Layouts:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._numbers: dict[tuple[int, tuple[LayerSpec, ...]], Layout] = {}
+        self._numbers: dict[tuple[int, tuple[LayerSpec, ...]], KnownLayout] = {}
         self._layers: dict[tuple[LayerSpec, ...], tuple[LayerSpec, ...]] = {}
         """One object for equal layers, since the header's parser goes by its identity."""
-        self._last: dict[tuple[str, str], Layout] = {}
+        self._last: dict[tuple[str, str], KnownLayout] = {}
 
-    def last(self, namespace: str, field: str) -> Layout:
+    def last(self, namespace: str, field: str) -> KnownLayout:
         """Return the layout of the last payload of a shard: most probably the next one's, too."""
         return self._last.get((namespace, field), UNKNOWN)
 
@@ -94,11 +94,11 @@ class Layouts:
             self._last[namespace, field] = layout
         return layout.number
 
-    def _new(self, layers: tuple[LayerSpec, ...], header_bytes: int) -> Layout:
+    def _new(self, layers: tuple[LayerSpec, ...], header_bytes: int) -> KnownLayout:
         if len(self._numbers) >= LAYOUTS_MAX:
-            return Layout(layers, header_bytes)
+            return KnownLayout(layers, header_bytes)
         layers = self._layers.setdefault(layers, layers)
-        layout = Layout(layers, header_bytes, len(self._numbers) + 1)
+        layout = KnownLayout(layers, header_bytes, len(self._numbers) + 1)
         self._numbers[header_bytes, layers] = layout
         return layout
 
@@ -109,7 +109,7 @@ _HEADER_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class DiskCopy:
     """A copy of a payload outside of the stores: uncompressed, and sealed if payloads are."""
 
     nbytes: int
@@ -118,7 +118,7 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Cuts:
+class PartPolicy:
     """How payloads that a forward pass waits for are divided into requests."""
 
     parts_max: int = 4
@@ -130,7 +130,7 @@ class Cuts:
         return max(1, min(self.parts_max, nbytes // self.part_bytes_min))
 
 
-WHOLE = Cuts(parts_max=1)
+NO_PARTS = PartPolicy(parts_max=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,15 +179,15 @@ class Fill:
         wanted: PayloadRequest,
         arena_cache: ArenaCache,
         cache: ChunkCache,
-        layouts: Layouts,
+        layouts: KnownLayouts,
         *,
-        source: Source | None = None,
-        cuts: Cuts = WHOLE,
+        disk_copy: DiskCopy | None = None,
+        part_policy: PartPolicy = NO_PARTS,
     ) -> None:
         """
         Args:
             layouts: has those of earlier payloads, and gets this one's.
-            source: where to read it instead of from the stores. Frames are announced only when all
+            disk_copy: where to read it instead of from the stores. Frames are announced only when all
                 are verified: after a fault the stores' bytes may come to other places.
         """
         self.header: Header | None = None
@@ -197,21 +197,21 @@ class Fill:
         self.is_hot = False
         """Whether bytes came from the hot store."""
         self._is_encrypted = False
-        self._place: memoryview | None = None
+        self._memory: memoryview | None = None
         """The payload's memory in the arena."""
         self._stored = memoryview(b"")
         """The buffer of the store's bytes: the same memory, or a staging buffer."""
-        self._one, self.wanted, self._source = one, wanted, source
+        self._one, self.wanted, self._disk_copy = one, wanted, disk_copy
         self._arena_cache, self._cache, self._layouts = arena_cache, cache, layouts
         key = wanted.claim.key
         self._shard = key.namespace, key.field
         self._known = layouts.last(*self._shard)
-        is_plain = source is not None or wanted.record.is_plain
+        is_plain = disk_copy is not None or wanted.record.is_plain
         self._is_direct = is_plain and cache.seal is None
-        self.nbytes = wanted.record.nbytes if source is None else source.nbytes
+        self.nbytes = wanted.record.nbytes if disk_copy is None else disk_copy.nbytes
         """Length of the payload where it is read."""
         # A sealed payload is announced as a whole, since its header hides the frames' checksums.
-        count = cuts.count(self.nbytes) if source is None and cache.seal is None else 1
+        count = part_policy.count(self.nbytes) if disk_copy is None and cache.seal is None else 1
         self._parts: list[tuple[int, int]] = []
         """The byte ranges that are left, once the header is known."""
         self._count, self.is_whole = count, count == 1
@@ -240,7 +240,7 @@ class Fill:
         finally:
             self._stored = memoryview(b"")
             if self.is_complete:
-                self._place = None
+                self._memory = None
 
     def _take_memory(self, staging: Staging) -> bool:
         """Have the buffer for the store's bytes, and the payload's place if its size is known.
@@ -248,17 +248,19 @@ class Fill:
         evicted for it that no store has."""
         spare = not self.is_whole  # shows a payload that is too long
         if not self._is_direct:
-            if self._place is None and (size := self._known.header_bytes):
+            if self._memory is None and (size := self._known.header_bytes):
                 size += self.wanted.record.raw_bytes
-                self._place = self._arena_cache.allot(self._one, size, is_sure=False)
+                self._memory = self._arena_cache.allocate(self._one, size, is_sure=False)
             self._stored = staging.view(self.nbytes + spare)
             return True
-        is_sure = self._source is not None
-        if self._place is None:
-            self._place = self._arena_cache.allot(self._one, self.nbytes, spare, is_sure=is_sure)
-        if self._place is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
+        is_sure = self._disk_copy is not None
+        if self._memory is None:
+            self._memory = self._arena_cache.allocate(
+                self._one, self.nbytes, spare, is_sure=is_sure
+            )
+        if self._memory is None and not is_sure and self._get(staging.view(1), 0, 0) is None:
             return False
-        self._stored = self._place or self._allot(self.nbytes, spare)
+        self._stored = self._memory or self._allocate(self.nbytes, spare)
         return True
 
     def _whole(self) -> bool:
@@ -316,8 +318,8 @@ class Fill:
         def arrived(nbytes: int) -> None:
             self._arrived(min(first + nbytes, self.nbytes))
 
-        if self._source is not None:
-            return self._source.get_into(buffer, arrived)
+        if self._disk_copy is not None:
+            return self._disk_copy.get_into(buffer, arrived)
         key = self.wanted.claim.key
         if self.wanted.record.hot:
             got = self._cache.hot.get_into(key.path(), buffer, arrived, start)
@@ -326,23 +328,23 @@ class Fill:
                 return got
         return self._cache.get_into(key, buffer, arrived, start)
 
-    def _allot(self, nbytes: int, spare: int = 0) -> memoryview:
-        room = self._arena_cache.allot(self._one, nbytes, spare)
+    def _allocate(self, nbytes: int, spare: int = 0) -> memoryview:
+        room = self._arena_cache.allocate(self._one, nbytes, spare)
         if room is None:
             raise MissError(MissReason.NO_ROOM)
-        self._place = room
+        self._memory = room
         return room
 
     def _resize(self, nbytes: int) -> memoryview:
         """Return the payload's place in the arena, of this size. No reader knows the place yet."""
-        if self._place is None or len(self._place) != nbytes:
-            self._arena_cache.retract(self._one)
-            return self._allot(nbytes)
-        return self._place
+        if self._memory is None or len(self._memory) != nbytes:
+            self._arena_cache.deallocate(self._one)
+            return self._allocate(nbytes)
+        return self._memory
 
     def _arrived(self, nbytes: int) -> None:
         """Verify the frames that are complete after the first ``nbytes``."""
-        if self._one.leases <= 1 and self._source is None:  # the lease is this fetch's own
+        if self._one.leases <= 1 and self._disk_copy is None:  # the lease is this fetch's own
             raise MissError(MissReason.STORE)  # if another client comes meanwhile
         if self.header is None and nbytes >= _LENGTH_BYTES:
             self._open(nbytes)
@@ -354,7 +356,7 @@ class Fill:
             self._sums.append(self._verify(header, len(self._sums)))
         if len(self._sums) > first and not self._is_encrypted:
             self.layers = len(self._sums)
-            if self._source is None:
+            if self._disk_copy is None:
                 self._arena_cache.advance(self._one, self.layers)
 
     def _open(self, nbytes: int) -> None:
@@ -389,12 +391,12 @@ class Fill:
         if self._is_direct:
             frame_pages(header, frame, self._stored, None)
             return header.frames.raw_checksums[frame]
-        assert self._place is not None
+        assert self._memory is not None
         layers = header.frames.layers
         start = self._pages_at
         end = start + layers[frame].nbytes
         self._pages_at = end
-        room = self._place[start:end]
+        room = self._memory[start:end]
         pages = frame_pages(header, frame, self._stored, room)
         if header.frames.codecs[frame] == "none":
             copy_bytes(room, pages, len(pages))
@@ -402,7 +404,7 @@ class Fill:
 
     def _finish(self, header: Header) -> None:
         """Write the header of the decoded payload."""
-        assert self._place is not None
+        assert self._memory is not None
         text = plain_header(header, self._sums)
-        self._place[: len(text)] = text
+        self._memory[: len(text)] = text
         self.layers = len(self._sums)

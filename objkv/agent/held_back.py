@@ -18,28 +18,28 @@ from time import monotonic
 from typing import Final
 
 from objkv.agent.disk import Disk
-from objkv.agent.messages import HELD_MARK, MALFORMED, is_held
+from objkv.agent.messages import HELD_BACK_MARK, MALFORMED, is_held_back
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import Claim, Header
 from objkv.errors import PayloadError
-from objkv.index.base import Record, ShardRecord, Shards
+from objkv.index.base import Record, ShardRecord, ShardRecords
 from objkv.index.fields import WrittenShards, decode_shard, encode_shard
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import Recorder
 
 _RETRY_S: Final = 5.0
 """After a save that failed, the payload is not due again for this time."""
-Find = Callable[[Sequence[bytes]], list[Shards | None]]
+Find = Callable[[Sequence[bytes]], list[ShardRecords | None]]
 
 
-def held_record(header: Header) -> ShardRecord:
+def held_back_record(header: Header) -> ShardRecord:
     """Return the record of a payload in an arena, which is neither compressed nor sealed."""
     record = shard_record(header)
-    return replace(record, header_checksum=HELD_MARK + record.header_checksum)
+    return replace(record, header_checksum=HELD_BACK_MARK + record.header_checksum)
 
 
-def read_held(line: bytes) -> tuple[Claim, ShardRecord]:
-    """Read a line of ``HeldPayloads.written``. Raises ``PayloadError``."""
+def parse_held_back(line: bytes) -> tuple[Claim, ShardRecord]:
+    """Read a line of ``HeldBackPayloads.written``. Raises ``PayloadError``."""
     try:
         path, parent_hash, start, end, text = json.loads(line)
         key = ChunkKey.parse(path)
@@ -47,7 +47,7 @@ def read_held(line: bytes) -> tuple[Claim, ShardRecord]:
         claim = Claim(key, bytes.fromhex(parent_hash), int(start), int(end))
     except MALFORMED as exc:
         raise PayloadError(f"an invalid line: {exc!r}"[:200]) from exc
-    if record is None or not is_held(record):
+    if record is None or not is_held_back(record):
         raise PayloadError("an invalid record")
     return claim, record
 
@@ -74,7 +74,7 @@ class _Held:
         return record
 
 
-class HeldPayloads:
+class HeldBackPayloads:
     """The unsaved payloads of one arena. Thread-safe. Never waits, and holds its lock while it
     calls nothing, so callers may hold theirs."""
 
@@ -111,7 +111,7 @@ class HeldPayloads:
         return self._nbytes
 
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
-        """Add a payload. ``record``: of ``held_record``. ``is_due``: whether it is being saved
+        """Add a payload. ``record``: of ``held_back_record``. ``is_due``: whether it is being saved
         already, and not held back."""
         key, one = claim.key, _Held(claim, encode_shard(record), record.nbytes, is_due)
         path = key.path()
@@ -130,7 +130,7 @@ class HeldPayloads:
         return None if one is None else one.record
 
     def written(self) -> dict[str, bytes]:
-        """Return those that the disk has, by path, each as a line for ``read_held``."""
+        """Return those that the disk has, by path, each as a line for ``parse_held_back``."""
         assert self._disk is not None
         with self._lock:
             found = list(self._by_path.items())
@@ -168,7 +168,7 @@ class HeldPayloads:
     def arrived(self, path: str) -> None:
         """A payload is complete in the arena."""
         if self._disk is not None:
-            self._disk.untie(path)
+            self._disk.unmark_only_copy(path)
         one = self._by_path.get(path)
         if one is not None and one.is_wanted:
             self.seen_again(path)
@@ -178,7 +178,7 @@ class HeldPayloads:
         """Whether payloads are due, and nothing saves them yet."""
         return bool(self._due)
 
-    def take_due(self) -> Claim | None:
+    def pop_due(self) -> Claim | None:
         """Return the next payload that is due, beginnings of prompts first."""
         with self._lock:
             return self._due.popleft() if self._due else None
@@ -200,14 +200,14 @@ class HeldPayloads:
         if one is not None:
             self._changed(one.claim.key.prefix_hash)
 
-    def keep(self, path: str) -> bool:
+    def keep_on_disk(self, path: str) -> bool:
         """Whether the disk has a payload, which leaves the arena. The disk's loss of it is reported
         from now on, until it has arrived again."""
-        return self._disk is not None and self._disk.tie(path)
+        return self._disk is not None and self._disk.mark_only_copy(path)
 
     def left_arena(self, path: str) -> None:
         """The payload is not in the arena any more."""
-        if path in self._by_path and not self.keep(path):
+        if path in self._by_path and not self.keep_on_disk(path):
             self.dropped(path)
 
     def dropped(self, path: str) -> None:
@@ -225,7 +225,7 @@ class HeldPayloads:
 
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         """Return what ``find`` does for chunks of ``namespace``, and held-back payloads.
 
         Chunks are looked up by ``find`` in one call, apart from those that are held back in part.
@@ -289,7 +289,7 @@ def _line(one: _Held) -> bytes:
     return json.dumps([*places, one.text.decode()]).encode() + b"\n"
 
 
-def _written(chunk: Mapping[str, _Held] | None, fields: tuple[str, ...]) -> Shards | None:
+def _written(chunk: Mapping[str, _Held] | None, fields: tuple[str, ...]) -> ShardRecords | None:
     if chunk is None:
         return None
     texts = [chunk[name].text if name in chunk else b"" for name in fields]

@@ -14,10 +14,10 @@ from typing import Final, NamedTuple
 
 from objkv.agent.memory.answers import FIELDS_MAX
 from objkv.agent.memory.arena import CELLS, CellState
-from objkv.codec.join import Place
+from objkv.codec.join import PartPosition
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError, TransferError
-from objkv.index.base import ShardRecord, Shards
+from objkv.index.base import ShardRecord, ShardRecords
 from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards
 from objkv.keys.chunk import ChunkKey, parse_field
 from objkv.keys.identity import SEALS
@@ -30,7 +30,7 @@ OPEN_MAX: Final = 256
 DEADLINE_MS_MAX: Final = 0xFFFF_FFFF
 PREFETCH_S_MAX: Final = 600
 """The longest deadline of a prefetch."""
-HELD_MARK: Final = "unsaved:"
+HELD_BACK_MARK: Final = "unsaved:"
 """Begins the checksum in the record of a payload that only this node has. No index has such a one.
 """
 MALFORMED: Final = (
@@ -138,10 +138,10 @@ class PrefetchOrder:
         assert type(self.puts) is bool
 
 
-def is_held(record: ShardRecord) -> bool:
+def is_held_back(record: ShardRecord) -> bool:
     """Whether the record is one that an agent made for a payload in its memory. A replica may keep
     it for a while, so the payload may have been saved, in another form, or evicted since."""
-    return record.header_checksum.startswith(HELD_MARK)
+    return record.header_checksum.startswith(HELD_BACK_MARK)
 
 
 class Hello(NamedTuple):
@@ -168,7 +168,7 @@ class SavedPart(NamedTuple):
 
     number: int
     """The scheduler's number of the save. All parts of a payload have the same."""
-    place: Place
+    position: PartPosition
 
 
 ClaimRow = tuple[bytes, bytes, int, int, int]
@@ -219,7 +219,7 @@ class Claims:
         return Claim(key, parent_hash, start, end)
 
 
-class Opening(NamedTuple):
+class OpenRequest(NamedTuple):
     """A request to read payloads."""
 
     urgency: Urgency
@@ -239,7 +239,7 @@ class Opened(NamedTuple):
     reasons: tuple[int, ...]
     """A ``MissReason``."""
     layouts: tuple[int, ...]
-    """Number of the layout if the state is READY, see ``Layouts``. 0: not known."""
+    """Number of the layout if the state is READY, see ``KnownLayouts``. 0: not known."""
     leases: tuple[int, ...]
     """Names the payload in RELEASE, on this connection. 0: none."""
     cells: tuple[int, ...]
@@ -292,10 +292,12 @@ def unpack_text(message: bytes) -> str:
 
 def pack_rejection(wanted: Claim) -> bytes:
     """Return the message that a payload is not what its key promises."""
-    return pack_opening(Opening(Urgency.IN_STEP, 0, Claims.of((wanted,))), MessageKind.REJECT)
+    return pack_open_request(
+        OpenRequest(Urgency.IN_STEP, 0, Claims.of((wanted,))), MessageKind.REJECT
+    )
 
 
-def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> bytes:
+def pack_open_request(opening: OpenRequest, kind: MessageKind = MessageKind.OPEN) -> bytes:
     """Return the message. There are at most ``OPEN_MAX`` payloads."""
     urgency, deadline_ms, wanted = opening
     assert 0 < len(wanted) <= OPEN_MAX
@@ -305,7 +307,7 @@ def pack_opening(opening: Opening, kind: MessageKind = MessageKind.OPEN) -> byte
     return _bounded(head + names + wanted.rows)
 
 
-def unpack_opening(message: bytes) -> Opening:
+def unpack_open_request(message: bytes) -> OpenRequest:
     """Read an opening or a rejection."""
     try:
         _, urgency, deadline_ms, name, number, size = _OPENING.unpack_from(message)
@@ -319,7 +321,7 @@ def unpack_opening(message: bytes) -> Opening:
         for _, _, start, end, place in wanted:
             if start >= end or place >= len(fields):
                 raise ProtocolError("an invalid range of tokens, or no such field")
-        return Opening(Urgency(urgency), deadline_ms, wanted)
+        return OpenRequest(Urgency(urgency), deadline_ms, wanted)
     except (struct.error, ValueError) as exc:
         raise ProtocolError(f"an invalid opening: {exc}") from exc
 
@@ -374,7 +376,7 @@ def pack_commits(commits: Sequence[Commit]) -> bytes:
     """Return the message of at most ``COMMITS_MAX`` payloads."""
     entries = [bytes((MessageKind.COMMIT,))]
     for offset, nbytes, puts, part in commits:
-        place = _NO_PART if part is None else (part.number, *part.place)
+        place = _NO_PART if part is None else (part.number, *part.position)
         entries.append(_COMMIT.pack(offset, nbytes, puts, part is not None, *place))
     return _bounded(b"".join(entries))
 
@@ -391,7 +393,7 @@ def unpack_commits(message: bytes) -> list[Commit]:
         for offset, nbytes, puts, has_part, *rest in _COMMIT.iter_unpack(message[1:]):
             if max(puts, has_part) > 1 or any(rest) > has_part:
                 raise ProtocolError("a commit with an unknown flag, or without its part")
-            part = SavedPart(rest[0], Place(*rest[1:])) if has_part else None
+            part = SavedPart(rest[0], PartPosition(*rest[1:])) if has_part else None
             commits.append(Commit(offset, nbytes, bool(puts), part))
         return commits
     except struct.error as exc:
@@ -482,7 +484,7 @@ def unpack_found(message: bytes, count: int) -> list[bytes]:
     return texts
 
 
-def read_block(text: bytes, count: int, fields: tuple[str, ...]) -> tuple[Shards | None, ...]:
+def read_block(text: bytes, count: int, fields: tuple[str, ...]) -> tuple[ShardRecords | None, ...]:
     """Read the records of a block of ``count`` chunks."""
     texts = text.split(b"\n")
     if len(texts) != count * len(fields):

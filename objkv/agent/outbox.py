@@ -34,7 +34,7 @@ TAKEN = frozenset((CommitStatus.ACCEPTED, CommitStatus.HELD_BACK, CommitStatus.P
 """The agent has a copy."""
 
 
-class Handed(NamedTuple):
+class OutboxPayload(NamedTuple):
     """A payload in an outbox, which is handed over."""
 
     key: ChunkKey
@@ -160,7 +160,7 @@ class AgentSaves:
             self._puts.discard(path)
             self.in_flight.end(path)
 
-    def save(self, handed: Sequence[Handed]) -> list[CommitStatus]:
+    def save(self, handed: Sequence[OutboxPayload]) -> list[CommitStatus]:
         """Hand payloads to the agent, at most ``COMMITS_MAX``. When this returns, it has a copy of
         those that are ``TAKEN``, and saves them even if this process ends, or unless they were
         begun with ``puts`` keeps them in memory until they are seen again. Raises ``TransferError``
@@ -172,14 +172,14 @@ class AgentSaves:
             if is_due and statuses[at] is CommitStatus.HELD_BACK:
                 (statuses[at],) = self._reach().commit([commits[at]._replace(puts=True)])
             if statuses[at] in TAKEN:
-                self.in_flight.keep(path)
+                self.in_flight.mark_saved(path)
             if statuses[at] is CommitStatus.ACCEPTED and self._accepted is not None:
                 self._accepted(key)  # what is held back other nodes do not find yet
             if statuses[at] is CommitStatus.OVER_QUOTA:
                 self._full_until = self._clock() + _PAUSE_S
         return statuses
 
-    def _commit(self, handed: Handed) -> Commit:
+    def _commit(self, handed: OutboxPayload) -> Commit:
         view = np.frombuffer(handed.payload, np.uint8)
         offset = view.ctypes.data - self._base
         assert 0 <= offset <= self._end - self._base - view.nbytes
@@ -187,7 +187,7 @@ class AgentSaves:
 
     def drop(self, path: str, part: SavedPart) -> None:
         """Note that this rank will not save its part of a payload. Never waits."""
-        self._drops.append(Drop(part.number, part.place.parts, path))
+        self._drops.append(Drop(part.number, part.position.parts, path))
 
     def send_drops(self) -> None:
         """Report what was noted, as far as an agent can be reached: it would wait for these parts

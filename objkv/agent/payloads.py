@@ -23,7 +23,7 @@ import numpy as np
 from objkv.agent.client import ArenaLease, ArenaLeases, Connect
 from objkv.agent.memory.arena import CellState, Progress
 from objkv.agent.messages import Claims, CommitStatus, MissReason, Urgency
-from objkv.agent.outbox import AgentSaves, Handed, Outbox
+from objkv.agent.outbox import AgentSaves, Outbox, OutboxPayload
 from objkv.background import JOIN_S, Alarm, Pool, join_all, wait_for
 from objkv.codec.payload import (
     Claim,
@@ -35,7 +35,7 @@ from objkv.codec.payload import (
     read_claimed,
 )
 from objkv.errors import ConfigError, ObjkvError, PayloadError, TransferError
-from objkv.telemetry import Trouble
+from objkv.telemetry import FailureLog
 
 logger = logging.getLogger(__name__)
 _SHARE = 4
@@ -123,11 +123,11 @@ class PayloadTransfer:
         """Bytes of its pages."""
         return sum(layer.nbytes for layer in self.layers)
 
-    def take(self, pages: Sequence[memoryview]) -> None:
+    def take_pages(self, pages: Sequence[memoryview]) -> None:
         """Copy or use the verified pages of each layer, which change when this returns. May raise
         anything."""
 
-    def write(self, pages: memoryview) -> None:
+    def write_pages(self, pages: memoryview) -> None:
         """Write the raw pages of all layers, one after the other: as many bytes as ``pages`` has.
         May wait for a device. If it raises, nothing is saved."""
 
@@ -162,20 +162,20 @@ class PayloadReader:
         with self._lock:
             if not self._closed:
                 self._waiting.extend(payloads)
-                self._alarm.ring()
+                self._alarm.set()
                 return
         for one in payloads:
             one.end(ReadOutcome.FAILED, 0)
 
-    def look(self) -> None:
+    def recheck(self) -> None:
         """Look soon which payloads are needed still."""
-        self._alarm.ring()
+        self._alarm.set()
 
     def close(self) -> None:
         """End everything and stop the thread. Idempotent."""
         with self._lock:
             self._closed = True
-        self._alarm.ring()
+        self._alarm.set()
         if names := join_all([self._thread], JOIN_S):
             logger.warning("threads still loading at shutdown names=%s", ",".join(names))
 
@@ -186,15 +186,15 @@ class PayloadReader:
                     self._step()
                 except Exception:  # a dead thread would hang every later read
                     logger.exception("loads failed unexpectedly")
-                    self._lose()
+                    self._disconnect()
         finally:
-            self._lose()
+            self._disconnect()
             self._alarm.close()
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
         link = self._link
-        if link.agent is None and self._waiting and not link.reach():
+        if link.agent is None and self._waiting and not link.connect():
             self._fail()
         if link.agent is None:
             wait_for([self._alarm], _IDLE_S)
@@ -203,10 +203,10 @@ class PayloadReader:
             self._open_next()
             self._advance()
             if not link.wait(self._idle_s(), self._alarm):
-                link.leave()
+                link.disconnect()
         except TransferError as exc:
-            link.trouble.failed(exc)
-            self._lose()
+            link.failure_log.failed(exc)
+            self._disconnect()
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
@@ -267,12 +267,12 @@ class PayloadReader:
         if progress.state is CellState.FILLING:
             progress = self._link.present.arena.board.read(lease.cell)
         if progress.state is CellState.READY:
-            return self._show(read, progress)
+            return self._deliver(read, progress)
         if progress.state is CellState.FAILED:
             return _OUTCOMES.get(MissReason(progress.reason), ReadOutcome.FAILED)
         return ReadOutcome.LATE if self._clock() >= read.deadline else None
 
-    def _show(self, read: PayloadTransfer, at: Progress) -> ReadOutcome:
+    def _deliver(self, read: PayloadTransfer, at: Progress) -> ReadOutcome:
         """Verify a payload, and have its pages taken."""
         payload = self._link.present.arena.view[at.offset : at.offset + at.nbytes]
         try:
@@ -288,7 +288,7 @@ class PayloadReader:
             self._link.present.reject(read.claim)
             return ReadOutcome.CORRUPT
         try:
-            read.take(pages)
+            read.take_pages(pages)
         except Exception:
             logger.exception("load failed unexpectedly key=%s", read.claim.key.path())
             return ReadOutcome.FAILED
@@ -300,12 +300,12 @@ class PayloadReader:
         except Exception:  # the other reads go on
             logger.exception("load not ended, unexpectedly")
 
-    def _lose(self) -> None:
+    def _disconnect(self) -> None:
         """Give up the connection and everything that waits."""
         self._waiting.extendleft(read for read, _ in self._open)
         self._open.clear()
         self._fail()
-        self._link.leave()
+        self._link.disconnect()
 
     def _fail(self) -> None:
         """Fail what waits now. What comes meanwhile, as from a read that ends, gets its own try."""
@@ -341,7 +341,7 @@ class PayloadWriter:
         """
         self._name, self._writer, self._clock = name, writer, clock
         self._puts = puts
-        self._trouble = Trouble(logger, f"saves of {name}")
+        self._failure_log = FailureLog(logger, f"saves of {name}")
         self._shed_until = -math.inf
         try:
             outbox = Outbox(nbytes_max)
@@ -379,7 +379,7 @@ class PayloadWriter:
         try:
             outcome, nbytes = self._write(payload)
         except ObjkvError as exc:
-            self._trouble.failed(exc)
+            self._failure_log.failed(exc)
         except Exception:
             logger.exception("save failed unexpectedly key=%s", payload.claim.key.path())
         finally:
@@ -407,17 +407,17 @@ class PayloadWriter:
         end = start + payload.nbytes
         if end > self._memory.nbytes:
             raise TransferError(f"a payload of {end} bytes, the outbox has {self._memory.nbytes}")
-        payload.write(self._memory[start:end].data)
+        payload.write_pages(self._memory[start:end].data)
         provenance = Provenance(payload.token_digest, self._writer, int(time()))
         text, header = encode_in_place(
             claim, layers, self._memory[:end].data, codec="none", provenance=provenance
         )
-        (status,) = self._saves.save((Handed(claim.key, claim.key.path(), text),))
+        (status,) = self._saves.save((OutboxPayload(claim.key, claim.key.path(), text),))
         outcome = _WRITTEN.get(status)
         if outcome is None:
             raise TransferError(f"the agent did not take a payload: {status.name}")
         if outcome is WriteOutcome.SHED:
             self._shed_until = self._clock() + _SHED_S
             return outcome, 0
-        self._trouble.worked()
+        self._failure_log.worked()
         return outcome, 0 if outcome is WriteOutcome.EXISTED else header.nbytes

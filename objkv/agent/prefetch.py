@@ -15,7 +15,7 @@ from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import Core
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Claims, MissReason, PrefetchOrder, Urgency, is_held
+from objkv.agent.messages import Claims, MissReason, PrefetchOrder, Urgency, is_held_back
 from objkv.codec.payload import Claim
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import ReadIndex, Record
@@ -143,9 +143,9 @@ class Prefetches:
         records = self._stored(namespace, hashes)
         wanted = [one for record in records for one in _wanted(namespace, record)]
         if order.puts:
-            wanted = [one for one in wanted if is_held(one.record)]
+            wanted = [one for one in wanted if is_held_back(one.record)]
             for one in wanted:
-                self._core.arena_cache.held.put(one.claim.key.path())
+                self._core.arena_cache.held_back.put(one.claim.key.path())
         missing = [o for o, s in zip(wanted, self._seen(wanted), strict=True) if s is None]
         taken = self._reserve(wanted, missing, order)
         started = list[PayloadRequest]()
@@ -193,7 +193,7 @@ class Prefetches:
         arena_cache = self._core.arena_cache
         unread = sum(
             one.nbytes
-            for one in arena_cache.seen(one.claim.key.path() for one in wanted)
+            for one in arena_cache.peek(one.claim.key.path() for one in wanted)
             if one is not None and one.is_unused and one.state is CellState.READY
         )
         taken: list[PayloadRequest] = []
@@ -227,14 +227,14 @@ class Prefetches:
 
     def _seen(self, wanted: Sequence[PayloadRequest]) -> list[CellState | None]:
         """Return whether payloads are resident or on their way."""
-        seen = self._core.arena_cache.seen(one.claim.key.path() for one in wanted)
+        seen = self._core.arena_cache.peek(one.claim.key.path() for one in wanted)
         return [None if one is None else one.state for one in seen]
 
     def _stored(self, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
         """Return the records of the leading chunks that are stored, or held back on this node."""
         found: list[Record] = []
         records = self._index.lookup(namespace, hashes)
-        for record in self._core.arena_cache.held.lookup(namespace, hashes, records):
+        for record in self._core.arena_cache.held_back.lookup(namespace, hashes, records):
             if record is None:
                 break
             found.append(record)

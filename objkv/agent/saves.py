@@ -22,7 +22,7 @@ from typing import Final
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.core import Core
-from objkv.agent.held_back import held_record
+from objkv.agent.held_back import held_back_record
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox
@@ -43,7 +43,7 @@ from objkv.codec.payload import (
 )
 from objkv.errors import LeftAlone, ObjkvError, PayloadError, StoreBusy
 from objkv.stores.base import Buffer
-from objkv.telemetry import Recorder, Trouble
+from objkv.telemetry import FailureLog, Recorder
 
 logger = logging.getLogger(__name__)
 _HEADER_GUESS = 32 << 10
@@ -66,7 +66,7 @@ Name = tuple[bytes, str]
 
 
 @dataclass(eq=False, slots=True)
-class Wish:
+class SaveRequest:
     """What a client wants to have saved, and what was decided about it."""
 
     path: str
@@ -86,7 +86,7 @@ class Wish:
 
 
 @dataclass(eq=False, slots=True)
-class _Open:
+class _OpenJoin:
     """A join. Guarded by the lock of ``Joins``, except for its memory."""
 
     number: int
@@ -94,7 +94,7 @@ class _Open:
     deadline: float
     status: CommitStatus | None = None
     """What further parts are answered; None as long as they are wanted."""
-    wish: Wish | None = None
+    request: SaveRequest | None = None
     """The one of the part that came first."""
     join: Join | None = None
     memory: CachedPayload | None = None
@@ -104,7 +104,7 @@ class _Open:
     """Threads that copy a part into the memory."""
 
 
-Joined = tuple[Wish, Header, CachedPayload]
+Joined = tuple[SaveRequest, Header, CachedPayload]
 """A whole payload in reserved memory, which the caller adopts or releases."""
 
 
@@ -115,7 +115,7 @@ class Joins:
         self,
         arena_cache: ArenaCache,
         in_flight: InFlightSaves,
-        admit: Callable[[Wish, int], CommitStatus | None],
+        admit: Callable[[SaveRequest, int], CommitStatus | None],
         recorder: Recorder,
         deadline_s: float,
         clock: Callable[[], float] = monotonic,
@@ -126,7 +126,7 @@ class Joins:
         self._admit = admit
         self._deadline_s, self._clock = deadline_s, clock
         self._lock = Lock()
-        self._known: dict[Name, _Open] = {}
+        self._known: dict[Name, _OpenJoin] = {}
         """Oldest first."""
         self._reserved_bytes = 0
         self._replicas = Counter[bytes]()
@@ -136,19 +136,24 @@ class Joins:
         return len(self._known)
 
     def add(
-        self, replica: bytes, outbox: ClientOutbox, commit: Commit, header: Header, wish: Wish
+        self,
+        replica: bytes,
+        outbox: ClientOutbox,
+        commit: Commit,
+        header: Header,
+        request: SaveRequest,
     ) -> CommitStatus | Joined:
         """Take a copy of a part. Returns the whole payload if it was the last, or what to answer.
         ``header``: of the part. Raises ``PayloadError``."""
-        part, path = commit.part, wish.path
+        part, path = commit.part, request.path
         assert part is not None
-        part.place.check()
+        part.position.check()
         with self._lock:
-            one = self._find((replica, path), part.number, part.place.parts)
+            one = self._find((replica, path), part.number, part.position.parts)
             if one is None:
                 return CommitStatus.DROPPED
             if one.join is None and one.status is None:
-                one.status = self._begin(one, header, part, wish)
+                one.status = self._begin(one, header, part, request)
             one.seen += 1
             if one.status is not None:
                 self._forget_seen((replica, path), one)
@@ -156,7 +161,7 @@ class Joins:
             assert one.join is not None
             assert one.memory is not None
             try:
-                moves = one.join.add(header, part.place)
+                moves = one.join.add(header, part.position)
             except PayloadError:
                 self._drop(one, "refused")
                 raise
@@ -175,7 +180,7 @@ class Joins:
                 status = self._status_of((replica, path), one)
         return self._finish(one) if status is None else status
 
-    def _status_of(self, name: Name, one: _Open) -> CommitStatus | None:
+    def _status_of(self, name: Name, one: _OpenJoin) -> CommitStatus | None:
         """Return what to answer a part that was copied; None if it completes the payload, which is
         the caller's then."""
         if one.status is not None:
@@ -189,9 +194,9 @@ class Joins:
             del self._known[name]
         return None
 
-    def _finish(self, one: _Open) -> CommitStatus | Joined:
+    def _finish(self, one: _OpenJoin) -> CommitStatus | Joined:
         assert one.join is not None
-        assert one.wish is not None
+        assert one.request is not None
         assert one.memory is not None
         try:
             header = one.join.finish(self._arena_cache.view(one.memory))
@@ -202,7 +207,7 @@ class Joins:
         with self._lock:
             self._reserved_bytes -= one.memory.nbytes
         self._recorder.count("joins")
-        return one.wish, header, one.memory
+        return one.request, header, one.memory
 
     def drop(self, replica: bytes, drop: Drop) -> None:
         """Record that a rank does not hand over its part."""
@@ -216,12 +221,12 @@ class Joins:
             one.seen += 1
             self._forget_seen(name, one)
 
-    def joined(self, replica: bytes) -> None:
+    def client_connected(self, replica: bytes) -> None:
         """Record a connection of a replica."""
         with self._lock:
             self._replicas[replica] += 1
 
-    def left(self, replica: bytes) -> None:
+    def client_left(self, replica: bytes) -> None:
         """Record that a connection has ended. With the last one the replica's open joins do."""
         with self._lock:
             self._replicas[replica] -= 1
@@ -241,7 +246,7 @@ class Joins:
                     return
                 self._drop(self._known.pop(name), "late")
 
-    def _find(self, name: Name, number: int, parts: int) -> _Open | None:
+    def _find(self, name: Name, number: int, parts: int) -> _OpenJoin | None:
         """Return the join that a part belongs to; None if a newer one has replaced it, or there are
         too many."""
         one = self._known.get(name)
@@ -252,32 +257,32 @@ class Joins:
         if len(self._known) >= JOINS_MAX:
             self._recorder.count("joins_dropped_full")
             return None
-        one = self._known[name] = _Open(number, parts, self._clock() + self._deadline_s)
+        one = self._known[name] = _OpenJoin(number, parts, self._clock() + self._deadline_s)
         return one
 
     def _begin(
-        self, one: _Open, header: Header, part: SavedPart, wish: Wish
+        self, one: _OpenJoin, header: Header, part: SavedPart, request: SaveRequest
     ) -> CommitStatus | None:
         """Give a join its memory. Returns what to answer if it gets none."""
-        join = Join(header, part.place)
-        if (status := self._admit(wish, join.nbytes)) is not None:
+        join = Join(header, part.position)
+        if (status := self._admit(request, join.nbytes)) is not None:
             return status
         is_much = (self._reserved_bytes + join.nbytes) * _SHARE > self._arena_cache.total_bytes
-        memory = None if is_much else self._arena_cache.reserve(wish.path, join.nbytes)
+        memory = None if is_much else self._arena_cache.reserve(request.path, join.nbytes)
         if memory is None:
-            self._in_flight.end(wish.path)
+            self._in_flight.end(request.path)
             self._recorder.count("save_drops")
             return CommitStatus.NO_ROOM
         self._reserved_bytes += join.nbytes
-        one.join, one.memory, one.wish = join, memory, wish
+        one.join, one.memory, one.request = join, memory, request
         return None
 
-    def _forget_seen(self, name: Name, one: _Open) -> None:
+    def _forget_seen(self, name: Name, one: _OpenJoin) -> None:
         """Forget a join that has ended, once all parts are known of."""
         if one.seen >= one.parts and self._known.get(name) is one:
             del self._known[name]
 
-    def _drop(self, one: _Open, reason: str) -> None:
+    def _drop(self, one: _OpenJoin, reason: str) -> None:
         """End a join that is open. Its memory goes when nothing is being copied there."""
         if one.status is not None:
             return
@@ -288,7 +293,7 @@ class Joins:
             self._in_flight.end(one.memory.key)
         self._free(one)
 
-    def _free(self, one: _Open) -> None:
+    def _free(self, one: _OpenJoin) -> None:
         if one.memory is not None and not one.copying:
             self._reserved_bytes -= one.memory.nbytes
             self._arena_cache.release(one.memory)
@@ -345,15 +350,15 @@ class NodeSaves:
         """Another save may begin below this."""
         self._has_ended = Event()
         """Set when a save has ended."""
-        self._trouble = Trouble(logger, "saves")
+        self._failure_log = FailureLog(logger, "saves")
         self._shed_until = -math.inf
         self._pool: Pool[_Save] = Pool(
             "objkv-save", limits.threads, self._save, failed=self._failed
         )
         self._made: deque[str] = deque()
         """Paths of payloads whose sighting is not recorded yet."""
-        self._sighting: Pool[None] = Pool("objkv-sight", 1, self._look)
-        self._held = core.arena_cache.held
+        self._sighting: Pool[None] = Pool("objkv-sight", 1, self._catch_up)
+        self._held = core.arena_cache.held_back
         self.joins = Joins(
             core.arena_cache, cache.in_flight, self._admit, recorder, limits.deadline_s
         )
@@ -374,50 +379,52 @@ class NodeSaves:
             if header.nbytes != commit.nbytes or header.codec != "none" or any(header.marks):
                 raise PayloadError("a payload of another length, compressed or sealed")
             claim = header.claim
-            wish = Wish(claim.key.path(), claim, commit.puts)
+            request = SaveRequest(claim.key.path(), claim, commit.puts)
             if commit.part is not None:
-                joined = self.joins.add(replica, outbox, commit, header, wish)
-                return joined if isinstance(joined, CommitStatus) else self._take(*joined)
-            status = self._admit(wish, commit.nbytes)
+                joined = self.joins.add(replica, outbox, commit, header, request)
+                return (
+                    joined if isinstance(joined, CommitStatus) else self._save_or_hold_back(*joined)
+                )
+            status = self._admit(request, commit.nbytes)
             if status is not None:
                 return status
-            return self._copy(wish, header, text, outbox, commit.offset)
+            return self._copy(request, header, text, outbox, commit.offset)
         except PayloadError as exc:
             logger.warning("payload of a client refused reason=%s", exc)
             return CommitStatus.REFUSED
 
-    def _admit(self, wish: Wish, nbytes: int) -> CommitStatus | None:
+    def _admit(self, request: SaveRequest, nbytes: int) -> CommitStatus | None:
         """Decide whether a payload is wanted. Returns None if it is, which ``in_flight`` knows
         then, or what to answer."""
-        path = wish.path
-        wish.was_held_back = path in self._held
-        holds_back = self.policy.holds_back(wish.claim, nbytes) or not self._limits.may_save
-        if holds_back and wish.was_held_back and self._arena_cache.holds([path])[0]:
+        path = request.path
+        request.was_held_back = path in self._held
+        holds_back = self.policy.holds_back(request.claim, nbytes) or not self._limits.may_save
+        if holds_back and request.was_held_back and self._arena_cache.contains_ready([path])[0]:
             is_due = self._limits.may_save and (
                 self._held.seen_again(path) or path not in self._held
             )
             return CommitStatus.ACCEPTED if is_due else CommitStatus.HELD_BACK
         refusal = None
-        if wish.puts or not holds_back:
+        if request.puts or not holds_back:
             refusal = self._refusal()
             if refusal not in (CommitStatus.ACCEPTED, CommitStatus.NO_ROOM) and not holds_back:
                 return refusal
             holds_back = refusal is not CommitStatus.ACCEPTED
-        wish.holds_back, wish.waits = holds_back, refusal is CommitStatus.NO_ROOM
-        if wish.waits and self._arena_cache.holds([path])[0] and self._held.put(path):
-            return wish.waiting
+        request.holds_back, request.waits = holds_back, refusal is CommitStatus.NO_ROOM
+        if request.waits and self._arena_cache.contains_ready([path])[0] and self._held.put(path):
+            return request.waiting
         if not self._cache.in_flight.begin(path):
             self._recorder.count("save_repeats")
             return CommitStatus.REPEATED
         return None
 
     def _copy(
-        self, wish: Wish, header: Header, text: bytes, outbox: ClientOutbox, offset: int
+        self, request: SaveRequest, header: Header, text: bytes, outbox: ClientOutbox, offset: int
     ) -> CommitStatus:
         """Copy an admitted payload, verify the copy, and save it. ``text``: what the header was
         read from. Raises ``PayloadError``."""
-        path = wish.path
-        known = self._arena_cache.hold(path)
+        path = request.path
+        known = self._arena_cache.lease_ready(path)
         memory = known or self._arena_cache.reserve(path, header.nbytes)
         if memory is None:
             self._drop(path)
@@ -435,10 +442,15 @@ class NodeSaves:
                 if not is_right:
                     self._arena_cache.release(memory)
                     self._drop(path)
-        return self._take(wish, header, memory, is_reserved=known is None)
+        return self._save_or_hold_back(request, header, memory, is_reserved=known is None)
 
-    def _take(
-        self, wish: Wish, header: Header, memory: CachedPayload, *, is_reserved: bool = True
+    def _save_or_hold_back(
+        self,
+        request: SaveRequest,
+        header: Header,
+        memory: CachedPayload,
+        *,
+        is_reserved: bool = True,
     ) -> CommitStatus:
         """Save an admitted payload that is in leased memory, or hold it back. ``is_reserved``: if
         not, others may find it already."""
@@ -449,18 +461,20 @@ class NodeSaves:
             origin = claim.parent_hash, claim.token_start, claim.token_end
             resident, is_new = self._arena_cache.adopt(memory, origin, layout)
         if is_new:
-            self._core.keep(resident, was_read=False)
+            self._core.offer_to_disk(resident, was_read=False)
         elif (status := self._differs(claim, resident)) is not None:
             self._arena_cache.release(resident)
             self._drop(path)
             return status
-        if wish.holds_back:
-            if is_new and not (wish.was_held_back and self._limits.may_save):
-                self._arena_cache.note_held(resident, claim, held_record(header), is_due=False)
+        if request.holds_back:
+            if is_new and not (request.was_held_back and self._limits.may_save):
+                self._arena_cache.add_held_back(
+                    resident, claim, held_back_record(header), is_due=False
+                )
                 self._cache.in_flight.end(path)
                 self._arena_cache.release(resident)
-                if wish.waits and self._held.put(path):
-                    return wish.waiting
+                if request.waits and self._held.put(path):
+                    return request.waiting
                 self._count_held_back(path)
                 return CommitStatus.HELD_BACK
             refusal = self._refusal() if self._limits.may_save else CommitStatus.REPEATED
@@ -469,7 +483,7 @@ class NodeSaves:
                 self._arena_cache.release(resident)
                 return refusal
         # Replicas find it from now on: lookups know it before the client does.
-        self._arena_cache.note_held(resident, claim, held_record(header), is_due=True)
+        self._arena_cache.add_held_back(resident, claim, held_back_record(header), is_due=True)
         is_begun = self._begin(resident, header)
         return CommitStatus.ACCEPTED if is_begun else CommitStatus.NO_ROOM
 
@@ -517,7 +531,7 @@ class NodeSaves:
         if not self._pool.drain(max(0.0, end - monotonic())):
             count = self._pool.waiting + self._pool.busy
             logger.warning("saves dropped at shutdown count=%d", count)
-        stuck = self._pool.close(max(end - monotonic(), JOIN_S), give_up=self._give_up)
+        stuck = self._pool.close(max(end - monotonic(), JOIN_S), give_up=self._drop_queued)
         if stuck:
             logger.warning("threads still saving at shutdown names=%s", ",".join(stuck))
 
@@ -553,17 +567,17 @@ class NodeSaves:
         self._made.append(path)
         self.wake()
 
-    def _look(self, _: None) -> None:
+    def _catch_up(self, _: None) -> None:
         """Save what is due while there is room, and record what was made, as many in a round trip
         as have come during the last one. If the index fails, payloads count as not seen."""
         while True:
-            while self._has_turns and (claim := self._held.take_due()) is not None:
+            while self._has_turns and (claim := self._held.pop_due()) is not None:
                 self._save_due(claim)
             paths = [self._made.popleft() for _ in range(min(len(self._made), _BATCH))]
             if not paths:
                 self._cache.flush_totals()
                 return
-            for path, was_seen in zip(paths, self._cache.sight(paths), strict=True):
+            for path, was_seen in zip(paths, self._cache.record_sightings(paths), strict=True):
                 if was_seen:
                     self._recorder.count("agent_sighted_before")
                     self._held.seen_again(path)
@@ -572,10 +586,12 @@ class NodeSaves:
         """Save a payload that was held back and then seen again."""
         path = claim.key.path()
         if self._refusal() is CommitStatus.ACCEPTED:
-            resident = self._arena_cache.hold(path)
+            resident = self._arena_cache.lease_ready(path)
             if resident is None:  # evicted meanwhile, or being read from disk
                 self._held.not_saved(path, is_absent=True)
-                if self._arena_cache.holds([path])[0]:  # since then, when it was due already
+                if self._arena_cache.contains_ready([path])[
+                    0
+                ]:  # since then, when it was due already
                     self._held.seen_again(path)
                 return
             if self._cache.in_flight.begin(path):
@@ -599,7 +615,7 @@ class NodeSaves:
             self._leased_bytes += resident.nbytes
         if self._pool.put((save,)):
             return True
-        self._give_up((save,))
+        self._drop_queued((save,))
         return False
 
     def _save(self, save: _Save) -> None:
@@ -608,7 +624,7 @@ class NodeSaves:
             is_leased = not self._store(save)
         finally:
             self._end(save, is_leased=is_leased)
-        self._trouble.worked()
+        self._failure_log.worked()
 
     def _store(self, save: _Save) -> bool:
         """Save a payload, unless its deadline has passed. Returns False if another process is
@@ -637,7 +653,7 @@ class NodeSaves:
             self._recorder.count("save_bytes", header.nbytes)
         else:
             self._recorder.count("save_existed")
-        if self._cache.in_flight.is_kept(path):  # its record is published, too
+        if self._cache.in_flight.is_saved(path):  # its record is published, too
             self._held.saved(path)
         if self._codec == "auto":
             self._chooser.saved(seconds)
@@ -663,7 +679,7 @@ class NodeSaves:
             return
         self._recorder.count("save_errors")
         if isinstance(error, ObjkvError):
-            self._trouble.failed(error)
+            self._failure_log.failed(error)
         else:
             logger.error("save failed unexpectedly key=%s", save.resident.key, exc_info=error)
 
@@ -678,7 +694,7 @@ class NodeSaves:
             self.wake()
         self._has_ended.set()
 
-    def _give_up(self, saves: Sequence[_Save]) -> None:
+    def _drop_queued(self, saves: Sequence[_Save]) -> None:
         for save in saves:
             self._end(save)
             self._recorder.count("save_drops")

@@ -40,7 +40,7 @@ from objkv.agent.messages import (
     unpack_drop,
     unpack_find,
     unpack_hello,
-    unpack_opening,
+    unpack_open_request,
     unpack_release,
     unpack_text,
 )
@@ -50,7 +50,7 @@ from objkv.agent.saves import NodeSaves
 from objkv.background import JOIN_S, Alarm, join_all
 from objkv.errors import StoreError, TransferError
 from objkv.keys.prefix import PREFIX_HASH_BYTES
-from objkv.telemetry import Trouble
+from objkv.telemetry import FailureLog
 
 logger = logging.getLogger(__name__)
 _CLIENTS_MAX = 512
@@ -90,7 +90,7 @@ class AgentSession:
 
     def wake(self) -> None:
         """See ``Waiter``."""
-        self.alarm.ring()
+        self.alarm.set()
 
     def lease(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[OpenAnswer]:
         """Open payloads, see ``Core.open``."""
@@ -160,7 +160,7 @@ class AgentServer:
         self._lock = Lock()
         self._clients: dict[AgentSession, Thread] = {}
         self._numbers = 0
-        self._trouble = Trouble(logger, "connections of new clients")
+        self._failure_log = FailureLog(logger, "connections of new clients")
         self._closed = self._draining = False
         self._answers: dict[MessageKind, Callable[[AgentSession, bytes], bytes | None]] = {
             MessageKind.OPEN: self._open,
@@ -230,7 +230,7 @@ class AgentServer:
                 if self._closed or self._draining or self._listener.fileno() < 0:
                     return
                 if listener is self._listener:
-                    self._trouble.failed(exc)
+                    self._failure_log.failed(exc)
                     time.sleep(_PAUSE_S)  # such as no descriptor: it may be some time
 
     def _admit(self, sock: socket.socket) -> None:
@@ -238,7 +238,7 @@ class AgentServer:
         with ExitStack() as undo:
             undo.callback(sock.close)
             if (reason := self._refusal(sock)) is not None:
-                self._trouble.failed(TransferError(reason))
+                self._failure_log.failed(TransferError(reason))
                 if len(self._clients) - self.clients >= _REFUSED_MAX:
                     return
             self._numbers += 1
@@ -253,7 +253,7 @@ class AgentServer:
                 self._clients[client] = thread
             undo.pop_all()
             if reason is None:
-                self._trouble.worked()
+                self._failure_log.worked()
 
     def _refusal(self, sock: socket.socket) -> str | None:
         _, uid = peer_of(sock)
@@ -308,7 +308,7 @@ class AgentServer:
             if hello.has_outbox and given:
                 client.outbox = ClientOutbox(given.pop())
                 client.replica = hello.replica
-                self._saves.joins.joined(client.replica)
+                self._saves.joins.client_connected(client.replica)
         finally:
             for fd in given:
                 os.close(fd)
@@ -329,7 +329,7 @@ class AgentServer:
             return pack_failure(exc)
 
     def _open(self, client: AgentSession, message: bytes) -> bytes:
-        urgency, deadline_ms, wanted = unpack_opening(message)
+        urgency, deadline_ms, wanted = unpack_open_request(message)
         if len(client.leases) + len(wanted) > _LEASES_MAX:
             return pack_opened([_missed(MissReason.NO_ROOM)] * len(wanted))
         deadline_s = min(deadline_ms, _DEADLINE_MS_MAX) / 1000
@@ -339,7 +339,7 @@ class AgentServer:
         client.end(unpack_release(message))
 
     def _reject(self, client: AgentSession, message: bytes) -> None:
-        wanted = unpack_opening(message).wanted
+        wanted = unpack_open_request(message).wanted
         for row in wanted:
             self._core.reject(wanted.claim(row))
 
@@ -371,7 +371,7 @@ class AgentServer:
 
     def _end(self, client: AgentSession) -> None:
         if client.outbox is not None:
-            self._saves.joins.left(client.replica)
+            self._saves.joins.client_left(client.replica)
         client.end_all()
         with self._lock:
             self._clients.pop(client, None)

@@ -15,13 +15,13 @@ from time import monotonic
 
 from objkv.agent.arena_cache import ArenaCache, CachedPayload
 from objkv.agent.disk import HELD_BACK, Disk
-from objkv.agent.fill import Fill, PayloadRequest, Source, Staging
-from objkv.agent.held_back import read_held
+from objkv.agent.fill import DiskCopy, Fill, PayloadRequest, Staging
+from objkv.agent.held_back import parse_held_back
 from objkv.background import Pool
 from objkv.codec.payload import HEADER_BYTES_MAX, recode
 from objkv.codec.seal import Seal
 from objkv.errors import LeftAlone, PayloadError, StoreError, ValueTooLong
-from objkv.net.breaker import Breakers, Patience
+from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.net.deadline import ends_s
 from objkv.stores.base import Arrived
 from objkv.telemetry import Recorder
@@ -57,12 +57,12 @@ class Spill:
                 all.
         """
         self.disk = disk
-        self._arena_cache, self._held = arena_cache, arena_cache.held
+        self._arena_cache, self._held = arena_cache, arena_cache.held_back
         self._seal, self._recorder = seal, recorder
         self._slots = BoundedSemaphore(readers)
         self._arrived_s = -math.inf
         """When a read last brought bytes."""
-        self._breakers = Breakers("disk", Patience(), recorder)
+        self._breakers = Breakers("disk", BreakerLimits(), recorder)
         self._ended = Event()
         self._pool: Pool[str] = Pool("objkv-spill", 1, self._write, begin=self._load)
 
@@ -77,7 +77,7 @@ class Spill:
             self._pool.put((one.key,))
         one.is_spilled = True  # if two threads come here, the second job finds it on disk
 
-    def source(self, wanted: PayloadRequest) -> Source | None:
+    def disk_copy(self, wanted: PayloadRequest) -> DiskCopy | None:
         """Return a payload's copy on the disk; None if it has to come from the stores."""
         key, raw_bytes = wanted.claim.key.path(), wanted.record.raw_bytes
         nbytes = self.disk.size_of(key)
@@ -86,10 +86,10 @@ class Spill:
         if not 0 <= nbytes - raw_bytes <= HEADER_BYTES_MAX:
             self._refuse(key, f"{nbytes} bytes for {raw_bytes} of pages")
             return None
-        return Source(nbytes, partial(self._get_into, key))
+        return DiskCopy(nbytes, partial(self._get_into, key))
 
     def read(self, fill: Fill, staging: Staging) -> bool:
-        """Complete a fill of a ``source``. Return False if the payload has to come from the stores:
+        """Complete a fill of a ``disk_copy``. Return False if the payload has to come from the stores:
         readers know of no frame then. A file that is not right goes. Raises ``MissError``."""
         key, is_stored = fill.wanted.claim.key.path(), False
         try:
@@ -116,7 +116,7 @@ class Spill:
     def forget(self, key: str) -> None:
         """Remove a payload, also if it is being written. The arena must have forgotten it."""
         if self.disk.discard(key):
-            self._arena_cache.lost(key)
+            self._arena_cache.note_lost(key)
         if self.disk.has_dropped and not self._pool.waiting:  # a waiting job removes it, too
             self._pool.put((_PURGE,))
 
@@ -131,10 +131,10 @@ class Spill:
             return
         self._ended.set()
         if not self._pool.close(seconds):  # otherwise the process's end gives it up
-            self._leave_held_back()
+            self._hand_over_held_back()
             self.disk.folder.close()
 
-    def _leave_held_back(self) -> None:
+    def _hand_over_held_back(self) -> None:
         """Tell the next agent which payloads of the disk are nowhere else. They are no longer this
         one's."""
         kept = self._held.written()
@@ -151,9 +151,9 @@ class Spill:
     def _find_held_back(self) -> None:
         """Find what the last agent held back and left on the disk."""
         for line in self.disk.folder.take_held_back().splitlines():
-            claim, record = read_held(line)
+            claim, record = parse_held_back(line)
             path = claim.key.path()
-            if path not in self._held and self.disk.tie(path):
+            if path not in self._held and self.disk.mark_only_copy(path):
                 self._held.add(claim, record, is_due=False)
 
     def _load(self) -> None:
@@ -189,7 +189,7 @@ class Spill:
 
     def _write_resident(self, key: str) -> None:
         self.disk.begin(key)  # first, so that no ``forget`` is missed
-        one = self._arena_cache.hold(key)
+        one = self._arena_cache.lease_ready(key)
         if one is None:
             self._recorder.count("agent_disk_drops")
             return
@@ -199,7 +199,7 @@ class Spill:
                 payload, _ = recode(payload, codec="none", seal=self._seal)
             evicted = self.disk.make_room(len(payload))
             for path in filter(None, evicted):
-                self._arena_cache.lost(path)
+                self._arena_cache.note_lost(path)
             is_written = self.disk.write(key, payload)
         finally:
             self._arena_cache.release(one)

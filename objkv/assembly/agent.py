@@ -15,7 +15,7 @@ from typing import Self
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk, DiskFolder
-from objkv.agent.http.api import AgentHttp, HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpSettings
 from objkv.agent.http.listener import check_address
 from objkv.agent.http.status import NodeStatus, RecentWarnings, StoreCheck
 from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
@@ -34,7 +34,7 @@ from objkv.config import Config
 from objkv.config.node import arena_bytes, host_bytes, http_path
 from objkv.config.urls import local_path, parse_address
 from objkv.errors import ConfigError, StoreUnavailable
-from objkv.telemetry import MemoryRecorder, Recorder, Trouble
+from objkv.telemetry import FailureLog, MemoryRecorder, Recorder
 
 logger = logging.getLogger(__name__)
 _SAVE_QUEUE_MAX = 1024
@@ -95,11 +95,11 @@ class NodeAgent:
         Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
         ``StoreError``."""
         self._config, self._path, self._rule = config, path, PutRule.of(config)
-        self._trouble = Trouble(logger, "connections of new clients")
+        self._failure_log = FailureLog(logger, "connections of new clients")
         self._open(path, recorder, replace)
         policy = PutPolicy(self._rule)
         self.saves = NodeSaves(self._cache, self.core, self._save_limits(), policy, recorder)
-        index, held = self._backends.index, self.core.arena_cache.held
+        index, held = self._backends.index, self.core.arena_cache.held_back
         self.lookups = NodeLookups(index, held, self.core.found, self._board, ttl_s=LOOKUP_TTL_S)
         prefetches = Prefetches(self.core, index, self._backends.bulk)
         calls = NodeCalls(index, self._backends.bulk, prefetches, policy, ttl_s=config.ttl_s)
@@ -121,7 +121,7 @@ class NodeAgent:
 
     def _open_http(self, path: Path, prefetches: Prefetches) -> AgentHttp:
         config = self._config
-        places = HttpPlaces(
+        http_settings = HttpSettings(
             http_path(path),
             parse_address(config.agent_listen) if config.agent_listen else None,
             config.agent_token or "",
@@ -137,7 +137,7 @@ class NodeAgent:
             warnings=self._warnings,
         )
         try:
-            return AgentHttp(places, prefetches, status)
+            return AgentHttp(http_settings, prefetches, status)
         except ConfigError as exc:
             self._socket.report(exc)
             self.close()
@@ -272,12 +272,12 @@ class NodeAgent:
                 self.server.listen_at(listener)
             if self._http is not None:
                 self._http.restore()
-            self._trouble.worked()
+            self._failure_log.worked()
         except AgentRuns as exc:
             logger.warning("the agent's socket is another agent's, ending reason=%s", exc)
             return False
         except Exception as exc:  # such as no memory: it is tried again
-            self._trouble.failed(exc)
+            self._failure_log.failed(exc)
         return True
 
     def close(self) -> None:
@@ -305,7 +305,7 @@ class NodeAgent:
         logging.getLogger("objkv").removeHandler(self._warnings)
 
     def _log_end(self) -> None:
-        numbers, held = self._recorder.read(), self.core.arena_cache.held
+        numbers, held = self._recorder.read(), self.core.arena_cache.held_back
         lost, lost_bytes = len(held), held.nbytes
         if lost:
             keeps = "agent_disk_url" if self.core.spill is None else "more agent_disk_bytes"

@@ -21,7 +21,7 @@ from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.base import PruneIndex, ServerFacts, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.net.breaker import Breakers, OnChange, Patience, log_change
+from objkv.net.breaker import BreakerLimits, Breakers, OnChange, log_change
 from objkv.net.guard import Guard
 from objkv.stores.base import HotStore, LifecycleRules, PruneStore
 from objkv.stores.guarded import STORE_VERBS, GuardedStore, GuardedValues
@@ -210,7 +210,7 @@ def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) ->
         end,
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
-        Breakers(end, Patience(enough_s=enough_s), recorder, on_change=on_change),
+        Breakers(end, BreakerLimits(enough_s=enough_s), recorder, on_change=on_change),
         seconds=None
         if end == "bulk"
         else call_s(config),  # bulk stores have deadlines of their own

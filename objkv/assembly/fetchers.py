@@ -9,7 +9,7 @@ from pathlib import Path
 from objkv.config import Config, load_config, parse_url
 from objkv.config.node import agent_environment, host_cores
 from objkv.stores.base import PruneStore
-from objkv.stores.processes import FetchPool, FetchProcess, ProcessGets, run
+from objkv.stores.processes import FetchPool, FetchProcess, ProcessStore, run
 from objkv.stores.s3.client import open_s3_access
 from objkv.stores.s3.store import RANGES_MAX, S3Store
 from objkv.telemetry import Recorder
@@ -40,11 +40,11 @@ def open_s3_of_agent(config: Config, recorder: Recorder) -> PruneStore:
     processes = process_count(store)
     if not processes:
         return store
-    lanes = -(-config.load_threads // processes)
+    channels = -(-config.load_threads // processes)
     command = [sys.executable, "-P", "-m", "objkv.assembly.fetchers", str(processes)]
-    start = partial(FetchProcess, command, _environment(config), lanes)
+    start = partial(FetchProcess, command, _environment(config), channels)
     pool = FetchPool(start, processes, recorder)
-    return ProcessGets(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
+    return ProcessStore(store, pool, deadline_s=config.load_deadline_ms / 1000, recorder=recorder)
 
 
 def _environment(config: Config) -> dict[str, str]:

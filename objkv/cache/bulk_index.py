@@ -30,7 +30,7 @@ from objkv.index.base import (
     Record,
     Savings,
     ShardRecord,
-    Shards,
+    ShardRecords,
     Usage,
     WriteIndex,
 )
@@ -74,10 +74,10 @@ class BulkIndex:
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         """See ``ReadIndex``. Checks each payload's file. Stops at the first missing chunk, as every
         match does, and returns None for the later ones."""
-        found: list[Shards | None] = [None] * len(prefix_hashes)
+        found: list[ShardRecords | None] = [None] * len(prefix_hashes)
         for place, prefix_hash in enumerate(prefix_hashes):
             shards = {
                 field: _of_file(entry)
@@ -160,7 +160,7 @@ class BulkIndex:
     def flush(self) -> None:
         """Does nothing: ``usage`` counts."""
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Return False for all: a folder keeps no sightings."""
         return [False] * len(names)
 

@@ -178,11 +178,11 @@ class InFlightSaves:
             self._under_way.add(path)
             return True
 
-    def keep(self, path: str) -> None:
+    def mark_saved(self, path: str) -> None:
         """Record that the payload is stored and published."""
         self._saved.add(path, KEEP_S)
 
-    def is_kept(self, path: str) -> bool:
+    def is_saved(self, path: str) -> bool:
         """Whether ``path`` was stored and published lately."""
         return path in self._saved
 
@@ -275,13 +275,13 @@ class ChunkCache:
         except StoreError:
             self._recorder.count("lease_errors")
 
-    def sight(self, paths: Sequence[str]) -> list[bool]:
+    def record_sightings(self, paths: Sequence[str]) -> list[bool]:
         """Record that payloads were made, and return for each whether one of the fleet had made it
-        before, see ``WriteIndex.sight``. If the index fails, none was."""
+        before, see ``WriteIndex.record_sightings``. If the index fails, none was."""
         if not paths:
             return []
         try:
-            return self._index.sight(paths, ttl_s=self._settings.ttl_s)
+            return self._index.record_sightings(paths, ttl_s=self._settings.ttl_s)
         except StoreError:
             self._recorder.count("agent_sighting_drops", len(paths))
             return [False] * len(paths)
@@ -371,7 +371,7 @@ class ChunkCache:
         else:
             # If it was found corrupt meanwhile, the next save repairs it.
             if path not in self._suspects:
-                self.in_flight.keep(path)
+                self.in_flight.mark_saved(path)
 
 
 def publish_record(

@@ -37,7 +37,7 @@ limited."""
 _SAMPLES = 5
 """Samples kept per candidate. Their median is used, so that one pause of the machine has no
 effect."""
-_PLACES_MAX = 256
+_KINDS_MAX = 256
 """Kinds of chunks that are measured; the oldest is forgotten."""
 _LINK_MAX = 8e9
 """Bytes/s. No codec decodes faster, so nothing is sampled at a faster link."""
@@ -50,7 +50,7 @@ class _Sample(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Place:
+class _DataKind:
     """The chunks whose data are alike."""
 
     chunks: int = 0
@@ -77,25 +77,25 @@ class CodecChooser:
         self._link = link
         self._clock = clock
         self._lock = Lock()
-        self._places: dict[Hashable, _Place] = {}
+        self._kinds: dict[Hashable, _DataKind] = {}
         self._saving_s = 0.0
         self._sampling_s = 0.0
         self._sampler = Lock()
         self._scratch = np.zeros(0, dtype=np.uint8)
 
-    def choose(self, place: Hashable, layers: Sequence[LayerSpec], pages: memoryview) -> str:
+    def choose(self, kind: Hashable, layers: Sequence[LayerSpec], pages: memoryview) -> str:
         """Choose the codec for one chunk.
 
         Args:
-            place: namespace and KV cache group. Each is measured separately, because their data
+            kind: namespace and KV cache group. Each is measured separately, because their data
                 differ.
             pages: the raw bytes of all layers, one after the other. Only read, and not kept.
         """
         link = self._link()
         with self._lock:
-            while len(self._places) >= _PLACES_MAX and place not in self._places:
-                del self._places[next(iter(self._places))]
-            one = self._places.setdefault(place, _Place())
+            while len(self._kinds) >= _KINDS_MAX and kind not in self._kinds:
+                del self._kinds[next(iter(self._kinds))]
+            one = self._kinds.setdefault(kind, _DataKind())
             number, one.chunks = one.chunks, one.chunks + 1
         if link is None or link >= _LINK_MAX:
             return "none"
@@ -108,7 +108,7 @@ class CodecChooser:
         with self._lock:
             self._saving_s += seconds
 
-    def _due(self, one: _Place, number: int) -> list[str]:
+    def _due(self, one: _DataKind, number: int) -> list[str]:
         """Return the codecs to measure with this chunk: those never measured, else one in turn."""
         with self._lock:
             if unknown := [codec for codec in CANDIDATES if codec not in one.samples]:
@@ -117,7 +117,7 @@ class CodecChooser:
                 return []
             return [CANDIDATES[number // SAMPLE_EVERY % len(CANDIDATES)]]
 
-    def _sample(self, one: _Place, codec: str, piece: tuple[memoryview, int]) -> None:
+    def _sample(self, one: _DataKind, codec: str, piece: tuple[memoryview, int]) -> None:
         if not self._sampler.acquire(blocking=False):
             return
         try:
@@ -144,7 +144,7 @@ class CodecChooser:
         decompress_into(codec, memoryview(frame), self._scratch.data[: pages.nbytes])
         return _Sample(pages.nbytes / len(frame), (self._clock() - started) / pages.nbytes)
 
-    def _best(self, one: _Place, link: float, layers: int) -> str:
+    def _best(self, one: _DataKind, link: float, layers: int) -> str:
         best, least = "none", (1 - GAIN_MIN) / link
         with self._lock:
             known = {codec: list(samples) for codec, samples in sorted(one.samples.items())}

@@ -16,12 +16,12 @@ from typing import Final, Protocol
 from objkv.background import Steps, StepThread, in_steps
 from objkv.cache.match import ENTRIES_MAX
 from objkv.errors import StoreError
-from objkv.index.base import Record, Shards
-from objkv.telemetry import Recorder, Trouble
+from objkv.index.base import Record, ShardRecords
+from objkv.telemetry import FailureLog, Recorder
 from objkv.tracing import NO_TRACING, Span, Tracing
 
 logger = logging.getLogger(__name__)
-Records = tuple[Shards | None, ...]
+Records = tuple[ShardRecords | None, ...]
 """The found shards of each chunk of a prompt, in order."""
 _ANSWER_S = 2.0
 """An agent answers within microseconds, unless it is stopped, its index is down, or the machine is
@@ -69,7 +69,7 @@ class _Memo:
     """Results for the leading chunks from an earlier answer."""
     count: int
     deadline: float
-    future: Future[list[Shards | None]] | None = None
+    future: Future[list[ShardRecords | None]] | None = None
     answer: Records | None = None
     answered_at: float = 0.0
 
@@ -83,7 +83,7 @@ class FindIndex(Protocol):
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> Steps[list[Shards | None]] | list[Shards | None]:
+    ) -> Steps[list[ShardRecords | None]] | list[ShardRecords | None]:
         """See ``ReadIndex.find``. In steps, if it is in another process."""
 
 
@@ -115,7 +115,7 @@ class LookupService:
             failed=lambda _: recorder.count("background_errors"),
         )
         self._memos: dict[str, _Memo] = {}
-        self._trouble, self._late_at = Trouble(logger, "lookups"), -inf
+        self._failure_log, self._late_at = FailureLog(logger, "lookups"), -inf
 
     def ask(
         self, request_id: str, namespace: str, hashes: Hashes, trace: str | None = None
@@ -201,7 +201,7 @@ class LookupService:
 
     def _find(
         self, memo: _Memo, namespace: str, hashes: Hashes, started: float, span: Span
-    ) -> Steps[list[Shards | None]]:
+    ) -> Steps[list[ShardRecords | None]]:
         found = None
         try:
             wanted = hashes[len(memo.known) : memo.count]
@@ -225,12 +225,14 @@ class LookupService:
             else:
                 answer = memo.known + tuple(future.result())
                 if self._clock() - self._late_at >= _IN_TIME_S:
-                    self._trouble.worked()
+                    self._failure_log.worked()
         elif future.cancelled() or self.is_late(memo.deadline):
             self._thread.cancel(future)
             self._recorder.count("lookup_deadlines")
             self._late_at = self._clock()
-            self._trouble.failed(TimeoutError(f"no answer within {self._limits.deadline_s:g} s"))
+            self._failure_log.failed(
+                TimeoutError(f"no answer within {self._limits.deadline_s:g} s")
+            )
         else:
             return
         self._answer(memo, memo.no_match if answer is None else answer)
@@ -241,7 +243,7 @@ class LookupService:
         memo.answer, memo.answered_at, memo.future = answer, self._clock(), None
 
 
-def _decode(found: Sequence[Shards | None]) -> None:
+def _decode(found: Sequence[ShardRecords | None]) -> None:
     """Have an index that decodes shards when they are read decode them now. The scheduler's thread
     would take milliseconds for a long prompt."""
     for shards in found:
@@ -264,7 +266,7 @@ class RecordIndex(FindIndex, Protocol):
         """See ``ReadIndex.lookup``. In steps, if it is in another process."""
 
 
-class PartsIndex:
+class OtherShapesIndex:
     """Finds payloads that have only a part of a group, too, which a reader cannot ask for by name.
     Implements ``FindIndex``. For one thread, which may have begun several lookups.
 
@@ -277,7 +279,7 @@ class PartsIndex:
     def __init__(
         self,
         inner: RecordIndex,
-        is_stored: Callable[[Shards], bool],
+        is_stored: Callable[[ShardRecords], bool],
         *,
         again_s: float = _AGAIN_S,
         clock: Callable[[], float] = monotonic,
@@ -294,7 +296,7 @@ class PartsIndex:
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> Steps[list[Shards | None]]:
+    ) -> Steps[list[ShardRecords | None]]:
         """Find ``fields``, and the parts of leading chunks that lack something. If those are of
         several shapes that were not met before, only up to the second of them."""
         found = list((yield from in_steps(self._inner.find(namespace, prefix_hashes, fields))))
@@ -318,7 +320,7 @@ class PartsIndex:
 
     def _add(
         self,
-        found: list[Shards | None],
+        found: list[ShardRecords | None],
         namespace: str,
         prefix_hashes: Sequence[bytes],
         fields: Sequence[str],
@@ -331,14 +333,14 @@ class PartsIndex:
             if any(one and one.keys() - set(fields) for one in found[at:]):
                 self._parts_end = self._clock() + _KEPT_S
 
-    def _count_stored(self, found: Sequence[Shards | None]) -> int:
+    def _count_stored(self, found: Sequence[ShardRecords | None]) -> int:
         """Return how many leading chunks lack nothing."""
         for number, shards in enumerate(found):
             if shards is None or not self._is_stored(shards):
                 return number
         return len(found)
 
-    def _read(self, namespace: str, prefix_hash: bytes) -> Steps[Shards]:
+    def _read(self, namespace: str, prefix_hash: bytes) -> Steps[ShardRecords]:
         """Return all shards of a chunk; none if it has too many, or the index does not answer: what
         was found by name is right all the same."""
         self._due = self._clock() + self._again_s  # for lookups that begin meanwhile, too

@@ -7,7 +7,7 @@ groups. A payload holds only the blocks that some possible end needs.
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Final
 
-from objkv.index.base import Record, Shards
+from objkv.index.base import Record, ShardRecords
 from objkv.keys.chunk import parse_field
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
@@ -15,23 +15,23 @@ from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
 ENTRIES_MAX: Final = 64
 """Of a record that a lookup reads whole; those with more are ignored. Any process that may write to
 the index can add entries, and replicas need one per group and node."""
-Stored = Callable[[Shards, int, GroupIdentity], bool]
+Stored = Callable[[ShardRecords, int, GroupIdentity], bool]
 """Returns whether the found shards of a chunk hold everything that a reader needs of one group."""
 
 
 def usable_chunks(
-    found: Sequence[Shards | None],
+    found: Sequence[ShardRecords | None],
     groups: Sequence[GroupIdentity],
     chunk_tokens: int,
     stored: Stored | None = None,
-    lag: int = 0,
+    lag_tokens: int = 0,
 ) -> int:
     """Return the length, in chunks, of the longest prefix that can be loaded for all groups.
 
     Args:
         found: one per chunk of the prompt, in order; None if nothing is stored.
         stored: the reader's need of a group; by default all of its layers and heads.
-        lag: how many tokens before the end of the last chunk the prefix ends.
+        lag_tokens: how many tokens before the end of the last chunk the prefix ends.
     """
     stored = stored or covered
     whole = [(g, group) for g, group in enumerate(groups) if keeps_all(group)]
@@ -50,10 +50,10 @@ def usable_chunks(
             run + 1 if stored(held, g, group) else 0
             for run, (g, group) in zip(runs, others, strict=True)
         ]
-        tokens = end * chunk_tokens - lag
+        tokens = end * chunk_tokens - lag_tokens
         if all(
             end - run <= needed_from(group, tokens) // chunk_tokens
-            and (not lag or ends_within(group, chunk_tokens, tokens))
+            and (not lag_tokens or ends_within(group, chunk_tokens, tokens))
             for run, (_, group) in zip(runs, others, strict=True)
         ):
             usable = end
@@ -61,7 +61,9 @@ def usable_chunks(
 
 
 def _leading(
-    found: Sequence[Shards | None], groups: Sequence[tuple[int, GroupIdentity]], stored: Stored
+    found: Sequence[ShardRecords | None],
+    groups: Sequence[tuple[int, GroupIdentity]],
+    stored: Stored,
 ) -> int:
     """Return how many chunks from the first on hold everything of these groups."""
     for chunk, shards in enumerate(found):
@@ -166,7 +168,7 @@ def _chain(end: int, tiles: _Tiles) -> tuple[Shard, ...]:
     return best.get(end, ())
 
 
-def shards_to_read(record: Record | None, groups: int) -> Shards | None:
+def shards_to_read(record: Record | None, groups: int) -> ShardRecords | None:
     """Return those shards of a record that lookups find: all of them, or, if there are more than
     ``ENTRIES_MAX``, the payloads with all of one of the ``groups``. None if it has none."""
     if record is None:

@@ -49,7 +49,7 @@ class Steps:
         self._name = ""
         self._started = 0.0
 
-    def tell(self, name: str, stage: str) -> None:
+    def report_stage(self, name: str, stage: str) -> None:
         """Show that ``name`` begins ``stage``. A new name ends the previous one."""
         if name != self._name:
             self._finish()
@@ -180,7 +180,7 @@ def demo(
 
 def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
     with Steps().shown() as steps:
-        report = show_replicas(length, place, steps.tell, lambda: count_stored(place))
+        report = show_replicas(length, place, steps.report_stage, lambda: count_stored(place))
     if out.machine:
         out.document(report_document(report))
     else:

@@ -73,7 +73,7 @@ def gpu_check(
     steps, place = Steps(), cache_folder() / "gpu-check"
     make_private(place)
     with ending_in_order(), tempfile.TemporaryDirectory(dir=place) as folder:
-        check = GpuCheck(name, Path(folder), cache_folder() / "demo" / "models", steps.tell)
+        check = GpuCheck(name, Path(folder), cache_folder() / "demo" / "models", steps.report_stage)
         try:
             with steps.shown():
                 report = run_check(check, metadata.version("objkv"))

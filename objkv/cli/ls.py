@@ -15,7 +15,7 @@ from objkv.ops.formats import age, size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree
 from objkv.ops.inventory.tree import prefixes as list_prefixes
-from objkv.ops.inventory.walk import Places, ReadView, Walk, find_places
+from objkv.ops.inventory.walk import ReadView, Walk, WalkScope, find_scope
 from objkv.ops.listing import (
     NamespaceSummary,
     TenantTotals,
@@ -97,9 +97,9 @@ def _counted(
     if namespace is not None:
         namespace = find_namespace(view.bulk, view.index, namespace)
     with closing(Inventory()) as inventory:
-        walk = Walk(view, inventory, find_places(view, namespace))
+        walk = Walk(view, inventory, find_scope(view, namespace))
         _walked(session, "counting payloads", walk.payloads())
-        return counted_namespaces(inventory, walk.places)
+        return counted_namespaces(inventory, walk.scope)
 
 
 def _walked(session: Session, what: str, units: Iterable[Unit]) -> None:
@@ -120,9 +120,9 @@ def _show_chunks(
     else:
         names = [find_namespace(backends.bulk, backends.index, namespace)]
     view = ReadView(backends.bulk, backends.index, is_own_index=False)
-    places = Places(namespaces={}, old=frozenset(), indexed=names)
+    scope = WalkScope(namespaces={}, old=frozenset(), indexed=names)
     with closing(Inventory()) as inventory:
-        _walked(session, "reading the index", Walk(view, inventory, places).records())
+        _walked(session, "reading the index", Walk(view, inventory, scope).records())
         with session.out.waiting("joining chunks"):
             make_tree(inventory, "recorded")
         [(every, ends)] = inventory.some(

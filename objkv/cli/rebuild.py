@@ -44,7 +44,7 @@ def rebuild(
         found: Mapping[str, StoredNamespace] = {}
         with run.interruptible():
             walk = run.walk(inventory, only_sealed_here=True)
-            found = walk.places.namespaces
+            found = walk.scope.namespaces
             run.run("listing payloads", walk.payloads())
             work = Rebuild(run.view, apply=apply)
             run.run("restoring records", work.parts(inventory, found))

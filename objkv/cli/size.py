@@ -15,7 +15,7 @@ from objkv.errors import ConfigError
 from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.layers import KV_DTYPES
 from objkv.ops.size.model import PRESETS, ModelShape, preset, read_model
-from objkv.ops.size.sizing import ChunkSizing, Layout, Load, Sizing, size_fleet
+from objkv.ops.size.sizing import ChunkSizing, Load, ReplicaLayout, Sizing, size_fleet
 
 _GIGABIT = 1e9 / 8
 _LARGE = 1_000
@@ -90,7 +90,7 @@ def size(
         return FINE
     config = session.config
     has_redis = config.index_url.startswith("redis")
-    layout = Layout(
+    layout = ReplicaLayout(
         chunk_tokens=config.chunk_tokens,
         block_size=block_size,
         tp_size=tp,
@@ -135,7 +135,7 @@ def _puts(chunk: ChunkSizing, tp_size: int, rule: PutRule) -> tuple[str, str]:
     )
 
 
-def _print(out: Printer, found: Sizing, layout: Layout, load: Load, rule: PutRule) -> None:
+def _print(out: Printer, found: Sizing, layout: ReplicaLayout, load: Load, rule: PutRule) -> None:
     chunk = found.chunk
     kept = load.ttl_s + load.used_s
     rows: list[tuple[str, str, str]] = [

@@ -61,7 +61,7 @@ def sweep(
         is_empty, doubts = False, tuple[Doubt, ...]()
         with run.interruptible():
             walk = run.walk(inventory)
-            is_empty = not walk.places.every
+            is_empty = not walk.scope.every
             run.run("reading records", walk.records())
             run.run("listing payloads", walk.payloads())
             run.run("listing leftovers", walk.leftovers())
@@ -84,7 +84,7 @@ def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) ->
     doubts = tuple[Doubt, ...]()
     walk.judge(ttl_s=run.view.ttl_s)
     if not limits.force and not run.view.is_own_index:
-        doubts = find_doubts(walk.inventory, walk.places, ttl_s=run.view.ttl_s)
+        doubts = find_doubts(walk.inventory, walk.scope, ttl_s=run.view.ttl_s)
     if any(one.namespace is None for one in doubts):
         limits = replace(limits, apply=False)
     remover = Remover(run.view, limits)

@@ -17,7 +17,7 @@ from objkv.cli.output import Printer, counted, rich_table
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
 from objkv.ops.formats import printable, size
-from objkv.ops.top import FleetWatch, MetricsSource, Row, View, hit_rate
+from objkv.ops.top import FleetWatch, MetricsSource, TopRow, TopView, hit_rate
 
 _REPLICA: Final = (
     "replica", "state", "~notes", ">tokens", ">hit", ">local", ">loaded", ">saved", ">dropped",
@@ -126,7 +126,7 @@ def _live(watch: FleetWatch) -> NoReturn:
             time.sleep(max(0.0, due_s - time.monotonic()))
 
 
-def _tables(view: View) -> list[tuple[tuple[str, ...], list[list[str]]]]:
+def _tables(view: TopView) -> list[tuple[tuple[str, ...], list[list[str]]]]:
     found: list[tuple[tuple[str, ...], list[list[str]]]] = []
     if view.rows:
         found.append((_REPLICA, [replica_cells(row) for row in view.rows]))
@@ -135,7 +135,7 @@ def _tables(view: View) -> list[tuple[tuple[str, ...], list[list[str]]]]:
     return found
 
 
-def summary_lines(view: View, per: str) -> list[str]:
+def summary_lines(view: TopView, per: str) -> list[str]:
     """Return the fleet's totals as text. ``per``: ``/s`` if the values are rates."""
     lines = []
     down = sum(row.state == "down" for row in (view.rows or view.agents))
@@ -171,7 +171,7 @@ def _reasons(values: Mapping[str, float]) -> list[str]:
     return [f"{words} {_count(values[name])}" for name, words in _REASONS.items() if values[name]]
 
 
-def _hit_rate(view: View) -> str:
+def _hit_rate(view: TopView) -> str:
     """Return the hit rate. If the replicas' own caches served most tokens, name the remaining share
     that it refers to, so that 0% does not look like a failure."""
     local, tokens = view.total["local_tokens"], view.total["tokens"]
@@ -181,7 +181,7 @@ def _hit_rate(view: View) -> str:
     return f"{rate} of the {1 - local / tokens:.0%} that was not in GPU memory"
 
 
-def replica_cells(row: Row) -> list[str]:
+def replica_cells(row: TopRow) -> list[str]:
     """Return one replica's row as text."""
     values = row.values
     if not values or row.state == "new":
@@ -200,7 +200,7 @@ def replica_cells(row: Row) -> list[str]:
     ]
 
 
-def agent_cells(row: Row) -> list[str]:
+def agent_cells(row: TopRow) -> list[str]:
     """Return one node agent's row as text."""
     values = row.values
     if not values:

@@ -18,7 +18,7 @@ from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import BackendsView, read_namespace
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Places, Walk, find_places, read_view
+from objkv.ops.inventory.walk import Walk, WalkScope, find_scope, read_view
 from objkv.ops.listing import find_namespace
 from objkv.ops.runs import Counters, Unit, WorkPool
 
@@ -57,10 +57,10 @@ class Upkeep:
         ``only_read``: see ``_of_this_format``."""
         view = read_view(self.view)
         with self.session.out.waiting("reading namespaces"):
-            places = find_places(view, self.namespace)
+            scope = find_scope(view, self.namespace)
         if only_read:
-            places = self._of_this_format(places)
-        return Walk(view, inventory, self._with_keys(places) if only_sealed_here else places)
+            scope = self._of_this_format(scope)
+        return Walk(view, inventory, self._with_keys(scope) if only_sealed_here else scope)
 
     @contextmanager
     def interruptible(self) -> Iterator[None]:
@@ -70,23 +70,23 @@ class Upkeep:
         except KeyboardInterrupt:
             self.pool.halt()
 
-    def _of_this_format(self, places: Places) -> Places:
+    def _of_this_format(self, scope: WalkScope) -> WalkScope:
         """Leave out the namespaces of an earlier format, with a note that counts them."""
-        old = {name for name, one in places.namespaces.items() if one.is_old_format}
+        old = {name for name, one in scope.namespaces.items() if one.is_old_format}
         if old:
             self.session.out.note(
                 f"left out {counted(len(old), 'namespace')} of an earlier format that is not read "
                 "any more: objkv sweep --apply deletes the payloads"
             )
-        left = {name: one for name, one in places.namespaces.items() if name not in old}
-        indexed = [name for name in places.indexed if name not in old]
-        return replace(places, namespaces=left, indexed=indexed)
+        left = {name: one for name, one in scope.namespaces.items() if name not in old}
+        indexed = [name for name in scope.indexed if name not in old]
+        return replace(scope, namespaces=left, indexed=indexed)
 
-    def _with_keys(self, places: Places) -> Places:
+    def _with_keys(self, scope: WalkScope) -> WalkScope:
         """Leave out the namespaces whose sealing keys are not configured here, with a note for
         each. Raises ``ConfigError`` if no namespace remains."""
         left, skipped = {}, dict[str, str]()
-        for name, namespace in places.namespaces.items():
+        for name, namespace in scope.namespaces.items():
             try:
                 self.view.seal_of(namespace)
             except ConfigError as exc:
@@ -97,8 +97,8 @@ class Upkeep:
             raise ConfigError("; ".join(dict.fromkeys(skipped.values())))
         for name, why in skipped.items():
             self.session.out.note(f"{name} is skipped: {why}")
-        indexed = [name for name in places.indexed if name not in skipped]
-        return replace(places, namespaces=left, indexed=indexed)
+        indexed = [name for name in scope.indexed if name not in skipped]
+        return replace(scope, namespaces=left, indexed=indexed)
 
     @property
     def counters(self) -> Counters:

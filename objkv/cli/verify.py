@@ -12,7 +12,7 @@ from objkv.cli.command import FINE, FOUND, Session, command
 from objkv.cli.output import counted, plain
 from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
 from objkv.errors import ConfigError
-from objkv.ops.backends_view import once
+from objkv.ops.backends_view import without_retries
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import find_doubts
@@ -77,7 +77,7 @@ def verify(
         is_empty = False
         with run.interruptible():
             walk = run.walk(inventory, only_sealed_here=True, only_read=True)
-            is_empty = not walk.places.every and not walk.places.old
+            is_empty = not walk.scope.every and not walk.scope.old
             run.run("reading records", walk.records())
             run.run("listing payloads", walk.payloads())
             run.run("reading pins", walk.pins())
@@ -86,7 +86,7 @@ def verify(
                 _count_unrecorded(run, inventory)
                 work = Verify(
                     run.view,
-                    walk.places.namespaces,
+                    walk.scope.namespaces,
                     quarantine=apply,
                     force=force,
                     budget=Budget(_MEMORY_BYTES),
@@ -138,7 +138,7 @@ def _count_unrecorded(run: Upkeep, inventory: Inventory) -> None:
 
 def _wrong_bulk(run: Upkeep, walk: Walk, *, is_refused: bool) -> str | None:
     """Return why the bulk store looks emptied or wrong, or raise ``ConfigError`` with it."""
-    doubts = find_doubts(walk.inventory, walk.places, ttl_s=run.view.ttl_s)
+    doubts = find_doubts(walk.inventory, walk.scope, ttl_s=run.view.ttl_s)
     why = next((one.why for one in doubts if one.is_of_bulk), None)
     if why is not None and is_refused:
         raise ConfigError(why)
@@ -195,7 +195,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             **plain(shown),
             checked=checked,
             checked_bytes=nbytes,
-            missing_seen=not is_listed(once(run.view.index)),
+            missing_seen=not is_listed(without_retries(run.view.index)),
             **{
                 kind: counts[kind]
                 for kind in ("ok", *_WRONG, "orphan", "expired", "changed", *_DONE)
@@ -220,7 +220,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             "wrong; objkv rebuild --apply restores the records",
             "yellow",
         )
-    if is_listed(once(run.view.index)):
+    if is_listed(without_retries(run.view.index)):
         out.line(MISSING_UNSEEN, "yellow")
     run.print_findings()
     done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]

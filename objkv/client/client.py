@@ -27,7 +27,7 @@ from objkv.ops.audit.report import AuditReport
 from objkv.ops.backends_view import BackendsView, read_identity, stored_namespaces
 from objkv.ops.chat import LocalTokenizer
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Walk, find_places, read_view
+from objkv.ops.inventory.walk import Walk, find_scope, read_view
 from objkv.ops.listing import find_namespace
 from objkv.ops.pin import PinnedPrefix, Pinner, chain_of, list_pins, stored_prefix
 from objkv.ops.runs import WorkPool
@@ -199,7 +199,7 @@ class Client:
             only = None
             if namespace is not None:
                 only = find_namespace(view.bulk, view.index, namespace)
-            walk = Walk(view, inventory, find_places(view, only), _WORKERS)
+            walk = Walk(view, inventory, find_scope(view, only), _WORKERS)
             pool = WorkPool(workers=_WORKERS)
             for stage, units in audit_stages(walk):
                 pool.run(units, partial(on_progress, stage))

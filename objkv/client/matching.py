@@ -1,7 +1,7 @@
 """Answers a router's question, which prefix of a prompt is stored, from a few queries of the index.
 
 Names and identities are kept for half a minute. So a prompt that is stored whole costs one round
-trip; for any other, ``PartsIndex`` reads one record more.
+trip; for any other, ``OtherShapesIndex`` reads one record more.
 """
 
 import time
@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from threading import Lock
 
 from objkv.background import at_once
-from objkv.cache.lookup import PartsIndex
+from objkv.cache.lookup import OtherShapesIndex
 from objkv.cache.match import covered, usable_chunks
 from objkv.client.results import Match, MatchEnd
 from objkv.errors import ConfigError, StoreError
-from objkv.index.base import ReadIndex, Shards
+from objkv.index.base import ReadIndex, ShardRecords
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.listing import find_identity
@@ -68,16 +68,16 @@ class Matcher:
         hashes = prefix_hashes(name, tokens, size, extras)
         memory: dict[tuple[object, ...], bool] = {}
 
-        def is_covered(shards: Shards, number: int, group: GroupIdentity) -> bool:
+        def is_covered(shards: ShardRecords, number: int, group: GroupIdentity) -> bool:
             key = number, *shards  # most chunks have the same fields
             if (found := memory.get(key)) is None:
                 found = memory[key] = covered(shards, number, group)
             return found
 
-        def is_stored(shards: Shards) -> bool:
+        def is_stored(shards: ShardRecords) -> bool:
             return all(is_covered(shards, number, group) for number, group in enumerate(groups))
 
-        index = PartsIndex(self._index, is_stored, again_s=0)
+        index = OtherShapesIndex(self._index, is_stored, again_s=0)
         fields = [str(number) for number in range(len(groups))]
         found = at_once(index.find(name, hashes, fields)) if hashes else []
         usable = usable_chunks(found, groups, size, is_covered)
@@ -116,7 +116,7 @@ def encoded(tokens: Sequence[int]) -> "array[int]":
     return found
 
 
-def _end(found: Sequence[Shards | None], usable: int) -> MatchEnd:
+def _end(found: Sequence[ShardRecords | None], usable: int) -> MatchEnd:
     if usable == len(found):
         return "complete" if found else "short"
     if found[usable]:

@@ -27,7 +27,7 @@ class Move(NamedTuple):
     nbytes: int
 
 
-class Place(NamedTuple):
+class PartPosition(NamedTuple):
     """Where the frames of one part belong in the whole payload. Frame ``i`` of the part is frame
     ``first + i * step``."""
 
@@ -58,39 +58,39 @@ class Join:
     """A payload that is being joined. The caller owns its memory, and calls one method at a
     time."""
 
-    def __init__(self, header: Header, place: Place) -> None:
+    def __init__(self, header: Header, position: PartPosition) -> None:
         """``header``: of the part that came first. Raises ``PayloadError``."""
-        place.check()
+        position.check()
         self.claim = header.claim
         self._provenance = header.provenance
-        self._place = place._replace(first=0, skipped=0)
+        self._position = position._replace(first=0, skipped=0)
         # As many frames as the part has, times the parts, need about as much header as it needed.
-        times = -(-place.frames // len(header.frames))
-        room = header.data_start * times + _GROWTH_BYTES * place.frames
+        times = -(-position.frames // len(header.frames))
+        room = header.data_start * times + _GROWTH_BYTES * position.frames
         self.room = min(HEADER_BYTES_MAX, -(-room // ALIGNMENT) * ALIGNMENT)
         """Length of the header. The frames follow."""
-        self.nbytes = self.room + place.nbytes
+        self.nbytes = self.room + position.nbytes
         """Length of the whole payload."""
         self._frames: dict[int, Frame] = {}
         self._added = 0
 
-    def add(self, header: Header, place: Place) -> list[Move]:
+    def add(self, header: Header, position: PartPosition) -> list[Move]:
         """Accept a part, whose frames are not in their places yet. Return where each belongs.
         Raises ``PayloadError`` unless it is a part of this payload that is still missing."""
-        if header.claim != self.claim or place._replace(first=0, skipped=0) != self._place:
-            raise PayloadError(f"a part of another payload: {header.claim}, {place}")
+        if header.claim != self.claim or position._replace(first=0, skipped=0) != self._position:
+            raise PayloadError(f"a part of another payload: {header.claim}, {position}")
         ours = self._provenance.token_digest, self._provenance.tokens
         if (header.provenance.token_digest, header.provenance.tokens) != ours:
             raise PayloadError(f"a part of other tokens: {header.claim}")
         if any(codec != "none" for codec in header.frames.codecs) or any(header.marks):
             raise PayloadError("a part that is compressed or sealed")
-        at, moves, frames = place.skipped, list[Move](), dict[int, Frame]()
-        column = place.first % place.step
+        at, moves, frames = position.skipped, list[Move](), dict[int, Frame]()
+        column = position.first % position.step
         for n, frame in enumerate(header.frames):
-            number, start = place.first + n * place.step, at + column * frame.nbytes
-            at += place.step * frame.nbytes
-            if number >= place.frames or at > place.nbytes or number in self._frames:
-                raise PayloadError(f"a part that came before, or is too long: {place}")
+            number, start = position.first + n * position.step, at + column * frame.nbytes
+            at += position.step * frame.nbytes
+            if number >= position.frames or at > position.nbytes or number in self._frames:
+                raise PayloadError(f"a part that came before, or is too long: {position}")
             moves.append(Move(frame.offset, self.room + start, frame.nbytes))
             frames[number] = frame._replace(offset=start)
         self._frames |= frames
@@ -100,19 +100,21 @@ class Join:
     @property
     def is_complete(self) -> bool:
         """Whether all parts were accepted."""
-        return self._added == self._place.parts
+        return self._added == self._position.parts
 
     def finish(self, memory: memoryview) -> Header:
         """Write the header of a complete payload in front of its frames, and return it. Raises
         ``PayloadError`` unless the frames follow one another without a gap."""
         at, frames = 0, list[Frame]()
-        for number in range(self._place.frames):
+        for number in range(self._position.frames):
             frame = self._frames.get(number)
             if frame is None or frame.offset != at:
                 raise PayloadError(f"parts that leave frame {number} out, or overlap there")
             frames.append(frame)
             at += frame.nbytes
-        if at != self._place.nbytes or len({frame.layer.name for frame in frames}) != len(frames):
+        if at != self._position.nbytes or len({frame.layer.name for frame in frames}) != len(
+            frames
+        ):
             raise PayloadError("parts of another size, or with the same frame")
         text = render(self.claim, frames, self._provenance, room=self.room)
         memory[: self.room] = text

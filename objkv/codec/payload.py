@@ -30,7 +30,7 @@ from objkv.codec.values import (
     RAW_BYTES_MAX,
     Claim,
     Frame,
-    FramePlace,
+    FramePosition,
     Frames,
     Header,
     LayerSpec,
@@ -134,7 +134,7 @@ def encode_in_place(
         used, content = compress(codec, raw, layer.item_bytes)
         raw_checksum = None if used == "none" else digest(raw)
         room = buffer[target : target + len(content)]
-        frame = sealing.store(FramePlace(number, used, layer), content, raw_checksum, room)
+        frame = sealing.store(FramePosition(number, used, layer), content, raw_checksum, room)
         frames.append(frame._replace(offset=target - start))
         source += layer.nbytes
         target += len(content)
@@ -248,7 +248,7 @@ def frame_pages(
         )
     pages = _view(scratch)[: layer.nbytes]
     if cipher is not None:  # the tag verifies the stored bytes
-        place, tag = FramePlace(index, frames.codecs[index], layer), frames.proofs[index]
+        place, tag = FramePosition(index, frames.codecs[index], layer), frames.proofs[index]
         if codec == "none":
             cipher.decrypt(place, stored, pages, tag)
             return pages

@@ -27,7 +27,7 @@ from objkv.codec.values import (
     UNSEALED,
     Claim,
     Frame,
-    FramePlace,
+    FramePosition,
     Frames,
     Header,
     LayerSpec,
@@ -175,13 +175,13 @@ class Sealing:
         self.marks = Marks(seal.signer.id, seal.encrypter.id, salt.hex())
 
     def store(
-        self, place: FramePlace, content: Buffer, raw_checksum: str | None, room: memoryview
+        self, position: FramePosition, content: Buffer, raw_checksum: str | None, room: memoryview
     ) -> Frame:
         """Write a frame into ``room``, which is as long as ``content`` and may overlap it. Return
         the frame, with offset 0.
 
         Args:
-            place: includes the codec of ``content``.
+            position: includes the codec of ``content``.
             raw_checksum: checksum of the decoded pages; None if ``content`` is the pages.
         """
         cipher = self._cipher
@@ -189,16 +189,16 @@ class Sealing:
             checksum, proof = digest(content), "" if self.seal is None else proof_of(content)
             _move(content, room)
         else:
-            place = place._replace(codec=place.codec + ENCRYPTED)
+            position = position._replace(codec=position.codec + ENCRYPTED)
             if raw_checksum is None:
                 _move(content, room)
                 content = room
             else:
-                raw_checksum = cipher.blinded(place.number, raw_checksum)
-            proof = cipher.encrypt(place, content, room)
+                raw_checksum = cipher.blinded(position.number, raw_checksum)
+            proof = cipher.encrypt(position, content, room)
             checksum = digest(room)
         sums = checksum, raw_checksum or checksum, proof
-        return Frame(place.layer, place.codec, 0, len(room), *sums)
+        return Frame(position.layer, position.codec, 0, len(room), *sums)
 
     def header(self, frames: Frames, checksum: str) -> Header:
         """Return the header of the payload, as a reader with the seal would parse it."""
@@ -288,33 +288,35 @@ class AesFrames:
         any frame."""
         self._claim += f"{token_digest}\n"
 
-    def encrypt(self, place: FramePlace, source: Buffer, target: memoryview) -> str:
+    def encrypt(self, position: FramePosition, source: Buffer, target: memoryview) -> str:
         """Encrypt ``source`` into ``target``, which has the same length. Return the tag, 32 hex
         digits. The two may be the same memory, but must not overlap otherwise."""
         lib = load_aes()
-        context = lib.Cipher(self._aes, lib.modes.GCM(_nonce(place.number))).encryptor()
-        context.authenticate_additional_data(self._about(place))
+        context = lib.Cipher(self._aes, lib.modes.GCM(_nonce(position.number))).encryptor()
+        context.authenticate_additional_data(self._about(position))
         context.update_into(source, target)
         context.finalize()
         tag: str = context.tag.hex()
         return tag
 
-    def decrypt(self, place: FramePlace, stored: memoryview, out: memoryview, tag: str) -> None:
+    def decrypt(
+        self, position: FramePosition, stored: memoryview, out: memoryview, tag: str
+    ) -> None:
         """Decrypt ``stored`` into ``out``, which has the same length and does not overlap. Raises
         ``PayloadError`` unless it was encrypted for this claim and place; ``out`` is then
         undefined."""
         lib = load_aes()
         if len(tag) != _TAG_HEX:  # a shorter tag would be easier to guess
-            raise PayloadError(f"layer {place.layer.name!r}: the frame's tag is missing")
-        mode = lib.modes.GCM(_nonce(place.number), bytes.fromhex(tag))
+            raise PayloadError(f"layer {position.layer.name!r}: the frame's tag is missing")
+        mode = lib.modes.GCM(_nonce(position.number), bytes.fromhex(tag))
         context = lib.Cipher(self._aes, mode).decryptor()
-        context.authenticate_additional_data(self._about(place))
+        context.authenticate_additional_data(self._about(position))
         context.update_into(stored, out)
         try:
             context.finalize()
         except lib.InvalidTag:
             raise KeyMismatch(
-                f"layer {place.layer.name!r} was not encrypted for this claim and position, "
+                f"layer {position.layer.name!r} was not encrypted for this claim and position, "
                 "or with another key"
             ) from None
 
@@ -329,13 +331,13 @@ class AesFrames:
         tokens cannot be compared with it."""
         return hmac.digest(self._blind, bytes.fromhex(token_digest), "sha256").hex()
 
-    def _about(self, place: FramePlace) -> bytes:
+    def _about(self, position: FramePosition) -> bytes:
         """Return a frame's identity and content type, which are authenticated along with its
         bytes."""
-        layer = place.layer
+        layer = position.layer
         text = (
-            f"{self._claim}{place.number} {self._frames}\n"
-            f"{place.codec} {layer.dtype} {_shape(layer)}\n{layer.scales or ''}\n{layer.name}"
+            f"{self._claim}{position.number} {self._frames}\n"
+            f"{position.codec} {layer.dtype} {_shape(layer)}\n{layer.scales or ''}\n{layer.name}"
         )
         return text.encode("utf-8", "surrogatepass")
 

@@ -229,7 +229,7 @@ class Marks(NamedTuple):
 UNSEALED: Final = Marks()
 
 
-class FramePlace(NamedTuple):
+class FramePosition(NamedTuple):
     """A frame's position and content type in its payload. An encrypted frame can be decrypted only
     at its own position."""
 

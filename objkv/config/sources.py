@@ -54,8 +54,8 @@ _FORMS = {
 }
 """Messages about settings that do not match their pattern."""
 
-Source = Literal["default", "file", "environment", "option"]
-_Given = dict[Source, tuple[str, dict[str, Any]]]
+SettingSource = Literal["default", "file", "environment", "option"]
+_Given = dict[SettingSource, tuple[str, dict[str, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Resolved:
     """Settings, with the source of each."""
 
     config: Config
-    sources: Mapping[str, Source]
+    sources: Mapping[str, SettingSource]
 
 
 def load_config(
@@ -96,7 +96,7 @@ def resolve_config(
     given["option"] = (f"in {origin}", dict(overrides or {}))
 
     merged: dict[str, Any] = {}
-    sources: dict[str, Source] = dict.fromkeys(Config.model_fields, "default")
+    sources: dict[str, SettingSource] = dict.fromkeys(Config.model_fields, "default")
     for source, (where, values) in given.items():
         _refuse_unknown(values, where, env=source == "environment")
         merged |= values
@@ -127,7 +127,10 @@ def _refuse_unknown(values: Mapping[str, Any], where: str, *, env: bool) -> None
 
 
 def _explain(
-    location: tuple[int | str, ...], message: str, sources: Mapping[str, Source], given: _Given
+    location: tuple[int | str, ...],
+    message: str,
+    sources: Mapping[str, SettingSource],
+    given: _Given,
 ) -> str:
     if not location:
         return message

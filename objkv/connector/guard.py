@@ -50,7 +50,7 @@ def starts(method: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def speak_as_vllm() -> None:
+def log_through_vllm() -> None:
     """Send objkv's log lines to vLLM's handlers, unless the application has configured others."""
     ours, theirs = logging.getLogger("objkv"), logging.getLogger("vllm")
     if ours.handlers or not theirs.handlers:

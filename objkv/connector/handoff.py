@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from objkv.agent.client import CALL_S
-from objkv.agent.messages import is_held
+from objkv.agent.messages import is_held_back
 from objkv.agent.payloads import (
     PayloadReader,
     PayloadTransfer,
@@ -167,10 +167,10 @@ class _Handoff(PayloadTransfer):
         self._outcome: ReadOutcome | WriteOutcome | None = None
         self._ended = Event()
 
-    def take(self, pages: Sequence[memoryview]) -> None:
+    def take_pages(self, pages: Sequence[memoryview]) -> None:
         self.pages = [np.frombuffer(one, np.uint8).copy() for one in pages]
 
-    def write(self, pages: memoryview) -> None:
+    def write_pages(self, pages: memoryview) -> None:
         np.concatenate(self.pages, out=np.frombuffer(pages, np.uint8))
 
     def end(self, outcome: ReadOutcome | WriteOutcome, nbytes: int) -> None:
@@ -446,7 +446,7 @@ class HandoffConnector:
         field, hashes = claims[0].key.field, [claim.key.prefix_hash for claim in claims]
         while monotonic() >= self._hasty_until:
             found = self._ask(self._link.calls.find(self._namespace, hashes, (field,)))
-            if not any(one is None or is_held(one[field]) for one in found):
+            if not any(one is None or is_held_back(one[field]) for one in found):
                 if not self._is_announced:  # only now, since the store works
                     documents, text = self._link.calls, self._identity.canonical()
                     put = documents.put_if_absent(identity_path(self._namespace), text)

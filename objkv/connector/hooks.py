@@ -275,18 +275,18 @@ def wrap(
     if hasattr(original, "wrapped_by_objkv"):
         return True
 
-    def tell(act: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> None:
+    def notify(act: Callable[..., Any] | None, /, *args: Any, **kwargs: Any) -> None:
         if act is not None:
             for one in list(_followers[name]):
                 guarded(None)(act)(one, *args, **kwargs)
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tell(before, *args, **kwargs)
+        notify(before, *args, **kwargs)
         try:
             return original(self, *args, **kwargs)
         finally:  # a change that failed half-way is still a change
-            tell(after, *args, **kwargs)
+            notify(after, *args, **kwargs)
 
     call.wrapped_by_objkv = True  # type: ignore[attr-defined]
     setattr(owner, name, call)

@@ -125,7 +125,7 @@ class ChunkEntry:
     token_end: int
 
 
-Shards = Mapping[str, ShardRecord]
+ShardRecords = Mapping[str, ShardRecord]
 """The requested shard records of one chunk, by field. An implementation may decode them only when
 they are read."""
 
@@ -148,7 +148,7 @@ class ReadIndex(Protocol):
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         """Return the requested shards of a whole prompt, in order: for each chunk, those of
         ``fields`` that its record has, or None if it has none of them.
 
@@ -225,7 +225,7 @@ class WriteIndex(ReadIndex, Protocol):
     def release(self, name: str, owner: str) -> None:
         """Give back a lease early. Does nothing if ``owner`` does not hold it."""
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """Record that payloads were made, and return for each whether that was recorded before.
 
         A sighting is forgotten ``ttl_s`` seconds after the last one of the same name. It is no

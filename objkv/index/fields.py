@@ -11,7 +11,7 @@ from typing import Final
 
 import xxhash
 
-from objkv.index.base import Record, Savings, ShardRecord, Shards
+from objkv.index.base import Record, Savings, ShardRecord, ShardRecords
 
 _NUMBER = "(?:0|[1-9][0-9]{0,17}+)"
 _PARTS = (_NUMBER, _NUMBER, "[01]", "[0-9a-z:]{0,32}+", _NUMBER, "[01]")
@@ -101,7 +101,7 @@ class WrittenShards(Mapping[str, ShardRecord]):
         return self._decoded
 
 
-def written_rows(found: Iterable[Shards | None], fields: tuple[str, ...]) -> list[bytes]:
+def written_rows(found: Iterable[ShardRecords | None], fields: tuple[str, ...]) -> list[bytes]:
     """Return the encoded shards of each chunk, as ``WrittenShards.written`` does. A chunk that was
     not found has only empty ones."""
     absent = b"\n" * (len(fields) - 1)
@@ -118,7 +118,7 @@ def written_rows(found: Iterable[Shards | None], fields: tuple[str, ...]) -> lis
     ]
 
 
-def shards_of(record: Record | None, fields: Sequence[str]) -> Shards | None:
+def shards_of(record: Record | None, fields: Sequence[str]) -> ShardRecords | None:
     """Return those of ``fields`` that the record has, or None if it has none. See
     ``ReadIndex.find``."""
     if record is None:

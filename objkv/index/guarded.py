@@ -85,11 +85,11 @@ class GuardedIndex(Guarded[WriteIndex]):
             with self.guard.deadline():
                 self.inner.flush()
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``. The read-only role records nothing."""
         if not self.guard.may_write:
             return [False] * len(names)
-        return self.guard.call("sight", self.inner.sight, names, ttl_s=ttl_s)
+        return self.guard.call("sight", self.inner.record_sightings, names, ttl_s=ttl_s)
 
 
 def for_operators(admin: PruneIndex | None) -> PruneIndex:

@@ -35,7 +35,7 @@ _BUSY_WITHIN_READS = 30
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class BreakerLimits:
     """When a circuit opens, and when it is probed."""
 
     failures: int = 5
@@ -93,13 +93,13 @@ class Breaker:
         self,
         end: str,
         direction: Direction,
-        patience: Patience,
+        limits: BreakerLimits,
         recorder: Recorder,
         on_change: OnChange,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._change = Change(end, direction, None)
-        self._patience = patience
+        self._limits = limits
         self._recorder = recorder
         self._on_change = on_change
         self.clock = clock
@@ -119,7 +119,7 @@ class Breaker:
         self._closed_s = -math.inf
         self._denied = False
 
-    def enter(self, verb: str) -> bool:
+    def begin_call(self, verb: str) -> bool:
         """Whether the call that the caller may make is a probe. Raises ``LeftAlone``."""
         with self._lock:
             if not self.is_open:
@@ -134,7 +134,7 @@ class Breaker:
             self._pause()  # as if it had failed: it may never return
             return True
 
-    def leave(self, error: StoreError | None, *, is_probe: bool) -> None:
+    def end_call(self, error: StoreError | None, *, is_probe: bool) -> None:
         """Record the outcome of a call."""
         if error is None and not is_probe and not self._failures:
             return  # the usual case, without a lock
@@ -142,7 +142,7 @@ class Breaker:
         with self._lock:
             if not self.is_open:
                 self._failures = self._failures + 1 if failed else 0
-                if self._failures >= self._patience.failures:
+                if self._failures >= self._limits.failures:
                     self._open(error)
             elif not is_probe:
                 pass  # a call that began before the circuit opened
@@ -154,13 +154,13 @@ class Breaker:
             else:
                 self._close()
 
-    def is_cut(self, error: StoreError, given_s: float) -> bool:
+    def is_ended_by_caller(self, error: StoreError, given_s: float) -> bool:
         """Whether the caller's own deadline ended the call, which started with ``given_s`` seconds
         left."""
         if not error.transient or isinstance(error, StoreBusy):
             return False  # the server replied
         left_s = ends_s() - self.now_s()
-        return given_s < self._patience.enough_s and left_s <= given_s * _CUT_SHARE
+        return given_s < self._limits.enough_s and left_s <= given_s * _CUT_SHARE
 
     def open(self, error: StoreError, *, briefly: bool = False) -> None:
         """Open now, regardless of failures. ``briefly``: for the first pause; if the server
@@ -171,7 +171,7 @@ class Breaker:
 
     def _open(self, error: StoreError | None, *, briefly: bool = False) -> None:
         self.is_open = True
-        if self.clock() - self._closed_s > self._patience.reset_max_s:
+        if self.clock() - self._closed_s > self._limits.reset_max_s:
             self._pauses = 0  # otherwise it had been closed only briefly
         self._pauses_kept = self._pauses if briefly else None
         self._pauses = 0 if briefly else self._pauses
@@ -191,7 +191,7 @@ class Breaker:
 
     def _pause(self) -> None:
         longest_s = min(
-            self._patience.reset_max_s, self._patience.reset_s * 2.0 ** min(self._pauses, 60)
+            self._limits.reset_max_s, self._limits.reset_s * 2.0 ** min(self._pauses, 60)
         )
         self._pauses += 1
         self._again_s = self.clock() + longest_s * (1 + self.draw()) / 2
@@ -215,14 +215,16 @@ class Attempt:
 
     def __enter__(self) -> None:
         breaker = self._breaker
-        self._is_probe = breaker.is_open and breaker.enter(self._verb)
+        self._is_probe = breaker.is_open and breaker.begin_call(self._verb)
         self._given_s = ends_s() - breaker.now_s()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
-            self._breaker.leave(None, is_probe=self._is_probe)
-        elif isinstance(error, StoreError) and not self._breaker.is_cut(error, self._given_s):
-            self._breaker.leave(error, is_probe=self._is_probe)
+            self._breaker.end_call(None, is_probe=self._is_probe)
+        elif isinstance(error, StoreError) and not self._breaker.is_ended_by_caller(
+            error, self._given_s
+        ):
+            self._breaker.end_call(error, is_probe=self._is_probe)
         # Anything else proves nothing about the server. After a probe another follows its pause.
         if isinstance(error, StoreBusy):
             self._on_busy(error)
@@ -238,14 +240,14 @@ class Breakers:
     def __init__(
         self,
         end: str,
-        patience: Patience,
+        limits: BreakerLimits,
         recorder: Recorder,
         *,
         on_change: OnChange = log_change,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.read = Breaker(end, "read", patience, recorder, on_change, clock)
-        self.write = Breaker(end, "write", patience, recorder, on_change, clock)
+        self.read = Breaker(end, "read", limits, recorder, on_change, clock)
+        self.write = Breaker(end, "write", limits, recorder, on_change, clock)
         self._reads = count()
         self._lock = Lock()
         self._busy: deque[tuple[float, int]] = deque(maxlen=_BUSY_MAX)

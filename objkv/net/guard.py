@@ -63,14 +63,14 @@ class CallPolicy:
         return _NOTHING
 
 
-class Closing(Protocol):
+class Closeable(Protocol):
     """A store or an index."""
 
     def close(self) -> None:
         """Release connections. Idempotent."""
 
 
-B = TypeVar("B", bound=Closing)
+B = TypeVar("B", bound=Closeable)
 
 
 class Guarded(Generic[B]):

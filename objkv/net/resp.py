@@ -217,22 +217,22 @@ class RespConnections:
             client = client.get_redis_connection(client.get_node_from_key(key))
         return client.connection_pool if client.connection is None else None
 
-    def take(self, key: str) -> RespConnection | None:
-        """Return a connection to the server of ``key``, to pass to ``give``; None if the caller
+    def acquire(self, key: str) -> RespConnection | None:
+        """Return a connection to the server of ``key``, to pass to ``release``; None if the caller
         must use the client.
 
         Raises redis-py's exceptions. On a cluster it returns None instead, and the client finds the
         server.
         """
         try:
-            return self.take_from(self.pool_of(key))
+            return self.acquire_from(self.pool_of(key))
         except CLIENT_ERRORS:
             if self.is_cluster:
                 return None
             raise
 
-    def take_from(self, pool: Pool | None) -> RespConnection | None:
-        """Return a connection of ``pool``, to pass to ``give``. None if the pool's connections are
+    def acquire_from(self, pool: Pool | None) -> RespConnection | None:
+        """Return a connection of ``pool``, to pass to ``release``. None if the pool's connections are
         of an unknown kind: without sockets (in tests, with a cache), or with another protocol."""
         if pool is None:
             return None
@@ -243,7 +243,7 @@ class RespConnections:
             one.end()
         return _opened(pool)
 
-    def give(self, one: RespConnection) -> None:
+    def release(self, one: RespConnection) -> None:
         """Take back a connection after a call. Closes it unless it is clean."""
         pool = one.pool
         if not one.clean or self._closed.is_set() or not _has_more(pool):

@@ -55,14 +55,14 @@ _NOT_REPEATED: Final = ("scan", "unfinished", "discard", "check", "close")
 """Scans cannot be resumed, and one that ends early would look complete."""
 
 
-def retrying(place: T, *, sleep: Callable[[float], None] = time.sleep) -> T:
+def retrying(backend: T, *, sleep: Callable[[float], None] = time.sleep) -> T:
     """Wrap a store or an index so that its calls are retried for ``PATIENCE_S``."""
-    return cast(T, _Retrying(place, sleep))
+    return cast(T, _Retrying(backend, sleep))
 
 
-def once(place: T) -> T:
+def without_retries(backend: T) -> T:
     """Return the store or index without retries, for calls that must not be repeated blindly."""
-    return cast(T, place.inner) if isinstance(place, _Retrying) else place
+    return cast(T, backend.inner) if isinstance(backend, _Retrying) else backend
 
 
 def pauses() -> Iterator[float]:
@@ -294,7 +294,7 @@ def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
             yield ChunkKey.of(namespace, record.prefix_hash, field)
 
 
-def looks(
+def head_many(
     bulk: ReadStore, pool: Executor, keys: Sequence[ChunkKey], *, at_once: int
 ) -> Iterator[Entry | None]:
     """Yield the entry of each key in the bulk store, in order, with ``at_once`` parallel calls."""
@@ -321,7 +321,7 @@ class Lease:
         self._clock = clock
         self._end_s = 0.0
 
-    def take(self) -> bool:
+    def acquire(self) -> bool:
         """Take the lease; False if another process holds it."""
         began_s = self._clock()
         if not self._index.lease(self._path, self._owner, ttl_ms=self._ms):
@@ -335,7 +335,7 @@ class Lease:
         Then another process may have held it, and values read under it may be outdated.
         """
         end_s = self._end_s
-        return self._clock() < end_s and self.take() and self._clock() < end_s
+        return self._clock() < end_s and self.acquire() and self._clock() < end_s
 
     def release(self) -> None:
         """Release the lease."""
@@ -351,7 +351,7 @@ def delete_unchanged(
     waits = pauses()
     while lease.renew():
         try:
-            once(view.bulk).delete(entry.key)
+            without_retries(view.bulk).delete(entry.key)
         except StoreError as exc:
             pause_s = next(waits, None)
             if not exc.transient or pause_s is None:

@@ -24,7 +24,7 @@ from objkv.ops.programs import Program
 
 Size = Literal["normal", "small"]
 Replica = Literal["R", "A", "B"]
-Tell = Callable[[str, str], None]
+ReportStage = Callable[[str, str], None]
 """``(replica, stage)``: called when a stage begins."""
 
 VOCABULARY: Final = 1024
@@ -263,7 +263,7 @@ Answers = Mapping[str, DemoAnswer]
 
 
 def show_replicas(
-    size: Size, place: DemoFolder, tell: Tell, count: Callable[[], DemoStore]
+    size: Size, place: DemoFolder, report_stage: ReportStage, count: Callable[[], DemoStore]
 ) -> DemoReport:
     """Run all three replicas, then call ``count()`` for the stored totals. Takes about a minute.
     Raises ``ConfigError`` and ``ProgramFailed``."""
@@ -273,7 +273,7 @@ def show_replicas(
         settings = {} if replica == "R" else place.settings
         arguments = ("objkv.programs.demo_replica", replica, size, str(place.models))
         log = place.logs / f"replica-{replica}.log"
-        answers, end = live(REPLICAS[replica], arguments, log, settings, tell)
+        answers, end = live(REPLICAS[replica], arguments, log, settings, report_stage)
         found[replica] = {answer.prompt: answer for answer in answers}, end
     rows = compare(prompts_of(size), *(answers for answers, _ in found.values()))
     end, notices = found["B"][1], list[str]()
@@ -294,18 +294,18 @@ def live(
     arguments: Sequence[str],
     log: Path,
     settings: Mapping[str, str],
-    tell: Tell,
+    report_stage: ReportStage,
     *,
     bound_s: float = _BOUND_S,
 ) -> tuple[list[DemoAnswer], ReplicaEnd]:
     """Run the program of one replica from start to exit. Raises ``ProgramFailed``."""
     answers, end = list[DemoAnswer](), None
-    tell(name, "starting Python")
+    report_stage(name, "starting Python")
     with Program(name, ("-m", *arguments), log, settings) as program:
         for line in program.lines(bound_s=bound_s):
             event = ReplicaEvent.model_validate_json(line)
             if event.stage is not None:
-                tell(name, event.stage)
+                report_stage(name, event.stage)
             if event.answer is not None:
                 answers.append(event.answer)
             end = event.end

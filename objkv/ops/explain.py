@@ -126,7 +126,7 @@ def explain_match(question: Question) -> Explanation:
     if spoilt is not None:
         ends, found = spoilt
     elif ends == len(report.chunks):
-        found = _whole(question, is_held=ends > usable)
+        found = _whole(question, is_held_back=ends > usable)
     else:
         found = _stopped(question, ends)
     if ends > usable:
@@ -163,10 +163,10 @@ def _order(question: Question) -> str | None:
     return order.describe() if order is not None and order.mode == "never" else None
 
 
-def _whole(question: Question, *, is_held: bool) -> Explanation:
+def _whole(question: Question, *, is_held_back: bool) -> Explanation:
     report = question.report
     found = Explanation("nothing", "every whole chunk of the prompt would be served")
-    if is_held:
+    if is_held_back:
         found = Explanation(
             "held_back",
             "every whole chunk would be served on this node, whose agent holds some of them back: "

@@ -17,7 +17,7 @@ from typing import Final
 from pydantic import BaseModel, ConfigDict
 
 from objkv.errors import ConfigError
-from objkv.ops.demo import REPLICAS, DemoAnswer, Replica, Tell, live, random_tokens
+from objkv.ops.demo import REPLICAS, DemoAnswer, Replica, ReportStage, live, random_tokens
 from objkv.ops.programs import Program, ProgramFailed
 
 QUESTION_TOKENS: Final = 8
@@ -104,13 +104,13 @@ class GpuCheck:
     """Name or folder of the replicas' model; None for one with random weights."""
     folder: Path
     models: Path
-    tell: Tell
+    report_stage: ReportStage
     lengths: tuple[int, ...] = _LENGTHS
     repeats: int = _REPEATS
 
     def facts(self) -> GpuFacts:
         """Describe the device. Raises ``ConfigError`` without one, and ``ProgramFailed``."""
-        self.tell("GPU", "copying")
+        self.report_stage("GPU", "copying")
         arguments = ("-m", "objkv.programs.gpu_facts")
         with Program("the GPU process", arguments, self.folder / "facts.log", {}) as program:
             lines = list(program.lines(bound_s=_FACTS_S))
@@ -142,7 +142,9 @@ class GpuCheck:
         )
         arguments = ("objkv.programs.check_replica", setup.model_dump_json())
         log, settings = self.folder / f"replica-{role}.log", self._settings(role)
-        found, end = live(REPLICAS[role], arguments, log, settings, self.tell, bound_s=_REPLICA_S)
+        found, end = live(
+            REPLICAS[role], arguments, log, settings, self.report_stage, bound_s=_REPLICA_S
+        )
         answers: dict[str, list[DemoAnswer]] = {}
         for one in found:
             answers.setdefault(one.prompt, []).append(one)

@@ -22,7 +22,7 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.formats import DASH, printable, size, span
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Places
+from objkv.ops.inventory.walk import WalkScope
 from objkv.stores.base import ReadStore
 
 
@@ -79,12 +79,12 @@ FROM main.payloads WHERE nbytes IS NOT NULL GROUP BY ns
 """
 
 
-def counted_namespaces(inventory: Inventory, places: Places) -> list[NamespaceSummary]:
+def counted_namespaces(inventory: Inventory, scope: WalkScope) -> list[NamespaceSummary]:
     """Return the namespaces of the bulk store with their payloads, as an inventory found them."""
     names = inventory.names()
     found = {names[ns]: counts for ns, *counts in inventory.rows(_COUNTED)}
     summaries = []
-    for name, known in sorted(places.namespaces.items()):
+    for name, known in sorted(scope.namespaces.items()):
         payloads, nbytes, chunks, oldest_s, newest_s = found.get(name, (0, 0, 0, None, None))
         summaries.append(
             replace(

@@ -119,7 +119,7 @@ def values_of(text: str) -> dict[str, float]:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class ServerKind:
     """Replicas or node agents: the numbers to show, from which metrics."""
 
     prefix: str
@@ -130,7 +130,7 @@ class Kind:
     levels: Mapping[str, str] = field(default_factory=dict)
 
 
-REPLICA: Final = Kind(
+REPLICA: Final = ServerKind(
     "vllm_objkv_",
     "no objkv",
     {
@@ -149,7 +149,7 @@ REPLICA: Final = Kind(
     },
     {"switched": "admission_switched"},
 )
-AGENT: Final = Kind(
+AGENT: Final = ServerKind(
     "objkv_agent_",
     "no agent",
     {name: (name,) for name in ("hits", "fills", "load_bytes", "save_bytes", "no_room")},
@@ -164,7 +164,7 @@ _IS_OPEN: Final = "breaker_open_"
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class TopRow:
     """One replica or node agent."""
 
     name: str
@@ -186,10 +186,10 @@ class StoredTotals:
 
 
 @dataclass(frozen=True, slots=True)
-class View:
+class TopView:
     """Everything shown at one moment."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[TopRow, ...]
     total: Mapping[str, float]
     """Sums over the replicas."""
     hit_rate: float | None
@@ -197,7 +197,7 @@ class View:
     """None also while the index has counted nothing: totals follow saves by seconds."""
     problem: str | None
     """Why the index did not say what is stored."""
-    agents: tuple[Row, ...]
+    agents: tuple[TopRow, ...]
 
 
 def hit_rate(values: Mapping[str, float]) -> float | None:
@@ -207,13 +207,13 @@ def hit_rate(values: Mapping[str, float]) -> float | None:
     return (values["hot_tokens"] + values["bulk_tokens"]) / asked if asked > 0 else None
 
 
-def row_of(kind: Kind, name: str, before: Scrape | None, now: Scrape) -> Row:
+def row_of(kind: ServerKind, name: str, before: Scrape | None, now: Scrape) -> TopRow:
     """Return a row; ``before`` is the last successful scrape."""
     if now.problem is not None:
-        return Row(name, "down", now.problem)
+        return TopRow(name, "down", now.problem)
     values = _own(kind, now)
     if not values:
-        return Row(name, kind.stranger, f"{kind.stranger}: its metrics are others")
+        return TopRow(name, kind.stranger, f"{kind.stranger}: its metrics are others")
     state, seconds, old = "up", 1.0, dict[str, float]()
     if before is None or now.at_s <= before.at_s:
         state, old = "new", values
@@ -228,10 +228,10 @@ def row_of(kind: Kind, name: str, before: Scrape | None, now: Scrape) -> Row:
         grown = sum(max(0.0, values.get(key, 0.0) - old.get(key, 0.0)) for key in keys)
         found[to] = grown / seconds
     opened = [key for key, value in values.items() if key.startswith(_IS_OPEN) and value]
-    return Row(name, state, None, found, tuple(key.removeprefix(_IS_OPEN) for key in opened))
+    return TopRow(name, state, None, found, tuple(key.removeprefix(_IS_OPEN) for key in opened))
 
 
-def _own(kind: Kind, scrape: Scrape) -> dict[str, float]:
+def _own(kind: ServerKind, scrape: Scrape) -> dict[str, float]:
     return {
         key.removeprefix(kind.prefix): value
         for key, value in scrape.values.items()
@@ -239,7 +239,7 @@ def _own(kind: Kind, scrape: Scrape) -> dict[str, float]:
     }
 
 
-def total_of(rows: Iterable[Row]) -> dict[str, float]:
+def total_of(rows: Iterable[TopRow]) -> dict[str, float]:
     """Return the sums over replicas."""
     every = [row.values for row in rows]
     return {name: sum(one.get(name, 0.0) for one in every) for name in REPLICA.counters}
@@ -267,7 +267,7 @@ class FleetWatch:
         for source in (*self._replicas, *self._agents):
             source.close()
 
-    def look(self, *, since_start: bool) -> View:
+    def look(self, *, since_start: bool) -> TopView:
         """Return the rates since the last call, or what each process did since its start. Blocks
         for at most the deadline of a scrape; the index is asked in the background, every half
         minute, and waited for only with ``since_start``."""
@@ -294,7 +294,7 @@ class FleetWatch:
             except StoreError as exc:
                 problem = f"the index does not answer: {exc}"
         total = total_of(rows)
-        return View(rows, total, hit_rate(total), stored, problem, agents)
+        return TopView(rows, total, hit_rate(total), stored, problem, agents)
 
 
 def _usage(index: ReadIndex) -> StoredTotals | None:

@@ -332,7 +332,7 @@ class Verify:
     def _set_right(self, key: ChunkKey, verdict: str) -> str | None:
         """Repair or quarantine a payload; return the counter to increment, or None."""
         lease = Lease(self._view, key.path())
-        if not lease.take():
+        if not lease.acquire():
             return None
         view, path = self._view, key.path()
         try:

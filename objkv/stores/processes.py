@@ -8,7 +8,7 @@ The memory belongs to this process alone, and it is never the agent's arena. An 
 has arrived, and verifies the copy. So a process that writes late, or after its agent has given it
 up, changes nothing that is read: its memory goes when it ends, and its successor has another.
 
-The process has a thread per lane. A lane carries one get at a time, each message in a datagram of
+The process has a thread per channel. A channel carries one get at a time, each message in a datagram of
 JSON: a request, answers with the bytes that have arrived, and a last answer.
 """
 
@@ -44,8 +44,8 @@ from objkv.stores.guarded import GuardedStore
 from objkv.telemetry import Recorder
 
 logger = logging.getLogger(__name__)
-LANE_BYTES: Final = 256 << 20
-"""Memory of a lane. The system provides it as it is written."""
+CHANNEL_BYTES: Final = 256 << 20
+"""Memory of a channel. The system provides it as it is written."""
 GRACE_S = 2.0
 """How long a process may still answer after the deadline of a get, before it is killed."""
 _RESTART_S = 30.0
@@ -71,7 +71,7 @@ _ERRORS: Final = (StoreError, StoreUnavailable, StoreBusy, StoreDenied, ValueToo
 
 @dataclass(frozen=True, slots=True)
 class GetRequest:
-    """A ``get_into`` to the start of the lane's memory."""
+    """A ``get_into`` to the start of the channel's memory."""
 
     number: int
     nbytes: int
@@ -88,10 +88,10 @@ class Answer:
 
     number: int
     nbytes: int | None
-    """How many leading bytes of the lane's memory are valid. None in a last answer: the key does
+    """How many leading bytes of the channel's memory are valid. None in a last answer: the key does
     not exist, or the get failed."""
     is_last: bool = False
-    """Whether the get has ended, and the lane is free."""
+    """Whether the get has ended, and the channel is free."""
     error: Annotated[int, Field(ge=0, lt=len(_ERRORS))] | None = None
     """Number of the error that ended the get."""
     text: str = ""
@@ -107,19 +107,19 @@ def run(arguments: Sequence[str], open_store: Callable[[], ReadStore]) -> None:
 
     Args:
         arguments: of the command line, see ``FetchProcess``: descriptors of the memory, of the
-            control socket and of each lane's socket.
+            control socket and of each channel's socket.
         open_store: opens the store.
     """
     for one in (signal.SIGINT, signal.SIGTERM):  # an agent that drains still fetches
         signal.signal(one, signal.SIG_IGN)
-    memory, control_fd, *lane_fds = map(int, arguments)
+    memory, control_fd, *channel_fds = map(int, arguments)
     size = os.fstat(memory).st_size
     view = memoryview(map_memory(memory, size))
     os.close(memory)
     control = socket.socket(fileno=control_fd)
     store = open_store()
-    share = size // len(lane_fds)
-    for number, fd in enumerate(lane_fds):
+    share = size // len(channel_fds)
+    for number, fd in enumerate(channel_fds):
         part = view[number * share : (number + 1) * share]
         serve = partial(_serve, socket.socket(fileno=fd), part, store)
         Thread(target=serve, name=f"objkv-lane-{number}", daemon=True).start()
@@ -128,19 +128,21 @@ def run(arguments: Sequence[str], open_store: Callable[[], ReadStore]) -> None:
         control.recv(1)  # returns when the agent has closed its end, or ended
 
 
-def _serve(lane: socket.socket, memory: memoryview, store: ReadStore) -> None:
-    """Answer the requests of one lane until the agent closes it."""
-    with suppress(OSError), lane:
-        while message := lane.recv(MESSAGE_BYTES_MAX):
-            last = _get(lane, REQUESTS.validate_json(message), memory, store)
-            lane.send(ANSWERS.dump_json(last))
+def _serve(channel: socket.socket, memory: memoryview, store: ReadStore) -> None:
+    """Answer the requests of one channel until the agent closes it."""
+    with suppress(OSError), channel:
+        while message := channel.recv(MESSAGE_BYTES_MAX):
+            last = _get(channel, REQUESTS.validate_json(message), memory, store)
+            channel.send(ANSWERS.dump_json(last))
 
 
-def _get(lane: socket.socket, request: GetRequest, memory: memoryview, store: ReadStore) -> Answer:
+def _get(
+    channel: socket.socket, request: GetRequest, memory: memoryview, store: ReadStore
+) -> Answer:
     """Make one get. Returns its last answer."""
 
     def arrived(nbytes: int) -> None:
-        lane.send(ANSWERS.dump_json(Answer(request.number, nbytes)))
+        channel.send(ANSWERS.dump_json(Answer(request.number, nbytes)))
 
     room = memory[: request.nbytes]
     try:
@@ -159,64 +161,64 @@ def failed(number: int, error: Exception) -> Answer:
     return Answer(number, None, is_last=True, error=kinds[0] if kinds else 0, text=text)
 
 
-class LaneLost(Exception):
+class ChannelLost(Exception):
     """The process has ended, or does not follow the protocol."""
 
 
-class FetchLane:
+class FetchChannel:
     """One get at a time. Belongs to the thread that took it from the pool."""
 
     def __init__(self, process: "FetchProcess", sock: socket.socket, memory: memoryview) -> None:
         self.process = process
         self.memory = memory
         """Memory in which values arrive. Valid up to the last number of bytes that was reported."""
-        self.is_owed = False
+        self.is_answer_due = False
         """Whether a request has not had its last answer."""
         self.kill_s = 0.0
-        """If the lane was abandoned: when the process is killed unless it has answered. By
+        """If the channel was abandoned: when the process is killed unless it has answered. By
         ``monotonic``."""
         self._sock = sock
         self._number = 0
 
     def ask(self, request: GetRequest) -> None:
-        """Send a request. Raises ``LaneLost``."""
-        self._number, self.is_owed = request.number, True
+        """Send a request. Raises ``ChannelLost``."""
+        self._number, self.is_answer_due = request.number, True
         try:
             self._sock.settimeout(_END_S)
             self._sock.send(REQUESTS.dump_json(request))
         except OSError as exc:
-            raise LaneLost(str(exc)) from exc
+            raise ChannelLost(str(exc)) from exc
 
     def read(self, by_s: float) -> Answer | None:
         """Return the next answer; None if there is none by ``by_s``, a time of ``monotonic``.
-        Raises ``LaneLost``."""
+        Raises ``ChannelLost``."""
         try:
-            # Python takes 0 for "never wait", which the last look at a lane should do.
+            # Python takes 0 for "never wait", which the last look at a channel should do.
             self._sock.settimeout(max(0.0, by_s - monotonic()))
             message = self._sock.recv(MESSAGE_BYTES_MAX)
         except (TimeoutError, BlockingIOError):
             return None
         except OSError as exc:
-            raise LaneLost(str(exc)) from exc
+            raise ChannelLost(str(exc)) from exc
         if not message:
-            raise LaneLost("the fetching process ended")
+            raise ChannelLost("the fetching process ended")
         try:
             answer = ANSWERS.validate_json(message)
         except ValueError as exc:
-            raise LaneLost(f"invalid answer of a fetching process: {exc}") from exc
+            raise ChannelLost(f"invalid answer of a fetching process: {exc}") from exc
         if answer.number != self._number:
-            raise LaneLost("a fetching process answered another request")
-        self.is_owed = not answer.is_last
+            raise ChannelLost("a fetching process answered another request")
+        self.is_answer_due = not answer.is_last
         return answer
 
     def has_answered(self, now_s: float) -> bool:
-        """Whether an abandoned lane is free. Never waits. Raises ``LaneLost``, also if the process
+        """Whether an abandoned channel is free. Never waits. Raises ``ChannelLost``, also if the process
         is late."""
-        while self.is_owed and self.read(0.0) is not None:
+        while self.is_answer_due and self.read(0.0) is not None:
             pass
-        if self.is_owed and now_s >= self.kill_s:
-            raise LaneLost("it hangs")
-        return not self.is_owed
+        if self.is_answer_due and now_s >= self.kill_s:
+            raise ChannelLost("it hangs")
+        return not self.is_answer_due
 
     def close(self) -> None:
         """Close the socket. The memory stays valid as long as it is referenced."""
@@ -224,16 +226,17 @@ class FetchLane:
 
 
 class FetchProcess:
-    """A running process. Not thread-safe, except for its lanes: each belongs to one thread."""
+    """A running process. Not thread-safe, except for its channels: each belongs to one thread."""
 
-    def __init__(self, command: Sequence[str], environ: Mapping[str, str], lanes: int) -> None:
+    def __init__(self, command: Sequence[str], environ: Mapping[str, str], channels: int) -> None:
         """Start ``command``, to which descriptors are appended, without waiting until it is ready.
         Raises ``OSError``."""
-        memory, view = _shared_memory(lanes * LANE_BYTES)
+        memory, view = _shared_memory(channels * CHANNEL_BYTES)
         pairs: list[tuple[socket.socket, socket.socket]] = []
         try:
             pairs += (
-                socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(lanes + 1)
+                socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                for _ in range(channels + 1)
             )
             theirs = [memory, *(there.fileno() for _, there in pairs)]
             self._process = subprocess.Popen(
@@ -255,16 +258,16 @@ class FetchProcess:
         self.pid = self._process.pid
         self._control, *ours = [here for here, _ in pairs]
         self._control.setblocking(False)
-        self.lanes: tuple[FetchLane, ...] = tuple(
-            FetchLane(self, sock, view[n * LANE_BYTES : (n + 1) * LANE_BYTES])
+        self.channels: tuple[FetchChannel, ...] = tuple(
+            FetchChannel(self, sock, view[n * CHANNEL_BYTES : (n + 1) * CHANNEL_BYTES])
             for n, sock in enumerate(ours)
         )
-        self.free = list(self.lanes)
+        self.free = list(self.channels)
         """Lanes that are not in use. Guarded by the pool's lock."""
         self.born_s = monotonic()
         self.is_ready = False
 
-    def look(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether the process is alive. Updates ``is_ready``. Never waits."""
         try:
             message = self._control.recv(len(READY))
@@ -283,10 +286,10 @@ class FetchProcess:
         self._control.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(_END_S)
-        for lane in self.free:
-            lane.close()
+        for channel in self.free:
+            channel.close()
         self.free.clear()
-        self.lanes = ()  # lanes refer to their process, and would keep its memory
+        self.channels = ()  # channels refer to their process, and would keep its memory
 
 
 def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
@@ -306,7 +309,7 @@ def _shared_memory(nbytes: int) -> tuple[int, memoryview]:
 class FetchPool:
     """The fetching processes of an agent: started at the first get, restarted, and ended when idle.
 
-    One thread watches them all. Gets never wait for it: without a free lane of a process that is
+    One thread watches them all. Gets never wait for it: without a free channel of a process that is
     ready, a get is made in the agent itself. Thread-safe. Only ``close`` waits.
     """
 
@@ -324,7 +327,7 @@ class FetchPool:
         self._idle_s = idle_s
         self._lock = Lock()
         self._processes: list[FetchProcess] = []
-        self._abandoned: list[FetchLane] = []
+        self._abandoned: list[FetchChannel] = []
         self._lost: list[FetchProcess] = []
         self._used_s = self._next_start_s = -math.inf
         self._closed = False
@@ -332,8 +335,8 @@ class FetchPool:
         self._thread = Thread(target=self._watch, name="objkv-fetchers", daemon=True)
         self._thread.start()
 
-    def take(self) -> FetchLane | None:
-        """Return a lane of the process with the fewest gets under way; None if there is none.
+    def acquire(self) -> FetchChannel | None:
+        """Return a channel of the process with the fewest gets under way; None if there is none.
         Processes that are late with an answer get nothing new: they may hang."""
         with self._lock:
             if self._closed:
@@ -341,26 +344,28 @@ class FetchPool:
             self._used_s = now = monotonic()
             if len(self._processes) < self._processes_max:
                 self._wake.set()
-            late = [lane.process for lane in self._abandoned if now >= lane.kill_s - GRACE_S]
+            late = [
+                channel.process for channel in self._abandoned if now >= channel.kill_s - GRACE_S
+            ]
             ready = [
                 one for one in self._processes if one.is_ready and one.free and one not in late
             ]
             return max(ready, key=lambda one: len(one.free)).free.pop() if ready else None
 
-    def leave(self, lane: FetchLane, by_s: float) -> None:
-        """Give a lane back. If its last answer was not read, it becomes free with that; if that
+    def release(self, channel: FetchChannel, by_s: float) -> None:
+        """Give a channel back. If its last answer was not read, it becomes free with that; if that
         does not come soon after ``by_s``, a time of ``monotonic``, the process is killed."""
         with self._lock:
-            if lane.is_owed and lane.process in self._processes:
-                lane.kill_s = by_s + GRACE_S
-                self._abandoned.append(lane)
+            if channel.is_answer_due and channel.process in self._processes:
+                channel.kill_s = by_s + GRACE_S
+                self._abandoned.append(channel)
             else:
-                self._free(lane)
+                self._free(channel)
 
-    def lose(self, lane: FetchLane, reason: object) -> None:
+    def give_up_process(self, channel: FetchChannel, reason: object) -> None:
         """Give up a process that has ended or does not follow the protocol, and kill it."""
         with self._lock:
-            self._drop(lane.process, reason)
+            self._drop(channel.process, reason)
 
     def close(self) -> None:
         """End all processes. Gets that have no byte yet continue in the agent.
@@ -369,12 +374,12 @@ class FetchPool:
         self._wake.set()
         self._thread.join(_JOIN_S)
 
-    def _free(self, lane: FetchLane) -> None:
-        """Keep a lane for the next get. The lock must be held."""
-        if lane.process in self._processes:
-            lane.process.free.append(lane)
+    def _free(self, channel: FetchChannel) -> None:
+        """Keep a channel for the next get. The lock must be held."""
+        if channel.process in self._processes:
+            channel.process.free.append(channel)
         else:
-            lane.close()
+            channel.close()
 
     def _drop(self, process: FetchProcess, reason: object) -> None:
         """Use a process no longer. The lock must be held."""
@@ -391,7 +396,7 @@ class FetchPool:
         """Start, end and kill processes until the pool is closed."""
         while not self._closed:
             try:
-                self._bury()
+                self._kill_lost()
                 while self._is_short() and monotonic() >= self._next_start_s:
                     process = self._start()
                     with self._lock:
@@ -399,7 +404,7 @@ class FetchPool:
                 is_idle = not self._processes and not self._is_short()
                 self._wake.wait(None if is_idle else _LOOK_S)
                 self._wake.clear()
-                self._look()
+                self._drop_ended()
             except Exception as exc:  # no memory, descriptor or process, or no such program
                 logger.warning("no fetching process, the agent fetches without it reason=%s", exc)
                 self._next_start_s = monotonic() + _RESTART_S
@@ -408,47 +413,47 @@ class FetchPool:
             self._processes.clear()
             while self._abandoned:
                 self._abandoned.pop().close()
-        self._bury()
+        self._kill_lost()
 
     def _is_short(self) -> bool:
         """Whether processes should be started: some are missing, and gets were made lately."""
         is_used = monotonic() < self._used_s + self._idle_s
         return is_used and len(self._processes) < self._processes_max and not self._closed
 
-    def _look(self) -> None:
+    def _drop_ended(self) -> None:
         """Drop what has ended or hangs, and all processes if they are idle."""
         now = monotonic()
         with self._lock:
-            for lane in tuple(self._abandoned):
+            for channel in tuple(self._abandoned):
                 try:
-                    if not lane.has_answered(now):
+                    if not channel.has_answered(now):
                         continue
-                except LaneLost as exc:
-                    self._drop(lane.process, exc)
-                self._abandoned.remove(lane)
-                self._free(lane)
+                except ChannelLost as exc:
+                    self._drop(channel.process, exc)
+                self._abandoned.remove(channel)
+                self._free(channel)
             for one in tuple(self._processes):
-                if not one.look():
+                if not one.is_alive():
                     self._drop(one, "it ended")
                 elif not one.is_ready and now >= one.born_s + _READY_S:
                     self._drop(one, "it did not start")
             if now < self._used_s + self._idle_s:
                 return
-            if any(len(one.free) < len(one.lanes) for one in self._processes):
+            if any(len(one.free) < len(one.channels) for one in self._processes):
                 self._used_s = now
             else:
                 self._lost += self._processes
                 self._processes.clear()
 
-    def _bury(self) -> None:
-        """Kill the processes that were given up. Their lanes in use are closed by their users."""
+    def _kill_lost(self) -> None:
+        """Kill the processes that were given up. Their channels in use are closed by their users."""
         with self._lock:
             lost, self._lost = self._lost, []
         for one in lost:
             one.end()
 
 
-class ProcessGets(GuardedStore):
+class ProcessStore(GuardedStore):
     """``inner``, whose large ``get_into`` are made by the processes of ``pool``. Closing this store
     closes both.
 
@@ -470,23 +475,23 @@ class ProcessGets(GuardedStore):
     ) -> int | None:
         """See ``ReadStore``."""
         check_key(key)
-        lane = self._pool.take() if _BYTES_MIN <= len(buffer) <= LANE_BYTES else None
-        if lane is None:
+        channel = self._pool.acquire() if _BYTES_MIN <= len(buffer) <= CHANNEL_BYTES else None
+        if channel is None:
             return self.inner.get_into(key, buffer, arrived, start)
         self._recorder.count("fetch_process_gets")
         end_s = min(monotonic() + self._deadline_s, ends_s())
         request = GetRequest(next(self._numbers), len(buffer), start, end_s, key)
         at = 0  # so many bytes have arrived
         try:
-            lane.ask(request)
-            while (answer := lane.read(end_s + _SLACK_S)) is not None:
+            channel.ask(request)
+            while (answer := channel.read(end_s + _SLACK_S)) is not None:
                 if answer.error is not None:
                     raise _ERRORS[answer.error](answer.text)
                 if (nbytes := answer.nbytes) is None:
                     return None
                 if not at <= nbytes <= len(buffer):
-                    raise LaneLost(f"{nbytes} bytes after {at}, for {len(buffer)}")
-                copy_bytes(buffer[at:nbytes], lane.memory[at:nbytes], nbytes - at)
+                    raise ChannelLost(f"{nbytes} bytes after {at}, for {len(buffer)}")
+                copy_bytes(buffer[at:nbytes], channel.memory[at:nbytes], nbytes - at)
                 at = nbytes
                 if answer.is_last:  # it was reported before
                     return nbytes
@@ -496,14 +501,14 @@ class ProcessGets(GuardedStore):
                 f"get_into {key}: the deadline passed after {at} of {len(buffer)} bytes, and the "
                 "fetching process did not answer"
             )
-        except LaneLost as exc:
-            self._pool.lose(lane, exc)
+        except ChannelLost as exc:
+            self._pool.give_up_process(channel, exc)
             if at:  # no fault of the store, whose breaker does not count it
                 raise TransferError(
                     f"get_into {key}: the fetching process ended after {at} bytes"
                 ) from exc
         finally:
-            self._pool.leave(lane, end_s)
+            self._pool.release(channel, end_s)
         with EndsBy(end_s):
             return self.inner.get_into(key, buffer, arrived, start)
 

@@ -83,7 +83,7 @@ class RedisStore:
         Returns the value's length, of which no byte is received if that exceeds the buffer; None if
         there is no value; or ``_UNDONE``. Raises redis-py's exceptions.
         """
-        one = self._connections.take(name)
+        one = self._connections.acquire(name)
         if one is None:
             return _UNDONE
         try:
@@ -100,7 +100,7 @@ class RedisStore:
                 return _UNDONE
             raise
         finally:
-            self._connections.give(one)
+            self._connections.release(one)
 
     def head(self, key: str) -> Entry | None:
         """Return size and age, or None. The age follows from the remaining time of ``ttl_s``."""

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import numpy as np
 import torch
 
-from objkv.codec.join import Place
+from objkv.codec.join import PartPosition
 from objkv.codec.payload import LayerSpec
 from objkv.errors import ConfigError
 from objkv.keys.states import PartView, part_names
@@ -128,12 +128,12 @@ class PagedGroup:
         """The frames that this rank writes of a payload, in forward order of the layers."""
         self.raw_bytes = sum(layer.nbytes for layer in self.layers)
         """Uncompressed bytes that this rank has of one chunk of this group."""
-        self.place = self._place() if shape.joined > 1 else None
+        self.position = self._position() if shape.joined > 1 else None
         """Where these frames belong in the payload that ranks join."""
         self.pages = PagedLayers([as_words(cache) for cache in caches])
         """Each layer's ``[num_blocks, heads, block_size, content]`` as integer words."""
 
-    def _place(self) -> Place:
+    def _position(self) -> PartPosition:
         shape, own = self.shape, self.shape.rank_shard.shard
         payload, columns, rows = shape.payload or shape.whole, shape.columns, shape.rows
         layers = payload.layer_end - payload.layer_start
@@ -141,7 +141,7 @@ class PagedGroup:
         layer_bytes = columns * sum(layer.nbytes for layer in self.layers[:rows])
         head = (own.head_start - payload.head_start) // (own.head_end - own.head_start)
         column = head * own.tokens.size + own.tokens.rank
-        return Place(
+        return PartPosition(
             shape.joined,
             layers * rows * columns,
             before * rows * columns + column,

@@ -66,8 +66,8 @@ class Source(NamedTuple):
     """What the payloads have of the group. None: all of it."""
 
 
-class Row(IntEnum):
-    """Rows of the table of moves, which has one column per move."""
+class MoveColumn(IntEnum):
+    """Columns of the table of moves. Each is one row of the array, with a value for each move."""
 
     CHUNK = 0
     SOURCE = 1
@@ -97,13 +97,13 @@ class LoadMoves:
     ) -> None:
         """
         Args:
-            table: ``[len(Row), moves]`` int32, contiguous.
+            table: ``[len(MoveColumn), moves]`` int32, contiguous.
             hashes: prefix hashes, each behind its parent, one after another.
             block_ids: ``[blocks]`` int64, contiguous: physical block ids, none of them the null
                 block.
         """
-        self.table = np.frombuffer(table, np.int32).reshape(len(Row), -1)
-        """``[len(Row), moves]`` int32."""
+        self.table = np.frombuffer(table, np.int32).reshape(len(MoveColumn), -1)
+        """``[len(MoveColumn), moves]`` int32."""
         self._hashes, self._block_ids = hashes, np.frombuffer(block_ids, np.int64)
         self.sources = sources
         """Which payloads the moves of this load read, usually one source per group."""
@@ -118,12 +118,12 @@ class LoadMoves:
     @cached_property
     def chunks(self) -> list[int]:
         """The chunk of each move."""
-        return list(self.table[Row.CHUNK].tolist())
+        return list(self.table[MoveColumn.CHUNK].tolist())
 
     @property
     def token_spans(self) -> list[tuple[int, int]]:
         """First and last token of each move's chunk, ``[start, end)``."""
-        starts, ends = self.table[Row.TOKEN_START], self.table[Row.TOKEN_END]
+        starts, ends = self.table[MoveColumn.TOKEN_START], self.table[MoveColumn.TOKEN_END]
         return list(zip(starts.tolist(), ends.tolist(), strict=True))
 
     def claims(self, namespace: str, part: range) -> Claims:
@@ -131,28 +131,31 @@ class LoadMoves:
         table = self.table[:, part.start : part.stop]
         hashes = np.frombuffer(self._hashes, _HASH)
         rows = np.empty(len(part), _CLAIM_ROW)
-        rows["prefix_hash"] = hashes[table[Row.HASH]]
-        rows["parent_hash"] = hashes[table[Row.HASH] - 1]
-        rows["token_start"], rows["token_end"] = table[Row.TOKEN_START], table[Row.TOKEN_END]
-        rows["field"] = table[Row.SOURCE]
+        rows["prefix_hash"] = hashes[table[MoveColumn.HASH]]
+        rows["parent_hash"] = hashes[table[MoveColumn.HASH] - 1]
+        rows["token_start"], rows["token_end"] = (
+            table[MoveColumn.TOKEN_START],
+            table[MoveColumn.TOKEN_END],
+        )
+        rows["field"] = table[MoveColumn.SOURCE]
         fields = tuple([field_of(*source) for source in self.sources])
         return Claims(namespace, fields, rows.tobytes())
 
     def block_ids(self, moves: Sequence[int], blocks: int) -> npt.NDArray[np.int64]:
         """Return the block ids of moves that have ``blocks`` each, ``[moves, blocks]``."""
-        return self._block_ids[self.table[Row.IDS, moves][:, None] + np.arange(blocks)]
+        return self._block_ids[self.table[MoveColumn.IDS, moves][:, None] + np.arange(blocks)]
 
     def only(self, wanted: Sequence[bool]) -> "LoadMoves":
         """Return the moves whose source is ``wanted``."""
         if all(wanted):
             return self
-        table = self.table[:, np.array(wanted)[self.table[Row.SOURCE]]]
+        table = self.table[:, np.array(wanted)[self.table[MoveColumn.SOURCE]]]
         columns = np.ascontiguousarray(table), self._hashes, self._block_ids
         return LoadMoves(*columns, sources=self.sources)
 
     def prefix_hash(self, move: int) -> bytes:
         """Return the prefix hash of a move."""
-        at = PREFIX_HASH_BYTES * int(self.table[Row.HASH, move])
+        at = PREFIX_HASH_BYTES * int(self.table[MoveColumn.HASH, move])
         return self._hashes[at : at + PREFIX_HASH_BYTES]
 
     def prefix_hashes(self) -> list[bytes]:
@@ -161,12 +164,12 @@ class LoadMoves:
 
     def blocks_from(self, chunk: int) -> frozenset[int]:
         """Return the physical block ids of all moves of ``chunk`` and later chunks."""
-        table = self.table[:, self.table[Row.CHUNK] >= chunk]
-        spans = zip(table[Row.IDS].tolist(), table[Row.IDS_END].tolist(), strict=True)
+        table = self.table[:, self.table[MoveColumn.CHUNK] >= chunk]
+        spans = zip(table[MoveColumn.IDS].tolist(), table[MoveColumn.IDS_END].tolist(), strict=True)
         return frozenset(block for a, b in spans for block in self._block_ids[a:b].tolist())
 
 
-class Blank(NamedTuple):
+class BlocksToZero(NamedTuple):
     """Blocks of one group that are zeroed, because nothing is stored for them."""
 
     group: int
@@ -185,7 +188,7 @@ class LoadPlan:
     """Whether this step's forward pass needs them, layer by layer. Otherwise a later step does."""
     traceparent: str | None = None
     """Trace context of the request."""
-    blanks: tuple[Blank, ...] = ()
+    blocks_to_zero: tuple[BlocksToZero, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ def _nothing() -> None:
     pass
 
 
-class Windows:
+class RegistrationWindows:
     """The windows of one mapping that are registered with a device. Thread-safe.
 
     They end at addresses that are multiples of their size, as the copies of a ``DeviceLane`` do.
@@ -76,7 +76,7 @@ class Windows:
         self._keeps = False
         self._thread: Thread | None = None
 
-    def have(self, starts: Ints, nbytes: int) -> Bools:
+    def are_readable(self, starts: Ints, nbytes: int) -> Bools:
         """Return for each of these addresses whether the device can read ``nbytes`` from there in
         place, ``[n]``. Where it cannot, windows are registered in the background. Never waits."""
         firsts = starts // self._window
@@ -183,7 +183,7 @@ class Windows:
         return max(start, self._address), min(start + self._window, self._address + self._nbytes)
 
 
-class DeviceFrames:
+class ArenaRegistration:
     """Frames in an agent's arena, where a device can read them. Belongs to one thread."""
 
     def __init__(
@@ -194,13 +194,13 @@ class DeviceFrames:
         window_bytes: int = WINDOW_BYTES,
         begin: Callable[[], None] = _nothing,
     ) -> None:
-        """``slabs``: pinned, each at least as large as any frame. For the rest see ``Windows``."""
+        """``slabs``: pinned, each at least as large as any frame. For the rest see ``RegistrationWindows``."""
         self._slabs = slabs
-        self._open = partial(Windows, pin=pin, window_bytes=window_bytes, begin=begin)
-        self.windows: Windows | None = None
+        self._open = partial(RegistrationWindows, pin=pin, window_bytes=window_bytes, begin=begin)
+        self.windows: RegistrationWindows | None = None
         """Those of the arena that is read now."""
         self._arena: memoryview | None = None
-        self._ending: Windows | None = None
+        self._ending: RegistrationWindows | None = None
 
     def attach(self, arena: Arena) -> None:
         """Read from ``arena`` from now on. None may be attached."""
@@ -228,7 +228,9 @@ class DeviceFrames:
         Any thread may call this."""
         return self._ending is None or self._ending.join(seconds)
 
-    def take(self, starts: Ints, sizes: Ints) -> tuple[list[int], memoryview, Ints, Slab | None]:
+    def readable(
+        self, starts: Ints, sizes: Ints
+    ) -> tuple[list[int], memoryview, Ints, Slab | None]:
         """Return memory in which the device can read spans of some of ``n`` payloads now.
 
         Either all spans of payloads that it can read in the arena, or a slab with all spans of the
@@ -252,7 +254,7 @@ class DeviceFrames:
         first, last = int(starts[:, 0].min()), int(starts[:, 0].max())
         if first < 0 or last > len(arena) - extent:  # numpy would cut the span, or repeat a byte
             raise IndexError(f"spans from {first} to {last} of {len(arena)} bytes")
-        in_place = windows.have(starts[:, 0] + address_of(arena), extent)
+        in_place = windows.are_readable(starts[:, 0] + address_of(arena), extent)
         if in_place.any():
             return np.flatnonzero(in_place).tolist(), arena, starts[in_place], None
         spans = int(np.searchsorted(np.cumsum(sizes), self._slabs.slab_bytes, side="right"))

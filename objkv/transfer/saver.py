@@ -19,12 +19,12 @@ from time import monotonic, sleep, time
 import numpy as np
 
 from objkv.agent.messages import COMMITS_MAX, CommitStatus, SavedPart
-from objkv.agent.outbox import AgentSaves, Handed
+from objkv.agent.outbox import AgentSaves, OutboxPayload
 from objkv.background import JOIN_S, Pool
 from objkv.codec.payload import Claim, Provenance, encode_in_place, header_room
 from objkv.errors import ObjkvError, TransferError
 from objkv.keys.chunk import ChunkKey
-from objkv.telemetry import Recorder, Trouble
+from objkv.telemetry import FailureLog, Recorder
 from objkv.transfer.lanes import Lane, Mark
 from objkv.transfer.paging import PagedGroup
 from objkv.transfer.plan import SaveMove, SavePlan
@@ -127,7 +127,7 @@ class Saver:
     ) -> None:
         self._target, self._groups, self._slabs, self._lane = target, groups, slabs, lane
         self._limits, self._recorder, self._clock = limits, recorder, clock
-        self._trouble = Trouble(logger, "saves")
+        self._failure_log = FailureLog(logger, "saves")
         self._steps: deque[_Step] = deque()
         """Those that are not known to have left their blocks, in order. For the forward thread."""
         self._changed = Condition()
@@ -255,7 +255,7 @@ class Saver:
             named = self._named(plans)
             if not self._advance(step, _State.GATHERING):
                 self._drop(named)
-            elif chunks := self._take(named):
+            elif chunks := self._lease_slabs(named):
                 failed = self._submit(chunks, step.after)
                 mark = self._lane.mark()
         except Exception:  # the step must end: otherwise its requests keep their blocks for ever
@@ -295,16 +295,16 @@ class Saver:
                 payload = group.shape.payload
                 key = ChunkKey(plan.namespace, move.prefix_hash, move.group, payload)
                 claim = Claim(key, move.parent_hash, move.token_start, move.token_end)
-                part = None if group.place is None else SavedPart(plan.number, group.place)
+                part = None if group.position is None else SavedPart(plan.number, group.position)
                 named.append(_SavedChunk(plan, save, claim, key.path(), part))
         return named
 
-    def _take(self, named: Sequence[_SavedChunk]) -> list[_SavedChunk]:
+    def _lease_slabs(self, named: Sequence[_SavedChunk]) -> list[_SavedChunk]:
         """Decide what to save. Returns the chunks that have a slab now."""
         wanted, chunks = list[_SavedChunk](), list[_SavedChunk]()
         try:
             if not self._target.has_room():
-                self._leave(named, "save_over_quota")  # the scheduler would plan a drop again
+                self._skip(named, "save_over_quota")  # the scheduler would plan a drop again
                 return []
             for one in named:
                 if self._target.begin_save(one.path, puts=one.plan.puts, again=one.save.again):
@@ -371,15 +371,15 @@ class Saver:
     def _save(self, chunks: Sequence[_SavedChunk], *, is_late: bool) -> None:
         """Hand chunks over. Every failure is a drop."""
         if is_late:
-            self._leave(chunks, "save_drops")
+            self._skip(chunks, "save_drops")
             return
         started = self._clock()
         try:
-            statuses = self._target.save([self._handed(one) for one in chunks])
+            statuses = self._target.save([self._outbox_payload(one) for one in chunks])
         except Exception as exc:
-            self._leave(chunks, "save_errors")
+            self._skip(chunks, "save_errors")
             if isinstance(exc, ObjkvError):
-                self._trouble.failed(exc)
+                self._failure_log.failed(exc)
             else:
                 logger.exception("saves failed unexpectedly key=%s", chunks[0].path)
             return
@@ -389,11 +389,13 @@ class Saver:
             if status is not CommitStatus.PART:
                 self._count(some, _COUNTERS.get(status, "save_errors"))
             if status in _COUNTERS:
-                self._trouble.worked()
+                self._failure_log.worked()
             else:
-                self._trouble.failed(TransferError(f"the agent takes no payload: {status.name}"))
+                self._failure_log.failed(
+                    TransferError(f"the agent takes no payload: {status.name}")
+                )
 
-    def _handed(self, chunk: _SavedChunk) -> Handed:
+    def _outbox_payload(self, chunk: _SavedChunk) -> OutboxPayload:
         """Write a chunk's header in front of its pages."""
         save, layers = chunk.save, self._groups[chunk.claim.key.group].layers
         writer = self._limits.writer
@@ -401,7 +403,7 @@ class Saver:
         payload, _ = encode_in_place(
             chunk.claim, layers, chunk.slab.view, codec="none", provenance=provenance
         )
-        return Handed(chunk.claim.key, chunk.path, payload, chunk.part)
+        return OutboxPayload(chunk.claim.key, chunk.path, payload, chunk.part)
 
     def _not_copied(self, step: _Step, error: Exception) -> None:
         """The device failed, and what it still copies is unknown."""
@@ -414,7 +416,7 @@ class Saver:
             chunks = step.chunks[:]
             self._end_waiting(step, len(chunks))
             self._give_up(chunks, step.mark)
-            self._leave(chunks, "save_drops")
+            self._skip(chunks, "save_drops")
 
     def _end_waiting(self, step: _Step, count: int) -> None:
         """The first chunks of a step are done with. Freeing them is not for the forward thread."""
@@ -426,7 +428,7 @@ class Saver:
         """End saves. ``mark``: the end of their copies, None if nothing shows it."""
         for one in chunks:
             if mark is None:
-                one.slab.strand()
+                one.slab.abandon()
             else:
                 one.slab.release_after(mark)
             self._target.end_save(one.path)
@@ -439,10 +441,10 @@ class Saver:
 
     def _drop(self, chunks: Sequence[_SavedChunk]) -> None:
         """Save nothing of chunks, and have the scheduler plan them again."""
-        self._leave(chunks, "save_drops")
+        self._skip(chunks, "save_drops")
         self._dropped.extend((one.plan.request_id, one.save.move.chunk) for one in chunks)
 
-    def _leave(self, chunks: Sequence[_SavedChunk], counter: str) -> None:
+    def _skip(self, chunks: Sequence[_SavedChunk], counter: str) -> None:
         """Save nothing of chunks. If other ranks have the rest of one, the agent does not wait."""
         self._count(chunks, counter)
         for chunk in chunks:

@@ -52,7 +52,7 @@ class Slab:
         self._released = True
         self._pool.take_back(self.tensor, mark)
 
-    def strand(self) -> None:
+    def abandon(self) -> None:
         """Never return the slab: a device may copy it, and no mark shows until when."""
         assert not self._released
         self._released = True

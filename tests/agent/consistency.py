@@ -5,13 +5,13 @@ from itertools import pairwise
 from objkv.agent import arena_cache
 from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.core import Core
-from objkv.agent.held_back import HeldPayloads
+from objkv.agent.held_back import HeldBackPayloads
 from objkv.agent.memory.arena import CellState, Extents
 from objkv.agent.saves import NodeSaves
 from objkv.codec.payload import read_header
 
 
-def paths_of(held: HeldPayloads) -> set[str]:
+def paths_of(held: HeldBackPayloads) -> set[str]:
     """The paths that they would have in the bulk store."""
     return set(held._by_path)
 
@@ -51,7 +51,7 @@ def covers_once(extents: Extents) -> bool:
 def is_consistent(cache: ArenaCache) -> bool:
     """Whether memory, cells, states and ranking agree with each other."""
     with cache._lock:
-        everything, placed, held = cache._all, cache._at.values(), cache.held
+        everything, placed, held = cache._all, cache._at.values(), cache.held_back
         ranked = [one for one in cache._by_key.values() if one.state is CellState.READY]
         return (
             covers_once(cache._extents)
@@ -60,7 +60,7 @@ def is_consistent(cache: ArenaCache) -> bool:
             and len(cache._cells) + sum(one.cell >= 0 for one in everything) == arena_cache.CELLS
             and cache._idle_bytes == sum(one.extent_bytes for one in everything if not one.leases)
             and len(ranked) == len(cache._ranking)
-            and all(path in cache._by_key or held.keep(path) for path in paths_of(held))
+            and all(path in cache._by_key or held.keep_on_disk(path) for path in paths_of(held))
             and all(one.key in cache._ranking for one in ranked)
             and cache.unread_bytes == sum(one.nbytes for one in ranked if one.is_unused)
             and all(one.leases >= (one.state is CellState.FILLING) for one in everything)

@@ -16,14 +16,14 @@ from hypothesis import strategies as st
 from objkv.agent import answering
 from objkv.agent.answering import NodeLookups
 from objkv.agent.core import FoundRecords
-from objkv.agent.held_back import HeldPayloads
+from objkv.agent.held_back import HeldBackPayloads
 from objkv.agent.memory.answers import (
     BLOCK_MAX,
     FIELDS_MAX,
     TEXT_AT,
     TEXT_BYTES_MAX,
     AnswerBoard,
-    Scope,
+    LookupScope,
 )
 from objkv.agent.messages import (
     find_max,
@@ -36,7 +36,7 @@ from objkv.agent.messages import (
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
-from objkv.index.base import ChunkEntry, ShardRecord, Shards
+from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
 from objkv.index.fields import WrittenShards, encode_shard, written_rows
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
@@ -64,7 +64,7 @@ class WatchedIndex(MemoryIndex):
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         self.asked += len(prefix_hashes)
         return super().find(namespace, prefix_hashes, fields)
 
@@ -77,11 +77,11 @@ class World:
         self.index = WatchedIndex(clock=lambda: self.now)
         self.board = AnswerBoard.create()
         self.board.vouch(2e9)
-        self.held = HeldPayloads(NullRecorder(), self.board.discard)
+        self.held = HeldBackPayloads(NullRecorder(), self.board.discard)
         self.lookups = NodeLookups(
             self.index, self.held, FoundRecords(), self.board, clock=lambda: self.now
         )
-        self.scope = Scope(NAMESPACE, FIELDS)
+        self.scope = LookupScope(NAMESPACE, FIELDS)
         self.reader = AnswerBoard.join(os.dup(self.board.fd))
 
     def close(self) -> None:
@@ -107,12 +107,12 @@ class World:
     def write(self, key: bytes, text: bytes, span: tuple[float, float]) -> None:
         self.board.write(self.board.begin(key, ()), text, span)
 
-    def find(self, numbers: Sequence[int]) -> list[Shards | None]:
+    def find(self, numbers: Sequence[int]) -> list[ShardRecords | None]:
         """Look up chunks by a message."""
         texts = self.lookups.find(NAMESPACE, joined(numbers), FIELDS)
         return self._read(numbers, unpack_found(pack_found(texts), len(texts)))
 
-    def kept(self, numbers: Sequence[int]) -> list[Shards | None] | None:
+    def kept(self, numbers: Sequence[int]) -> list[ShardRecords | None] | None:
         """Read the same from the board; None if it lacks a block."""
         texts = []
         for block in self.scope.blocks(joined(numbers)):
@@ -124,7 +124,7 @@ class World:
             texts.append(text)
         return self._read(numbers, texts)
 
-    def _read(self, numbers: Sequence[int], texts: Sequence[bytes]) -> list[Shards | None]:
+    def _read(self, numbers: Sequence[int], texts: Sequence[bytes]) -> list[ShardRecords | None]:
         blocks = self.scope.blocks(joined(numbers))
         both = zip(texts, blocks, strict=True)
         return [one for text, part in both for one in read_block(text, len(part) // 20, FIELDS)]
@@ -141,7 +141,7 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def plain(found: Sequence[Shards | None] | None) -> list[dict[str, ShardRecord] | None]:
+def plain(found: Sequence[ShardRecords | None] | None) -> list[dict[str, ShardRecord] | None]:
     assert found is not None
     return [None if one is None else dict(one) for one in found]
 
@@ -197,7 +197,7 @@ def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(
     numbers, find = range(2 * BLOCK_MAX), world.index.find
     world.publish(*numbers)
 
-    def slow(*question: Any) -> list[Shards | None]:
+    def slow(*question: Any) -> list[ShardRecords | None]:
         found = find(*question)
         world.publish(3, version=1)
         world.invalidate(3)
@@ -277,8 +277,8 @@ def test_an_agent_that_hangs_vouches_for_nothing(world: World) -> None:
 
 def test_a_block_answers_for_its_chunks_namespace_and_fields_alone(world: World) -> None:
     key = world.scope.key(joined(range(5)))
-    assert Scope("f" * 32, FIELDS).key(joined(range(5))) != key
-    assert Scope(NAMESPACE, FIELDS[:1]).key(joined(range(5))) != key
+    assert LookupScope("f" * 32, FIELDS).key(joined(range(5))) != key
+    assert LookupScope(NAMESPACE, FIELDS[:1]).key(joined(range(5))) != key
     assert world.scope.key(joined(range(4))) != key
 
 
@@ -353,7 +353,7 @@ def test_the_largest_lookup_fits_both_ways() -> None:
         assert step >= 1
         largest = ShardRecord(10**17, 10**17, False, False, "f" * 32, 10**17)
         rows = written_rows([dict.fromkeys(fields, largest)] * step, fields)
-        each = Scope(NAMESPACE, fields).chunks
+        each = LookupScope(NAMESPACE, fields).chunks
         texts = [b"\n".join(rows[at : at + each]) for at in range(0, step, each)]
         assert max(map(len, texts)) <= TEXT_BYTES_MAX
         assert unpack_found(pack_found(texts), len(texts)) == texts
@@ -381,7 +381,7 @@ def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(
     )
     go_on, inside, find = Event(), Semaphore(0), world.index.find
 
-    def hang(*asked: Any) -> list[Shards | None]:
+    def hang(*asked: Any) -> list[ShardRecords | None]:
         inside.release()
         go_on.wait(PATIENCE_S)
         return find(*asked)

@@ -154,7 +154,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     @rule(nbytes=st.integers(1, PAGES * PAGE // 2))
     def take(self, nbytes: int) -> None:
         count, gaps = -(-nbytes // PAGE), self.gaps()
-        start = self.extents.take(nbytes)
+        start = self.extents.allocate(nbytes)
         fitting = [gap for gap in gaps if gap >= count]
         assert (start is None) == (not fitting)
         if start is None:
@@ -173,7 +173,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     def give_back(self, data: st.DataObject) -> None:
         if self.taken:
             start = data.draw(st.sampled_from(sorted(self.taken)))
-            self.extents.give_back(start)
+            self.extents.free(start)
             del self.taken[start]
             self.pages = [None if page == start else page for page in self.pages]
 
@@ -181,7 +181,7 @@ class ExtentsMachine(RuleBasedStateMachine):
     def windows(self, data: st.DataObject, count: int) -> None:
         movable = data.draw(st.sets(st.sampled_from(sorted(self.taken)))) if self.taken else set()
         sizes = {start: self.taken[start] * PAGE for start in movable}
-        found = list(self.extents.windows(count * PAGE, sizes))
+        found = list(self.extents.evictable_spans(count * PAGE, sizes))
         free = [page is None or page in movable for page in self.pages]
         exists = any(all(free[at : at + count]) for at in range(PAGES - count + 1))
         assert bool(found) == exists

@@ -124,7 +124,7 @@ class ArenaCacheMachine(RuleBasedStateMachine):
         if fill is None:
             return
         nbytes = pages * PAGE - 5
-        memory = self.arena_cache.allot(fill.one, nbytes)
+        memory = self.arena_cache.allocate(fill.one, nbytes)
         if memory is not None:
             fill.nbytes = nbytes
             memory[:] = bytes([fill.pattern]) * nbytes
@@ -146,12 +146,12 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     def retract(self, data: st.DataObject) -> None:
         fill = self.some(data, filling=True, placed=None)
         if fill is not None and not fill.is_announced:
-            self.arena_cache.retract(fill.one)
+            self.arena_cache.deallocate(fill.one)
             fill.nbytes = 0
 
     @rule(key=st.sampled_from(KEYS))
     def hold(self, key: str) -> None:
-        one, fill = self.arena_cache.hold(key), self.listed.get(key)
+        one, fill = self.arena_cache.lease_ready(key), self.listed.get(key)
         if one is None:  # filling, evicted, or never there
             assert fill is None or fill.is_filling or not fill.holders
         else:
@@ -195,14 +195,14 @@ class ArenaCacheMachine(RuleBasedStateMachine):
     def note_held(self, data: st.DataObject, is_due: bool) -> None:
         fill = self.some(data, filling=False, placed=True)
         if fill is not None and fill.holders and fill.one.state is CellState.READY:
-            self.arena_cache.note_held(fill.one, CLAIMS[fill.one.key], RECORD, is_due=is_due)
-            assert (fill.one.key in self.arena_cache.held) >= (fill in self.listed.values())
+            self.arena_cache.add_held_back(fill.one, CLAIMS[fill.one.key], RECORD, is_due=is_due)
+            assert (fill.one.key in self.arena_cache.held_back) >= (fill in self.listed.values())
 
     @rule(saves=st.booleans())
     def save_due(self, saves: bool) -> None:
-        held = self.arena_cache.held
-        while (claim := held.take_due()) is not None:
-            one = self.arena_cache.hold(claim.key.path())
+        held = self.arena_cache.held_back
+        while (claim := held.pop_due()) is not None:
+            one = self.arena_cache.lease_ready(claim.key.path())
             assert (one is not None) == (claim.key.path() in held)
             if one is not None:
                 (held.saved if saves else held.not_saved)(one.key)
@@ -257,7 +257,7 @@ def filled(arena_cache: ArenaCache, key: str, pages: int = 1) -> CachedPayload:
     assert not isinstance(opened, MissReason)
     one, is_new = opened
     assert is_new
-    assert arena_cache.allot(one, pages * PAGE) is not None
+    assert arena_cache.allocate(one, pages * PAGE) is not None
     arena_cache.ready(one, 1)
     return one
 
@@ -270,12 +270,12 @@ def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
             arena_cache.release(one)
     large = arena_cache.open("large", NO_ORIGIN, None)
     assert not isinstance(large, MissReason)
-    assert arena_cache.allot(large[0], 3 * PAGE) is not None
-    assert arena_cache.holds("369") == [True] * 3
+    assert arena_cache.allocate(large[0], 3 * PAGE) is not None
+    assert arena_cache.contains_ready("369") == [True] * 3
     small = arena_cache.open("small", NO_ORIGIN, None)
     assert not isinstance(small, MissReason)
-    assert arena_cache.allot(small[0], 3 * PAGE) is None, "the pages between are leased"
-    assert arena_cache.allot(small[0], 2 * PAGE) is not None
+    assert arena_cache.allocate(small[0], 3 * PAGE) is None, "the pages between are leased"
+    assert arena_cache.allocate(small[0], 2 * PAGE) is not None
     assert is_consistent(arena_cache)
 
 
@@ -287,7 +287,7 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     assert not arena_cache.leased()
     for key in "abcd":
         arena_cache.release(filled(arena_cache, key))
-    assert arena_cache.holds("abcd") == [True] * 4
+    assert arena_cache.contains_ready("abcd") == [True] * 4
     again = arena_cache.open("b", NO_ORIGIN, None)
     assert not isinstance(again, MissReason)
     assert (again[0].cell, again[1]) == (-1, False)
@@ -312,11 +312,11 @@ def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         arena_cache._ranking, "victim", lambda is_free: searched.append(1) or victim(is_free)
     )
-    assert arena_cache.allot(fill[0], PAGE) is None
+    assert arena_cache.allocate(fill[0], PAGE) is None
     assert not searched
     for one in ones[2:]:
         arena_cache.release(one)
-    assert arena_cache.allot(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
-    assert arena_cache.holds("23") == [True, True]
-    assert arena_cache.allot(fill[0], 3 * PAGE) is not None
+    assert arena_cache.allocate(fill[0], 3 * PAGE + 1) is None, "a payload larger than a quarter"
+    assert arena_cache.contains_ready("23") == [True, True]
+    assert arena_cache.allocate(fill[0], 3 * PAGE) is not None
     assert is_consistent(arena_cache)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from objkv.agent import core, fill
 from objkv.agent.arena_cache import CachedPayload
 from objkv.agent.core import FoundRecords
-from objkv.agent.fill import Cuts, PayloadRequest
+from objkv.agent.fill import PartPolicy, PayloadRequest
 from objkv.agent.memory.arena import ALL_FRAMES, CellState, Progress
 from objkv.agent.messages import CommitStatus, MissReason, Urgency
 from objkv.cache.bulk_index import BulkIndex
@@ -444,7 +444,7 @@ def test_first_parts_of_all_come_before_the_second_of_any(
     monkeypatch.setattr(fill, "_HEADER_BYTES", 2048)  # these payloads are small
     node = make(threads=1)
     wanted = node.save(TOKENS, codec=codec)
-    node.core._limits = replace(node.core._limits, cuts=Cuts(2, 1))
+    node.core._limits = replace(node.core._limits, part_policy=PartPolicy(2, 1))
     starts = list[int]()
     gate, get = gated(node), node.cache.get_into
 

@@ -27,7 +27,7 @@ from objkv.assembly.backends import open_backends
 from objkv.codec.seal import Seal
 from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
-from objkv.net.breaker import Patience
+from objkv.net.breaker import BreakerLimits
 from objkv.telemetry import NullRecorder
 from tests.agent.consistency import is_consistent
 from tests.agent.test_core import fetch, right
@@ -104,8 +104,8 @@ def slow_machines_hang_not(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_probes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A circuit that opens stays open."""
-    for_ever = Patience(reset_s=10_000.0, reset_max_s=10_000.0)
-    monkeypatch.setattr(spill_module, "Patience", lambda: for_ever)
+    for_ever = BreakerLimits(reset_s=10_000.0, reset_max_s=10_000.0)
+    monkeypatch.setattr(spill_module, "BreakerLimits", lambda: for_ever)
 
 
 @pytest.fixture
@@ -492,7 +492,7 @@ class DiskMachine(RuleBasedStateMachine):
         self.place = tempfile.TemporaryDirectory()
         self.path = Path(self.place.name)
         self.right: dict[str, bytes] = {}
-        self.tied = set[str]()
+        self.only_copies = set[str]()
         self.number = 0
         self.start()
 
@@ -518,9 +518,9 @@ class DiskMachine(RuleBasedStateMachine):
             self.disk.discard(key)
         dropped = self.disk.make_room(len(payload))
         assert not dropped or pages <= 10
-        lost = {key for key in self.tied if self.disk.size_of(key) is None}
+        lost = {key for key in self.only_copies if self.disk.size_of(key) is None}
         assert {key for key in dropped if key is not None} == lost
-        self.tied -= lost
+        self.only_copies -= lost
         was_written = self.disk.write(key, memoryview(payload))
         assert was_written == (pages <= 10 and not discards)
         if was_written:
@@ -528,21 +528,21 @@ class DiskMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def discard(self, key: str) -> None:
-        assert self.disk.discard(key) == (key in self.tied)
+        assert self.disk.discard(key) == (key in self.only_copies)
         assert self.disk.size_of(key) is None
-        self.tied.discard(key)
+        self.only_copies.discard(key)
 
     @rule(key=keys)
-    def tie(self, key: str) -> None:
+    def mark_only_copy(self, key: str) -> None:
         is_there = self.disk.size_of(key) is not None
-        assert self.disk.tie(key) == is_there
+        assert self.disk.mark_only_copy(key) == is_there
         if is_there:
-            self.tied.add(key)
+            self.only_copies.add(key)
 
     @rule(key=keys)
-    def untie(self, key: str) -> None:
-        self.disk.untie(key)
-        self.tied.discard(key)
+    def unmark_only_copy(self, key: str) -> None:
+        self.disk.unmark_only_copy(key)
+        self.only_copies.discard(key)
 
     @rule(key=keys)
     def use(self, key: str) -> None:
@@ -572,7 +572,7 @@ class DiskMachine(RuleBasedStateMachine):
         if cut:
             (self.path / module.FOLDER / "unfinished").write_bytes(b"half")
         self.start()
-        self.tied.clear()
+        self.only_copies.clear()
         assert kept == {key: self.disk.size_of(key) for key in self.right}
 
     @invariant()

@@ -12,7 +12,7 @@ import pytest
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, is_held
+from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, is_held_back
 from objkv.agent.prefetch import Matched, Prefetches
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreUnavailable, TransferError
@@ -80,7 +80,7 @@ class Holder(Node):
     @property
     def held(self) -> set[str]:
         """Paths of what is held back."""
-        return paths_of(self.arena_cache.held)
+        return paths_of(self.arena_cache.held_back)
 
     def count(self, name: str) -> float:
         """A counter."""
@@ -148,10 +148,10 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
     assert node.desk.accepted == [], "no other node can load it: no event"
     wanted = node.find(made)
     assert [one.record.nbytes for one in wanted] == [len(payload) for payload in made]
-    assert all(is_held(one.record) for one in wanted)
+    assert all(is_held_back(one.record) for one in wanted)
     assert node.arena_cache.leased() == 0
     assert node.count("agent_held_back") == 3
-    assert node.arena_cache.held.nbytes == sum(map(len, made))
+    assert node.arena_cache.held_back.nbytes == sum(map(len, made))
 
 
 class GatedStore(WatchedStore):
@@ -175,7 +175,7 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
     for payload in made:
         assert node.desk.hand_over(payload) is CommitStatus.ACCEPTED
     found = node.find(made)
-    assert [is_held(one.record) for one in found] == [True] * 3, "none is stored yet"
+    assert [is_held_back(one.record) for one in found] == [True] * 3, "none is stored yet"
     assert [read(node.reader, one) for one in found] == [MissReason.NONE] * 3
     store.gate.set()
     assert node.saves.drain(PATIENCE_S)
@@ -194,7 +194,7 @@ def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_nex
         assert index.lease(path, "another", ttl_ms=600_000)
     node.commit(made)
     assert node.count("save_leased_elsewhere") == 3
-    assert all(is_held(one.record) for one in node.find(made)), "it may not be stored yet"
+    assert all(is_held_back(one.record) for one in node.find(made)), "it may not be stored yet"
     for path in paths(made):
         index.release(path, "another")
     make(holds_back=False, store=store, index=index).commit(made)
@@ -213,7 +213,7 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     assert not node.held
     found = node.find(made)
     assert [one.record for one in found] == of_index(node, made)
-    assert not any(is_held(one.record) for one in found)
+    assert not any(is_held_back(one.record) for one in found)
     assert node.read(wanted) == [MissReason.NONE] * 3, "by records that were found before"
     assert not node.store.gets
     assert node.count("saves") == 3
@@ -339,7 +339,7 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
     wanted = node.find(made)
     node.read(wanted)
     node.read(others)
-    assert node.arena_cache.holds(paths(made[:1])) == [False]
+    assert node.arena_cache.contains_ready(paths(made[:1])) == [False]
     assert node.read(wanted) == [MissReason.NONE]
     assert node.store.gets[paths(made)[0]] == 1
     assert not node.count("load_corrupt")
@@ -366,25 +366,25 @@ def test_an_old_record_without_an_index_is_a_miss(
 
 def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads()
-    node.index.sight = down  # type: ignore[method-assign]
+    node.index.record_sightings = down  # type: ignore[method-assign]
     node.commit(made)
     assert node.count("agent_sighting_drops") >= 1
     assert node.held == set(paths(made))
-    del node.index.sight
+    del node.index.record_sightings
     node.read(node.find(made))
     assert node.stored == set(paths(made))
 
 
 def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Holder]) -> None:
     node, made = make(), payloads(list(range(16 * 9)))
-    sight, gate, sizes = node.index.sight, threading.Event(), list[int]()
+    sight, gate, sizes = node.index.record_sightings, threading.Event(), list[int]()
 
     def slow(names: Sequence[str], *, ttl_s: int) -> list[bool]:
         sizes.append(len(names))
         assert gate.wait(PATIENCE_S)
         return sight(names, ttl_s=ttl_s)
 
-    node.index.sight = slow  # type: ignore[method-assign]
+    node.index.record_sightings = slow  # type: ignore[method-assign]
     node.desk.hand_over(made[0])
     wait_until(lambda: sizes == [1])
     for payload in made[1:]:
@@ -403,7 +403,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
     node.commit(made)
     now = [0.0]
-    node.arena_cache.held._clock = lambda: now[0]
+    node.arena_cache.held_back._clock = lambda: now[0]
     node.read(node.find(made))
     assert node.held == set(paths(made))
     wait_until(lambda: node.arena_cache.leased() == 0)
@@ -427,7 +427,7 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     publish, node.index.publish = node.index.publish, down  # type: ignore[method-assign]
     node.commit(made)
     now = [0.0]
-    node.arena_cache.held._clock = lambda: now[0]
+    node.arena_cache.held_back._clock = lambda: now[0]
     node.read(node.find(made))
     assert node.count("publish_errors") == len(made)
     assert node.held == set(paths(made))
@@ -476,7 +476,7 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
     assert node.find(made) == []
     node.commit(made[:1])
     wanted = node.find(made)
-    assert [is_held(one.record) for one in wanted] == [True, False, False]
+    assert [is_held_back(one.record) for one in wanted] == [True, False, False]
     node.read(wanted)
     assert [one.record for one in node.find(made)] == of_index(node, made)
 
@@ -596,7 +596,7 @@ def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path)
         with closing(service.connect()) as client:
             wanted = find(client, made)
             read(client, wanted[0])
-            wait_until(lambda: not is_held(find(client, made)[0].record))
+            wait_until(lambda: not is_held_back(find(client, made)[0].record))
             agent.kill()
         with AgentProcess(service.settings, path=agent.path), closing(service.connect()) as client:
             assert len(find(client, made)) == 1
@@ -659,7 +659,7 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     if is_in_time:
         store.gate.set()
     ending.join(PATIENCE_S)
-    lost = len(node.arena_cache.held)
+    lost = len(node.arena_cache.held_back)
     store.gate.set()
     assert (node.stored == set(paths(made))) is is_in_time
     assert lost == (0 if is_in_time else len(made))

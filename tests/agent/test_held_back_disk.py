@@ -63,7 +63,7 @@ class DiskHolder(Holder):
     def leave_arena(self, made: list[bytes]) -> None:
         for path in paths(made):
             self.arena_cache.forget(path)
-            wait_until(lambda path=path: not self.arena_cache.holds([path])[0])  # type: ignore[misc]
+            wait_until(lambda path=path: not self.arena_cache.contains_ready([path])[0])  # type: ignore[misc]
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
     assert not node.stored, "no request has read it"
     node.leave_arena(made)
     for path in paths(made):
-        node.arena_cache.held.put(path)
+        node.arena_cache.held_back.put(path)
     assert node.saves.drain(PATIENCE_S), "none is in memory"
     order, gate, get_into = PrefetchOrder(PATIENCE_S, puts=True), Event(), node.disk.get_into
 
@@ -165,7 +165,7 @@ def test_what_is_read_or_made_again_survives_the_loss_of_its_file(
     else:
         assert node.read(node.find(made)) == [NONE] * len(made)
         wait_until(
-            lambda: all(one and one.is_spilled for one in node.arena_cache.seen(paths(made)))
+            lambda: all(one and one.is_spilled for one in node.arena_cache.peek(paths(made)))
         )
     node.settle()  # nothing is written again now
     for path in paths(made):
@@ -195,7 +195,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
 ) -> None:
     node, made = make(), payloads()
     node.commit(made)
-    hold, missed = node.arena_cache.hold, set[str]()
+    hold, missed = node.arena_cache.lease_ready, set[str]()
 
     def late(path: str) -> CachedPayload | None:
         if path in missed:
@@ -203,7 +203,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
         missed.add(path)
         return None
 
-    node.arena_cache.hold = late  # type: ignore[method-assign]
+    node.arena_cache.lease_ready = late  # type: ignore[method-assign]
     assert node.read(node.find(made)) == [NONE] * len(made)
     wait_until(lambda: node.stored == set(paths(made)))
     assert missed == set(paths(made))
@@ -214,10 +214,10 @@ def test_a_payload_for_which_there_was_no_room_is_still_found(
 ) -> None:
     node, made = make(), payloads()
     node.keep(made)
-    allot = node.arena_cache.allot
-    node.arena_cache.allot = lambda *_, **__: None  # type: ignore[method-assign]
+    allot = node.arena_cache.allocate
+    node.arena_cache.allocate = lambda *_, **__: None  # type: ignore[method-assign]
     assert node.read(node.find(made)) == [MissReason.NO_ROOM] * len(made)
-    node.arena_cache.allot = allot  # type: ignore[method-assign]
+    node.arena_cache.allocate = allot  # type: ignore[method-assign]
     assert node.held == set(paths(made))
 
 
@@ -253,7 +253,7 @@ def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
     first, made = make(), payloads()
     first.keep(made)
     first.spill.close(PATIENCE_S)
-    assert (len(first.arena_cache.held), first.arena_cache.held.nbytes) == (0, 0)
+    assert (len(first.arena_cache.held_back), first.arena_cache.held_back.nbytes) == (0, 0)
     later = make()
     wait_until(lambda: later.held == set(paths(made)), PATIENCE_S)
 
@@ -319,7 +319,7 @@ def test_a_payload_that_is_handed_over_while_the_disk_loses_it_is_found(
 ) -> None:
     node, made = make(may_save=False), payloads()
     node.keep(made)
-    dropped = node.arena_cache.held.dropped
+    dropped = node.arena_cache.held_back.dropped
 
     def late(path: str) -> None:
         again.start()
@@ -327,7 +327,7 @@ def test_a_payload_that_is_handed_over_while_the_disk_loses_it_is_found(
         dropped(path)
 
     again = Thread(target=node.commit_one, args=(made[0],))
-    monkeypatch.setattr(node.arena_cache.held, "dropped", late)
+    monkeypatch.setattr(node.arena_cache.held_back, "dropped", late)
     node.spill.forget(paths(made)[0])
     again.join()
     monkeypatch.undo()

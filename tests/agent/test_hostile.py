@@ -15,7 +15,7 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory import arena as arena_module
 from objkv.agent.memory.answers import FIELDS_MAX
-from objkv.agent.memory.arena import BOARD_BYTES, Board, CellState, Progress
+from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress, ProgressBoard
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
@@ -92,7 +92,7 @@ def test_what_a_reader_rejects_while_it_arrives_is_served_to_nobody_else(node: N
     wait_until(lambda: node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None])
     gate.set()
     assert ended(first, lease).state is CellState.READY
-    assert node.arena_cache.holds(paths([wanted])) == [False]
+    assert node.arena_cache.contains_ready(paths([wanted])) == [False]
     (again,) = opened(node.connect(), [wanted])
     assert again.cell != lease.cell
     assert is_consistent(node.arena_cache)
@@ -157,7 +157,7 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
     other = read_header(made[1]).claim.key.path()
     found = node.arena_cache.open(other, NO_ORIGIN, None)  # as if of another claim
     assert not isinstance(found, MissReason)
-    assert node.arena_cache.allot(found[0], len(made[1])) is not None
+    assert node.arena_cache.allocate(found[0], len(made[1])) is not None
     node.arena_cache.ready(found[0], 2)
     assert node.commit_one(made[1]) is CommitStatus.REFUSED
     assert node.saves.drain(PATIENCE_S)
@@ -194,7 +194,9 @@ def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock = greeted(node)
     wanted = node.save()
     claims = [one.claim for one in wanted]
-    sock.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims))))
+    sock.send(
+        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims)))
+    )
     m.unpack_opened(sock.recv(1000), 3)
     sock.send(b"")
     assert sock.recv(100) == b""
@@ -334,7 +336,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
     made = payloads(list(range(16 * 130)))
     for payload in made:
         node.commit_one(payload)
-    before = paths_of(node.arena_cache.held)
+    before = paths_of(node.arena_cache.held_back)
     assert len(before) > 100
     one = node.save(list(range(7000, 7016)), codec=codec)[0]
     key = one.claim.key
@@ -345,7 +347,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
         settled(node, found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.arena_cache.release(found)
-    assert paths_of(node.arena_cache.held) == before
+    assert paths_of(node.arena_cache.held_back) == before
     (found,) = node.open(one)
     assert settled(node, found).state is CellState.READY
     node.arena_cache.release(found)
@@ -356,7 +358,7 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
 def test_a_cell_that_is_half_written_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another core may see words of a cell in any order."""
     memory = memoryview(bytearray(BOARD_BYTES))
-    board, old = Board(memory), Progress(CellState.FILLING, 1, 4096, 512, 0)
+    board, old = ProgressBoard(memory), Progress(CellState.FILLING, 1, 4096, 512, 0)
     new = Progress(CellState.READY, 9, 8192, 1024, 0)
     board.write(7, old)
     before = bytes(memory)

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from objkv import __version__
 from objkv.agent.http import listener
-from objkv.agent.http.api import AgentHttp, HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpSettings
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.messages import VERSION
 from objkv.errors import ConfigError
@@ -147,7 +147,7 @@ def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -
         router.ask("POST", "/v1/prefetch", long_prompt(node, 100_000 * number, 50))
         wait_until(lambda: not node.arena_cache.leased())
         assert node.arena_cache.unread_bytes <= node.arena_cache.ahead_bytes_max
-    assert all(node.arena_cache.holds([one.claim.key.path() for one in read]))
+    assert all(node.arena_cache.contains_ready([one.claim.key.path() for one in read]))
     unused = node.recorder.value("agent_prefetch_unused")
     assert unused > 0
     assert node.recorder.value("agent_prefetch_unused_bytes") >= unused * NBYTES
@@ -239,7 +239,7 @@ def test_an_address_needs_the_token(node: Node, tokenizers: Path, host: str) -> 
         file = {"namespace": NAMESPACE, "text": "w1", "tokenizer": str(tokenizers)}
         assert "Unix socket" in right.ask("POST", "/v1/match", file)[1]["error"]
         assert Router(node.http).ask("GET", "/metrics")[0] == 200
-        assert TOKEN not in repr(HttpPlaces(node.folder, place, TOKEN))
+        assert TOKEN not in repr(HttpSettings(node.folder, place, TOKEN))
 
 
 def test_a_refused_client_may_have_sent_a_long_prompt(node: Node) -> None:

@@ -20,7 +20,7 @@ from objkv.agent.memory.arena import PAGE
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.cache.chunks import shard_record
-from objkv.codec.join import Place
+from objkv.codec.join import PartPosition
 from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
 from objkv.codec.values import RAW_BYTES_MAX
 from objkv.keys.chunk import ChunkKey
@@ -54,7 +54,7 @@ PATH = claim_of(0).key.path()
 
 def hand_over(node: Node, piece: Piece, number: int = 1, replica: bytes = ONE) -> CommitStatus:
     with outbox_of(piece.payload) as outbox:
-        part = SavedPart(number, piece.place)
+        part = SavedPart(number, piece.position)
         return node.saves.commit(outbox, Commit(0, len(piece.payload), part=part), replica)
 
 
@@ -132,12 +132,12 @@ def test_a_payload_is_saved_when_its_last_part_has_come(node: Node, order: Seque
     for piece in pieces[:-1]:
         assert hand_over(node, piece) is PART
         assert not stored(node)
-        assert not node.arena_cache.holds([PATH])[0]
-        assert node.arena_cache.seen([PATH]) == [None]
+        assert not node.arena_cache.contains_ready([PATH])[0]
+        assert node.arena_cache.peek([PATH]) == [None]
     assert hand_over(node, pieces[-1]) is ACCEPTED
     assert stored(node).keys() == {PATH}
     assert seed_of(stored(node)[PATH]) == 0
-    assert node.arena_cache.holds([PATH])[0]
+    assert node.arena_cache.contains_ready([PATH])[0]
     assert not len(node.saves.joins)
     (record,) = node.index.find(NAMESPACE, [claim_of(0).key.prefix_hash], ("0",))
     assert record is not None
@@ -201,18 +201,18 @@ def test_a_part_that_comes_twice_ends_the_payload(node: Node) -> None:
 
 
 def other_place(**other: int) -> Piece:
-    return Piece(PIECES[3].payload, PIECES[3].place._replace(**other))
+    return Piece(PIECES[3].payload, PIECES[3].position._replace(**other))
 
 
 WRONG = {
     "an impossible place": other_place(first=GRID.rows * GRID.columns),
     "another grid": other_place(step=1),
-    "another rank's place": other_place(first=PIECES[2].place.first),
-    "an overlap": other_place(skipped=PIECES[0].place.skipped),
+    "another rank's place": other_place(first=PIECES[2].position.first),
+    "an overlap": other_place(skipped=PIECES[0].position.skipped),
     "another chunk's parent": GRID.pieces(replace(claim_of(0), parent_hash=bytes(20)))[3],
     "other tokens": GRID.pieces(claim_of(0), Provenance("0" * 64, "w", 1))[3],
     "compressed": Grid((2, 1), contents=(512,)).pieces(claim_of(0), codec="lz4")[3],
-    "no payload": Piece(b"x" * 5000, PIECES[3].place),
+    "no payload": Piece(b"x" * 5000, PIECES[3].position),
 }
 
 
@@ -278,7 +278,7 @@ def test_a_part_that_comes_after_the_deadline_makes_no_payload(
 ENDS = {
     "a rank drops its part": lambda node, clock: drop(node),
     "it is late": is_late,
-    "the replica has gone": lambda node, clock: node.saves.joins.left(ONE),
+    "the replica has gone": lambda node, clock: node.saves.joins.client_left(ONE),
 }
 
 
@@ -286,7 +286,7 @@ ENDS = {
 def test_memory_is_not_given_back_while_a_part_is_copied_there(
     node: Node, clock: ManualClock, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None]
 ) -> None:
-    node.saves.joins.joined(ONE)
+    node.saves.joins.client_connected(ONE)
     read, leased = ClientOutbox.read_pieces, list[int]()
 
     def meanwhile(outbox: ClientOutbox, places: Sequence[memoryview], offset: int) -> None:
@@ -351,7 +351,7 @@ def test_a_stored_payload_is_one_save_of_one_replica(events: list[Any]) -> None:
         elif kind == "late":
             is_late(node, clock)
         elif kind == "left":
-            node.saves.joins.left(replica)
+            node.saves.joins.client_left(replica)
         else:
             piece = pieces_of(chunk, seeds[replica, number])[part]
             status = hand_over(node, piece, number, replica)
@@ -377,7 +377,7 @@ def test_the_first_part_decides_whether_the_payload_is_saved_at_once(
     node = make(holds_back=True)
     assert all_of(node, PIECES) == [PART] * 3 + [CommitStatus.HELD_BACK]
     assert not stored(node)
-    assert node.arena_cache.holds([PATH])[0]
+    assert node.arena_cache.contains_ready([PATH])[0]
     assert all_of(node, PIECES, 2) == [ACCEPTED] * 4, "it is there, and due now"
     assert seed_of(stored(node)[PATH]) == 0
 
@@ -430,9 +430,12 @@ LONG = NUMBERS | st.sampled_from([768, 767, 769, 1 << 20, 16 << 30, 2**63, 2**64
 
 @settings(max_examples=150, deadline=None)
 @given(
-    st.lists(st.tuples(st.integers(0, 3), st.builds(Place, *[NUMBERS] * 4, LONG, LONG)), max_size=8)
+    st.lists(
+        st.tuples(st.integers(0, 3), st.builds(PartPosition, *[NUMBERS] * 4, LONG, LONG)),
+        max_size=8,
+    )
 )
-def test_no_place_is_an_error_of_another_kind(places: list[tuple[int, Place]]) -> None:
+def test_no_place_is_an_error_of_another_kind(places: list[tuple[int, PartPosition]]) -> None:
     node = Node()
     clock = node.saves.joins._clock = ManualClock(0.0)
     for part, place in places:
@@ -455,7 +458,7 @@ class Rank:
 
     def commit(self, piece: Piece, number: int = 1) -> CommitStatus:
         os.pwrite(self.box.fd, piece.payload, 0)
-        part = SavedPart(number, piece.place)
+        part = SavedPart(number, piece.position)
         (status,) = self.agent.commit([Commit(0, len(piece.payload), part=part)])
         return status
 
@@ -506,17 +509,17 @@ def test_a_worker_that_drops_its_part_tells_the_agent(node: Node) -> None:
     a, b = Desk(node, replica="engine"), Desk(node, replica="engine")
     key = claim_of(0).key
     for number, (piece, other) in enumerate([(PIECES[0], PIECES[1]), (PIECES[1], PIECES[0])]):
-        part, missing = (SavedPart(number, one.place) for one in (piece, other))
+        part, missing = (SavedPart(number, one.position) for one in (piece, other))
         assert a.hand_over(piece.payload, part=part) is CommitStatus.PART
         b.saves.drop(key.path(), missing)
         assert node.arena_cache.leased() == 1
         b.saves.send_drops()
         wait_until(lambda: nothing_is_left(node))
-        part = SavedPart(number, PIECES[2].place)
+        part = SavedPart(number, PIECES[2].position)
         assert b.hand_over(PIECES[2].payload, part=part) is CommitStatus.DROPPED
     parts = [(desk, piece) for desk, piece in zip([a, b] * 2, PIECES, strict=True)]
     outcomes = [
-        desk.hand_over(piece.payload, part=SavedPart(2, piece.place)) for desk, piece in parts
+        desk.hand_over(piece.payload, part=SavedPart(2, piece.position)) for desk, piece in parts
     ]
     assert outcomes == [CommitStatus.PART] * 3 + [CommitStatus.ACCEPTED]
     assert stored(node)
@@ -525,11 +528,13 @@ def test_a_worker_that_drops_its_part_tells_the_agent(node: Node) -> None:
 
 
 HOSTILE = [
-    m.pack_commits([Commit(0, 5000, part=SavedPart(1, Place(2, 2**32 - 1, 0, 1, 0, 16 << 30)))]),
-    m.pack_commits([Commit(0, 5000, part=SavedPart(2**64 - 1, Place(*[2**32 - 1] * 6)))]),
-    m.pack_commits([Commit(2**64 - 1, 2**64 - 1, part=SavedPart(1, PIECES[0].place))]),
-    m.pack_commits([Commit(0, 0, part=SavedPart(1, PIECES[0].place))]),
-    m.pack_commits([Commit(0, 5000, part=SavedPart(1, PIECES[0].place))])[:-1],
+    m.pack_commits(
+        [Commit(0, 5000, part=SavedPart(1, PartPosition(2, 2**32 - 1, 0, 1, 0, 16 << 30)))]
+    ),
+    m.pack_commits([Commit(0, 5000, part=SavedPart(2**64 - 1, PartPosition(*[2**32 - 1] * 6)))]),
+    m.pack_commits([Commit(2**64 - 1, 2**64 - 1, part=SavedPart(1, PIECES[0].position))]),
+    m.pack_commits([Commit(0, 0, part=SavedPart(1, PIECES[0].position))]),
+    m.pack_commits([Commit(0, 5000, part=SavedPart(1, PIECES[0].position))])[:-1],
     m.pack_drop(Drop(1, 4, PATH))[:-1],
     m.pack_drop(Drop(2**64 - 1, 2**32 - 1, PATH)),
     m.pack_drop(Drop(0, 0, PATH)),

@@ -11,7 +11,7 @@ import pytest
 from objkv.agent import fill as module
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
-from objkv.agent.fill import UNKNOWN, Layouts, PayloadRequest
+from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
 from objkv.codec.payload import LayerSpec, read_header
@@ -34,12 +34,12 @@ from tests.support.waiting import wait_until
 LAYERS = (LayerSpec("l.0", "BF16", (2, 2, 8, 8)), LayerSpec("l.1", "BF16", (2, 2, 8, 8)))
 
 
-def note(layouts: Layouts, layers: tuple[LayerSpec, ...] = LAYERS, size: int = 4096) -> int:
+def note(layouts: KnownLayouts, layers: tuple[LayerSpec, ...] = LAYERS, size: int = 4096) -> int:
     return layouts.note(NAMESPACE, "0", layers, size)
 
 
 def test_equal_layouts_have_one_number_and_others_another() -> None:
-    layouts = Layouts()
+    layouts = KnownLayouts()
     first = note(layouts)
     assert first > 0
     assert layouts.note("another", "1", tuple(map(replace, LAYERS)), 4096) == first
@@ -59,7 +59,7 @@ def test_equal_layouts_have_one_number_and_others_another() -> None:
 
 
 def test_one_object_is_remembered_for_equal_layers() -> None:
-    layouts = Layouts()
+    layouts = KnownLayouts()
     assert layouts.last(NAMESPACE, "0") is UNKNOWN
     note(layouts)
     note(layouts, tuple(map(replace, LAYERS)), 8192)
@@ -70,7 +70,7 @@ def test_one_object_is_remembered_for_equal_layers() -> None:
 def test_those_beyond_the_limit_have_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LAYOUTS_MAX", 2)
     monkeypatch.setattr(module, "_SHARDS_MAX", 2)
-    layouts = Layouts()
+    layouts = KnownLayouts()
     numbers = [layouts.note(NAMESPACE, str(n), LAYERS, 4096 * (1 + n)) for n in range(4)]
     assert numbers == [1, 2, 0, 0]
     assert [note(layouts, LAYERS, 4096 * (1 + n)) for n in range(4)] == numbers
@@ -136,7 +136,7 @@ def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
     pieces = Grid((2, 1)).pieces(read_header(payloads()[0]).claim)
     for piece in pieces:
         with outbox_of(piece.payload) as outbox:
-            commit = Commit(0, len(piece.payload), part=SavedPart(1, piece.place))
+            commit = Commit(0, len(piece.payload), part=SavedPart(1, piece.position))
             status = node.saves.commit(outbox, commit, b"one")
     assert status is CommitStatus.ACCEPTED
     answer = node.connect().open(
@@ -186,8 +186,8 @@ def test_a_payload_that_is_not_as_opened_is_a_miss_and_is_rejected(
         node.index.forget(key.namespace, key.prefix_hash, key.field, wanted.record)
         assert node.commit_one(payloads()[1]) is CommitStatus.HELD_BACK
     is_refused(client, wanted, change)
-    assert node.arena_cache.seen([key.path()]) == [None]
-    assert not len(node.arena_cache.held)
+    assert node.arena_cache.peek([key.path()]) == [None]
+    assert not len(node.arena_cache.held_back)
     assert node.cache.record_of(key) is None
 
 

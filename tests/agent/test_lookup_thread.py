@@ -17,7 +17,7 @@ from objkv.agent.client import AgentCalls, AgentConnection
 from objkv.background import Question, Steps, StepThread
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.errors import StoreUnavailable
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecords
 from objkv.telemetry import MemoryRecorder
 from tests.agent.world import Node
 from tests.support.samples import NAMESPACE
@@ -59,7 +59,7 @@ class Replica:
         wait_until(lambda: self.ask(name, hashes) is not None)
         return [one is not None for one in self.ask(name, hashes) or ()]
 
-    def ask(self, name: str, hashes: Sequence[bytes]) -> tuple[Shards | None, ...] | None:
+    def ask(self, name: str, hashes: Sequence[bytes]) -> tuple[ShardRecords | None, ...] | None:
         return self.lookups.ask(name, NAMESPACE, hashes)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from objkv.agent import messages as m
 from objkv.agent.memory.arena import CELLS, CellState
 from objkv.agent.messages import MissReason, Urgency
-from objkv.codec.join import Place
+from objkv.codec.join import PartPosition
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ShardRecord
@@ -49,8 +49,8 @@ WANTED = st.builds(
 def test_an_opening(wanted: list[Claim], urgency: Urgency, deadline_ms: int) -> None:
     claims = m.Claims.of(wanted)
     assert list(map(claims.claim, claims)) == wanted
-    opening = m.Opening(urgency, deadline_ms, claims)
-    assert m.unpack_opening(m.pack_opening(opening)) == opening
+    opening = m.OpenRequest(urgency, deadline_ms, claims)
+    assert m.unpack_open_request(m.pack_open_request(opening)) == opening
     columns = np.frombuffer(claims.rows, list(m.CLAIM_ROW))
     assert [one.tobytes() for one in columns["prefix_hash"]] == [o.key.prefix_hash for o in wanted]
     assert [one.tobytes() for one in columns["parent_hash"]] == [o.parent_hash for o in wanted]
@@ -65,8 +65,8 @@ def test_the_most_payloads_of_the_longest_names_fit() -> None:
         Claim(ChunkKey(NAMESPACE, bytes([n] * 20), 99, shard), bytes(20), n, n + 1)
         for n in range(m.OPEN_MAX)
     ]
-    opening = m.Opening(Urgency.IN_STEP, 1, m.Claims.of(wanted))
-    assert m.unpack_opening(m.pack_opening(opening)) == opening
+    opening = m.OpenRequest(Urgency.IN_STEP, 1, m.Claims.of(wanted))
+    assert m.unpack_open_request(m.pack_open_request(opening)) == opening
 
 
 @given(
@@ -92,7 +92,7 @@ def test_answers_to_an_opening(answers: list[m.OpenAnswer]) -> None:
 
 
 U32, U64 = st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1)
-PLACES = st.builds(Place, U32, U32, U32, U32, U64, U64)
+PLACES = st.builds(PartPosition, U32, U32, U32, U32, U64, U64)
 
 
 PARTS = st.none() | st.builds(m.SavedPart, U64, PLACES)

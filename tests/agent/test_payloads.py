@@ -13,7 +13,7 @@ import pytest
 from objkv.agent import client
 from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.fill import PayloadRequest
-from objkv.agent.memory.arena import Board
+from objkv.agent.memory.arena import ProgressBoard
 from objkv.agent.messages import Commit, CommitStatus, Opened
 from objkv.agent.payloads import (
     PayloadReader,
@@ -51,7 +51,7 @@ class Read(PayloadTransfer):
     def is_needed(self) -> bool:
         return not self.dropped
 
-    def take(self, pages: Sequence[memoryview]) -> None:
+    def take_pages(self, pages: Sequence[memoryview]) -> None:
         if self.fails:
             raise RuntimeError("no memory")
         self.pages = [bytes(page) for page in pages]
@@ -119,7 +119,7 @@ def test_pages_that_changed_in_the_arena_are_rejected(node: Node) -> None:
         assert outcomes(reader, broken) == [ReadOutcome.CORRUPT]
         assert not broken.pages
         wait_until(lambda: not node.wanted([one.claim.key]))
-        assert not node.arena_cache.holds([one.claim.key.path()])[0]
+        assert not node.arena_cache.contains_ready([one.claim.key.path()])[0]
 
 
 def test_a_corrupt_payload_that_is_made_again_as_its_read_ends_stays(node: Node) -> None:
@@ -162,7 +162,7 @@ def test_a_payload_where_another_one_should_be_is_corrupt(
         assert outcomes(reader, Read(one), Read(other)) == [ReadOutcome.CORRUPT] * 2
 
 
-def swapped(opened: Opened, board: Board) -> list[ArenaLease]:
+def swapped(opened: Opened, board: ProgressBoard) -> list[ArenaLease]:
     """Leases with each other's progress."""
     found = leases_of(opened, board)
     return [
@@ -179,10 +179,10 @@ def test_what_comes_too_late_or_is_not_needed_any_more_ends(node: Node) -> None:
         reader.read(reads)
         wait_until(lambda: node.arena_cache.leased() == 2)
         reads[1].dropped = True
-        reader.look()
+        reader.recheck()
         assert reads[1].outcome is ReadOutcome.UNWANTED
         clock.advance(5.0)
-        reader.look()
+        reader.recheck()
         assert reads[0].outcome is ReadOutcome.LATE
         assert outcomes(reader, Read(late, deadline=5.0)) == [ReadOutcome.LATE]
         gate.set()
@@ -246,7 +246,7 @@ def test_what_comes_just_when_nothing_waited_is_read(node: Node) -> None:
 
     with reading(node.connect) as reader:
         reader._waiting = Waiting()
-        reader.look()
+        reader.recheck()
         assert read.outcome is ReadOutcome.READ
 
 
@@ -302,7 +302,7 @@ class Write(PayloadTransfer):
         self._fails = fails
         self.ended: list[tuple[WriteOutcome, int]] = []
 
-    def write(self, pages: memoryview) -> None:
+    def write_pages(self, pages: memoryview) -> None:
         if self._fails:
             raise TransferError("the device failed")
         pages[:] = b"".join(RIGHT)

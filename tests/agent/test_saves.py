@@ -21,7 +21,7 @@ def save(node: Node) -> None:
     assert node.commit_one(PAYLOAD) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
     assert node.arena_cache.leased() == 0
-    is_saved = node.cache.in_flight.is_kept(PATH)
+    is_saved = node.cache.in_flight.is_saved(PATH)
     assert node.index.lease(PATH, "another", ttl_ms=60_000)
     node.index.release(PATH, "another")
     assert is_saved or node.cache.in_flight.begin(PATH)

@@ -87,9 +87,13 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
     wanted, honest, liar = node.save(), node.connect(), greeted(node)
     leases = opened(honest, wanted[:1])
     claims = [one.claim for one in wanted]
-    liar.send(m.pack_opening(m.Opening(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims))))
+    liar.send(
+        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims)))
+    )
     m.unpack_opened(liar.recv(1000), 3)
-    wait_until(lambda: node.arena_cache.holds([w.claim.key.path() for w in wanted]) == [True] * 3)
+    wait_until(
+        lambda: node.arena_cache.contains_ready([w.claim.key.path() for w in wanted]) == [True] * 3
+    )
     liar.send(message)
     assert liar.recv(100) == b"", "the agent ends the conversation"
     assert node.arena_cache.leased() == 3, "a device of the client may still read"
@@ -186,7 +190,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
     assert (over.number, over.progress.state) == (0, CellState.FAILED)
     first.release([lease.number for lease in leases])
     held = first.open(claims_of(wanted[:1]), deadline_s=1e9, urgency=Urgency.IN_STEP)
-    (resident,) = node.arena_cache.seen([wanted[0].claim.key.path()])
+    (resident,) = node.arena_cache.peek([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
     first.release(held.leases)
@@ -429,7 +433,10 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
         == 2
     )
     wait_until(lambda: not node.arena_cache.leased())
-    assert node.arena_cache.holds([w.claim.key.path() for w in wanted]) == [True] * 5 + [False] * 2
+    assert (
+        node.arena_cache.contains_ready([w.claim.key.path() for w in wanted])
+        == [True] * 5 + [False] * 2
+    )
     with pytest.raises(StoreDenied, match="invalid call"):
         Completed(calls).run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
     with pytest.raises(StoreDenied, match="invalid namespace"):

@@ -22,12 +22,12 @@ from objkv.agent.client import AgentConnection, ArenaLease, leases_of
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
 from objkv.agent.fill import PayloadRequest
-from objkv.agent.http.api import AgentHttp, HttpPlaces
+from objkv.agent.http.api import AgentHttp, HttpSettings
 from objkv.agent.http.status import NodeStatus, RecentWarnings, StoreCheck
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import Arena, CellState, Progress
 from objkv.agent.messages import Claims, Commit, CommitStatus, SavedPart, Urgency
-from objkv.agent.outbox import AgentSaves, ClientOutbox, Handed, Outbox
+from objkv.agent.outbox import AgentSaves, ClientOutbox, Outbox, OutboxPayload
 from objkv.agent.prefetch import Prefetches
 from objkv.agent.saves import NodeSaveLimits, NodeSaves
 from objkv.agent.server import AgentServer
@@ -134,7 +134,7 @@ class Node:
             policy or put_policy("reused" if holds_back else "all"),
             self.recorder,
         )
-        self.lookups = NodeLookups(self.index, self.arena_cache.held, self.core.found, board)
+        self.lookups = NodeLookups(self.index, self.arena_cache.held_back, self.core.found, board)
         board.vouch(FAR_S)
         self.folder = Path(tempfile.mkdtemp(prefix="objkv-", dir="/tmp"))
         self.path = path or self.folder / "s"
@@ -292,7 +292,7 @@ def serving(node: Node, **places: Any) -> Iterator[AgentHttp]:
         ],
         warnings=node.warnings,
     )
-    server = AgentHttp(HttpPlaces(node.http, **places), prefetches, status)
+    server = AgentHttp(HttpSettings(node.http, **places), prefetches, status)
     try:
         yield server
     finally:
@@ -374,7 +374,7 @@ class Desk:
         if puts:
             assert self.saves.begin_save(path, puts=True)
         try:
-            (status,) = self.saves.save([Handed(header.claim.key, path, place.data, part)])
+            (status,) = self.saves.save([OutboxPayload(header.claim.key, path, place.data, part)])
             return status
         finally:
             self.saves.end_save(path)

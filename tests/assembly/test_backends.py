@@ -27,7 +27,7 @@ from objkv.config import Config, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable
 from objkv.index.guarded import GuardedIndex, for_operators
 from objkv.index.redis.index import RedisIndex
-from objkv.net.breaker import Attempt, Change, Patience
+from objkv.net.breaker import Attempt, BreakerLimits, Change
 from objkv.net.deadline import EndsBy, ends_s
 from objkv.ops.doctor.probes import probe_index, probe_store
 from objkv.stores.guarded import GuardedStore, GuardedValues
@@ -200,8 +200,8 @@ def test_a_refusal_while_serving_is_one_error_that_says_what_to_fix_and_its_end_
     with QuickS3(intercept=refuse) as server:
         url = {"bulk_url": "s3://kv-cache/p", "s3_endpoint_url": server.url}
         keys = {"s3_access_key_id": "a", "s3_secret_access_key": "b", "s3_addressing": "path"}
-        hasty = partial(Patience, failures=2, reset_s=0.001, reset_max_s=0.001)
-        monkeypatch.setattr("objkv.assembly.backends.Patience", hasty)
+        hasty = partial(BreakerLimits, failures=2, reset_s=0.001, reset_max_s=0.001)
+        monkeypatch.setattr("objkv.assembly.backends.BreakerLimits", hasty)
         config = load_config({**url, **keys, "index_url": "sqlite:///dev/null/i"}, environ={})
         recorder = MemoryRecorder()
         with open_backends(config, recorder) as backends:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
-from objkv.cache.lookup import PartsIndex
+from objkv.cache.lookup import OtherShapesIndex
 from objkv.cache.match import covered
 from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied
@@ -83,7 +83,7 @@ def test_parts_before_whole_payloads_are_no_gap(store: LocalStore, index: BulkIn
     save(store, None)
     save(store, None, TOKENS[:CHUNK], shards=(LEFT, RIGHT))
     store.delete(payload_path(NAMESPACE, HASHES[0], FIELD))
-    parts = PartsIndex(index, lambda shards: covered(shards, 0, IDENTITY.groups[0]))
+    parts = OtherShapesIndex(index, lambda shards: covered(shards, 0, IDENTITY.groups[0]))
     assert [set(one or ()) for one in at_once(parts.find(NAMESPACE, HASHES, [FIELD]))] == [
         {*SIDES},
         {FIELD},

@@ -153,7 +153,7 @@ def test_a_chunk_is_saved_once_at_a_time_and_not_again_for_a_while(world: World)
         assert saves.begin("a")
         assert not saves.begin("a")
         if is_kept:
-            saves.keep("a")
+            saves.mark_saved("a")
         saves.end("a")
         assert saves.begin("a") is not is_kept
         saves.end("a")

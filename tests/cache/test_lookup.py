@@ -14,7 +14,7 @@ from objkv.background import Question, Steps
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.cache.match import usable_chunks
 from objkv.errors import StoreUnavailable, TransferError
-from objkv.index.base import ChunkEntry, ShardRecord, Shards
+from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
 from objkv.index.fields import WrittenShards, encode_shard
 from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
@@ -87,7 +87,7 @@ class GatedIndex:
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> Steps[list[Shards | None]]:
+    ) -> Steps[list[ShardRecords | None]]:
         self.asked.append(prefix_hashes)
         try:
             assert (yield Question(self.gate, b"question")) == b"answer"

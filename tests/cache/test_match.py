@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.cache.match import covered, needed_from, payloads_of, stored_blocks, usable_chunks
-from objkv.index.base import ShardRecord, Shards
+from objkv.index.base import ShardRecord, ShardRecords
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import Shard
 
@@ -22,7 +22,7 @@ LATENT = GroupIdentity("mla", None, ("e",), heads=1, content=16, block_size=32)
 STATE = GroupIdentity("mamba", None, ("f",), heads=1, content=16, block_size=32, state="s")
 
 
-def shards(*fields: str) -> Shards:
+def shards(*fields: str) -> ShardRecords:
     return dict.fromkeys(fields, SHARD)
 
 
@@ -179,7 +179,7 @@ def test_each_chunk_is_looked_at_once(mix: tuple[list[GroupIdentity], int]) -> N
     looks: list[tuple[int, int]] = []
     found = [shards(f"{number}") for number in range(50)]
 
-    def stored(held: Shards, g: int, _group: GroupIdentity) -> bool:
+    def stored(held: ShardRecords, g: int, _group: GroupIdentity) -> bool:
         looks.append((int(next(iter(held))), g))
         return True
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import pytest
 
 from objkv.background import Steps
-from objkv.cache.lookup import PartsIndex
+from objkv.cache.lookup import OtherShapesIndex
 from objkv.cache.match import ENTRIES_MAX, covered
 from objkv.errors import StoreUnavailable
-from objkv.index.base import ChunkEntry, Record, ShardRecord, Shards
+from objkv.index.base import ChunkEntry, Record, ShardRecord, ShardRecords
 from objkv.keys.identity import GroupIdentity
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
@@ -28,13 +28,13 @@ class World:
     def __init__(self) -> None:
         self.index, self.clock, self.calls = MemoryIndex(), ManualClock(), list[str]()
         self.fault: Exception | None = None
-        self.parts = PartsIndex(
+        self.parts = OtherShapesIndex(
             self, lambda shards: covered(shards, 0, GROUP), clock=self.clock
         )  # fmt: skip
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> Steps[list[Shards | None]]:
+    ) -> Steps[list[ShardRecords | None]]:
         assert fields
         self.calls.append(f"find {len(prefix_hashes)}")
         yield None

@@ -20,7 +20,7 @@ from objkv.ops.demo import (
     DemoRow,
     DemoStore,
     ReplicaEnd,
-    Tell,
+    ReportStage,
     compare,
     prompts_of,
 )
@@ -74,9 +74,13 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
     shown = [rows()]
 
     def live(
-        name: str, arguments: tuple[str, ...], log: Path, settings: Mapping[str, str], tell: Tell
+        name: str,
+        arguments: tuple[str, ...],
+        log: Path,
+        settings: Mapping[str, str],
+        report_stage: ReportStage,
     ) -> tuple[list[DemoAnswer], ReplicaEnd]:
-        tell(name, "starting")
+        report_stage(name, "starting")
         assert ("OBJKV_BULK_URL" in settings) == (arguments[1] != "R")
         return [], ReplicaEnd(engine="vLLM 0.32.0", device="2 cores", load_failures=0)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise, product
 from typing import Any, NamedTuple
 
-from objkv.codec.join import Join, Place, check_moved
+from objkv.codec.join import Join, PartPosition, check_moved
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode, read_header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
@@ -20,7 +20,7 @@ class Piece(NamedTuple):
     """What one rank writes."""
 
     payload: bytes
-    place: Place
+    position: PartPosition
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Grid:
         for start, end in pairwise(accumulate(self.stages, initial=0)):
             for column in range(self.columns):
                 layers = [self.layer(row, column) for row in range(start, end)]
-                place = Place(
+                place = PartPosition(
                     self.parts,
                     self.rows * self.columns,
                     start * self.columns + column,
@@ -110,7 +110,7 @@ def part_of(
 
 def joined(pieces: Sequence[Piece]) -> bytes:
     """The whole payload, as an agent makes it of parts that come in this order."""
-    join = Join(read_header(pieces[0].payload), pieces[0].place)
+    join = Join(read_header(pieces[0].payload), pieces[0].position)
     memory = bytearray(b"\xee" * join.nbytes)
     for payload, place in pieces:
         assert not join.is_complete

@@ -8,7 +8,7 @@ import safetensors
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.codec.join import FRAMES_MAX, Join, Place, check_moved
+from objkv.codec.join import FRAMES_MAX, Join, PartPosition, check_moved
 from objkv.codec.payload import LayerSpec, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import DTYPE_BYTES, RAW_BYTES_MAX, TYPED_BYTES
@@ -68,7 +68,7 @@ IMPOSSIBLE = [
     {"first": 6},
     {"step": 0},
     {"step": 5},
-    {"skipped": GRID.pieces()[0].place.nbytes},
+    {"skipped": GRID.pieces()[0].position.nbytes},
     {"nbytes": 0},
     {"nbytes": RAW_BYTES_MAX + 1},
 ]
@@ -93,7 +93,7 @@ def is_refused(pieces: Sequence[Piece]) -> bool:
 def test_a_part_at_another_place_overlaps_or_leaves_a_gap(grid: Grid, data: st.DataObject) -> None:
     pieces = data.draw(st.permutations(grid.pieces()))
     payload, place = pieces[0]
-    name = data.draw(st.sampled_from(tuple(Place.__annotations__)))
+    name = data.draw(st.sampled_from(tuple(PartPosition.__annotations__)))
     near = st.integers(0, 2 * getattr(place, name) + 2)
     number = data.draw((near | st.integers(0, 2**32)).filter(lambda n: n != getattr(place, name)))
     at = data.draw(st.integers(0, len(pieces) - 1))
@@ -107,7 +107,7 @@ def test_nothing_is_joined_without_all_parts(grid: Grid, data: st.DataObject) ->
     pieces = data.draw(st.permutations(grid.pieces()))
     assert is_refused(pieces[:-1])
     assert is_refused([*pieces[:-1], pieces[0]]), "one came twice"
-    fewer = [Piece(p.payload, p.place._replace(parts=len(pieces) - 1)) for p in pieces[:-1]]
+    fewer = [Piece(p.payload, p.position._replace(parts=len(pieces) - 1)) for p in pieces[:-1]]
     assert is_refused(fewer)
 
 
@@ -156,7 +156,7 @@ def test_ranks_of_one_of_several_nodes_join_their_shard() -> None:
 
 def replaced(piece: Piece, *layers: LayerSpec) -> Piece:
     pages = [bytes(layer.nbytes) for layer in layers]
-    return Piece(part_of(WHOLE, layers, pages), piece.place)
+    return Piece(part_of(WHOLE, layers, pages), piece.position)
 
 
 def test_parts_with_the_same_frame_with_frames_of_another_size_or_too_many_are_refused() -> None:

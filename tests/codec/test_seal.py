@@ -32,7 +32,7 @@ from objkv.codec.payload import (
     recode,
 )
 from objkv.codec.seal import AesFrames, Seal, SealKey, keys_of, parse_keys
-from objkv.codec.values import FramePlace, scales_text
+from objkv.codec.values import FramePosition, scales_text
 from objkv.errors import PayloadError
 from tests.codec.payloads import (
     CLAIM,
@@ -209,7 +209,7 @@ def test_encryption_is_the_documented_one(kind: str) -> None:
         assert pages == pages_of(LAYERS)[number]
 
 
-PLACE = FramePlace(1, "none+aes256gcm", LAYERS[0])
+PLACE = FramePosition(1, "none+aes256gcm", LAYERS[0])
 ELSEWHERE = {
     "number": (CLAIM, 3, "cd", PLACE._replace(number=2)),
     "codec": (CLAIM, 3, "cd", PLACE._replace(codec="lz4+aes256gcm")),

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from objkv.connector.guard import speak_as_vllm, starts
+from objkv.connector.guard import log_through_vllm, starts
 from objkv.errors import ConfigError, StoreDenied
 
 
@@ -28,8 +28,8 @@ def vllm_log() -> Iterator[io.StringIO]:
 
 
 def test_every_line_names_objkv_once(vllm_log: io.StringIO) -> None:
-    speak_as_vllm()
-    speak_as_vllm()
+    log_through_vllm()
+    log_through_vllm()
     logger = logging.getLogger("objkv.telemetry")
     logger.warning("index keeps failing, serving without it after=%d", 5)
     logger.info("objkv ready namespace=%s", "ab")
@@ -44,7 +44,7 @@ def test_a_line_that_cannot_be_written_raises_nothing_into_the_engine(
     vllm_log: io.StringIO, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging, "raiseExceptions", False)  # which prints, and nothing else
-    speak_as_vllm()
+    log_through_vllm()
     logging.getLogger("objkv.transfer").warning("chunks=%d", "several")
     assert vllm_log.getvalue() == ""
 
@@ -52,7 +52,7 @@ def test_a_line_that_cannot_be_written_raises_nothing_into_the_engine(
 def test_what_the_application_decided_stays(vllm_log: io.StringIO) -> None:
     own = logging.NullHandler()
     logging.getLogger("objkv").handlers = [own]
-    speak_as_vllm()
+    log_through_vllm()
     assert logging.getLogger("objkv").handlers == [own]
 
 
@@ -64,7 +64,7 @@ def test_a_start_that_fails_ends_with_the_sentence(vllm_log: io.StringIO) -> Non
         except StoreDenied as exc:
             raise ConfigError(f"index: {exc}: check redis_password") from exc
 
-    speak_as_vllm()
+    log_through_vllm()
     with pytest.raises(ConfigError, match="check redis_password") as caught:
         start()
     assert caught.value.__suppress_context__, "the sentence is the whole story"

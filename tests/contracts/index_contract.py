@@ -315,30 +315,37 @@ class IndexContract:
             assert not index.lease(name, "you", ttl_ms=LONG_S * 1000)
 
     def test_a_payload_is_seen_again_from_its_second_sighting_on(self, index: PruneIndex) -> None:
-        assert index.sight([], ttl_s=LONG_S) == []
-        assert index.sight(["a", "b"], ttl_s=LONG_S) == [False, False]
-        assert index.sight(["c", "b", "c"], ttl_s=LONG_S) == [False, True, True]
-        assert index.sight(["a", "b", "c", "d"], ttl_s=LONG_S) == [True, True, True, False]
+        assert index.record_sightings([], ttl_s=LONG_S) == []
+        assert index.record_sightings(["a", "b"], ttl_s=LONG_S) == [False, False]
+        assert index.record_sightings(["c", "b", "c"], ttl_s=LONG_S) == [False, True, True]
+        assert index.record_sightings(["a", "b", "c", "d"], ttl_s=LONG_S) == [
+            True,
+            True,
+            True,
+            False,
+        ]
         names = [str(number) for number in range(1000)]
-        assert index.sight(names, ttl_s=LONG_S) == [False] * 1000
-        assert index.sight(names, ttl_s=LONG_S) == [True] * 1000
+        assert index.record_sightings(names, ttl_s=LONG_S) == [False] * 1000
+        assert index.record_sightings(names, ttl_s=LONG_S) == [True] * 1000
 
     def test_of_many_who_see_a_payload_one_is_the_first(self, index: PruneIndex) -> None:
-        seen = at_once([partial(index.sight, ["x"], ttl_s=LONG_S) for _ in range(THREADS)])
+        seen = at_once(
+            [partial(index.record_sightings, ["x"], ttl_s=LONG_S) for _ in range(THREADS)]
+        )
         assert sorted(map(str, seen)) == ["[False]"] + ["[True]"] * (THREADS - 1)
 
     def test_a_sighting_is_forgotten_some_time_after_the_last(
         self, index: PruneIndex, clock: ManualClock
     ) -> None:
-        index.sight(["x", "y"], ttl_s=self.short_s)
-        assert index.sight(["y"], ttl_s=LONG_S) == [True]
+        index.record_sightings(["x", "y"], ttl_s=self.short_s)
+        assert index.record_sightings(["y"], ttl_s=LONG_S) == [True]
         self.pass_time(clock, self.short_s)
-        assert index.sight(["x", "y"], ttl_s=LONG_S) == [False, True]
+        assert index.record_sightings(["x", "y"], ttl_s=LONG_S) == [False, True]
 
     def test_a_sighting_is_neither_a_record_nor_a_lease(self, index: PruneIndex) -> None:
         index.publish(chunk(1), {FIELD: shard(5)}, ttl_s=LONG_S)
         names = [f"{NAMESPACE}/{prefix_hash(n).hex()}/{FIELD}" for n in (1, 2)]
-        assert index.sight(names, ttl_s=LONG_S) == [False, False]
+        assert index.record_sightings(names, ttl_s=LONG_S) == [False, False]
         hashes = [prefix_hash(2)]
         assert index.lookup(NAMESPACE, hashes) == [None]
         assert index.find(NAMESPACE, hashes, [FIELD]) == [None]
@@ -352,7 +359,7 @@ class IndexContract:
         assert index.lease(names[0], "me", ttl_ms=LONG_S * 1000)
         index.release(names[0], "me")
         index.drop(NAMESPACE, prefix_hash(1))
-        assert index.sight(names, ttl_s=LONG_S) == [True, True]
+        assert index.record_sightings(names, ttl_s=LONG_S) == [True, True]
 
     def test_malformed_records_are_absent_and_can_be_replaced(self, index: PruneIndex) -> None:
         index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)

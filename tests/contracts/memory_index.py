@@ -12,7 +12,7 @@ from objkv.index.base import (
     Record,
     Savings,
     ShardRecord,
-    Shards,
+    ShardRecords,
     Usage,
 )
 from objkv.index.fields import read_savings, savings_fields, shards_of
@@ -39,7 +39,7 @@ class MemoryIndex:
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         """See ``ReadIndex``."""
         now = self._clock()
         with self._lock:
@@ -154,7 +154,7 @@ class MemoryIndex:
     def flush(self) -> None:
         """Does nothing: ``usage`` counts."""
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``."""
         now, seen = self._clock(), []
         with self._lock:

@@ -25,7 +25,7 @@ from typing import TypeAlias
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.disk import FOLDER
-from objkv.agent.messages import Claims, Opening, Urgency, pack_opening
+from objkv.agent.messages import Claims, OpenRequest, Urgency, pack_open_request
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
 from objkv.index.sqlite.index import SqliteIndex
@@ -280,7 +280,9 @@ class AgentRounds:
             )
             for n, load in enumerate(unpacked(plan.moves))
         ]
-        message = pack_opening(Opening(Urgency.BETWEEN_STEPS, 60_000, Claims.of(wanted))).hex()
+        message = pack_open_request(
+            OpenRequest(Urgency.BETWEEN_STEPS, 60_000, Claims.of(wanted))
+        ).hex()
         child = subprocess.Popen(
             [sys.executable, "-m", "tests.crash.clients", "--hold", str(self._agent.path), message],
             stdout=subprocess.PIPE,

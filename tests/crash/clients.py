@@ -14,9 +14,9 @@ from random import Random
 
 from objkv.agent.client import AgentConnection
 from objkv.agent.memory.arena import PAGE
-from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart, Urgency, unpack_opening
+from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart, Urgency, unpack_open_request
 from objkv.agent.outbox import Outbox
-from objkv.codec.join import Place
+from objkv.codec.join import PartPosition
 from objkv.codec.payload import (
     Claim,
     Header,
@@ -45,7 +45,7 @@ class Violation(Exception):
 
 def hold(path: str, message: str) -> None:
     """Open and release payloads for ever."""
-    opening = unpack_opening(bytes.fromhex(message))
+    opening = unpack_open_request(bytes.fromhex(message))
     agent = AgentConnection(Path(path), wants_arena=True)
     print("connected", flush=True)
     while True:
@@ -70,7 +70,7 @@ def hand_over(path: str, batch: int, rank: int) -> None:
     stage, column = divmod(rank, COLUMNS)
     layers = range(stage * LAYERS // STAGES, (stage + 1) * LAYERS // STAGES)
     frame, dice = _spec("").nbytes, Random(rank)
-    place = Place(
+    place = PartPosition(
         RANKS,
         LAYERS * COLUMNS,
         layers.start * COLUMNS + column,

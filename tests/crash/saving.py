@@ -91,7 +91,7 @@ def rebuild_all(view: BackendsView) -> Counters:
     """As ``objkv rebuild``."""
     pool = WorkPool(workers=2)
     walk = walked(view)
-    work, found = Rebuild(view, apply=True), walk.places.namespaces
+    work, found = Rebuild(view, apply=True), walk.scope.namespaces
     pool.run(work.parts(walk.inventory, found))
     pool.run(work.lost(walk.inventory, found))
     pool.run(work.namespaces(found))
@@ -101,7 +101,7 @@ def rebuild_all(view: BackendsView) -> Counters:
 def verify_all(view: BackendsView) -> Counters:
     """As ``objkv verify --all``."""
     pool, walk = WorkPool(workers=2), walked(view)
-    work = Verify(view, walk.places.namespaces, quarantine=False, budget=Budget(1 << 30))
+    work = Verify(view, walk.scope.namespaces, quarantine=False, budget=Budget(1 << 30))
     where = PAYLOADS if view.is_own_index else RECORDED
     pool.run(work.parts(walk.inventory, walk.inventory.slices(where), where))
     return pool.counters

@@ -8,7 +8,7 @@ import torch
 
 from objkv.connector.kv.metadata import StepPlan
 from objkv.transfer.loading import connection
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.slabs import Slab
 from tests.device.mutants import delay
 from tests.device.ordering.rig import OrderRig
@@ -22,14 +22,14 @@ DEVICE = "sim:0"
 def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
     sim: ModuleType, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slabs, take = list[Slab](), DeviceFrames.take
+    slabs, take = list[Slab](), ArenaRegistration.readable
 
-    def counted(self: DeviceFrames, *wanted: Any) -> Any:
+    def counted(self: ArenaRegistration, *wanted: Any) -> Any:
         found = take(self, *wanted)
         slabs.extend([found[3]] if found[3] is not None else [])
         return found
 
-    monkeypatch.setattr(DeviceFrames, "take", counted)
+    monkeypatch.setattr(ArenaRegistration, "readable", counted)
     with OrderRig(torch.device(DEVICE), delay, Setup(way=way)) as rig:
 
         def load(request: str) -> bool:

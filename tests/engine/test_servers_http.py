@@ -45,7 +45,7 @@ SETTINGS = PATIENT | {
     "OBJKV_HOT_SAVE_BYTES_MAX": str(8 << 20),
     "OBJKV_DRAIN_DEADLINE_MS": str(1000 * DRAIN_S),
 }
-HASTY = {"objkv.assembly.backends.Patience": {"failures": 2, "reset_s": 0.5}}
+HASTY = {"objkv.assembly.backends.BreakerLimits": {"failures": 2, "reset_s": 0.5}}
 AGENT = {"lookup_deadline_ms": "1500", "agent_memory_bytes": "256MiB"}
 
 

@@ -73,7 +73,7 @@ class AgentPlace(Place):
     def _start(self) -> AgentProcess:
         constants = {
             "objkv.assembly.fetchers.process_count": self._processes,
-            "objkv.assembly.backends.Patience": HASTY,
+            "objkv.assembly.backends.BreakerLimits": HASTY,
             "objkv.assembly.agent.LEASE_MS": LEASE_MS,
             "objkv.assembly.agent.LOOKUP_TTL_S": 0.0,
         }

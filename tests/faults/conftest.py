@@ -11,11 +11,11 @@ import pytest
 from objkv.agent import client
 from objkv.agent.answering import NodeLookups
 from objkv.agent.client import AgentCalls
-from objkv.agent.held_back import HeldPayloads
+from objkv.agent.held_back import HeldBackPayloads
 from objkv.agent.outbox import AgentSaves
 from objkv.assembly import backends
 from objkv.cache.chunks import InFlightSaves
-from objkv.cache.lookup import PartsIndex
+from objkv.cache.lookup import OtherShapesIndex
 from objkv.index.redis.index import RedisIndex
 from objkv.index.sqlite.index import SqliteFile, SqliteIndex
 from objkv.net.breaker import Breakers
@@ -52,10 +52,10 @@ def _lead(patch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Let everything that reads a clock, but for deadlines, read ``clock``."""
     defaults: dict[Callable[..., Any], dict[str, Any]] = {
         cls.__init__: {"clock": clock.wall}
-        for cls in (SqliteIndex, RedisIndex, NodeLookups, PartsIndex, RedisStore)
+        for cls in (SqliteIndex, RedisIndex, NodeLookups, OtherShapesIndex, RedisStore)
     }
     defaults[SqliteIndex.__init__]["busy_ms"] = _PATIENT_MS
-    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves, HeldPayloads):
+    for paused in (Breakers, InFlightSaves, Saver, AgentCalls, AgentSaves, HeldBackPayloads):
         defaults[paused.__init__] = {"clock": clock.pauses}
     for function, own in defaults.items():
         patch.setattr(function, "__kwdefaults__", function.__kwdefaults__ | own)

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import pytest
 
 from objkv.assembly import agent, backends
-from objkv.net.breaker import Patience
+from objkv.net.breaker import BreakerLimits
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.columns import COLUMNS, Column
 from tests.faults.places import Place, Servers
@@ -127,7 +127,7 @@ def _hasty(*pauses_s: float) -> Iterator[None]:
     """What is opened in it remembers no answers, and its breakers open at one failure, with these
     first and longest pauses."""
     with (
-        patch.object(backends, "Patience", partial(Patience, 1, *pauses_s)),
+        patch.object(backends, "BreakerLimits", partial(BreakerLimits, 1, *pauses_s)),
         patch.object(agent, "LOOKUP_TTL_S", 0.0),
     ):
         yield

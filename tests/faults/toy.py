@@ -68,7 +68,7 @@ class ShakenEngine(Engine):
 
     def kept(self) -> int:
         """Payloads that its own agent has, and no store."""
-        return 0 if self.agent is None else len(self.agent.core.arena_cache.held)
+        return 0 if self.agent is None else len(self.agent.core.arena_cache.held_back)
 
     def can_save(self) -> bool:
         """Whether its own agent does not pause saves because a store refused one."""

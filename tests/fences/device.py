@@ -322,8 +322,8 @@ class WatchedArenaCache(SpoilingArenaCache):
         super().__init__(*given, **how)
         self._placed: dict[int, CachedPayload] = {}
 
-    def allot(self, one: CachedPayload, *room: int, **how: bool) -> memoryview | None:
-        taken = super().allot(one, *room, **how)
+    def allocate(self, one: CachedPayload, *room: int, **how: bool) -> memoryview | None:
+        taken = super().allocate(one, *room, **how)
         if taken is not None:
             self._placed[one.offset] = one
         return taken

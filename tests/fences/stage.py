@@ -358,12 +358,12 @@ class Alarm:
         self.is_closed = False
         the_stage().alarms[self] = None
 
-    def ring(self) -> None:
+    def set(self) -> None:
         if not self.is_closed:
             self.has_rung = True
         the_stage().pause("ring")
 
-    def calm(self) -> None:
+    def clear(self) -> None:
         self.has_rung = False
 
     def close(self) -> None:
@@ -377,7 +377,7 @@ def _wait_for(alarms: Sequence[Alarm], seconds: float) -> bool:
         raise ValueError("file descriptor cannot be a negative integer (-1)")
     the_stage().wait("alarm", lambda: any(one.has_rung for one in alarms), seconds)
     for one in alarms:
-        one.calm()
+        one.clear()
     return True
 
 

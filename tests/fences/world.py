@@ -22,7 +22,7 @@ import torch
 
 from objkv.agent import arena_cache, client, core, fill
 from objkv.agent.core import CoreLimits
-from objkv.agent.fill import Cuts
+from objkv.agent.fill import PartPolicy
 from objkv.agent.memory import arena
 from objkv.agent.outbox import AgentSaves, Outbox
 from objkv.cache.chunks import CacheSettings, ChunkCache
@@ -41,7 +41,7 @@ from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
 from objkv.transfer.plan import ChunkMove, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.saver import COPIES_S
 from tests.agent.consistency import is_consistent
 from tests.contracts.memory_index import MemoryIndex
@@ -533,7 +533,9 @@ class Engine:
         return WatchedInside(
             cache,
             (knobs.arena_pages or 8) * PAGE,
-            CoreLimits(knobs.load_threads, 64, cuts=Cuts(knobs.spans, part_bytes_min=1)),
+            CoreLimits(
+                knobs.load_threads, 64, part_policy=PartPolicy(knobs.spans, part_bytes_min=1)
+            ),
             self.recorder,
             knobs.codec,
             is_in_place=not self._has_device_frames,
@@ -556,7 +558,7 @@ class Engine:
         if self._has_device_frames:
             slabs = WatchedPool("load", count=2, slab_bytes=PAGE)
             pin = self.insides[-1].register if self.knobs.frames == "registering" else _refuse
-            named["on_device"] = DeviceFrames(slabs, pin, window_bytes=PAGE)
+            named["on_device"] = ArenaRegistration(slabs, pin, window_bytes=PAGE)
         return WatchedLoader(self.hands, *given, **named)
 
     @property

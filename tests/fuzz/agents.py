@@ -13,14 +13,14 @@ from typing import Any
 
 from objkv.agent import messages as m
 from objkv.agent.client import AgentConnection, leases_of
-from objkv.agent.memory.answers import AnswerBoard, Scope
+from objkv.agent.memory.answers import AnswerBoard, LookupScope
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import MissReason, Urgency
 from objkv.agent.outbox import Outbox
-from objkv.codec.join import Place
+from objkv.codec.join import PartPosition
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
 from objkv.errors import StoreUnavailable, TransferError
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecords
 from objkv.index.fields import WrittenShards, written_rows
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import PREFIX_HASH_BYTES
@@ -67,7 +67,7 @@ _BYTES = len(PARTS[0])
 
 
 def _handed_over(column: int) -> bytes:
-    place = Place(parts=2, frames=4, first=column, step=2, skipped=0, nbytes=2048)
+    place = PartPosition(parts=2, frames=4, first=column, step=2, skipped=0, nbytes=2048)
     return m.pack_commits([m.Commit(column * _BYTES, _BYTES, part=m.SavedPart(3, place))])
 
 
@@ -80,8 +80,8 @@ CALLS = (
     f'{{"verb": "forget", "namespace": "{NAMESPACE}", "hashes": ["{"00" * 20}"], "field": "x"}}',
 )
 REQUESTS = [
-    m.pack_opening(m.Opening(Urgency.IN_STEP, 1000, m.Claims.of(WANTED))),
-    m.pack_opening(m.Opening(Urgency.PREFETCH, 1, m.Claims.of(WANTED[:1]))),
+    m.pack_open_request(m.OpenRequest(Urgency.IN_STEP, 1000, m.Claims.of(WANTED))),
+    m.pack_open_request(m.OpenRequest(Urgency.PREFETCH, 1, m.Claims.of(WANTED[:1]))),
     m.pack_rejection(WANTED[1]),
     m.pack_release([1, 2]),
     m.pack_release([1]),
@@ -98,7 +98,7 @@ HELLO = m.pack_hello(
 _SHARDS: list[Any] = [{FIELDS[0]: shard()}, None, {FIELDS[0]: shard(), FIELDS[1]: shard()}]
 
 
-def _answer(shards: Sequence[Shards | None], fields: tuple[str, ...]) -> bytes:
+def _answer(shards: Sequence[ShardRecords | None], fields: tuple[str, ...]) -> bytes:
     return m.pack_found([b"\n".join(written_rows(shards, fields))])
 
 
@@ -118,8 +118,8 @@ def _again(message: bytes) -> None:
     """What is read can be written, and is read again as the same."""
     kind = m.kind_of(message)
     if kind in (m.MessageKind.OPEN, m.MessageKind.REJECT):
-        opening = m.unpack_opening(message)
-        require(m.pack_opening(opening, kind) == message, "another opening")
+        opening = m.unpack_open_request(message)
+        require(m.pack_open_request(opening, kind) == message, "another opening")
         for row in opening.wanted:
             require(opening.wanted.claim(row).key.field in opening.wanted.fields, "another field")
     elif kind is m.MessageKind.RELEASE:
@@ -151,7 +151,7 @@ def _again(message: bytes) -> None:
         require(isinstance(m.unpack_text(message), str), "no text")
 
 
-def _read(message: bytes, fields: tuple[str, ...]) -> tuple[Shards | None, ...]:
+def _read(message: bytes, fields: tuple[str, ...]) -> tuple[ShardRecords | None, ...]:
     (text,) = m.unpack_found(message, 1)
     return m.read_block(text, 2, fields)
 
@@ -338,7 +338,7 @@ def _check_client(answer: bytes) -> str | None:
         _liars.append(_Liar())
     liar = _liars[0]
     liar.answers = [answer or b"\xff"] * 3
-    kind, scope = answer[:1], Scope(NAMESPACE, FIELDS[:1])
+    kind, scope = answer[:1], LookupScope(NAMESPACE, FIELDS[:1])
     liar.board.discard(HASHES[0])
     if kind == b"\x08" and len(answer) % 2:  # the same, in shared memory
         draft = liar.board.begin(scope.key(b"".join(HASHES[:2])), HASHES[:2])

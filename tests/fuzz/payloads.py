@@ -7,7 +7,7 @@ from typing import Any
 
 from objkv.codec.compress import CODECS, compress, decompress_into
 from objkv.codec.header import HEADER_BYTES_MAX, claim_in, load_object, parse_known, read_header
-from objkv.codec.join import Join, Place, check_moved
+from objkv.codec.join import Join, PartPosition, check_moved
 from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed
 from objkv.codec.values import RAW_BYTES_MAX, digest, is_scales, scales_text
 from objkv.errors import PayloadError
@@ -135,13 +135,15 @@ def _scales(written: str) -> str:
     return "read"
 
 
-def _part(stage: int, column: int) -> tuple[bytes, Place]:
+def _part(stage: int, column: int) -> tuple[bytes, PartPosition]:
     """What one of four ranks has of a payload of three layers."""
     layers = [
         replace(layer, name=f"{layer.name}@H{column}-{column + 1}")
         for layer in (LAYERS[:1], LAYERS[1:])[stage]
     ]
-    place = Place(4, 6, 2 * stage + column, 2, 2 * stage * layers[0].nbytes, 6 * layers[0].nbytes)
+    place = PartPosition(
+        4, 6, 2 * stage + column, 2, 2 * stage * layers[0].nbytes, 6 * layers[0].nbytes
+    )
     return bytes(sample("none", layers, claim=_JOINED, pages=_PAGES_OF[: len(layers)])), place
 
 
@@ -150,7 +152,7 @@ _PAGES_OF = [bytes([number]) * layer.nbytes for number, layer in enumerate(LAYER
 _PARTS = [_part(stage, column) for stage in range(2) for column in range(2)]
 
 
-def _some_parts(random: Random) -> list[tuple[bytes, Place]]:
+def _some_parts(random: Random) -> list[tuple[bytes, PartPosition]]:
     """All parts in any order, one or none of them changed."""
     parts = random.sample(_PARTS, len(_PARTS))
     payload, place = parts[0]
@@ -160,7 +162,7 @@ def _some_parts(random: Random) -> list[tuple[bytes, Place]]:
         change_document(random, document)
         payload = reworked(document, frames)
     elif change == 2:
-        name = random.choice(tuple(Place.__annotations__))
+        name = random.choice(tuple(PartPosition.__annotations__))
         near = getattr(place, name) + random.choice((-1, 1, 2, 4096))
         place = place._replace(**{name: random.choice([near, *NUMBERS])})
     elif change == 3:
@@ -169,7 +171,7 @@ def _some_parts(random: Random) -> list[tuple[bytes, Place]]:
 
 
 @outcome(PayloadError)
-def _join(parts: list[tuple[bytes, Place]]) -> str:
+def _join(parts: list[tuple[bytes, PartPosition]]) -> str:
     """A payload of exactly these frames, which a reader verifies, or none."""
     headers = [read_header(payload) for payload, _ in parts]
     join = Join(headers[0], parts[0][1])

@@ -8,7 +8,7 @@ import pytest
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex, for_operators
-from objkv.net.breaker import Breakers, Patience
+from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.telemetry import MemoryRecorder, NullRecorder, Recorder
 from tests.contracts.index_contract import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
 from tests.contracts.memory_index import MemoryIndex
@@ -86,7 +86,7 @@ def test_what_operators_do_is_denied_to_readers_with_what_to_set() -> None:
 
 def test_writes_that_are_denied_do_not_stop_reads(inner: FlakyIndex) -> None:
     """As those of a replica that may only read."""
-    breakers = Breakers("index", Patience(failures=3, reset_s=3600), NullRecorder())
+    breakers = Breakers("index", BreakerLimits(failures=3, reset_s=3600), NullRecorder())
     index = guarded(inner, breakers=breakers)
     inner.error = StoreDenied("no")
     for _ in range(3):

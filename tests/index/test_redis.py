@@ -16,7 +16,7 @@ from redis import exceptions
 from objkv.cache.chunks import shard_record
 from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.index.base import PruneIndex, Savings, Shards, Usage
+from objkv.index.base import PruneIndex, Savings, ShardRecords, Usage
 from objkv.index.fields import encode_shard
 from objkv.index.redis.find import _Question
 from objkv.index.redis.index import PendingTotals, RedisIndex
@@ -137,7 +137,7 @@ THOUSAND = [prefix_hash(number) for number in range(1000)]
 AT_ONCE: dict[str, Callable[[RedisIndex], object]] = {
     "lookup": lambda index: index.lookup(NAMESPACE, THOUSAND),
     "touch": lambda index: index.touch(NAMESPACE, THOUSAND, ttl_s=1),
-    "sight": lambda index: index.sight([one.hex() for one in THOUSAND], ttl_s=LONG_S),
+    "sight": lambda index: index.record_sightings([one.hex() for one in THOUSAND], ttl_s=LONG_S),
 }
 
 
@@ -169,14 +169,14 @@ def test_a_server_that_forgot_the_scripts_learns_them_again(client: redis.Redis)
     record = get(index)
     assert record is not None
     assert record.hits == 1
-    assert index.sight(["x"], ttl_s=LONG_S) == [False]
+    assert index.record_sightings(["x"], ttl_s=LONG_S) == [False]
     client.script_flush()
-    assert index.sight(["y", "x"], ttl_s=LONG_S) == [False, True]
+    assert index.record_sightings(["y", "x"], ttl_s=LONG_S) == [False, True]
 
 
 def test_a_sighting_takes_little_memory_and_ends(client: redis.Redis) -> None:
     index = RedisIndex(client)
-    index.sight([f"{NAMESPACE}/{prefix_hash(1).hex()}/{FIELD}"], ttl_s=LONG_S)
+    index.record_sightings([f"{NAMESPACE}/{prefix_hash(1).hex()}/{FIELD}"], ttl_s=LONG_S)
     (key,) = client.keys()
     assert key.startswith(b"objkv:s:")
     assert client.memory_usage(key) <= 128
@@ -258,7 +258,7 @@ class Pieces:
         return piece
 
 
-def asked(line: Any, count: int, fields: tuple[str, ...] = (FIELD,)) -> list[Shards | None]:
+def asked(line: Any, count: int, fields: tuple[str, ...] = (FIELD,)) -> list[ShardRecords | None]:
     question = _Question(line, RECORDS, [prefix_hash(n) for n in range(count)], fields)
     question.push()
     return question.answers()
@@ -291,7 +291,7 @@ def test_answers_are_told_apart_however_they_are_cut(kinds: list[Kind], cuts: li
 def test_rows_are_told_apart_however_they_are_cut(
     rows: list[tuple[Kind, Kind]], cuts: list[int]
 ) -> None:
-    answers, expected = b"", list[Shards | None]()
+    answers, expected = b"", list[ShardRecords | None]()
     for row in rows:
         if "theirs" in row:
             answers += WRONG_TYPE

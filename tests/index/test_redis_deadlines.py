@@ -17,7 +17,7 @@ from objkv.errors import StoreError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex
 from objkv.index.redis.index import RedisIndex
-from objkv.net.breaker import Breakers, Patience
+from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.stores.base import HotStore
 from objkv.stores.guarded import GuardedValues
 from objkv.stores.redis import RedisStore
@@ -115,7 +115,7 @@ def test_every_call_is_over_in_time(scheme: str, server: str) -> None:
         config = config_of(address, scheme)
         guard = {
             "seconds": call_s(config),
-            "breakers": Breakers("none", Patience(failures=1_000), NullRecorder()),
+            "breakers": Breakers("none", BreakerLimits(failures=1_000), NullRecorder()),
         }
         index = GuardedIndex(
             RedisIndex(connect_redis(config)), guard_of("index", verbs=INDEX_VERBS, **guard)

@@ -9,24 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from objkv.errors import LeftAlone, StoreBusy, StoreDenied, StoreError, StoreUnavailable
-from objkv.net.breaker import Attempt, Breaker, Breakers, Change, Direction, Patience
+from objkv.net.breaker import Attempt, Breaker, BreakerLimits, Breakers, Change, Direction
 from objkv.net.deadline import EndsBy
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from tests.contracts.clock import ManualClock
 
-PATIENCE = Patience(failures=3, reset_s=1.0, reset_max_s=15.0)
+PATIENCE = BreakerLimits(failures=3, reset_s=1.0, reset_max_s=15.0)
 DAY_S = 86_400.0
 
 
 class Server:
     """Replies or fails, and counts callers. Its time passes on request."""
 
-    def __init__(self, patience: Patience = PATIENCE) -> None:
+    def __init__(self, limits: BreakerLimits = PATIENCE) -> None:
         self.clock = ManualClock(0.0)
         self.changes: list[Change] = []
         self.recorder = MemoryRecorder()
         self.breaker = Breaker(
-            "bulk", "read", patience, self.recorder, self.changes.append, self.clock
+            "bulk", "read", limits, self.recorder, self.changes.append, self.clock
         )
         self.breaker.now_s = self.clock
         self.error: StoreError | None = StoreUnavailable("down")

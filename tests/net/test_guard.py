@@ -5,7 +5,7 @@ from time import monotonic
 import pytest
 
 from objkv.errors import LeftAlone, StoreDenied, StoreUnavailable
-from objkv.net.breaker import Breakers, Patience
+from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.net.deadline import EndsBy, ends_s
 from objkv.net.guard import Guard
 from objkv.stores.guarded import STORE_VERBS
@@ -18,7 +18,7 @@ class World:
 
     def __init__(self, may_write: bool = True) -> None:
         self.recorder = MemoryRecorder()
-        self.breakers = Breakers("bulk", Patience(failures=1, reset_s=3600), MemoryRecorder())
+        self.breakers = Breakers("bulk", BreakerLimits(failures=1, reset_s=3600), MemoryRecorder())
         self.guard = Guard(
             "bulk",
             STORE_VERBS,

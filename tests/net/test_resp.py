@@ -196,7 +196,7 @@ def client(valkey: RedisServer) -> Iterator[redis.Redis]:
 
 
 def taken(lines: RespConnections) -> RespConnection:
-    line = lines.take("k")
+    line = lines.acquire("k")
     assert line is not None
     return line
 
@@ -218,19 +218,19 @@ def test_the_connections_of_this_redis_py_can_be_lent(client: redis.Redis) -> No
     lines = RespConnections(client)
     line = taken(lines)
     ping(line)
-    lines.give(line)
-    assert lines.take("k") is line
+    lines.release(line)
+    assert lines.acquire("k") is line
 
 
 @pytest.mark.parametrize("kind", ["fakeredis", "RESP3", "single"])
 def test_other_connections_are_not_lent_and_not_lost(valkey: RedisServer, kind: str) -> None:
     if kind == "fakeredis":
-        assert RespConnections(fakeredis.FakeRedis()).take("k") is None
+        assert RespConnections(fakeredis.FakeRedis()).acquire("k") is None
         return
     client = connected(valkey, connections=1, protocol=3 if kind == "RESP3" else 2)
     if kind == "single":
         client = client.client()
-    assert RespConnections(client).take("k") is None
+    assert RespConnections(client).acquire("k") is None
     assert client.ping()
 
 
@@ -239,7 +239,7 @@ def test_a_kept_connection_that_the_server_closed_is_replaced(
 ) -> None:
     lines = RespConnections(client)
     first = taken(lines)
-    lines.give(first)
+    lines.release(first)
     valkey.client().client_kill_filter(_type="normal", skipme=True)
     second = taken(lines)
     ping(second)
@@ -252,7 +252,7 @@ def test_what_was_not_read_to_its_end_is_not_lent_again(client: redis.Redis, sen
     line = taken(lines)
     sock = line.sock
     line.send(sent)
-    lines.give(line)
+    lines.release(line)
     again = taken(lines)
     ping(again)
     assert again.sock is not sock
@@ -263,7 +263,7 @@ def test_a_connection_is_shown_to_its_pool_now_and_then(
 ) -> None:
     lines = RespConnections(client)
     line = taken(lines)
-    lines.give(line)
+    lines.release(line)
     monkeypatch.setattr(line_module, "KEEP_S", 0.0)
     again = taken(lines)
     ping(again)
@@ -276,12 +276,12 @@ def test_half_of_the_connections_are_kept_at_most_and_closing_returns_all(
 ) -> None:
     lines = RespConnections(client)
     for line in [taken(lines) for _ in range(3)]:
-        lines.give(line)
+        lines.release(line)
     assert free(client) == 2
     late = taken(lines)
     lines.close()
     lines.close()
-    lines.give(late)
+    lines.release(late)
     assert free(client) == 4
     assert client.ping()
 
@@ -290,7 +290,7 @@ def test_nothing_is_kept_while_somebody_may_wait_for_it(valkey: RedisServer) -> 
     with connected(valkey, connections=2) as client:
         lines = RespConnections(client)
         line, _ = taken(lines), taken(lines)
-        lines.give(line)
+        lines.release(line)
         assert free(client) == 1
 
 
@@ -305,7 +305,7 @@ def test_threads_share_few_connections_with_the_clients_own_calls(valkey: RedisS
                     continue
                 line = taken(lines)
                 ping(line)
-                lines.give(line)
+                lines.release(line)
 
         with ThreadPoolExecutor(THREADS) as threads:
             list(threads.map(work, range(THREADS)))
@@ -317,7 +317,7 @@ def test_threads_share_few_connections_with_the_clients_own_calls(valkey: RedisS
 def test_a_child_process_uses_none_of_its_parents_connections(client: redis.Redis) -> None:
     lines = RespConnections(client)
     line = taken(lines)
-    lines.give(line)
+    lines.release(line)
     child = os.fork()
     if child == 0:
         try:
@@ -327,6 +327,6 @@ def test_a_child_process_uses_none_of_its_parents_connections(client: redis.Redi
         except BaseException:
             os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
-    again = lines.take("k")
+    again = lines.acquire("k")
     ping(again)
     assert again is line

@@ -16,7 +16,7 @@ from objkv.ops.audit.report import AuditReport
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import FindingCount
 from objkv.ops.inventory.tree import BRANCHES_MAX, branches, largest_branches, make_tree
-from objkv.ops.inventory.walk import find_places
+from objkv.ops.inventory.walk import find_scope
 from objkv.stores.base import Entry
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
@@ -121,7 +121,7 @@ def walked(monkeypatch: pytest.MonkeyPatch, *, early: int, late: int) -> AuditRe
     for number in range(late):
         save(bulk, index, [1_000 + number] * 16)
     clock.advance(HOUR_S)
-    auditor.walk.places = find_places(auditor.walk.view)
+    auditor.walk.scope = find_scope(auditor.walk.view)
     auditor.payloads()
     auditor.again()
     return auditor.report()

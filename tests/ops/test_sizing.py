@@ -14,20 +14,20 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard, frame_name
 from objkv.ops.models.layers import CacheLayer
 from objkv.ops.size.model import ModelShape, preset, read_model
-from objkv.ops.size.sizing import Layout, Load, Sizing, size_fleet
+from objkv.ops.size.sizing import Load, ReplicaLayout, Sizing, size_fleet
 
 TINY = ModelShape("tiny", (CacheLayer("full", 4, 128),) * 3, "bfloat16", "a test")
-LAYOUT = Layout(chunk_tokens=64, block_size=16, tp_size=1)
+LAYOUT = ReplicaLayout(chunk_tokens=64, block_size=16, tp_size=1)
 LOAD = Load(prompts_per_s=2, prompt_tokens=1000, stored_share=0.5, ttl_s=3600, sweep_every_s=0)
 PRICES = Prices(gb_month=0.02, per_1000_puts=5, per_1000_gets=1)
 DAY = 86_400
 
 
-def sized(model: ModelShape = TINY, layout: Layout = LAYOUT, load: Load = LOAD) -> Sizing:
+def sized(model: ModelShape = TINY, layout: ReplicaLayout = LAYOUT, load: Load = LOAD) -> Sizing:
     return size_fleet(model, layout, load, PRICES)
 
 
-def real_payload(model: ModelShape, layout: Layout) -> bytes:
+def real_payload(model: ModelShape, layout: ReplicaLayout) -> bytes:
     """Return the payload that the ranks would save of one chunk."""
     [group] = model.groups(layout.block_size)
     heads = 4 // layout.tp_size
@@ -120,7 +120,7 @@ def test_of_windows_only_their_end_is_kept_and_loaded() -> None:
     ],
 )
 def test_known_models_have_the_kv_that_is_known_of_them(name: str, token_bytes: int) -> None:
-    chunk = sized(preset(name, None), Layout(256, 16, 1)).chunk
+    chunk = sized(preset(name, None), ReplicaLayout(256, 16, 1)).chunk
     assert chunk.raw_bytes == 256 * token_bytes
 
 

@@ -62,12 +62,12 @@ class World:
     def rebuild(self) -> Counters:
         pool = WorkPool(workers=2)
         walk = walked(self.view)
-        pool.run(Rebuild(self.view, apply=True).parts(walk.inventory, walk.places.namespaces))
+        pool.run(Rebuild(self.view, apply=True).parts(walk.inventory, walk.scope.namespaces))
         return pool.counters
 
     def doubts(self) -> tuple[Doubt, ...]:
         walk = walked(self.view)
-        return find_doubts(walk.inventory, walk.places, ttl_s=self.view.ttl_s)
+        return find_doubts(walk.inventory, walk.scope, ttl_s=self.view.ttl_s)
 
 
 class MeddledIndex(MemoryIndex):

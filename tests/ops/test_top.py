@@ -16,9 +16,9 @@ from objkv.ops.top import (
     REPLICA,
     FleetWatch,
     MetricsSource,
-    Row,
     Scrape,
     StoredTotals,
+    TopRow,
     hit_rate,
     row_of,
     total_of,
@@ -129,7 +129,7 @@ SECOND = scrape(
 )
 
 
-def row(before: Scrape | None, now: Scrape) -> Row:
+def row(before: Scrape | None, now: Scrape) -> TopRow:
     return row_of(REPLICA, "a:8000", before, now)
 
 

@@ -112,7 +112,7 @@ def write(config: Config) -> None:
         index.release("x", "first")
         assert index.lease("x", "second", ttl_ms=60_000)
         index.release("x", "second")
-        assert index.sight(["x", "y"], ttl_s=LONG_S) == [False, False]
+        assert index.record_sightings(["x", "y"], ttl_s=LONG_S) == [False, False]
         if config.index_url.startswith("redis"):
             assert load(ends, recorder)
             assert [(one.nbytes, one.payloads) for one in index.usage()] == [(len(PAYLOAD), 1)]

@@ -20,7 +20,7 @@ from objkv.config import Config, Role, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import Usage
 from objkv.index.redis.index import RedisIndex
-from objkv.net.breaker import Patience
+from objkv.net.breaker import BreakerLimits
 from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from scripts.write_rights import FILE
@@ -228,8 +228,8 @@ def test_rights_that_are_taken_away_are_misses_until_they_are_back(
 ) -> None:
     """On connections that stay open: only the replies inform a replica."""
     server.prepare()
-    hasty = partial(Patience, reset_s=0.001, reset_max_s=0.001)
-    monkeypatch.setattr("objkv.assembly.backends.Patience", hasty)
+    hasty = partial(BreakerLimits, reset_s=0.001, reset_max_s=0.001)
+    monkeypatch.setattr("objkv.assembly.backends.BreakerLimits", hasty)
     config = server.granted("reader")
     recorder = MemoryRecorder()
     with open_backends(config, recorder) as ends:

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from objkv.net.breaker import Breakers, Patience
+from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.net.guard import Guard
 from objkv.stores.guarded import STORE_VERBS
 from objkv.telemetry import NullRecorder, Recorder
@@ -22,7 +22,7 @@ def guard_of(
     **options: Any,
 ) -> Guard:
     recorder = recorder or NullRecorder()
-    breakers = breakers or Breakers(name, Patience(), NullRecorder())
+    breakers = breakers or Breakers(name, BreakerLimits(), NullRecorder())
     return Guard(name, verbs, recorder, breakers, **options)
 
 

@@ -13,7 +13,7 @@ from objkv.errors import (
     StoreUnavailable,
     ValueTooLong,
 )
-from objkv.net.breaker import Breakers, Change, Patience
+from objkv.net.breaker import BreakerLimits, Breakers, Change
 from objkv.stores.base import Unfinished
 from objkv.stores.guarded import GuardedStore
 from objkv.telemetry import MemoryRecorder, NullRecorder
@@ -98,7 +98,7 @@ class Scene:
         self.recorder = MemoryRecorder()
         self.breakers = Breakers(
             "bulk",
-            Patience(failures=3, reset_s=10, reset_max_s=10),
+            BreakerLimits(failures=3, reset_s=10, reset_max_s=10),
             self.recorder,
             clock=lambda: self.now_s,
             on_change=self._hear,
@@ -223,7 +223,7 @@ def test_check_asks_the_place_itself(scene: Scene) -> None:
 def test_writes_that_fail_do_not_stop_reads(error: StoreError) -> None:
     inner = FlakyStore(MemoryStore())
     store = GuardedStore(
-        inner, guard_of(breakers=Breakers("bulk", Patience(failures=3), NullRecorder()))
+        inner, guard_of(breakers=Breakers("bulk", BreakerLimits(failures=3), NullRecorder()))
     )
     for write in (
         lambda: store.put_if_absent("k", b"v"),

@@ -25,7 +25,7 @@ from objkv.stores.processes import (
     FetchPool,
     FetchProcess,
     GetRequest,
-    ProcessGets,
+    ProcessStore,
     failed,
 )
 from objkv.telemetry import MemoryRecorder
@@ -66,7 +66,9 @@ class Fleet:
         start = partial(FetchProcess, command, os.environ | {"PYTHONPATH": str(ROOT)}, LANES)
         self.own = Counted(self.values)
         self.pool = FetchPool(start, 1, self.recorder, **limits)
-        self.store = ProcessGets(self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder)
+        self.store = ProcessStore(
+            self.own, self.pool, deadline_s=PATIENCE_S, recorder=self.recorder
+        )
 
     def ready(self) -> list[int]:
         """Wait for the process. Its number."""
@@ -85,9 +87,9 @@ class Fleet:
             return [one.pid for one in self.pool._processes if one.is_ready]
 
     def busy(self) -> int:
-        """Return the number of lanes that make a get or owe the answer to one."""
+        """Return the number of channels that make a get or owe the answer to one."""
         with self.pool._lock:
-            return sum(len(one.lanes) - len(one.free) for one in self.pool._processes)
+            return sum(len(one.channels) - len(one.free) for one in self.pool._processes)
 
     def at_half(self, pid: int) -> None:
         wait_until((self.gates / f"half-{pid}").exists)
@@ -131,7 +133,7 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 class TestContract(StoreContract):
     @pytest.fixture
-    def store(self, shared: Fleet, monkeypatch: pytest.MonkeyPatch) -> ProcessGets:
+    def store(self, shared: Fleet, monkeypatch: pytest.MonkeyPatch) -> ProcessStore:
         monkeypatch.setattr(processes, "_BYTES_MIN", 0)
         monkeypatch.setattr(shared.store, "close", lambda: None)
         wait_until(lambda: not shared.busy())
@@ -299,7 +301,7 @@ def test_a_program_that_cannot_run_or_ends_costs_no_get_and_is_not_started_at_on
         return FetchProcess([command], os.environ, 1)
 
     pool = FetchPool(start, 1, recorder)
-    apart = ProcessGets(store, pool, deadline_s=1.0, recorder=recorder)
+    apart = ProcessStore(store, pool, deadline_s=1.0, recorder=recorder)
     apart.put("a", value(1))
     into = memoryview(bytearray(SIZE))
     assert apart.get_into("a", into) == SIZE
@@ -345,14 +347,14 @@ def test_the_watching_thread_outlives_a_fault(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (pid,) = fleet.ready()
-    look, faults = FetchProcess.look, iter((MemoryError(), ValueError()))
+    look, faults = FetchProcess.is_alive, iter((MemoryError(), ValueError()))
 
     def faulty(self: FetchProcess) -> bool:
         for fault in faults:
             raise fault
         return look(self)
 
-    monkeypatch.setattr(FetchProcess, "look", faulty)
+    monkeypatch.setattr(FetchProcess, "is_alive", faulty)
     os.kill(pid, signal.SIGKILL)
     wait_until(partial(has_ended, pid))
     wait_until(lambda: pid not in fleet.pids())

@@ -24,7 +24,7 @@ from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.s3 import client as s3_client
 from objkv.stores.s3.bucket import Bucket
-from objkv.stores.s3.client import ATTEMPTS, Repeater, S3Access, open_s3_access
+from objkv.stores.s3.client import ATTEMPTS, Retrier, S3Access, open_s3_access
 from objkv.stores.s3.errors import translated
 from objkv.stores.s3.store import S3Store
 from tests.contracts.store_contract import StoreContract
@@ -296,7 +296,7 @@ class Lists:
 
 
 def bucket_of(client: Any) -> Bucket:
-    return Bucket(S3Access(client, Mock(), Repeater()), "b", "p/")
+    return Bucket(S3Access(client, Mock(), Retrier()), "b", "p/")
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "403"])

@@ -432,7 +432,7 @@ def test_a_helper_that_comes_too_late_touches_nothing_and_asks_no_more() -> None
 
     def ask(*_: object) -> Any:
         asked.append(get)
-        get._leave()
+        get._await_readers()
         return one_byte(lambda *_: pytest.fail("the buffer is the caller's"))
 
     get = ranged(ask)

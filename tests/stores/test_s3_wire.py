@@ -581,10 +581,10 @@ class Ends:
         self._theirs: list[socket.socket] = []
 
     def take(self) -> HttpConnection:
-        return self.connections.take(self.url)
+        return self.connections.acquire(self.url)
 
     def connect(self) -> tuple[HttpConnection, socket.socket]:
-        made = self.connections.take(self.url, is_fresh=True)
+        made = self.connections.acquire(self.url, is_fresh=True)
         self._theirs.append(self._listening.accept()[0])
         return made, self._theirs[-1]
 

@@ -21,7 +21,7 @@ from objkv.ops.audit.audit import make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.doctor.servers import ReadRules
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import ReadView, Walk, find_places
+from objkv.ops.inventory.walk import ReadView, Walk, find_scope
 from objkv.ops.runs import WorkPool
 from objkv.stores.base import PruneStore, ReadStore, Unfinished
 from tests.support.samples import CHUNK, NAMESPACE, save, save_identity
@@ -70,7 +70,7 @@ class Auditor:
         view = ReadView(bulk, index, is_own_index, unfinished=unfinished)
         self.inventory = Inventory(clock=clock)
         self.pool = WorkPool(workers=2)
-        self.walk = Walk(view, self.inventory, find_places(view, only), 2, clock)
+        self.walk = Walk(view, self.inventory, find_scope(view, only), 2, clock)
         prices = options.pop("prices", LIST_PRICES)
         config = load_config(SETTINGS | options)
         self._make = partial(

@@ -29,9 +29,9 @@ from objkv.ops.pin import PinList, PinnedPrefix
 from objkv.ops.runs import Ending, Finding
 from objkv.ops.show import PayloadReport, Verdict
 from objkv.ops.size.model import Preset
-from objkv.ops.size.sizing import Layout, Load, Sizing
+from objkv.ops.size.sizing import Load, ReplicaLayout, Sizing
 from objkv.ops.sweep.remove import Category
-from objkv.ops.top import View
+from objkv.ops.top import TopView
 from objkv.ops.warm.report import WarmReport
 
 
@@ -221,7 +221,7 @@ class SizeKeys(TypedDict):
     """The document of ``size``."""
 
     sizing: Annotated[Sizing, Month]
-    layout: Layout
+    layout: ReplicaLayout
     load: Load
     prices: Prices
 
@@ -358,7 +358,7 @@ DOCUMENTS: Final[Mapping[str, tuple[JsonDocument, ...]]] = {
     "show": (JsonDocument((ShowKeys,)),),
     "size": (JsonDocument((SizeKeys,)), JsonDocument((ModelsKeys,), "--list")),
     "sweep": (JsonDocument((RunKeys, SweepKeys)),),
-    "top": (JsonDocument((View,), "--once"),),
+    "top": (JsonDocument((TopView,), "--once"),),
     "unpin": (JsonDocument((PinnedPrefix,)),),
     "verify": (JsonDocument((RunKeys, VerifyKeys)),),
     "warm": (JsonDocument((WarmKeys, WarmReport)),),

@@ -11,11 +11,11 @@ from objkv.agent.client import AgentConnection
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.memory.arena import Arena
 from objkv.agent.messages import Claims, Commit, CommitStatus, Drop, Opened, SavedPart, Urgency
-from objkv.agent.outbox import ClientOutbox, Handed
+from objkv.agent.outbox import ClientOutbox, OutboxPayload
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.cache.chunks import ChunkCache
-from objkv.codec.join import Join, Place
+from objkv.codec.join import Join, PartPosition
 from objkv.codec.payload import Claim, Header, read_header, recode
 from objkv.errors import ObjkvError, StoreBusy, TransferError
 from objkv.stores.base import Buffer
@@ -89,14 +89,14 @@ class InsideConnection:
 
     def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
         assert self._outbox is not None
-        handed = list[Handed]()
+        handed = list[OutboxPayload]()
         for one in commits:
             try:
                 payload = self._outbox.read(one.offset, one.nbytes)
             except OSError as exc:  # closed by another thread, which ends a real one's call as well
                 raise TransferError("the connection is closed") from exc
             key = read_header(payload).claim.key
-            handed.append(Handed(key, key.path(), payload, one.part))
+            handed.append(OutboxPayload(key, key.path(), payload, one.part))
         return self._agent.saves.save(handed)
 
     def drop(self, drop: Drop) -> None:
@@ -170,7 +170,7 @@ class InsideSaves:
     def end_save(self, path: str) -> None:
         self._cache.in_flight.end(path)
 
-    def save(self, handed: Sequence[Handed]) -> list[CommitStatus]:
+    def save(self, handed: Sequence[OutboxPayload]) -> list[CommitStatus]:
         return [self._save(one.payload, one.part) for one in handed]
 
     def _save(self, payload: Buffer, part: SavedPart | None) -> CommitStatus:
@@ -201,8 +201,8 @@ class InsideSaves:
             path = header.claim.key.path()
             join = self._joins.get(path)
             if join is None:
-                join = self._joins[path] = InsideJoin(header, part.place)
-            for move in join.add(header, part.place):
+                join = self._joins[path] = InsideJoin(header, part.position)
+            for move in join.add(header, part.position):
                 end = move.source + move.nbytes
                 join.memory[move.target : move.target + move.nbytes] = payload[move.source : end]
             if not join.is_complete:
@@ -217,6 +217,6 @@ _JOINING = Lock()
 class InsideJoin(Join):
     """A payload that ranks join, and its memory."""
 
-    def __init__(self, header: Header, place: Place) -> None:
+    def __init__(self, header: Header, place: PartPosition) -> None:
         super().__init__(header, place)
         self.memory = bytearray(self.nbytes)

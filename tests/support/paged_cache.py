@@ -12,7 +12,7 @@ import torch
 from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import WINDOW
 from objkv.agent.core import CoreLimits
-from objkv.agent.fill import Cuts
+from objkv.agent.fill import PartPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
@@ -29,7 +29,7 @@ from objkv.transfer.lanes import HostLane, Ints, Lane, PagedLayers, Recast
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import SlabPool
 from tests.agent.consistency import keys_of
@@ -86,9 +86,9 @@ NAMESPACE = "0123456789abcdef" * 2
 CHUNK = 64
 BLOCKS = CHUNK // 32
 GROUP = GroupIdentity("full", None, ("l0", "l1", "l2"), heads=2, content=16, block_size=32)
-WHOLE = Cuts()
+WHOLE = PartPolicy()
 """The payloads of these tests are so small that each comes in one request."""
-IN_PARTS = Cuts(parts_max=4, part_bytes_min=1)
+IN_PARTS = PartPolicy(parts_max=4, part_bytes_min=1)
 """Unless a test wants several."""
 TOKENS = list(range(1000, 1000 + 4 * CHUNK))
 HASHES = prefix_hashes(NAMESPACE, TOKENS, CHUNK)
@@ -110,7 +110,7 @@ class Worker:
         slab_bytes: int,
         slabs: int = 8,
         threads: int = 2,
-        cuts: Cuts = WHOLE,
+        part_policy: PartPolicy = WHOLE,
         codec: str = "none",
         arena_bytes: int | None = None,
         save_queue_max: int = 64,
@@ -127,7 +127,7 @@ class Worker:
         self.inside = InsideAgent(
             cache,
             max(4, slabs) * (slab_bytes // 4096 + 1) * 4096 if arena_bytes is None else arena_bytes,
-            CoreLimits(threads, WINDOW, cuts=cuts),
+            CoreLimits(threads, WINDOW, part_policy=part_policy),
             recorder,
             codec,
             joins,
@@ -136,7 +136,7 @@ class Worker:
         if lane is None and paged.device != HOST:
             lane = open_lane(paged.device)
             pin = driver_of(paged.device).pin_read_only
-            on_device = DeviceFrames(self.load_slabs, pin, begin=lane.adopt_thread)
+            on_device = ArenaRegistration(self.load_slabs, pin, begin=lane.adopt_thread)
         self.loader = Loader(
             {0: paged},
             lane or HostLane(),

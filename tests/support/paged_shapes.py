@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from objkv.agent.fill import Cuts
+from objkv.agent.fill import PartPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import payloads_of
 from objkv.codec.payload import payload_bytes_max
@@ -139,7 +139,7 @@ class ShapedRank(Worker):
             load=LoadLimits(queue_max, PATIENCE_S, PATIENCE_S, PATIENCE_S),
             slab_bytes=payload_bytes_max(paged.layers, tokens=tokens) + 4096,
             codec=shape.codec,
-            cuts=Cuts(parts_max=3, part_bytes_min=1),
+            part_policy=PartPolicy(parts_max=3, part_bytes_min=1),
             arena_bytes=32 * (wide + 4096),
             joins=joins,
         )

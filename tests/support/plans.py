@@ -8,7 +8,7 @@ import numpy as np
 
 from objkv.keys.prefix import PREFIX_HASH_BYTES, root_hash
 from objkv.keys.topology import Shard
-from objkv.transfer.plan import ChunkMove, LoadMoves, Row, Source
+from objkv.transfer.plan import ChunkMove, LoadMoves, MoveColumn, Source
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ def packed(moves: Iterable[LoadMove]) -> LoadMoves:
             ]
         )
     assert all(len(one) == PREFIX_HASH_BYTES for one in hashes)
-    table = np.array(columns, np.int32).reshape(-1, len(Row)).T
+    table = np.array(columns, np.int32).reshape(-1, len(MoveColumn)).T
     return LoadMoves(
         np.ascontiguousarray(table),
         b"".join(hashes),
@@ -82,8 +82,8 @@ def unpacked(moves: LoadMoves) -> list[LoadMove]:
     for n, (claim, column) in enumerate(zip(claims, columns, strict=True)):
         prefix_hash, parent_hash, start, end, source = claim
         group, shard = moves.sources[source]
-        ids = moves.block_ids([n], column[Row.IDS_END] - column[Row.IDS])[0].tolist()
-        place = start, end, column[Row.FIRST_BLOCK], tuple(ids)
-        move = ChunkMove(column[Row.CHUNK], group, prefix_hash, parent_hash, *place)
+        ids = moves.block_ids([n], column[MoveColumn.IDS_END] - column[MoveColumn.IDS])[0].tolist()
+        place = start, end, column[MoveColumn.FIRST_BLOCK], tuple(ids)
+        move = ChunkMove(column[MoveColumn.CHUNK], group, prefix_hash, parent_hash, *place)
         found.append(LoadMove(move, shard))
     return found

@@ -19,7 +19,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Walk, find_places, read_view
+from objkv.ops.inventory.walk import Walk, find_scope, read_view
 from objkv.ops.runs import WorkPool
 from objkv.stores.base import HotStore, PruneStore, WriteStore
 
@@ -112,7 +112,7 @@ def view_of(
 def walked(view: BackendsView, only: str | None = None) -> Walk:
     """Everything in these backends, judged."""
     seen = read_view(view)
-    walk = Walk(seen, Inventory(), find_places(seen, only), 2)
+    walk = Walk(seen, Inventory(), find_scope(seen, only), 2)
     for units in (walk.records(), walk.payloads(), walk.leftovers()):
         WorkPool(workers=2).run(units)
     walk.judge(ttl_s=view.ttl_s)

@@ -194,7 +194,7 @@ def test_a_fault_is_a_miss_from_there_on(world: World, fault: str) -> None:
 
 def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    one, two = world.node.arena_cache.seen([world.reader.path(1), world.reader.path(2)])
+    one, two = world.node.arena_cache.peek([world.reader.path(1), world.reader.path(2)])
     assert one is not None
     assert two is not None
     memory = world.node.arena.view
@@ -224,7 +224,7 @@ def test_a_stale_offset_of_equal_layout_never_loads_another_prompt(
     world: World, sync: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    (other,) = world.node.arena_cache.seen([world.reader.path(3)])
+    (other,) = world.node.arena_cache.peek([world.reader.path(3)])
     assert other is not None
     hand_out(monkeypatch, 2, offsets=other.offset)
     before = world.reader.snapshot()
@@ -235,7 +235,7 @@ def test_a_stale_offset_of_equal_layout_never_loads_another_prompt(
     assert same_blocks(before, range(21, 25), world.reader.caches, range(21, 25))
     assert world.reader.recorder.value("load_corrupt") == 1
     path = world.reader.path(2)
-    wait_until(lambda: world.node.arena_cache.holds([path]) == [False])
+    wait_until(lambda: world.node.arena_cache.contains_ready([path]) == [False])
 
 
 @pytest.mark.parametrize("change", [-4096, 4096, 1 << 40])
@@ -243,7 +243,7 @@ def test_a_payload_of_another_length_than_its_layout_is_refused(
     world: World, change: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
-    (one,) = world.node.arena_cache.seen([world.reader.path(1)])
+    (one,) = world.node.arena_cache.peek([world.reader.path(1)])
     assert one is not None
     hand_out(monkeypatch, 1, nbytes=one.nbytes + change)
     assert min(world.reader.load(range(4), 17).failed_blocks) == 17 + BLOCKS
@@ -267,7 +267,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
 ) -> None:
     assert not world.reader.load(range(4), 1).failed_blocks
     path = world.reader.path(1)
-    (one,) = world.node.arena_cache.seen([path])
+    (one,) = world.node.arena_cache.peek([path])
     assert one is not None
     world.node.arena.view[one.offset + one.nbytes - 1] ^= 1
     assert not world.reader.load(range(4), 1).failed_blocks, "by default the agent is trusted"
@@ -276,7 +276,7 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
     assert min(outcome.failed_blocks) == 1 + BLOCKS
     assert outcome.rejected
     assert careful.recorder.value("load_corrupt") == 1
-    wait_until(lambda: world.node.arena_cache.holds([path]) == [False])
+    wait_until(lambda: world.node.arena_cache.contains_ready([path]) == [False])
     assert world.right(chunks=1, reader=careful)
     assert not careful.load(range(1), 1).failed_blocks
     careful.close()

@@ -177,9 +177,9 @@ def spoil(store: MemoryStore, path: str, fault: str) -> None:
 def hand_out_another(patch: pytest.MonkeyPatch, rank: ShapedRank, chunk: int) -> None:
     """The agent hands out where another payload is, of the same layout if there is one."""
     cache, lease = rank.inside.core.arena_cache, AgentSession.lease
-    (mine,) = cache.seen(PATHS[chunk : chunk + 1])
+    (mine,) = cache.peek(PATHS[chunk : chunk + 1])
     assert mine is not None
-    others = [one for one in cache.seen(PATHS) if one is not None and one is not mine]
+    others = [one for one in cache.peek(PATHS) if one is not None and one is not mine]
     same = [one for one in others if one.layout == mine.layout]
     other = (same or others)[0]
 

@@ -63,7 +63,7 @@ class World:
         for layer in self.writer.caches:
             layer.round_()  # compressible
         self.writer.save(range(1))
-        self.reader = Replica(self.store, index, seed=2, group=LARGE, cuts=IN_PARTS).keep()
+        self.reader = Replica(self.store, index, seed=2, group=LARGE, part_policy=IN_PARTS).keep()
         self.path = self.writer.path(0)
         self.payload = self.store.get(self.path) or b""
         assert read_header(self.payload).codec == codec
@@ -174,7 +174,7 @@ def test_what_the_hot_store_begins_and_does_not_end_comes_from_bulk(
     store, index = stores()
     hot = SpoiledHot(forgets=forgets)
     writer = Replica(store, index, seed=1, group=LARGE)
-    reader = Replica(store, index, seed=2, group=LARGE, hot=hot, cuts=IN_PARTS)
+    reader = Replica(store, index, seed=2, group=LARGE, hot=hot, part_policy=IN_PARTS)
     writer.save(range(1))
     hot.put(writer.path(0), store.get(writer.path(0)) or b"")
     promise_hot(writer, 0)
@@ -325,15 +325,15 @@ def promised(replica: Replica, chunk: int) -> bool:
     return replica.index.lookup(NAMESPACE, [HASHES[chunk]]) != [None]
 
 
-@pytest.mark.parametrize(("sync", "cuts"), [(False, WHOLE), (True, IN_PARTS)])
+@pytest.mark.parametrize(("sync", "part_policy"), [(False, WHOLE), (True, IN_PARTS)])
 @pytest.mark.parametrize("codec", ["none", "blosclz4"])
 @pytest.mark.parametrize("kind", ["signed", "signed and encrypted"])
 def test_what_one_replica_sealed_another_one_loads(
-    kind: str, codec: str, *, sync: bool, cuts: object
+    kind: str, codec: str, *, sync: bool, part_policy: object
 ) -> None:
     store, index = stores()
     writer = Replica(store, index, seed=1, codec=codec, seal=SEALS[kind])
-    reader = Replica(store, index, seed=2, cuts=cuts, seal=SEALS[kind])
+    reader = Replica(store, index, seed=2, part_policy=part_policy, seal=SEALS[kind])
     for pages in writer.caches:
         pages[1:5] = 0.5  # so that a codec has something to do
     writer.save(range(2))
@@ -393,7 +393,7 @@ def forged_frames(payload: bytes) -> bytes:
 def test_a_forger_who_makes_checksums_right_gets_nothing_loaded(kind: str, *, sync: bool) -> None:
     store, index = stores()
     writer = Replica(store, index, seed=1, seal=SEALS[kind])
-    reader = Replica(store, index, seed=2, cuts=IN_PARTS, seal=SEALS[kind])
+    reader = Replica(store, index, seed=2, part_policy=IN_PARTS, seal=SEALS[kind])
     writer.save(range(2))
     first, second = (store.get(writer.path(chunk)) or b"" for chunk in (0, 1))
     assert isinstance(store, MemoryStore)

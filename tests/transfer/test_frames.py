@@ -74,7 +74,7 @@ def test_a_load_is_few_calls_deep_at_the_socket_and_at_the_block(sync: bool) -> 
             index_url="sqlite:///dev/null/i",
         )
         backends = open_backends(config, recorder)
-        replica = Replica(MemoryStore(), index, seed=1, lane=WatchedLane(), cuts=IN_PARTS)
+        replica = Replica(MemoryStore(), index, seed=1, lane=WatchedLane(), part_policy=IN_PARTS)
         settings = CacheSettings("r", ttl_s=3600, lease_ms=600_000, hot_save_bytes_max=0)
         ChunkCache.__init__(replica.cache, backends.bulk, None, index, settings, recorder)
         replica.save(range(2))

@@ -35,7 +35,7 @@ def job_of(clock: ManualClock, *, sync: bool, chunks: int = 1) -> LoadJob:
 
 
 def write_all_layers(job: LoadJob) -> None:
-    job.leave([0], range(LAYERS), Mark())
+    job.end_write([0], range(LAYERS), Mark())
     job.done([0], 0)
 
 
@@ -43,7 +43,7 @@ def test_a_layer_that_was_computed_without_its_blocks_counts_as_not_loaded() -> 
     """A write under way at the deadline still ends, but attention did not wait for it."""
     clock = ManualClock()
     job = job_of(clock, sync=True)
-    assert job.enter(0)
+    assert job.begin_write(0)
     clock.advance(6.0)
     assert job.wait_layer(0, 0) is None
     write_all_layers(job)
@@ -57,7 +57,7 @@ def test_nothing_is_written_after_the_deadline(*, sync: bool) -> None:
     job = job_of(clock, sync=sync)
     clock.advance(5.0)
     assert not job.needed()
-    assert not job.enter(0)
+    assert not job.begin_write(0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
 
@@ -76,7 +76,7 @@ def test_nobody_waits_longer_than_the_deadline(*, is_layer: bool) -> None:
 def test_a_write_under_way_at_the_deadline_counts_between_steps() -> None:
     clock = ManualClock()
     job = job_of(clock, sync=False)
-    assert job.enter(0)
+    assert job.begin_write(0)
     clock.advance(6.0)
     write_all_layers(job)
     assert not job.close().failed
@@ -85,8 +85,8 @@ def test_a_write_under_way_at_the_deadline_counts_between_steps() -> None:
 def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
     job = job_of(ManualClock(), sync=True)
-    assert job.enter(0)
-    job.leave([0], range(1, 2), Mark())
+    assert job.begin_write(0)
+    job.end_write([0], range(1, 2), Mark())
     job.done([0], 0)
     assert job.is_over()
     assert job.close().failed_blocks == {3, 4}
@@ -97,7 +97,7 @@ def test_a_load_is_over_when_what_is_left_of_it_is_of_no_use() -> None:
     job = job_of(ManualClock(), sync=False, chunks=3)
     job.fail(1, rejected=False)
     assert not job.is_over(), "the first one is of use by itself"
-    assert job.enter(0)
+    assert job.begin_write(0)
     write_all_layers(job)
     assert job.is_over()
     assert job.close().failed_blocks == {5, 6, 7, 8}
@@ -113,44 +113,44 @@ def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> No
     thread = Thread(target=computing)
     thread.start()
     for index in (2, 0, 3):
-        assert job.enter(index) > index
-        job.leave([index], range(1), Mark())
+        assert job.begin_write(index) > index
+        job.end_write([index], range(1), Mark())
         thread.join(0.01)
         assert thread.is_alive()
-    assert job.enter(1)
-    job.leave([1], range(1), Mark())
+    assert job.begin_write(1)
+    job.end_write([1], range(1), Mark())
     thread.join()
     assert came == [[1] * 4]
 
 
 def test_what_a_lane_could_not_mark_was_not_written() -> None:
     job = job_of(ManualClock(), sync=False)
-    assert job.enter(0)
-    job.leave([0], range(LAYERS), None)
+    assert job.begin_write(0)
+    job.end_write([0], range(LAYERS), None)
     job.done([0], 0)
     assert job.close().failed_blocks == {3, 4}
 
 
 def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
     job = job_of(ManualClock(), sync=False)
-    assert job.enter(0)
+    assert job.begin_write(0)
     closing = Thread(target=job.close)
     closing.start()
     wait_until(lambda: not job.needed())
-    assert not job.enter(0)
+    assert not job.begin_write(0)
     assert closing.is_alive()
-    job.leave([0], range(0), Mark())
+    job.end_write([0], range(0), Mark())
     closing.join()
 
 
 def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     """Its blocks go to somebody else with that."""
     job, ended = job_of(ManualClock(), sync=False), Event()
-    assert job.enter(0)
+    assert job.begin_write(0)
     job.cancel()
     assert job.poll() is None
-    job.leave([0], range(1), HungMark(ended.is_set))
-    assert not job.enter(0)
+    job.end_write([0], range(1), HungMark(ended.is_set))
+    assert not job.begin_write(0)
     assert job.poll() is None
     ended.set()
     assert (outcome := job.poll()) is not None
@@ -159,14 +159,14 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
 
 def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
     job, ended = job_of(ManualClock(), sync=False), Event()
-    assert job.enter(0)
-    job.leave([0], range(1), HungMark(ended.is_set))
+    assert job.begin_write(0)
+    job.end_write([0], range(1), HungMark(ended.is_set))
     Timer(0.05, ended.set).start()
     assert job.close().failed
     assert ended.is_set()
     job, ended = job_of(ManualClock(), sync=False), Event()
-    assert job.enter(0)
-    job.leave([0], range(1), HungMark(ended.is_set))
+    assert job.begin_write(0)
+    job.end_write([0], range(1), HungMark(ended.is_set))
     assert job.close(0.01).failed
     assert not ended.is_set()
 
@@ -175,8 +175,8 @@ def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_threa
     None
 ):
     job, mark = job_of(ManualClock(), sync=True), HungMark()
-    assert job.enter(0)
-    job.leave([0], range(LAYERS), mark)
+    assert job.begin_write(0)
+    job.end_write([0], range(LAYERS), mark)
     job.done([0], 0)
     assert not job.close().failed
     assert mark.is_held
@@ -189,8 +189,8 @@ def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
     job = job_of(clock, sync=False, chunks=2)
     for move, seconds, nbytes in ((0, 0.5, 1000), (1, 0.25, 500)):
         clock.advance(1.0 - move)
-        assert job.enter(move) > move
-        job.leave([move], range(LAYERS), Mark())
+        assert job.begin_write(move) > move
+        job.end_write([move], range(LAYERS), Mark())
         clock.advance(seconds)
         job.done([move], nbytes)
     clock.advance(2.0)

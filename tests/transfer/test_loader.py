@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from objkv.agent import client
-from objkv.agent.fill import Cuts
+from objkv.agent.fill import PartPolicy
 from objkv.codec.payload import Header, frame_pages, read_header
 from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
@@ -19,7 +19,7 @@ from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadOutcome
-from objkv.transfer.registration import Windows
+from objkv.transfer.registration import RegistrationWindows
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
@@ -143,7 +143,9 @@ def test_a_reader_that_verifies_looks_at_each_frame_once_however_few_slabs_there
         seen.append(index)
         return frame_pages(header, index, *args)
 
-    monkeypatch.setattr(Windows, "have", lambda _, starts, nbytes: np.zeros(len(starts), bool))
+    monkeypatch.setattr(
+        RegistrationWindows, "are_readable", lambda _, starts, nbytes: np.zeros(len(starts), bool)
+    )
     monkeypatch.setattr(module, "frame_pages", counted)
     monkeypatch.setattr(reader.loader, "_verify", True)
     assert not reader.load(range(4), first_block=9, sync=sync).failed
@@ -243,7 +245,7 @@ def test_layer_0_of_all_chunks_is_usable_before_the_last_layer_of_any_has_arrive
     writer = Replica(store, index, seed=1, group=LAYERED_GROUP, codec=codec)
     for pages in writer.caches:
         pages.round_()  # compressible
-    reader = Replica(store, index, seed=2, group=LAYERED_GROUP, cuts=IN_PARTS)
+    reader = Replica(store, index, seed=2, group=LAYERED_GROUP, part_policy=IN_PARTS)
     writer.save(range(LAYERED_CHUNKS))
     before = reader.snapshot()
     reader.loader.submit(reader.load_plan(range(LAYERED_CHUNKS), ALL_MINE[0], sync=True))
@@ -261,7 +263,7 @@ def test_layer_0_of_all_chunks_is_usable_before_the_last_layer_of_any_has_arrive
 
 def test_a_last_layer_that_never_comes_fails_the_chunk_whose_first_layers_came() -> None:
     store, index = LateStore(), MemoryIndex()
-    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, cuts=IN_PARTS)
+    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, part_policy=IN_PARTS)
     replica.save(range(1))
     replica.loader.submit(replica.load_plan(range(1), ALL_MINE[0], sync=True))
     replica.loader.wait_layer(0, 0)
@@ -278,7 +280,7 @@ def test_the_lease_of_a_payload_that_failed_ends_after_the_copies_of_its_first_l
     store, index = LateStore(), MemoryIndex()
     has_ended, looks = Event(), list[int]()
     lane = HungLane(HungMark(lambda: looks.append(1) or has_ended.is_set()))
-    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, cuts=IN_PARTS, lane=lane)
+    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, part_policy=IN_PARTS, lane=lane)
     replica.save(range(1))
     replica.loader.submit(replica.load_plan(range(1), ALL_MINE[0], sync=True))
     replica.loader.wait_layer(0, 0)
@@ -330,17 +332,19 @@ def test_a_step_gets_the_first_layers_of_all_payloads_before_the_last_of_any(
 
 
 @pytest.mark.parametrize(
-    ("sync", "cuts", "requests"),
+    ("sync", "part_policy", "requests"),
     [
-        (True, Cuts(parts_max=4, part_bytes_min=1), 4),
-        (True, Cuts(parts_max=2, part_bytes_min=1), 2),
-        (True, Cuts(), 1),  # each request is paid for, and these payloads are small
-        (False, Cuts(parts_max=4, part_bytes_min=1), 1),  # nobody waits for a layer
+        (True, PartPolicy(parts_max=4, part_bytes_min=1), 4),
+        (True, PartPolicy(parts_max=2, part_bytes_min=1), 2),
+        (True, PartPolicy(), 1),  # each request is paid for, and these payloads are small
+        (False, PartPolicy(parts_max=4, part_bytes_min=1), 1),  # nobody waits for a layer
     ],
 )
-def test_how_many_requests_a_payload_costs(*, sync: bool, cuts: Cuts, requests: int) -> None:
+def test_how_many_requests_a_payload_costs(
+    *, sync: bool, part_policy: PartPolicy, requests: int
+) -> None:
     store, index = PiecewiseStore(), MemoryIndex()
-    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, cuts=cuts)
+    replica = Replica(store, index, seed=1, group=LAYERED_GROUP, part_policy=part_policy)
     replica.save(range(1))
     del store.requests[:]
     assert not replica.load(range(1), first_block=ALL_MINE[0], sync=sync).failed
@@ -368,7 +372,7 @@ def test_what_bulk_writes_over_a_hot_copy_that_broke_off_is_not_copied_unverifie
 ) -> None:
     """Verified layers of the hot copy may still be on their way from the slab to the blocks."""
     (store, index), hot = stores(), BreaksOff()
-    replica = Replica(store, index, seed=1, hot=hot, lane=LazyLane(), cuts=IN_PARTS)
+    replica = Replica(store, index, seed=1, hot=hot, lane=LazyLane(), part_policy=IN_PARTS)
     replica.save(range(1))
     path = replica.path(0)
     payload = bytearray(store.get(path) or b"")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from objkv.codec.payload import Claim
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from objkv.transfer.plan import ChunkMove, LoadPlan, Row, Source
+from objkv.transfer.plan import ChunkMove, LoadPlan, MoveColumn, Source
 from tests.support.device import ON_HOST
 from tests.support.plans import LoadMove, packed, unpacked
 
@@ -77,7 +77,7 @@ def test_columns_tell_what_the_moves_tell(moves: list[LoadMove], chunk: int) -> 
     assert columns.blocks_from(chunk) == {block for ids in later for block in ids}
     sources = [Source(load.move.group, load.shard) for load in moves]
     assert columns.sources == tuple(dict.fromkeys(sources))
-    assert [columns.sources[at] for at in columns.table[Row.SOURCE]] == sources
+    assert [columns.sources[at] for at in columns.table[MoveColumn.SOURCE]] == sources
     names = [load.move.prefix_hash for load in moves]
     assert columns.prefix_hashes() == list(dict.fromkeys(names))
 
@@ -90,7 +90,7 @@ def test_a_rank_keeps_the_moves_of_the_payloads_that_it_reads(
     columns = packed(moves)
     kept = columns.only([source.group == group for source in columns.sources])
     assert unpacked(kept) == [load for load in moves if load.move.group == group]
-    assert {kept.sources[at].group for at in kept.table[Row.SOURCE]} <= {group}
+    assert {kept.sources[at].group for at in kept.table[MoveColumn.SOURCE]} <= {group}
 
 
 def test_a_plan_of_many_moves_is_sent_as_a_few_strings() -> None:

@@ -13,7 +13,7 @@ import torch
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, DeviceDriver
-from objkv.transfer.registration import DeviceFrames, Windows
+from objkv.transfer.registration import ArenaRegistration, RegistrationWindows
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
 from tests.support.device import ON_HOST
 from tests.support.waiting import PATIENCE_S, wait_until
@@ -52,15 +52,15 @@ def pins() -> Pins:
 
 
 @pytest.fixture
-def windows(pins: Pins) -> Windows:
-    return Windows(START, TOTAL, pins, window_bytes=WINDOW)
+def windows(pins: Pins) -> RegistrationWindows:
+    return RegistrationWindows(START, TOTAL, pins, window_bytes=WINDOW)
 
 
-def has(windows: Windows, start: int, nbytes: int) -> bool:
-    return bool(windows.have(np.array([start]), nbytes)[0])
+def has(windows: RegistrationWindows, start: int, nbytes: int) -> bool:
+    return bool(windows.are_readable(np.array([start]), nbytes)[0])
 
 
-def ended(windows: Windows) -> bool:
+def ended(windows: RegistrationWindows) -> bool:
     """Close and wait; whether the mapping may be removed."""
     done = Event()
     windows.close(done.set)
@@ -89,7 +89,7 @@ LAST = START + 2 * WINDOW
 def test_the_windows_of_some_bytes_are_registered_when_those_are_first_wanted(
     pins: Pins, span: tuple[int, int], wanted: tuple[int, int], registered: dict[int, int]
 ) -> None:
-    windows = Windows(START + span[0], span[1] - span[0], pins, window_bytes=WINDOW)
+    windows = RegistrationWindows(START + span[0], span[1] - span[0], pins, window_bytes=WINDOW)
     assert not has(windows, START + wanted[0], wanted[1])
     wait_until(lambda: has(windows, START + wanted[0], wanted[1]))
     assert pins.now == registered
@@ -108,7 +108,7 @@ def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> Non
         seen.append(os.fstat(large.fd).st_blocks)
         return lambda: None
 
-    frames = DeviceFrames(SlabPool("load", count=1, slab_bytes=PAGE), pin)
+    frames = ArenaRegistration(SlabPool("load", count=1, slab_bytes=PAGE), pin)
     frames.attach(reader)
     windows = frames.windows
     assert windows is not None
@@ -120,7 +120,7 @@ def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> Non
     large.close()
 
 
-def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: Windows) -> None:
+def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: RegistrationWindows) -> None:
     assert windows.join(0.0)
     pins.gate.clear()
     for _ in range(3):
@@ -139,7 +139,7 @@ def test_asking_does_not_wait_for_the_driver(pins: Pins, windows: Windows) -> No
 
 
 def test_after_a_refusal_no_more_is_registered(
-    pins: Pins, windows: Windows, caplog: pytest.LogCaptureFixture
+    pins: Pins, windows: RegistrationWindows, caplog: pytest.LogCaptureFixture
 ) -> None:
     pins.refuses = True
     pins.gate.clear()
@@ -155,7 +155,7 @@ def test_after_a_refusal_no_more_is_registered(
 
 
 def test_without_a_thread_nothing_is_registered_and_the_mapping_goes(
-    pins: Pins, windows: Windows, monkeypatch: pytest.MonkeyPatch
+    pins: Pins, windows: RegistrationWindows, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def none_left(_: Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -168,7 +168,7 @@ def test_without_a_thread_nothing_is_registered_and_the_mapping_goes(
     assert not pins.now
 
 
-def test_an_abandoned_mapping_stays_registered(pins: Pins, windows: Windows) -> None:
+def test_an_abandoned_mapping_stays_registered(pins: Pins, windows: RegistrationWindows) -> None:
     has(windows, START, 1)
     wait_until(lambda: has(windows, START, 1))
     windows.abandon()
@@ -183,7 +183,7 @@ def test_a_fault_of_the_driver_does_not_keep_the_mapping(place: str) -> None:
 
     pin = fail if place == "begin" else (lambda address, nbytes: fail)
     begin = fail if place == "begin" else (lambda: None)
-    windows = Windows(START, TOTAL, pin, window_bytes=WINDOW, begin=begin)
+    windows = RegistrationWindows(START, TOTAL, pin, window_bytes=WINDOW, begin=begin)
     has(windows, START, 1)
     if place == "undo":
         wait_until(lambda: has(windows, START, 1))
@@ -199,15 +199,17 @@ def arena() -> Iterator[Arena]:
     arena.close()
 
 
-def test_payloads_whose_windows_are_registered_are_found_at_once(windows: Windows) -> None:
+def test_payloads_whose_windows_are_registered_are_found_at_once(
+    windows: RegistrationWindows,
+) -> None:
     """Each by itself, whatever lies between them."""
     last = START + 2 * WINDOW
     has(windows, START, 1)
     has(windows, last, 1)
     starts = np.array([START, last, START + WINDOW - 1, START + WINDOW, last - 1])
-    wait_until(lambda: windows.have(starts[:2], 2).all())
-    assert windows.have(starts, 2).tolist() == [True, True, False, False, False]
-    wait_until(lambda: windows.have(starts, 2).all())
+    wait_until(lambda: windows.are_readable(starts[:2], 2).all())
+    assert windows.are_readable(starts, 2).tolist() == [True, True, False, False, False]
+    wait_until(lambda: windows.are_readable(starts, 2).all())
     assert ended(windows)
 
 
@@ -216,7 +218,7 @@ def test_payloads_whose_windows_are_registered_are_found_at_once(windows: Window
 def test_spans_that_a_device_cannot_read_are_copied_and_none_is_lost(
     pins: Pins, arena: Arena, registered: list[int], slab_bytes: int, payloads: int
 ) -> None:
-    frames = DeviceFrames(
+    frames = ArenaRegistration(
         SlabPool("load", count=1, slab_bytes=slab_bytes), pins, window_bytes=WINDOW
     )
     frames.attach(arena)
@@ -235,7 +237,7 @@ def test_spans_that_a_device_cannot_read_are_copied_and_none_is_lost(
         from_span = left[0][1]
         same = [n for n in range(4) if (n, from_span) in left and (n, from_span - 1) not in left]
         wanted = starts[same][:, from_span:]
-        which, memory, places, slab = frames.take(wanted, sizes[from_span:])
+        which, memory, places, slab = frames.readable(wanted, sizes[from_span:])
         assert len(which) == len(places)
         assert places.size
         for n, row in zip(which, places, strict=True):
@@ -249,7 +251,7 @@ def test_spans_that_a_device_cannot_read_are_copied_and_none_is_lost(
         else:
             assert from_span or len(which) <= payloads
             with pytest.raises(SlabsExhaustedError):
-                frames.take(wanted, sizes[from_span:])
+                frames.readable(wanted, sizes[from_span:])
             slab.release()
     frames.detach(lambda: None)
     assert frames.join(PATIENCE_S)
@@ -262,12 +264,12 @@ def test_spans_outside_the_arena_are_refused_and_keep_no_slab(
     """Of one that is cut off after one byte, numpy would repeat that byte."""
     pins.refuses = True
     slabs = SlabPool("load", count=1, slab_bytes=PAGE)
-    frames = DeviceFrames(slabs, pins, window_bytes=WINDOW)
+    frames = ArenaRegistration(slabs, pins, window_bytes=WINDOW)
     frames.attach(arena)
     sizes = np.array([64, 2])
     for starts in ([arena.nbytes - 66 + beyond, arena.nbytes - 2 + beyond], [-66, -2]):
         with pytest.raises(IndexError, match="spans from"):
-            frames.take(np.array([starts]), sizes)
+            frames.readable(np.array([starts]), sizes)
         assert slabs.leased == 0
     frames.detach(lambda: None)
     assert frames.join(PATIENCE_S)

@@ -242,7 +242,7 @@ def test_a_part_that_is_not_handed_over_is_dropped_and_no_other(
         monkeypatch.setattr(saves, "send_drops", lambda: sent.append(len(found)))
         rank.save(number=7)
         key = ChunkKey(NAMESPACE, one.model.hashes[0], 0)
-        place = rank.paged.place
+        place = rank.paged.position
         assert place is not None
         assert found == ([(key.path(), SavedPart(7, place))] if is_dropped else [])
         assert fault[0] != "save" or sent[-1] == is_dropped

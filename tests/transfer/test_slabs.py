@@ -84,7 +84,7 @@ def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
 
     pool = SlabPool("load", count=3, slab_bytes=8)
     pool.lease().release_after(Fails())
-    pool.lease().strand()
+    pool.lease().abandon()
     assert pool.leased == 2
     pool.lease()
     with pytest.raises(SlabsExhaustedError):

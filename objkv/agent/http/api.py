@@ -40,7 +40,7 @@ _SCHEME = "bearer "
 
 
 @dataclass(frozen=True, slots=True)
-class HttpPlaces:
+class HttpSettings:
     """The agent's addresses for HTTP, and the files that it may read for requests."""
 
     path: Path
@@ -70,19 +70,19 @@ def read_json(content: bytes) -> Body:
 class AgentHttp:
     """Serves until it is closed."""
 
-    def __init__(self, places: HttpPlaces, prefetches: Prefetches, status: NodeStatus) -> None:
-        """Raises ``ConfigError`` if a place cannot be served."""
-        if places.address is not None and not places.token:
+    def __init__(self, settings: HttpSettings, prefetches: Prefetches, status: NodeStatus) -> None:
+        """Raises ``ConfigError`` if an address cannot be served."""
+        if settings.address is not None and not settings.token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._prefetches, self._status = prefetches, status
-        self._tokenizers = Tokenizers(places.tokenizers)
-        self._token = _digest(places.token.encode())
-        self._path = places.path
+        self._tokenizers = Tokenizers(settings.tokenizers)
+        self._token = _digest(settings.token.encode())
+        self._path = settings.path
         self._bodies = Bodies()
         self._listeners = [self._open_local()]
-        if places.address is not None:
+        if settings.address is not None:
             try:
-                self._listeners.append(HttpListener(places.address, self._answer_remote))
+                self._listeners.append(HttpListener(settings.address, self._answer_remote))
             except ConfigError:
                 self.close()
                 raise

@@ -38,7 +38,7 @@ FIELDS_MAX: Final = TEXT_BYTES_MAX // (SHARD_BYTES_MAX + 1)
 _TOTAL = PAGE + _SLOTS * _SLOT_BYTES
 
 
-class Scope:
+class LookupScope:
     """Lookups of one namespace and some shard fields."""
 
     def __init__(self, namespace: str, fields: tuple[str, ...]) -> None:
@@ -59,7 +59,7 @@ class Scope:
 
 
 @dataclass(slots=True, eq=False)
-class Draft:
+class PendingAnswer:
     """A block that is being looked up, or is on the board."""
 
     key: bytes
@@ -83,9 +83,9 @@ class AnswerBoard:
         self._view = memoryview(mapping)
         self._vouched = self._view[:8].cast("Q")
         self._lock = Lock()
-        self._at: dict[int, Draft] = {}
+        self._at: dict[int, PendingAnswer] = {}
         """What each slot has, by its position."""
-        self._by_chunk: dict[bytes, tuple[Draft, ...]] = {}
+        self._by_chunk: dict[bytes, tuple[PendingAnswer, ...]] = {}
 
     @classmethod
     def create(cls) -> "AnswerBoard":
@@ -106,58 +106,58 @@ class AnswerBoard:
         the epoch."""
         self._vouched[0] = int(1000 * until_s)
 
-    def begin(self, key: bytes, hashes: Sequence[bytes]) -> Draft:
+    def begin(self, key: bytes, hashes: Sequence[bytes]) -> PendingAnswer:
         """Begin a block's lookup. ``write`` or ``end`` must follow."""
-        draft = Draft(key, hashes)
+        pending = PendingAnswer(key, hashes)
         with self._lock:
             for one in hashes:
-                self._by_chunk[one] = (*self._by_chunk.get(one, ()), draft)
-        return draft
+                self._by_chunk[one] = (*self._by_chunk.get(one, ()), pending)
+        return pending
 
-    def write(self, draft: Draft, text: bytes, span: tuple[float, float]) -> None:
+    def write(self, pending: PendingAnswer, text: bytes, span: tuple[float, float]) -> None:
         """Keep a block's answer, unless something has changed about one of its chunks since its
         lookup began. ``span``: from when until when it is valid, in seconds since the epoch."""
         assert len(text) <= TEXT_BYTES_MAX
-        at = _place(draft.key)
-        head = _HEAD.pack(draft.key, *span, len(text), xxh3_64_intdigest(text))
+        at = _slot_start(pending.key)
+        head = _HEAD.pack(pending.key, *span, len(text), xxh3_64_intdigest(text))
         with self._lock:
-            if draft.is_void:
-                self._unlink(draft)
+            if pending.is_void:
+                self._unlink(pending)
                 return
             if (before := self._at.get(at)) is not None:
                 self._unlink(before)
-            self._at[at] = draft
+            self._at[at] = pending
             self._view[at : at + len(head)] = bytes(len(head))
             self._view[at + TEXT_AT : at + TEXT_AT + len(text)] = text
             self._view[at + _HEAD.size : at + TEXT_AT] = _CHECK.pack(xxh3_64_intdigest(head))
             self._view[at : at + len(head)] = head
 
-    def end(self, drafts: Iterable[Draft]) -> None:
+    def end(self, all_pending: Iterable[PendingAnswer]) -> None:
         """End lookups. What was not written is not kept."""
         with self._lock:
-            for draft in drafts:
-                if self._at.get(_place(draft.key)) is not draft:
-                    self._unlink(draft)
+            for pending in all_pending:
+                if self._at.get(_slot_start(pending.key)) is not pending:
+                    self._unlink(pending)
 
     def discard(self, prefix_hash: bytes) -> None:
         """Void all answers about a chunk, also of lookups under way: something has changed."""
         if prefix_hash not in self._by_chunk:  # as of nearly all that is saved
             return
         with self._lock:
-            for draft in self._by_chunk.get(prefix_hash, ()):
-                draft.is_void = True
-                at = _place(draft.key)
-                if self._at.get(at) is draft:
+            for pending in self._by_chunk.get(prefix_hash, ()):
+                pending.is_void = True
+                at = _slot_start(pending.key)
+                if self._at.get(at) is pending:
                     self._view[at : at + _HEAD.size] = bytes(_HEAD.size)
                     del self._at[at]
-                    self._unlink(draft)
+                    self._unlink(pending)
 
     def find(self, key: bytes, now: float) -> tuple[int, int] | None:
         """Return the checksum and the length of a block's text, or None if no valid answer is
         kept."""
         if self._vouched[0] <= 1000 * now:
             return None
-        at = _place(key)
+        at = _slot_start(key)
         copy = bytes(self._view[at : at + TEXT_AT])
         found, begins_s, ends_s, nbytes, checksum = _HEAD.unpack_from(copy)
         # A begin in the future means that the clock was set back meanwhile.
@@ -172,7 +172,7 @@ class AnswerBoard:
         """Return the text of a block that was ``found``, or None if it has been replaced
         since."""
         checksum, nbytes = found
-        at = _place(key) + TEXT_AT
+        at = _slot_start(key) + TEXT_AT
         text = bytes(self._view[at : at + nbytes])
         return text if xxh3_64_intdigest(text) == checksum else None
 
@@ -183,14 +183,16 @@ class AnswerBoard:
         if fd >= 0:
             os.close(fd)
 
-    def _unlink(self, draft: Draft) -> None:
-        """Forget a draft's chunks. The lock must be held."""
-        for one in draft.hashes:
-            if left := tuple(other for other in self._by_chunk.get(one, ()) if other is not draft):
+    def _unlink(self, pending: PendingAnswer) -> None:
+        """Forget a pending answer's chunks. The lock must be held."""
+        for one in pending.hashes:
+            if left := tuple(
+                other for other in self._by_chunk.get(one, ()) if other is not pending
+            ):
                 self._by_chunk[one] = left
             else:
                 self._by_chunk.pop(one, None)
 
 
-def _place(key: bytes) -> int:
+def _slot_start(key: bytes) -> int:
     return PAGE + int.from_bytes(key[:4], "little") % _SLOTS * _SLOT_BYTES

@@ -128,13 +128,13 @@ class Progress:
     reason: int
     """A ``MissReason`` if the state is FAILED."""
     layout: int = 0
-    """The number of its layout if ``frames`` is not 0, see ``Layouts``. 0: not known."""
+    """The number of its layout if ``frames`` is not 0, see ``KnownLayouts``. 0: not known."""
 
 
 ALL_FRAMES: Final = 0xFFFF_FFFF
 
 
-class Board:
+class ProgressBoard:
     """Progress cells at the start of an arena. The agent writes them, replicas read them.
 
     A cell is three words and their checksum: a reader on another core may see them change in any
@@ -181,7 +181,7 @@ class Arena:
         """The memfd. This object closes it."""
         self.view = memoryview(mapping)
         """``[nbytes]`` bytes of format ``B``."""
-        self.board = Board(self.view)
+        self.board = ProgressBoard(self.view)
         self._mapping: mmap.mmap | None = mapping
 
     @classmethod
@@ -219,7 +219,7 @@ class Arena:
         if fd < 0:
             return
         os.close(fd)
-        self.board = Board(memoryview(bytearray(BOARD_BYTES)))  # for who is late
+        self.board = ProgressBoard(memoryview(bytearray(BOARD_BYTES)))  # for who is late
         mapping, self._mapping = self._mapping, None
         view, self.view = self.view, memoryview(b"")
         with suppress(BufferError):  # with its last part, which is not this object's
@@ -303,7 +303,7 @@ class Extents:
         """Bytes in no extent."""
         return self._free_bytes
 
-    def take(self, nbytes: int) -> int | None:
+    def allocate(self, nbytes: int) -> int | None:
         """Return the start of a new extent of at least ``nbytes``; None if no gap is as large."""
         assert nbytes > 0
         size = _pages(nbytes)
@@ -329,7 +329,7 @@ class Extents:
         """Return the size of the extent at ``start``."""
         return self._taken[start] - start
 
-    def give_back(self, start: int) -> None:
+    def free(self, start: int) -> None:
         """Free the extent at ``start``."""
         with self._lock:
             end = self._taken.pop(start)
@@ -341,7 +341,9 @@ class Extents:
                 start = self._free.pop(at - 1)[0]
             insort(self._free, (start, end))
 
-    def windows(self, nbytes: int, movable: dict[int, int]) -> Iterator[tuple[int, list[int]]]:
+    def evictable_spans(
+        self, nbytes: int, movable: dict[int, int]
+    ) -> Iterator[tuple[int, list[int]]]:
         """Yield each row of neighbouring gaps and ``movable`` extents that has room for ``nbytes``,
         with the bytes in use in it and the extents to free.
 

@@ -32,7 +32,7 @@ from objkv.connector.encoder.identity import read_encoder_identity, read_form
 from objkv.connector.encoder.items import EncoderPlan, OutputForm
 from objkv.connector.encoder.scheduler import EncoderSchedulerSide
 from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide, OutputCopies
-from objkv.connector.guard import guarded, speak_as_vllm, starts
+from objkv.connector.guard import guarded, log_through_vllm, starts
 from objkv.connector.hooks import EngineHooks, follow_encoder_resets
 from objkv.connector.metrics import TableMetrics, TableStats
 from objkv.connector.model.identity import tensor_rank
@@ -89,7 +89,7 @@ class ObjKVECConnector(ECConnectorBase):
     @starts
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
         super().__init__(vllm_config, role)
-        speak_as_vllm()
+        log_through_vllm()
         transfer = self._vllm_config.ec_transfer_config
         config = load_config(transfer.ec_connector_extra_config)
         loads, encodes = transfer.is_ec_consumer, transfer.is_ec_producer

@@ -24,7 +24,7 @@ from objkv.config import Config
 from objkv.connector.encoder.items import EncoderOutput, Pages
 from objkv.errors import StoreError
 from objkv.keys.chunk import ChunkKey
-from objkv.telemetry import Recorder, Trouble
+from objkv.telemetry import FailureLog, Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class WantedOutput(PayloadTransfer):
     def is_needed(self) -> bool:
         return self.state is State.WAITING
 
-    def take(self, pages: Sequence[memoryview]) -> None:
+    def take_pages(self, pages: Sequence[memoryview]) -> None:
         self.pages = np.frombuffer(pages[0], np.uint8).copy()  # nothing can take a copy away
 
     def end(self, outcome: ReadOutcome, nbytes: int) -> None:
@@ -105,7 +105,7 @@ class EncoderFetcher:
         """
         self._index, self._reader = index, reader
         self._config, self._recorder, self._clock = config, recorder, clock
-        self._trouble = Trouble(logger, "lookups of encoder outputs")
+        self._failure_log = FailureLog(logger, "lookups of encoder outputs")
         self._changed = Condition()
         self._entries: dict[EncoderOutput, WantedOutput] = {}
         self._nbytes_max = held_bytes_max
@@ -142,7 +142,7 @@ class EncoderFetcher:
             self._settle(entry, state, "load_deadlines")
         return entry.state
 
-    def take(self, output: EncoderOutput) -> Pages:
+    def pop_pages(self, output: EncoderOutput) -> Pages:
         """Return the bytes of a held output and forget it. The caller owns the bytes."""
         pages = self._entries[output].pages
         assert pages is not None
@@ -162,7 +162,7 @@ class EncoderFetcher:
             was_needed, entry.state = entry.is_needed, State.ABSENT
             self._free(entry)
         if was_needed and self._reader is not None:
-            self._reader.look()
+            self._reader.recheck()
 
     def submit(self, job: Callable[[], Steps[None] | None]) -> bool:
         """See ``StepThread.run``. Exceptions of the job are counted."""
@@ -243,10 +243,10 @@ class EncoderFetcher:
         try:
             (found,) = yield from self._index.find(key.namespace, [key.prefix_hash], [key.field])
             entry.is_stored = bool(found)
-            self._trouble.worked()
+            self._failure_log.worked()
         except StoreError as exc:
             self._recorder.count("lookup_errors")
-            self._trouble.failed(exc)
+            self._failure_log.failed(exc)
         finally:  # also after another exception, because requests wait for the output
             if not entry.is_stored:
                 self._settle(entry, State.ABSENT)

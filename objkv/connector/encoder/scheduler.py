@@ -141,7 +141,7 @@ class EncoderSchedulerSide:
         if output is None:
             self._plan_save(request, identifier)
             return
-        self._loads[identifier] = output, self._fetcher.take(output)
+        self._loads[identifier] = output, self._fetcher.pop_pages(output)
         self._recorder.count("hits")
 
     def plan_step(self, output: "SchedulerOutput") -> EncoderPlan:

@@ -127,7 +127,7 @@ class SavedOutput(PayloadTransfer):
     """A mark of ``OutputCopies`` after which the tensor contains the output."""
     side: "EncoderWorkerSide"
 
-    def write(self, pages: memoryview) -> None:
+    def write_pages(self, pages: memoryview) -> None:
         self.side.copies.to_host(self.tensor, self.computed, pages)
 
     def end(self, outcome: WriteOutcome, nbytes: int) -> None:

@@ -24,7 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from objkv.assembly.link import AgentLink
 from objkv.config import load_config
 from objkv.connector.counters import HISTOGRAMS
-from objkv.connector.guard import guarded, speak_as_vllm, starts
+from objkv.connector.guard import guarded, log_through_vllm, starts
 from objkv.connector.hooks import (
     EngineHooks,
     engine_of,
@@ -41,7 +41,7 @@ from objkv.connector.kv.wiring import open_scheduler_side, open_worker_side
 from objkv.connector.kv.worker import WorkerSide
 from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.connector.model.identity import read_geometry, warn_of_outer_policy
-from objkv.connector.model.parts import shares_any
+from objkv.connector.model.subgroups import shares_any
 from objkv.connector.wiring import replica_of, writer_name
 from objkv.errors import ConfigError
 from objkv.keys.chunk import ChunkKey
@@ -78,7 +78,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig"
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        speak_as_vllm()
+        log_through_vllm()
         self._config = load_config(self._kv_transfer_config.kv_connector_extra_config)
         self.recorder = MemoryRecorder(sampled=HISTOGRAMS)
         self.scheduler: SchedulerSide | None = None

@@ -185,17 +185,17 @@ class EventLog:
         """Record that this replica no longer uses anything reported so far."""
         self._pending.clear()
         self._loads.clear()
-        self._take_back(list(self._reported))
+        self._report_removed(list(self._reported))
 
     @guarded(tuple[KVCacheEvent, ...]())
-    def take(self) -> tuple[KVCacheEvent, ...]:
+    def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call in the order in which they happened."""
         now, overdue = self._clock(), []
         for name, known in self._reported.items():  # renewed ones were moved to the end
             if known.until > now:
                 break
             overdue.append(name)
-        self._take_back(overdue)
+        self._report_removed(overdue)
         events, self._events = tuple(self._events), []
         return events
 
@@ -209,7 +209,11 @@ class EventLog:
         """
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
-        if group is None or self._geometry.is_draft(group) or not self._geometry.leads(group):
+        if (
+            group is None
+            or self._geometry.is_draft(group)
+            or not self._geometry.is_first_of_table(group)
+        ):
             return None
         identity, unit = self._geometry.groups[group], self._hash_tokens
         size = identity.block_size
@@ -276,16 +280,16 @@ class EventLog:
             known.hashes[group] = event.block_hashes
             self._events.append(event)
         if (over := len(self._reported) - _CHUNKS_MAX) > 0:
-            self._take_back(list(self._reported)[:over])
+            self._report_removed(list(self._reported)[:over])
 
     def _reject(self, names: Iterable[Name]) -> None:
         names = list(names)
         for name in names:
             if (pending := self._pending.get(name)) is not None:
                 pending.shards.clear()  # its shards are stored again, or not at all
-        self._take_back(names)
+        self._report_removed(names)
 
-    def _take_back(self, names: Iterable[Name]) -> None:
+    def _report_removed(self, names: Iterable[Name]) -> None:
         gone: dict[int, list[Any]] = {}
         for name in names:
             if (known := self._reported.pop(name, None)) is not None:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from time import gmtime, monotonic, strftime, time
 
 from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
-from objkv.connector.kv.metadata import LostLoad, StepReport
+from objkv.connector.kv.metadata import FailedLoad, StepReport
 from objkv.connector.kv.planning import BlockTable, StoredPayloads
-from objkv.connector.kv.requests import Usable
+from objkv.connector.kv.requests import MatchResult
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import Savings, ShardRecord, Shards
+from objkv.index.base import Savings, ShardRecord, ShardRecords
 from objkv.transfer.plan import LoadPlan
 
 _NULL_BLOCK = 0
@@ -37,7 +37,7 @@ class StartedLoad:
     slowest: LoadTime | None = None
 
 
-class ReliedLoads:
+class PromisedLoads:
     """For the scheduler's thread only. No method raises.
 
     A load within the step to which no store answers blocks every request of the replica until its
@@ -60,7 +60,7 @@ class ReliedLoads:
         planned before the report of the first one comes."""
         self._block_tokens, self._bound_s, self._clock = block_tokens, bound_s, clock
         self._planned: dict[str, StartedLoad] = {}
-        self._lost: dict[str, LostLoad] = {}
+        self._failed: dict[str, FailedLoad] = {}
         self._awaited: set[str] = set()
         self._started: dict[str, StartedLoad] = {}
         """Loads between steps."""
@@ -71,7 +71,7 @@ class ReliedLoads:
 
     def __contains__(self, request_id: str) -> bool:
         """Whether a load of this request is planned or awaited by vLLM."""
-        return any(request_id in some for some in (self._planned, self._lost, self._awaited))
+        return any(request_id in some for some in (self._planned, self._failed, self._awaited))
 
     @property
     def in_progress(self) -> bool:
@@ -85,7 +85,7 @@ class ReliedLoads:
         bulk = sum([record.nbytes for record in records]) - hot
         self._planned[plan.request_id] = StartedLoad(plan, tokens, hot, bulk)
 
-    def lose(self, request_id: str, blocks: BlockTable, match: Usable | None) -> None:
+    def fail(self, request_id: str, blocks: BlockTable, match: MatchResult | None) -> None:
         """Record that such a load cannot be planned. ``blocks``: all blocks of the request.
         ``match``: the one that vLLM acts on."""
         self._planned.pop(request_id, None)
@@ -95,7 +95,7 @@ class ReliedLoads:
             # The blocks before these were computed, and other requests may share them.
             first = computed // self._block_tokens
             lost = frozenset(blocks[0][first:]) - {_NULL_BLOCK}
-        self._lost[request_id] = LostLoad(request_id, sync, lost)
+        self._failed[request_id] = FailedLoad(request_id, sync, lost)
 
     def request_ended(self, request_id: str) -> None:
         """Note that a request has ended. Its loads may not have."""
@@ -103,10 +103,10 @@ class ReliedLoads:
             if (load := loads.get(request_id)) is not None:
                 load.tokens = 0
 
-    def send(self) -> tuple[tuple[LoadPlan, ...], tuple[LostLoad, ...]]:
-        """Return the loads since the last call, for the plan of a step: planned and lost ones."""
-        planned, lost, now = self._planned, tuple(self._lost.values()), self._clock()
-        self._planned, self._lost = {}, {}
+    def send(self) -> tuple[tuple[LoadPlan, ...], tuple[FailedLoad, ...]]:
+        """Return the loads since the last call, for the plan of a step: planned and failed ones."""
+        planned, lost, now = self._planned, tuple(self._failed.values()), self._clock()
+        self._planned, self._failed = {}, {}
         for load in planned.values():
             load.sent_at = now
         within = {name: load for name, load in planned.items() if load.plan.sync}
@@ -215,7 +215,7 @@ class Timing:
         )
 
     def admit(
-        self, found: Sequence[Shards | None], computed: int, end: int, *, waiting: int = 0
+        self, found: Sequence[ShardRecords | None], computed: int, end: int, *, waiting: int = 0
     ) -> int:
         """Return the token at which the load of ``[computed, end)`` should end. ``computed``: load
         nothing.
@@ -235,7 +235,7 @@ class Timing:
         admitted = self._admission.admit(chunks, waiting=waiting)
         return end if admitted == len(chunks) else max(computed, (first + admitted) * size)
 
-    def _chunk(self, shards: Shards, start: int, end: int) -> ChunkSize:
+    def _chunk(self, shards: ShardRecords, start: int, end: int) -> ChunkSize:
         nbytes, hot = self._payloads.size(shards)
         return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
 

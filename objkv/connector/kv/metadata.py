@@ -12,7 +12,7 @@ from objkv.transfer.plan import LoadPlan, SavePlan
 
 
 @dataclass(frozen=True, slots=True)
-class LostLoad:
+class FailedLoad:
     """A load on which vLLM relies and that cannot be made: the workers report it as failed."""
 
     request_id: str
@@ -36,7 +36,7 @@ class StepPlan(KVConnectorMetadata):
     """Requests that this step preempts, whose saves may still read their blocks."""
     may_reuse: bool = True
     """Whether the next step may give blocks of running requests to others."""
-    lost: tuple[LostLoad, ...] = ()
+    failed_loads: tuple[FailedLoad, ...] = ()
 
 
 @dataclass

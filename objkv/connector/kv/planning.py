@@ -17,12 +17,12 @@ import numpy.typing as npt
 
 from objkv.cache.match import payloads_of, stored_blocks, usable_chunks
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord, Shards
+from objkv.index.base import ShardRecord, ShardRecords
 from objkv.keys.chunk import field_of
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain
 from objkv.keys.topology import ALL_TOKENS
-from objkv.transfer.plan import Blank, ChunkMove, LoadMoves, Row, SaveMove, Source
+from objkv.transfer.plan import BlocksToZero, ChunkMove, LoadMoves, MoveColumn, SaveMove, Source
 
 BlockTable = Sequence[Sequence[int]]
 """The request's physical blocks per group, in token order. 0, the null block, stands for a block
@@ -52,19 +52,19 @@ class StoredPayloads:
         self._whole = [((Source(number), str(number)),) for number in self._numbers]
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
-    def is_readable(self, shards: Shards, group: int) -> bool:
+    def is_readable(self, shards: ShardRecords, group: int) -> bool:
         """Whether every rank of this replica finds what it needs of a group."""
         return not self._has_payloads[group] or bool(self._payloads(shards, group))
 
-    def is_loadable(self, shards: Shards) -> bool:
+    def is_loadable(self, shards: ShardRecords) -> bool:
         """Whether every rank finds what it needs of every group of the target."""
         return all(self.is_readable(shards, group) for group in range(self._target_count))
 
-    def is_complete(self, shards: Shards) -> bool:
+    def is_complete(self, shards: ShardRecords) -> bool:
         """Whether every rank finds what it needs of every group, so nothing remains to save."""
         return all(self.is_readable(shards, group) for group in range(len(self._numbers)))
 
-    def of(self, shards: Shards | None, group: int) -> list[tuple[Source, ShardRecord]]:
+    def of(self, shards: ShardRecords | None, group: int) -> list[tuple[Source, ShardRecord]]:
         """Return the payloads that have a whole group, and their records. Raises ``LookupError`` if
         none have."""
         shards = shards or {}
@@ -73,14 +73,14 @@ class StoredPayloads:
             raise LookupError(f"no payloads with all of group {self._numbers[group]}")
         return [(source, shards[field]) for source, field in payloads]
 
-    def size(self, shards: Shards) -> tuple[int, bool]:
+    def size(self, shards: ShardRecords) -> tuple[int, bool]:
         """Return how many bytes a load of the chunk fetches, and whether all of them are hot."""
         groups = [group for group, has_payloads in enumerate(self._has_payloads) if has_payloads]
         fields = [field for group in groups for _, field in self._payloads(shards, group)]
         records = [shards[field] for field in fields]
         return sum(record.nbytes for record in records), all(record.hot for record in records)
 
-    def _payloads(self, shards: Shards, group: int) -> tuple[tuple[Source, str], ...]:
+    def _payloads(self, shards: ShardRecords, group: int) -> tuple[tuple[Source, str], ...]:
         """Return the payloads that together have a whole group, and their fields; none if they do
         not suffice."""
         if self._wholes[group] in shards:
@@ -95,7 +95,7 @@ class StoredPayloads:
 
 
 def matched_end(
-    geometry: Geometry, payloads: StoredPayloads, records: Sequence[Shards | None]
+    geometry: Geometry, payloads: StoredPayloads, records: Sequence[ShardRecords | None]
 ) -> int:
     """Return how many leading tokens the replica can load, whether or not the draft's KV is stored
     too.
@@ -105,10 +105,10 @@ def matched_end(
     reach so far back.
     """
 
-    def is_readable(shards: Shards, group: int, _identity: GroupIdentity) -> bool:
+    def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
         return payloads.is_readable(shards, group)
 
-    size, lag = geometry.chunk_tokens, geometry.lag
+    size, lag = geometry.chunk_tokens, geometry.draft_lag_tokens
     groups = geometry.groups[: geometry.target_count]
     end = usable_chunks(records, groups, size, is_readable, lag) * size - lag
     if lag and geometry.windowed:
@@ -121,14 +121,14 @@ def matched_end(
 def stored_draft_end(
     geometry: Geometry,
     payloads: StoredPayloads,
-    records: Sequence[Shards | None],
+    records: Sequence[ShardRecords | None],
     span: tuple[int, int],
 ) -> int:
     """Return the end of those tokens of ``[start, end)`` whose draft KV is stored without a gap."""
     drafts = range(geometry.target_count, len(geometry.groups))
     if not drafts:
         return span[1]
-    size, lag = geometry.chunk_tokens, geometry.lag
+    size, lag = geometry.chunk_tokens, geometry.draft_lag_tokens
     first = (span[0] + lag) // size
     end = first * size
     for shards in records[first : -(-(span[1] + lag) // size)]:
@@ -138,16 +138,16 @@ def stored_draft_end(
     return min(span[1], max(span[0], end - lag))
 
 
-def draft_blanks(
+def draft_blocks_to_zero(
     geometry: Geometry, blocks: BlockTable, span: tuple[int, int]
-) -> tuple[Blank, ...]:
+) -> tuple[BlocksToZero, ...]:
     """Return the draft's blocks of tokens ``[start, end)``, which must be zeroed."""
     found = []
     for group in range(geometry.target_count, len(geometry.groups)):
         size = geometry.groups[group].block_size
         ids = blocks[geometry.table(group)][span[0] // size : span[1] // size]
         if held := tuple(block for block in ids if block):
-            found.append(Blank(geometry.number(group), held))
+            found.append(BlocksToZero(geometry.number(group), held))
     return tuple(found)
 
 
@@ -165,7 +165,7 @@ def load_moves(
     geometry: Geometry,
     stored: StoredPayloads,
     chain: PrefixChain,
-    records: Sequence[Shards | None],
+    records: Sequence[ShardRecords | None],
     blocks: BlockTable,
     span: tuple[int, int],
     *,
@@ -182,35 +182,35 @@ def load_moves(
     start, end = span
     size = geometry.chunk_tokens
     # A draft's blocks before the end may be in the payload of one more chunk.
-    first, last = start // size, min(-(-(end + geometry.lag) // size), len(records))
+    first, last = start // size, min(-(-(end + geometry.draft_lag_tokens) // size), len(records))
     chunks = np.arange(first, last)
     tables, ids, ids_before = [], [], 0
     sources, found = dict[Source, int](), list[ShardRecord]()
     for group, identity in enumerate(geometry.groups):
         until = end if draft_end is None or not geometry.is_draft(group) else draft_end
-        form = identity, size, geometry.lag_blocks(group)
+        form = identity, size, geometry.draft_lag_blocks(group)
         runs = _runs(form, blocks[geometry.table(group)], chunks, (start, max(start, until)))
-        table = np.zeros((len(Row), len(runs.starts)), np.int32)
-        table[Row.CHUNK] = first + runs.chunks
-        table[Row.HASH] = runs.chunks + 1  # the parent of the first chunk precedes its hash
-        table[Row.FIRST_BLOCK] = runs.first_blocks
-        table[Row.IDS] = ids_before + runs.starts
-        table[Row.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
+        table = np.zeros((len(MoveColumn), len(runs.starts)), np.int32)
+        table[MoveColumn.CHUNK] = first + runs.chunks
+        table[MoveColumn.HASH] = runs.chunks + 1  # the parent of the first chunk precedes its hash
+        table[MoveColumn.FIRST_BLOCK] = runs.first_blocks
+        table[MoveColumn.IDS] = ids_before + runs.starts
+        table[MoveColumn.IDS_END] = ids_before + np.append(runs.starts, len(runs.ids))[1:]
         # Nearly always one payload has all of the group.
         payloads = [stored.of(records[first + chunk], group) for chunk in runs.chunks.tolist()]
         table = np.repeat(table, [len(some) for some in payloads], axis=1)
         flat = [one for some in payloads for one in some]
-        table[Row.SOURCE] = [sources.setdefault(source, len(sources)) for source, _ in flat]
+        table[MoveColumn.SOURCE] = [sources.setdefault(source, len(sources)) for source, _ in flat]
         found += [record for _, record in flat]
         tables.append(table)
         ids.append(runs.ids)
         ids_before += len(runs.ids)
     table = np.concatenate(tables, axis=1)
     if len(tables) > 1:
-        order = np.argsort(table[Row.CHUNK], kind="stable")
+        order = np.argsort(table[MoveColumn.CHUNK], kind="stable")
         table, found = table.take(order, axis=1), [found[n] for n in order.tolist()]
-    table[Row.TOKEN_START] = table[Row.CHUNK] * size
-    table[Row.TOKEN_END] = table[Row.TOKEN_START] + size
+    table[MoveColumn.TOKEN_START] = table[MoveColumn.CHUNK] * size
+    table[MoveColumn.TOKEN_END] = table[MoveColumn.TOKEN_START] + size
     hashes = b"".join((chain.parent(first), *chain.hashes(first, last)))
     return LoadMoves(table, hashes, np.concatenate(ids), sources=tuple(sources)), found
 
@@ -334,7 +334,7 @@ def _held(geometry: Geometry, group: int, computed: Computed, chunk: int) -> tup
         state = computed.states.get((group, (chunk + 1) * size))
         return () if state is None else (state,)
     table = tuple(computed.blocks[geometry.table(group)])
-    last = (chunk + 1) * size // identity.block_size - geometry.lag_blocks(group)
+    last = (chunk + 1) * size // identity.block_size - geometry.draft_lag_blocks(group)
     first = last - stored_blocks(identity, size)
     # Before the first chunk is nothing: its payload repeats a block, which is never loaded.
     return (*table[:1] * max(0, -first), *table[max(0, first) : max(0, last)])

@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from objkv.agent.messages import PrefetchOrder, is_held
+from objkv.agent.messages import PrefetchOrder, is_held_back
 from objkv.background import Steps, in_steps
 from objkv.cache.lookup import LookupService, Records
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import Adapters, UnknownAdapterError
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecords
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
 
@@ -239,8 +239,8 @@ class TrackedRequest:
     """Number of leading chunks whose save was decided. Each is decided once."""
     again: set[int] = field(default_factory=set)
     """Planned chunks that must be saved again."""
-    usable: "Usable | None" = None
-    local: int = 0
+    match_result: "MatchResult | None" = None
+    local_tokens: int = 0
     """Number of leading tokens that vLLM had at its last query for a match."""
     queried: bool = False
     """Whether vLLM has not allocated blocks since that query."""
@@ -248,7 +248,7 @@ class TrackedRequest:
     """False after a load without the draft's KV. See ``DraftGaps``."""
     accounted: int = 0
     """Number of leading tokens that were computed here or loaded by objkv."""
-    doubtful_until: int = 0
+    no_saves_before_step: int = 0
     """Step before which nothing of it may be saved, see ``BlockTrust``."""
     saved: bool = False
     """Whether any save was planned."""
@@ -265,7 +265,7 @@ class TrackedRequest:
         headers = self.request.trace_headers
         return headers.get("traceparent") if headers else None
 
-    def due(self, computed: int, is_complete: Callable[[Shards], bool]) -> list[int]:
+    def due(self, computed: int, is_complete: Callable[[ShardRecords], bool]) -> list[int]:
         """Return the chunks to save after ``computed`` leading chunks are complete, each once.
         ``is_complete``: whether nothing remains to save of a chunk with these shards."""
         if computed <= self.planned and not self.again:
@@ -281,7 +281,7 @@ class TrackedRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class Usable:
+class MatchResult:
     """The result of a match, cached because the scheduler matches in a hot loop."""
 
     records: Records
@@ -401,14 +401,16 @@ class RequestTracker:
         records = self._lookups.ask(name, tracked.namespace, hashes, trace)
         if records is not None and records is not tracked.records:
             tracked.records = records
-            self._put_held(tracked, hashes, records)
+            self._put_held_back(tracked, hashes, records)
         return records
 
-    def _put_held(self, tracked: TrackedRequest, hashes: RequestHashes, records: Records) -> None:
+    def _put_held_back(
+        self, tracked: TrackedRequest, hashes: RequestHashes, records: Records
+    ) -> None:
         """Have the agent put what it holds back of a request that is to be put. Reading it again
         would do so too, but vLLM reads nothing of a prompt in its own prefix cache."""
         if tracked.limits.puts and any(
-            is_held(one) for shards in records if shards for one in shards.values()
+            is_held_back(one) for shards in records if shards for one in shards.values()
         ):
             self._lookups.submit(partial(self._put, tracked.namespace, hashes, len(records)))
 

@@ -38,7 +38,7 @@ class BlockTrust:
         self._steps_in_flight = steps_in_flight
         self._ranks = ranks
         self._step = 0
-        self._doubtful_until = 0
+        self._no_saves_before_step = 0
         self._admitted: list[TrackedRequest] = []
 
     def add(self, tracked: TrackedRequest) -> None:
@@ -55,20 +55,20 @@ class BlockTrust:
         admitted, self._admitted = self._admitted, []
         self._step += 1
         if output is None:
-            self._doubtful_until = self._step + self._steps_in_flight + 1
+            self._no_saves_before_step = self._step + self._steps_in_flight + 1
         elif output.has_sync_kv_loads and (
             self._ranks > 1
             # Another connector has filled some of its blocks.
             or any(one.request.num_computed_tokens > one.accounted for one in admitted)
         ):
-            self._doubtful_until = self._step + self._steps_in_flight
-        if self._step < self._doubtful_until:
+            self._no_saves_before_step = self._step + self._steps_in_flight
+        if self._step < self._no_saves_before_step:
             for tracked in admitted:
-                tracked.doubtful_until = self._doubtful_until
+                tracked.no_saves_before_step = self._no_saves_before_step
 
     def trusts(self, tracked: TrackedRequest) -> bool:
         """Whether the contents of the request's blocks after this step may be saved."""
-        return self._step >= tracked.doubtful_until
+        return self._step >= tracked.no_saves_before_step
 
 
 _FEW_TOKENS = 16
@@ -106,7 +106,7 @@ class DueSaves:
         self._valid[name] = self._entries
         heappush(self._queue, (self._growth + lacking, self._entries, name))
 
-    def take(self, scheduled: Mapping[str, int], total: int) -> list[TrackedRequest]:
+    def pop_due(self, scheduled: Mapping[str, int], total: int) -> list[TrackedRequest]:
         """Return the requests that may be due in a step that computes these tokens, ``total`` of
         all requests. They are not examined again before they are added again."""
         due = list[TrackedRequest]()
@@ -163,7 +163,9 @@ class DraftGaps:
         if not tracked.draft_complete or not self._gaps:
             return tracked.draft_complete
         assert tracked.hashes is not None
-        local = -(-tracked.local // self._chunk_tokens)  # chunks that vLLM had, the last in part
+        local = -(
+            -tracked.local_tokens // self._chunk_tokens
+        )  # chunks that vLLM had, the last in part
         before = map(tracked.hashes.chain.parent, range(min(chunk + 1, local)))
         return not any(prefix in self._gaps for prefix in before)
 
@@ -207,7 +209,7 @@ class SavePlanner:
         """Return the save plans of the chunks that this step completes, one per request."""
         plans = []
         scheduled, total = output.num_scheduled_tokens, output.total_num_scheduled_tokens
-        for tracked in self._due.take(scheduled, total):
+        for tracked in self._due.pop_due(scheduled, total):
             try:
                 plan = self._plan_due(output, tracked)
             except Exception:  # only this request is not saved

@@ -14,26 +14,26 @@ from time import monotonic
 from typing import TYPE_CHECKING
 
 from objkv.cache.admission import AdmissionPolicy
-from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, PartsIndex, Records
+from objkv.cache.lookup import LOOKUP_TTL_S, LookupLimits, LookupService, OtherShapesIndex, Records
 from objkv.cache.switch import AdmissionSwitch
 from objkv.config import Config
 from objkv.connector.kv.events import EventLog
-from objkv.connector.kv.loads import ReliedLoads, Timing
+from objkv.connector.kv.loads import PromisedLoads, Timing
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.planning import (
     BlockTable,
     StoredPayloads,
-    draft_blanks,
+    draft_blocks_to_zero,
     load_moves,
     matched_end,
     stored_draft_end,
 )
-from objkv.connector.kv.requests import Prefetch, RequestTracker, TrackedRequest, Usable
+from objkv.connector.kv.requests import MatchResult, Prefetch, RequestTracker, TrackedRequest
 from objkv.connector.kv.saves import BlockTrust, SavePlanner
 from objkv.connector.model.groups import Geometry
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.pacing import EmptySteps
-from objkv.index.base import ShardRecord, Shards, WriteIndex
+from objkv.index.base import ShardRecord, ShardRecords, WriteIndex
 from objkv.keys.identity import Identity
 from objkv.stores.base import WriteStore
 from objkv.telemetry import Recorder
@@ -77,7 +77,7 @@ def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
         tracked.queried = False
         recorder.count("queries")
         recorder.count("query_tokens", tracked.request.num_tokens)
-        recorder.count("local_hit_tokens", tracked.local)
+        recorder.count("local_hit_tokens", tracked.local_tokens)
 
 
 def count_load(
@@ -133,7 +133,7 @@ class SchedulerSide:
             config.lookup_deadline_ms / 1000,
             age_max_s=LOOKUP_TTL_S,
         )
-        found, fields = PartsIndex(index, payloads.is_loadable), sorted(geometry.all_fields())
+        found, fields = OtherShapesIndex(index, payloads.is_loadable), sorted(geometry.all_fields())
         self.lookups = LookupService(found, fields, recorder, limits, tracing=tracing)
         submit = self.lookups.submit
         self._namespace = ReplicaNamespace(identity, bulk, submit, writes=roles.saves)
@@ -154,7 +154,7 @@ class SchedulerSide:
         )
         self._trust = BlockTrust(roles.steps_in_flight, ranks=geometry.ranks)
         self._saves = SavePlanner(config, geometry, requests, self._trust, loads=roles.loads)
-        self._loads = ReliedLoads(
+        self._loads = PromisedLoads(
             geometry.block_tokens,
             config.step_load_deadline_ms / 1000,
             steps_in_flight=roles.steps_in_flight,
@@ -218,14 +218,14 @@ class SchedulerSide:
         if tracked is None:
             return 0, False
         tracked.queried = True
-        tracked.accounted = tracked.local = computed
+        tracked.accounted = tracked.local_tokens = computed
         tracked.draft_complete = True
         if not self._may_load(tracked) or computed % self._geometry.block_tokens:
             return None if self._roles.saves and self.requests.hashing(tracked) else 0, False
         records = self.requests.records(tracked)
         if records is None:
             return None, False
-        usable = self._usable(tracked, records, computed)
+        usable = self._match_result(tracked, records, computed)
         if usable.end <= computed:
             return 0, False
         return usable.end - computed, not usable.sync
@@ -249,7 +249,7 @@ class SchedulerSide:
             if tracked := self.requests.get(name):
                 tracked.may_load = tracked.may_save = tracked.saved = False  # see BlockTrust.add
             if tokens:
-                self._loads.lose(name, blocks, tracked.usable if tracked else None)
+                self._loads.fail(name, blocks, tracked.match_result if tracked else None)
 
     def _plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         if tracked := self.requests.get(request.request_id):
@@ -260,7 +260,7 @@ class SchedulerSide:
         if tokens == 0:
             return
         assert tracked is not None
-        usable = tracked.usable
+        usable = tracked.match_result
         assert tracked.hashes is not None
         assert usable is not None
         span = (usable.computed, usable.computed + tokens)
@@ -282,9 +282,9 @@ class SchedulerSide:
             moves,
             usable.sync,
             tracked.traceparent,
-            blanks=draft_blanks(self._geometry, blocks, (draft_end, span[1])),
+            blocks_to_zero=draft_blocks_to_zero(self._geometry, blocks, (draft_end, span[1])),
         )
-        if plan.blanks:
+        if plan.blocks_to_zero:
             self._saves.drafts.lost(tracked, draft_end)
         count_load(self._recorder, moves, records, span, draft_end)
         self._loads.plan(plan, tokens, records)
@@ -296,8 +296,8 @@ class SchedulerSide:
         else fails, the plan contains them. It saves nothing then, because it is not known which
         blocks can be trusted.
         """
-        loads, lost = self._loads.send()
-        plan = StepPlan(loads, held=frozenset(self._held), lost=lost)
+        loads, failed = self._loads.send()
+        plan = StepPlan(loads, held=frozenset(self._held), failed_loads=failed)
         try:
             preempted = output.preempted_req_ids
             # Where it is unknown, any request may have been preempted.
@@ -332,7 +332,7 @@ class SchedulerSide:
     def end_step(self) -> "tuple[KVCacheEvent, ...]":
         """Record that the oldest step in progress has its result. Returns its KV events."""
         self._timing.step_ended()
-        return () if self._events is None else self._events.take()
+        return () if self._events is None else self._events.take_events()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
         """Process the workers' reports. Returns the requests whose whole load failed. Never
@@ -411,10 +411,12 @@ class SchedulerSide:
         self.lookups.close()
         self._tracing.close()
 
-    def _usable(self, tracked: TrackedRequest, records: Records, computed: int) -> Usable:
+    def _match_result(
+        self, tracked: TrackedRequest, records: Records, computed: int
+    ) -> MatchResult:
         """Return the part of a request with ``computed`` tokens that should be loaded. Decided once
         per lookup."""
-        known, num_tokens = tracked.usable, tracked.request.num_tokens
+        known, num_tokens = tracked.match_result, tracked.request.num_tokens
         if (
             known is None
             or known.records is not records
@@ -424,11 +426,11 @@ class SchedulerSide:
             if (most := tracked.limits.load_tokens_max) is not None:
                 wanted = records[: (computed + most) // self._geometry.chunk_tokens]
             end, sync = self._usable_tokens(wanted, num_tokens, computed)
-            known = tracked.usable = Usable(records, num_tokens, computed, end, sync)
+            known = tracked.match_result = MatchResult(records, num_tokens, computed, end, sync)
         return known
 
     def _usable_tokens(
-        self, records: Sequence[Shards | None], num_tokens: int, computed: int
+        self, records: Sequence[ShardRecords | None], num_tokens: int, computed: int
     ) -> tuple[int, bool]:
         """Return the end of the match in tokens, and whether to load it within the step.
 
@@ -450,7 +452,7 @@ class SchedulerSide:
         step = self._geometry.block_tokens
         return min(tokens, (num_tokens - 1) // step * step), True
 
-    def _matched(self, records: Sequence[Shards | None]) -> int:
+    def _matched(self, records: Sequence[ShardRecords | None]) -> int:
         return matched_end(self._geometry, self.requests.payloads, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:

@@ -41,7 +41,7 @@ from objkv.transfer.devices import driver_of, open_lane
 from objkv.transfer.layouts import row_bytes_max
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import NOT_QUANTISED, PagedGroup, Quantised, check_pages
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Pin, SlabPool
 
@@ -209,7 +209,7 @@ def make_worker_side(
     lane, on_device = open_lane(device, urgent=True), None
     if load_slabs is not None:
         pin_frames = driver_of(device).pin_read_only
-        on_device = DeviceFrames(load_slabs, pin_frames, begin=lane.adopt_thread)
+        on_device = ArenaRegistration(load_slabs, pin_frames, begin=lane.adopt_thread)
     loader = Loader(
         groups,
         lane,

@@ -17,7 +17,7 @@ from objkv.agent.outbox import AgentSaves
 from objkv.cache.admission import LoadTime
 from objkv.config import Config
 from objkv.connector.guard import guarded
-from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
+from objkv.connector.kv.metadata import FailedLoad, StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.chunk import ChunkKey
@@ -78,7 +78,7 @@ class WorkerSide:
         }
         self._report, self._accepted = StepReport(), accepted
         self._failed_blocks, self._sent = set[int](), set[str]()
-        self._lost: list[LostLoad] = []
+        self._failed_loads: list[FailedLoad] = []
         """Loads between steps that were not started. They are reported with those that ended."""
         self._received, self._failed = set[str](), set[str]()
         self._tainted_steps = 0
@@ -111,7 +111,7 @@ class WorkerSide:
         mark, self._before_forward = self._before_forward, None
         for load in plan.loads:
             if self._is_unmarked:
-                self._lose(_all_of(load))
+                self._fail_load(_all_of(load))
                 continue
             self._in_layers |= load.sync
             try:
@@ -119,16 +119,16 @@ class WorkerSide:
                 self.loader.submit(load, mark)
             except Exception:  # vLLM relies on these blocks: report that they failed
                 logger.exception("load not started, recomputing request=%s", load.request_id)
-                self._lose(_all_of(load))
-        for lost in plan.lost:
-            self._lose(lost)
+                self._fail_load(_all_of(load))
+        for lost in plan.failed_loads:
+            self._fail_load(lost)
 
     def _clear(self, load: LoadPlan) -> None:
         if self._closed:  # vLLM may have unmapped the cache, and the loader refuses the load
             return
-        for blank in load.blanks:
-            if (group := self._groups.get(blank.group)) is not None:
-                group.clear(blank.block_ids)
+        for zeroed in load.blocks_to_zero:
+            if (group := self._groups.get(zeroed.group)) is not None:
+                group.clear(zeroed.block_ids)
 
     def wait_layer(self, layer_name: str) -> None:
         """Block until a layer's blocks are loaded or have failed. Called before its attention.
@@ -209,9 +209,9 @@ class WorkerSide:
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:
-        if plan.idle and not self._lost:
+        if plan.idle and not self._failed_loads:
             self.loader.wait_over(EMPTY_STEP_S)
-        lost, self._lost = self._lost, []
+        lost, self._failed_loads = self._failed_loads, []
         for load in lost:
             outcome = LoadOutcome(load.request_id, load.blocks, frozenset())
             self._end_load(outcome, whole=not load.blocks)
@@ -271,11 +271,11 @@ class WorkerSide:
         for load in plan.loads:
             if failed and load.sync:  # vLLM relies on these blocks: report that they failed
                 self.loader.cancel(load.request_id)
-                self._lose(_all_of(load))
+                self._fail_load(_all_of(load))
 
-    def _lose(self, load: LostLoad) -> None:
+    def _fail_load(self, load: FailedLoad) -> None:
         if not load.sync:
-            self._lost.append(load)
+            self._failed_loads.append(load)
             return
         self._report.failed.add(load.request_id)
         self._failed_blocks |= load.blocks
@@ -289,5 +289,5 @@ class WorkerSide:
             self._report.loaded[outcome.request_id] = LoadTime(outcome.seconds, outcome.first_s)
 
 
-def _all_of(plan: LoadPlan) -> LostLoad:
-    return LostLoad(plan.request_id, plan.sync, plan.moves.blocks_from(0))
+def _all_of(plan: LoadPlan) -> FailedLoad:
+    return FailedLoad(plan.request_id, plan.sync, plan.moves.blocks_from(0))

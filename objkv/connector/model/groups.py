@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from objkv.cache.match import keeps_all, stored_blocks
 from objkv.connector.model.drafts import Draft
-from objkv.connector.model.parts import LayerPart
+from objkv.connector.model.subgroups import SubGroup
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens, field_of
 from objkv.keys.identity import GroupIdentity, GroupKind
@@ -106,7 +106,7 @@ class Geometry:
         at = number - self.drafted.number
         return self.target_count + at if 0 <= at < self.drafted.count else None
 
-    def leads(self, group: int) -> bool:
+    def is_first_of_table(self, group: int) -> bool:
         """Whether a group is the first of the target's with its block table."""
         first = [self.table(g) for g in range(self.target_count)].index(self.table(group))
         return group == first
@@ -116,13 +116,13 @@ class Geometry:
         return group >= self.target_count
 
     @property
-    def lag(self) -> int:
+    def draft_lag_tokens(self) -> int:
         """Tokens at the end of a match for which a draft has no KV, see ``DraftGroups``."""
         return self.block_tokens if self.drafted is not None and self.drafted.lags else 0
 
-    def lag_blocks(self, group: int) -> int:
+    def draft_lag_blocks(self, group: int) -> int:
         """Return how many blocks before its chunk's end a group's payload ends."""
-        return self.lag // self.groups[group].block_size if self.is_draft(group) else 0
+        return self.draft_lag_tokens // self.groups[group].block_size if self.is_draft(group) else 0
 
     @property
     def stored_groups(self) -> tuple[GroupIdentity, ...]:
@@ -252,11 +252,11 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
 
 
 def read_group(
-    vllm_config: "VllmConfig", part: LayerPart, draft: Draft | None = None
+    vllm_config: "VllmConfig", subgroup: SubGroup, draft: Draft | None = None
 ) -> GroupIdentity:
     """Convert a part of a group. Raises ``ConfigError``, which names the fix, for an unsupported
     one. ``draft``: of the engine, if it has one."""
-    layers, spec = list(part.layers), part.spec
+    layers, spec = list(subgroup.layers), subgroup.spec
     kind = _KINDS.get(type(spec))
     if kind is None:
         raise ConfigError(
@@ -264,7 +264,12 @@ def read_group(
             f"{_INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
             "of full, sliding-window, chunked local, MLA and linear attention or Mamba layers only"
         )
-    if part.draft and part.page is not None and draft is not None and kind in ("full", "mla"):
+    if (
+        subgroup.draft
+        and subgroup.page is not None
+        and draft is not None
+        and kind in ("full", "mla")
+    ):
         kind = "mla" if draft.latent else "full"  # the spec is that of the target's first layer
     if isinstance(spec, MambaSpec):
         return _state(vllm_config, layers, spec)
@@ -281,7 +286,7 @@ def read_group(
             f"V in separate planes, which no other backend can read: {_INSTEAD} choose another "
             "attention backend or KV cache dtype"
         )
-    if part.draft and kind not in ("full", "mla"):
+    if subgroup.draft and kind not in ("full", "mla"):
         raise ConfigError(
             f"objkv does not support a draft with {kind} layers ({layers[0]}): {_INSTEAD} use "
             "ObjKVTier, or a draft with full attention"
@@ -297,7 +302,7 @@ def read_group(
                 f"the local attention of {layers[0]} restarts every {window} tokens, inside blocks "
                 f"of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"
             )
-    heads, content, page = _page_shape(vllm_config, part, draft)
+    heads, content, page = _page_shape(vllm_config, subgroup, draft)
     return GroupIdentity(
         kind=kind,
         window=window,
@@ -310,26 +315,26 @@ def read_group(
 
 
 def _page_shape(
-    vllm_config: "VllmConfig", part: LayerPart, draft: Draft | None
+    vllm_config: "VllmConfig", subgroup: SubGroup, draft: Draft | None
 ) -> tuple[int, int, int | None]:
     """Return heads over all ranks, elements per head and token, and bytes of a page that cannot be
     divided by token."""
-    spec = part.spec
+    spec = subgroup.spec
     assert isinstance(spec, AttentionSpec)
     item = torch.empty((), dtype=spec.dtype).element_size()
-    own = draft if part.draft else None
+    own = draft if subgroup.draft else None
     model_heads = own.heads if own else int(vllm_config.model_config.get_total_num_kv_heads())
-    if part.page is None:
-        heads = _total_heads(vllm_config, part.layers[0], spec, model_heads)
+    if subgroup.page is None:
+        heads = _total_heads(vllm_config, subgroup.layers[0], spec, model_heads)
         return heads, spec.state_content_size_bytes // item, None
     latent = own.latent if own else isinstance(spec, MLAAttentionSpec | SlidingWindowMLASpec)
     if latent:
-        return 1, part.page, part.page
+        return 1, subgroup.page, subgroup.page
     if own:
         here = max(1, model_heads // vllm_config.parallel_config.tensor_parallel_size)
-        return model_heads, part.page // (here * spec.block_size * item), None
+        return model_heads, subgroup.page // (here * spec.block_size * item), None
     raise ConfigError(
-        f"objkv does not support the KV cache of {part.layers[0]}, because layers of its group "
+        f"objkv does not support the KV cache of {subgroup.layers[0]}, because layers of its group "
         f"have other heads: {_INSTEAD} use ObjKVTier"
     )
 

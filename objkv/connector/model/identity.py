@@ -20,7 +20,7 @@ from objkv.codec.values import scales_text
 from objkv.config import Config
 from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
-from objkv.connector.model.parts import LayerPart, PipelineStages, read_parts, whole_groups
+from objkv.connector.model.subgroups import PipelineStages, SubGroup, read_subgroups, whole_groups
 from objkv.connector.model.weights import read_weights
 from objkv.connector.wiring import count_nodes
 from objkv.errors import ConfigError
@@ -72,12 +72,12 @@ def read_geometry(
     draft = None
     if has_draft_kv(vllm_config):
         draft = read_draft(vllm_config, read_weights(vllm_config, config, draft=True))
-    parts = read_parts(kv_cache_config, draft.has if draft else lambda _: False)
+    subgroups = read_subgroups(kv_cache_config, draft.has if draft else lambda _: False)
     stages: PipelineStages = ()
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        parts, stages = _whole_parts(vllm_config, kv_cache_config, parts)
-    groups = tuple(read_group(vllm_config, part, draft) for part in parts)
-    groups, dcp_size, interleave = _divided(vllm_config, parts, groups)
+        subgroups, stages = _whole_subgroups(vllm_config, kv_cache_config, subgroups)
+    groups = tuple(read_group(vllm_config, subgroup, draft) for subgroup in subgroups)
+    groups, dcp_size, interleave = _divided(vllm_config, subgroups, groups)
     return Geometry(
         groups=groups,
         chunk_tokens=read_chunk_tokens(config.chunk_tokens, groups),
@@ -85,9 +85,9 @@ def read_geometry(
         tp_size=vllm_config.parallel_config.tensor_parallel_size,
         stages=stages,
         canonical=not current_platform.is_cpu(),
-        tables=tuple(part.table for part in parts),
+        tables=tuple(subgroup.table for subgroup in subgroups),
         table_count=len(kv_cache_config.kv_cache_groups),
-        drafted=None if draft is None else _draft_groups(draft, parts, groups),
+        drafted=None if draft is None else _draft_groups(draft, subgroups, groups),
         dcp_size=dcp_size,
         dcp_interleave=interleave,
         nodes=count_nodes(vllm_config.parallel_config),
@@ -95,7 +95,7 @@ def read_geometry(
 
 
 def _divided(
-    vllm_config: "VllmConfig", parts: Sequence[LayerPart], groups: tuple[GroupIdentity, ...]
+    vllm_config: "VllmConfig", subgroups: Sequence[SubGroup], groups: tuple[GroupIdentity, ...]
 ) -> tuple[tuple[GroupIdentity, ...], int, int]:
     """Return the groups with the tokens that a block covers on all DCP ranks, the number of these
     ranks, and how many tokens follow one another on a rank."""
@@ -103,9 +103,9 @@ def _divided(
     size = int(getattr(parallel, "decode_context_parallel_size", 1))
     if size == 1:
         return groups, 1, 1
-    for part, group in zip(parts, groups, strict=True):
-        sharded = getattr(part.spec, "dcp_sharded", True)
-        if group.kind not in ("full", "mla") or group.page or part.draft or not sharded:
+    for subgroup, group in zip(subgroups, groups, strict=True):
+        sharded = getattr(subgroup.spec, "dcp_sharded", True)
+        if group.kind not in ("full", "mla") or group.page or subgroup.draft or not sharded:
             raise ConfigError(
                 f"objkv does not support decode_context_parallel_size={size} for the KV cache of "
                 f"{group.layers[0]} ({group.kind}): {_INSTEAD} set it to 1, or use ObjKVTier"
@@ -115,9 +115,9 @@ def _divided(
 
 
 def _draft_groups(
-    draft: Draft, parts: Sequence[LayerPart], groups: tuple[GroupIdentity, ...]
+    draft: Draft, subgroups: Sequence[SubGroup], groups: tuple[GroupIdentity, ...]
 ) -> DraftGroups:
-    own = [group for part, group in zip(parts, groups, strict=True) if part.draft]
+    own = [group for subgroup, group in zip(subgroups, groups, strict=True) if subgroup.draft]
     if not own or len(own) == len(groups):
         raise ConfigError(
             f"objkv cannot separate the layers of the draft ({draft.method}) from the target's: "
@@ -132,18 +132,22 @@ def _draft_groups(
     return DraftGroups(len(own), draft.number(own), draft.lags)
 
 
-def _whole_parts(
-    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", parts: Sequence[LayerPart]
-) -> "tuple[list[LayerPart], PipelineStages]":
-    """Return the parts with the layers of all pipeline stages."""
-    if len(parts) != len(kv_cache_config.kv_cache_groups) or any(part.page for part in parts):
+def _whole_subgroups(
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", subgroups: Sequence[SubGroup]
+) -> "tuple[list[SubGroup], PipelineStages]":
+    """Return the subgroups with the layers of all pipeline stages."""
+    if len(subgroups) != len(kv_cache_config.kv_cache_groups) or any(
+        subgroup.page for subgroup in subgroups
+    ):
         raise ConfigError(
             "objkv does not support pipeline parallelism for caches of several shapes in one "
             f"group: {_INSTEAD} set pipeline_parallel_size to 1, or use ObjKVTier"
         )
     whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
     layers = [tuple(group.layer_names) for group in whole]
-    return [replace(part, layers=own) for part, own in zip(parts, layers, strict=True)], stages
+    return [
+        replace(subgroup, layers=own) for subgroup, own in zip(subgroups, layers, strict=True)
+    ], stages
 
 
 def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Identity:

@@ -235,13 +235,13 @@ class JobRow(PayloadTransfer):
         """Whether its job is still open."""
         return self.job.open
 
-    def take(self, pages: Sequence[memoryview]) -> None:
+    def take_pages(self, pages: Sequence[memoryview]) -> None:
         """See ``PayloadTransfer``."""
         with self.jobs.copying:
             if self.job.open:
                 np.copyto(self.jobs.rows.view(self.row), np.frombuffer(pages[0], np.uint8))
 
-    def write(self, pages: memoryview) -> None:
+    def write_pages(self, pages: memoryview) -> None:
         """See ``PayloadTransfer``."""
         with self.jobs.copying:
             if not self.job.open:

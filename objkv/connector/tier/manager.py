@@ -37,7 +37,7 @@ from objkv.cache.switch import AdmissionSwitch
 from objkv.codec.payload import payload_bytes_max
 from objkv.config.tier import TierOptions, read_options
 from objkv.connector.counters import TIER_METRICS
-from objkv.connector.guard import guarded, speak_as_vllm, starts
+from objkv.connector.guard import guarded, log_through_vllm, starts
 from objkv.connector.hooks import EngineHooks, holds_nothing
 from objkv.connector.namespace import ReplicaNamespace
 from objkv.connector.tier.identity import (
@@ -153,7 +153,7 @@ class ObjKVTier(SecondaryTierManager):
             tier_type,
             backpressure_detector=backpressure_detector,
         )
-        speak_as_vllm()
+        log_through_vllm()
         own, resolved = read_options(options)
         config = self._config = resolved.config
         self._set_events(own, offloading_spec)
@@ -288,7 +288,7 @@ class ObjKVTier(SecondaryTierManager):
         try:
             self._loads.give_up()
             self._saves.give_up()
-            self._reader.look()
+            self._reader.recheck()
         finally:
             self._lookups.clear()
             renewed = self.namespace.renew(clean=clean)

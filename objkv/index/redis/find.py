@@ -16,7 +16,7 @@ from typing import Any
 
 from redis import exceptions
 
-from objkv.index.base import Shards
+from objkv.index.base import ShardRecords
 from objkv.index.fields import SHARD_PATTERN, WrittenShards, decode_shard
 from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.net.redis_errors import CLIENT_ERRORS
@@ -48,7 +48,7 @@ class Finder:
 
     def find(
         self, key: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None] | None:
+    ) -> list[ShardRecords | None] | None:
         """See ``ReadIndex``. ``key`` is the prefix of every chunk's key. No argument is empty.
 
         Returns None if the caller must repeat the lookup through the client: the server refused,
@@ -69,7 +69,7 @@ class Finder:
 
     def _find_in_cluster(
         self, key: str, prefix_hashes: list[bytes], fields: tuple[str, ...]
-    ) -> dict[bytes, Shards | None] | None:
+    ) -> dict[bytes, ShardRecords | None] | None:
         by_pool: dict[Pool | None, list[bytes]] = defaultdict(list)
         for prefix_hash in prefix_hashes:
             by_pool[self._connections.pool_of(key + prefix_hash.hex())].append(prefix_hash)
@@ -83,12 +83,12 @@ class Finder:
 
     def _ask(
         self, by_pool: Mapping[Pool | None, Sequence[bytes]], key: str, fields: tuple[str, ...]
-    ) -> list[Shards | None] | None:
+    ) -> list[ShardRecords | None] | None:
         """Return the shards of all hashes, pool by pool. All servers work at once."""
         connections: list[RespConnection] = []
         try:
             for pool in by_pool:
-                connection = self._connections.take_from(pool)
+                connection = self._connections.acquire_from(pool)
                 if connection is None:
                     return None
                 connections.append(connection)
@@ -98,10 +98,10 @@ class Finder:
             )
         finally:
             for connection in connections:
-                self._connections.give(connection)
+                self._connections.release(connection)
 
 
-def _answered(questions: list["_Question"]) -> list[Shards | None] | None:
+def _answered(questions: list["_Question"]) -> list[ShardRecords | None] | None:
     try:
         for question in questions:
             question.push()
@@ -131,7 +131,7 @@ class _Question:
         self._fields = fields
         self._count = len(prefix_hashes) * len(fields)
         self._values: list[bytes] = []
-        self._found: list[Shards | None] = []
+        self._found: list[ShardRecords | None] = []
         self._refused = False
         self._rows = 0
         self._pattern = _FAST if len(fields) == 1 else _FAST_ROWS
@@ -159,7 +159,7 @@ class _Question:
             self._unsent = self._unsent[taken:] or memoryview(next(self._parts, b""))
         return False
 
-    def answers(self) -> list[Shards | None]:
+    def answers(self) -> list[ShardRecords | None]:
         """Return one item per prefix hash, in order."""
         rest = b""
         while rest != self._mark:

@@ -18,7 +18,7 @@ import redis
 from redis import exceptions
 
 from objkv.errors import StoreError
-from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, Shards, Usage
+from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, ShardRecords, Usage
 from objkv.index.fields import (
     decode_shard,
     encode_shard,
@@ -178,13 +178,13 @@ class PendingTotals:
 
     def add(self, namespace: str, nbytes: int, payloads: int) -> None:
         """Add published bytes and payloads, or subtract removed ones with negative numbers."""
-        self.keep({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
+        self.add_changes({f"{namespace}:nbytes": nbytes, f"{namespace}:payloads": payloads})
 
     def is_due(self) -> bool:
         """Whether it is time to send changes."""
         return self._clock() >= self._due_s
 
-    def take(self, *, early: bool = False) -> dict[str, int]:
+    def drain(self, *, early: bool = False) -> dict[str, int]:
         """Return and clear the changes by field if they are due, or always if ``early``."""
         now = self._clock()
         with self._lock:
@@ -195,7 +195,7 @@ class PendingTotals:
             self._due_s = now + _FLUSH_S
         return taken
 
-    def keep(self, taken: Mapping[str, int]) -> None:
+    def add_changes(self, taken: Mapping[str, int]) -> None:
         """Keep changes until the next sending: new ones, and those that could not be sent. Some of
         these may have arrived after all, so the totals can end up too high, but never too low."""
         with self._lock:
@@ -244,7 +244,7 @@ class RedisIndex:
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         """See ``ReadIndex``. Reads and checks only these fields of a record."""
         found = None
         if prefix_hashes and fields:
@@ -295,7 +295,7 @@ class RedisIndex:
 
     def _flush(self, verb: str, totals: PendingTotals, *command: str | int) -> Any:
         """Send this process's changes of ``totals``, then ``command``. Return its reply."""
-        [reply] = self._flushed(verb, totals, totals.take(early=True), command)
+        [reply] = self._flushed(verb, totals, totals.drain(early=True), command)
         return _checked(verb, reply)
 
     def check(self) -> None:
@@ -338,13 +338,13 @@ class RedisIndex:
 
     def credit(self, savings: Savings) -> None:
         """See ``WriteIndex``. Sends the sums every few seconds."""
-        self._savings.keep(savings_fields(savings))
+        self._savings.add_changes(savings_fields(savings))
         self.flush()
 
     def flush(self, *, early: bool = False) -> None:
         """See ``WriteIndex``; a round trip only if changes are due, or ``early``."""
         for totals in (self._totals, self._savings):
-            if changes := totals.take(early=early):
+            if changes := totals.drain(early=early):
                 self._flushed("flush", totals, changes)
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
@@ -363,7 +363,7 @@ class RedisIndex:
         """See ``WriteIndex``."""
         self._run("release", RELEASE, (self._lease(name),), owner)
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one pipelined round trip."""
         keys = [f"{self.prefix}:s:{sighting_name(name)}" for name in names]
         replies = self._pipelined("sight", [("SET", k, "", "EX", ttl_s, "GET") for k in keys])
@@ -415,7 +415,7 @@ class RedisIndex:
         """Return the script's replies for the keys of each call, in order, after one pipelined
         round trip. Due changes of the totals share it."""
         known = [script.known(keys, *args) for keys in calls]
-        replies = self._flushed(verb, self._totals, self._totals.take(), *known)
+        replies = self._flushed(verb, self._totals, self._totals.drain(), *known)
         unknown = [n for n, one in enumerate(replies) if isinstance(one, exceptions.NoScriptError)]
         again = self._pipelined(verb, [script.full(calls[place], *args) for place in unknown])
         for place, reply in zip(unknown, again, strict=True):
@@ -431,10 +431,10 @@ class RedisIndex:
             adding = [("HINCRBY", totals.key, field, change) for field, change in changes.items()]
             replies = self._pipelined(verb, [*adding, *commands])
         except StoreError:
-            totals.keep(changes)
+            totals.add_changes(changes)
             raise
         pairs = zip(changes.items(), replies, strict=False)
-        totals.keep(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
+        totals.add_changes(dict(pair for pair, reply in pairs if isinstance(reply, Exception)))
         return replies[len(changes) :]
 
     def _pipelined(self, verb: str, commands: Sequence[Command]) -> list[Any]:

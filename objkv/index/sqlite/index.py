@@ -17,7 +17,7 @@ from threading import Lock
 from typing import Any
 
 from objkv.errors import StoreDenied, StoreError, StoreUnavailable
-from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, Shards, Usage
+from objkv.index.base import ChunkEntry, Lease, Record, Savings, ShardRecord, ShardRecords, Usage
 from objkv.index.fields import (
     decode_shard,
     encode_shard,
@@ -459,7 +459,7 @@ class SqliteIndex:
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         """See ``ReadIndex``. Uses one statement for up to 30,000 hashes, which reads only these
         fields."""
         wanted = list(dict.fromkeys(fields))
@@ -601,7 +601,7 @@ class SqliteIndex:
     def flush(self) -> None:
         """Does nothing: totals change with the records."""
 
-    def sight(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
+    def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
         """See ``WriteIndex``; one transaction."""
         now, seen = self._clock(), []
         with self._file.write() as connection:

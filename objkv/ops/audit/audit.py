@@ -22,14 +22,14 @@ from objkv.ops.audit.report import (
     SavingsAudit,
     TenantAudit,
 )
-from objkv.ops.backends_view import StoredNamespace, once
+from objkv.ops.backends_view import StoredNamespace, without_retries
 from objkv.ops.doctor.servers import ReadRules, judge_rules
 from objkv.ops.formats import noun
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import (
     FAULTS,
     Doubt,
-    Found,
+    FindingTotals,
     NamespaceFindings,
     count_findings,
     find_doubts,
@@ -37,7 +37,7 @@ from objkv.ops.inventory.findings import (
     read_findings,
 )
 from objkv.ops.inventory.tree import largest_branches, make_tree
-from objkv.ops.inventory.walk import Places, Walk
+from objkv.ops.inventory.walk import Walk, WalkScope
 from objkv.ops.pin import PinList, list_pins
 from objkv.ops.runs import Unit
 
@@ -87,15 +87,15 @@ def make_report(
 
     Raises ``StoreError``, ``ConfigError``.
     """
-    now_s, inventory, view, places = clock(), walk.inventory, walk.view, walk.places
+    now_s, inventory, view, scope = clock(), walk.inventory, walk.view, walk.scope
     public, grace_s = config.public(), config.sweep_grace_s
     walk.judge(ttl_s=config.ttl_s)
     make_tree(inventory, "nbytes")
-    doubts = () if view.is_own_index else find_doubts(inventory, places, ttl_s=config.ttl_s)
+    doubts = () if view.is_own_index else find_doubts(inventory, scope, ttl_s=config.ttl_s)
     wrong = count_findings(inventory, grace_s=grace_s)
-    namespaces = _namespace_audits(inventory, places.namespaces, places.every, wrong)
+    namespaces = _namespace_audits(inventory, scope.namespaces, scope.every, wrong)
     every = _totals(namespaces)
-    pins = list_pins(view.bulk, view.index, list(places.namespaces), now_s=now_s)
+    pins = list_pins(view.bulk, view.index, list(scope.namespaces), now_s=now_s)
     report = AuditReport(
         made_s=int(now_s),
         begun_s=int(inventory.begun_s),
@@ -107,10 +107,10 @@ def make_report(
         tenants=_tenant_audits(namespaces, config.quota_bytes, prices),
         tree=largest_branches(inventory),
         cost=_cost(every, prices),
-        findings=read_findings(inventory, places, doubts, wrong, grace_s),
-        namespace=places.only,
+        findings=read_findings(inventory, scope, doubts, wrong, grace_s),
+        namespace=scope.only,
         savings=_savings_audit(
-            [one for one in view.index.savings() if places.only in (None, one.namespace)],
+            [one for one in view.index.savings() if scope.only in (None, one.namespace)],
             prices.gpu_hour,
         ),
         pins=pins.pins,
@@ -126,7 +126,7 @@ def _problems(
 ) -> Iterator[str]:
     """Yield what qualifies the numbers, in sentences, worst first. ``unread``: what could not be
     read."""
-    places, payloads = walk.places, report.totals.payloads
+    scope, payloads = walk.scope, report.totals.payloads
     yield from (one.why for one in doubts)
     missing = next(one.count for one in report.findings.counts if one.kind == "missing")
     if payloads and missing > _FEW and missing > payloads:
@@ -134,8 +134,8 @@ def _problems(
             f"{missing:,} records have no payload, more than there are payloads: check "
             "whether a lifecycle rule empties the bucket"
         )
-    yield from _of_namespaces(report, places)
-    if is_listed(once(walk.view.index)):
+    yield from _of_namespaces(report, scope)
+    if is_listed(without_retries(walk.view.index)):
         yield MISSING_UNSEEN
     if report.lifecycle is not None and report.lifecycle.status == "conflicts":
         yield report.lifecycle.detail
@@ -145,15 +145,15 @@ def _problems(
             "the bulk store is its own index: nothing expires, hits are not counted, and "
             "chunks are described by the headers of their payloads"
         )
-    if places.others:
-        yield f"{listed(places.others)}: not created by objkv, not included"
+    if scope.others:
+        yield f"{listed(scope.others)}: not created by objkv, not included"
 
 
-def _of_namespaces(report: AuditReport, places: Places) -> Iterator[str]:
+def _of_namespaces(report: AuditReport, scope: WalkScope) -> Iterator[str]:
     unknown = [one.namespace for one in report.namespaces if not one.is_known and one.payloads]
     if unknown:
         yield f"{listed(unknown)}: payloads without a valid identity document"
-    if old := sorted(places.old & places.namespaces.keys()):
+    if old := sorted(scope.old & scope.namespaces.keys()):
         yield (
             f"{listed(old)}: from an earlier weights_epoch or format; objkv sweep --apply deletes "
             f"{noun(len(old), 'it', 'them')}"
@@ -207,7 +207,7 @@ def _namespace_audits(
 
 
 def _namespace_audit(
-    space: StoredNamespace, name: str, row: dict[str, Any], found: Sequence[Found]
+    space: StoredNamespace, name: str, row: dict[str, Any], found: Sequence[FindingTotals]
 ) -> NamespaceAudit:
     values = {**_NOTHING, **_UNKNOWN, **row}
     unknown = values.pop("unknown_chunks", 0)

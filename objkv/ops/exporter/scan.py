@@ -16,7 +16,7 @@ from objkv.ops.backends_view import BackendsView
 from objkv.ops.exporter.watch import Origin
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import NamespaceFindings, count_findings
-from objkv.ops.inventory.walk import Walk, find_places, read_view
+from objkv.ops.inventory.walk import Walk, find_scope, read_view
 from objkv.ops.runs import WorkPool
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class Scans:
         try:
             with closing(Inventory(clock=self.clock)) as inventory:
                 view = read_view(self.view)
-                walk = Walk(view, inventory, find_places(view), _WORKERS, self.clock)
+                walk = Walk(view, inventory, find_scope(view), _WORKERS, self.clock)
                 again = walk.second_looks(unrecorded=False)  # those count only once they are old
                 every = (walk.records(), walk.payloads(), walk.leftovers(), walk.pins(), again)
                 for units in every:
@@ -107,8 +107,10 @@ class Scans:
         counted = {names[ns]: Counted(*values) for ns, *values in rows}
         found = count_findings(inventory, grace_s=self.grace_s)
         ended_s = self.clock()
-        places = walk.places.namespaces
-        origins = {name: Origin(one.tenant or "", one.model or "") for name, one in places.items()}
+        namespaces = walk.scope.namespaces
+        origins = {
+            name: Origin(one.tenant or "", one.model or "") for name, one in namespaces.items()
+        }
         return Scan(counted, origins, found, ended_s, ended_s - begun_s)
 
     def _go_on(self) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, get_args
 from objkv.keys.chunk import payload_path
 from objkv.ops.formats import span
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.walk import Places, with_earlier
+from objkv.ops.inventory.walk import WalkScope, with_old_epochs
 from objkv.ops.runs import Finding
 
 FindingKind = Literal[
@@ -94,7 +94,7 @@ class Doubt:
     """Whether it is the bulk store that looks emptied or wrong, and not the index."""
 
 
-def find_doubts(inventory: Inventory, places: Places, *, ttl_s: float) -> tuple[Doubt, ...]:
+def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tuple[Doubt, ...]:
     """Return what seems useless only because the other backend lacks most of it: that backend was
     probably wiped, or is the wrong one. Names that both have prove nothing: fleets with the same
     models have the same.
@@ -103,7 +103,7 @@ def find_doubts(inventory: Inventory, places: Places, *, ttl_s: float) -> tuple[
     unidentified namespaces are not judged by the index. Needs an index that was read.
     """
     begun_s = inventory.begun_s
-    of = f" of {places.only}" if places.only else ""
+    of = f" of {scope.only}" if scope.only else ""
     doubts, seen, known = [], 0, 0
     for name, payloads, recorded, young, lost in inventory.rows(_KNOWN, (begun_s - ttl_s, begun_s)):
         seen, known = seen + payloads, known + recorded
@@ -138,9 +138,9 @@ def find_doubts(inventory: Inventory, places: Places, *, ttl_s: float) -> tuple[
     return tuple(doubts)
 
 
-def doubted(doubts: Collection[Doubt], places: Places) -> frozenset[str]:
+def doubted(doubts: Collection[Doubt], scope: WalkScope) -> frozenset[str]:
     """Return the doubted namespaces, with their earlier epochs."""
-    return with_earlier({one.namespace for one in doubts if one.namespace is not None}, places)
+    return with_old_epochs({one.namespace for one in doubts if one.namespace is not None}, scope)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FindingTotals:
     """The findings of one kind, in one namespace or in all."""
 
     kind: str
@@ -185,8 +185,8 @@ class Found:
     newest_s: float = 0.0
     pinned: int = 0
 
-    def __add__(self, other: "Found") -> "Found":
-        return Found(
+    def __add__(self, other: "FindingTotals") -> "FindingTotals":
+        return FindingTotals(
             self.kind,
             self.count + other.count,
             self.nbytes + other.nbytes,
@@ -207,7 +207,7 @@ class Found:
         return self.recent_bytes if self.kind == "orphan" else 0
 
 
-NamespaceFindings = Mapping[tuple[str, str], Found]
+NamespaceFindings = Mapping[tuple[str, str], FindingTotals]
 """Findings by kind and namespace; the latter is empty for what belongs to none."""
 
 
@@ -215,12 +215,12 @@ def count_findings(inventory: Inventory, *, grace_s: float) -> NamespaceFindings
     """Return the numbers of all findings."""
     names = inventory.names()
     rows = inventory.rows(_COUNTS, (inventory.begun_s - grace_s,))
-    return {(kind, names.get(ns, "")): Found(kind, *values) for kind, ns, *values in rows}
+    return {(kind, names.get(ns, "")): FindingTotals(kind, *values) for kind, ns, *values in rows}
 
 
 def read_findings(
     inventory: Inventory,
-    places: Places,
+    scope: WalkScope,
     doubts: Collection[Doubt],
     wrong: NamespaceFindings,
     grace_s: float,
@@ -228,7 +228,7 @@ def read_findings(
     """Return all findings with their remedies. ``wrong``: their numbers."""
     young_s = inventory.begun_s - grace_s
     every = [
-        sum((found for (kind, _), found in wrong.items() if kind == one), start=Found(one))
+        sum((found for (kind, _), found in wrong.items() if kind == one), start=FindingTotals(one))
         for one in get_args(FindingKind)
     ]
     counts = tuple(
@@ -237,7 +237,7 @@ def read_findings(
             one.count,
             one.nbytes,
             one.young,
-            _remedy(kind, one, doubts, places, wrong, young_s),
+            _remedy(kind, one, doubts, scope, wrong, young_s),
         )
         for kind, one in zip(get_args(FindingKind), every, strict=True)
     )
@@ -271,9 +271,9 @@ def _why(kind: FindingKind, nbytes: int | None, recorded: int | None) -> str:
 
 def _remedy(
     kind: FindingKind,
-    found: Found,
+    found: FindingTotals,
     doubts: Collection[Doubt],
-    places: Places,
+    scope: WalkScope,
     wrong: NamespaceFindings,
     young_s: float,
 ) -> str:
@@ -285,7 +285,7 @@ def _remedy(
     elif kind in _DOUBTED:
         kept = {
             name: wrong[kind, name].count
-            for name in sorted(doubted(doubts, places))
+            for name in sorted(doubted(doubts, scope))
             if (kind, name) in wrong
         }
         remedy = _with_kept(remedy, found.count, kept)

@@ -26,7 +26,7 @@ from objkv.ops.backends_view import (
     BackendsView,
     NamespacePart,
     StoredNamespace,
-    looks,
+    head_many,
     read_namespace,
     stored_entries,
     stored_namespaces,
@@ -73,8 +73,8 @@ def read_view(view: BackendsView) -> ReadView:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    """The places that a walk covers, by name."""
+class WalkScope:
+    """What a walk covers, by name."""
 
     namespaces: Mapping[str, StoredNamespace]
     """Those that have a folder in the bulk store."""
@@ -96,15 +96,15 @@ class Places:
         return sorted({*self.namespaces, *self.indexed})
 
 
-def find_places(view: ReadView, only: str | None = None) -> Places:
-    """Return the places of all namespaces, or of the namespace ``only``."""
+def find_scope(view: ReadView, only: str | None = None) -> WalkScope:
+    """Return the scope of all namespaces, or of the namespace ``only``."""
     # First the index: a namespace's document is put before its first record is published.
     indexed = [] if view.is_own_index else view.index.namespaces()
     usage = [] if view.is_own_index else view.index.usage()
     every = stored_namespaces(view.bulk)
     known = {name: read_namespace(view.bulk, name) for name in every}
     own = {*every, QUARANTINE, OPERATOR_FOLDER}
-    return Places(
+    return WalkScope(
         namespaces={name: one for name, one in known.items() if only in (None, name)},
         old=old_epochs(known.values()),
         indexed=[name for name in indexed if only in (None, name)],
@@ -129,14 +129,14 @@ def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
     )
 
 
-def with_earlier(names: Collection[str], places: Places) -> frozenset[str]:
+def with_old_epochs(names: Collection[str], scope: WalkScope) -> frozenset[str]:
     """Return the namespaces ``names`` with their earlier epochs: records show whether those are
     still in use."""
-    rests = {one.rest for name, one in places.namespaces.items() if name in names}
+    rests = {one.rest for name, one in scope.namespaces.items() if name in names}
     return frozenset(
         name
-        for name, one in places.namespaces.items()
-        if one.is_known and one.rest in rests and (name in names or name in places.old)
+        for name, one in scope.namespaces.items()
+        if one.is_known and one.rest in rests and (name in names or name in scope.old)
     )
 
 
@@ -146,7 +146,7 @@ class Walk:
 
     view: ReadView
     inventory: Inventory
-    places: Places
+    scope: WalkScope
     workers: int = 16
     clock: Callable[[], float] = time.time
     problems: set[str] = field(default_factory=set)
@@ -154,13 +154,13 @@ class Walk:
 
     def records(self) -> Iterator[Unit]:
         """Yield units that read the records of the index."""
-        for name in self.places.indexed:
-            yield Unit(partial(self._records, name), items=self.places.totals.get(name, 0))
+        for name in self.scope.indexed:
+            yield Unit(partial(self._records, name), items=self.scope.totals.get(name, 0))
 
     def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
         """Yield units that list the payloads of the bulk store. ``headers``: read their headers
         too, which describes the chunks of a store that is its own index."""
-        for part in stored_parts(self.view.bulk, list(self.places.namespaces), self.places.totals):
+        for part in stored_parts(self.view.bulk, list(self.scope.namespaces), self.scope.totals):
             yield Unit(partial(self._part, part, headers), items=part.payloads)
 
     def leftovers(self) -> Iterator[Unit]:
@@ -169,27 +169,27 @@ class Walk:
 
     def pins(self) -> Iterator[Unit]:
         """Yield units that read which chunks are pinned."""
-        for name in self.places.namespaces:
+        for name in self.scope.namespaces:
             yield Unit(partial(self._pins, name))
 
     def second_looks(self, *, unrecorded: bool = True) -> Iterator[Unit]:
         """Yield units that look again at what seems wrong, because replicas kept writing.
         ``unrecorded``: also at payloads without a record."""
-        for name in () if self.view.is_own_index else self.places.every:
+        for name in () if self.view.is_own_index else self.scope.every:
             yield Unit(partial(self._again, name, _DOUBTFUL if unrecorded else _DOUBTFUL[:1]))
 
     def judge(self, *, ttl_s: float) -> None:
         """Let the inventory judge its payloads, by records that live for ``ttl_s``."""
         expired_s = self.clock() - ttl_s
-        for name in self.places.every:
-            known = self.places.namespaces.get(name)
+        for name in self.scope.every:
+            known = self.scope.namespaces.get(name)
             self.inventory.run(
                 "UPDATE namespaces SET has_records = ?, is_known = ?, is_old = ?, expired_s = ?"
                 " WHERE id = ?",
                 (
                     not self.view.is_own_index,
                     known is not None and known.is_known,
-                    name in self.places.old,
+                    name in self.scope.old,
                     expired_s,
                     self.inventory.namespace(name),
                 ),
@@ -221,7 +221,7 @@ class Walk:
         found: Sequence[tuple[ChunkKey, Entry]],
         check: Check,
     ) -> None:
-        namespace = self.places.namespaces[name]
+        namespace = self.scope.namespaces[name]
         if namespace.is_old_format:
             return
         try:
@@ -259,7 +259,7 @@ class Walk:
         self.inventory.add_pins(name, [h for h, until_s in pins.items() if until_s > now_s])
 
     def _leftovers(self, counters: Counters, check: Check) -> None:
-        only = self.places.only
+        only = self.scope.only
         for left in self.view.unfinished():
             check()
             if only in (None, left.key.removeprefix(f"{QUARANTINE}/").partition("/")[0]):
@@ -285,7 +285,7 @@ class Walk:
         hashes = list(dict.fromkeys(key.prefix_hash for key in keys))
         records = dict(zip(hashes, self.view.index.lookup(name, hashes), strict=True))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="objkv-heads") as pool:
-            entries = list(looks(self.view.bulk, pool, keys, at_once=self.workers))
+            entries = list(head_many(self.view.bulk, pool, keys, at_once=self.workers))
         # Other payloads of these chunks may be newer than the listing.
         fields = defaultdict[bytes, set[str]](set)
         for key in keys:

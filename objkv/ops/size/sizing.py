@@ -27,7 +27,7 @@ _SAVE_COMMANDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ReplicaLayout:
     """How replicas divide and store the KV of the model."""
 
     chunk_tokens: int
@@ -124,7 +124,7 @@ class _Payload:
         return chunks - needed_from(self.group, end) // chunk_tokens if chunks else 0
 
 
-def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) -> Sizing:
+def size_fleet(model: ModelShape, layout: ReplicaLayout, load: Load, prices: Prices) -> Sizing:
     """Return the estimate. Raises ``ConfigError`` for a model that ``layout`` cannot divide."""
     groups = model.groups(layout.block_size)
     payloads = _payloads(model, groups, layout)
@@ -166,7 +166,7 @@ def size_fleet(model: ModelShape, layout: Layout, load: Load, prices: Prices) ->
 
 
 def _payloads(
-    model: ModelShape, groups: tuple[GroupIdentity, ...], layout: Layout
+    model: ModelShape, groups: tuple[GroupIdentity, ...], layout: ReplicaLayout
 ) -> list[_Payload]:
     """Return the payloads of one chunk: one for each group, whatever the number of ranks."""
     tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
@@ -188,7 +188,7 @@ def _payloads(
 
 
 def _chunk(
-    groups: tuple[GroupIdentity, ...], payloads: list[_Payload], layout: Layout
+    groups: tuple[GroupIdentity, ...], payloads: list[_Payload], layout: ReplicaLayout
 ) -> ChunkSizing:
     tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
     stored = [payload.nbytes for payload in payloads]

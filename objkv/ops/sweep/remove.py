@@ -109,7 +109,7 @@ class Remover:
     def _leased(self, key: ChunkKey, counters: Counters) -> Iterator[Lease | None]:
         """Hold the lease within the block; None if another process has it, which is counted."""
         lease = Lease(self._view, key.path(), clock=self._clock)
-        if not lease.take():
+        if not lease.acquire():
             counters.count("busy")
             yield None
             return

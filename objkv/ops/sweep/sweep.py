@@ -14,7 +14,7 @@ from objkv.keys.identity import identity_path
 from objkv.ops.backends_view import BackendsView, StoredPayload, record_keys, with_records
 from objkv.ops.inventory.file import Inventory, Slice
 from objkv.ops.inventory.findings import Doubt, doubted
-from objkv.ops.inventory.walk import Places, Walk
+from objkv.ops.inventory.walk import Walk, WalkScope
 from objkv.ops.pin import remove_ended_pins
 from objkv.ops.runs import Check, Counters, Unit, count_exactly
 from objkv.ops.sweep.eviction import Candidate, choose
@@ -57,9 +57,9 @@ class Sweep:
         assert not (limits.apply and any(one.namespace is None for one in doubts))
         self._view = view
         self._inventory: Inventory = walk.inventory
-        self._places: Places = walk.places
+        self._scope: WalkScope = walk.scope
         self._limits = limits
-        self._doubted = doubted(doubts, walk.places)
+        self._doubted = doubted(doubts, walk.scope)
         self._remover = remover
         self._clock = clock
         now_s = clock()
@@ -67,7 +67,7 @@ class Sweep:
             name: frozenset(
                 h for h, until_s in read_pins(view.bulk, name).items() if until_s > now_s
             )
-            for name in walk.places.namespaces
+            for name in walk.scope.namespaces
         }
         """Chunks pinned now, by namespace."""
 
@@ -90,7 +90,7 @@ class Sweep:
         ``documents``, not as findings."""
         if not self._limits.apply:
             return
-        for name in sorted(self._places.namespaces):
+        for name in sorted(self._scope.namespaces):
             yield Unit(partial(self._documents, name))
 
     def _leftovers(self, counters: Counters, check: Check) -> None:
@@ -140,9 +140,9 @@ class Sweep:
             self._remover.payload(kind, key, entry, stored.shard, counters)
 
     def _kind(self, namespace: str, entry: Entry, *, is_recorded: bool) -> Category | None:
-        if not self._places.namespaces[namespace].is_known:
+        if not self._scope.namespaces[namespace].is_known:
             return "unidentified"
-        if namespace in self._places.old:
+        if namespace in self._scope.old:
             return "old_epoch"
         if is_recorded or self._view.is_own_index:
             return None
@@ -154,7 +154,7 @@ class Sweep:
         counters.counts["documents"] += remove_ended_pins(
             bulk, name, now_s=self._clock(), grace_s=grace_s
         )
-        if name in self._doubted or name not in self._places.old:
+        if name in self._doubted or name not in self._scope.old:
             return
         beside = []
         for entry in bulk.scan(f"{name}/"):
@@ -175,8 +175,8 @@ class Sweep:
         """Set the totals to exact counts, also of namespaces whose records have all expired."""
         if not self._limits.apply or self._view.is_own_index:
             return
-        names = {*self._places.every, *self._places.totals}
-        for name in sorted(names if self._places.only is None else {self._places.only}):
+        names = {*self._scope.every, *self._scope.totals}
+        for name in sorted(names if self._scope.only is None else {self._scope.only}):
             yield count_exactly(self._view, name, self._clock)
 
     def quotas(self, quota_bytes: int) -> Iterator[Unit]:
@@ -185,13 +185,13 @@ class Sweep:
         if not quota_bytes:
             return
         room = quota_bytes * SWEPT_PERCENT // 100
-        for tenant in sorted({t for t in map(self._tenant, self._places.namespaces) if t}):
+        for tenant in sorted({t for t in map(self._tenant, self._scope.namespaces) if t}):
             yield Unit(partial(self._quota, tenant, room))
 
     def _quota(self, tenant: str, room: int, counters: Counters, check: Check) -> None:
         homes: dict[bytes, str] = {}
         candidates: list[Candidate] = []
-        for name in self._places.namespaces:
+        for name in self._scope.namespaces:
             if self._tenant(name) == tenant:
                 ns = self._inventory.namespace(name)
                 for *values, pinned in self._inventory.some(_CANDIDATES, (ns,)):
@@ -217,6 +217,6 @@ class Sweep:
     def _tenant(self, name: str) -> str | None:
         """Return the namespace's tenant; None if no quota applies: unidentified namespaces, swept
         epochs, and namespaces that look wrong."""
-        if name in self._doubted or name in self._places.old:
+        if name in self._doubted or name in self._scope.old:
             return None
-        return self._places.namespaces[name].tenant
+        return self._scope.namespaces[name].tenant

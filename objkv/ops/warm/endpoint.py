@@ -19,7 +19,7 @@ from objkv.errors import ConfigError, ObjkvError
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import EndpointReport
 
-Trouble = Literal["busy", "down", "failed", "refused"]
+FailureKind = Literal["busy", "down", "failed", "refused"]
 TRANSFER_PARAMS: Final = {"objkv_put": True}
 """Of each request: node agents put its chunks at once, see ``connector.kv.requests``."""
 _CONNECT_S: Final = 10.0
@@ -39,9 +39,9 @@ class EndpointError(ObjkvError):
     """No reply. ``busy``: retry later. ``down``: the endpoint is unreachable, try another.
     ``failed``: only this request failed and may be retried. ``refused``: a retry would fail too."""
 
-    def __init__(self, trouble: Trouble, why: str, *, after_s: float | None = None) -> None:
+    def __init__(self, kind: FailureKind, why: str, *, after_s: float | None = None) -> None:
         super().__init__(why)
-        self.trouble = trouble
+        self.kind = kind
         self.after_s = after_s
         """Seconds to wait before a retry, if the endpoint reported it."""
 
@@ -147,14 +147,14 @@ class Endpoint:
 
     def failed(self, error: EndpointError) -> None:
         """Note a failed request: the next one waits, the longer the more have failed in a row."""
-        if error.trouble == "refused":  # the prompt is at fault, and the endpoint answers
+        if error.kind == "refused":  # the prompt is at fault, and the endpoint answers
             return
         now_s = monotonic()
         self.report.errors += 1
         self.report.last_error = str(error)
-        if error.trouble == "down" and self.down_since_s is None:
+        if error.kind == "down" and self.down_since_s is None:
             self.down_since_s = now_s
-        if error.trouble == "failed":  # its other requests may succeed
+        if error.kind == "failed":  # its other requests may succeed
             pause_s = _FIRST_PAUSE_S
         elif now_s >= self.not_before_s:  # it was tried again
             pause_s = self._pause_s = min(_PAUSE_MAX_S, max(_FIRST_PAUSE_S, 2 * self._pause_s))
@@ -186,8 +186,8 @@ class Endpoint:
                         why = f"{what}: longer than {_ANSWER_BYTES_MAX} bytes"
                         raise EndpointError("failed", why)
         except (httpx.TimeoutException, TimeoutError) as exc:
-            trouble: Trouble = "down" if isinstance(exc, httpx.ConnectTimeout) else "failed"
-            raise EndpointError(trouble, f"{what}: no answer within the time limit") from exc
+            kind: FailureKind = "down" if isinstance(exc, httpx.ConnectTimeout) else "failed"
+            raise EndpointError(kind, f"{what}: no answer within the time limit") from exc
         except httpx.HTTPError as exc:
             raise EndpointError("down", f"{what}: {str(exc) or type(exc).__name__}") from exc
         if not answer.is_success:

@@ -23,7 +23,7 @@ _PAUSE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class StoredPrefix:
     """The lookup's result for one prompt."""
 
     chunks: int
@@ -53,16 +53,16 @@ class PromptLookup:
         extras = PromptExtras(salt=salt)
         return prefix_hashes(self.namespace, tokens, self.identity.chunk_tokens, extras)
 
-    def find(self, hashes: Sequence[bytes]) -> Found:
+    def find(self, hashes: Sequence[bytes]) -> StoredPrefix:
         """Look up the chunks in one round trip."""
         if not hashes:
-            return Found(0, 0, ())
+            return StoredPrefix(0, 0, ())
         records = self._index.lookup(self.namespace, hashes)
         groups = self.identity.groups
         shards = [shards_to_read(record, len(groups)) for record in records]
         usable = usable_chunks(shards, groups, self.identity.chunk_tokens)
         nbytes = tuple(0 if record is None else record.nbytes for record in records)
-        return Found(len(hashes), usable, nbytes)
+        return StoredPrefix(len(hashes), usable, nbytes)
 
 
 def known_identities(bulk: ReadStore) -> dict[str, Identity]:
@@ -149,11 +149,11 @@ async def _compute(
             await endpoint.compute(made, salt)
             return
         except EndpointError as exc:
-            if exc.trouble == "refused" and len(left) > 1:  # longer than the model's context
+            if exc.kind == "refused" and len(left) > 1:  # longer than the model's context
                 left.pop(0)
                 continue
             pause_s = exc.after_s or 5 * _PAUSE_S
-            if exc.trouble == "refused" or monotonic() + pause_s >= ends_s:
+            if exc.kind == "refused" or monotonic() + pause_s >= ends_s:
                 raise
             await asyncio.sleep(pause_s)
 

@@ -21,7 +21,7 @@ from objkv.errors import ConfigError, StoreError, StoreUnavailable
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
-from objkv.ops.warm.lookup import Found, PromptLookup, find_identity_of, nothing_saved
+from objkv.ops.warm.lookup import PromptLookup, StoredPrefix, find_identity_of, nothing_saved
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
 
@@ -50,7 +50,7 @@ class Task:
     busy: int = 0
 
 
-class Order:
+class TaskQueue:
     """The prompts to compute.
 
     The prompts' chunks form a tree. A prompt in progress claims its missing chunks until they are
@@ -94,7 +94,7 @@ class Order:
             return task
         return None
 
-    def again(self, task: Task) -> None:
+    def retry(self, task: Task) -> None:
         """Put ``task`` first, to be sent once more."""
         self._claims.difference_update(task.hashes[task.stored :])
         self._ready.appendleft(task)
@@ -196,7 +196,7 @@ class _Run:
         self.job = job
         self.report = report
         self.tasks: list[Task] = []
-        self._order = Order(())
+        self._queue = TaskQueue(())
         self._finders = finders
         self._lookup: PromptLookup | None = None
         self._changed = asyncio.Event()
@@ -241,13 +241,13 @@ class _Run:
 
     async def compute(self) -> None:
         """Compute until every prompt is stored or has failed, or nothing answers any more."""
-        self._order = Order(self.tasks)
+        self._queue = TaskQueue(self.tasks)
         self.report.ending = "interrupted"  # unless it gets to the end
         started_s = monotonic()
         try:
             async with asyncio.TaskGroup() as group:
-                while self._order:
-                    task = self._order.next()
+                while self._queue:
+                    task = self._queue.next()
                     if task is None:
                         self._changed.clear()
                         await self._changed.wait()
@@ -304,7 +304,7 @@ class _Run:
                 return array("I", tokens) if tokens else "the prompt has no tokens"
             except EndpointError as exc:
                 why = str(exc)
-                if exc.trouble == "refused":
+                if exc.kind == "refused":
                     break
                 if (number + 1) % len(endpoints) == 0:
                     pause_s = 0.25 * 2 ** (number // len(endpoints))
@@ -332,7 +332,7 @@ class _Run:
         else:
             self.tasks.append(Task(prompt.name, tokens, prompt.salt, hashes, found.usable))
 
-    async def _find(self, hashes: Sequence[bytes]) -> Found:
+    async def _find(self, hashes: Sequence[bytes]) -> StoredPrefix:
         assert self._lookup is not None
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._finders, self._lookup.find, hashes)
@@ -413,23 +413,23 @@ class _Run:
 
     def _retry(self, task: Task, error: EndpointError) -> None:
         """Send ``task`` once more, or give it up."""
-        task.busy += error.trouble == "busy"
-        task.attempts += error.trouble != "busy"
+        task.busy += error.kind == "busy"
+        task.attempts += error.kind != "busy"
         limits = self.job.limits
         is_spent = task.attempts >= limits.attempts_max or task.busy >= limits.busy_max
         all_down = all(one.down_since_s is not None for one in self.job.endpoints)
         # While other endpoints are up, the prompt is the cause.
-        is_spent &= not (error.trouble == "down" and all_down)
-        if error.trouble == "refused" or is_spent:
+        is_spent &= not (error.kind == "down" and all_down)
+        if error.kind == "refused" or is_spent:
             self.report.fail(task.name, str(error))
             self._end(task, is_stored=False)
         else:
             self.report.retries += 1
-            self._order.again(task)
+            self._queue.retry(task)
             self._changed.set()
 
     def _end(self, task: Task, *, is_stored: bool) -> None:
         self.report.warmed += is_stored
-        self._order.end(task, is_stored=is_stored)
+        self._queue.end(task, is_stored=is_stored)
         self._changed.set()
         self.job.progress(self.report)

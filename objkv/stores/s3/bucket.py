@@ -170,7 +170,7 @@ class Bucket:
             found = self._endpoint = find_endpoint(self.client, self.name, self.prefix)
         return found
 
-    def place(self, key: str) -> dict[str, Any]:
+    def object_of(self, key: str) -> dict[str, Any]:
         """Return bucket and key as the client's arguments."""
         check_key(key)
         return {"Bucket": self.name, "Key": self.prefix + key}
@@ -191,12 +191,12 @@ class Bucket:
             with response:
                 raise error_of(method, response.status, response.read())
 
-        return self._access.repeater.run(attempt)
+        return self._access.retrier.run(attempt)
 
     def head(self, key: str) -> Any | None:
         """Return the client's response to HEAD, or None if the key does not exist."""
         try:
-            return self.client.head_object(**self.place(key))
+            return self.client.head_object(**self.object_of(key))
         except ClientError as exc:
             if self.is_absent(key, exc):
                 return None
@@ -216,10 +216,10 @@ class Bucket:
             return True
         if status != 403 or code not in _REFUSALS or is_directory_bucket(self.name):
             return False
-        place = self.place(key)
+        named = self.object_of(key)
         try:
-            page = self.client.list_objects_v2(Bucket=self.name, Prefix=place["Key"], MaxKeys=1)
+            page = self.client.list_objects_v2(Bucket=self.name, Prefix=named["Key"], MaxKeys=1)
         except ClientError:
             return False
         # Listings are ordered, so the key itself would be the first of all keys that start with it.
-        return all(found["Key"] != place["Key"] for found in page.get("Contents", ()))
+        return all(found["Key"] != named["Key"] for found in page.get("Contents", ()))

@@ -80,7 +80,7 @@ def last_s() -> float:
     return _LAST_S.get()
 
 
-class Repeater:
+class Retrier:
     """Sends requests again if that may help: up to ``ATTEMPTS`` times, and less often if the server
     fails for long. Thread-safe."""
 
@@ -125,7 +125,7 @@ class S3Access:
 
     client: "S3Client"
     connections: Connections
-    repeater: Repeater
+    retrier: Retrier
 
     def close(self) -> None:
         """Close both. Idempotent."""
@@ -185,12 +185,12 @@ def open_s3_access(config: Config) -> S3Access:
     except OSError as exc:
         raise ConfigError(f"{ca}: no certificates of authorities: {exc}") from exc
     events: Any = client.meta.events
-    repeater = Repeater()
-    events.register("before-send.s3", partial(_send, connections, repeater))
-    return S3Access(client, connections, repeater)
+    retrier = Retrier()
+    events.register("before-send.s3", partial(_send, connections, retrier))
+    return S3Access(client, connections, retrier)
 
 
-def _send(connections: Connections, repeater: Repeater, request: Any, **_: object) -> AWSResponse:
+def _send(connections: Connections, retrier: Retrier, request: Any, **_: object) -> AWSResponse:
     """Send a request of the client, and return the response with its body. Raises what an error
     says: the client would follow a bucket to another region, and values would not."""
     if time.monotonic() > last_s():
@@ -216,7 +216,7 @@ def _send(connections: Connections, repeater: Repeater, request: Any, **_: objec
         raw: Any = _Body(content)
         return AWSResponse(request.url, response.status, headers, raw)
 
-    return repeater.run(attempt)
+    return retrier.run(attempt)
 
 
 class _Body(io.BytesIO):

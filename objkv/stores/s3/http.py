@@ -78,7 +78,7 @@ class Connections:
         ``ConnectionFailed`` and botocore's ``SSLError``.
         """
         for is_fresh in (False, True):
-            connection = self.take(url, is_fresh=is_fresh)
+            connection = self.acquire(url, is_fresh=is_fresh)
             try:
                 return connection.send(head, body) or connection.read_head()
             except BaseException as exc:
@@ -87,7 +87,7 @@ class Connections:
                     raise
         raise AssertionError
 
-    def take(self, url: str, *, is_fresh: bool = False) -> "HttpConnection":
+    def acquire(self, url: str, *, is_fresh: bool = False) -> "HttpConnection":
         """Return the connection to ``url`` that was used last, or a new one; the caller releases
         it. Raises like ``ask``."""
         idle = self._idle.setdefault(url, deque())

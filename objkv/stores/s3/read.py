@@ -169,7 +169,7 @@ class RangedGet:
             if self._arrived is not None and self._reported < len(self._buffer):
                 self._arrived(len(self._buffer))
         finally:
-            self._leave()
+            self._await_readers()
 
     def help(self) -> None:
         """Read ranges until none is left: the job of a thread of a pool."""
@@ -205,7 +205,7 @@ class RangedGet:
                 self._changed.wait(left_s)
             self._report()
 
-    def _leave(self) -> None:
+    def _await_readers(self) -> None:
         """Wait until no thread touches the buffer, which jobs that no thread has started must not
         keep."""
         with self._changed:

@@ -173,7 +173,7 @@ class S3Store:
     def delete(self, key: str) -> bool:
         """Remove the object. Always returns True, because S3 does not report whether it existed."""
         with self._call("delete", key):
-            self._client.delete_object(**self._bucket.place(key))
+            self._client.delete_object(**self._bucket.object_of(key))
         return True
 
     def unfinished(self) -> Iterator[Unfinished]:

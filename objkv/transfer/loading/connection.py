@@ -16,7 +16,7 @@ from objkv.errors import TransferError
 from objkv.transfer.lanes import Mark
 from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.plan import Source
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.registration import ArenaRegistration
 
 logger = logging.getLogger(__name__)
 LOOK_S = 3e-4
@@ -46,7 +46,7 @@ class LoadConnection(ArenaLeases):
     def __init__(
         self,
         connect: Callable[[], AgentConnection],
-        on_device: DeviceFrames | None,
+        on_device: ArenaRegistration | None,
         lost_s: float,
     ) -> None:
         """``lost_s``: how long the copies of a lost connection are awaited. For the rest see
@@ -83,7 +83,7 @@ class LoadConnection(ArenaLeases):
             numbers = [number for one in past for number in one.numbers]
             self.release(numbers, sum([one.nbytes for one in past]))
 
-    def lose(self, agent: AgentConnection | None, *, keep: bool) -> None:
+    def retire(self, agent: AgentConnection | None, *, keep: bool) -> None:
         """End a connection that was given up, once the lane does not read its arena any more.
         ``keep``: leave it open for ever, because it is unknown when a device has read its memory.
         """

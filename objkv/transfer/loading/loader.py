@@ -34,8 +34,8 @@ from objkv.transfer.lanes import Bools, Ints, Lane, Mark
 from objkv.transfer.layouts import ForeignLayoutError, PayloadLayout, PayloadLayouts, SourceShape
 from objkv.transfer.loading.connection import LOOK_S, CopyUnknownError, LoadConnection
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import LoadOutcome, LoadPlan, Row
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.plan import LoadOutcome, LoadPlan, MoveColumn
+from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.slabs import Slab, SlabsExhaustedError
 
 logger = logging.getLogger(__name__)
@@ -76,9 +76,9 @@ class LoadLimits:
 class LoadJob:
     """One load in progress: which moves succeeded, and the fence around its blocks. Thread-safe.
 
-    The fence guarantees that this job writes into blocks only between ``enter`` and ``leave``, and
+    The fence guarantees that this job writes into blocks only between ``begin_write`` and ``end_write``, and
     that no copy is left when ``poll`` or ``close`` has returned the outcome. Blocks may be reused
-    from then on. No thread is on the network between ``enter`` and ``leave``.
+    from then on. No thread is on the network between ``begin_write`` and ``end_write``.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class LoadJob:
         return self._each(starts), self._each(stops), self._each(groups)
 
     def _each(self, of_sources: Sequence[int]) -> Ints:
-        found: Ints = np.array(of_sources, np.int64)[self._moves.table[Row.SOURCE]]
+        found: Ints = np.array(of_sources, np.int64)[self._moves.table[MoveColumn.SOURCE]]
         return found
 
     def needed(self) -> int:
@@ -146,9 +146,9 @@ class LoadJob:
         with self._changed:
             return self._open_moves()
 
-    def enter(self, first: int) -> int:
+    def begin_write(self, first: int) -> int:
         """Request permission to write moves from ``first`` on into their blocks. Returns where
-        those end that may be written. If it is beyond ``first``, the caller must call ``leave``."""
+        those end that may be written. If it is beyond ``first``, the caller must call ``end_write``."""
         with self._changed:
             end = self._open_moves()
             if end > first:
@@ -157,8 +157,8 @@ class LoadJob:
                     self._first = self._clock()
             return end
 
-    def leave(self, moves: Sequence[int], layers: range, mark: Mark | None) -> None:
-        """End the writes that ``enter`` allowed: ``layers`` of these moves, of one group, were
+    def end_write(self, moves: Sequence[int], layers: range, mark: Mark | None) -> None:
+        """End the writes that ``begin_write`` allowed: ``layers`` of these moves, of one group, were
         verified and submitted to the lane before ``mark``. Without a mark no layer is recorded as
         written."""
         with self._changed:
@@ -325,7 +325,7 @@ class _Batch:
     def __init__(self, job: LoadJob, part: range) -> None:
         """``part``: the moves that read the payloads, by whose numbers the columns go."""
         self.job, self.part, moves = job, part, job.plan.moves
-        rows = [Row.SOURCE, Row.FIRST_BLOCK, Row.IDS, Row.IDS_END]
+        rows = [MoveColumn.SOURCE, MoveColumn.FIRST_BLOCK, MoveColumn.IDS, MoveColumn.IDS_END]
         source, first, ids, ids_end = moves.table[rows, part.start : part.stop]
         forms = zip(source.tolist(), first.tolist(), (ids_end - ids).tolist(), strict=True)
         self.forms: dict[int, tuple[int, int, int]] = dict(zip(part, forms, strict=True))
@@ -396,7 +396,7 @@ class Loader:
         recorder: Recorder,
         clock: Callable[[], float] = monotonic,
         tracing: Tracing = NO_TRACING,
-        on_device: DeviceFrames | None = None,
+        on_device: ArenaRegistration | None = None,
     ) -> None:
         """``connect``: returns a new connection with an arena, or raises ``ObjkvError``. It is
         called again when the connection is lost. ``verify``: whether this worker verifies frames
@@ -419,7 +419,7 @@ class Loader:
         self._batches: list[_Batch] = []
         """Those of which a payload is still being read."""
         self._alarm = Alarm()
-        self.link.reach()
+        self.link.connect()
         self._thread = Thread(target=self._work, name="objkv-load", daemon=True)
         self._thread.start()
 
@@ -456,7 +456,7 @@ class Loader:
                 taken = min(count, max(0, self._limits.queue_max - waiting))
                 put = self._waiting.appendleft if plan.sync else self._waiting.append
                 put((job, range(taken)))
-                self._alarm.ring()
+                self._alarm.set()
         if taken < count:
             self._recorder.count("load_refused" if serves else "load_errors", count - taken)
             job.fail(taken, rejected=False)  # and with it all later chunks
@@ -473,7 +473,7 @@ class Loader:
         not fail before is no failure then, because nothing is recomputed."""
         if job := self._jobs.get(request_id):
             job.cancel(request_ended=request_ended)
-        self._alarm.ring()
+        self._alarm.set()
 
     def wait_over(self, seconds: float) -> None:
         """Block until a load between steps is over, for at most ``seconds``. Returns at once if
@@ -515,7 +515,7 @@ class Loader:
         end = monotonic() + _COPIES_S  # for all loads: a device that hangs ends none of them
         for job in self._jobs.values():
             job.reported(job.close(max(0.0, end - monotonic())))
-        self._alarm.ring()
+        self._alarm.set()
         if join_all([self._thread], self._limits.join_s):
             logger.warning("copies of loads did not finish on the device, going on")
             return
@@ -543,17 +543,17 @@ class Loader:
                 except Exception:  # a dead thread would hang every later load
                     self._recorder.count("load_errors")
                     logger.exception("loads failed unexpectedly")
-                    self._lose()
+                    self._disconnect()
         finally:
             try:
-                self._lose()
+                self._disconnect()
             finally:
                 self._alarm.close()
 
     def _step(self) -> None:
         """Do what can be done now, then sleep until there is more."""
         link = self.link
-        if link.agent is None and not link.reach():
+        if link.agent is None and not link.connect():
             link.await_retry(self._alarm)
             return
         try:
@@ -565,11 +565,11 @@ class Loader:
             link.release_ended()
             goes_on = link.wait(self._idle_s(), self._alarm)
         except TransferError as exc:
-            link.trouble.failed(exc)
-            self._lose(keep=isinstance(exc, CopyUnknownError))
+            link.failure_log.failed(exc)
+            self._disconnect(keep=isinstance(exc, CopyUnknownError))
             return
-        if not goes_on and not link.reach():
-            self._lose()
+        if not goes_on and not link.connect():
+            self._disconnect()
 
     def _idle_s(self) -> float:
         """Return how long nothing is due, unless something wakes the thread."""
@@ -644,7 +644,7 @@ class Loader:
         try:
             while pieces := batch.pieces():
                 for rows, some in pieces:
-                    self._give(batch, rows, some)
+                    self._scatter(batch, rows, some)
         except SlabsExhaustedError:
             batch.is_stalled = True
         ready = [n for n in batch.left if batch.progress[n].state is CellState.READY]
@@ -681,7 +681,7 @@ class Loader:
                 known[key] = layout
         batch.layouts[n], batch.rows[n] = layout, layout.rows.start
 
-    def _give(self, batch: _Batch, rows: range, some: Sequence[int]) -> None:
+    def _scatter(self, batch: _Batch, rows: range, some: Sequence[int]) -> None:
         """Give the lane rows of payloads that are alike, as many as it can read and the job allows.
 
         Raises ``SlabsExhaustedError`` if it can read none, and ``CopyUnknownError`` if the memory
@@ -697,7 +697,7 @@ class Loader:
             starts = starts + layout.starts[rows.start : rows.stop]
             if self.on_device is not None:
                 sizes = layout.sizes[rows.start : rows.stop]
-                which, memory, starts, slab = self.on_device.take(starts, sizes)
+                which, memory, starts, slab = self.on_device.readable(starts, sizes)
                 some, rows = [some[at] for at in which], rows[: starts.shape[1]]
             for n in some if self._verify else ():  # not those that come in a later slab
                 for frame in layout.frames(rows):
@@ -726,7 +726,7 @@ class Loader:
         ``slab`` has that memory, if any does, and goes back when it is copied."""
         job, lane = batch.job, self._lane
         _, first_block, blocks = batch.forms[some[0]]
-        some = some[: bisect_left(some, job.enter(some[0]))]
+        some = some[: bisect_left(some, job.begin_write(some[0]))]
         if not some:
             if slab is not None:
                 slab.release()
@@ -748,10 +748,10 @@ class Loader:
                     slab.release_after(mark)
             except Exception as exc:
                 if slab is not None:
-                    slab.strand()
+                    slab.abandon()
                 raise CopyUnknownError(f"the device failed: {exc}") from exc
             finally:  # closing the job waits for this call
-                job.leave(some, filled, mark)
+                job.end_write(some, filled, mark)
 
     def _refuse(self, batch: _Batch, n: int, reason: Exception) -> None:
         """End a payload that cannot be loaded. It is a miss, like all later chunks."""
@@ -785,7 +785,7 @@ class Loader:
         numbers = [batch.leases[n].number for n in some]
         self.link.end(numbers, int(batch.job.nbytes[some].sum()), batch.mark)
 
-    def _lose(self, *, keep: bool = False) -> None:
+    def _disconnect(self, *, keep: bool = False) -> None:
         """Give up the connection, once no lane reads the arena any more. What the lane was not
         given fails.
 
@@ -802,4 +802,4 @@ class Loader:
         for job, moves in lost:
             job.fail(moves.start, rejected=False)
         self._over.set()
-        self.link.lose(agent, keep=keep)  # with all its leases
+        self.link.retire(agent, keep=keep)  # with all its leases

@@ -194,7 +194,7 @@ class Crowd:
         self.index.reads.remove(one)
         is_right = one.claim.key.prefix_hash[0] % 3 != 0
         if is_right:
-            one.take([memoryview(bytes(one.layers[0].nbytes))])
+            one.take_pages([memoryview(bytes(one.layers[0].nbytes))])
         one.end(ReadOutcome.READ if is_right else ReadOutcome.CORRUPT, 0)
 
     def step(self) -> bool:
@@ -206,7 +206,7 @@ class Crowd:
         wanted = self.requests.pop(ready[0])
         for one in wanted:
             if self.fetcher.state(one) is State.HELD:
-                assert len(self.fetcher.take(one)) == one.layer.nbytes
+                assert len(self.fetcher.pop_pages(one)) == one.layer.nbytes
             else:
                 self.fetcher.forget(one)
         self.fetcher.drop(ready[0], wanted)

@@ -16,7 +16,7 @@ from objkv.cache.match import ends_within, needed_from
 from objkv.connector.kv.planning import (
     Computed,
     StoredPayloads,
-    draft_blanks,
+    draft_blocks_to_zero,
     load_moves,
     save_moves,
 )
@@ -63,7 +63,7 @@ def geometry(window: int | None, *, draft: bool, lags: bool = True) -> Geometry:
 
 def cell(shape: Geometry, g: int, tokens: list[int], at: int) -> tuple[Any, ...]:
     """What a group's cache holds of one token."""
-    last = at + 2 if shape.is_draft(g) and shape.lag else at + 1
+    last = at + 2 if shape.is_draft(g) and shape.draft_lag_tokens else at + 1
     return (shape.groups[g].layers[0], *tokens[:last])
 
 
@@ -133,7 +133,7 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
         for i, block in enumerate(one.move.block_ids):
             assert (g, block) not in filled
             filled[g, block] = payload[one.move.first_block + i]
-    for blank in draft_blanks(shape, blocks, (draft_end, end)):
+    for blank in draft_blocks_to_zero(shape, blocks, (draft_end, end)):
         at = shape.position(blank.group)
         assert at is not None
         for block in blank.block_ids:

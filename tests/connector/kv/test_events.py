@@ -24,7 +24,7 @@ from objkv.connector.kv.events import (
     events_enabled,
     open_event_log,
 )
-from objkv.connector.kv.loads import ReliedLoads
+from objkv.connector.kv.loads import PromisedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import ShardRecord
@@ -75,7 +75,7 @@ class World:
         self.geometry, self.clock = geometry, ManualClock()
         self.log = EventLog(geometry, unit, clock=self.clock, ttl_s=60)
         self.request = request(unit=unit)
-        self.loads = ReliedLoads(16, 1.0)
+        self.loads = PromisedLoads(16, 1.0)
         self.believed: set[tuple[int, Any]] = set()
 
     def _find(self, request_id: str) -> Any:
@@ -116,7 +116,7 @@ class World:
 
     def listen(self) -> list[Any]:
         """What the log tells now; the router believes it."""
-        events = list(self.log.take())
+        events = list(self.log.take_events())
         for event in events:
             assert event.medium == MEDIUM_STORAGE
             blocks = {(event.group_idx, one) for one in event.block_hashes}

@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 
 from objkv.cache.admission import AdmissionPolicy, ChunkSize, LoadTime, Tier
-from objkv.connector.kv.loads import ReliedLoads, Timing
+from objkv.connector.kv.loads import PromisedLoads, Timing
 from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.model.groups import Geometry
@@ -51,7 +51,7 @@ class TimedLoads:
         geometry = Geometry((GROUP,), 64, block_tokens=16, tp_size=tp_size, nodes=nodes)
         admission, payloads = cast("AdmissionPolicy", notes), StoredPayloads(geometry)
         self.timing = Timing(admission, geometry, steps_in_flight=2, payloads=payloads, **clocks)
-        self.loads = ReliedLoads(16, 1.0)
+        self.loads = PromisedLoads(16, 1.0)
 
     def planned(self, *plans: tuple[LoadPlan, Sequence[ShardRecord]], tokens: int = 64) -> None:
         """A step has these loads."""

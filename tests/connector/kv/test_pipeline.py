@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.worker import Rank
 from objkv.connector.model.groups import Geometry
-from objkv.connector.model.parts import whole_groups
+from objkv.connector.model.subgroups import whole_groups
 from objkv.errors import ConfigError
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest

@@ -14,7 +14,7 @@ from objkv.connector.kv.planning import (
     states_after,
 )
 from objkv.connector.model.groups import Geometry
-from objkv.index.base import ShardRecord, Shards
+from objkv.index.base import ShardRecord, ShardRecords
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import PrefixChain, PromptExtras, token_digest
 from objkv.keys.topology import Shard
@@ -41,7 +41,7 @@ def chain() -> PrefixChain:
     return chain
 
 
-def records(*fields: str) -> list[Shards | None]:
+def records(*fields: str) -> list[ShardRecords | None]:
     return [dict.fromkeys(fields, SHARD) for _ in range(CHUNKS)]
 
 
@@ -86,7 +86,7 @@ def test_a_load_fills_exactly_the_blocks_of_its_tokens(data: st.DataObject) -> N
 
 def test_a_load_carries_what_the_index_promised_of_its_group_only() -> None:
     names = ("0.L0-1_H0-1", "0.L0-1_H1-2", "1", "2")
-    known: list[Shards] = [
+    known: list[ShardRecords] = [
         {name: replace(SHARD, nbytes=10 * chunk + n) for n, name in enumerate(names)}
         for chunk in range(CHUNKS)
     ]

@@ -304,7 +304,7 @@ def tracked(tokens: list[int], local: int = 0) -> TrackedRequest:
     chain = PrefixChain(NAMESPACE, CHUNK, PromptExtras(), digests=True)
     chain.extend(tokens, len(tokens) // CHUNK * CHUNK)
     request = cast("Any", SimpleNamespace(request_id=f"{tokens[-1]}"))
-    one = TrackedRequest(request, NAMESPACE, local=local)
+    one = TrackedRequest(request, NAMESPACE, local_tokens=local)
     one.hashes = cast("Any", SimpleNamespace(chain=chain))
     return one
 

@@ -11,14 +11,14 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv import scheduler as module
-from objkv.connector.kv.loads import ReliedLoads
-from objkv.connector.kv.metadata import LostLoad, StepReport
+from objkv.connector.kv.loads import PromisedLoads
+from objkv.connector.kv.metadata import FailedLoad, StepReport
 from objkv.connector.kv.scheduler import SchedulerSide, count_load
 from objkv.connector.model.groups import DraftGroups
 from objkv.connector.pacing import EMPTY_STEP_S
-from objkv.index.base import ShardRecord, Shards
+from objkv.index.base import ShardRecord, ShardRecords
 from objkv.telemetry import MemoryRecorder
-from objkv.transfer.plan import Blank, ChunkMove, LoadPlan
+from objkv.transfer.plan import BlocksToZero, ChunkMove, LoadPlan
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.plans import LoadMove, packed, unpacked
@@ -41,16 +41,16 @@ WITHIN = LoadPlan("w", "0" * 32, packed([]), sync=True)
 BETWEEN = LoadPlan("b", "0" * 32, packed([]), sync=False)
 
 
-def planned(loads: ReliedLoads, *plans: LoadPlan) -> None:
+def planned(loads: PromisedLoads, *plans: LoadPlan) -> None:
     """A step is planned with these loads."""
     for plan in plans:
         loads.plan(plan, 64, [])
     loads.send()
 
 
-def in_vain(clock: ManualClock) -> ReliedLoads:
+def in_vain(clock: ManualClock) -> PromisedLoads:
     """Of a replica whose forward pass waited in vain."""
-    loads = ReliedLoads(SIZE, BOUND_S, clock=clock)
+    loads = PromisedLoads(SIZE, BOUND_S, clock=clock)
     planned(loads, WITHIN, BETWEEN)
     loads.ended(StepReport(failed={"w", "b"}), ["b"])
     assert not loads.may_sync
@@ -79,7 +79,7 @@ def test_after_a_load_for_which_a_step_would_have_waited_steps_wait_again(
     ],
 )
 def test_only_after_a_step_that_waited_in_vain_no_step_waits(reports: list[StepReport]) -> None:
-    loads = ReliedLoads(SIZE, BOUND_S)
+    loads = PromisedLoads(SIZE, BOUND_S)
     planned(loads, WITHIN, BETWEEN)
     for report in reports:
         loads.ended(report, ())
@@ -141,7 +141,7 @@ def test_blocks_of_a_draft_that_is_not_stored_are_zeroed() -> None:
     side = scheduler_side(index, geometry=drafted)
     ask(side, one := request(70))
     side.plan_load(one, [[1, 2, 3]], 64)
-    assert side.plan_step(step({}, ())).loads[0].blanks == (Blank(1000, (1, 2)),)
+    assert side.plan_step(step({}, ())).loads[0].blocks_to_zero == (BlocksToZero(1000, (1, 2)),)
 
 
 @pytest.mark.parametrize("mode", ["layerwise", "async"])
@@ -264,7 +264,7 @@ class HangingIndex(MemoryIndex):
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
-    ) -> list[Shards | None]:
+    ) -> list[ShardRecords | None]:
         assert self.gate.wait(PATIENCE_MS / 1000)
         return super().find(namespace, prefix_hashes, fields)
 
@@ -474,8 +474,8 @@ def test_a_load_that_cannot_be_planned_is_reported_as_lost(
     stored.plan_load(one, [[5, 6, 9]], 64)
     plan = stored.plan_step(step({}, (), sync_loads=not between))
     assert plan.loads == ()
-    assert plan.lost == (LostLoad("r", sync=not between, blocks=frozenset({5, 6, 9})),)
-    assert stored.plan_step(step({}, ())).lost == ()
+    assert plan.failed_loads == (FailedLoad("r", sync=not between, blocks=frozenset({5, 6, 9})),)
+    assert stored.plan_step(step({}, ())).failed_loads == ()
     assert stored.finish(one, ([5, 6, 9],)) is False
 
 
@@ -487,7 +487,7 @@ def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPat
     assert ask(side, one, 32)[0] == 32
     monkeypatch.setattr(side, "_plan_load", lambda *_: 1 / 0)
     side.plan_load(one, [[5, 6, 0]], 32)
-    assert [load.blocks for load in side.plan_step(step({}, ())).lost] == [{6}]
+    assert [load.blocks for load in side.plan_step(step({}, ())).failed_loads] == [{6}]
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.lookup import PartsIndex, Records
+from objkv.cache.lookup import OtherShapesIndex, Records
 from objkv.connector.kv.planning import StoredPayloads, matched_end
 from objkv.connector.model.groups import DraftGroups, Geometry
 from objkv.index.base import ChunkEntry, ShardRecord
@@ -38,7 +38,7 @@ def found_by(reader: Geometry, *fields: str) -> tuple[StoredPayloads, Records]:
     for number, prefix_hash in enumerate(HASHES):
         entry = ChunkEntry(NS, prefix_hash, bytes(20), number * CHUNK, (number + 1) * CHUNK)
         index.publish(entry, dict.fromkeys(fields, SHARD), ttl_s=3_600)
-    parts = PartsIndex(index, payloads.is_loadable)
+    parts = OtherShapesIndex(index, payloads.is_loadable)
     return payloads, tuple(complete(parts.find(NS, HASHES, sorted(reader.all_fields()))))
 
 

@@ -11,14 +11,14 @@ import torch
 
 from objkv.connector.kv import wiring
 from objkv.connector.kv import worker as worker_module
-from objkv.connector.kv.metadata import LostLoad, StepPlan, StepReport
+from objkv.connector.kv.metadata import FailedLoad, StepPlan, StepReport
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
 from objkv.transfer.lanes import HostLane
-from objkv.transfer.plan import Blank, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.plan import BlocksToZero, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.support.paged_cache import (
     BLOCKS,
@@ -151,8 +151,11 @@ def test_blank_blocks_are_zeroed_unless_the_cache_may_be_unmapped(*, closed: boo
     worker, load = without_its_payload(caches=dict(zip(GROUP.layers, caches, strict=True)))
     if closed:
         worker.close()
-    for blanks in ((Blank(0, (20, 22)), Blank(7, (21,))), (Blank(0, (10_000,)),)):
-        worker.start_loads(StepPlan(loads=(replace(load, blanks=blanks),)))
+    for blanks in (
+        (BlocksToZero(0, (20, 22)), BlocksToZero(7, (21,))),
+        (BlocksToZero(0, (10_000,)),),
+    ):
+        worker.start_loads(StepPlan(loads=(replace(load, blocks_to_zero=blanks),)))
         wait_until(lambda: worker.results(StepPlan(), set()).finished_recving == {load.request_id})
         assert worker.take_failed_blocks() == set(range(9, 9 + BLOCKS))
     zeroed = {at for cache in caches for at, block in enumerate(cache) if not block.any()}
@@ -166,7 +169,7 @@ def test_a_load_that_could_not_be_planned_has_failed(
 ) -> None:
     """vLLM waits for it; without its blocks, or with a window, it fails as a whole."""
     worker = worker_side(*stores(), group=group)
-    plan = StepPlan(lost=(LostLoad("r", sync=False, blocks=blocks),))
+    plan = StepPlan(failed_loads=(FailedLoad("r", sync=False, blocks=blocks),))
     worker.start_loads(plan)
     worker.end_forward(plan)
     results = worker.results(plan, set())
@@ -182,8 +185,8 @@ def test_a_load_that_could_not_be_planned_has_failed(
 def test_a_load_within_the_step_that_could_not_be_planned_has_failed_in_it() -> None:
     """And nothing is saved that was computed from its blocks."""
     worker, load = without_its_payload()
-    lost = LostLoad("r", sync=True, blocks=frozenset({9}))
-    plan = StepPlan(saves=(save_of(load),), lost=(lost,))
+    lost = FailedLoad("r", sync=True, blocks=frozenset({9}))
+    plan = StepPlan(saves=(save_of(load),), failed_loads=(lost,))
     worker.start_loads(plan)
     worker.end_forward(plan)
     assert worker.results(plan, set()).finished_recving == set()
@@ -363,9 +366,9 @@ def test_the_model_waits_at_the_end_of_a_step_if_the_runner_may_write_before_the
 
 def test_the_model_waits_at_the_end_of_a_step_whose_loads_failed_too(late: LateLane) -> None:
     """Nothing is saved in such a step, but saves of earlier ones may still read their blocks."""
-    failed = LostLoad("another", sync=True, blocks=frozenset({20}))
+    failed = FailedLoad("another", sync=True, blocks=frozenset({20}))
     worker = saving(writes_early=True, may_reuse=False)
-    plan = StepPlan(lost=(failed,), may_reuse=True)
+    plan = StepPlan(failed_loads=(failed,), may_reuse=True)
     worker.start_loads(plan)
     worker.end_forward(plan)
     assert late.held == 1

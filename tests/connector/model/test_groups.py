@@ -19,7 +19,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
-from objkv.connector.model.parts import LayerPart
+from objkv.connector.model.subgroups import SubGroup
 from objkv.errors import ConfigError
 from objkv.keys.chunk import field_of
 from objkv.keys.identity import GroupIdentity
@@ -53,7 +53,7 @@ def config(*, tp_size: int = 2, **cache: Any) -> Any:
 
 
 def read(spec: KVCacheSpec, **more: Any) -> GroupIdentity:
-    return read_group(config(**more), LayerPart(0, ("a", "b"), spec))
+    return read_group(config(**more), SubGroup(0, ("a", "b"), spec))
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,12 @@ def test_a_draft_is_the_last_group_and_not_in_the_identity() -> None:
     assert read.groups[:1] == plain.groups
     assert read.groups[1].layers == ("model.layers.4.self_attn.attn",)
     assert read.tables == (0, 0)
-    assert (read.number(0), read.position(0), read.lag, read.several_tables) == (0, 0, 16, False)
+    assert (read.number(0), read.position(0), read.draft_lag_tokens, read.several_tables) == (
+        0,
+        0,
+        16,
+        False,
+    )
     assert read.fields(0) == plain.fields(0)
     assert read.position(read.number(1)) == 1
     assert read.number(1) >= 1 << 16
@@ -226,7 +231,7 @@ def test_the_number_of_a_draft_names_its_method_weights_and_tokens() -> None:
 
 
 def test_a_draft_model_needs_no_further_token() -> None:
-    assert both(drafted(), speculative("draft_model")).lag == 0
+    assert both(drafted(), speculative("draft_model")).draft_lag_tokens == 0
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "medusa"])

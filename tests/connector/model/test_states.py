@@ -17,13 +17,13 @@ from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculat
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from objkv.agent.fill import Cuts
+from objkv.agent.fill import PartPolicy
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import payloads_of
 from objkv.codec.payload import payload_bytes_max
 from objkv.connector.kv.wiring import read_pages
 from objkv.connector.model.groups import Geometry, read_group
-from objkv.connector.model.parts import LayerPart
+from objkv.connector.model.subgroups import SubGroup
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
 from objkv.keys.states import SplitState
@@ -114,7 +114,7 @@ def spec(kind: Kind, tp: int) -> MambaSpec:
 
 
 def identity(kind: Kind, tp: int) -> GroupIdentity:
-    return read_group(config(kind, tp), LayerPart(0, tuple(LAYERS), spec(kind, tp)))
+    return read_group(config(kind, tp), SubGroup(0, tuple(LAYERS), spec(kind, tp)))
 
 
 def states(kind: Kind, tp: int, rank: int, layer: int) -> torch.Tensor:
@@ -174,7 +174,7 @@ class StateRank(Worker):
             load=LoadLimits(64, PATIENCE_S, PATIENCE_S, PATIENCE_S),
             slab_bytes=room,
             codec=codec,
-            cuts=Cuts(3, 1),
+            part_policy=PartPolicy(3, 1),
             arena_bytes=4 * (room + (64 << 10)),  # a header of all ranks' frames may be longer
             joins=joins,
         )
@@ -292,7 +292,7 @@ def test_a_state_whose_division_is_not_known_is_shared_by_as_many_ranks_only() -
             replace(odd, dtypes=(torch.float8_e4m3fn, torch.float32)),
             replace(odd, mamba_type=MambaAttentionBackendEnum.MAMBA1),
         ):
-            group = LayerPart(0, tuple(LAYERS), changed)
+            group = SubGroup(0, tuple(LAYERS), changed)
             assert opaque(read_group(config(KINDS["GDN"], 2), group), 2)
         # 3 ranks have each a third, but units are not thirds.
         assert opaque(identity(Kind("SHORT_CONV", lambda _: ((2, 16),)), 7), 7)

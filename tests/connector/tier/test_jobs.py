@@ -75,7 +75,7 @@ def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
     jobs = TierJobs("load", replace(ROWS, memory=memoryview(memory)), NullRecorder(), deadline_s=60)
     (chunk,) = begin(jobs, 1, 0)
     new = memoryview(b"new page")
-    copying, giving_up = Thread(target=chunk.take, args=[[new]]), Thread(target=jobs.give_up)
+    copying, giving_up = Thread(target=chunk.take_pages, args=[[new]]), Thread(target=jobs.give_up)
     with jobs.copying:  # as another copy
         copying.start()
         (other,) = begin(jobs, 2, 2)
@@ -89,10 +89,10 @@ def test_who_gives_a_job_up_waits_for_a_copy_and_for_nothing_else() -> None:
     giving_up.join(60)
     copying.join(60)
     memory[:] = bytes(8)
-    chunk.take([new])
+    chunk.take_pages([new])
     assert memory == bytes(8)
     with pytest.raises(TransferError):
-        chunk.write(memoryview(bytearray(8)))
+        chunk.write_pages(memoryview(bytearray(8)))
     chunk.settle(done=True)
     (outcome,) = jobs.take_finished()
     assert outcome.failed == [key(0)]

@@ -48,8 +48,8 @@ from objkv.transfer.devices import DeviceLane, driver_of, open_lane
 from objkv.transfer.lanes import Lane
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import PagedGroup
-from objkv.transfer.plan import Blank, ChunkMove, LoadPlan, SaveMove, SavePlan
-from objkv.transfer.registration import DeviceFrames
+from objkv.transfer.plan import BlocksToZero, ChunkMove, LoadPlan, SaveMove, SavePlan
+from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.agent.consistency import is_consistent, waiting_of
@@ -214,7 +214,7 @@ class OrderRig:
         on_device = None
         if self.is_asynchronous:
             pin = refuse_pin if setup.way == REFUSED else driver_of(self.device).pin_read_only
-            on_device = DeviceFrames(
+            on_device = ArenaRegistration(
                 self.load_slabs, pin, window_bytes=WINDOW_BYTES, begin=lane.adopt_thread
             )
         self.loader = Loader(
@@ -229,7 +229,7 @@ class OrderRig:
             windows, memory = on_device.windows, np.frombuffer(self.agent.arena.view, np.uint8)
             assert windows is not None
             address, nbytes = np.array([memory.ctypes.data]), memory.nbytes
-            self.wait_until(lambda: windows.have(address, nbytes)[0])
+            self.wait_until(lambda: windows.are_readable(address, nbytes)[0])
         return self.loader
 
     def connect(self, **options: Any) -> LossyConnection:
@@ -388,8 +388,8 @@ class OrderRig:
         ]
         for chunk in chunks:
             self._store(chunk)
-        blanks = (Blank(0, tuple(blank)),) if blank else ()
-        return LoadPlan(request, NAMESPACE, packed(moves), sync, blanks=blanks)
+        blanks = (BlocksToZero(0, tuple(blank)),) if blank else ()
+        return LoadPlan(request, NAMESPACE, packed(moves), sync, blocks_to_zero=blanks)
 
     def save_plan(
         self, chunks: Sequence[int], first: int, *, request: str = "r", namespace: str = NAMESPACE

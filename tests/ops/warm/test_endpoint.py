@@ -66,7 +66,7 @@ def test_the_key_is_sent_and_the_address_may_end_in_v1(server: FakeVllm) -> None
 
 
 @pytest.mark.parametrize(
-    ("code", "trouble"),
+    ("code", "kind"),
     [
         (429, "busy"),
         (503, "busy"),
@@ -77,13 +77,11 @@ def test_the_key_is_sent_and_the_address_may_end_in_v1(server: FakeVllm) -> None
         (404, "refused"),
     ],
 )
-def test_what_an_answer_means_is_told_by_its_status(
-    server: FakeVllm, code: int, trouble: str
-) -> None:
+def test_what_an_answer_means_is_told_by_its_status(server: FakeVllm, code: int, kind: str) -> None:
     server.every = status(code)
     with pytest.raises(EndpointError) as raised:
         computed(server)
-    assert raised.value.trouble == trouble
+    assert raised.value.kind == kind
     assert f"HTTP {code}: told so" in str(raised.value)
 
 
@@ -176,7 +174,7 @@ def test_an_answer_without_an_end_is_not_kept(
     server.every = endless
     with pytest.raises(EndpointError, match="longer than 65536 bytes") as raised:
         computed(server)
-    assert raised.value.trouble == "failed"
+    assert raised.value.kind == "failed"
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.lookup import PromptLookup
 from objkv.ops.warm.prompts import Chat, WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
-from objkv.ops.warm.run import Order, Task, WarmJob, warm_by
+from objkv.ops.warm.run import Task, TaskQueue, WarmJob, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
@@ -299,7 +299,7 @@ def task_of(hashes: Sequence[bytes]) -> Task:
 def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> None:
     source = random.Random(5)
     for _ in range(50):
-        order = Order(
+        order = TaskQueue(
             task_of(names(*(source.choice("ab") for _ in range(source.randint(1, 6)))))
             for _ in range(40)
         )
@@ -320,7 +320,7 @@ def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> No
             task = under_way.pop(source.randrange(len(under_way)))
             end = source.random()
             if end < 0.2:
-                order.again(task)
+                order.retry(task)
                 continue
             if end < 0.8:
                 computed |= set(task.hashes)

@@ -1,11 +1,11 @@
-"""The parts of vLLM's KV cache groups: layers of one group whose caches have one shape, and the
+"""The subgroups of vLLM's KV cache groups: layers of one group whose caches have one shape, and the
 layers of all pipeline stages, which are derived from those that vLLM gives to one rank.
 
 vLLM puts layers that need the same blocks into one group, even if their caches differ: the latents
 and the indexer of sparse attention (DeepSeek V3.2), compressed states of several ratios (V4), or a
 target and its draft. Workers get a spec per layer (``UniformTypeKVCacheSpecs``), the scheduler only
 that of the first layer. Both get the same tensors, one for all layers of one spec, so objkv takes
-parts and page sizes from those. Source: vLLM 0.31-0.33, ``get_kv_cache_config_from_groups`` and
+subgroups and page sizes from those. Source: vLLM 0.31-0.33, ``get_kv_cache_config_from_groups`` and
 ``generate_scheduler_kv_cache_config`` in ``v1/core/kv_cache_utils.py``.
 """
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerPart:
+class SubGroup:
     """Layers of one group whose caches have one shape."""
 
     table: int
@@ -55,29 +55,29 @@ def _is_shared(group: "KVCacheGroupSpec") -> bool:
     return getattr(group.kv_cache_spec, "prefix_cacheable", True)
 
 
-def read_parts(
+def read_subgroups(
     kv_cache_config: "KVCacheConfig", is_draft: Callable[[str], bool]
-) -> list[LayerPart]:
-    """Return the parts of all groups that can be shared, the target's before the draft's.
+) -> list[SubGroup]:
+    """Return the subgroups of all groups that can be shared, the target's before the draft's.
 
     Rings and windows that vLLM itself does not cache by prefix are left out: vLLM computes them
     again after each hit. Source: ``prefix_cacheable``, ``v1/kv_cache_interface.py``.
     """
-    parts = [
-        part
+    subgroups = [
+        subgroup
         for table, group in enumerate(kv_cache_config.kv_cache_groups)
         if _is_shared(group)
-        for part in _parts_of(kv_cache_config, table, group, is_draft)
+        for subgroup in _subgroups_of(kv_cache_config, table, group, is_draft)
     ]
-    return sorted(parts, key=lambda part: part.draft)
+    return sorted(subgroups, key=lambda subgroup: subgroup.draft)
 
 
-def _parts_of(
+def _subgroups_of(
     kv_cache_config: "KVCacheConfig",
     table: int,
     group: "KVCacheGroupSpec",
     is_draft: Callable[[str], bool],
-) -> Iterator[LayerPart]:
+) -> Iterator[SubGroup]:
     spec = first_spec(group)
     shapes = _by_tensor(kv_cache_config, group.layer_names)
     of_target = sum(not all(map(is_draft, layers)) for layers, _ in shapes)
@@ -85,7 +85,7 @@ def _parts_of(
         divisible = group.layer_names[0] in layers and of_target <= 1 and not _is_paged(spec)
         for draft in (False, True):
             if own := tuple(layer for layer in layers if is_draft(layer) == draft):
-                yield LayerPart(table, own, spec, None if divisible else page, draft)
+                yield SubGroup(table, own, spec, None if divisible else page, draft)
 
 
 def first_spec(group: "KVCacheGroupSpec") -> KVCacheSpec:
