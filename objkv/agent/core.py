@@ -498,9 +498,7 @@ class Core:
                     record = job.record or self._look_up(job)
                     fill = self._from_disk(job, record, staging)
                 if fill is None:
-                    if is_held_back(
-                        record
-                    ):  # it was only in this node's memory, and is not any more
+                    if is_held_back(record):  # it was in this node's memory, and is not any more
                         record = self._look_up(job)
                     fill = self._new_fill(job, record)
                 is_over = fill.is_complete

@@ -187,8 +187,8 @@ class Fill:
         """
         Args:
             layouts: has those of earlier payloads, and gets this one's.
-            disk_copy: where to read it instead of from the stores. Frames are announced only when all
-                are verified: after a fault the stores' bytes may come to other places.
+            disk_copy: read instead of the stores. Frames are announced only when all are verified:
+                after a fault the stores' bytes may come to other places.
         """
         self.header: Header | None = None
         """The stored payload's header, once it is verified."""

@@ -589,9 +589,7 @@ class NodeSaves:
             resident = self._arena_cache.lease_ready(path)
             if resident is None:  # evicted meanwhile, or being read from disk
                 self._held.not_saved(path, is_absent=True)
-                if self._arena_cache.contains_ready([path])[
-                    0
-                ]:  # since then, when it was due already
+                if self._arena_cache.contains_ready([path])[0]:  # since then; it was due already
                     self._held.seen_again(path)
                 return
             if self._cache.in_flight.begin(path):

@@ -89,8 +89,9 @@ class Spill:
         return DiskCopy(nbytes, partial(self._get_into, key))
 
     def read(self, fill: Fill, staging: Staging) -> bool:
-        """Complete a fill of a ``disk_copy``. Return False if the payload has to come from the stores:
-        readers know of no frame then. A file that is not right goes. Raises ``MissError``."""
+        """Complete a fill of a ``disk_copy``. Return False if the payload has to come from the
+        stores: readers know of no frame then. A file that is not right goes. Raises
+        ``MissError``."""
         key, is_stored = fill.wanted.claim.key.path(), False
         try:
             with self._breakers.attempt("read", "read"), self._slot():

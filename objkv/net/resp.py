@@ -232,8 +232,9 @@ class RespConnections:
             raise
 
     def acquire_from(self, pool: Pool | None) -> RespConnection | None:
-        """Return a connection of ``pool``, to pass to ``release``. None if the pool's connections are
-        of an unknown kind: without sockets (in tests, with a cache), or with another protocol."""
+        """Return a connection of ``pool``, to pass to ``release``. None if the pool's connections
+        are of an unknown kind: without sockets (in tests, with a cache), or with another
+        protocol."""
         if pool is None:
             return None
         kept = self._kept.get(pool)

@@ -8,8 +8,8 @@ The memory belongs to this process alone, and it is never the agent's arena. An 
 has arrived, and verifies the copy. So a process that writes late, or after its agent has given it
 up, changes nothing that is read: its memory goes when it ends, and its successor has another.
 
-The process has a thread per channel. A channel carries one get at a time, each message in a datagram of
-JSON: a request, answers with the bytes that have arrived, and a last answer.
+The process has a thread per channel. A channel carries one get at a time, each message in a
+datagram of JSON: a request, answers with the bytes that have arrived, and a last answer.
 """
 
 import fcntl
@@ -212,8 +212,8 @@ class FetchChannel:
         return answer
 
     def has_answered(self, now_s: float) -> bool:
-        """Whether an abandoned channel is free. Never waits. Raises ``ChannelLost``, also if the process
-        is late."""
+        """Whether an abandoned channel is free. Never waits. Raises ``ChannelLost``, also if the
+        process is late."""
         while self.is_answer_due and self.read(0.0) is not None:
             pass
         if self.is_answer_due and now_s >= self.kill_s:
@@ -446,7 +446,7 @@ class FetchPool:
                 self._processes.clear()
 
     def _kill_lost(self) -> None:
-        """Kill the processes that were given up. Their channels in use are closed by their users."""
+        """Kill the processes that were given up. Users of their channels close those."""
         with self._lock:
             lost, self._lost = self._lost, []
         for one in lost:

@@ -194,7 +194,8 @@ class ArenaRegistration:
         window_bytes: int = WINDOW_BYTES,
         begin: Callable[[], None] = _nothing,
     ) -> None:
-        """``slabs``: pinned, each at least as large as any frame. For the rest see ``RegistrationWindows``."""
+        """``slabs``: pinned, each at least as large as any frame. For the rest see
+        ``RegistrationWindows``."""
         self._slabs = slabs
         self._open = partial(RegistrationWindows, pin=pin, window_bytes=window_bytes, begin=begin)
         self.windows: RegistrationWindows | None = None

@@ -163,9 +163,8 @@ class DraftGaps:
         if not tracked.draft_complete or not self._gaps:
             return tracked.draft_complete
         assert tracked.hashes is not None
-        local = -(
-            -tracked.local_tokens // self._chunk_tokens
-        )  # chunks that vLLM had, the last in part
+        # Chunks that vLLM had, the last in part.
+        local = -(-tracked.local_tokens // self._chunk_tokens)
         before = map(tracked.hashes.chain.parent, range(min(chunk + 1, local)))
         return not any(prefix in self._gaps for prefix in before)
 

@@ -76,9 +76,9 @@ class LoadLimits:
 class LoadJob:
     """One load in progress: which moves succeeded, and the fence around its blocks. Thread-safe.
 
-    The fence guarantees that this job writes into blocks only between ``begin_write`` and ``end_write``, and
-    that no copy is left when ``poll`` or ``close`` has returned the outcome. Blocks may be reused
-    from then on. No thread is on the network between ``begin_write`` and ``end_write``.
+    The fence guarantees that this job writes into blocks only between ``begin_write`` and
+    ``end_write``, and that no copy is left when ``poll`` or ``close`` has returned the outcome.
+    Blocks may be reused from then on. No thread is on the network between the two.
     """
 
     def __init__(
@@ -148,7 +148,8 @@ class LoadJob:
 
     def begin_write(self, first: int) -> int:
         """Request permission to write moves from ``first`` on into their blocks. Returns where
-        those end that may be written. If it is beyond ``first``, the caller must call ``end_write``."""
+        those end that may be written. If it is beyond ``first``, the caller must call
+        ``end_write``."""
         with self._changed:
             end = self._open_moves()
             if end > first:
@@ -158,9 +159,9 @@ class LoadJob:
             return end
 
     def end_write(self, moves: Sequence[int], layers: range, mark: Mark | None) -> None:
-        """End the writes that ``begin_write`` allowed: ``layers`` of these moves, of one group, were
-        verified and submitted to the lane before ``mark``. Without a mark no layer is recorded as
-        written."""
+        """End the writes that ``begin_write`` allowed: ``layers`` of these moves, of one group,
+        were verified and submitted to the lane before ``mark``. Without a mark no layer is recorded
+        as written."""
         with self._changed:
             self._writing -= 1
             if mark is not None:
