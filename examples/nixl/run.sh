@@ -41,7 +41,7 @@ for replica in 0 1; do
     CUDA_VISIBLE_DEVICES=$replica VLLM_CPU_OMP_THREADS_BIND=$replica \
     VLLM_NIXL_SIDE_CHANNEL_HOST=127.0.0.1 VLLM_NIXL_SIDE_CHANNEL_PORT=${ports[replica + 2]} \
     "${serve[@]}" --host 127.0.0.1 --port "${ports[replica]}" \
-    --kv-transfer-config "$connector" --shutdown-timeout 15 --enable-prompt-tokens-details \
+    --kv-transfer-config "$connector" --shutdown-timeout 30 --enable-prompt-tokens-details \
     "${arguments[@]}" >"${roles[replica]}.log" 2>&1 &
   pids+=($!)
 done

@@ -40,7 +40,7 @@ for replica in "${!ports[@]}"; do
   ((gpus < 2)) || device+=(CUDA_VISIBLE_DEVICES="$replica")
   env "${device[@]}" \
     "${serve[@]}" --host 127.0.0.1 --port "${ports[replica]}" \
-    --kv-transfer-config "$connector" --shutdown-timeout 15 --enable-prompt-tokens-details \
+    --kv-transfer-config "$connector" --shutdown-timeout 30 --enable-prompt-tokens-details \
     "${arguments[@]}" >"replica-${ports[replica]}.log" 2>&1 &
   pids+=($!)
 done
