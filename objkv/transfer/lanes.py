@@ -147,8 +147,10 @@ class PagedLayers:
     @cached_property
     def stacks(self) -> list[tuple[range, Pages]]:
         """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, and
-        which layers each has: consecutive layers of one form, at one distance in memory, as they
-        nearly always are. Only for caches in host memory."""
+        which layers each has: consecutive layers of one form, at one distance in one allocation.
+        Only for caches in host memory."""
+        # Between allocations numpy would put its own buffers, find that they overlap, and recurse.
+        owners = [cache.untyped_storage().data_ptr() for cache in self.caches]
         stacks = []
         for run in self.runs:
             steps = np.diff(self.addresses[run.start : run.stop]).tolist()
@@ -156,7 +158,11 @@ class PagedLayers:
             while start < run.stop:
                 step = steps[start - run.start] if start + 1 < run.stop else 0
                 end = start + 1
-                while end < run.stop and steps[end - 1 - run.start] == step:
+                while (
+                    end < run.stop
+                    and owners[end] == owners[start]
+                    and steps[end - 1 - run.start] == step
+                ):
                     end += 1
                 first = self.caches[start].numpy()
                 shape, strides = (end - start, *first.shape), (step, *first.strides)

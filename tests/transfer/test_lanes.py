@@ -28,6 +28,20 @@ def lane(device: torch.device) -> Lane:
     return open_lane(device)
 
 
+@ON_HOST
+@pytest.mark.parametrize("allocations", [1, 2, 4])
+def test_layers_are_copied_together_within_one_allocation_only(allocations: int) -> None:
+    memory = np.zeros((4, 5, 2, 8, 4), np.float32)  # what lies between layers belongs to others
+    if allocations == 1:
+        caches = list(torch.from_numpy(memory)[:, :4])
+    else:
+        each = [torch.from_numpy(part) for part in np.split(memory, allocations)]
+        caches = [layer[:4] for part in each for layer in part]
+    found = [part for part, _ in PagedLayers(caches).stacks]
+    count = 4 // allocations
+    assert found == [range(at, at + count) for at in range(0, 4, count)]
+
+
 @pytest.mark.parametrize(
     ("starts", "ids"),
     [
