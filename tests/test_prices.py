@@ -50,9 +50,7 @@ def test_private_addresses_have_no_price(endpoint: str) -> None:
     found = of(endpoint)
     assert found.is_free
     assert "private address" in found.source
-
-
-def test_folders_have_no_price() -> None:
+    assert not of("8.8.8.8").is_free
     assert of(bulk_url="file:///dev/null/kv").is_free
 
 
@@ -65,10 +63,6 @@ def test_reports_price_a_folder_as_s3_standard_whatever_the_endpoint(endpoint: s
     assert replace(found, gpu_hour=None) == LIST_PRICES
     found = priced(load_config(given | {"price_gb_month": "0.5"}, environ={}))
     assert (found.gb_month, found.per_1000_puts) == (0.5, LIST_PRICES.per_1000_puts)
-
-
-def test_public_addresses_have_one() -> None:
-    assert not of("8.8.8.8").is_free
 
 
 def test_settings_replace_what_the_endpoint_says() -> None:

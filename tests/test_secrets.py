@@ -1,13 +1,11 @@
 """Secrets are configured everywhere, and shown nowhere: not by commands, logs, errors or reprs."""
 
-import functools
 import gc
 import json
 import logging
 import re
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from html import escape
 from pathlib import Path
 from socket import socket
@@ -15,14 +13,11 @@ from socket import socket
 import pytest
 from typer.testing import CliRunner
 
-from objkv.assembly.backends import Backends, check_backends, describe_index, open_backends
+from objkv.assembly.backends import open_backends
 from objkv.cli.app import COMMANDS as ALL
 from objkv.cli.app import app
-from objkv.config import load_config, resolve_config
-from objkv.errors import ConfigError, ObjkvError
-from objkv.net.breaker import BreakerLimits
+from objkv.config import resolve_config
 from objkv.telemetry import MemoryRecorder
-from tests.contracts.index_contract import FIELD, NAMESPACE, chunk, prefix_hash, shard
 from tests.support.servers.listener import Listener
 
 IN_URL = "url/password+one"
@@ -205,69 +200,6 @@ def test_no_command_shows_a_secret(
     assert shown(logged()) == []
 
 
-def errors_of(backends: Backends) -> Iterator[BaseException]:
-    """What every call on both ends ends with."""
-    buffer = memoryview(bytearray(64))
-    key = "ns/aa/key"
-    stores = [backends.bulk, *([backends.hot] if backends.hot else [])]
-    calls: list[Callable[[], object]] = [
-        call
-        for store in stores
-        for call in (
-            store.check,
-            functools.partial(store.get, key),
-            functools.partial(store.get_into, key, buffer),
-            functools.partial(store.get_into, key, buffer, start=0),
-            functools.partial(store.head, key),
-            functools.partial(store.put, key, b"x"),
-            functools.partial(store.put_if_absent, key, b"x"),
-            functools.partial(store.delete, key),
-        )
-    ]
-    index = backends.index
-    calls += [
-        lambda: list(backends.bulk.scan("ns/")),
-        index.check,
-        index.namespaces,
-        lambda: index.lookup(NAMESPACE, [prefix_hash(1)]),
-        lambda: index.find(NAMESPACE, [prefix_hash(1)], [FIELD]),
-        lambda: list(index.scan(NAMESPACE)),
-        lambda: index.publish(chunk(), {FIELD: shard()}, ttl_s=60),
-        lambda: index.lease("name", "owner", ttl_ms=1000),
-        lambda: backends.admin.drop(NAMESPACE, prefix_hash(1)),
-    ]
-    for call in calls:
-        try:
-            call()
-        except ObjkvError as exc:
-            yield exc
-
-
-def told(error: BaseException) -> str:
-    """All that a log may show of an error."""
-    return f"{error!r} {error} " + "".join(traceback.format_exception(error))
-
-
-@pytest.mark.parametrize("world", WORLDS, indirect=True)
-def test_no_error_of_an_end_shows_a_secret(
-    world: dict[str, str], logged: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(
-        "objkv.assembly.backends.BreakerLimits", functools.partial(BreakerLimits, failures=1000)
-    )
-    config = load_config(environ=world)
-    with open_backends(config, MemoryRecorder()) as backends:
-        errors = list(errors_of(backends))
-        assert len(errors) > 15
-        assert [told(error) for error in errors if shown(told(error))] == []
-        with suppress(ConfigError):  # an end that does not answer is but a warning
-            check_backends(backends, config)
-    with pytest.raises(ObjkvError) as caught:
-        describe_index(config)
-    assert shown(told(caught.value)) == []
-    assert shown(logged()) == []
-
-
 @pytest.mark.parametrize("world", WORLDS, indirect=True)
 def test_no_object_of_the_wiring_shows_a_secret(world: dict[str, str]) -> None:
     resolved = resolve_config(environ=world)
@@ -284,32 +216,6 @@ def test_no_object_of_the_wiring_shows_a_secret(world: dict[str, str]) -> None:
         ]
         assert len(objects) > 10
         assert [type(one) for one in objects if shown(repr(one))] == []
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"OBJKV_INDEX_URL": f"rediss://u:{IN_URL}@[::1"},
-        {"OBJKV_S3_ENDPOINT_URL": f"https://me:{ENDPOINT_PASSWORD}@s3.example.com:port"},
-        {"OBJKV_REDIS_PASSWROD": IN_SETTING},
-        {"OBJKV_REDIS_PASSWORD": IN_SETTING, "OBJKV_TTL_S": "x"},
-        {"OBJKV_TTL_S": SECRET_KEY},
-        {"OBJKV_CODEC": SECRET_KEY},
-        {"OBJKV_TENANT": SECRET_KEY},
-        {"OBJKV_LOAD_MODE": SECRET_KEY},
-        {"OBJKV_AGENT_TOKEN": AGENT_TOKEN[:9]},
-        {"OBJKV_AGENT_TOKEN": AGENT_TOKEN, "OBJKV_AGENT_LISTEN": AGENT_TOKEN},
-    ],
-    ids=lambda wrong: " ".join(name.removeprefix("OBJKV_").lower() for name in wrong),
-)
-def test_no_wrong_setting_shows_a_secret(
-    wrong: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    for name, value in wrong.items():
-        monkeypatch.setenv(name, value)
-    ran = CliRunner().invoke(app, ["--debug", "doctor", "--json"])
-    assert shown(ran.stdout + ran.stderr) == []
 
 
 def test_what_tells_of_secrets_is_found() -> None:

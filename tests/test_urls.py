@@ -1,22 +1,18 @@
 """URLs of settings: what is understood, what is refused, and that no password ever shows."""
 
-import logging
 import os
 import re
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from unittest.mock import patch
 from urllib.parse import unquote
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from objkv import redact
 from objkv.assembly.backends import open_backends
-from objkv.cli.app import app
 from objkv.config import load_config, resolve_config
 from objkv.config.urls import FORMS, check_proxies, parse_url
 from objkv.errors import ConfigError, ObjkvError
@@ -230,24 +226,6 @@ def test_no_part_of_a_password_in_another_variable_is_shown(
         text += outcome(lambda: MetricsSource("http://far.example", deadline_s=1))
         text += outcome(lambda: check_proxies("https_proxy", "all_proxy"))
     assert shown(password, text) == []
-
-
-@pytest.mark.parametrize("password", ["QXZJ/QXZJ", "QXZJ%2FQXZJ", "Q?X#ZJ[QXZJ", "QXZJQXZJ"])
-@pytest.mark.parametrize("place", [place for place in _SETTINGS if "far" not in place[1]][:3])
-def test_doctor_shows_no_part_of_a_password(
-    place: tuple[str, str],
-    password: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    caplog.set_level(logging.DEBUG, logger="objkv")
-    monkeypatch.setenv("OBJKV_BULK_URL", f"file://{tmp_path}/kv")
-    monkeypatch.setenv(f"OBJKV_{place[0].upper()}", place[1].format(password))
-    for options in ((), ("--json",)):
-        ran = CliRunner().invoke(app, ["--debug", "doctor", *options])
-        assert ran.exit_code not in (0, 70)
-        assert shown(password, ran.stdout + ran.stderr + caplog.text) == []
 
 
 def test_an_endpoint_of_a_profile_is_not_shown(

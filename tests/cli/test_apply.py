@@ -61,13 +61,6 @@ def test_nothing_changes_without_apply(
     assert state(machine) != before
 
 
-def test_a_second_look_finds_nothing_left(run: Run, machine: Machine) -> None:
-    machine.index.drop(NAMESPACE, bytes.fromhex(machine.fill()[2]))
-    assert run("rebuild").code == 1
-    assert run("rebuild", "--apply").code == 0
-    assert run("rebuild").code == 0
-
-
 def test_every_command_with_a_dry_look_calls_it_the_same() -> None:
     found = {
         path.removeprefix("objkv ")

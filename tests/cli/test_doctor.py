@@ -38,16 +38,6 @@ def test_failures_come_first_with_what_to_do(run: Run, monkeypatch: pytest.Monke
     assert "bulk_url" not in ran.out, "a replica uses no store of its own"
 
 
-def test_an_index_that_does_not_answer_is_3_and_the_bulk_store_is_probed_all_the_same(
-    run: Run,
-) -> None:
-    ran = run("doctor", "--json", "--index-url", "redis://127.0.0.1:1")
-    assert ran.code == 3
-    statuses = {(check["area"], check["name"]): check["status"] for check in ran.document["checks"]}
-    assert statuses["index", "check"] == "unreachable"
-    assert statuses["bulk", "list"] == "ok"
-
-
 def test_a_bulk_store_that_is_no_folder_is_2(run: Run, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     ran = run("doctor", "--json", "--bulk-url", f"file://{tmp_path}/file/sub")

@@ -1,6 +1,9 @@
 """``objkv show``."""
 
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 from tests.cli.conftest import Machine, Run
 from tests.support.samples import CHUNK, NAMESPACE, save, save_identity
@@ -63,3 +66,25 @@ def test_a_beginning_of_several_lists_what_can_be_given_instead(
     choices = ran.err.strip().partition("; give one of ")[2].split(", ")
     assert sorted(choices) == sorted([digest, other])
     assert run("show", other).code == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict", "problem"),
+    [
+        (lambda own, other: own[:200] + bytes([own[200] ^ 1]) + own[201:], "corrupt", "header: "),
+        *((lambda own, other, n=n: own[:n], "corrupt", "") for n in (0, 1, 100, 4096, -1)),
+        (lambda own, other: own + b"x", "corrupt", "but the header states"),
+        (lambda own, other: other, "corrupt", "claims to be "),
+    ],
+)
+def test_every_damage_is_told(
+    run: Run, machine: Machine, change: Callable[..., bytes], verdict: str, problem: str
+) -> None:
+    save_identity(machine.bulk)
+    one, other, _ = save(machine.bulk, None)
+    machine.bulk.put(
+        one.path(), change(machine.bulk.get(one.path()), machine.bulk.get(other.path()))
+    )
+    ran = run("show", one.path(), "--json")
+    [payload] = ran.document["payloads"]
+    assert (ran.code, payload["verdict"], problem in payload["problem"]) == (1, verdict, True)

@@ -5,20 +5,7 @@ import pytest
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.ops.backends_view import PATIENCE_S, retrying
 from tests.contracts.flaky import FlakyStore
-from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.index.flaky_index import FlakyIndex
-
-
-def test_a_call_that_fails_for_a_while_succeeds() -> None:
-    slept: list[float] = []
-    inner = FlakyStore(MemoryStore())
-    store = retrying(inner, sleep=slept.append)
-    inner.fail_next(StoreUnavailable("busy"), times=4)
-    store.put("a", b"1")
-    assert store.get("a") == b"1"
-    assert len(slept) == 4
-    assert all(later > 0 for later in slept)
 
 
 def test_patience_ends() -> None:
@@ -46,14 +33,3 @@ def test_a_scan_that_breaks_off_is_an_error_and_not_the_end() -> None:
     inner.fail_next(StoreUnavailable("gone"))
     with pytest.raises(StoreUnavailable):
         list(scan)
-
-
-def test_an_index_is_asked_again_too() -> None:
-    inner = FlakyIndex(MemoryIndex())
-    inner.error = StoreUnavailable("busy")
-
-    def mend(_: float) -> None:
-        inner.error = None
-
-    assert retrying(inner, sleep=mend).lookup("n" * 32, [bytes(20)]) == [None]
-    assert inner.calls == ("lookup", "lookup")

@@ -108,11 +108,6 @@ SETTINGS = {
 }
 
 
-# Reports.
-
-CHAT, CODE = "a" * 32, "b" * 32
-
-
 @cache
 def sample_report() -> AuditReport:
     document = json.loads(Path(__file__).with_name("audit_report.json").read_text("utf-8"))

@@ -13,13 +13,12 @@ import pytest
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.ops.warm.endpoint import Endpoint
 from objkv.ops.warm.lookup import PromptLookup
-from objkv.ops.warm.prompts import Chat, WarmPrompt
+from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
 from objkv.ops.warm.run import Task, TaskQueue, WarmJob, warm_by
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.ops.warm.fake_vllm import (
-    LONGEST,
     FakeVllm,
     Gate,
     Handler,
@@ -72,38 +71,10 @@ def test_everything_is_computed_once_and_stored_when_it_is_done(place: Place) ->
     assert server.together[1] == (server.real[0].tokens,)
 
 
-def test_equal_prompts_are_computed_once(place: Place) -> None:
-    with FakeVllm(place) as server:
-        report = Run(place, server)(prompts_of(SHARED, SHARED, SHARED[:CHUNK], SHARED))
-    assert len(server.real) == 1
-    assert report.warmed == 4
-
-
-def test_salts_share_nothing(place: Place) -> None:
-    prompts = [WarmPrompt("plain", tokens=SHARED), WarmPrompt("salted", tokens=SHARED, salt="acme")]
-    with FakeVllm(place) as server:
-        report = Run(place, server)(prompts)
-    assert (report.warmed, len(server.real)) == (2, 2)
-    assert place.stored(SHARED, "acme") == place.stored(SHARED) == 2
-
-
 def test_a_prompt_of_another_model_or_an_adapter_is_refused(place: Place) -> None:
     with FakeVllm(place) as server, pytest.raises(ConfigError, match="p0: model lawyer is not"):
         Run(place, server)(prompts_of(SHARED, model="lawyer"))
     assert server.real == []
-
-
-def test_text_and_messages_are_tokenized_by_the_endpoint(place: Place) -> None:
-    words = " ".join(map(str, SHARED))
-    prompts = [
-        WarmPrompt("text", text=words),
-        WarmPrompt("chat", chat=Chat(({"role": "user", "content": " ".join(map(str, tail(3)))},))),
-    ]
-    with FakeVllm(place) as server:
-        report = Run(place, server)(prompts)
-    assert report.warmed == 2
-    assert place.stored(SHARED) == 2
-    assert place.stored(tail(3)) == 1
 
 
 @pytest.mark.parametrize(
@@ -131,13 +102,6 @@ def test_a_prompt_that_always_fails_is_named_and_the_rest_is_done(place: Place) 
     assert "HTTP 500: engine trouble" in report.failures[0].why
     assert not report.is_complete
     assert sum(one.tokens == broken for one in server.real) == QUICK.attempts_max
-
-
-def test_a_prompt_that_is_too_long_is_not_asked_twice(place: Place) -> None:
-    with FakeVllm(place) as server:
-        report = Run(place, server)(prompts_of(range(LONGEST), SHARED))
-    assert (report.warmed, report.failed, report.retries) == (1, 1, 0)
-    assert "maximum context length" in report.failures[0].why
 
 
 def test_a_prompt_that_is_computed_and_never_saved_has_failed(place: Place) -> None:
