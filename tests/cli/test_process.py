@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -112,29 +111,6 @@ def test_a_reader_that_goes_away_is_not_what_a_check_found() -> None:
     assert process.stderr is not None
     with process.stderr:
         assert process.stderr.read() == b""
-
-
-def test_an_interrupt_ends_with_130() -> None:
-    process = subprocess.Popen(
-        [str(OBJKV), "match"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdin is not None
-    # Its reading shows that it started: more than a pipe holds cannot be sent before that.
-    process.stdin.write("1 " * 200_000)
-    process.stdin.flush()
-    process.send_signal(signal.SIGINT)
-    # A signal between two reads of Python's own loop is noticed when the reading ends: let it end.
-    # A second interrupt instead could meet the end of the first.
-    process.stdin.close()
-    assert process.wait(280) == 130
-    assert process.stderr is not None
-    assert process.stderr.read() == "objkv: interrupted\n"
-    assert process.stdout is not None
-    process.stdout.close()
 
 
 def ran_by_a_shell(arguments: str, **environ: str) -> subprocess.CompletedProcess[bytes]:

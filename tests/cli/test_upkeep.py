@@ -281,17 +281,6 @@ def test_what_did_not_look_at_everything_is_not_fine(
     assert run(command).out.endswith("incomplete, interrupted\n")
 
 
-def test_leftovers_of_killed_writers_are_swept_by_age(run: Run, ends: Backends, home: Path) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=2))
-    folder = home / "objkv" / "chunks" / Path(planted["good"][0]).parent
-    for name, age_s in {"~tmp-1-a": 90_000, "~tmp-1-b": 10}.items():
-        (folder / name).write_bytes(b"half")
-        os.utime(folder / name, (time.time() - age_s, time.time() - age_s))
-    document = run("sweep", "--apply", "--json").document
-    assert [key.rpartition("/")[2] for key in found(document)["temporary"]] == ["~tmp-1-a"]
-    assert sorted(path.name for path in folder.glob("~*")) == ["~tmp-1-b"]
-
-
 def test_people_see_what_was_found(run: Run, ends: Backends) -> None:
     planted = DamagedStore(ends).plant(Defects(good=8, frame=1, orphan=1))
     said = run("verify", "--all").out
@@ -395,18 +384,6 @@ def test_a_sweep_of_one_namespace_keeps_it_if_the_other_side_has_nothing_of_it(
     assert run("verify", "--all", "--json").document["checked"] == 8
 
 
-def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Backends) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=4, unidentified=30))
-    assert found(run("sweep", "--grace", "0", "--json").document) == {
-        "unidentified": planted["unidentified"]
-    }
-    sweep = ("sweep", "--apply", "--grace", "0")
-    kept = run(*sweep)
-    assert (kept.code, "30 unidentified kept: add --unidentified" in kept.out) == (1, True)
-    swept = run(*sweep, "--unidentified", "--json")
-    assert (swept.code, swept.document["removed"]) == (0, 30)
-
-
 def test_of_a_bucket_with_earlier_formats_alone_no_rebuild_is_advised(
     run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -460,15 +437,6 @@ def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> No
     ran = run("rebuild", "--apply", "--json")
     assert (ran.code, ran.document["restored"], ran.document["corrupt"]) == (0, 4, 0)
     assert old not in ends.index.namespaces()
-
-
-def test_a_sweep_that_leaves_what_is_being_written_has_done_its_work(
-    run: Run, ends: Backends
-) -> None:
-    [path] = DamagedStore(ends).plant(Defects(good=4, orphan=1))["orphan"]
-    assert ends.index.lease(path, "a writer", ttl_ms=600_000)
-    ran = run("sweep", "--apply", "--grace", "0")
-    assert (ran.code, "kept: 1 busy" in ran.out) == (0, True)
 
 
 def advice(report: Any) -> dict[str, list[list[str]]]:

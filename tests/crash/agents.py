@@ -5,11 +5,10 @@ memory of a killed worker does not come back, a payload that the agent accepted 
 is not stored, or a payload is stored in part or indexed without being stored. Workers may be ranks
 of a replica, each of which hands over a part of each payload. The arena has room for few more
 payloads than one worker reads, so a lease that is lost shows as a load that fails. Below it is a
-disk with room for even fewer, whose files are damaged now and then.
+disk with room for even fewer.
 """
 
 import argparse
-import os
 import random
 import subprocess
 import sys
@@ -17,14 +16,13 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias
 
 from objkv.agent.client import AgentConnection
-from objkv.agent.disk import FOLDER
 from objkv.agent.messages import Claims, OpenRequest, Urgency, pack_open_request
 from objkv.codec.payload import Claim
 from objkv.errors import ObjkvError
@@ -53,7 +51,6 @@ from tests.support.plans import unpacked
 from tests.support.waiting import wait_until
 
 CHUNKS = 4
-_DAMAGED = 0.3
 _LATEST_S = 4e-3
 """A load takes about this long."""
 
@@ -102,7 +99,6 @@ class AgentRounds:
         )
         stack.callback(store.close)
         stack.callback(index.close)
-        self._disk = folder / "disk" / FOLDER
         self._writer = Replica(store, index, seed=1).keep()  # type: ignore[arg-type]
         self._writer.save(range(CHUNKS))
         self._reader = Replica(store, index, seed=2).keep()  # type: ignore[arg-type]
@@ -131,8 +127,6 @@ class AgentRounds:
 
     def run(self) -> None:
         """One round. Raises ``Violation``."""
-        if self._random.random() < _DAMAGED:
-            self._damage()
         kinds = {
             "agent": self._kill_agent,
             "worker": self._kill_worker,
@@ -293,25 +287,6 @@ class AgentRounds:
         child.kill()
         child.wait()
         child.stdout.close()
-
-    def _damage(self) -> None:
-        """Change or cut a file on the agent's disk."""
-        files = sorted(self._disk.glob("*.plain"))
-        if not files:
-            return
-        with suppress(FileNotFoundError), self._random.choice(files).open("r+b") as file:
-            size = file.seek(0, os.SEEK_END)
-            if not size:  # cut before
-                return
-            at = self._random.randrange(size)
-            if self._random.random() < 1 / 2:
-                file.truncate(at)
-            else:
-                file.seek(at)
-                byte = file.read(1)[0]
-                file.seek(at)
-                file.write(bytes([byte ^ 1 << self._random.randrange(8)]))
-            self.seen["damaged files"] += 1
 
     def _load_all(self) -> None:
         """A load must come right again, soon."""

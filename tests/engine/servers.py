@@ -156,15 +156,10 @@ class Server:
             seconds=time.monotonic() - started,
         )
 
-    def page(self) -> str:
-        """What Prometheus reads of it."""
-        with self._http.open(f"{self.url}/metrics", timeout=ANSWER_S) as response:
-            page: str = response.read().decode()
-        return page
-
     def metrics(self) -> dict[str, float]:
         """Its counters by name, as Prometheus would read them, summed over labels."""
-        lines = self.page().splitlines()
+        with self._http.open(f"{self.url}/metrics", timeout=ANSWER_S) as response:
+            lines = response.read().decode().splitlines()
         values: dict[str, float] = {}
         for line in lines:
             if not line.startswith("#") and line.split("{")[0].split(" ")[0].endswith("_total"):

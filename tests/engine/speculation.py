@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.engine.model import SIZES, VOCABULARY, folder, make_once
+from tests.engine.model import SIZES, folder, make_once
 
 TOKENS = 3
 """Tokens that a draft proposes per step."""
@@ -51,7 +51,6 @@ def _save_all(place: Path) -> None:
     config = json.loads((place / "target" / "config.json").read_text())
     weights = {name: tensor.contiguous() for name, tensor in target.state_dict().items()}
     _save_eagle(place / "eagle", config, weights)
-    _save_eagle3(place / "eagle3", config)
     _save_dflash(place / "dflash")
     _save_mtp(place / "glm4_moe")
 
@@ -82,26 +81,6 @@ def _random(*shape: int) -> Any:
     import torch
 
     return torch.randn(*shape) * 0.08
-
-
-def _save_eagle3(place: Path, config: dict[str, Any]) -> None:
-    import torch
-
-    attention = {f"midlayer.self_attn.{name}_proj.weight": _random(256, 512) for name in "qkv"}
-    mlp = {f"midlayer.mlp.{name}_proj.weight": _random(256, 256) for name in ("gate", "up", "down")}
-    names = (
-        "midlayer.hidden_norm",
-        "midlayer.input_layernorm",
-        "midlayer.post_attention_layernorm",
-    )
-    norms = {f"{name}.weight": torch.ones(256) for name in (*names, "norm")}
-    others = {
-        "midlayer.self_attn.o_proj.weight": _random(256, 256),
-        "fc.weight": _random(256, 768),
-        "lm_head.weight": _random(VOCABULARY, 256),
-    }
-    more = {"draft_vocab_size": VOCABULARY, "eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
-    _write(place, config | more | {"num_hidden_layers": 1}, attention | mlp | norms | others)
 
 
 def _save_dflash(place: Path) -> None:

@@ -271,7 +271,7 @@ def _scale(folder: Path, name: str) -> None:
 
 def _drafts() -> list[Row]:
     rows = []
-    for method in ("draft_model", "eagle", "eagle3", "dflash", "mtp"):
+    for method in ("draft_model", "eagle", "dflash", "mtp"):
         # vLLM drops the last block of each match of its own for drafts that continue hidden states.
         loaded = tuple(n - BLOCK * (method != "draft_model") for n in TWO_LOADED)
         rows.append(

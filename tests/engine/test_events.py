@@ -1,6 +1,5 @@
 """KV events of real engines: what routers hear of the stores, beside those of the device."""
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import pytest
 
 from tests.engine.fleet import CHUNK, NUMBERS_TOLD, SharedStore, one_by_one
 from tests.engine.harness import run_replica
-from tests.engine.job import Call, Generate, Job, Prompt, ResetPrefixCache, Settle, Step
+from tests.engine.job import Call, Job, Prompt, ResetPrefixCache, Step
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
 
@@ -17,7 +16,6 @@ CHUNKS = 3
 PLAIN = prompt_of(CHUNKS * CHUNK + 9)
 UNKNOWN = prompt_of(CHUNKS * CHUNK + 9, seed=1)
 EVENTS: dict[str, Any] = {"kv_events_config": {"enable_kv_cache_events": True, "publisher": "null"}}
-FIRST_S = 120.0
 LISTEN = Call(function="tests.engine.test_events:listen")
 HEARD = Call(function="tests.engine.test_events:heard")
 _BATCHES: list[Any] = []
@@ -34,32 +32,6 @@ def heard(_llm: Any) -> list[dict[str, Any]]:
     batches = list(_BATCHES)
     _BATCHES.clear()
     return [plain(event) for batch in batches for event in batch.events]
-
-
-def subscribe(_llm: Any, endpoint: str) -> None:
-    """Listen as a router does."""
-    import zmq
-
-    socket = zmq.Context.instance().socket(zmq.SUB)
-    socket.connect(endpoint)
-    socket.setsockopt(zmq.SUBSCRIBE, b"")
-    _BATCHES.append(socket)
-    time.sleep(5)  # until both know of each other; nothing is kept for who comes late
-
-
-def received(_llm: Any, seconds: float) -> list[dict[str, Any]]:
-    """What came on the wire, until nothing came for so long; the first may take longer."""
-    import msgspec
-    from vllm.distributed.kv_events import KVEventBatch
-
-    (socket,) = _BATCHES
-    decoder = msgspec.msgpack.Decoder(KVEventBatch)
-    events = []
-    while socket.poll((seconds if events else FIRST_S) * 1000):
-        _, _, payload = socket.recv_multipart()
-        events += [plain(event) for event in decoder.decode(payload).events]
-    socket.close(0)
-    return events
 
 
 def plain(event: Any) -> dict[str, Any]:
@@ -88,24 +60,6 @@ def events(folder: Path) -> Values:
         "reader": run_replica(reads, folder),
         "alone": run_replica(Job(steps=told(PLAIN), engine=EVENTS), folder),
     }
-
-
-@scenario
-def published_by_two_ranks(folder: Path) -> Values:
-    store, endpoint = SharedStore(folder / "store"), f"ipc://{folder}/events"
-    config = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
-    steps = (
-        Call(function="tests.engine.test_events:subscribe", arguments={"endpoint": endpoint}),
-        Generate(prompts=(PLAIN,)),
-        Settle(seconds_max=10),
-        NUMBERS_TOLD,
-        Call(function="tests.engine.test_events:received", arguments={"seconds": 5}),
-    )
-    ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    job = store.job(*steps, engine=ranks | {"kv_events_config": config}).model_copy(
-        update={"processes": True}
-    )
-    return {"pair": run_replica(job, folder)}
 
 
 def of(replica: str, answer: int, medium: str = "STORAGE") -> list[dict[str, Any]]:
@@ -147,12 +101,3 @@ def test_a_hit_is_told_once_and_a_miss_is_not() -> None:
 
 def test_the_device_is_told_of_as_without_objkv() -> None:
     assert of("writer", 0, "GPU") == of("alone", 0, "GPU")
-
-
-def test_what_two_ranks_saved_is_told_once_on_the_wire() -> None:
-    (heard,) = [a for a in published_by_two_ranks()["pair"].answers if isinstance(a, list)]
-    told = [event for event in heard if event["medium"] == "STORAGE"]
-    device = [event for event in heard if event["medium"] == "GPU"]
-    assert len(told) == CHUNKS
-    assert set(blocks(told)) <= set(blocks(device))
-    assert len(set(blocks(told))) == len(blocks(told)) == CHUNKS * CHUNK // 32

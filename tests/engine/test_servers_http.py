@@ -4,7 +4,7 @@ import itertools
 import re
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +22,6 @@ from tests.engine.loglines import objkv_errors
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
 from tests.engine.servers import PATIENT, Answer, Server
-from tests.monitoring.prometheus import need_prometheus, prometheus, serving
-from tests.monitoring.queries import dashboard_queries, selectors
 from tests.support.agents import AgentProcess
 from tests.support.servers.ceph import ceph_missing, ceph_radosgw
 from tests.support.servers.redis import RedisServer, valkey_server, wait_until
@@ -162,7 +160,6 @@ def an_outage_and_an_end(folder: Path) -> Values:
     ):
         for server in (one, two):
             server.wait_until_ready()
-        pages = {"idle": [one.page(), two.page()]}
 
         answers["one shared"] = one.complete(SHARED)
         wait_until_indexed(valkey, one, SHARED)
@@ -170,7 +167,6 @@ def an_outage_and_an_end(folder: Path) -> Values:
         for server in (one, two):  # numbers of threads are told with the next step
             server.complete(probe(next(numbers)))
         metrics = two.metrics()
-        pages["busy"] = [one.page(), two.page()]
         spans = spans_of_the_load(collector)
 
         valkey.kill()
@@ -206,7 +202,6 @@ def an_outage_and_an_end(folder: Path) -> Values:
         "cached": {name: answer.cached_tokens for name, answer in answers.items()},
         "seconds": [seconds for several in waited for seconds in several],
         "metrics": metrics,
-        "pages": pages,
         "spans": spans,
         "early": early,
         "ends": ends,
@@ -277,29 +272,6 @@ def test_the_trace_that_came_with_a_request_has_its_lookup_and_its_load() -> Non
     assert len(ids) == 1
     (vllm,) = by_name["llm_request"]
     assert ids.pop().startswith(vllm["attributes"]["gen_ai.request.id"])
-
-
-def test_every_panel_of_the_dashboard_shows_something_of_real_servers(tmp_path: Path) -> None:
-    need_prometheus()
-    pages = an_outage_and_an_end()["pages"]
-    each = zip(pages["idle"], pages["busy"], strict=True)
-    with ExitStack() as stack:
-        replicas = [stack.enter_context(serving(both)) for both in each]
-        targets = {"vllm": replicas, "objkv": replicas[:1], "objkv-agent": []}
-        server = stack.enter_context(prometheus(tmp_path, targets))
-        wait_until(lambda: server.scraped("vllm", 3), "scrapes", bound_s=NOTICED_S)
-        empty = [
-            name
-            for name, query in dashboard_queries()
-            if any(
-                (metric or pattern or "").startswith("vllm:")
-                for metric, pattern, _ in selectors(query)
-            )
-            and not server.query(query)
-        ]
-        (hit_rate,) = server.query(dict(dashboard_queries())["objkv's hit rate: A"])
-    assert empty == []
-    assert 0 < float(hit_rate["value"][1]) < 1
 
 
 def test_without_an_index_servers_go_on_alone_and_say_so_once_and_share_again_with_it() -> None:

@@ -38,7 +38,6 @@ from tests.support.samples import (
     RIGHT,
     save,
     save_identity,
-    save_in_format,
 )
 
 DAY_S = 86_400
@@ -229,16 +228,6 @@ def test_an_old_epoch_is_one_also_where_it_alone_is_audited() -> None:
     report = Auditor(bulk, index, only=NAMESPACE).all()
     assert counts(Auditor(bulk, index).all()) == counts(report) == {"old_epoch": 1}
     assert [one.namespace for one in report.namespaces] == [NAMESPACE]
-
-
-@pytest.mark.parametrize("is_own_index", [True, False])
-def test_payloads_of_an_earlier_format_are_old_and_not_corrupt(is_own_index: bool) -> None:
-    bulk = MemoryStore()
-    name = save_in_format(bulk, 1)
-    report = Auditor(bulk, MemoryIndex(), is_own_index=is_own_index).all()
-    assert counts(report) == {"old_epoch": 1}
-    problem = "from an earlier weights_epoch or format; objkv sweep --apply deletes it"
-    assert f"{name}: {problem}" in report.problems
 
 
 @pytest.mark.parametrize("namespace", ["current", "old epoch", "unidentified"])

@@ -1,12 +1,10 @@
 """The doctor's report: settings with sources, checks, one verdict."""
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from objkv.assembly.backends import open_backends
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
 from objkv.index.base import ServerFacts
@@ -14,7 +12,6 @@ from objkv.ops.doctor import settings as module
 from objkv.ops.doctor.doctor import DoctorReport, Openers, examine
 from objkv.ops.doctor.probes import Check
 from objkv.ops.doctor.settings import check_engine, check_login, check_privacy, check_transport
-from objkv.telemetry import NullRecorder
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import agent_folder
@@ -250,17 +247,3 @@ def test_folders_that_other_users_reach_are_warnings(
     assert found_index.fix == f"chmod o-rwx {tmp_path}"
     tmp_path.chmod(0o1777)
     assert check_privacy(config)[1].status == "ok", "only its owner can replace it"
-
-
-def test_the_default_place_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("OBJKV_BULK_URL", raising=False)
-    old = os.umask(0)
-    try:
-        with open_backends(Config(), NullRecorder()) as backends:
-            backends.bulk.put("ns/value", b"")
-            backends.index.check()
-    finally:
-        os.umask(old)
-    assert (tmp_path / "objkv").stat().st_mode & 0o777 == 0o700
-    assert [check.status for check in check_privacy(Config())] == ["ok", "ok"]

@@ -46,15 +46,6 @@ def _watched(browser: Browser, page: Path) -> Iterator[Browser]:
     assert [url for url in asked if not url.startswith(("file:", "data:"))] == []
 
 
-def test_a_page_that_asked_somebody_would_be_noticed(browser: Browser, tmp_path: Path) -> None:
-    page = tmp_path / "asking.html"
-    page.write_text('<!doctype html><img src="http://127.0.0.1:9/x"><script>nothing()</script>')
-    browser.open(page)
-    browser.until("document.readyState === 'complete'")
-    assert "http://127.0.0.1:9/x" in browser.requests()
-    assert any("nothing is not defined" in told for told in browser.complaints())
-
-
 def test_a_script_that_got_into_the_page_would_not_run(browser: Browser, tmp_path: Path) -> None:
     page = tmp_path / "pierced.html"
     hole = "<script>document.title = 'pierced'</script><img src='http://127.0.0.1:9/y'></main>"
