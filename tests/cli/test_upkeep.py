@@ -402,8 +402,10 @@ def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Bac
     }
     sweep = ("sweep", "--apply", "--grace", "0")
     kept = run(*sweep)
-    assert (kept.code, "30 unidentified kept: add --unidentified" in kept.out) == (1, True)
-    swept = run(*sweep, "--unidentified", "--json")
+    told = "30 unidentified kept: objkv sweep --apply --unidentified -n NS deletes those of"
+    assert (kept.code, told in kept.out) == (1, True)
+    name = planted["unidentified"][0].partition("/")[0]
+    swept = run(*sweep, "--unidentified", "-n", name, "--json")
     assert (swept.code, swept.document["removed"]) == (0, 30)
 
 
