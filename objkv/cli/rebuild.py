@@ -49,7 +49,8 @@ def rebuild(
             run.run("listing payloads", walk.payloads())
             work = Rebuild(run.view, apply=apply)
             run.run("restoring records", work.parts(inventory, found))
-            run.run("looking for records lost since", work.lost(inventory, found))
+            if apply:
+                run.run("restoring records lost since", work.parts(inventory, found, lost=True))
             run.run("restoring pins and totals", work.namespaces(found))
         if not found and run.pool.ending == "complete" and not session.out.machine:
             run.report_nothing()
