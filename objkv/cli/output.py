@@ -120,14 +120,14 @@ class Printer:
         otherwise as a line for each."""
         with self._progress.status("") as status:
 
-            def tell(name: str, stage: str) -> None:
+            def report_stage(name: str, stage: str) -> None:
                 text = Text(printable(f"{name}: {stage}"))
                 if self._progress.is_terminal:
                     status.update(text)
                 else:
                     self._progress.print(text, soft_wrap=True)
 
-            yield tell
+            yield report_stage
 
     def waiting(self, what: str) -> AbstractContextManager[object]:
         """Return a context manager that shows a spinner on a terminal."""

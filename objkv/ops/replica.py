@@ -16,7 +16,7 @@ from objkv.ops.programs import Program
 Replica = Literal["R", "A", "B"]
 Shape = Literal["normal", "small", "gpu"]
 """Of a random model. The first two are for CPUs too; the last has the shape of Llama 3.2 1B."""
-Tell = Callable[[str, str], None]
+ReportStage = Callable[[str, str], None]
 """``(replica, stage)``: called when a stage begins."""
 
 VOCABULARY: Final = 1024
@@ -109,17 +109,22 @@ class ReplicaEvent(_Value):
 
 
 def live(
-    setup: ReplicaSetup, log: Path, settings: Mapping[str, str], tell: Tell, *, bound_s: float
+    setup: ReplicaSetup,
+    log: Path,
+    settings: Mapping[str, str],
+    report_stage: ReportStage,
+    *,
+    bound_s: float,
 ) -> tuple[list[ReplicaAnswer], ReplicaEnd]:
     """Run one replica from start to exit. Raises ``ProgramFailed``, also after ``bound_s``."""
     name, answers, end = REPLICAS[setup.role], list[ReplicaAnswer](), None
     arguments = ("-m", "objkv.programs.replica", setup.model_dump_json())
-    tell(name, "starting Python")
+    report_stage(name, "starting Python")
     with Program(name, arguments, log, settings) as program:
         for line in program.lines(bound_s=bound_s):
             event = ReplicaEvent.model_validate_json(line)
             if event.stage is not None:
-                tell(name, event.stage)
+                report_stage(name, event.stage)
             if event.answer is not None:
                 answers.append(event.answer)
             end = event.end

@@ -71,7 +71,7 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
         *,
         bound_s: float,
     ) -> tuple[list[ReplicaAnswer], ReplicaEnd]:
-        tell(setup.role, "starting")
+        report_stage(setup.role, "starting")
         assert ("OBJKV_BULK_URL" in settings) == (setup.role != "R")
         return [], ReplicaEnd(engine="vLLM 0.32.0", device="2 cores", load_failures=0)
 
