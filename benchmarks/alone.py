@@ -11,7 +11,7 @@ import typer
 
 from benchmarks.harness import BenchRow, BenchSetting, Section, Target, machine
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.demo import Steps, print_failure
+from objkv.cli.demo import print_failure
 from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder
 from objkv.errors import ConfigError
@@ -68,19 +68,16 @@ def run_work(session: Session, work: Work, options: BenchOptions) -> int:
     """Run ``work``, show its report and return the exit code."""
     if options.check and options.quick:
         raise ConfigError("--check needs full sizes: remove --quick")
-    where, steps = machine(), Steps()
+    where = machine()
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="objkv-bench-") as folder:
         models = cache_folder() / "demo" / "models"
-        setting = BenchSetting(
-            options.rounds, options.quick, Path(folder), steps.report_stage, models
-        )
         try:
-            with steps.shown():
-                section = work(setting)
-        except ProgramFailed as exc:
-            # The log is deleted with the temporary folder, so its last lines are shown here.
-            sys.stderr.write(f"objkv: {exc.what}; the last lines of its log:\n")
-            print_failure(exc.tail())
+            with session.out.stages() as report_stage:
+                section = work(
+                    BenchSetting(options.rounds, options.quick, Path(folder), report_stage, models)
+                )
+        except ProgramFailed as exc:  # its log is deleted with the folder
+            print_failure(exc.what, exc)
             return FOUND
     if session.out.machine:
         rows = [{**plain(row), "ok": row.ok} for row in section.rows]

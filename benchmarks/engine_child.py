@@ -13,13 +13,9 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from objkv.ops.demo import VOCABULARY, Size
-from objkv.programs.demo_replica import (
-    DemoEngine,
-    device,
-    engine_arguments,
-    make_model,
-)
+from objkv.ops.demo import Size
+from objkv.ops.replica import VOCABULARY
+from objkv.programs.replica import ReplicaEngine, device, engine_arguments, make_model
 
 Connector = Literal["none", "objkv", "objkv-loads", "example", "example-loads"]
 """``-loads``: a second replica, which only loads what the first one saved."""
@@ -88,7 +84,7 @@ class Engine:
         import vllm
 
         self._llm: Any = vllm.LLM(**_arguments(job))
-        self._demo = DemoEngine(self._llm)
+        self._demo = ReplicaEngine(self._llm)
         self.ready = Ready(engine=f"vLLM {vllm.__version__}", device=device())
 
     def do(self, order: Order) -> Took:
@@ -125,8 +121,8 @@ class Engine:
 
 def _arguments(job: EngineJob) -> dict[str, Any]:
     """What ``vllm.LLM`` is called with."""
-    arguments = engine_arguments(make_model(job.models, job.size), job.longest) | {
-        "hf_overrides": {"max_position_embeddings": job.longest},
+    model = make_model(job.models, job.size, job.longest)
+    arguments = engine_arguments(str(model), job.longest) | {
         "disable_log_stats": True,
     }
     if job.connector.startswith("example"):

@@ -21,15 +21,20 @@ from scripts import (
 )
 
 IN_PART = (write_api, write_cli, write_metrics, write_models, write_rights)
-NAMES = re.compile(r"<!-- end of (.+) -->")
+ENDS = re.compile(r"<!-- end of (.+) -->")
 
 
 def filled(path: Path, blocks: dict[str, str]) -> str:
     """The text of a page with these blocks. Raises ``SystemExit`` if it has others."""
     text = path.read_text(encoding="utf-8")
-    if wrong := set(NAMES.findall(text)) ^ blocks.keys():
+    wrong = set(ENDS.findall(text)) ^ blocks.keys()
+    for name in blocks:
+        begins, ends = (text.split(f"<!-- {one} -->\n") for one in (name, f"end of {name}"))
+        if (len(begins), len(ends)) != (2, 2) or len(begins[0]) > len(ends[0]):
+            wrong.add(name)
+    if wrong:
         names = ", ".join(sorted(wrong))
-        raise SystemExit(f"{path}: add or delete the two comments around these blocks: {names}")
+        raise SystemExit(f"{path}: mend the two comments around these blocks: {names}")
     for name, block in blocks.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->"
         head, _, rest = text.partition(begin)

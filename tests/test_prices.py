@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import pytest
 
-from objkv.cli.options import priced
 from objkv.config import load_config
 from objkv.config.prices import LIST_PRICES, Prices, prices_of
 
@@ -59,9 +58,10 @@ def test_reports_price_a_folder_as_s3_standard_whatever_the_endpoint(endpoint: s
     given = {"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}
     if endpoint is not None:
         given["s3_endpoint_url"] = f"https://{endpoint}"
-    found = priced(load_config(given, environ={}))
+    found = prices_of(load_config(given, environ={}), folder=LIST_PRICES)
     assert replace(found, gpu_hour=None) == LIST_PRICES
-    found = priced(load_config(given | {"price_gb_month": "0.5"}, environ={}))
+    config = load_config(given | {"price_gb_month": "0.5"}, environ={})
+    found = prices_of(config, folder=LIST_PRICES)
     assert (found.gb_month, found.per_1000_puts) == (0.5, LIST_PRICES.per_1000_puts)
 
 

@@ -16,7 +16,7 @@ from objkv.cache.switch import (
     set_switch,
 )
 from objkv.cli.command import FINE, Session, command, require_role
-from objkv.cli.options import this_user, time_option
+from objkv.cli.options import Namespace, this_user, time_option
 from objkv.errors import ConfigError
 from objkv.ops.formats import span
 from objkv.ops.listing import find_namespace
@@ -47,10 +47,7 @@ def admission(
         float | None,
         time_option("Duration of the order", "--for", least=1, most=_LASTS_S_MAX, shown="1h"),
     ] = None,
-    namespace: Annotated[
-        str | None,
-        typer.Option("--namespace", "-n", help="Only replicas of this namespace.", metavar="NAME"),
-    ] = None,
+    namespace: Namespace = None,
 ) -> int:
     """Switch loads off or on in running replicas, for a limited time.
 

@@ -107,8 +107,19 @@ class Commands(TyperGroup):
                     [(name.ljust(width), sentence) for name, (_, sentence) in entries.items()]
                 )
 
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        """Read the options of ``objkv`` itself; not while a word is completed, because that would
+        import pydantic."""
+        if not ctx.resilient_parsing:
+            return super().parse_args(ctx, args)
+        ctx._opt_prefixes.update(("-", "--"))
+        ctx._protected_args, ctx.args = args[:1], args[1:]
+        return ctx.args
+
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """``objkv help [COMMAND]`` and ``objkv version`` are the options of that name."""
+        if ctx.resilient_parsing:  # a word is completed: after help, the name of a command
+            return super().resolve_command(ctx, args)
         if args[0] == "version":
             _print_version(True)
         if args[0] == "help":

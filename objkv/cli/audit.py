@@ -13,9 +13,9 @@ import typer
 from objkv import __version__
 from objkv.assembly.backends import read_lifecycle
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.options import check_file
+from objkv.cli.options import Namespace, check_file
 from objkv.cli.output import Printer, counted, plain
-from objkv.cli.upkeep import OneNamespace, upkeep
+from objkv.cli.upkeep import upkeep
 from objkv.config.prices import audit_prices
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import (
@@ -255,7 +255,7 @@ _HEADLINES = {
 @command
 def audit(
     session: Session,
-    namespace: OneNamespace = None,
+    namespace: Namespace = None,
     html: Annotated[
         Path | None,
         typer.Option(help="Also write the report to this file as one HTML page.", metavar="FILE"),

@@ -5,15 +5,11 @@ import json
 import shlex
 import shutil
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 
 from objkv.assembly.backends import open_backends
 from objkv.cli.command import FINE, FOUND, INTERRUPTED, Session, command, ending_in_order
@@ -21,7 +17,6 @@ from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder, load_config
 from objkv.errors import ConfigError, pip_install
 from objkv.ops.demo import (
-    CONNECTOR,
     DemoFolder,
     DemoReport,
     DemoRow,
@@ -33,49 +28,12 @@ from objkv.ops.demo import (
 from objkv.ops.doctor.settings import installed_version
 from objkv.ops.formats import printable, size
 from objkv.ops.programs import ProgramFailed
+from objkv.ops.replica import CONNECTOR
 from objkv.telemetry import NullRecorder
 
 _COLUMNS = (
     "prompt", ">tokens", ">served by objkv", ">recompute", ">A", ">B", ">speed-up", "same answer",
 )  # fmt: skip
-
-
-class Steps:
-    """Progress on standard error: a spinner on a terminal, otherwise one line per stage."""
-
-    def __init__(self) -> None:
-        self._console = Console(stderr=True, highlight=False)
-        self._status = self._console.status("") if self._console.is_terminal else None
-        self._name = ""
-        self._started = 0.0
-
-    def report_stage(self, name: str, stage: str) -> None:
-        """Show that ``name`` begins ``stage``. A new name ends the previous one."""
-        if name != self._name:
-            self._finish()
-            self._name, self._started = name, time.monotonic()
-        if self._status is None:
-            self._console.print(f"{name}: {stage}", markup=False, soft_wrap=True)
-        else:
-            self._status.update(f"{name}: {stage}")
-
-    @contextmanager
-    def shown(self) -> Iterator["Steps"]:
-        """Show progress while the block runs."""
-        if self._status is not None:
-            self._status.start()
-        try:
-            yield self
-            self._finish()
-        finally:
-            if self._status is not None:
-                self._status.stop()
-
-    def _finish(self) -> None:
-        if self._name and self._status is not None:
-            seconds = time.monotonic() - self._started
-            self._console.print(f"[green]done[/] {self._name} [dim]{seconds:.0f} s[/]")
-        self._name = ""
 
 
 def report_document(report: DemoReport) -> dict[str, Any]:
@@ -118,9 +76,10 @@ def print_report(out: Printer, report: DemoReport) -> None:
     )
 
 
-def print_failure(log_tail: str) -> None:
-    """Print the last lines of a log to standard error."""
-    for line in log_tail.splitlines():
+def print_failure(what: str, failed: ProgramFailed) -> None:
+    """Print what failed and the last lines of its log to standard error."""
+    sys.stderr.write(f"objkv: {what}; its last lines:\n")
+    for line in failed.tail().splitlines():
         sys.stderr.write(f"  {printable(line)}\n")
 
 
@@ -167,8 +126,7 @@ def demo(
         sys.stderr.write(f"{newline}objkv: interrupted; the replicas' logs are in {place.logs}\n")
         return INTERRUPTED
     except ProgramFailed as exc:
-        sys.stderr.write(f"objkv: {exc}; its last lines:\n")
-        print_failure(exc.tail())
+        print_failure(str(exc), exc)
         return FOUND
     except OSError as exc:
         # A failed write names no path, and the user has not seen this one yet.
@@ -179,8 +137,8 @@ def demo(
 
 
 def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
-    with Steps().shown() as steps:
-        report = show_replicas(length, place, steps.report_stage, lambda: count_stored(place))
+    with out.stages() as report_stage:
+        report = show_replicas(length, place, report_stage, lambda: count_stored(place))
     if out.machine:
         out.document(report_document(report))
     else:

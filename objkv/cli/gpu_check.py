@@ -2,7 +2,6 @@
 token, and how fast bytes reach it."""
 
 import os
-import sys
 import tempfile
 from importlib import metadata
 from importlib.util import find_spec
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.demo import Steps, print_failure
+from objkv.cli.demo import print_failure
 from objkv.cli.output import Printer, plain
 from objkv.config import cache_folder, make_private
 from objkv.errors import ConfigError, pip_install
@@ -70,16 +69,15 @@ def gpu_check(
     name = _model(model, is_random=random)
     if find_spec("torch") is None or find_spec("vllm") is None:
         raise ConfigError(f"gpu-check needs vLLM: {pip_install('vllm')}")
-    steps, place = Steps(), cache_folder() / "gpu-check"
+    place, models = cache_folder() / "gpu-check", cache_folder() / "demo" / "models"
     make_private(place)
     with ending_in_order(), tempfile.TemporaryDirectory(dir=place) as folder:
-        check = GpuCheck(name, Path(folder), cache_folder() / "demo" / "models", steps.report_stage)
         try:
-            with steps.shown():
+            with session.out.stages() as report_stage:
+                check = GpuCheck(name, Path(folder), models, report_stage)
                 report = run_check(check, metadata.version("objkv"))
-        except ProgramFailed as exc:
-            sys.stderr.write(f"objkv: {exc.what}; the last lines of its log:\n")
-            print_failure(exc.tail())
+        except ProgramFailed as exc:  # its log is deleted with the folder
+            print_failure(exc.what, exc)
             return FOUND
     passed = not report.failure and all(case.ok for case in report.cases)
     if session.out.machine:

@@ -6,6 +6,7 @@ import typer
 
 from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
+from objkv.cli.options import Namespace
 from objkv.cli.output import Printer, counted, plain
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ObjkvError
@@ -27,7 +28,7 @@ def match(
     text: prompts.Text = None,
     text_file: prompts.TextFile = None,
     tokenizer: prompts.TokenizerPath = None,
-    namespace: prompts.PromptNamespace = None,
+    namespace: Namespace = None,
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     explain: Annotated[

@@ -9,17 +9,23 @@ from dataclasses import dataclass
 from getpass import getuser
 from pathlib import Path
 from socket import gethostname
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
 from objkv.errors import ConfigError
 
-if TYPE_CHECKING:
-    from objkv.config import Config
-    from objkv.config.prices import Prices
-
 Output = Literal["table", "json", "wide"]
+Namespace = Annotated[
+    str | None,
+    typer.Option(
+        "--namespace",
+        "-n",
+        help="Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning. Default: all, or "
+        "for one prompt the only one.",
+        metavar="NS",
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +90,6 @@ def time_option(
         parser=parse,
         show_default=False,
     )
-
-
-def priced(config: "Config") -> "Prices":
-    """Return the prices of the configured bucket; a folder costs what S3 Standard does."""
-    from objkv.config.prices import LIST_PRICES, prices_of
-
-    return prices_of(config, folder=LIST_PRICES)
 
 
 def check_file(option: str, file: Path) -> None:

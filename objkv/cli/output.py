@@ -114,6 +114,21 @@ class Printer:
             task = progress.add_task(what, total=None)
             yield lambda done, total: progress.update(task, completed=done, total=total)
 
+    @contextmanager
+    def stages(self) -> Iterator[Callable[[str, str], None]]:
+        """Yield a function that takes who begins which stage. Shown in place on a terminal,
+        otherwise as a line for each."""
+        with self._progress.status("") as status:
+
+            def report_stage(name: str, stage: str) -> None:
+                text = Text(printable(f"{name}: {stage}"))
+                if self._progress.is_terminal:
+                    status.update(text)
+                else:
+                    self._progress.print(text, soft_wrap=True)
+
+            yield report_stage
+
     def waiting(self, what: str) -> AbstractContextManager[object]:
         """Return a context manager that shows a spinner on a terminal."""
         return self._progress.status(what)

@@ -10,7 +10,7 @@ from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, require_role
-from objkv.cli.options import this_user, time_option
+from objkv.cli.options import Namespace, this_user, time_option
 from objkv.cli.output import counted
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
@@ -43,7 +43,7 @@ def pin(
     text: prompts.Text = None,
     text_file: prompts.TextFile = None,
     tokenizer: prompts.TokenizerPath = None,
-    namespace: prompts.PromptNamespace = None,
+    namespace: Namespace = None,
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     for_: Annotated[
@@ -84,8 +84,7 @@ def pin(
             hashes = prefix_hashes(name, ids, identity.chunk_tokens, extras)
             chain = stored_prefix(backends.index, name, hashes)
         if not chain:
-            session.out.line("no chunk of this prompt is stored; send it to a replica first")
-            return FOUND
+            raise NotStored("no chunk of this prompt is stored; send it to a replica first")
         until_s = int(time.time() + for_)
         pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
         done = pinner.pin(name, chain, until_s=until_s, by=author)
@@ -108,7 +107,7 @@ def unpin(
             help="Leaf in objkv pin --list, given whole or by its first digits.", metavar="HASH"
         ),
     ],
-    namespace: prompts.PromptNamespace = None,
+    namespace: Namespace = None,
 ) -> int:
     """Remove a pin; normal expiry applies again."""
     require_role(session, "unpin")

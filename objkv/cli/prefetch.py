@@ -12,7 +12,7 @@ from objkv.agent.messages import PREFETCH_S_MAX
 from objkv.agent.prefetch import NamespaceFacts, Prefetched
 from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.options import time_option
+from objkv.cli.options import Namespace, time_option
 from objkv.cli.output import Printer, counted
 from objkv.config.node import agent_socket, http_path
 from objkv.errors import ConfigError, UnclearName
@@ -54,7 +54,7 @@ def prefetch(
     text: prompts.Text = None,
     text_file: prompts.TextFile = None,
     tokenizer: prompts.TokenizerPath = None,
-    namespace: prompts.PromptNamespace = None,
+    namespace: Namespace = None,
     cache_salt: prompts.CacheSalt = None,
     lora_digest: prompts.LoraDigest = None,
     path: AgentPath = None,

@@ -33,16 +33,6 @@ LoraDigest = Annotated[
     str | None,
     typer.Option(help="Content digest of the LoRA adapter in hex digits.", metavar="HEX"),
 ]
-PromptNamespace = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        "-n",
-        help="Namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning. Needed only if "
-        "there are several.",
-        metavar="NS",
-    ),
-]
 
 
 def read_prompt(

@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import Namespace
 from objkv.cli.output import counted
-from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
+from objkv.cli.upkeep import Upkeep, upkeep
 from objkv.ops.backends_view import StoredNamespace
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
@@ -26,7 +27,7 @@ _MEANS = {
 @command
 def rebuild(
     session: Session,
-    namespace: OneNamespace = None,
+    namespace: Namespace = None,
     apply: Annotated[
         bool, typer.Option("--apply", help="Write the index (default: count only).")
     ] = False,
@@ -48,7 +49,8 @@ def rebuild(
             run.run("listing payloads", walk.payloads())
             work = Rebuild(run.view, apply=apply)
             run.run("restoring records", work.parts(inventory, found))
-            run.run("looking for records lost since", work.lost(inventory, found))
+            if apply:
+                run.run("restoring records lost since", work.parts(inventory, found, lost=True))
             run.run("restoring pins and totals", work.namespaces(found))
         if not found and run.pool.ending == "complete" and not session.out.machine:
             run.report_nothing()

@@ -6,6 +6,7 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import Namespace
 from objkv.cli.output import Printer
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ConfigError
@@ -33,16 +34,7 @@ def show(
             metavar="KEY",
         ),
     ],
-    namespace: Annotated[
-        str | None,
-        typer.Option(
-            "--namespace",
-            "-n",
-            help="Namespace to search: its hex digits, MODEL or TENANT/MODEL, or a beginning. "
-            "Default: all.",
-            metavar="NS",
-        ),
-    ] = None,
+    namespace: Namespace = None,
 ) -> int:
     """Show the payloads of one chunk and verify every byte."""
     with session.backends() as backends:

@@ -8,9 +8,9 @@ import typer
 
 from objkv.cache.worth import ChunkCost, PutRule
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.options import priced, time_option
+from objkv.cli.options import time_option
 from objkv.cli.output import Printer, counted, plain
-from objkv.config.prices import RANGE_BYTES
+from objkv.config.prices import LIST_PRICES, RANGE_BYTES, prices_of
 from objkv.errors import ConfigError
 from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.layers import KV_DTYPES
@@ -99,7 +99,7 @@ def size(
     )
     ttl_s = config.ttl_s if ttl is None else int(ttl)
     load = Load(rate, prompt_tokens, stored, ttl_s, used, sweep_every)
-    prices = priced(config)
+    prices = prices_of(config, folder=LIST_PRICES)
     found = size_fleet(_shape(model, kv_dtype), layout, load, prices)
     if session.out.machine:
         document = {**plain(found), "month": found.month}

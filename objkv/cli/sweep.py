@@ -8,12 +8,12 @@ from typing import Annotated
 import typer
 
 from objkv.cli.command import FINE, FOUND, Session, command
-from objkv.cli.options import time_option
+from objkv.cli.options import Namespace, time_option
 from objkv.cli.output import counted
-from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
+from objkv.cli.upkeep import Upkeep, upkeep
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
-from objkv.ops.inventory.findings import MEANINGS, Doubt, find_doubts
+from objkv.ops.inventory.findings import MEANINGS, REMEDIES, Doubt, find_doubts
 from objkv.ops.inventory.walk import Walk
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
@@ -32,7 +32,7 @@ def sweep(
     apply: Annotated[
         bool, typer.Option("--apply", help="Delete the data found (default: report only).")
     ] = False,
-    namespace: OneNamespace = None,
+    namespace: Namespace = None,
     grace_s: Annotated[
         float | None,
         time_option("Keep data younger than this instead of the setting sweep_grace_s", "--grace"),
@@ -129,7 +129,9 @@ def _show(run: Upkeep, apply: bool, doubts: Collection[Doubt], *, unidentified: 
     if kept:
         out.line("kept: " + ", ".join(kept))
     if apply and counts["unidentified"] and not unidentified:
-        out.line(f"{counts['unidentified']:,} unidentified kept: add --unidentified", "yellow")
+        out.line(
+            f"{counts['unidentified']:,} unidentified kept: {REMEDIES['unidentified']}", "yellow"
+        )
     if counts["busy"]:
         out.line("busy ones are being written: a later sweep judges them")
     for doubt in doubts:

@@ -16,7 +16,7 @@ from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending
 from objkv.cli.output import Printer, counted, rich_table
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
-from objkv.ops.formats import printable, size
+from objkv.ops.formats import DASH, printable, share, size
 from objkv.ops.top import FleetWatch, MetricsSource, TopRow, TopView, hit_rate
 
 _REPLICA: Final = (
@@ -144,12 +144,12 @@ def summary_lines(view: TopView, per: str) -> list[str]:
         lines.append(f"{counted(len(view.agents), 'node agent')}, {down} down")
     elif down == len(view.rows):  # zeros would look like measurements
         lines += [
-            f"{counted(down, 'replica')}, {down} down; hit rate -",
+            f"{counted(down, 'replica')}, {down} down; hit rate {DASH}",
             "no replica answers: is vllm serve running there? --endpoint URL names another",
         ]
     else:
         sources = ("local", "hot", "bulk")
-        shares = [f"{name} {_share(total[f'{name}_tokens'], total['tokens'])}" for name in sources]
+        shares = [f"{name} {share(total[f'{name}_tokens'], total['tokens'])}" for name in sources]
         lines += [
             f"{counted(len(view.rows), 'replica')}, {down} down; hit rate {_hit_rate(view)}; "
             f"{total['tokens']:,.0f} prompt tokens{per}: {', '.join(shares)}",
@@ -175,10 +175,10 @@ def _hit_rate(view: TopView) -> str:
     """Return the hit rate. If the replicas' own caches served most tokens, name the remaining share
     that it refers to, so that 0% does not look like a failure."""
     local, tokens = view.total["local_tokens"], view.total["tokens"]
-    rate = _percent(view.hit_rate)
+    rate = share(view.hit_rate, 1)
     if view.hit_rate is None or 2 * local < tokens:
         return rate
-    return f"{rate} of the {1 - local / tokens:.0%} that was not in GPU memory"
+    return f"{rate} of the {share(tokens - local, tokens)} that was not in GPU memory"
 
 
 def replica_cells(row: TopRow) -> list[str]:
@@ -192,8 +192,8 @@ def replica_cells(row: TopRow) -> list[str]:
         row.state,
         ", ".join([*notes, *_reasons(values)]),
         f"{values['tokens']:,.0f}",
-        _percent(hit_rate(values)),
-        _share(values["local_tokens"], values["tokens"]),
+        share(hit_rate(values), 1),
+        share(values["local_tokens"], values["tokens"]),
         _bytes(values["load_bytes"]),
         _bytes(values["save_bytes"]),
         _count(values["drops"]),
@@ -211,22 +211,14 @@ def agent_cells(row: TopRow) -> list[str]:
         row.state,
         ", ".join(f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open),
         _bytes(arena),
-        _share(arena - values["free_bytes"], arena),
+        share(arena - values["free_bytes"], arena),
         _bytes(values["held_back_bytes"]),
-        _share(values["hits"], values["hits"] + values["fills"]),
+        share(values["hits"], values["hits"] + values["fills"]),
         _bytes(values["load_bytes"]),
         _bytes(values["save_bytes"]),
         _count(values["no_room"]),
         _count(values["clients"]),
     ]
-
-
-def _share(part: float, whole: float) -> str:
-    return _percent(part / whole if whole else None)
-
-
-def _percent(share: float | None) -> str:
-    return "-" if share is None else f"{share:.0%}"
 
 
 def _bytes(value: float) -> str:

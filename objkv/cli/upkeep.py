@@ -4,9 +4,7 @@ threads and the end of the report."""
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from objkv.assembly.backends import Backends
 from objkv.assembly.seal import open_seals
@@ -24,15 +22,6 @@ from objkv.ops.runs import Counters, Unit, WorkPool
 
 WORKERS = 16
 """Threads of a long command."""
-OneNamespace = Annotated[
-    str | None,
-    typer.Option(
-        "--namespace",
-        "-n",
-        help="Only this namespace: its hex digits, MODEL or TENANT/MODEL, or a beginning.",
-        metavar="NS",
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +105,6 @@ class Upkeep:
             "findings": counters.findings,
             "omitted": counters.omitted,
         }
-
-    def print_findings(self) -> None:
-        """Print a line for each finding."""
-        findings = self.counters.findings
-        self.session.out.table(("", "", "~"), [(f.kind, f.key, f.detail) for f in findings])
 
     def report_nothing(self) -> None:
         """Print that the store is empty, with its URL."""

@@ -9,14 +9,14 @@ import typer
 
 from objkv.cache.bulk_index import MISSING_UNSEEN, is_listed
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import Namespace
 from objkv.cli.output import counted, plain
-from objkv.cli.upkeep import OneNamespace, Upkeep, upkeep
+from objkv.cli.upkeep import Upkeep, upkeep
 from objkv.errors import ConfigError
 from objkv.ops.backends_view import without_retries
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import find_doubts
-from objkv.ops.inventory.walk import Walk
 from objkv.ops.runs import Counters
 from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify, choose_sample
 
@@ -35,7 +35,7 @@ _DONE = {
 @command
 def verify(
     session: Session,
-    namespace: OneNamespace = None,
+    namespace: Namespace = None,
     sample: Annotated[
         int, typer.Option(min=1, help="Check this many payloads, chosen at random.", metavar="N")
     ] = SAMPLE,
@@ -91,7 +91,10 @@ def verify(
                     force=force,
                     budget=Budget(_MEMORY_BYTES),
                 )
-                wrong_bulk = _wrong_bulk(run, walk, is_refused=apply and not force)
+                doubts = find_doubts(inventory, walk.scope, ttl_s=run.view.ttl_s)
+                wrong_bulk = next((one.why for one in doubts if one.is_of_bulk), None)
+                if wrong_bulk is not None and apply and not force:
+                    raise ConfigError(wrong_bulk)
                 where = PAYLOADS if run.view.is_own_index else RECORDED
                 if every:
                     work.refuse_missing(inventory.count(where), inventory.count("kind = 'missing'"))
@@ -104,7 +107,7 @@ def verify(
                 if apply and run.pool.ending == "complete":
                     run.run("quarantining", work.settle(run.counters))
                 if quarantine and not apply and not force:
-                    refusal = work.refusal or wrong_bulk or _other_keys(run, work)
+                    refusal = work.refusal or wrong_bulk or work.other_keys(run.counters)
                     shown = replace(shown, refusal=refusal)
         if is_empty and not session.out.machine:
             run.report_nothing()
@@ -134,23 +137,6 @@ def _count_unrecorded(run: Upkeep, inventory: Inventory) -> None:
         old = f"kind = '{kind}' AND modified_s <= {inventory.begun_s}"
         run.counters.counts[kind] = inventory.count(old)
     run.counters.counts["recorded"] = inventory.count(f"{PAYLOADS} AND {RECORDED}")
-
-
-def _wrong_bulk(run: Upkeep, walk: Walk, *, is_refused: bool) -> str | None:
-    """Return why the bulk store looks emptied or wrong, or raise ``ConfigError`` with it."""
-    doubts = find_doubts(walk.inventory, walk.scope, ttl_s=run.view.ttl_s)
-    why = next((one.why for one in doubts if one.is_of_bulk), None)
-    if why is not None and is_refused:
-        raise ConfigError(why)
-    return why
-
-
-def _other_keys(run: Upkeep, work: Verify) -> str | None:
-    try:
-        work.refuse_doubtful(run.counters)
-    except ConfigError as exc:
-        return str(exc)
-    return None
 
 
 def _part(text: str) -> tuple[int, int]:
@@ -222,7 +208,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
         )
     if is_listed(without_retries(run.view.index)):
         out.line(MISSING_UNSEEN, "yellow")
-    run.print_findings()
+    out.table(("", "", "~"), [(one.kind, one.key, one.detail) for one in counters.findings])
     done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]
     if done:
         out.line(", ".join(done))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from functools import partial
+from inspect import getfullargspec
 from os import PathLike
 from pathlib import Path
 from threading import Lock
@@ -310,6 +311,8 @@ class Client:
         from objkv.client.warming import run_warm  # late: a client of HTTP
 
         self._check_open()
+        if unknown := options.keys() - set(getfullargspec(run_warm).kwonlyargs):
+            raise ConfigError(f"warm has no option {', '.join(sorted(unknown))}")
         return run_warm(
             self._resolved, prompts, endpoints=endpoints, model=model, check=check, **options
         )

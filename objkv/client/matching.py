@@ -15,6 +15,7 @@ from objkv.cache.match import covered, usable_chunks
 from objkv.client.results import Match, MatchEnd
 from objkv.errors import ConfigError, StoreError
 from objkv.index.base import ReadIndex, ShardRecords
+from objkv.index.fields import are_hot
 from objkv.keys.identity import GroupIdentity, Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.listing import find_identity
@@ -81,7 +82,7 @@ class Matcher:
         fields = [str(number) for number in range(len(groups))]
         found = at_once(index.find(name, hashes, fields)) if hashes else []
         usable = usable_chunks(found, groups, size, is_covered)
-        hot = sum([all(one.hot for one in shards.values()) for shards in found[:usable] if shards])
+        hot = sum([are_hot(shards) for shards in found[:usable] if shards is not None])
         return Match(
             namespace=name,
             model=identity.model,

@@ -1,4 +1,4 @@
-"""Settings of a secondary tier: an entry of ``secondary_tiers``, for vLLM and ``objkv doctor``."""
+"""Settings of a secondary tier: an entry of ``secondary_tiers`` in vLLM's configuration."""
 
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -85,6 +85,10 @@ class WrittenShards(Mapping[str, ShardRecord]):
     def __len__(self) -> int:
         return len(self._values) - self._values.count(b"")
 
+    def are_hot(self) -> bool:
+        """Whether all of them have copies in the hot store. Decodes nothing."""
+        return all(value.endswith(b" 1") for value in self._values if value)
+
     def written(self, fields: Sequence[str]) -> bytes:
         """Return the encoded shards of ``fields``, divided by line ends; an absent one is empty."""
         if self._fields == fields:
@@ -99,6 +103,13 @@ class WrittenShards(Mapping[str, ShardRecord]):
                 field: shard for field, value in pairs if (shard := decode_shard(value))
             }
         return self._decoded
+
+
+def are_hot(shards: ShardRecords) -> bool:
+    """Whether all of these shards have copies in the hot store."""
+    if isinstance(shards, WrittenShards):
+        return shards.are_hot()
+    return all(one.hot for one in shards.values())
 
 
 def written_rows(found: Iterable[ShardRecords | None], fields: tuple[str, ...]) -> list[bytes]:

@@ -7,8 +7,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -40,13 +39,11 @@ QUARANTINE = "quarantine"
 CHUNKS_AT_ONCE = 500
 """Chunks per lookup, in one round trip to the index."""
 _NAMESPACE = re.compile(rf"[0-9a-f]{{{NAMESPACE_HEX}}}")
-_FAN = re.compile(r"[0-9a-f]{2}")
 HANDOFF_LAYOUT = "handoff-1"
 """Page layout of namespaces for prompts in transfer between engines, which have no chunks."""
 SAMPLE_LAYOUT = "sample-1"
 """That of the namespace of ``bench`` and ``doctor``, which no replica has."""
 _TEXT_MAX = 200
-_NO_TOTALS: Final[Mapping[str, int]] = {}
 PATIENCE_S = 30.0
 """Longer than the default pause of any circuit breaker."""
 _FIRST_S = 0.2
@@ -168,21 +165,6 @@ class StoredNamespace:
     """What is wrong with the document, in a sentence."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class NamespacePart:
-    """A folder of a namespace, with about 1/256 of its payloads, by hash."""
-
-    namespace: str
-    fan: str
-    payloads: float = 0.0
-    """The expected number of its payloads; 0 if unknown."""
-
-    @property
-    def name(self) -> str:
-        """The prefix of its keys, without the trailing ``/``."""
-        return f"{self.namespace}/{self.fan}"
-
-
 @dataclass(frozen=True, slots=True)
 class StoredPayload:
     """A payload and the record of its chunk."""
@@ -249,27 +231,6 @@ def stored_namespaces(bulk: ReadStore) -> list[str]:
     return [name for name in bulk.folders("") if _NAMESPACE.fullmatch(name)]
 
 
-def stored_parts(
-    bulk: ReadStore, namespaces: Sequence[str], totals: Mapping[str, int] = _NO_TOTALS
-) -> list[NamespacePart]:
-    """Return the parts of ``namespaces`` that exist in the bulk store. ``totals``: the expected
-    number of payloads per namespace."""
-    found = []
-    for name in namespaces:
-        fans = [fan for fan in bulk.folders(name) if _FAN.fullmatch(fan)]
-        found += [NamespacePart(name, fan, totals.get(name, 0) / len(fans)) for fan in fans]
-    return found
-
-
-def stored_entries(bulk: ReadStore, part: NamespacePart) -> Iterator[tuple[ChunkKey | None, Entry]]:
-    """Yield the payloads in ``part``; entries that are not payloads have no key."""
-    for entry in bulk.scan(f"{part.name}/"):
-        try:
-            yield ChunkKey.parse(entry.key), entry
-        except ValueError:
-            yield None, entry
-
-
 def with_records(
     view: BackendsView, namespace: str, payloads: Sequence[tuple[ChunkKey, Entry | None]]
 ) -> list[StoredPayload]:
@@ -292,17 +253,6 @@ def record_keys(namespace: str, record: Record) -> Iterator[ChunkKey]:
     for field in record.shards:
         with suppress(ValueError):
             yield ChunkKey.of(namespace, record.prefix_hash, field)
-
-
-def head_many(
-    bulk: ReadStore, pool: Executor, keys: Sequence[ChunkKey], *, at_once: int
-) -> Iterator[Entry | None]:
-    """Yield the entry of each key in the bulk store, in order, with ``at_once`` parallel calls."""
-    # In pieces: waking a thread for each key takes longer than reading a directory entry.
-    size = max(1, -(-len(keys) // at_once))
-    pieces = [keys[start : start + size] for start in range(0, len(keys), size)]
-    for found in pool.map(lambda piece: [bulk.head(key.path()) for key in piece], pieces):
-        yield from found
 
 
 class Lease:

@@ -1,13 +1,7 @@
-"""The demo: three replicas, one after the other. R runs without objkv. A and B have an empty store
-in common: A computes and saves, B loads.
-
-``objkv.programs.demo_replica`` is the process of one replica; its events are defined
-here.
-"""
+"""The demo: one replica reuses the KV that another one computed, on this machine."""
 
 import fcntl
 import json
-import random
 import shutil
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,118 +10,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from objkv.config import Config, make_private
 from objkv.errors import ConfigError
-from objkv.ops.programs import Program
+from objkv.ops.replica import (
+    REPLICAS,
+    Replica,
+    ReplicaAnswer,
+    ReplicaEnd,
+    ReplicaPrompt,
+    ReplicaSetup,
+    ReportStage,
+    live,
+)
 
 Size = Literal["normal", "small"]
-Replica = Literal["R", "A", "B"]
-ReportStage = Callable[[str, str], None]
-"""``(replica, stage)``: called when a stage begins."""
 
-VOCABULARY: Final = 1024
-"""Number of token ids of the demo's model; the first three are special (begin, end, padding)."""
-ANSWER_TOKENS: Final = 8
-"""Enough tokens for a wrong block to show; a single one may be right by chance."""
-CONNECTOR: Final = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
-"""``--kv-transfer-config``."""
-_SPECIAL = 3
 _CHUNK_TOKENS: int = Config.model_fields["chunk_tokens"].default
 _BOUND_S = 300.0
 """Limit from start to exit of one replica, which takes about 20 s on two free cores."""
-REPLICAS: Final[Mapping[Replica, str]] = {
-    "R": "replica R (without objkv)",
-    "A": "replica A (computes, saves)",
-    "B": "replica B (loads)",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """The lengths of the demo's prompts, in tokens."""
-
-    documents: tuple[int, int]
-    question: int
-
-    @property
-    def longest(self) -> int:
-        """The length of the longest prompt with its answer."""
-        return max(self.documents) + self.question + ANSWER_TOKENS
-
-
 # Documents end at a chunk boundary (256 tokens), and a question is longer than a chunk: more tokens
 # are served for a repeated prompt than for one that shares only the document.
-SCALES: Final[dict[Size, Scale]] = {
-    "normal": Scale(documents=(1536, 3072), question=300),
-    "small": Scale(documents=(512, 1024), question=300),
-}
+_QUESTION_TOKENS = 300
+_DOCUMENTS: Final[dict[Size, tuple[int, int]]] = {"normal": (1536, 3072), "small": (512, 1024)}
 
 
-@dataclass(frozen=True, slots=True)
-class DemoPrompt:
-    """One request."""
-
-    name: str
-    tokens: tuple[int, ...]
-
-
-def prompts_of(size: Size, replica: Replica = "B") -> tuple[DemoPrompt, ...]:
+def prompts_of(size: Size, replica: Replica = "B") -> tuple[ReplicaPrompt, ...]:
     """Two questions about each of two documents; replica A gets only the first ones."""
-    scale = SCALES[size]
     return tuple(
-        DemoPrompt(
+        ReplicaPrompt(
             name=f"document {document}, question {question}",
-            tokens=random_tokens(f"document {document}", length)
-            + random_tokens(f"question {question}", scale.question),
+            texts=((f"document {document}", length), (f"question {question}", _QUESTION_TOKENS)),
         )
-        for document, length in enumerate(scale.documents, 1)
+        for document, length in enumerate(_DOCUMENTS[size], 1)
         for question in ((1,) if replica == "A" else (1, 2))
     )
-
-
-def warm_up_of(size: Size) -> tuple[int, ...]:
-    """A prompt as long as the longest, with no prefix in common with any other."""
-    scale = SCALES[size]
-    return random_tokens("warm-up", max(scale.documents) + scale.question)
-
-
-def random_tokens(name: str, length: int) -> tuple[int, ...]:
-    """Return the ``length`` token ids of a text, the same in every process."""
-    source = random.Random(name)
-    return tuple(source.randrange(_SPECIAL, VOCABULARY) for _ in range(length))
-
-
-class _Value(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class DemoAnswer(_Value):
-    """A replica's answer to one prompt."""
-
-    prompt: str
-    tokens: tuple[int, ...]
-    served_tokens: int
-    """Tokens of the prompt that objkv served."""
-    first_token_s: float
-
-
-class ReplicaEnd(_Value):
-    """The last event of a replica that stopped normally."""
-
-    engine: str
-    device: str
-    load_failures: int
-
-
-class ReplicaEvent(_Value):
-    """One line of a replica's output; exactly one field is set."""
-
-    stage: str | None = None
-    """The stage that begins now."""
-    answer: DemoAnswer | None = None
-    end: ReplicaEnd | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,12 +75,12 @@ class DemoFolder:
             "OBJKV_INDEX_URL": f"sqlite://{self.store / 'index.sqlite'}",
         }
 
-    def prompt_file(self, prompt: DemoPrompt) -> Path:
+    def prompt_file(self, prompt: ReplicaPrompt) -> Path:
         """The file with the prompt's token ids, for ``objkv match --tokens``."""
         return self.root / "prompts" / f"{prompt.name.replace(', ', '-').replace(' ', '-')}.json"
 
     @contextmanager
-    def prepared(self, prompts: Sequence[DemoPrompt]) -> Iterator[None]:
+    def prepared(self, prompts: Sequence[ReplicaPrompt]) -> Iterator[None]:
         """Empty the folder except for the models, and lock it against other demos.
 
         Raises ``ConfigError`` if another demo holds the lock.
@@ -258,7 +174,7 @@ class DemoReport:
         return self.identical and self.served
 
 
-Answers = Mapping[str, DemoAnswer]
+Answers = Mapping[str, ReplicaAnswer]
 """Answers by the prompt's name."""
 
 
@@ -271,9 +187,10 @@ def show_replicas(
     for replica in REPLICAS:
         # Agents of their own: B loads from the store, and not from the memory in which A saved.
         settings = {} if replica == "R" else place.settings
-        arguments = ("objkv.programs.demo_replica", replica, size, str(place.models))
+        prompts = prompts_of(size, replica)
+        setup = ReplicaSetup(role=replica, shape=size, models=place.models, prompts=prompts)
         log = place.logs / f"replica-{replica}.log"
-        answers, end = live(REPLICAS[replica], arguments, log, settings, report_stage)
+        answers, end = live(setup, log, settings, report_stage, bound_s=_BOUND_S)
         found[replica] = {answer.prompt: answer for answer in answers}, end
     rows = compare(prompts_of(size), *(answers for answers, _ in found.values()))
     end, notices = found["B"][1], list[str]()
@@ -289,33 +206,8 @@ def show_replicas(
     )
 
 
-def live(
-    name: str,
-    arguments: Sequence[str],
-    log: Path,
-    settings: Mapping[str, str],
-    report_stage: ReportStage,
-    *,
-    bound_s: float = _BOUND_S,
-) -> tuple[list[DemoAnswer], ReplicaEnd]:
-    """Run the program of one replica from start to exit. Raises ``ProgramFailed``."""
-    answers, end = list[DemoAnswer](), None
-    report_stage(name, "starting Python")
-    with Program(name, ("-m", *arguments), log, settings) as program:
-        for line in program.lines(bound_s=bound_s):
-            event = ReplicaEvent.model_validate_json(line)
-            if event.stage is not None:
-                report_stage(name, event.stage)
-            if event.answer is not None:
-                answers.append(event.answer)
-            end = event.end
-        if end is None:
-            raise program.failed("ended without its last event")
-    return answers, end
-
-
 def compare(
-    prompts: Sequence[DemoPrompt], recomputed: Answers, first: Answers, second: Answers
+    prompts: Sequence[ReplicaPrompt], recomputed: Answers, first: Answers, second: Answers
 ) -> tuple[DemoRow, ...]:
     """Return one row per prompt from the replicas' answers."""
     rows = []
@@ -328,7 +220,7 @@ def compare(
         rows.append(
             DemoRow(
                 prompt=prompt.name,
-                prompt_tokens=len(prompt.tokens),
+                prompt_tokens=prompt.length,
                 served_tokens=loading.served_tokens,
                 recompute_s=alone.first_token_s,
                 first_s=None if saving is None else saving.first_token_s,

@@ -4,7 +4,7 @@ how fast bytes are copied to it.
 R computes all prompts without objkv. A and B share an empty store: A computes and saves, B loads. R
 repeats each prompt from its own prefix cache, too: B computes exactly the same tokens after the
 loaded ones, so that its answer must be equal, whatever the model and its rounding. The processes
-are ``objkv.programs.gpu_facts`` and ``objkv.programs.check_replica``.
+are ``objkv.programs.gpu_facts`` and ``objkv.programs.replica``.
 """
 
 import json
@@ -14,13 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pydantic import BaseModel, ConfigDict
-
 from objkv.errors import ConfigError
-from objkv.ops.demo import REPLICAS, DemoAnswer, Replica, ReportStage, live, random_tokens
 from objkv.ops.programs import Program, ProgramFailed
+from objkv.ops.replica import Replica, ReplicaAnswer, ReplicaPrompt, ReplicaSetup, ReportStage, live
 
-QUESTION_TOKENS: Final = 8
+_QUESTION_TOKENS: Final = 8
 """Fewer than a block: a prefix cache of any block size ends where the stored chunks end."""
 QUESTIONS: Final = (1, 2)
 """A computes the first question about each document only."""
@@ -28,32 +26,27 @@ _LENGTHS, _REPEATS = (8192, 16_384), 3
 _FACTS_S, _REPLICA_S = 120.0, 420.0
 
 
-class ReplicaSetup(BaseModel):
-    """The argument of the program of one replica."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    role: Replica
-    model: str | None
-    """Name or folder of a model; null for one with random weights."""
-    models: Path
-    """Folder in which that is created and kept."""
-    lengths: tuple[int, ...]
-    """Tokens of each document."""
-    repeats: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(self.lengths) + QUESTION_TOKENS
-
-
-def prompt_of(length: int, question: int) -> tuple[str, tuple[int, ...]]:
-    """Return the name and the token ids of a question about the document of this length."""
-    document = random_tokens(f"document of {length}", length)
-    return f"{length}, question {question}", document + random_tokens(
-        f"question {question}", QUESTION_TOKENS
+def prompt_of(length: int, question: int, *, forget: bool = True) -> ReplicaPrompt:
+    """Return a question about the document of this length."""
+    return ReplicaPrompt(
+        name=f"{length}, question {question}",
+        texts=((f"document of {length}", length), (f"question {question}", _QUESTION_TOKENS)),
+        forget=forget,
     )
+
+
+def prompts_of(role: Replica, lengths: Sequence[int], repeats: int) -> Iterator[ReplicaPrompt]:
+    """Yield what a replica answers about documents of these lengths."""
+    first = QUESTIONS[0]
+    for length in lengths:
+        if role == "R":
+            yield from [prompt_of(length, first)] * repeats
+            yield from (prompt_of(length, question, forget=False) for question in QUESTIONS)
+        elif role == "A":
+            yield prompt_of(length, first)
+        else:
+            for question in QUESTIONS:
+                yield from [prompt_of(length, question)] * repeats
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +85,7 @@ class GpuReport:
     """The replica that failed, with the end of its log; empty if none did."""
 
 
-Answers = Mapping[str, Sequence[DemoAnswer]]
+Answers = Mapping[str, Sequence[ReplicaAnswer]]
 """A replica's answers, by the prompt's name."""
 
 
@@ -136,16 +129,13 @@ class GpuCheck:
         setup = ReplicaSetup(
             role=role,
             model=self.model,
+            shape="gpu",
             models=self.models,
-            lengths=self.lengths,
-            repeats=self.repeats,
+            prompts=tuple(prompts_of(role, self.lengths, self.repeats)),
         )
-        arguments = ("objkv.programs.check_replica", setup.model_dump_json())
         log, settings = self.folder / f"replica-{role}.log", self._settings(role)
-        found, end = live(
-            REPLICAS[role], arguments, log, settings, self.report_stage, bound_s=_REPLICA_S
-        )
-        answers: dict[str, list[DemoAnswer]] = {}
+        found, end = live(setup, log, settings, self.report_stage, bound_s=_REPLICA_S)
+        answers: dict[str, list[ReplicaAnswer]] = {}
         for one in found:
             answers.setdefault(one.prompt, []).append(one)
         return answers, end.load_failures
@@ -179,7 +169,7 @@ def run_check(check: GpuCheck, version: str) -> GpuReport:
 def compare_saving(lengths: Sequence[int], alone: Answers, saving: Answers) -> Iterator[GpuCase]:
     """Yield a case for each document: whether saving it changes an answer."""
     for length in lengths:
-        name, _ = prompt_of(length, QUESTIONS[0])
+        name = prompt_of(length, QUESTIONS[0]).name
         computed = {answer.tokens for answer in alone[name] if not answer.served_tokens}
         same = computed == {answer.tokens for answer in saving[name]}
         yield GpuCase(f"{name}: the same answer while saving", same)
@@ -188,10 +178,10 @@ def compare_saving(lengths: Sequence[int], alone: Answers, saving: Answers) -> I
 def compare_loading(lengths: Sequence[int], alone: Answers, loading: Answers) -> Iterator[GpuCase]:
     """Yield two cases for each document and question: whether it was loaded, and its answer."""
     for length in lengths:
-        computed = alone[prompt_of(length, QUESTIONS[0])[0]]
+        computed = alone[prompt_of(length, QUESTIONS[0]).name]
         computed_s = _median_s(answer for answer in computed if not answer.served_tokens)
         for question in QUESTIONS:
-            name, _ = prompt_of(length, question)
+            name = prompt_of(length, question).name
             served = min(answer.served_tokens for answer in loading[name])
             detail = f"{served:,} of {length:,} tokens; the first answer token after "
             detail += f"{_median_s(loading[name]):.2f} s, computed {computed_s:.2f} s"
@@ -201,5 +191,5 @@ def compare_loading(lengths: Sequence[int], alone: Answers, loading: Answers) ->
             yield GpuCase(f"{name}: the same answer from loaded KV", same)
 
 
-def _median_s(answers: Iterable[DemoAnswer]) -> float:
+def _median_s(answers: Iterable[ReplicaAnswer]) -> float:
     return statistics.median(answer.first_token_s for answer in answers)

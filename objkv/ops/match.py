@@ -79,15 +79,23 @@ class MatchReport:
     """The whole chunks of the prompt. A last partial chunk is never stored."""
 
 
+def look_up(
+    index: ReadIndex, identity: Identity, hashes: Sequence[bytes]
+) -> tuple[list[Record | None], int]:
+    """Look up a prompt's whole chunks in one round trip. Return their records, and how many leading
+    ones would be served."""
+    records = index.lookup(identity.namespace(), hashes) if hashes else []
+    found = [shards_to_read(record, len(identity.groups)) for record in records]
+    return records, usable_chunks(found, identity.groups, identity.chunk_tokens)
+
+
 def match_prompt(
     index: ReadIndex, identity: Identity, tokens: Sequence[int], extras: PromptExtras
 ) -> MatchReport:
     """Look the prompt up in one round trip and return which chunks are stored."""
     namespace, size = identity.namespace(), identity.chunk_tokens
     hashes = prefix_hashes(namespace, tokens, size, extras)
-    records = index.lookup(namespace, hashes) if hashes else []
-    found = [shards_to_read(record, len(identity.groups)) for record in records]
-    usable = usable_chunks(found, identity.groups, size)
+    records, usable = look_up(index, identity, hashes)
     chunks = tuple(
         _chunk(number, prefix_hash, record, identity, number < usable)
         for number, (prefix_hash, record) in enumerate(zip(hashes, records, strict=True))

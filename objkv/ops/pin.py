@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from itertools import takewhile
 
 from objkv.cache.pins import UNTIL_S_MAX, Pin, pin_path, read_pin, scan_pins
-from objkv.cache.pins import read_pins as read_pins
 from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.base import PruneIndex, ReadIndex, Record
 from objkv.stores.base import PruneStore, ReadStore

@@ -82,11 +82,6 @@ class Program:
                 text=True,
             )
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
-
     def __enter__(self) -> Self:
         return self
 

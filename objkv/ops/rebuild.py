@@ -43,25 +43,25 @@ class Rebuild:
         self._apply = apply
 
     def parts(
-        self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace]
+        self,
+        inventory: Inventory,
+        namespaces: Mapping[str, StoredNamespace],
+        *,
+        lost: bool = False,
     ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (wrong records),
         ``present`` and ``written`` (by others meanwhile). Findings are ``corrupt``: unreadable, or
         claiming another key. Leaves out what nothing reads: payloads of an earlier format, or
-        without an identity document."""
-        for part in _parts(inventory, namespaces):
-            seal = self._view.seal_of(namespaces[part.namespace])
-            yield Unit(partial(self._part, inventory, part, seal), items=part.number)
+        without an identity document.
 
-    def lost(
-        self, inventory: Inventory, namespaces: Mapping[str, StoredNamespace]
-    ) -> Iterator[Unit]:
-        """Restore records missing again although their part is done: the index may have lost them
-        during this run. Counts only ``restored``, a second time. Reads no
-        headers of payloads with a record."""
-        for part in _parts(inventory, namespaces) if self._apply else ():
-            seal = self._view.seal_of(namespaces[part.namespace])
-            yield Unit(partial(self._lost, inventory, part, seal), items=part.number)
+        ``lost``: afterwards, only records missing again, because the index may have lost them
+        during this run. Counts only ``restored``, and reads no headers of payloads with a record.
+        """
+        for part in inventory.slices(_PAYLOADS):
+            namespace = namespaces[part.namespace]
+            if namespace.is_known and not namespace.is_old_format:
+                seal = self._view.seal_of(namespace)
+                yield Unit(partial(self._part, inventory, part, seal, lost), items=part.number)
 
     def namespaces(self, namespaces: Iterable[str]) -> Iterator[Unit]:
         """Restore pins and totals. Counts ``pins``."""
@@ -70,27 +70,25 @@ class Rebuild:
             yield Unit(partial(self._restore_pins, name))
 
     def _part(
-        self, inventory: Inventory, part: Slice, seal: Seal | None, counters: Counters, check: Check
+        self,
+        inventory: Inventory,
+        part: Slice,
+        seal: Seal | None,
+        lost: bool,
+        counters: Counters,
+        check: Check,
     ) -> None:
-        for stored in self._stored(inventory, part):
-            check()
-            self._restore(stored, seal, counters)
-
-    def _lost(
-        self, inventory: Inventory, part: Slice, seal: Seal | None, counters: Counters, check: Check
-    ) -> None:
-        for stored in self._stored(inventory, part):
-            check()
-            if stored.shard is None:
-                found = Counters()  # other counts and findings were reported already
-                self._restore(stored, seal, found)
-                counters.counts["restored"] += found.counts["restored"]
-                counters.nbytes["restored"] += found.nbytes["restored"]
-
-    def _stored(self, inventory: Inventory, part: Slice) -> Iterator[StoredPayload]:
         for items in inventory.items(part, _PAYLOADS):
             found = [(one.key, one.entry) for one in items]
-            yield from with_records(self._view, part.namespace, found)
+            for stored in with_records(self._view, part.namespace, found):
+                check()
+                if not lost:
+                    self._restore(stored, seal, counters)
+                elif stored.shard is None:
+                    again = Counters()  # other counts and findings were reported already
+                    self._restore(stored, seal, again)
+                    counters.counts["restored"] += again.counts["restored"]
+                    counters.nbytes["restored"] += again.nbytes["restored"]
 
     def _restore(self, stored: StoredPayload, seal: Seal | None, counters: Counters) -> None:
         entry, known = stored.entry, stored.shard
@@ -146,13 +144,6 @@ class Rebuild:
                 namespace, prefix_hash, until_s=until_s, ttl_s=self._view.ttl_s
             ):
                 counters.count("pins")
-
-
-def _parts(inventory: Inventory, namespaces: Mapping[str, StoredNamespace]) -> Iterator[Slice]:
-    for part in inventory.slices(_PAYLOADS):
-        namespace = namespaces[part.namespace]
-        if namespace.is_known and not namespace.is_old_format:
-            yield part
 
 
 def is_same(record: ShardRecord, header: Header) -> bool:

@@ -76,11 +76,6 @@ class PayloadReport:
     payload is not sealed."""
 
 
-def is_beginning(text: str) -> bool:
-    """Whether ``text`` can be the start of a prefix hash: 4 to 40 hex digits."""
-    return _BEGINNING.fullmatch(text) is not None
-
-
 def find_payloads(
     bulk: ReadStore, namespaces: Iterable[str], beginning: str
 ) -> dict[tuple[str, bytes], list[ChunkKey]]:
@@ -89,7 +84,7 @@ def find_payloads(
     The result is by namespace and prefix hash. Lists at most 1,000 entries per namespace. Raises
     ``ConfigError`` unless ``beginning`` is 4 to 40 hex digits.
     """
-    if not is_beginning(beginning):
+    if _BEGINNING.fullmatch(beginning) is None:
         raise ConfigError(
             f"{beginning!r} is not the hash of a chunk; give its 40 hex digits or at least the "
             f"first {BEGINNING_CHARS_MIN}"

@@ -260,16 +260,16 @@ class Verify:
     def sample(self, keys: Sequence[ChunkKey]) -> Iterator[Unit]:
         """Check the payloads of these keys."""
         for key in keys:
-            yield Unit(partial(self._one, key), items=1)
+            yield Unit(partial(self._verify, key), items=1)
 
     def settle(self, found: Counters) -> Iterator[Unit]:
         """Quarantine or repair the findings of the units above. Only findings
         kept by the counters are handled; a later run finds the others again.
 
-        Raises ``ConfigError`` before anything is changed, see ``refuse_doubtful``.
+        Raises ``ConfigError`` before anything is changed, see ``other_keys``.
         """
-        if not self._force:
-            self.refuse_doubtful(found)
+        if not self._force and (why := self.other_keys(found)):
+            raise ConfigError(why)
         for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
             some = found.findings[start : start + _FINDINGS_AT_ONCE]
             yield Unit(partial(self._settle, some), items=len(some))
@@ -281,20 +281,19 @@ class Verify:
             if done is not None:
                 counters.count(done, finding.nbytes)
 
-    def refuse_doubtful(self, found: Counters) -> None:
-        """Raise ``ConfigError`` if most payloads of a namespace are sealed with other keys."""
+    def other_keys(self, found: Counters) -> str | None:
+        """Return why nothing may be quarantined if most payloads of a namespace are sealed with
+        other keys."""
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:
                 seal = self._seal_of(name)
-                raise ConfigError(
+                return (
                     f"{name}: {other} of {seen} payloads are sealed with keys other than the "
                     f"configured ones ({seal.key_ids if seal else 'none'}): nothing was "
                     "quarantined; check the keys, or use --force"
                 )
-
-    def _one(self, key: ChunkKey, counters: Counters, check: Check) -> None:
-        self._verify(key, counters)
+        return None
 
     def _part(
         self, inventory: Inventory, part: Slice, where: str, counters: Counters, check: Check
@@ -302,10 +301,12 @@ class Verify:
         for items in inventory.items(part, where):
             for one in items:
                 check()
-                self._verify(one.key, counters, is_listed=one.entry is not None)
+                self._verify(one.key, counters, check, is_listed=one.entry is not None)
 
-    def _verify(self, key: ChunkKey, counters: Counters, *, is_listed: bool = True) -> None:
-        checked, _ = self._checker.check(key, self._seal(key))
+    def _verify(
+        self, key: ChunkKey, counters: Counters, check: Check, *, is_listed: bool = True
+    ) -> None:
+        checked, _ = self._checker.check(key, self._seal_of(key.namespace))
         if is_listed:
             is_wrong = checked.verdict in ("corrupt", "missing")
             self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
@@ -336,7 +337,7 @@ class Verify:
             return None
         view, path = self._view, key.path()
         try:
-            now, now_record = self._checker.look(key, self._seal(key))
+            now, now_record = self._checker.look(key, self._seal_of(key.namespace))
             if now.verdict != verdict or not lease.renew():
                 return None
             if now.verdict == "hot" and view.hot is not None:
@@ -382,15 +383,12 @@ class Verify:
             if payload is None:
                 return False
             try:
-                if self._checker.read(payload, self._seal(key)).claim.key == key:
+                if self._checker.read(payload, self._seal_of(key.namespace)).claim.key == key:
                     return False
             except PayloadError:
                 pass
             bulk.put(f"{QUARANTINE}/{path}", payload)
             return True
-
-    def _seal(self, key: ChunkKey) -> Seal | None:
-        return self._seal_of(key.namespace)
 
     def _seal_of(self, namespace: str) -> Seal | None:
         return self._view.seal_of(self._namespaces.get(namespace, _NO_NAMESPACE))

@@ -12,19 +12,9 @@ from objkv.cli.demo import print_report
 from objkv.cli.output import Printer
 from objkv.errors import ConfigError
 from objkv.ops import demo as demo_module
-from objkv.ops.demo import (
-    DemoAnswer,
-    DemoFolder,
-    DemoPrompt,
-    DemoReport,
-    DemoRow,
-    DemoStore,
-    ReplicaEnd,
-    ReportStage,
-    compare,
-    prompts_of,
-)
+from objkv.ops.demo import DemoFolder, DemoReport, DemoRow, DemoStore, compare, prompts_of
 from objkv.ops.programs import ProgramFailed
+from objkv.ops.replica import ReplicaAnswer, ReplicaEnd, ReplicaPrompt, ReplicaSetup, ReportStage
 from tests.cli.conftest import Run
 
 PROMPTS = prompts_of("small")
@@ -32,10 +22,10 @@ BEFORE = prompts_of("small", "A")
 
 
 def answers(
-    prompts: tuple[DemoPrompt, ...], *, seconds: float, served: int = 0, token: int = 7
-) -> dict[str, DemoAnswer]:
+    prompts: tuple[ReplicaPrompt, ...], *, seconds: float, served: int = 0, token: int = 7
+) -> dict[str, ReplicaAnswer]:
     return {
-        prompt.name: DemoAnswer(
+        prompt.name: ReplicaAnswer(
             prompt=prompt.name, tokens=(token,), served_tokens=served, first_token_s=seconds
         )
         for prompt in prompts
@@ -74,14 +64,15 @@ def replicas(monkeypatch: pytest.MonkeyPatch) -> list[tuple[DemoRow, ...]]:
     shown = [rows()]
 
     def live(
-        name: str,
-        arguments: tuple[str, ...],
+        setup: ReplicaSetup,
         log: Path,
         settings: Mapping[str, str],
         report_stage: ReportStage,
-    ) -> tuple[list[DemoAnswer], ReplicaEnd]:
-        report_stage(name, "starting")
-        assert ("OBJKV_BULK_URL" in settings) == (arguments[1] != "R")
+        *,
+        bound_s: float,
+    ) -> tuple[list[ReplicaAnswer], ReplicaEnd]:
+        report_stage(setup.role, "starting")
+        assert ("OBJKV_BULK_URL" in settings) == (setup.role != "R")
         return [], ReplicaEnd(engine="vLLM 0.32.0", device="2 cores", load_failures=0)
 
     monkeypatch.setattr(demo_module, "live", live)
@@ -146,7 +137,7 @@ def test_a_failed_replica_shows_the_end_of_its_log(
     log = tmp_path / "replica.log"
     log.write_text("\n".join(f"line {number}" for number in range(100)))
 
-    def fail(*_: object) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise ProgramFailed("replica A ended with exit status 1", log)
 
     monkeypatch.setattr(demo_module, "live", fail)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from objkv.cli import gpu_check as module
-from objkv.ops.demo import DemoAnswer
 from objkv.ops.gpu_check import (
     Answers,
     GpuCheck,
@@ -18,6 +17,7 @@ from objkv.ops.gpu_check import (
     run_check,
 )
 from objkv.ops.programs import Program, ProgramFailed
+from objkv.ops.replica import ReplicaAnswer
 from tests.cli.conftest import Run, refused
 
 LENGTH = 1024
@@ -26,10 +26,10 @@ FACTS = GpuFacts("a GPU", {"Driver": "nvidia 1"}, 50.4, 48.0, "32.0 GT/s PCIe, 1
 
 def answers(*given: tuple[int, int, float], token: int = 7) -> Answers:
     """Answers with (question, served tokens, seconds)."""
-    found: dict[str, list[DemoAnswer]] = {}
+    found: dict[str, list[ReplicaAnswer]] = {}
     for question, served, seconds in given:
-        name, _ = prompt_of(LENGTH, question)
-        answer = DemoAnswer(
+        name = prompt_of(LENGTH, question).name
+        answer = ReplicaAnswer(
             prompt=name, tokens=(token,), served_tokens=served, first_token_s=seconds
         )
         found.setdefault(name, []).append(answer)
@@ -43,7 +43,7 @@ NOT_LOADED = answers((1, LENGTH, 0.5), (2, 512, 0.6))
 
 
 def test_prompts_share_documents_and_nothing_else() -> None:
-    (_, one), (_, two), (_, other) = prompt_of(64, 1), prompt_of(64, 2), prompt_of(128, 1)
+    one, two, other = (prompt_of(*of).tokens for of in ((64, 1), (64, 2), (128, 1)))
     assert one[:64] == two[:64] != other[:64]
     assert one[64:] == other[128:] != two[64:]
 

@@ -64,9 +64,10 @@ def test_a_hash_that_is_not_stored_is_1(run: Run, machine: Machine, hashes: list
 def test_a_prompt_is_pinned_as_far_as_it_is_stored(
     run: Run, machine: Machine, hashes: list[str], tmp_path: Path
 ) -> None:
-    ran = run("pin", stdin=" ".join(map(str, range(40))))
-    told = "no chunk of this prompt is stored; send it to a replica first\n"
-    assert (ran.code, ran.out) == (1, told)
+    for options in ((), ("--json",)):
+        ran = run("pin", *options, stdin=" ".join(map(str, range(40))))
+        told = "objkv: no chunk of this prompt is stored; send it to a replica first\n"
+        assert (ran.code, ran.out, ran.err) == (1, "", told)
     (tmp_path / "tokens.json").write_text(json.dumps([*TOKENS[: 2 * CHUNK], *range(900, 930)]))
     assert run("pin", "--tokens", str(tmp_path / "tokens.json")).code == 0
     assert pinned(machine) == [True, True, False]

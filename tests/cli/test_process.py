@@ -68,10 +68,40 @@ def imported(*arguments: str) -> set[str]:
     return set(ran.stderr.split())
 
 
+def at_tab(monkeypatch: pytest.MonkeyPatch, typed: str) -> None:
+    """Let the command complete the last word of ``typed``, as bash does."""
+    monkeypatch.setenv("_OBJKV_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(typed.count(" ")))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("argument", ["--version", "--help"])
-def test_what_only_prints_imports_almost_nothing(argument: str) -> None:
-    modules = imported(argument)
+@pytest.mark.parametrize(
+    ("typed", "offered"),
+    [
+        ("objkv ad", ["admission"]),
+        ("objkv --v", ["--version"]),
+        ("objkv help ad", ["admission"]),
+        ("objkv audit --ht", ["--html"]),
+        ("objkv access --role w", ["writer"]),
+    ],
+)
+def test_a_tab_offers_what_fits(
+    typed: str, offered: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_tab(monkeypatch, typed)
+    ran = objkv()
+    assert (ran.stdout.split(), ran.stderr) == (offered, "")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("argument", ["--version", "--help", "TAB"])
+def test_what_only_prints_imports_almost_nothing(
+    argument: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if argument == "TAB":
+        at_tab(monkeypatch, "objkv a")
+    modules = imported(*[argument] * (argument != "TAB"))
     assert len(modules) <= MODULES_MAX
     assert not modules & SLOW
 

@@ -39,8 +39,8 @@ def test_once_shows_totals_since_the_start(run: Run, machine: Machine) -> None:
         ran = run("top", "--once", "--endpoint", url)
     assert (ran.code, ran.err) == (0, "")
     first, second, *_ = ran.out.splitlines()
-    assert first.startswith("1 replica, 0 down; hit rate 25%; 400 prompt tokens:")
-    assert "local 0%, hot 0%, bulk 25%" in first
+    assert first.startswith("1 replica, 0 down; hit rate 25 %; 400 prompt tokens:")
+    assert "local 0 %, hot 0 %, bulk 25 %" in first
     assert second == "loads 4.0 MiB; saves 0; dropped 0"
     assert url in ran.out
     assert "stored " in ran.out
@@ -74,7 +74,7 @@ def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) ->
         ran, document = run(*words, "--once"), run(*words, "--json").document
     assert (ran.code, ran.err) == (0, "")
     [line] = [line for line in ran.out.splitlines() if str(agent) in line]
-    assert line.split()[1:8] == ["up", "1.0", "MiB", "0%", "0", "-", "0"]
+    assert line.split()[1:8] == ["up", "1.0", "MiB", "0", "%", "0", "–"]
     [row] = document["agents"]
     assert (row["name"], row["state"], row["values"]["clients"]) == (str(agent), "up", 7)
 
@@ -123,7 +123,7 @@ def test_a_signal_leaves_the_terminal_as_it_was(
             start_new_session=True,
         )
         try:
-            wait_until(lambda: shows(b"hit rate 25%"), "rates")
+            wait_until(lambda: shows(b"hit rate 25 %"), "rates")
             process.send_signal(number)
             # What it still prints is read, or it would wait.
             wait_until(lambda: shows(b"") and process.poll() is not None, "its end")

@@ -384,6 +384,20 @@ def test_a_sweep_of_one_namespace_keeps_it_if_the_other_side_has_nothing_of_it(
     assert run("verify", "--all", "--json").document["checked"] == 8
 
 
+def test_unidentified_payloads_are_seen_and_swept_when_named(run: Run, ends: Backends) -> None:
+    planted = DamagedStore(ends).plant(Defects(good=4, unidentified=30))
+    assert found(run("sweep", "--grace", "0", "--json").document) == {
+        "unidentified": planted["unidentified"]
+    }
+    sweep = ("sweep", "--apply", "--grace", "0")
+    kept = run(*sweep)
+    told = "30 unidentified kept: objkv sweep --apply --unidentified -n NS deletes those of"
+    assert (kept.code, told in kept.out) == (1, True)
+    name = planted["unidentified"][0].partition("/")[0]
+    swept = run(*sweep, "--unidentified", "-n", name, "--json")
+    assert (swept.code, swept.document["removed"]) == (0, 30)
+
+
 def test_of_a_bucket_with_earlier_formats_alone_no_rebuild_is_advised(
     run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from objkv.assembly.backends import Backends
 from objkv.client.matching import Matcher
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import ChunkEntry
+from objkv.index.fields import WrittenShards, encode_shard
 from objkv.keys.prefix import PromptExtras
 from objkv.keys.topology import Shard
 from tests.client.contract import ClientContract
@@ -117,6 +118,24 @@ def test_text_and_messages_become_the_model_s_tokens(
         assert client.namespaces()  # not loaded before its first use
         with pytest.raises(ConfigError, match="is not a file: name a tokenizer"):
             client.match("hi")
+
+
+def test_a_match_decodes_no_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That would be most of its time for a long prompt."""
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_identity(bulk)
+    keys = save(bulk, index)
+    [record] = index.lookup(NAMESPACE, [keys[0].prefix_hash])
+    assert record is not None
+    [(field, shard)] = record.shards.items()
+    found = [
+        WrittenShards((field,), [encode_shard(replace(shard, hot=hot))])
+        for hot in (True, False, True)
+    ]
+    monkeypatch.setattr(index, "find", lambda *_: found)
+    monkeypatch.setattr(WrittenShards, "_shards", lambda _: pytest.fail("it was decoded"))
+    matched = Matcher(bulk, index).match(None, TOKENS, PromptExtras())
+    assert (matched.tokens, matched.hot_tokens) == (48, 32)
 
 
 def test_names_are_kept_for_half_a_minute_and_while_the_store_fails() -> None:

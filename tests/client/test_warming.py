@@ -74,6 +74,11 @@ def test_a_check_starts_no_server(
     assert (report.mode, report.stored_before) == ("check", 1)
 
 
+def test_an_option_that_does_not_exist_is_named(client: objkv.Client) -> None:
+    with pytest.raises(ConfigError, match="warm has no option endpoint, resolved"):
+        client.warm([TOKENS], endpoint="http://a", resolved=None)
+
+
 @pytest.mark.parametrize("prompts", ["one", {"prompt": "one"}])
 def test_one_prompt_is_not_taken_for_a_list(prompts: object, client: objkv.Client) -> None:
     with pytest.raises(ConfigError, match="a list of prompts, not a single one"):

@@ -93,7 +93,7 @@ def rebuild_all(view: BackendsView) -> Counters:
     walk = walked(view)
     work, found = Rebuild(view, apply=True), walk.scope.namespaces
     pool.run(work.parts(walk.inventory, found))
-    pool.run(work.lost(walk.inventory, found))
+    pool.run(work.parts(walk.inventory, found, lost=True))
     pool.run(work.namespaces(found))
     return pool.counters
 

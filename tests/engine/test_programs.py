@@ -92,7 +92,7 @@ def _running(models: Path) -> list[str]:
     found = []
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:
-            if os.fsencode(models) in cmdline.read_bytes().split(b"\0"):
+            if os.fsencode(models) in cmdline.read_bytes():
                 found.append(cmdline.parent.name)
         except OSError:  # it ended meanwhile
             continue

@@ -2,7 +2,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from objkv.index.base import ShardRecord
-from objkv.index.fields import SHARD_BYTES_MAX, WrittenShards, decode_shard, encode_shard
+from objkv.index.fields import (
+    SHARD_BYTES_MAX,
+    WrittenShards,
+    are_hot,
+    decode_shard,
+    encode_shard,
+)
 from tests.contracts.index_contract import shard
 
 COUNT = st.integers(0, 10**18 - 1)
@@ -29,6 +35,7 @@ def test_encoded_shards_are_the_mapping_of_their_records(shards: list[ShardRecor
     fields = tuple(f"0.L0-1_H{i}-{i + 1}" for i in range(len(shards)))
     written = WrittenShards(fields, [b"" if one is None else encode_shard(one) for one in shards])
     known = {field: one for field, one in zip(fields, shards, strict=True) if one is not None}
+    assert are_hot(written) == are_hot(known) == all(one.hot for one in known.values())
     assert written == known
     assert list(written.items()) == list(known.items())
     assert (list(written), list(written.values())) == (list(known), list(known.values()))

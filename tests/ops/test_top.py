@@ -172,10 +172,27 @@ def test_the_hit_rate_is_of_what_the_replica_did_not_have_itself() -> None:
     assert hit_rate(row(FIRST, scrape(12, query_tokens=1005, local_hit_tokens=5)).values) is None
 
 
+def test_the_first_scrape_tells_no_rates() -> None:
+    found = row(None, SECOND)
+    assert (found.state, set(found.values.values())) == ("new", {0.0})
+
+
 def test_a_replica_that_began_again_did_what_it_tells_now() -> None:
     found = row(SECOND, scrape(14, query_tokens=100, hit_bulk_tokens=40))
     assert found.state == "restarted"
     assert (found.values["bulk_tokens"], found.values["tokens"]) == (20, 50)
+
+
+def test_one_that_does_not_answer_is_down_with_the_reason() -> None:
+    found = row(FIRST, Scrape(12, {}, "refused"))
+    assert (found.state, found.problem, found.values) == ("down", "refused", {})
+
+
+def test_a_fleet_is_the_sum() -> None:
+    rows = [row(FIRST, SECOND), row(FIRST, SECOND), row(None, Scrape(1, {}, "down"))]
+    total = total_of(rows)
+    assert total["tokens"] == 2 * rows[0].values["tokens"]
+    assert hit_rate(total) == hit_rate(rows[0].values)
 
 
 GIB = 1 << 30
@@ -193,7 +210,7 @@ def test_an_agents_rates_are_from_one_look_to_the_next_and_levels_as_they_are() 
     first = row_of(AGENT, "n", None, before)
     assert (first.state, first.values["hits"]) == ("new", 0)
     cells = agent_cells(row_of(AGENT, "n", before, now))
-    assert cells[1:] == ["up", "", "16.0 GiB", "75%", "4.0 KiB", "75%", "2.0 KiB", "0", "0", "6"]
+    assert cells[1:] == ["up", "", "16.0 GiB", "75 %", "4.0 KiB", "75 %", "2.0 KiB", "0", "0", "6"]
     restarted = row_of(AGENT, "n", now, page_of(14, agent_hits=4))
     assert (restarted.state, restarted.values["hits"]) == ("restarted", 2)
 
@@ -241,13 +258,16 @@ def test_rates_are_from_one_look_to_the_next() -> None:
     assert (view.total["tokens"], view.hit_rate) == (100, 0.25)
 
 
-def test_the_index_is_asked_once_and_0_is_never_said_to_be_stored() -> None:
+def test_totals_are_since_each_process_started() -> None:
+    clock = ManualClock(0.0)
+    with closing(FleetWatch([source("a", clock, lambda: counters(100, 50))])) as watch:
+        [row] = watch.look(since_start=True).rows
+    assert (row.state, row.values["tokens"], hit_rate(row.values)) == ("up", 100, 0.5)
+
+
+def test_0_is_never_said_to_be_stored() -> None:
     clock, index = ManualClock(0.0), MemoryIndex()
     with closing(FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index)) as watch:
         assert watch.look(since_start=True).stored is None, "totals may follow saves by seconds"
-    usages = [[Usage("a", 7, 1, 0)], []]
-    index.usage = lambda: usages.pop(0)  # type: ignore[method-assign]
-    with closing(FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index)) as watch:
-        stored = watch.look(since_start=True).stored
-        assert stored == StoredTotals(7, 1, 1)
-        assert watch.look(since_start=False).stored == stored
+        index.usage = lambda: [Usage("a", 7, 1, 0)]  # type: ignore[method-assign]
+        assert watch.look(since_start=False).stored == StoredTotals(7, 1, 1)

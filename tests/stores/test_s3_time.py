@@ -35,6 +35,7 @@ from objkv.stores.s3.read import RangedGet
 from objkv.stores.s3.store import S3Store
 from tests.stores.guards import assert_all_end
 from tests.support.servers.listener import (
+    Listener,
     Scripted,
     Serve,
     full_listener,
@@ -79,6 +80,22 @@ CALLS: dict[str, Call] = {
     "delete": lambda store: store.delete("k"),
     "check": lambda store: store.check(),
 }
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, call: Call) -> None:
+    """Each attempt takes up to a quarter of the deadline, and the pause before a third one may take
+    a second."""
+    options = {
+        "load_deadline_ms": 800,
+        "client": {"load_deadline_ms": 800},
+    }
+    with (
+        s3_store(mute.url, **options, range_bytes=MIB, ranges_max=2) as store,
+        pytest.raises(StoreUnavailable),
+    ):
+        call(store)
+    assert mute.connections <= 2
 
 
 HEAD = b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 100000\r\n\r\n'
@@ -171,12 +188,11 @@ def begun_by(last_s: float) -> Iterator[None]:
         yield
 
 
-def test_the_client_begins_nothing_when_it_is_too_late() -> None:
-    with Scripted(silent) as mute:
-        client = s3_access(mute.url).client
-        with begun_by(0), pytest.raises(StoreUnavailable, match="too little time left"):
-            client.get_object(Bucket=BUCKET, Key="k")
-        assert mute.connections == 0
+def test_the_client_begins_nothing_when_it_is_too_late(mute: Listener) -> None:
+    client = s3_access(mute.url).client
+    with begun_by(0), pytest.raises(StoreUnavailable, match="too little time left"):
+        client.get_object(Bucket=BUCKET, Key="k")
+    assert mute.connections == 0
 
 
 ASKS: dict[str, Call] = {

@@ -17,13 +17,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from threading import Event, Lock, Thread
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from objkv.errors import ConfigError, TransferError
 from objkv.stores.base import map_memory
+
+if TYPE_CHECKING:
+    import numpy as np
 
 PAGE: Final = 4096
 _CELL = struct.Struct("<QQQQ")
@@ -237,6 +239,8 @@ class PagesAhead:
     """
 
     def __init__(self, arena: Arena) -> None:
+        import numpy as np  # late: the help of commands that import this module needs none
+
         self._reached, self._closed = BOARD_BYTES, False
         self._changed = Event()
         # It keeps the arena mapped.

@@ -8,7 +8,7 @@ from typing import Final, Literal
 from objkv.errors import StoreDenied, StoreError
 from objkv.index.base import ServerFacts
 from objkv.ops.doctor.probes import Check, Status
-from objkv.ops.formats import noun, span
+from objkv.ops.formats import noun, size, span
 from objkv.stores.base import LifecycleRules
 
 ReadRules = Callable[[], LifecycleRules | None]
@@ -134,7 +134,7 @@ def _memory(facts: ServerFacts) -> Check:
     policy, limit, used = facts.maxmemory_policy, facts.maxmemory_bytes, facts.used_bytes or 0
     if policy is None or limit is None:
         return _unknown("memory policy", facts, "memory policy")
-    text = f"maxmemory-policy {policy}, maxmemory {_mib(limit)}, used {_mib(used)}"
+    text = f"maxmemory-policy {policy}, maxmemory {size(limit)}, used {size(used)}"
     if limit == 0:
         fix = "set maxmemory below the machine's memory, with maxmemory-policy volatile-lru"
         detail = f"{text}: with no limit Redis grows until it is killed for lack of memory"
@@ -163,7 +163,3 @@ def _clock(facts: ServerFacts) -> Check:
         fix = "synchronize both clocks with NTP: ages and sweeps depend on them"
         return Check("index", "clock", "warning", detail, fix)
     return Check("index", "clock", "ok", detail)
-
-
-def _mib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 20):.0f} MiB" if nbytes else "0"

@@ -72,7 +72,6 @@ METRICS = {
         ("finding", *OF_NAMESPACE),
     ),
     "objkv_scan_finding_bytes": MetricSpec("Bytes of these findings.", ("finding", *OF_NAMESPACE)),
-    "objkv_scan_pinned_payloads": MetricSpec("Number of payloads of pinned chunks.", OF_NAMESPACE),
 }
 """By full name. Metrics named ``objkv_scan_…`` exist only with ``--scan-every``."""
 NAMESPACES_MAX = 200
@@ -146,16 +145,19 @@ class StoreCollector(Collector):
             return
         page.add("objkv_scan_timestamp_seconds", scan.ended_s)
         page.add("objkv_scan_seconds", scan.seconds)
-        rows = {
-            name: {
-                "objkv_scan_payloads": float(counted.payloads),
-                "objkv_scan_bytes": float(counted.nbytes),
-                "objkv_scan_oldest_timestamp_seconds": counted.oldest_s,
-                "objkv_scan_pinned_payloads": float(counted.pinned),
-            }
-            for name, counted in scan.namespaces.items()
+        origins = {
+            one.namespace: Origin(one.tenant or "", one.model or "") for one in scan.namespaces
         }
-        self._add_rows(page, rows, scan.origins, by="objkv_scan_bytes")
+        rows = {
+            one.namespace: {
+                "objkv_scan_payloads": float(one.payloads),
+                "objkv_scan_bytes": float(one.nbytes),
+                "objkv_scan_oldest_timestamp_seconds": float(one.oldest_s),
+            }
+            for one in scan.namespaces
+            if one.oldest_s is not None
+        }
+        self._add_rows(page, rows, origins, by="objkv_scan_bytes")
         none = {"objkv_scan_findings": 0.0, "objkv_scan_finding_bytes": 0.0}
         kinds: dict[str, dict[str, dict[str, float]]] = {
             kind: dict.fromkeys(rows, none) for kind in (*FAULTS, "expired")
@@ -166,7 +168,7 @@ class StoreCollector(Collector):
                 "objkv_scan_finding_bytes": float(found.nbytes - found.young_bytes),
             }
         for kind, of in kinds.items():
-            self._add_rows(page, of, scan.origins, by="objkv_scan_finding_bytes", first=(kind,))
+            self._add_rows(page, of, origins, by="objkv_scan_finding_bytes", first=(kind,))
 
     def _add_rows(
         self,

@@ -7,45 +7,29 @@ looks twice at payloads that seem missing. It changes nothing.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 
 from objkv.errors import ObjkvError
 from objkv.ops.backends_view import BackendsView
-from objkv.ops.exporter.watch import Origin
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import NamespaceFindings, count_findings
 from objkv.ops.inventory.walk import Walk, find_scope, read_view
+from objkv.ops.listing import NamespaceSummary, counted_namespaces
 from objkv.ops.runs import WorkPool
 
 logger = logging.getLogger(__name__)
 
 _STOP_S = 5.0
 _WORKERS = 4
-_COUNTED = """
-SELECT p.ns, count(*), sum(p.nbytes), min(p.modified_s), count(CASE WHEN c.pinned THEN 1 END)
-FROM main.payloads p LEFT JOIN main.chunks c USING (ns, hash)
-WHERE p.nbytes IS NOT NULL GROUP BY p.ns
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """The payloads of one namespace in the bulk store."""
-
-    payloads: int = 0
-    nbytes: int = 0
-    oldest_s: float = 0.0
-    pinned: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
     """A complete scan."""
 
-    namespaces: Mapping[str, Counted]
-    origins: Mapping[str, Origin]
+    namespaces: Sequence[NamespaceSummary]
     findings: NamespaceFindings
     ended_s: float
     seconds: float
@@ -101,17 +85,10 @@ class Scans:
 
     def _scan(self, walk: Walk, begun_s: float) -> Scan:
         walk.judge(ttl_s=self.view.ttl_s)
-        inventory = walk.inventory
-        names = inventory.names()
-        rows = inventory.rows(_COUNTED)
-        counted = {names[ns]: Counted(*values) for ns, *values in rows}
-        found = count_findings(inventory, grace_s=self.grace_s)
+        counted = counted_namespaces(walk.inventory, walk.scope)
+        found = count_findings(walk.inventory, grace_s=self.grace_s)
         ended_s = self.clock()
-        namespaces = walk.scope.namespaces
-        origins = {
-            name: Origin(one.tenant or "", one.model or "") for name, one in namespaces.items()
-        }
-        return Scan(counted, origins, found, ended_s, ended_s - begun_s)
+        return Scan(counted, found, ended_s, ended_s - begun_s)
 
     def _go_on(self) -> None:
         while not self._stopping.is_set():

@@ -5,6 +5,7 @@ record whose payload is not listed afterwards has lost it. What was saved in bet
 had no record; therefore commands that delete look each item up again.
 """
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -24,18 +25,15 @@ from objkv.ops.backends_view import (
     CHUNKS_AT_ONCE,
     QUARANTINE,
     BackendsView,
-    NamespacePart,
     StoredNamespace,
-    head_many,
     read_namespace,
-    stored_entries,
     stored_namespaces,
-    stored_parts,
 )
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.runs import Check, Counters, Unit
 from objkv.stores.base import Entry, ReadStore, Unfinished
 
+_FAN = re.compile(r"[0-9a-f]{2}")
 LOOKED_TWICE_MAX = 2_000
 """Findings to look at again per kind and namespace, the newest: with more of them, a few changes do
 not matter."""
@@ -160,8 +158,11 @@ class Walk:
     def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
         """Yield units that list the payloads of the bulk store. ``headers``: read their headers
         too, which describes the chunks of a store that is its own index."""
-        for part in stored_parts(self.view.bulk, list(self.scope.namespaces), self.scope.totals):
-            yield Unit(partial(self._part, part, headers), items=part.payloads)
+        for name in self.scope.namespaces:
+            fans = [fan for fan in self.view.bulk.folders(name) if _FAN.fullmatch(fan)]
+            for fan in fans:
+                items = self.scope.totals.get(name, 0) / len(fans)
+                yield Unit(partial(self._fan, name, fan, headers), items=items)
 
     def leftovers(self) -> Iterator[Unit]:
         """Yield a unit that lists unfinished writes and the quarantine."""
@@ -201,19 +202,20 @@ class Walk:
             check(sum(len(record.shards) for record in batch))
             self.inventory.add_records(name, batch, has_hits=True)
 
-    def _part(self, part: NamespacePart, headers: bool, counters: Counters, check: Check) -> None:
-        entries = stored_entries(self.view.bulk, part)
+    def _fan(self, name: str, fan: str, headers: bool, counters: Counters, check: Check) -> None:
+        """List a folder of a namespace, which has about 1/256 of its payloads, by hash."""
+        entries = self.view.bulk.scan(f"{name}/{fan}/")
         while batch := list(islice(entries, CHUNKS_AT_ONCE)):
             check(0 if headers else len(batch))
-            found = [(key, entry) for key, entry in batch if key is not None]
-            for key, entry in batch:
-                if key is None:
-                    self.inventory.add_other(
-                        "other", entry, "not a payload", namespace=part.namespace
-                    )
-            self.inventory.add_payloads(part.namespace, found)
+            found = list[tuple[ChunkKey, Entry]]()
+            for entry in batch:
+                try:
+                    found.append((ChunkKey.parse(entry.key), entry))
+                except ValueError:
+                    self.inventory.add_other("other", entry, "not a payload", namespace=name)
+            self.inventory.add_payloads(name, found)
             if headers:
-                self._read_headers(part.namespace, found, check)
+                self._read_headers(name, found, check)
 
     def _read_headers(
         self,
@@ -285,7 +287,7 @@ class Walk:
         hashes = list(dict.fromkeys(key.prefix_hash for key in keys))
         records = dict(zip(hashes, self.view.index.lookup(name, hashes), strict=True))
         with ThreadPoolExecutor(self.workers, thread_name_prefix="objkv-heads") as pool:
-            entries = list(head_many(self.view.bulk, pool, keys, at_once=self.workers))
+            entries = list(pool.map(lambda key: self.view.bulk.head(key.path()), keys))
         # Other payloads of these chunks may be newer than the listing.
         fields = defaultdict[bytes, set[str]](set)
         for key in keys:

@@ -1,17 +1,16 @@
-"""Looks up stored chunks of a prompt, as replicas do, and finds the namespace of endpoints."""
+"""Finds the namespace of endpoints, by a chunk that each of them computes."""
 
 import asyncio
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
 from time import monotonic
 
-from objkv.cache.match import shards_to_read, usable_chunks
 from objkv.errors import ConfigError, PayloadError
 from objkv.index.base import ReadIndex
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.ops.backends_view import HANDOFF_LAYOUT, read_identity, stored_namespaces
+from objkv.ops.match import look_up
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
 from objkv.stores.base import ReadStore
 
@@ -22,47 +21,10 @@ _CHUNK_TOKENS = 256
 _PAUSE_S = 0.1
 
 
-@dataclass(frozen=True, slots=True)
-class StoredPrefix:
-    """The lookup's result for one prompt."""
-
-    chunks: int
-    """The prompt's whole chunks."""
-    usable: int
-    """Leading chunks that would be served."""
-    nbytes: tuple[int, ...]
-    """Stored bytes of each chunk."""
-
-    @property
-    def is_all(self) -> bool:
-        """Whether all chunks are stored."""
-        return self.usable == self.chunks
-
-
-class PromptLookup:
-    """Looks up chunks of one namespace in the index. Safe from many threads. Raises
-    ``StoreError``."""
-
-    def __init__(self, index: ReadIndex, identity: Identity) -> None:
-        self._index = index
-        self.identity = identity
-        self.namespace = identity.namespace()
-
-    def hashes(self, tokens: Sequence[int], salt: str | None) -> list[bytes]:
-        """Return the prefix hashes of the prompt's whole chunks; only these can be stored."""
-        extras = PromptExtras(salt=salt)
-        return prefix_hashes(self.namespace, tokens, self.identity.chunk_tokens, extras)
-
-    def find(self, hashes: Sequence[bytes]) -> StoredPrefix:
-        """Look up the chunks in one round trip."""
-        if not hashes:
-            return StoredPrefix(0, 0, ())
-        records = self._index.lookup(self.namespace, hashes)
-        groups = self.identity.groups
-        shards = [shards_to_read(record, len(groups)) for record in records]
-        usable = usable_chunks(shards, groups, self.identity.chunk_tokens)
-        nbytes = tuple(0 if record is None else record.nbytes for record in records)
-        return StoredPrefix(len(hashes), usable, nbytes)
+def hashes_of(identity: Identity, tokens: Sequence[int], salt: str | None) -> list[bytes]:
+    """Return the prefix hashes of the prompt's whole chunks; only these can be stored."""
+    extras = PromptExtras(salt=salt)
+    return prefix_hashes(identity.namespace(), tokens, identity.chunk_tokens, extras)
 
 
 def known_identities(bulk: ReadStore) -> dict[str, Identity]:
@@ -129,9 +91,9 @@ async def _find(
             await _compute(endpoint, tokens, salt, sorted(sizes, reverse=True), wait_s)
             ends_s = monotonic() + wait_s
         for identity in known.values():
-            lookup = PromptLookup(index, identity)
-            first = lookup.hashes(_of_size(tokens, identity.chunk_tokens), salt)
-            if any((await asyncio.to_thread(lookup.find, first)).nbytes):
+            first = hashes_of(identity, _of_size(tokens, identity.chunk_tokens), salt)
+            [record], _ = await asyncio.to_thread(look_up, index, identity, first)
+            if record is not None and record.shards:
                 return identity
         if monotonic() >= ends_s:
             raise ConfigError(nothing_saved(endpoint.name, wait_s))

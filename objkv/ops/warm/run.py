@@ -12,16 +12,19 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from threading import Thread
 from time import monotonic
 from typing import Any, Final
 
 from objkv.errors import ConfigError, StoreError, StoreUnavailable
+from objkv.index.base import Record
 from objkv.keys.identity import Identity
 from objkv.ops.backends_view import BackendsView
+from objkv.ops.match import look_up
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
-from objkv.ops.warm.lookup import PromptLookup, StoredPrefix, find_identity_of, nothing_saved
+from objkv.ops.warm.lookup import find_identity_of, hashes_of, nothing_saved
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
 
@@ -198,7 +201,7 @@ class _Run:
         self.tasks: list[Task] = []
         self._queue = TaskQueue(())
         self._finders = finders
-        self._lookup: PromptLookup | None = None
+        self._identity = job.identity
         self._changed = asyncio.Event()
         """Set when there may be another task to send, or an endpoint to send one to."""
         self._tokenizing = asyncio.Semaphore(_TOKENIZING)
@@ -206,8 +209,6 @@ class _Run:
         """Prompts that were answered and not stored in time, since anything was stored."""
         self._answered_s: float | None = None
         """The first answer since anything was stored, by ``monotonic``; None without one."""
-        if job.identity is not None:
-            self._lookup = PromptLookup(job.view.index, job.identity)
 
     async def check(self) -> None:
         """Check all endpoints. Raises ``StoreUnavailable`` if none answers."""
@@ -234,7 +235,7 @@ class _Run:
                 known.append((prompt, tokens))
             else:
                 self.report.fail(prompt.name, tokens)
-        if known and self._lookup is None:
+        if known and self._identity is None:
             await self._probe(known[0][1])
         await asyncio.gather(*(self._add(*one) for one in known))
         self.job.progress(self.report)
@@ -271,9 +272,9 @@ class _Run:
     def ended(self) -> WarmReport:
         """Return the report, after the end."""
         report = self.report
-        if self._lookup is not None:
-            report.namespace = self._lookup.namespace
-            report.model = self._lookup.identity.model
+        if self._identity is not None:
+            report.namespace = self._identity.namespace()
+            report.model = self._identity.model
         report.endpoints = [endpoint.report for endpoint in self.job.endpoints]
         report.left = report.prompts - report.done
         self.job.progress(report)
@@ -314,28 +315,27 @@ class _Run:
     async def _probe(self, tokens: Sequence[int]) -> None:
         view, endpoints = self.job.view, [one for one in self.job.endpoints if one.model]
         try:
-            identity = await find_identity_of(
+            self._identity = await find_identity_of(
                 endpoints, tokens, view.bulk, view.index, wait_s=self.job.limits.save_s
             )
         except EndpointError as exc:
             raise StoreUnavailable(f"the first request failed: {exc}") from exc
-        self._lookup = PromptLookup(view.index, identity)
 
     async def _add(self, prompt: WarmPrompt, tokens: "array[int]") -> None:
-        assert self._lookup is not None
-        hashes = self._lookup.hashes(tokens, prompt.salt)
-        found = await self._find(hashes)
+        assert self._identity is not None
+        hashes = hashes_of(self._identity, tokens, prompt.salt)
+        _, usable = await self._look_up(hashes)
         if not hashes:
             self.report.short += 1
-        elif found.is_all:
+        elif usable == len(hashes):
             self.report.stored_before += 1
         else:
-            self.tasks.append(Task(prompt.name, tokens, prompt.salt, hashes, found.usable))
+            self.tasks.append(Task(prompt.name, tokens, prompt.salt, hashes, usable))
 
-    async def _find(self, hashes: Sequence[bytes]) -> StoredPrefix:
-        assert self._lookup is not None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._finders, self._lookup.find, hashes)
+    async def _look_up(self, hashes: Sequence[bytes]) -> tuple[list[Record | None], int]:
+        assert self._identity is not None
+        what = partial(look_up, self.job.view.index, self._identity, hashes)
+        return await asyncio.get_running_loop().run_in_executor(self._finders, what)
 
     async def _free_endpoint(self) -> Endpoint:
         """Wait for an endpoint that may compute one more prompt. Raises ``StoreUnavailable`` once
@@ -381,23 +381,23 @@ class _Run:
     async def _wait_until_stored(self, task: Task) -> EndpointError | None:
         """End an answered prompt once all of it is stored; return an error if that takes long."""
         limits = self.job.limits
-        now_s, usable = monotonic(), len(task.hashes)
+        now_s, before, whole = monotonic(), len(task.hashes), len(task.hashes)
         ends_s, pause_s = now_s + limits.save_s, limits.pause_s
         if self._answered_s is None:
             self._answered_s = now_s
         while True:
-            found = await self._find(task.hashes)
-            if found.is_all or found.usable > usable:  # more than at the last look
+            records, usable = await self._look_up(task.hashes)
+            if usable == whole or usable > before:  # more than at the last look
                 self._answered_s = None
                 self._unsaved.clear()
-            usable = found.usable
-            if found.is_all:
-                self.report.saved_chunks += found.chunks - task.stored
-                self.report.saved_bytes += sum(found.nbytes[task.stored :])
+            before = usable
+            if usable == whole:
+                self.report.saved_chunks += whole - task.stored
+                self.report.saved_bytes += sum(one.nbytes for one in records[task.stored :] if one)
                 self._end(task, is_stored=True)
                 return None
             if monotonic() >= ends_s:
-                count = f"{found.usable} of {found.chunks} chunks were stored"
+                count = f"{usable} of {whole} chunks were stored"
                 why = f"{count} {limits.save_s:.0f} s after it was computed"
                 return EndpointError("failed", why)
             await asyncio.sleep(pause_s)

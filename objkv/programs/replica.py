@@ -1,8 +1,7 @@
-"""One replica of the demo: a process with an engine that answers prompts one after the other.
+"""One replica of ``demo`` or ``gpu-check``: an engine that answers one prompt after the other.
 
-``python -m objkv.programs.demo_replica REPLICA SIZE MODELS`` prints one ``ReplicaEvent``
-per line; vLLM's output goes to standard error. The model is a small Llama with random weights,
-created in the folder ``MODELS`` and kept.
+``python -m objkv.programs.replica SETUP`` takes a ``ReplicaSetup`` as JSON and prints one
+``ReplicaEvent`` per line; vLLM's output goes to standard error.
 """
 
 import hashlib
@@ -10,58 +9,53 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
-from objkv.ops.demo import (
+from objkv.ops.replica import (
     ANSWER_TOKENS,
     CONNECTOR,
-    SCALES,
     VOCABULARY,
-    DemoAnswer,
-    Replica,
+    ReplicaAnswer,
     ReplicaEnd,
     ReplicaEvent,
-    Size,
-    prompts_of,
-    warm_up_of,
+    ReplicaSetup,
+    Shape,
+    random_tokens,
 )
 
 KV_CACHE_BYTES: Final = 256 << 20
 """Enough for several prompts, and small enough to leave most of the machine's memory free."""
-_SHAPES: Final[dict[Size, dict[str, int]]] = {
+_MEMORY_SHARE = 0.6
+"""Share of a GPU's memory for an engine with vLLM's defaults, because other programs may use some.
+"""
+_SHAPES: Final[dict[Shape, dict[str, int]]] = {
     "normal": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4},
     "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
+    "gpu": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_key_value_heads": 8,
+    },
 }
 _HEAD = 64
 _FORGET_S = 30.0
 
 
-def make_model(folder: Path, size: Size) -> Path:
-    """Create the model in ``folder`` unless it exists. Safe with concurrent callers: each gets a
-    complete model."""
-    return make_llama(folder, size, _SHAPES[size], SCALES[size].longest)
-
-
-def make_llama(
-    folder: Path, name: str, shape: Mapping[str, int], longest: int, dtype: str = "float32"
-) -> Path:
-    """Create a Llama with random weights and heads of 64 in ``folder`` unless it exists, see
-    ``make_model``.
-
-    Args:
-        shape: arguments of ``transformers.LlamaConfig``.
-        longest: length in tokens of the longest prompt with its answer.
-    """
-    recipe = f"{dict(shape)} {VOCABULARY} {longest} {dtype} {version('transformers')}"
-    target = folder / f"{name}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
+def make_model(folder: Path, shape: Shape, longest: int) -> Path:
+    """Create a Llama with random weights and heads of 64 in ``folder`` unless it exists. Safe with
+    concurrent callers: each gets a complete model. ``longest``: length in tokens of the longest
+    prompt with its answer."""
+    dtype = "bfloat16" if shape == "gpu" else "float32"
+    recipe = f"{_SHAPES[shape]} {VOCABULARY} {longest} {dtype} {version('transformers')}"
+    target = folder / f"{shape}-{hashlib.sha256(recipe.encode()).hexdigest()[:12]}"
     if target.exists():
         return target
     partial = target.with_suffix(f".{os.getpid()}")
-    _save(shape, longest, dtype, partial)
+    _save(_SHAPES[shape], longest, dtype, partial)
     try:
         partial.rename(target)
     except OSError:  # another process was faster; models from the same seed are equal
@@ -69,7 +63,7 @@ def make_llama(
     return target
 
 
-def _save(shape: Mapping[str, int], longest: int, dtype: str, folder: Path) -> None:
+def _save(shape: dict[str, int], longest: int, dtype: str, folder: Path) -> None:
     import torch
     import transformers
 
@@ -103,7 +97,7 @@ def device() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {names[0] if names else 'a CPU'}"
 
 
-class DemoEngine:
+class ReplicaEngine:
     """A ``vllm.LLM`` that answers one prompt at a time."""
 
     def __init__(self, llm: Any) -> None:
@@ -124,7 +118,7 @@ class DemoEngine:
                 self._engine.step()
             time.sleep(0.01)
 
-    def ask(self, name: str, tokens: Sequence[int], *, forget: bool = True) -> DemoAnswer:
+    def ask(self, name: str, tokens: Sequence[int], *, forget: bool = True) -> ReplicaAnswer:
         """Return the greedy answer. ``forget``: empty the engine's own prefix cache before."""
         from vllm import SamplingParams
 
@@ -142,7 +136,7 @@ class DemoEngine:
                     first_token_s = time.perf_counter() - start
         if output is None or first_token_s is None:
             raise RuntimeError(f"no answer to {name}")
-        return DemoAnswer(
+        return ReplicaAnswer(
             prompt=name,
             tokens=tuple(output.outputs[0].token_ids),
             served_tokens=output.num_cached_tokens or 0,
@@ -150,12 +144,12 @@ class DemoEngine:
         )
 
 
-def engine_arguments(model: Path, longest: int) -> dict[str, Any]:
+def engine_arguments(model: str, longest: int) -> dict[str, Any]:
     """Return the arguments of ``vllm.LLM``: small and quick to start, otherwise the defaults."""
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
-        "model": str(model),
+        "model": model,
         "skip_tokenizer_init": True,
         # The order of sums depends on the number of computed tokens. With fewer bits, the rounding
         # would change the answers of a random model.
@@ -174,19 +168,26 @@ def engine_arguments(model: Path, longest: int) -> dict[str, Any]:
     return arguments
 
 
-Send = Callable[[ReplicaEvent], None]
-Prompt = tuple[str, Sequence[int], bool]
-"""Name, token ids, and whether the replica forgets its own prefix cache before it."""
+def arguments_of(setup: ReplicaSetup) -> dict[str, Any]:
+    """Return the arguments of ``vllm.LLM``, with the model, which is created if need be."""
+    from vllm.platforms import current_platform
+
+    is_light = setup.shape != "gpu" or current_platform.is_cpu()
+    longest = setup.longest + ANSWER_TOKENS
+    shape: Shape = "small" if is_light and setup.shape == "gpu" else setup.shape
+    model = setup.model or str(make_model(setup.models, shape, longest))
+    arguments = engine_arguments(model, longest)
+    if not is_light:
+        for name in ("enforce_eager", "kv_cache_memory_bytes", "max_num_batched_tokens"):
+            del arguments[name]
+        arguments |= {"dtype": "auto", "gpu_memory_utilization": _MEMORY_SHARE}
+    if setup.role != "R":
+        arguments["kv_transfer_config"] = CONNECTOR
+    return arguments
 
 
-def answer(
-    arguments: Callable[[], dict[str, Any]],
-    warm_up: Sequence[int],
-    prompts: Iterable[Prompt],
-    send: Send,
-) -> None:
-    """Run a replica from start to end in this process. ``arguments``: makes those of ``vllm.LLM``,
-    and the model. ``warm_up``: a first prompt, which absorbs one-time costs."""
+def run(setup: ReplicaSetup, send: Callable[[ReplicaEvent], None]) -> None:
+    """Run a replica from start to end in this process."""
 
     def begin(stage: str) -> None:
         send(ReplicaEvent(stage=stage))
@@ -195,15 +196,16 @@ def answer(
     import vllm
 
     begin("making the model")
-    given = arguments()
+    arguments = arguments_of(setup)
     begin("starting the engine")
-    llm = vllm.LLM(**given, disable_log_stats=False)
-    engine = DemoEngine(llm)
-    begin("warming up")
-    engine.ask("warm-up", warm_up)
-    for name, tokens, forget in prompts:
-        begin(f"answering {name}")
-        send(ReplicaEvent(answer=engine.ask(name, tokens, forget=forget)))
+    llm = vllm.LLM(**arguments, disable_log_stats=False)
+    engine = ReplicaEngine(llm)
+    begin("warming up")  # absorbs one-time costs
+    engine.ask("warm-up", random_tokens("warm-up", setup.longest))
+    for prompt in setup.prompts:
+        begin(f"answering {prompt.name}")
+        answer = engine.ask(prompt.name, prompt.tokens, forget=prompt.forget)
+        send(ReplicaEvent(answer=answer))
     failures = (m.value for m in llm.get_metrics() if m.name == "vllm:objkv_load_failures")
     end = ReplicaEnd(
         engine=f"vLLM {vllm.__version__}", device=device(), load_failures=int(sum(failures))
@@ -213,7 +215,7 @@ def answer(
     send(ReplicaEvent(end=end))
 
 
-def speak(run: Callable[[Send], None]) -> None:
+def main() -> None:
     """Run a replica with standard output reserved for events, and vLLM's output on standard
     error."""
     with os.fdopen(os.dup(1), "w") as events:
@@ -223,20 +225,8 @@ def speak(run: Callable[[Send], None]) -> None:
             events.write(event.model_dump_json(exclude_none=True) + "\n")
             events.flush()
 
-        run(send)
-
-
-def run(replica: Replica, size: Size, models: Path, send: Send) -> None:
-    """Run a replica of the demo in this process."""
-
-    def arguments() -> dict[str, Any]:
-        found = engine_arguments(make_model(models, size), SCALES[size].longest)
-        return found if replica == "R" else found | {"kv_transfer_config": CONNECTOR}
-
-    prompts = ((one.name, one.tokens, True) for one in prompts_of(size, replica))
-    answer(arguments, warm_up_of(size), prompts, send)
+        run(ReplicaSetup.model_validate_json(sys.argv[1]), send)
 
 
 if __name__ == "__main__":  # spawned worker processes import this file again
-    replica, size, models = sys.argv[1:]
-    speak(partial(run, cast("Replica", replica), cast("Size", size), Path(models)))
+    main()
