@@ -9,8 +9,8 @@ took from each other on one core.
 ``step_p99`` is the 99th percentile of the time in which that thread counts to 20,000, about a
 millisecond, as a share of what it is alone: so much longer a scheduler's slowest steps take.
 ``python_ms_per_gb`` is the processor time of all threads of the worker for the same load without
-its copies and system calls, which do not hold the lock; ``processor_ms_per_gb`` includes the system
-calls. A busy machine disturbs them little, a slow hour of a shared one as much as everything else.
+its copies and system calls, which do not hold the lock. A busy machine disturbs it little, a slow
+hour of a shared one as much as everything else.
 """
 
 import argparse
@@ -96,18 +96,16 @@ def load_once(loads: Loader, plan: LoadPlan) -> float:
     return time.perf_counter() - begun
 
 
-def without_copies(loads: Loader, plan: LoadPlan) -> tuple[float, float]:
-    """Return the processor seconds, of Python and of the system, for a load that copies nothing."""
+def without_copies(loads: Loader, plan: LoadPlan) -> float:
+    """Return the processor seconds of Python for a load that copies nothing."""
 
     def nothing(*_: object) -> None: ...
 
     with mock.patch.object(np, "copyto", nothing):
-        before = resource.getrusage(resource.RUSAGE_SELF)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_utime
         for _ in range(REPEATS):
             load_once(loads, plan)
-        after = resource.getrusage(resource.RUSAGE_SELF)
-    user_s, system_s = after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime
-    return user_s / REPEATS, system_s / REPEATS
+        return (resource.getrusage(resource.RUSAGE_SELF).ru_utime - before) / REPEATS
 
 
 def held(loads: Loader, plan: LoadPlan) -> tuple[float, float, float]:
@@ -159,15 +157,13 @@ def saved(side: Side) -> list[LoadMove]:
 
 def measure(loads: Loader, plan: LoadPlan, rounds: int, gigabytes: float) -> dict[str, float]:
     """Medians over rounds, of which the first fills caches."""
-    found = [(*held(loads, plan), *without_copies(loads, plan)) for _ in range(rounds + 1)][1:]
-    seconds, held_s, step_p99, user_s, system_s = zip(*found, strict=True)
-    processor_s = [user + system for user, system in zip(user_s, system_s, strict=True)]
+    found = [(*held(loads, plan), without_copies(loads, plan)) for _ in range(rounds + 1)][1:]
+    seconds, held_s, step_p99, python_s = zip(*found, strict=True)
     return {
         "gb_per_s": gigabytes / statistics.median(seconds),
         "lock_ms_per_gb": 1e3 * statistics.median(held_s) / gigabytes,
         "step_p99": statistics.median(step_p99),
-        "python_ms_per_gb": 1e3 * statistics.median(user_s) / gigabytes,
-        "processor_ms_per_gb": 1e3 * statistics.median(processor_s) / gigabytes,
+        "python_ms_per_gb": 1e3 * statistics.median(python_s) / gigabytes,
     }
 
 

@@ -52,8 +52,6 @@ ROOT = str(Path(objkv.__file__).parent)
 HTTP = f"{ROOT}/agent/http"
 """It looks at its sockets every half second, whatever is measured."""
 QUIET_S = 0.1
-
-
 Found = Counter[tuple[int, CodeType]]
 """How often each thread called a function."""
 
@@ -133,20 +131,6 @@ def measure(folder: Path) -> dict[str, Found]:
         return found
 
 
-def by_function(found: Found) -> Counter[CodeType]:
-    """Return how often each function was called."""
-    calls: Counter[CodeType] = Counter()
-    for (_, code), number in found.items():
-        calls[code] += number
-    return calls
-
-
-def sums(calls: Counter[CodeType]) -> dict[str, int]:
-    """Return the numbers of files, of different functions, and of calls."""
-    files = {code.co_filename for code in calls}
-    return {"files": len(files), "functions": len(calls), "calls": calls.total()}
-
-
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -155,8 +139,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="objkv-") as folder:
         found = measure(Path(folder))
     for name, counted in found.items():
-        calls = by_function(counted)
-        print(f"{name:11}", *(f"{key} {number:5}" for key, number in sums(calls).items()))
+        calls: Counter[CodeType] = Counter()
+        for (_, code), number in counted.items():
+            calls[code] += number
+        files = len({code.co_filename for code in calls})
+        print(f"{name:11} files {files:5} functions {len(calls):5} calls {calls.total():5}")
         for code, number in calls.most_common(options.callers):
             print(f"  {number:5} {code.co_filename.removeprefix(ROOT)[1:]} {code.co_qualname}")
 

@@ -63,8 +63,6 @@ class Took(_Value):
     """For all prompts."""
     first_token_s: float
     """Until the first token of any of them."""
-    busy_s: float
-    """CPU time of the engine's own thread meanwhile: what else runs here does not count."""
     answer: tuple[tuple[int, ...], ...]
     """Token ids, by prompt."""
     served_tokens: int
@@ -98,7 +96,7 @@ class Engine:
         self._demo.forget()
         engine = self._llm.llm_engine
         finished: dict[str, Any] = {}
-        started, busy, first_token_s = time.perf_counter(), time.thread_time(), None
+        started, first_token_s = time.perf_counter(), None
         for number, tokens in enumerate(prompts):
             engine.add_request(f"{number}", {"prompt_token_ids": tokens}, params)
         while engine.has_unfinished_requests():
@@ -107,13 +105,12 @@ class Engine:
                     first_token_s = time.perf_counter() - started
                 if output.finished:
                     finished[output.request_id] = output
-        seconds, busy_s = time.perf_counter() - started, time.thread_time() - busy
+        seconds = time.perf_counter() - started
         assert first_token_s is not None
         outputs = [finished[f"{number}"] for number in range(order.prompts)]
         return Took(
             seconds=seconds,
             first_token_s=first_token_s,
-            busy_s=busy_s,
             answer=tuple(tuple(output.outputs[0].token_ids) for output in outputs),
             served_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
         )

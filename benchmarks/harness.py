@@ -12,18 +12,16 @@ from objkv.ops.doctor.settings import DISTRIBUTIONS, installed_version
 from objkv.ops.formats import size
 
 _LIBRARIES = (
-    "blosc2",
-    "boto3",
-    "botocore",
-    "lz4",
-    "numpy",
-    "pydantic",
-    "redis",
-    "safetensors",
-    "tokenizers",
-    "torch",
-    "xxhash",
+    *("blosc2", "boto3", "botocore", "lz4", "numpy", "pydantic"),
+    *("redis", "safetensors", "tokenizers", "torch", "xxhash"),
 )
+QUICK_S3 = {
+    "s3_region": "us-east-1",
+    "s3_addressing": "path",
+    "s3_access_key_id": "bench",
+    "s3_secret_access_key": "bench",
+}
+"""Settings for the S3 server of the tests, besides its address."""
 
 
 def machine() -> str:
@@ -48,8 +46,6 @@ def machine() -> str:
 
 # Results: rows that compare a figure with a limit, and some of them with a target.
 
-Judged = Literal["ratio", "ours"]
-
 
 @dataclass(frozen=True, slots=True)
 class Target:
@@ -58,7 +54,7 @@ class Target:
     bound: float
     at_most: bool = False
     """Whether less is better."""
-    of: Judged = "ratio"
+    of: Literal["ratio", "ours"] = "ratio"
     """Whether the bound applies to the ratio or to the figure in the row's unit."""
 
     def holds(self, value: float) -> bool:
@@ -132,7 +128,6 @@ class BenchSetting:
 
 Work = Callable[[], float]
 """Runs one side's share of a round and returns its duration in seconds."""
-ROUNDS_MIN = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +151,7 @@ def interleave(sides: Mapping[str, Work], rounds: int, *, warm_ups: int = 1) -> 
 
     The first ``warm_ups`` rounds are not counted: they open connections and touch pages.
     """
-    assert rounds >= ROUNDS_MIN
+    assert rounds >= 1
     seconds: dict[str, list[float]] = {name: [] for name in sides}
     names = list(sides)
     for number in range(warm_ups + rounds):
@@ -181,32 +176,17 @@ class Compared:
         self, name: str, nbytes: int, target: Target | None = None, detail: str = ""
     ) -> BenchRow:
         """Return a row in GB/s for sides that each moved ``nbytes`` per round."""
-        return BenchRow(
-            name,
-            "GB/s",
-            ours=nbytes / self.timings.median(self.side) / 1e9,
-            limit=nbytes / self.timings.median(self.limit) / 1e9,
-            limit_name=self.limit_name,
-            ratio=self.timings.ratio(self.limit, self.side),
-            target=target,
-            detail=detail,
-        )
+        ours, limit = (nbytes / self.timings.median(one) / 1e9 for one in (self.side, self.limit))
+        ratio = self.timings.ratio(self.limit, self.side)
+        return BenchRow(name, "GB/s", ours, limit, self.limit_name, ratio, target, detail)
 
     def duration(
         self, name: str, unit: str, target: Target | None = None, detail: str = ""
     ) -> BenchRow:
         """Return a row in ``s``, ``ms`` or ``µs``."""
-        scale = SCALES[unit]
-        return BenchRow(
-            name,
-            unit,
-            ours=self.timings.median(self.side) * scale,
-            limit=self.timings.median(self.limit) * scale,
-            limit_name=self.limit_name,
-            ratio=self.timings.ratio(self.side, self.limit),
-            target=target,
-            detail=detail,
-        )
+        ours, limit = (self.timings.median(one) * SCALES[unit] for one in (self.side, self.limit))
+        ratio = self.timings.ratio(self.side, self.limit)
+        return BenchRow(name, unit, ours, limit, self.limit_name, ratio, target, detail)
 
 
 SCALES = {"s": 1.0, "ms": 1e3, "µs": 1e6}

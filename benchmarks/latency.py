@@ -7,11 +7,6 @@ from an S3 server by TLS, and once by one that has it in memory. An engine step 
 eight a token, so the duration of a step is their inter-token latency. Steps without a load are
 measured just before each load.
 
-``waits_...`` is the share of that time for which the engine's thread could have run, but another
-thread had its processor. ``other_threads_s_per_gb`` is the processor time of the engine's other
-threads during a load, which copy. The rest of what steps take longer is a processor that is slower
-while its neighbour works.
-
 One model thread computes. The S3 server and the agent are kept on the machine's last processor,
 since on a small machine they would else take the engine's, which is not what they do beside a GPU.
 """
@@ -22,11 +17,13 @@ import random
 import statistics
 import tempfile
 import time
+from collections import defaultdict
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from benchmarks.agent import show
+from benchmarks.harness import QUICK_S3
 from tests.engine.fleet import SAVED, SharedStore
 from tests.engine.harness import ROOT, run_replica
 from tests.engine.job import Call, Generate, Prompt, ResetPrefixCache
@@ -88,10 +85,7 @@ def stores(stack: ExitStack, folder: Path) -> dict[str, str]:
         "index_url": f"sqlite://{folder}/i",
         "bulk_url": "s3://bench/kv",
         "s3_endpoint_url": server.url,
-        "s3_region": "us-east-1",
-        "s3_addressing": "path",
-        "s3_access_key_id": "bench",
-        "s3_secret_access_key": "bench",
+        **QUICK_S3,
         "s3_ca_bundle": str(certificates / "ca.pem"),
         "save_to_bucket": "all",
     }
@@ -105,10 +99,7 @@ def measure(llm: Any, seeds: list[int], rounds: int, lengths: list[int]) -> dict
     engine, (length, chunk) = llm.llm_engine, lengths
     endless = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=4096)
     one = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=1)
-    found: dict[str, list[float]] = {
-        name: []
-        for name in ("alone", "during", "loads", "other_threads_s", "waits_alone", "waits_during")
-    }
+    found: dict[str, list[float]] = {"alone": [], "during": [], "loads": []}
     for number in range(rounds * len(seeds)):
         # Those that decode are new ones: the longer they are, the less room has a load.
         names = [f"d{number * DECODING + each}" for each in range(DECODING)]
@@ -118,54 +109,23 @@ def measure(llm: Any, seeds: list[int], rounds: int, lengths: list[int]) -> dict
             engine.add_request(name, {"prompt_token_ids": tokens}, endless)
         for _ in range(4):
             engine.step()
-        before = Spent.now()
         found["alone"] += [_step(engine)[0] for _ in range(ALONE_STEPS)]
-        found["waits_alone"].append(before.until().waits)
         prompt = {"prompt_token_ids": tokens_of(seeds[number % len(seeds)], length + 1)}
-        before = Spent.now()
+        begun = time.perf_counter()
         engine.add_request(f"l{number}", prompt, one)
-        steps, loaded, spent = list[float](), None, before.until()
+        steps, loaded = list[float](), None
         while loaded is None:
-            if steps:
-                spent = before.until()
             seconds, outputs = _step(engine)
             steps.append(seconds)
             loaded = next((one for one in outputs if one.request_id == f"l{number}"), None)
-        found["loads"].append(before.until().wall_s)
+        found["loads"].append(time.perf_counter() - begun)
         assert loaded.num_cached_tokens == length, loaded.num_cached_tokens
         found["during"] += steps[:-1]  # the last one computes the prompt's last token
-        found["waits_during"].append(spent.waits)
-        found["other_threads_s"].append(spent.others_s)
         engine.abort_request(names)
         while engine.has_unfinished_requests():
             engine.step()
         assert llm.reset_prefix_cache()
     return found
-
-
-class Spent(NamedTuple):
-    """What the calling thread and its process have spent."""
-
-    wall_s: float
-    waiting_s: float
-    """Of this thread, for a processor."""
-    others_s: float
-    """Processor time of the process's other threads."""
-
-    @classmethod
-    def now(cls) -> "Spent":
-        """Read the clocks."""
-        ran_ns, waiting_ns, _ = map(int, Path("/proc/thread-self/schedstat").read_text().split())
-        return cls(time.perf_counter(), waiting_ns / 1e9, time.process_time() - ran_ns / 1e9)
-
-    def until(self) -> "Spent":
-        """Return what was spent since this reading."""
-        return Spent(*[b - a for a, b in zip(self, Spent.now(), strict=True)])
-
-    @property
-    def waits(self) -> float:
-        """The share of the time for which this thread waited for a processor."""
-        return self.waiting_s / max(self.wall_s, 1e-9)
 
 
 def _step(engine: Any) -> tuple[float, Any]:
@@ -195,16 +155,11 @@ def summary(answer: dict[str, list[float]]) -> dict[str, float]:
         return steps[min(len(steps) - 1, int(share * len(steps)))]
 
     return {
-        "steps_alone": len(alone),
-        "steps_during": len(during),
         "alone_p50_ms": 1e3 * at(alone, 0.5),
         "alone_p99_ms": 1e3 * at(alone, 0.99),
         "p50": at(during, 0.5) / at(alone, 0.5),
         "p99": at(during, 0.99) / at(alone, 0.99),
         "load_gb_per_s": gigabytes / statistics.median(answer["loads"]),
-        "waits_alone": statistics.median(answer["waits_alone"]),
-        "waits_during": statistics.median(answer["waits_during"]),
-        "other_threads_s_per_gb": statistics.median(answer["other_threads_s"]) / gigabytes,
     }
 
 
@@ -228,12 +183,9 @@ def main() -> None:
             for name, memory in (("agent", small), ("resident", large))
         }
         os.sched_setaffinity(0, everywhere)
-        seeds = [1, 2]
-        prompts = [
-            Prompt(tokens=tuple(tokens_of(seed, LENGTH + 1)), max_tokens=1) for seed in seeds
-        ]
-        saves: list[Any] = []
-        for prompt in prompts:
+        seeds, saves = [1, 2], list[Any]()
+        for seed in seeds:
+            prompt = Prompt(tokens=tuple(tokens_of(seed, LENGTH + 1)), max_tokens=1)
             saves += [Generate(prompts=(prompt,)), SAVED, ResetPrefixCache()]
         # With less, a step that computes several chunks drops some of them.
         slabs = {"pinned_bytes_max": 2 * nbytes}
@@ -241,14 +193,12 @@ def main() -> None:
         chunks, keeper = len(seeds) * (LENGTH // CHUNK), agents["resident"].path
         wait_until(lambda: metrics_of(keeper)["saves_total"] >= chunks)
         arguments = {"seeds": seeds, "rounds": options.rounds, "lengths": [LENGTH, CHUNK]}
-        answers: dict[str, dict[str, list[float]]] = {}
-        for _ in range(TURNS):
-            for name, agent in agents.items():
-                look = Call(function="benchmarks.latency:measure", arguments=arguments)
-                answer = replica([look], {"agent": agent.url}, folder).answers[0]
-                kept = answers.setdefault(name, {key: [] for key in answer})
-                for key, values in answer.items():
-                    kept[key] += values
+        look = Call(function="benchmarks.latency:measure", arguments=arguments)
+        answers = {name: defaultdict[str, list[float]](list) for name in agents}
+        for name, agent in [*agents.items()] * TURNS:
+            answer = replica([look], {"agent": agent.url}, folder).answers[0]
+            for key, values in answer.items():
+                answers[name][key] += values
         found = {name: summary(answer) for name, answer in answers.items()}
     show(found, as_json=options.json)
 

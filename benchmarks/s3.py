@@ -12,17 +12,17 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from threading import Barrier
-from typing import Self
 from unittest.mock import patch
 
 from benchmarks.alone import run_alone
 from benchmarks.harness import (
+    QUICK_S3,
     BenchRow,
     BenchSetting,
     Compared,
@@ -57,124 +57,100 @@ _STEP_BYTES = 64 << 20
 _GIVEN_BYTES = 128 << 20
 """More than caches hold; one piece of memory for all connections."""
 
-Move = Callable[[int, PayloadSample, memoryview], object]
-"""Moves one payload; arguments are the thread's number, the payload and the thread's slab."""
+Move = Callable[[int, PayloadSample], object]
+"""Moves one payload; the first argument is the thread's number."""
 
 
 def bench_s3(setting: BenchSetting) -> Section:
     """Gets and puts. Raises ``ObjkvError`` if anything was not as it was put."""
-    with quick_s3_process() as server, plain_server() as plain:
-        rows = tuple(_rows(setting, server.url, plain))
-        return Section("s3", rows, {"S3": "quick_s3, in memory"})
-
-
-def _rows(setting: BenchSetting, url: str, plain: tuple[str, int]) -> Iterator[BenchRow]:
-    settings = {
-        "bulk_url": "s3://bench/kv",
-        "s3_endpoint_url": url,
-        "s3_region": "us-east-1",
-        "s3_addressing": "path",
-        "s3_access_key_id": "bench",
-        "s3_secret_access_key": "bench",
-    }
-    # One request per payload: the limit has as many connections as there are threads, and no more.
-    with patch.object(fetchers, "RANGES_MAX", 0):
-        store = open_bulk(load_config(settings, environ={}), NullRecorder())
-    try:
+    with ExitStack() as stack:
+        server, plain = stack.enter_context(quick_s3_process()), stack.enter_context(plain_server())
+        settings = {"bulk_url": "s3://bench/kv", "s3_endpoint_url": server.url, **QUICK_S3}
+        # One request per payload: the limit has as many connections as there are threads.
+        with patch.object(fetchers, "RANGES_MAX", 0):
+            store = open_bulk(load_config(settings, environ={}), NullRecorder())
+        stack.callback(store.close)
+        rows = list[BenchRow]()
         for shape in (PAYLOAD_1_MIB,) if setting.quick else (PAYLOAD_8_MIB, PAYLOAD_32_MIB):
             for threads in CONNECTIONS:
                 setting.report_stage("S3", f"{shape.name}, {threads} threads")
-                with PayloadBench(setting, shape, threads, plain) as bench:
-                    yield from bench.rows(store)
-    finally:
-        store.close()
+                rows += _case(setting, store, plain, shape, threads)
+    return Section("s3", tuple(rows), {"S3": "quick_s3, in memory"})
 
 
-class PayloadBench:
-    """Threads, each with its own slab, payloads, and connection to the plain server. All payloads
+def _case(
+    setting: BenchSetting,
+    store: PruneStore,
+    plain: tuple[str, int],
+    shape: Shape,
+    threads: int,
+) -> Iterator[BenchRow]:
+    """Gets, of which a payload is verified, and puts until they are acknowledged. All payloads
     together are about ``_ROUND_BYTES``, more than CPU caches hold; a pass moves each of them once.
-    A context manager."""
+    Each thread has its own payloads, slab, and connection to the plain server."""
+    wanted = _QUICK_ROUND_BYTES if setting.quick else _ROUND_BYTES
+    samples = make_samples(shape, max(1, wanted // (shape.raw_bytes * threads)) * threads)
+    slabs = [_slab(len(samples[0].payload)) for _ in range(threads)]
+    passes = 1 if setting.quick else _PASSES
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-bench")
+    each = partial(_each, pool, samples, threads)
 
-    def __init__(
-        self, setting: BenchSetting, shape: Shape, threads: int, plain: tuple[str, int]
-    ) -> None:
-        self._setting, self._threads = setting, threads
-        plural = "" if threads == 1 else "s"
-        self._case = f"{shape.name}, {threads} connection{plural}"
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-bench")
-        self._start = Barrier(threads)
-        wanted = _QUICK_ROUND_BYTES if setting.quick else _ROUND_BYTES
-        each = max(1, wanted // (shape.raw_bytes * threads))
-        self._samples = make_samples(shape, each * threads)
-        self._slabs = [_slab(len(self._samples[0].payload)) for _ in range(threads)]
-        self._plain, self._stack = plain, ExitStack()
+    def put_and_delete() -> float:
+        try:
+            return each(lambda _, one: store.put_if_absent(one.key, one.payload))
+        finally:
+            delete()
 
-    def __enter__(self) -> Self:
-        clients = [PlainClient(self._plain) for _ in range(self._threads)]
-        self._clients = [self._stack.enter_context(client) for client in clients]
-        return self
+    def delete() -> None:
+        for sample in samples:
+            store.delete(sample.key)
 
-    def __exit__(self, *_: object) -> None:
-        self._start.abort()  # release threads that wait for the others
-        self._pool.shutdown(wait=False, cancel_futures=True)
-        self._stack.close()
+    def compare(verb: str, ours: Work, limit: Work, by: tuple[str, Target]) -> BenchRow:
+        timings = interleave({"ours": ours, "limit": limit}, setting.rounds)
+        name = f"S3 {verb} {shape.name}, {threads} connection{'' if threads == 1 else 's'}"
+        nbytes = sum(len(sample.payload) for sample in samples)
+        return Compared(timings, "ours", "limit", by[0]).throughput(name, nbytes, by[1])
 
-    def rows(self, store: PruneStore) -> Iterator[BenchRow]:
-        """Gets, of which a payload is verified, and puts until they are acknowledged."""
-
-        def put_and_delete() -> float:
-            try:
-                return self._each(lambda _, one, __: store.put_if_absent(one.key, one.payload))
-            finally:
-                self._delete(store)
-
-        passes = 1 if self._setting.quick else _PASSES
-        for sample in self._samples:
-            store.put(sample.key, sample.payload)
-        yield self._compare(
-            f"S3 GET {self._case}",
-            lambda: self._each(lambda _, one, slab: get_verified(store, one, slab), passes),
-            lambda: self._each(lambda n, _, slab: self._clients[n].get_into(slab), passes),
+    for sample in samples:
+        store.put(sample.key, sample.payload)
+    with pool, ExitStack() as stack:
+        clients = [stack.enter_context(_connect(plain)) for _ in range(threads)]
+        yield compare(
+            "GET",
+            lambda: each(lambda n, one: get_verified(store, one, slabs[n]), passes),
+            lambda: each(lambda n, _: _get(clients[n], slabs[n]), passes),
             ("plain recv_into", S3_GET),
         )
-        self._delete(store)
-        yield self._compare(
-            f"S3 PUT {self._case}",
+        delete()
+        yield compare(
+            "PUT",
             put_and_delete,
-            lambda: self._each(lambda n, one, _: self._clients[n].put(one.payload)),
+            lambda: each(lambda n, one: _put(clients[n], one.payload)),
             ("plain sendall", S3_PUT),
         )
 
-    def _compare(self, name: str, ours: Work, limit: Work, by: tuple[str, Target]) -> BenchRow:
-        nbytes = sum(len(sample.payload) for sample in self._samples)
-        timings = interleave({"ours": ours, "limit": limit}, self._setting.rounds)
-        return Compared(timings, "ours", "limit", by[0]).throughput(name, nbytes, by[1])
 
-    def _each(self, move: Move, passes: int = 1) -> float:
-        """Move every thread's samples. Return the seconds of a pass, from the first start to the
-        last end.
+def _each(
+    pool: Executor, samples: Sequence[PayloadSample], threads: int, move: Move, passes: int = 1
+) -> float:
+    """Move every thread's samples. Return the seconds of a pass, from the first start to the last
+    end. Raises an error of a thread.
 
-        Raises an error of a thread after all have ended. The threads read the clock themselves,
-        because on a busy machine the waiting thread may wake up late.
-        """
+    The threads read the clock themselves, because on a busy machine the waiting thread may wake up
+    late.
+    """
+    start = Barrier(threads, timeout=START_S)
 
-        def thread(number: int) -> tuple[float, float]:
-            self._start.wait(START_S)
-            begun = time.perf_counter()
-            for _ in range(passes):
-                for sample in self._samples[number :: self._threads]:
-                    move(number, sample, self._slabs[number])
-            return begun, time.perf_counter()
+    def thread(number: int) -> tuple[float, float]:
+        start.wait()
+        begun = time.perf_counter()
+        for _ in range(passes):
+            for sample in samples[number::threads]:
+                move(number, sample)
+        return begun, time.perf_counter()
 
-        futures = [self._pool.submit(thread, number) for number in range(self._threads)]
-        for future in futures:
-            future.exception()
-        begun, ended = zip(*(future.result() for future in futures), strict=True)
-        return (max(ended) - min(begun)) / passes
-
-    def _delete(self, store: PruneStore) -> None:
-        for sample in self._samples:
-            store.delete(sample.key)
+    times = list(pool.map(thread, range(threads)))
+    return (max(ended for _, ended in times) - min(begun for begun, _ in times)) / passes
 
 
 def _slab(nbytes: int) -> memoryview:
@@ -215,29 +191,24 @@ class PlainServer(Listener):
                     connection.sendall(b"!")
 
 
-class PlainClient:
-    """One connection to a ``PlainServer``; a context manager. For one thread at a time."""
+def _connect(address: tuple[str, int]) -> socket.socket:
+    """A connection to a ``PlainServer``, for one thread at a time."""
+    connection = socket.create_connection(address)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return connection
 
-    def __init__(self, address: tuple[str, int]) -> None:
-        self._socket = socket.create_connection(address)
-        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def get_into(self, buffer: memoryview) -> None:
-        """Fill ``buffer`` with what the server sends."""
-        self._socket.sendall(_REQUEST.pack(b"G", len(buffer)))
-        _fill(self._socket, buffer)
+def _get(connection: socket.socket, buffer: memoryview) -> None:
+    """Fill ``buffer`` with what the server sends."""
+    connection.sendall(_REQUEST.pack(b"G", len(buffer)))
+    _fill(connection, buffer)
 
-    def put(self, view: memoryview) -> None:
-        """Send ``view`` and wait until the server has taken all of it."""
-        self._socket.sendall(_REQUEST.pack(b"P", len(view)))
-        self._socket.sendall(view)
-        _fill(self._socket, memoryview(bytearray(1)))
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._socket.close()
+def _put(connection: socket.socket, view: memoryview) -> None:
+    """Send ``view`` and wait until the server has taken all of it."""
+    connection.sendall(_REQUEST.pack(b"P", len(view)))
+    connection.sendall(view)
+    _fill(connection, memoryview(bytearray(1)))
 
 
 def _fill(connection: socket.socket, buffer: memoryview) -> None:

@@ -20,7 +20,6 @@ from objkv.connector.model.groups import Geometry
 from objkv.index.base import Record, ShardRecords
 from objkv.index.guarded import GuardedIndex
 from objkv.keys.identity import Identity
-from objkv.ops.bench.measure import percentile
 from objkv.ops.bench.sample import CHUNK_TOKENS
 from objkv.telemetry import NullRecorder
 
@@ -85,8 +84,6 @@ def _rows(steps: int) -> Iterator[BenchRow]:
     )
     detail = f"lookup in flight, {steps:,} steps"
     yield BenchRow(f"{name}, a step, median", "µs", median, target=STEP_US, detail=detail)
-    p95 = percentile(in_steps, 0.95) * scale
-    yield BenchRow(f"{name}, a step, p95", "µs", p95, target=STEP_US)
 
 
 def _step(side: SchedulerSide, request: Any) -> None:

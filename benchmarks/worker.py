@@ -53,7 +53,6 @@ class Side:
         stack.callback(link.calls.close)
         self.index: Any = Completed(link.calls)
         """Lookups by the agent."""
-        self.caches = caches
         (group,) = geometry.groups
         self.worker = make_worker_side(
             config,
@@ -73,30 +72,19 @@ class Side:
         assert report is None or not report.dropped, "saves were dropped"
 
     def load(self, plan: StepPlan) -> float:
-        """Load without an engine. Returns seconds until it is reported."""
+        """Load by a model runner's calls. Returns seconds until it is reported."""
         begun = time.perf_counter()
-        self.begin(plan)
-        self.start(plan)
-        while not self.ended():
-            assert time.perf_counter() - begun < BOUND_S
-            time.sleep(LOOK_S)
-        return time.perf_counter() - begun
-
-    def begin(self, plan: StepPlan) -> None:
-        """What a model runner calls before its forward pass."""
         self.worker.before_reuse(plan)
         self.worker.before_forward(plan)
-
-    def start(self, plan: StepPlan) -> None:
-        """What it calls once that is launched."""
         self.worker.start_loads(plan)
         self.worker.end_forward(plan)
-
-    def ended(self) -> bool:
-        """Whether a load was reported."""
-        received = bool(self.worker.results(NOTHING, set()).finished_recving)
-        assert not self.worker.take_failed_blocks(), "a load failed"
-        return received
+        while True:
+            received = self.worker.results(NOTHING, set()).finished_recving
+            assert not self.worker.take_failed_blocks(), "a load failed"
+            if received:
+                return time.perf_counter() - begun
+            assert time.perf_counter() - begun < BOUND_S
+            time.sleep(LOOK_S)
 
 
 def moves_of(namespace: str, tokens: Sequence[int], blocks: Sequence[int]) -> list[ChunkMove]:

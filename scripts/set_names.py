@@ -1,7 +1,6 @@
 """Write the project's names and version into all files that have to spell them out.
 
     python scripts/set_names.py           write them
-    python scripts/set_names.py --check   list what differs; exit code 1 if anything does
     python scripts/set_names.py --show    print name=value lines, which the release workflow reads
 
 Names are in pyproject.toml, [project.urls] and [tool.objkv.release]; the version is in
@@ -84,18 +83,10 @@ def changes(root: Path) -> Iterator[tuple[Path, str]]:
             yield path, new
 
 
-def main(option: str = "--write") -> int:
-    """Exit code."""
-    if option == "--show":
-        print("\n".join(f"{name}={value}" for name, value in names(ROOT).items()))
-        return 0
-    found = list(changes(ROOT))
-    for path, new in found:
-        print(path.relative_to(ROOT))
-        if option == "--write":
-            path.write_text(new)
-    return int(option == "--check" and bool(found))
-
-
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    if sys.argv[1:] == ["--show"]:
+        print("\n".join(f"{name}={value}" for name, value in names(ROOT).items()))
+    else:
+        for path, new in changes(ROOT):
+            print(path.relative_to(ROOT))
+            path.write_text(new)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import objkv
-from scripts.write_cli import WIDTH, wrapped
+from scripts.write_cli import WIDTH, item, plain, wrapped
 
 PAGE = Path(__file__).parents[1] / "docs" / "reference" / "api.md"
 FUNCTIONS = ("open",)
@@ -28,11 +28,6 @@ SEE = {
 }
 
 
-def plain(text: str) -> str:
-    """A docstring's text as Markdown on one line."""
-    return " ".join(text.split()).replace("``", "`")
-
-
 def described(text: str | None) -> Iterator[str]:
     """A docstring as paragraphs and a list of its arguments."""
     for paragraph in re.split(r"\n\s*\n", inspect.cleandoc(text or "")):
@@ -40,7 +35,7 @@ def described(text: str | None) -> Iterator[str]:
             items = re.split(r"\n(?=\w+: )", textwrap.dedent(paragraph.removeprefix("Args:\n")))
             for one in items:
                 name, _, meaning = one.partition(": ")
-                yield wrapped(f"`{name}`: {plain(meaning)}", "* ", "  ")
+                yield item(f"`{name}`: {plain(meaning)}")
             yield ""
         else:
             yield from (wrapped(plain(paragraph)), "")
@@ -115,7 +110,7 @@ def error_item(name: str) -> str:
     kind = getattr(objkv, name)
     base = kind.__bases__[0].__name__
     inherits = "" if base == "Exception" else f" A `{base}`."
-    return wrapped(f"`objkv.{name}`: {plain(kind.__doc__)}{inherits}", "* ", "  ")
+    return item(f"`objkv.{name}`: {plain(kind.__doc__)}{inherits}")
 
 
 def class_section(name: str) -> Iterator[str]:
@@ -141,7 +136,7 @@ def result_section(name: str) -> Iterator[str]:
                          str(member.__doc__)))  # fmt: skip
     for field_name, type_name, meaning in rows:
         text = f"`{field_name}`: `{type_name}`. {plain(meaning)}".rstrip().removesuffix(".")
-        yield wrapped(f"{text}.", "* ", "  ")
+        yield item(f"{text}.")
     yield ""
 
 

@@ -5,13 +5,13 @@ again, see ``tests/models/record.py``.
 """
 
 import sys
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from objkv.cache.match import stored_blocks
 from objkv.connector.model.groups import Geometry
+from scripts.write_cli import item
 from tests.models.recorded import VERSIONS, Model, answers, geometry, models, tier
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -87,13 +87,6 @@ def row(model: Model) -> str:
     return f"| {model.title} | {layers} | {chunk} | {lacks} | {', '.join(drafts)} |\n"
 
 
-def wrapped(*texts: str) -> list[str]:
-    """Return texts as one list item."""
-    return textwrap.wrap(
-        " ".join(texts), 100, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False
-    )
-
-
 def differences() -> Iterator[str]:
     """List what other recorded versions make differently, with the cases of a model together."""
     for model in models().values():
@@ -106,8 +99,7 @@ def differences() -> Iterator[str]:
                 if text := difference(model, case, version):
                     alike.setdefault((text, version), []).append(case)
         for (text, version), cases in alike.items():
-            lines = wrapped(f"* {version}, {model.title} ({'; '.join(cases)}):", text)
-            yield from (line + "\n" for line in lines)
+            yield item(f"{version}, {model.title} ({'; '.join(cases)}): {text}") + "\n"
 
 
 def difference(model: Model, case: str, version: str) -> str:

@@ -1,4 +1,4 @@
-"""What things cost: models, stores, Redis and the client, read from ``costs.toml``.
+"""What things cost: models, stores, Redis and nodes, read from ``costs.toml``.
 
 All times are seconds, all sizes bytes, all prices US dollars. Values are only as good as the
 sources that the file names beside them.
@@ -22,7 +22,6 @@ class Model:
     active_params: float
     attention_width: int
     ranks: int
-    readers: int
     gpus: int
     peak_flops: float
     utilisation: float
@@ -52,7 +51,6 @@ class Bulk:
     put_usd: float
     get_usd: float
     gb_month_usd: float
-    egress_gb_usd: float
     prefix_puts_s: float
     prefix_gets_s: float
     source: str
@@ -74,26 +72,20 @@ class Redis:
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
-    """One worker process and its host."""
-
-    load_bytes_s: float
-    save_bytes_s: float
-    nic_bytes_s: float
-    gpu_hour_usd: float
-    source: str
-
-
-@dataclass(frozen=True, slots=True)
 class Node:
-    """The machine of an agent."""
+    """A machine and its agent."""
 
     memory_bytes: float
+    fetch_bytes_s: float
+    """Of the agent's gets, verified; likewise the next of its puts and of its disk."""
+    put_bytes_s: float
     disk_bytes_s: float
     disk_usd_tb: float
     """Wear: a drive's price over the terabytes that it may be written."""
     arena_bytes_s: float
     """Of one worker that loads from the arena."""
+    nic_bytes_s: float
+    gpu_hour_usd: float
     source: str
 
 
@@ -104,20 +96,15 @@ class Costs:
     models: dict[str, Model]
     bulk: dict[str, Bulk]
     redis: Redis
-    client: Client
     node: Node
 
 
-def read_costs(path: Path = COSTS_FILE) -> Costs:
-    """Raises ``SystemExit`` with the reason if the file is not what it should be."""
-    try:
-        raw: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
-        return Costs(
-            {name: Model(**values) for name, values in raw["models"].items()},
-            {name: Bulk(**values) for name, values in raw["bulk"].items()},
-            Redis(**raw["redis"]),
-            Client(**raw["client"]),
-            Node(**raw["node"]),
-        )
-    except (OSError, tomllib.TOMLDecodeError, KeyError, TypeError) as exc:
-        raise SystemExit(f"{path}: {exc}") from exc
+def read_costs() -> Costs:
+    """Read the file. Raises what ``tomllib`` does, and ``TypeError`` for a field too many."""
+    raw: dict[str, Any] = tomllib.loads(COSTS_FILE.read_text(encoding="utf-8"))
+    return Costs(
+        {name: Model(**values) for name, values in raw["models"].items()},
+        {name: Bulk(**values) for name, values in raw["bulk"].items()},
+        Redis(**raw["redis"]),
+        Node(**raw["node"]),
+    )

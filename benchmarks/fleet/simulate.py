@@ -9,39 +9,18 @@ failures are left out: see ``docs/scaling.md``.
 import heapq
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
+from benchmarks.fleet.agent import load, lookup, save
 from benchmarks.fleet.costs import Costs
 from benchmarks.fleet.fleet import Fleet
-from benchmarks.fleet.loading import load, lookup
-from benchmarks.fleet.saving import save
-from benchmarks.fleet.trace import (
-    BLOCK_TOKENS,
-    Arrival,
-    Population,
-    Request,
-    arrivals,
-    kept,
-    span_s,
-)
+from benchmarks.fleet.trace import BLOCK_TOKENS, Population, Request, arrivals, kept, span_s
 from benchmarks.fleet.world import Job, Replica, World
 
 _CONVERSATIONS_MIN = 50
 """Fewer would be no population: then time is stretched instead."""
 STEP_TOKENS = 8192
 """vLLM's default ``max_num_batched_tokens`` on an H100."""
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A simulation that has ended."""
-
-    world: World
-    span_s: float
-    """Length of the trace as it was laid over the fleet."""
-    end_s: float
-    """When the last prompt was computed."""
 
 
 def population(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> Population:
@@ -60,14 +39,15 @@ def population(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> Popul
         for copy in range(copies)
         for request in kept(requests, copy, share)
     )
-    return Population(copies, work_s / time_s, fleet.seed, share)
+    return Population(copies, work_s / time_s, share)
 
 
-def simulate(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> Run:
-    """Run the fleet over the trace, from empty caches on."""
-    world, laid = World(fleet, costs), population(requests, fleet, costs)
-    end_s = Replay(world).run(arrivals(requests, laid))
-    return Run(world, span_s(requests) * laid.stretch, end_s)
+def simulate(requests: Sequence[Request], fleet: Fleet, costs: Costs) -> World:
+    """Run the fleet over the trace, from empty caches on. Returns what it has come to."""
+    laid = population(requests, fleet, costs)
+    world = World(fleet, costs, span_s(requests) * laid.stretch)
+    Replay(world).run(arrivals(requests, laid))
+    return world
 
 
 class Replay:
@@ -78,28 +58,24 @@ class Replay:
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._serial = 0
 
-    def run(self, coming: Sequence[Arrival]) -> float:
-        """Let everything happen; returns when the last thing did."""
-        now = 0.0
+    def run(self, coming: Sequence[Request]) -> None:
+        """Let everything happen."""
         for arrival in coming:
-            now = max(now, self._happen(arrival.at_s))
+            self._happen(arrival.at_s)
             self._arrive(arrival)
-        return max(now, self._happen(math.inf))
+        self._happen(math.inf)
 
-    def _happen(self, until_s: float) -> float:
-        now = 0.0
+    def _happen(self, until_s: float) -> None:
         while self._events and self._events[0][0] < until_s:
             now, _, event = heapq.heappop(self._events)
             event(now)
-        return now
 
     def _at(self, at_s: float, event: Callable[[float], None]) -> None:
         self._serial += 1
         heapq.heappush(self._events, (at_s, self._serial, event))
 
-    def _arrive(self, arrival: Arrival) -> None:
+    def _arrive(self, arrival: Request) -> None:
         world, now = self._world, arrival.at_s
-        world.counts.requests += 1
         world.counts.prompt += arrival.tokens
         job = world.place(arrival)
         if not world.fleet.shared:
@@ -147,7 +123,7 @@ class Replay:
         world = self._world
         while replica.waiting:
             job = replica.waiting.popleft()
-            ready_s = load(world, job, now, job.stored)
+            ready_s = load(world, job, now)
             job.computed = job.reused
             work_s = world.model.prefill_s(job.reused, job.arrival.tokens)
             world.counts.computed += job.arrival.tokens - job.reused

@@ -8,7 +8,6 @@ import math
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from benchmarks.fleet.fleet import Agents
 from objkv.agent.ranking import Ranking
 
 
@@ -76,24 +75,14 @@ class SharedStore:
             self._units.move_to_end(key)
 
     def add(self, key: int, chunks: int, since_s: float) -> None:
-        """Store a unit that can be loaded from ``since_s`` on."""
+        """Store a unit that can be loaded from ``since_s`` on. What was not asked for in its time
+        goes."""
         old = self._units.pop(key, None)
         self.chunks += chunks - (old.chunks if old else 0)
         self._units[key] = _Stored(since_s, since_s + self._ttl_s, chunks)
-        self.expire(since_s)
-        self.chunks_peak = max(self.chunks_peak, self.chunks)
-
-    def empty(self) -> None:
-        """Hold nothing; the counts stay."""
-        self._units.clear()
-
-    def expire(self, now: float) -> None:
-        """Remove what nobody asked for in its time."""
-        while self._units:
-            stored = next(iter(self._units.values()))
-            if stored.until_s > now:
-                break
+        while next(iter(self._units.values())).until_s <= since_s:
             self.chunks -= self._units.popitem(last=False)[1].chunks
+        self.chunks_peak = max(self.chunks_peak, self.chunks)
 
 
 @dataclass(slots=True)
@@ -144,16 +133,10 @@ class NodeCache:
     """What one agent holds: its arena, and below it a disk. A unit that is read from the disk
     comes back to memory, and stays on the disk."""
 
-    def __init__(self, agents: Agents | None) -> None:
-        """Without agents it holds nothing."""
-        self.memory = Shelf(agents.memory_bytes if agents else 0.0)
-        self.disk = Shelf(agents.disk_bytes if agents else 0.0)
+    def __init__(self, memory_bytes: float, disk_bytes: float) -> None:
+        self.memory, self.disk = Shelf(memory_bytes), Shelf(disk_bytes)
         self.disk_written = 0.0
         """Bytes."""
-
-    def empty(self) -> None:
-        """Hold nothing; what was counted stays."""
-        self.memory, self.disk = Shelf(0.0), Shelf(0.0)
 
     def find(self, key: int) -> tuple[Held, bool] | None:
         """The unit, and whether it is in memory."""
@@ -213,10 +196,6 @@ class Gauge:
             self._level *= math.exp((self._last_s - now) / self._memory_s)
             self._last_s = now
         self._level += work
-        self.peak = max(self.peak, self.average)
-        return self.average
-
-    @property
-    def average(self) -> float:
-        """Work per second lately, as of the last ``add``."""
-        return self._level / self._memory_s
+        average = self._level / self._memory_s
+        self.peak = max(self.peak, average)
+        return average

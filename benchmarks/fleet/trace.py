@@ -14,7 +14,7 @@ import json
 import random
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 SAMPLE_FILE = Path(__file__).with_name("sample.jsonl")
@@ -27,23 +27,19 @@ _TICK_S = 3.0
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One line of the trace."""
+    """One line of the trace, or one request as the fleet sees it. Equal ids in ``blocks``: equal
+    prefixes."""
 
     at_s: float
     tokens: int
     blocks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """One request as the fleet sees it. Equal ids in ``blocks``: equal prefixes."""
-
-    at_s: float
-    tokens: int
-    blocks: tuple[int, ...]
-    conversation: int
     common: int
-    """So many leading blocks are everybody's; the rest belong to one tenant."""
+    """So many leading blocks are a system prompt, which all have; the rest belong to one tenant."""
+
+    @property
+    def conversation(self) -> int:
+        """Its first block that is not common."""
+        return self.blocks[min(self.common, len(self.blocks) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,26 +52,26 @@ class Population:
 
     copies: int
     stretch: float
-    seed: int
-    share: float = 1.0
+    share: float
 
 
 def read_trace(path: Path = SAMPLE_FILE) -> list[Request]:
     """Raises ``SystemExit`` with the reason if the file is not a trace."""
-    requests = []
     try:
-        with path.open(encoding="utf-8") as lines:
-            for line in lines:
-                raw = json.loads(line)
-                blocks = tuple(raw["hash_ids"])
-                if len(blocks) != -(-raw["input_length"] // BLOCK_TOKENS):
-                    raise ValueError(f"{len(blocks)} blocks for {raw['input_length']} tokens")
-                requests.append(Request(raw["timestamp"] / 1000, raw["input_length"], blocks))
-    except (OSError, ValueError, KeyError, TypeError) as exc:
+        lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+        first = Counter(line["hash_ids"][0] for line in lines)
+        common = {b for b, n in first.items() if n > max(1, COMMON_SHARE * len(lines))}
+        return [
+            Request(
+                line["timestamp"] / 1000,
+                line["input_length"],
+                tuple(line["hash_ids"]),
+                int(line["hash_ids"][0] in common),
+            )
+            for line in lines
+        ]
+    except (OSError, ValueError, LookupError, TypeError) as exc:
         raise SystemExit(f"{path}: not a request trace: {exc}") from exc
-    if not requests:
-        raise SystemExit(f"{path}: not a request trace: it is empty")
-    return requests
 
 
 def span_s(requests: Sequence[Request]) -> float:
@@ -89,49 +85,29 @@ def reusable_share(requests: Sequence[Request]) -> float:
     return 1 - len({block for request in requests for block in request.blocks}) / blocks
 
 
-def common_blocks(requests: Sequence[Request]) -> frozenset[int]:
-    """First blocks that so many requests begin with that they must be a system prompt."""
-    first = Counter(request.blocks[0] for request in requests if request.blocks)
-    return frozenset(b for b, n in first.items() if n > max(1, COMMON_SHARE * len(requests)))
-
-
-def arrivals(requests: Sequence[Request], population: Population) -> list[Arrival]:
+def arrivals(requests: Sequence[Request], population: Population) -> list[Request]:
     """All requests of all copies in the order of their arrival."""
-    rng = random.Random(population.seed)
-    span, common = span_s(requests), common_blocks(requests)
+    rng = random.Random(1)
+    span = span_s(requests)
     offset = 1 + max(block for request in requests for block in request.blocks)
     out = []
     for copy in range(population.copies):
         turn = rng.random() * span if copy else 0.0
-        for request in kept(requests, copy, population.share):
-            at_s = (request.at_s + rng.random() * _TICK_S + turn) % span * population.stretch
-            out.append(_arrival(request, at_s, copy * offset, common))
-    out.sort(key=lambda arrival: arrival.at_s)
+        for one in kept(requests, copy, population.share):
+            at_s = (one.at_s + rng.random() * _TICK_S + turn) % span * population.stretch
+            own = (block + copy * offset for block in one.blocks[one.common :])
+            out.append(replace(one, at_s=at_s, blocks=(*one.blocks[: one.common], *own)))
+    out.sort(key=lambda request: request.at_s)
     return out
 
 
 def kept(requests: Sequence[Request], copy: int, share: float) -> list[Request]:
     """The requests of this share of the conversations: another choice in each copy."""
-    common = common_blocks(requests)
     return [
         request
         for request in requests
-        if share >= 1 or _chance(_conversation(request, common) + (copy + 1) * 10**9) < share
+        if share >= 1 or _chance(request.conversation + (copy + 1) * 10**9) < share
     ]
-
-
-def _conversation(request: Request, common: frozenset[int]) -> int:
-    """Its first block that is not everybody's."""
-    head = 1 if request.blocks[0] in common else 0
-    return request.blocks[min(head, len(request.blocks) - 1)]
-
-
-def _arrival(request: Request, at_s: float, offset: int, common: frozenset[int]) -> Arrival:
-    head = 1 if request.blocks[0] in common else 0
-    conversation = _conversation(request, common)
-    own = tuple(block + offset for block in request.blocks[head:])
-    blocks = request.blocks[:head] + own
-    return Arrival(at_s, request.tokens, blocks, conversation + offset, head)
 
 
 def _chance(number: int) -> float:

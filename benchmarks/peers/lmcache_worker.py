@@ -23,7 +23,7 @@ from lmcache.v1.gpu_connector import GPUConnectorInterface
 from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.connector import CreateConnector
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
-from protocol import Bytes, Case, Servers, Worker, serve
+from protocol import LAYERS, Bytes, Servers, Worker, serve
 
 TOKENS = 256
 WAIT_S = 100.0
@@ -40,10 +40,10 @@ class LMCacheWorker(Worker):
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
-    def prepare(self, case: Case) -> None:
+    def prepare(self, value_bytes: int, values: int) -> None:
         """A connector, its allocator with room for the values, and the values to put."""
-        config = config_of(self._scheme, self.servers, self.threads, case)
-        metadata = metadata_of(case)
+        config = config_of(self._scheme, self.servers, self.threads, value_bytes * values)
+        metadata = metadata_of(value_bytes)
         local = LocalCPUBackend(config, metadata, "cpu")
         self._connector = CreateConnector(config.remote_url, self._loop, local, config, metadata)
         if self._scheme == "s3":
@@ -52,7 +52,7 @@ class LMCacheWorker(Worker):
         self._got: list[Any] = []
         if self.role == "writer":
             shapes, dtypes = metadata.get_shapes(), metadata.get_dtypes()
-            self._objects = [local.allocate(shapes, dtypes) for _ in range(case.values)]
+            self._objects = [local.allocate(shapes, dtypes) for _ in range(values)]
         self.buffers = [_bytes(item) for item in self._objects]
 
     def put(self, names: Sequence[str]) -> None:
@@ -60,11 +60,13 @@ class LMCacheWorker(Worker):
         keys = [_key(name) for name in names]
         for item in self._objects:
             item.ref_count_up()  # a put gives one back
+        self._run(self._put_all(keys))
+
+    async def _put_all(self, keys: list[CacheEngineKey]) -> None:
         if self._connector.support_batched_put():
-            self._run(self._connector.batched_put(keys, self._objects[: len(keys)]))
+            await self._connector.batched_put(keys, self._objects)
         else:
-            put = self._connector.put
-            self._run(_all([put(k, o) for k, o in zip(keys, self._objects, strict=True)]))
+            await asyncio.gather(*map(self._connector.put, keys, self._objects))
 
     def get(self, names: Sequence[str]) -> None:
         """Into memory of LMCache's allocator; that of the get before is given back."""
@@ -86,8 +88,8 @@ class LMCacheWorker(Worker):
         return asyncio.run_coroutine_threadsafe(call, self._loop).result(CALL_S)
 
 
-def config_of(scheme: str, servers: Servers, threads: int, case: Case) -> LMCacheEngineConfig:
-    """Their defaults, but for what a connector needs, and threads."""
+def config_of(scheme: str, servers: Servers, threads: int, nbytes: int) -> LMCacheEngineConfig:
+    """Their defaults, but for what a connector needs, and threads. ``nbytes``: of all values."""
     url = f"resp://127.0.0.1:{servers.redis_port}"
     extra: dict[str, Any] = {"resp_num_threads": threads}
     if scheme == "s3":  # it expects the bucket in the host's name, see ``with_bucket``
@@ -103,7 +105,7 @@ def config_of(scheme: str, servers: Servers, threads: int, case: Case) -> LMCach
     return LMCacheEngineConfig.from_defaults(
         chunk_size=TOKENS,
         local_cpu=False,
-        max_local_cpu_size=2.5 * case.value_bytes * case.values / 2**30,
+        max_local_cpu_size=2.5 * nbytes / 2**30,
         remote_url=url,
         remote_serde="naive",
         save_unfull_chunk=False,
@@ -111,9 +113,9 @@ def config_of(scheme: str, servers: Servers, threads: int, case: Case) -> LMCach
     )
 
 
-def metadata_of(case: Case) -> LMCacheMetadata:
+def metadata_of(value_bytes: int) -> LMCacheMetadata:
     """A model with as many layers, whose chunks of ``TOKENS`` tokens have the size of a value."""
-    kv_width = case.value_bytes // (2 * 2 * TOKENS * case.layers)
+    kv_width = value_bytes // (2 * 2 * TOKENS * LAYERS)
     heads = max(1, kv_width // 128)
     return LMCacheMetadata(
         model_name="bench",
@@ -122,7 +124,7 @@ def metadata_of(case: Case) -> LMCacheMetadata:
         worker_id=0,
         local_worker_id=0,
         kv_dtype=torch.bfloat16,
-        kv_shape=(case.layers, 2, TOKENS, heads, kv_width // heads),
+        kv_shape=(LAYERS, 2, TOKENS, heads, kv_width // heads),
         chunk_size=TOKENS,
     )
 
@@ -132,10 +134,6 @@ def with_bucket(connector: Any, bucket: str) -> None:
     inner = connector.getWrappedConnector()
     path = inner._format_safe_path
     inner._format_safe_path = lambda key: f"/{bucket}{path(key)}"
-
-
-async def _all(calls: list[Coroutine[Any, Any, Any]]) -> None:
-    await asyncio.gather(*calls)
 
 
 def _key(name: str) -> CacheEngineKey:
@@ -187,24 +185,24 @@ class LMCacheEngineWorker(Worker):
 
     def __init__(self, scheme: str) -> None:
         self._scheme = scheme
-        self._engine: Any = None
-        self._engines = 0
 
-    def prepare(self, case: Case) -> None:
-        """An engine, and the pages of as many chunks."""
-        self._engines += 1  # the one before is left alone: its end was seen to hang
-        super().prepare(case)
-        self._engine = LMCacheEngineBuilder.get_or_create(
-            f"bench-{self._engines}",
-            config_of(self._scheme, self.servers, self.threads, case),
-            metadata_of(case),
+    def prepare(self, value_bytes: int, values: int) -> None:
+        """An engine, and the pages of as many chunks. That of the size before is left alone: its
+        end was seen to hang."""
+        super().prepare(value_bytes, values)
+        self._engine: Any = LMCacheEngineBuilder.get_or_create(
+            f"bench-{value_bytes}",
+            config_of(self._scheme, self.servers, self.threads, value_bytes * values),
+            metadata_of(value_bytes),
             HostPages(self.buffers),
             lambda tensor, rank: None,
             lambda item, rank: item,
         )
         self._engine.post_init()
         if self._scheme == "s3":
-            with_bucket(self._connector(), self.servers.bucket)
+            backends = self._engine.storage_manager.storage_backends.values()
+            connectors = (b.connection for b in backends if hasattr(b, "connection"))
+            with_bucket(next(connectors), self.servers.bucket)
 
     def stage(self) -> None:
         """The buffers are the pages; how many keys there are before."""
@@ -228,10 +226,6 @@ class LMCacheEngineWorker(Worker):
     def lookup(self, names: Sequence[str]) -> int:
         """With the hashing of the tokens."""
         return int(self._engine.lookup(_tokens(names))) // TOKENS
-
-    def _connector(self) -> Any:
-        backends = self._engine.storage_manager.storage_backends.values()
-        return next(b.connection for b in backends if hasattr(b, "connection"))
 
     def _count(self) -> int:
         if self._scheme == "resp":

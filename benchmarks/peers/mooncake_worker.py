@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 from mooncake.store import MooncakeDistributedStore
-from protocol import Bytes, Case, Servers, Worker, serve
+from protocol import Bytes, Servers, Worker, serve
 
 SEGMENT_BYTES = 2 << 30
 OWN_BYTES = 64 << 20
@@ -42,16 +42,16 @@ class MooncakeWorker(Worker):
         else:
             self._connect(json.loads(place.read_text())["port"], 0)
 
-    def prepare(self, case: Case) -> None:
+    def prepare(self, value_bytes: int, values: int) -> None:
         """Buffers, registered; those of the size before are given up."""
         for buffer in self._registered:
             self._check(self._store.unregister_buffer(buffer.ctypes.data), "unregister_buffer")
         self._registered = []
         if self.role != "server":
-            whole = np.zeros(case.value_bytes * case.values, np.uint8)
+            whole = np.zeros(value_bytes * values, np.uint8)
             self._check(self._store.register_buffer(whole.ctypes.data, whole.size), "register")
             self._registered = [whole]
-            self.buffers = np.split(whole, case.values)
+            self.buffers = np.split(whole, values)
 
     def put(self, names: Sequence[str]) -> None:
         """Returns when the values are in the server's memory."""
@@ -82,13 +82,11 @@ class MooncakeWorker(Worker):
 
     def _start_master(self, folder: Path) -> int:
         port, metrics = _free_port(), _free_port()
-        command = (
-            *("mooncake_master", f"--rpc_port={port}", f"--metrics_port={metrics}"),
-            f"--default_kv_lease_ttl={LEASE_MS}",
-        )
-        program = Path(sys.executable).with_name(command[0])
+        program = Path(sys.executable).with_name("mooncake_master")
+        options = [f"--rpc_port={port}", f"--metrics_port={metrics}"]
+        options += [f"--default_kv_lease_ttl={LEASE_MS}"]
         with (folder / "mooncake_master.log").open("wb") as log:
-            self._master = subprocess.Popen([program, *command[1:]], stdout=log, stderr=log)
+            self._master = subprocess.Popen([program, *options], stdout=log, stderr=log)
         until = time.monotonic() + START_S
         while True:
             try:
@@ -101,15 +99,9 @@ class MooncakeWorker(Worker):
 
     def _connect(self, port: int, segment_bytes: int) -> None:
         self._store = MooncakeDistributedStore()
-        code = self._store.setup(
-            f"127.0.0.1:{_free_port()}",
-            "P2PHANDSHAKE",
-            segment_bytes,
-            OWN_BYTES,
-            "tcp",
-            "",
-            f"127.0.0.1:{port}",
-        )
+        own, master = f"127.0.0.1:{_free_port()}", f"127.0.0.1:{port}"
+        memory = segment_bytes, OWN_BYTES
+        code = self._store.setup(own, "P2PHANDSHAKE", *memory, "tcp", "", master)
         self._check(code, "setup")
 
     def _places(self, count: int) -> tuple[list[int], list[int]]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 from nixl._api import nixl_agent, nixl_agent_config
-from protocol import Case, Servers, Worker, serve
+from protocol import Servers, Worker, serve
 
 CALL_S = 120.0
 POLL_S = 0.0002
@@ -40,14 +40,14 @@ class NixlWorker(Worker):
             },
         )
 
-    def prepare(self, case: Case) -> None:
+    def prepare(self, value_bytes: int, values: int) -> None:
         """Buffers, registered; those of the size before are given up."""
         for registered in self._registered:
             self._agent.deregister_memory(registered, backends=["OBJ"])
-        whole = np.zeros(case.value_bytes * case.values, np.uint8)
+        whole = np.zeros(value_bytes * values, np.uint8)
         place = [(whole.ctypes.data, whole.size, 0, "")]
         self._registered = [self._agent.register_memory(place, "DRAM", backends=["OBJ"])]
-        self.buffers = np.split(whole, case.values)
+        self.buffers = np.split(whole, values)
 
     def put(self, names: Sequence[str]) -> None:
         """Returns when every upload was acknowledged."""

@@ -20,7 +20,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from benchmarks.peers.protocol import Bytes, Case, Servers, Worker, serve
+from benchmarks.harness import QUICK_S3
+from benchmarks.peers.protocol import LAYERS, Bytes, Servers, Worker, serve
 from benchmarks.worker import Side, step_of, stored
 from objkv.assembly.backends import open_index
 from objkv.cache.match import usable_chunks
@@ -58,10 +59,7 @@ class ObjkvWorker(Worker):
             "bulk_url": f"s3://{servers.bucket}/objkv",
             "index_url": f"redis://127.0.0.1:{servers.redis_port}",
             "s3_endpoint_url": f"http://127.0.0.1:{servers.s3_port}",
-            "s3_region": "us-east-1",
-            "s3_addressing": "path",
-            "s3_access_key_id": "bench",
-            "s3_secret_access_key": "bench",
+            **QUICK_S3,
             "hot_save_bytes_max": str(1 << 30 if self._in_redis else 0),
             "load_threads": str(threads),
             "save_to_bucket": "all",
@@ -71,26 +69,25 @@ class ObjkvWorker(Worker):
         self._stack.callback(self._index.close)
         self._agent = self._stack.enter_context(AgentProcess(settings, fresh=True))
 
-    def prepare(self, case: Case) -> None:
+    def prepare(self, value_bytes: int, values: int) -> None:
         """A paged cache with room for the values, and the worker over it."""
         self._transfers.close()
-        per_token = case.value_bytes // case.layers // 2 // TOKENS
+        per_token = value_bytes // LAYERS // 2 // TOKENS
         heads = max(1, per_token // 256)
-        names = tuple(f"layers.{i}" for i in range(case.layers))
+        names = tuple(f"layers.{i}" for i in range(LAYERS))
         self._group = GroupIdentity("full", None, names, heads, per_token // heads, BLOCK)
         geometry = Geometry((self._group,), TOKENS, BLOCK, tp_size=1)
         self._fields = sorted(geometry.all_fields())
-        shape = (1 + case.values * BLOCKS, heads, BLOCK, per_token // heads)
-        self._pages = [torch.zeros(shape, dtype=torch.bfloat16) for _ in names]
+        shape = (LAYERS, 1 + values * BLOCKS, heads, BLOCK, per_token // heads)
+        self._pages = torch.zeros(shape, dtype=torch.bfloat16).unbind()
         self._side = Side(self._transfers, {"agent": self._agent.url}, geometry, self._pages)
-        super().prepare(case)
+        super().prepare(value_bytes, values)
 
     def stage(self) -> None:
         """Into the paged cache, as a forward pass would leave it."""
         for i, value in enumerate(self.buffers):
-            for layer, part in zip(self._pages, np.split(value, len(self._pages)), strict=True):
-                blocks = layer[1 + i * BLOCKS : 1 + (i + 1) * BLOCKS]
-                blocks.view(torch.uint8).numpy().reshape(-1)[:] = part
+            for layer, part in zip(self._value(i), np.split(value, LAYERS), strict=True):
+                layer[:] = part
 
     def put(self, names: Sequence[str]) -> None:
         """Until all are stored and announced."""
@@ -111,15 +108,7 @@ class ObjkvWorker(Worker):
 
     def got(self, count: int) -> list[Bytes]:
         """Out of the paged cache again."""
-        return [
-            np.concatenate(
-                [
-                    layer[1 + i * BLOCKS : 1 + (i + 1) * BLOCKS].view(torch.uint8).numpy().ravel()
-                    for layer in self._pages
-                ]
-            )
-            for i in range(count)
-        ]
+        return [np.concatenate(self._value(place)) for place in range(count)]
 
     def lookup(self, names: Sequence[str]) -> int:
         """As a scheduler asks."""
@@ -129,6 +118,11 @@ class ObjkvWorker(Worker):
         """Stop threads, give connections back."""
         self._transfers.close()
         self._stack.close()
+
+    def _value(self, place: int) -> list[Bytes]:
+        """The bytes of one value in the paged cache, a layer each."""
+        blocks = slice(1 + place * BLOCKS, 1 + (place + 1) * BLOCKS)
+        return [layer[blocks].view(torch.uint8).numpy().reshape(-1) for layer in self._pages]
 
     def _find(self, names: Sequence[str]) -> list[ShardRecords | None]:
         hashes = [bytes.fromhex(name) for name in names]

@@ -3,7 +3,7 @@
 Needs numpy and xxhash, but not objkv. Requests and their replies (or ``{"error": ...}``):
 
     open     servers, role, threads          {}           connect
-    prepare  value_bytes, values, layers     {}           buffers for one size of values
+    prepare  value_bytes, values             {}           buffers for one size of values
     put      names, seed                     seconds, digests: ends when the servers have all
     get      names                           seconds, digests: of the bytes in the buffers
     lookup   names                           seconds, found: length of the stored prefix
@@ -19,7 +19,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,28 +28,19 @@ import numpy.typing as npt
 import xxhash
 
 Bytes = npt.NDArray[np.uint8]
-STAMP_BYTES = 16
+LAYERS = 32
+"""Of the model whose chunks the values are."""
 
 
 @dataclass(frozen=True)
 class Servers:
-    """Where things are; all on loopback, without credentials that anybody checks."""
+    """Where things are; all on loopback, without credentials that are checked."""
 
     redis_port: int
     s3_port: int
     bucket: str
     folder: str
     """Of this run, for whatever a peer keeps in files."""
-
-
-@dataclass(frozen=True)
-class Case:
-    """One size of values."""
-
-    value_bytes: int
-    values: int
-    """At once."""
-    layers: int
 
 
 class Worker:
@@ -63,9 +54,9 @@ class Worker:
         """Connect. ``role`` is ``writer`` or ``reader``: two processes, as two replicas are."""
         self.servers, self.role, self.threads = servers, role, threads
 
-    def prepare(self, case: Case) -> None:
+    def prepare(self, value_bytes: int, values: int) -> None:
         """Make ``buffers`` for one size of values."""
-        self.buffers = [np.zeros(case.value_bytes, np.uint8) for _ in range(case.values)]
+        self.buffers = [np.zeros(value_bytes, np.uint8) for _ in range(values)]
 
     def stage(self) -> None:
         """Before a put: bring what is in the buffers to where the peer takes it from."""
@@ -93,12 +84,13 @@ class Worker:
         """Disconnect, where the end of the process would not do."""
 
 
-def fill(buffers: Sequence[Bytes], base: Bytes, seed: int) -> None:
-    """Give each buffer contents of its own: the same noise, under a stamp that nothing repeats."""
+def fill(buffers: Sequence[Bytes], seed: int) -> list[str]:
+    """Give each buffer contents of its own, the same noise under a stamp that nothing repeats.
+    Returns their digests."""
     for i, buffer in enumerate(buffers):
-        np.copyto(buffer, base)
-        stamp = np.frombuffer(np.array([seed, i], dtype=np.int64).tobytes(), np.uint8)
-        buffer[:STAMP_BYTES] = stamp
+        buffer[:] = np.frombuffer(np.random.default_rng(0).bytes(buffer.size), np.uint8)
+        buffer[:16] = np.frombuffer(np.array([seed, i]).tobytes(), np.uint8)
+    return digests(buffers)
 
 
 def digests(buffers: Sequence[Bytes]) -> list[str]:
@@ -106,61 +98,50 @@ def digests(buffers: Sequence[Bytes]) -> list[str]:
     return [xxhash.xxh3_64_hexdigest(buffer.data) for buffer in buffers]
 
 
-class _Server:
-    def __init__(self, worker: Worker) -> None:
-        self._worker = worker
-        self._base = np.empty(0, np.uint8)
+def answer(worker: Worker, do: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Carry out a request."""
+    names = asked.get("names", [])
 
-    def answer(self, asked: dict[str, Any]) -> dict[str, Any]:
-        do = asked.pop("do")
-        if do == "open":
-            servers = Servers(**asked["servers"])
-            self._worker.open(servers, asked["role"], asked["threads"])
-        elif do == "prepare":
-            case = Case(**asked)
-            self._worker.prepare(case)
-            noise = np.random.default_rng(case.value_bytes)
-            self._base = noise.integers(0, 256, case.value_bytes, dtype=np.uint8)
-        elif do == "put":
-            fill(self._worker.buffers, self._base, asked["seed"])
-            put = digests(self._worker.buffers)
-            self._worker.stage()
-            started = time.perf_counter()
-            self._worker.put(asked["names"])
-            return {"seconds": time.perf_counter() - started, "digests": put}
-        elif do == "get":
-            started = time.perf_counter()
-            self._worker.get(asked["names"])
-            seconds = time.perf_counter() - started
-            return {"seconds": seconds, "digests": digests(self._worker.got(len(asked["names"])))}
-        elif do == "lookup":
-            started = time.perf_counter()
-            found = self._worker.lookup(asked["names"])
-            return {"seconds": time.perf_counter() - started, "found": found}
-        elif do == "clear":
-            self._worker.clear()
-        elif do == "close":
-            self._worker.close()
-        else:
-            raise ValueError(f"unknown request {do!r}")
-        return {}
+    def timed(call: Callable[[list[str]], Any]) -> tuple[float, Any]:
+        started = time.perf_counter()
+        found = call(names)
+        return time.perf_counter() - started, found
+
+    if do == "open":
+        worker.open(Servers(**asked["servers"]), asked["role"], asked["threads"])
+    elif do == "prepare":
+        worker.prepare(**asked)
+    elif do == "put":
+        put = fill(worker.buffers, asked["seed"])
+        worker.stage()
+        return {"seconds": timed(worker.put)[0], "digests": put}
+    elif do == "get":
+        seconds, _ = timed(worker.get)
+        return {"seconds": seconds, "digests": digests(worker.got(len(names)))}
+    elif do == "lookup":
+        seconds, found = timed(worker.lookup)
+        return {"seconds": seconds, "found": found}
+    elif do == "clear":
+        worker.clear()
+    elif do == "close":
+        worker.close()
+    return {}
 
 
 def serve(worker: Worker) -> None:
-    """Answer requests until there are none, or one was ``close``."""
+    """Answer requests until one was ``close``, or there are no more."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
-    server = _Server(worker)
     for line in sys.stdin:
         asked = json.loads(line)
-        last = asked["do"] == "close"
+        do = asked.pop("do")
         try:
-            answer = server.answer(asked)
+            found = answer(worker, do, asked)
         except BaseException as exc:
             traceback.print_exc()
-            answer = {"error": f"{type(exc).__name__}: {exc}"}
-        print(json.dumps(answer), file=answers)
-        if last:
+            found = {"error": f"{type(exc).__name__}: {exc}"}
+        print(json.dumps(found), file=answers)
+        if do == "close":
             break
     answers.flush()
     os._exit(0)  # some peers' threads outlive their close

@@ -1,11 +1,12 @@
 """Compare objkv with its peers in turn: same servers, same bytes, a separate environment for each.
 
     benchmarks/peers/setup.sh lmcache mooncake nixl      once
-    .venv/bin/python benchmarks/peers/run.py [--peer lmcache-resp ...] [--rounds 5] [--markdown]
+    .venv/bin/python benchmarks/peers/run.py [--peer lmcache-resp ...] [--rounds 5]
 
 Measures puts until the servers have everything, verified gets into existing memory, and lookups of
 128 chunks by a process that has never seen them. Figures are medians; the ratio is how many times
-as fast objkv was in the same round. Writes only temporary files. See docs/performance.md.
+as fast objkv was in the same round. Prints Markdown. Writes only temporary files. See
+docs/performance.md.
 """
 
 import argparse
@@ -20,20 +21,15 @@ from urllib.parse import urlsplit
 if not __package__:  # run by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rich.console import Console
-from rich.table import Table
-
-from benchmarks.harness import machine
-from benchmarks.peers.contest import Contest, Options, Result, Row
-from benchmarks.peers.crew import ENTRANTS, Entrant
-from objkv.config import Config
+from benchmarks.harness import QUICK_S3, machine
+from benchmarks.peers.contest import ENTRANTS, Contest, Entrant, Result
+from objkv.config import load_config
 from objkv.stores.s3.client import open_s3_access
 from tests.support.servers.quick_s3 import quick_s3_process
 from tests.support.servers.redis import valkey_server
 
 BUCKET = "bench"
 VALKEY = ("--maxmemory", "4gb", "--maxmemory-policy", "noeviction", "--io-threads", "1")
-COLUMNS = ("what", "who", "median", "rounds", "objkv is times as fast")
 SIZES = ((2 << 20, 32), (32 << 20, 4))
 SETTINGS = {
     "LMCACHE_LOG_LEVEL": "ERROR",
@@ -41,7 +37,7 @@ SETTINGS = {
     "NIXL_LOG_LEVEL": "WARN",
     "PYTHONHASHSEED": "0",  # LMCache's keys depend on it
 }
-"""Of every worker; nothing here that makes anybody faster or slower."""
+"""Of every worker; nothing here that makes any of them faster or slower."""
 
 
 @contextmanager
@@ -50,13 +46,7 @@ def servers() -> Iterator[tuple[dict[str, Any], Callable[[], None]]]:
     with tempfile.TemporaryDirectory(prefix="objkv-peers-") as name:
         folder = Path(name)
         with valkey_server(folder / "valkey", args=VALKEY) as redis, quick_s3_process() as s3:
-            config = Config(
-                s3_endpoint_url=s3.url,
-                s3_region="us-east-1",
-                s3_addressing="path",
-                s3_access_key_id=BUCKET,
-                s3_secret_access_key=BUCKET,
-            )
+            config = load_config({"s3_endpoint_url": s3.url, **QUICK_S3}, environ={})
             client = open_s3_access(config).client
             client.create_bucket(Bucket=BUCKET)
             commands = redis.client()
@@ -85,45 +75,17 @@ def chosen(names: list[str]) -> list[Entrant]:
     return [entrant for entrant in ENTRANTS if entrant.name in wanted]
 
 
-def show(result: Result, console: Console, title: str) -> None:
-    """The table."""
-    table = Table(title=title)
-    for column in COLUMNS:
-        table.add_column(column, no_wrap=True)
-    for cells in _cells(result):
-        table.add_row(*cells)
-    console.print(table)
-    console.print(*_remarks(result), sep="\n", highlight=False, markup=False)
-
-
-def markdown(result: Result, title: str) -> str:
-    """The table in Markdown."""
-    lines = [title, "", f"| {' | '.join(COLUMNS)} |", "| --- | --- | ---: | ---: | ---: |"]
-    lines += [f"| {' | '.join(cells)} |" for cells in _cells(result)]
-    return "\n".join(lines + [f"\n{remark}" for remark in _remarks(result)])
-
-
-def _remarks(result: Result) -> list[str]:
-    out = [f"{name}: {reason}" for name, reason in result.out.items()]
-    return out + [f"failed: {text}" for text in result.failures]
-
-
-def _cells(result: Result) -> list[tuple[str, ...]]:
-    order = {entrant.name: place for place, entrant in enumerate(ENTRANTS)}
-    seen = list(dict.fromkeys(row.what for row in result.rows))
-
-    def place(row: Row) -> tuple[int, int]:
-        return seen.index(row.what), order.get(row.entrant, 0)
-
-    cells: list[tuple[str, ...]] = []
-    for row in sorted(result.rows, key=place):
-        median, ratio = row.median(), result.ratio(row)
-        shown = (
-            "-" if median is None else f"{median:.0f} MB/s" if row.nbytes else f"{median:.2f} ms"
-        )
-        rounds = f"{len(row.good())}/{len(row.seconds)}"
-        cells.append((row.what, row.entrant, shown, rounds, f"{ratio:.2f}" if ratio else ""))
-    return cells
+def markdown(result: Result, title: str) -> Iterator[str]:
+    """The table, a line each, and why entrants are not in it."""
+    yield from (title, "", "| what | who | median | rounds | objkv is times as fast |")
+    yield "| --- | --- | ---: | ---: | ---: |"
+    what = {row.what: place for place, row in enumerate(result.rows)}
+    for row in sorted(result.rows, key=lambda row: what[row.what]):
+        ratio = result.ratio(row)
+        shown = f"{ratio:.2f}" if ratio else ""
+        yield f"| {row.what} | {row.entrant} | {row.median()} | {len(row.seconds)} | {shown} |"
+    for name, reason in result.out.items():
+        yield f"\n{name}: {reason}"
 
 
 def main() -> int:
@@ -134,26 +96,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=8, help="threads of each client")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="timeout of one request")
-    parser.add_argument("--markdown", action="store_true", help="print the table in Markdown")
-    arguments = parser.parse_args()
-    options = Options(
-        sizes=SIZES,
-        rounds=arguments.rounds,
-        threads=arguments.threads,
-        timeout_s=arguments.timeout_s,
-        environment=SETTINGS,
-    )
-    progress = Console(stderr=True)
-    with servers() as (place, clear), progress.status("starting") as status:
-        contest = Contest(place, options, clear=clear, progress=status.update)
-        result = contest.run(chosen(arguments.peer))
-    title = f"{machine()}; {options.threads} threads, medians of {options.rounds} rounds in turn"
-    if arguments.markdown:
-        print(markdown(result, title))
-    else:
-        show(result, Console(), title)
-    tried = [name for name, reason in result.out.items() if not reason.startswith("not set up")]
-    return 1 if tried else 0
+    given = parser.parse_args()
+    title = f"{machine()}; {given.threads} threads, medians of {given.rounds} rounds in turn"
+    with servers() as (place, clear):
+        rest = given.rounds, given.threads, given.timeout_s, SETTINGS
+        result = Contest(place, clear, SIZES, *rest).run(chosen(given.peer))
+    print(*markdown(result, title), sep="\n")
+    return int(any(not reason.startswith("not set up") for reason in result.out.values()))
 
 
 if __name__ == "__main__":

@@ -6,5 +6,5 @@ from benchmarks.harness import BenchSetting
 
 
 def quick(folder: Path, *, rounds: int = 1) -> BenchSetting:
-    """Small sizes; nobody is told."""
+    """Small sizes, without progress."""
     return BenchSetting(rounds, True, folder, lambda name, stage: None, folder / "models")

@@ -3,16 +3,15 @@
 import json
 import sys
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
 from benchmarks.fleet import run as command
-from benchmarks.fleet.agents import decided
 from benchmarks.fleet.costs import Costs, read_costs
-from benchmarks.fleet.fleet import Agents, Fleet, Settings
-from benchmarks.fleet.simulate import Run, population, simulate
+from benchmarks.fleet.fleet import Fleet, Settings, changed
+from benchmarks.fleet.simulate import population, simulate
 from benchmarks.fleet.trace import BLOCK_TOKENS, arrivals, read_trace
+from benchmarks.fleet.world import World
 from objkv.config import Config
 
 pytestmark = pytest.mark.slow
@@ -20,13 +19,12 @@ COSTS, SAMPLE = read_costs(), read_trace()
 SMALL = Fleet(replicas=2, simulated_max=2, load=0.15)
 
 
-def run(fleet: Fleet, costs: Costs = COSTS, **settings: Any) -> Run:
-    fleet = replace(fleet, settings=replace(fleet.settings, **settings))
+def run(fleet: Fleet, costs: Costs = COSTS) -> World:
     return simulate(SAMPLE, fleet, costs)
 
 
 def timeless(model: str) -> Costs:
-    """A store that answers at once, GPUs that compute at once and keep nothing."""
+    """A store and a node that answer at once, GPUs that compute at once and keep nothing."""
     at_once = replace(COSTS.models[model], peak_flops=1e30, gpu_cache_bytes=0.0)
     bulk = replace(COSTS.bulk["lan"], first_byte_s=0.0, connection_bytes_s=1e30)
     redis = replace(
@@ -37,8 +35,14 @@ def timeless(model: str) -> Costs:
         save_command_s=0.0,
         client_s_per_chunk=0.0,
     )
-    client = replace(COSTS.client, load_bytes_s=1e30, save_bytes_s=1e30, nic_bytes_s=1e30)
-    return Costs({model: at_once}, {"lan": bulk}, redis, client, COSTS.node)
+    node = replace(
+        COSTS.node,
+        fetch_bytes_s=1e30,
+        put_bytes_s=1e30,
+        nic_bytes_s=1e30,
+        arena_bytes_s=1e30,
+    )
+    return Costs({model: at_once}, {"lan": bulk}, redis, node)
 
 
 @pytest.mark.parametrize(
@@ -48,27 +52,25 @@ def timeless(model: str) -> Costs:
         replace(SMALL, shared=False),
         replace(SMALL, routing="affine", bulk="lan"),
         Fleet(replicas=300, simulated_max=2, load=0.03, settings=Settings(ttl_s=5)),
-        replace(SMALL, agents=Agents(2e11, 1e12, "reused")),
+        changed(replace(SMALL, disk_bytes=1e12), save_to_bucket="reused"),
     ],
 )
 def test_every_prompt_token_is_from_exactly_one_place(fleet: Fleet) -> None:
-    done = run(fleet)
-    counts = done.world.counts
+    counts = run(fleet).counts
     expected = arrivals(SAMPLE, population(SAMPLE, fleet, COSTS))
     assert counts.prompt == sum(arrival.tokens for arrival in expected)
-    places = (counts.gpu, counts.bulk, counts.arena, counts.disk)
-    assert sum(places) + counts.computed == counts.prompt
-    assert min(places) >= 0
+    assert counts.gpu + counts.bulk + counts.node + counts.computed == counts.prompt
+    assert min(counts.gpu, counts.bulk, counts.node) >= 0
     assert len(counts.ttft_s) == len(expected)
     if not fleet.shared:
-        assert counts.bulk + counts.saved + counts.lookup_commands == 0
+        assert counts.bulk + counts.node + counts.puts + counts.lookup_commands == 0
 
 
 def test_a_store_without_limits_has_all_that_was_ever_asked_for() -> None:
     model, chunk = "llama-3.1-70b", 256
     fleet = Fleet(replicas=2, simulated_max=2, model=model, bulk="lan", load=1e-18)
     costs = timeless(model)
-    counts = run(fleet, costs, queue_max=10**9).world.counts
+    counts = run(fleet, costs).counts
     known, expected = set[tuple[int, int]](), 0
     for arrival in arrivals(SAMPLE, population(SAMPLE, fleet, costs)):
         ends = range(chunk, arrival.tokens + 1, chunk)
@@ -76,7 +78,7 @@ def test_a_store_without_limits_has_all_that_was_ever_asked_for() -> None:
         stored = next((i for i, name in enumerate(names) if name not in known), len(names))
         expected += min(stored * chunk, arrival.tokens - 1)
         known.update(names)
-    assert (counts.bulk, counts.saved) == (expected, len(known))
+    assert (counts.bulk + counts.node, counts.puts) == (expected, len(known))
 
 
 def test_defaults_are_those_of_objkv() -> None:
@@ -94,23 +96,14 @@ def test_defaults_are_those_of_objkv() -> None:
     ],
 )
 def test_auto_is_decided_as_objkv_does(bulk: str, model: str, puts: str) -> None:
-    assert decided(Fleet(bulk=bulk, model=model), COSTS) == puts
+    assert Fleet(bulk=bulk, model=model).puts(COSTS) == puts
 
 
-@pytest.mark.parametrize(
-    ("options", "names"),
-    [
-        (["--simulated", "2"], {"objkv: none", "objkv: default settings"}),
-        (["--agents", "--replicas", "2", "--replicas-per-node", "1"], {"auto (default)"}),
-    ],
-)
 def test_the_command_prints_its_cases(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    names: set[str],
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["run", "--load", "0.005", "--json", *options])
+    monkeypatch.setattr(sys, "argv", ["run", "--load", "0.005", "--json", "--simulated", "2"])
     command.main()
-    cases = json.loads(capsys.readouterr().out)["cases"]
-    assert names <= {case["name"] for case in cases}
+    found = {case["name"]: case for case in json.loads(capsys.readouterr().out)["cases"]}
+    assert found["random routing, no objkv"]["node"] == 0
+    assert found["random routing, default settings"]["node"] > 0
