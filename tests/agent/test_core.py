@@ -68,18 +68,6 @@ def right(node: Node, one: CachedPayload) -> bool:
     return pages_at(node.arena.view, progress) == RIGHT
 
 
-@pytest.mark.parametrize("codec", ["none", "lz4", "blosc", "blosclz4"])
-def test_every_codec_is_an_uncompressed_payload_in_the_arena(
-    codec: str, make: Callable[..., Node]
-) -> None:
-    node = make()
-    for one in fetch(node, *node.save(codec=codec)):
-        assert right(node, one)
-        node.arena_cache.release(one)
-    assert node.arena_cache.leased() == 0
-    assert node.recorder.value("agent_fills") == 3
-
-
 @pytest.mark.parametrize("seal", [None, *SEALS.values()])
 def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
     seal: Seal | None, make: Callable[..., Node]

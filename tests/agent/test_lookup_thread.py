@@ -272,23 +272,6 @@ def test_without_a_thread_work_is_refused_until_there_is_one(
     assert thread.start(asking(mute)) is None
 
 
-def test_without_a_thread_closing_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, eventfd = list[int](), os.eventfd
-
-    def counted(*given: int) -> int:
-        made.append(eventfd(*given))
-        return made[-1]
-
-    monkeypatch.setattr(os, "eventfd", counted)
-    monkeypatch.setattr(background.Thread, "start", no_thread)
-    thread = StepThread("objkv-test", answer_s=0.05)
-    thread.close(0.0)
-    thread.close(0.0)
-    (alarm,) = made
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(alarm)
-
-
 def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
     ended = Event()
 

@@ -69,13 +69,6 @@ def test_a_scan_leaves_what_has_proved_itself(
     assert ("a" in ranking) == stays
 
 
-def test_leased_payloads_are_skipped() -> None:
-    ranking = full("a", "b", "c", "d")
-    assert ranking.victim(lambda key: key in "cd") == "c"
-    assert ranking.victim(lambda key: False) is None
-    assert len(ranking) == 4
-
-
 @given(st.lists(st.tuples(st.sampled_from("arve"), st.integers(0, 12)), max_size=200))
 def test_it_ranks_exactly_what_it_was_given(steps: list[tuple[str, int]]) -> None:
     ranking, known = Ranking(NBYTES), dict[str, int]()

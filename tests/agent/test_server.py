@@ -516,18 +516,6 @@ def test_no_wrong_payload_is_saved(node: Node, desk: Desk, spoil: Callable[[byte
     assert desk.hand_over(good) is CommitStatus.ACCEPTED, "it can be saved later"
 
 
-def test_a_client_that_goes_at_once_loses_nothing(node: Node, desk: Desk) -> None:
-    made, gate = payloads(), threading.Event()
-    put = node.store.put_if_absent
-    node.store.put_if_absent = lambda k, v: gate.wait(PATIENCE_S) and put(k, v)  # type: ignore[assignment, method-assign, return-value]
-    for payload in made:
-        desk.hand_over(payload)
-    desk.close()
-    gate.set()
-    assert node.saves.drain(PATIENCE_S)
-    assert len(list(node.store.scan(""))) == 3
-
-
 def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None:
     def busy(key: str, value: object) -> bool:
         raise StoreBusy("slow down")
