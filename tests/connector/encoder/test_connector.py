@@ -113,16 +113,6 @@ def test_one_saves_another_loads(start: Any, saves: str, loads: str, *, found: b
     assert torch.equal(second.cache["x"], OUTPUT) is found
 
 
-def test_a_producer_does_not_encode_what_is_stored(start: Any) -> None:
-    first = start("ec_producer")
-    assert first.see("x", OUTPUT)
-    first.shutdown()
-    second = start("ec_producer")
-    second.cache["x"] = OUTPUT  # no model looks for it
-    assert not second.see("x", OUTPUT)
-    assert second.see("y", OUTPUT)
-
-
 @pytest.mark.parametrize(
     ("role", "threads"),
     [("ec_both", {"load", "lookup", "save"}), ("ec_producer", {"lookup", "save"})],
