@@ -18,25 +18,19 @@ from objkv.agent.core import FoundRecords
 from objkv.agent.held_back import HeldBackPayloads
 from objkv.agent.memory.answers import (
     BLOCK_MAX,
-    FIELDS_MAX,
     TEXT_AT,
-    TEXT_BYTES_MAX,
     AnswerBoard,
     LookupScope,
 )
 from objkv.agent.messages import (
-    find_max,
-    pack_find,
     pack_found,
     read_block,
-    unpack_find,
     unpack_found,
 )
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
-from objkv.index.fields import written_rows
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
@@ -310,21 +304,6 @@ def patched(board: AnswerBoard, place: int) -> Iterator[None]:
     board._view[place] ^= 1
     yield
     board._view[place] ^= 1
-
-
-def test_the_largest_lookup_fits_both_ways() -> None:
-    for count in (1, 2, 8, 40, FIELDS_MAX):
-        fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
-        step = find_max(count)
-        assert step >= 1
-        largest = ShardRecord(10**17, 10**17, False, False, "f" * 32, 10**17)
-        rows = written_rows([dict.fromkeys(fields, largest)] * step, fields)
-        each = LookupScope(NAMESPACE, fields).chunks
-        texts = [b"\n".join(rows[at : at + each]) for at in range(0, step, each)]
-        assert max(map(len, texts)) <= TEXT_BYTES_MAX
-        assert unpack_found(pack_found(texts), len(texts)) == texts
-        question = pack_find(NAMESPACE, [bytes(20)] * step, fields)
-        assert unpack_find(question) == (NAMESPACE, bytes(20 * step), fields)
 
 
 def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(

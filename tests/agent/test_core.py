@@ -454,22 +454,6 @@ def key(number: int, field: str = "0") -> ChunkKey:
     return ChunkKey.of(NAMESPACE, bytes([number]) * 20, field)
 
 
-def test_the_last_chunks_are_kept_each_as_it_was_last_found() -> None:
-    found = FoundRecords(chunks_max=2)
-    first, second, third = (key(number).prefix_hash for number in range(3))
-    found.add(
-        NAMESPACE, [(first, {"0": RECORD}), (second, None), (third, {"0": RECORD, "1": RECORD})]
-    )
-    assert len(found) == 2
-    later = replace(RECORD, nbytes=5)
-    found.add(NAMESPACE, [(first, {"0": later}), (second, {"0": RECORD})])
-    assert [found.of(key(number)) for number in range(3)] == [later, RECORD, None]
-    found.forget(first)
-    found.forget(third)
-    assert found.of(key(0)) is None
-    assert found.of(key(1, "1")) is None, "another payload of the chunk"
-
-
 def test_answers_for_several_replicas_are_kept_each_for_a_while() -> None:
     clock = ManualClock()
     found, chunk, later = FoundRecords(clock=clock), key(1).prefix_hash, replace(RECORD, nbytes=5)

@@ -2,9 +2,7 @@
 do, and in memory that is bounded and given back."""
 
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -141,24 +139,6 @@ def test_a_payload_is_saved_when_its_last_part_has_come(node: Node, order: Seque
     assert record["0"] == shard_record(read_header(stored(node)[PATH]))
 
 
-def test_parts_that_come_at_once_are_one_payload(node: Node) -> None:
-    grid = Grid((2, 2), heads=4)
-    with ThreadPoolExecutor(grid.parts) as threads:
-        for chunk in range(10):
-            barrier = threading.Barrier(grid.parts)
-
-            def rank(piece: Piece, barrier: threading.Barrier = barrier) -> CommitStatus:
-                barrier.wait(PATIENCE_S)
-                return hand_over(node, piece)
-
-            found = list(threads.map(rank, pieces_of(chunk, chunk, grid)))
-            assert sorted(found) == [ACCEPTED] + [PART] * (grid.parts - 1)
-    found_in = stored(node)
-    assert {path: seed_of(payload, grid) for path, payload in found_in.items()} == {
-        claim_of(chunk).key.path(): chunk for chunk in range(10)
-    }
-
-
 @pytest.mark.parametrize("before", range(4))
 def test_a_part_that_a_rank_drops_ends_the_payload(node: Node, before: int) -> None:
     assert all_of(node, PIECES[:before]) == [PART] * before
@@ -180,15 +160,6 @@ def test_a_newer_save_of_a_chunk_replaces_an_older_one(node: Node) -> None:
     drop(node, 5)
     assert all_of(node, newer[1:], 6) == [PART, PART, ACCEPTED]
     assert seed_of(stored(node)[PATH]) == 7
-
-
-def test_a_newer_drop_ends_an_older_save(node: Node) -> None:
-    assert all_of(node, PIECES[:3], 5) == [PART] * 3
-    drop(node, 6)
-    assert nothing_is_left(node)
-    assert hand_over(node, PIECES[3], 5) is DROPPED
-    assert all_of(node, PIECES[:3], 6) == [DROPPED] * 3
-    assert not stored(node)
 
 
 def test_a_part_that_comes_twice_ends_the_payload(node: Node) -> None:

@@ -4,7 +4,6 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
@@ -363,24 +362,6 @@ def test_closing_takes_no_longer_than_what_has_begun(
     closer.join(_SOON_S)
     assert not closer.is_alive()
     assert asked.result() == b"answer"
-
-
-def test_what_asks_again_at_the_end_ends(mute: Mute) -> None:
-    thread = StepThread("objkv-test", answer_s=PATIENCE_S)
-
-    def stubborn() -> Steps[str]:
-        for _ in range(3):
-            with suppress(TimeoutError):
-                yield Question(mute, b"question")
-            with suppress(TimeoutError):
-                yield None
-        return "ended"
-
-    asked = thread.start(stubborn())
-    assert asked is not None
-    wait_until(asked.running)
-    thread.close(0.0)
-    assert asked.result(_SOON_S) == "ended"
 
 
 def test_a_connection_that_comes_too_late_is_closed(

@@ -21,7 +21,6 @@ from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgenc
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
-from objkv.index.base import Savings
 from objkv.keys.identity import identity_path
 from objkv.ops.agent_api import AgentApi
 from tests.agent.world import (
@@ -358,18 +357,6 @@ def test_a_payload_that_was_missed_is_not_found_again(
     reason = MissReason.MISSING if is_missing else MissReason.CORRUPT
     assert ended(client, lease).reason == reason
     assert index.find(NAMESPACE, hashes, [key.field])[0] is None
-
-
-def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), Completed(calls)
-    hashes = [one.claim.key.prefix_hash for one in wanted]
-    index.touch(NAMESPACE, hashes, ttl_s=100)
-    (record, *_) = node.index.lookup(NAMESPACE, hashes)
-    assert record is not None
-    assert record.hits == 1
-    savings = Savings(NAMESPACE, "2026-11", loads=3, tokens=100)
-    index.credit(savings)
-    assert node.index.savings() == [savings]
 
 
 def test_all_records_of_a_long_prompt_are_touched_and_live_as_the_agent_says(

@@ -14,10 +14,9 @@ from objkv.agent.messages import Opened
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
 from objkv.errors import TransferError
-from objkv.transfer.lanes import HostLane, Lane, Mark
+from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading import connection as module
 from objkv.transfer.loading import loader as loader_module
-from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadPlan
 from tests.agent.consistency import is_consistent
 from tests.agent.reader import load_by_agent
@@ -25,8 +24,7 @@ from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import BLOCKS, HASHES, NAMESPACE, Replica, same_blocks
-from tests.support.plans import packed
+from tests.support.paged_cache import BLOCKS, HASHES, Replica, same_blocks
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -363,18 +361,6 @@ def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
     assert world.right()
 
 
-def test_without_an_agent_nothing_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(_: World) -> AgentConnection:
-        raise TransferError("no agent")
-
-    monkeypatch.setattr(World, "connect", nothing)
-    replica = world.open()
-    assert replica.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
-    assert replica.recorder.value("load_errors") == 4
-    assert replica.recorder.value("load_refused") == 0, "no queue was full"
-    replica.close()
-
-
 def test_without_an_agent_the_thread_pauses_whatever_the_reason(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -398,19 +384,6 @@ def test_without_an_agent_the_thread_pauses_whatever_the_reason(
     wait_until(lambda: done.count("connect") > 3)
     replica.close()
     assert "connect connect" not in " ".join(done)
-
-
-def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
-    nothing = LoadPlan("r", NAMESPACE, packed([]), sync=False)
-    loader = world.reader.loader
-    with loader._lock:  # the thread finds it together with the loss
-        assert loader.link.agent is not None
-        loader.link.agent.is_lost = True  # type: ignore[attr-defined]
-        loader._waiting.append((LoadJob(nothing, [], 1e9, lambda: 0.0, Mark()), range(0)))
-    loader.cancel("none")
-    wait_until(lambda: not loader._waiting)
-    assert not world.reader.outcome(nothing).failed
-    wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
 
 
 def test_a_thread_that_cannot_be_prepared_loads_all_the_same(

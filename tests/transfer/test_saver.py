@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Event
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -22,7 +22,6 @@ from objkv.transfer.saver import SaveLimits, Saver
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.device.ordering.rig import WatchedLane
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, NAMESPACE, TOKENS, Replica, stores
 from tests.support.paged_shapes import Model, ShapedReplica, ShapeOfReplica
@@ -63,24 +62,6 @@ class SlowStore(MemoryStore):
         self.puts += 1
         assert self.go.wait(PATIENCE_S)
         return super().put_if_absent(key, value)
-
-
-@ON_HOST
-def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
-    replica, calls = Replica(*stores(), seed=1), list[str]()
-    lane = cast("Lane", WatchedLane(HostLane(), calls.append))
-    saver = replica.saver_of(SaveLimits(8, PATIENCE_S, "w"), lane)
-    calls.clear()
-    assert gathered(saver, plan_of(replica, 0, 1, 2, 3)) == set()
-    assert saver.drain(PATIENCE_S)
-    assert [call for call in calls if call != "adopt_thread"] == [
-        "mark_compute",
-        "follow",
-        "gather",
-        "mark",
-    ]
-    assert replica.recorder.value("saves") == 4
-    saver.close(0.0)
 
 
 # How it ends.

@@ -10,7 +10,7 @@ import torch
 
 from objkv.transfer import slabs
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
-from tests.support.device import ON_HOST, current_device, pinning
+from tests.support.device import ON_HOST
 from tests.support.mappings import is_private
 
 
@@ -132,15 +132,3 @@ def test_a_driver_that_cannot_unlock_ends_nothing_else(caplog: pytest.LogCapture
     del pool
     gc.collect()
     assert "slabs not unlocked" in caplog.text
-
-
-def test_copies_of_a_device_read_and_write_slabs_in_place() -> None:
-    device = current_device()
-    pool = SlabPool("load", count=2, slab_bytes=4096, pin=pinning())
-    source, target = pool.lease(), pool.lease()
-    source.tensor.fill_(7)
-    target.tensor.zero_()
-    target.tensor.copy_(source.tensor.to(device, non_blocking=True), non_blocking=True)
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    assert bytes(target.view) == bytes([7]) * 4096
