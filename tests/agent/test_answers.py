@@ -1,12 +1,11 @@
 """Answers to lookups in shared memory: always what a lookup without them returns."""
 
-import itertools
 import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
-from threading import Event, Semaphore, Thread
+from threading import Event, Semaphore
 from typing import Any
 
 import pytest
@@ -19,29 +18,22 @@ from objkv.agent.core import FoundRecords
 from objkv.agent.held_back import HeldBackPayloads
 from objkv.agent.memory.answers import (
     BLOCK_MAX,
-    FIELDS_MAX,
     TEXT_AT,
-    TEXT_BYTES_MAX,
     AnswerBoard,
     LookupScope,
 )
 from objkv.agent.messages import (
-    find_max,
-    pack_find,
     pack_found,
     read_block,
-    unpack_find,
     unpack_found,
 )
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
-from objkv.index.fields import WrittenShards, encode_shard, written_rows
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
 from objkv.telemetry import NullRecorder
-from tests.agent.world import down
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.waiting import PATIENCE_S
 
@@ -211,14 +203,6 @@ def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(
     assert plain(world.find(numbers))[3] == dict.fromkeys(FIELDS, record(1003))
 
 
-def test_a_lookup_that_fails_leaves_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(world.index, "find", down)
-    with pytest.raises(StoreUnavailable):
-        world.find(range(BLOCK_MAX))
-    assert world.kept(range(BLOCK_MAX)) is None
-    assert not world.board._by_chunk
-
-
 @pytest.mark.parametrize("stored", [(), FIELDS[:1]])
 def test_what_the_index_does_not_have_of_all_fields_is_asked_for_soon(
     world: World, stored: Sequence[str]
@@ -320,54 +304,6 @@ def patched(board: AnswerBoard, place: int) -> Iterator[None]:
     board._view[place] ^= 1
     yield
     board._view[place] ^= 1
-
-
-def test_a_reader_never_sees_half_of_what_is_written(world: World) -> None:
-    key, ended = world.scope.key(b"x"), Event()
-    texts = [bytes([n]) * (1000 + 500 * n) for n in range(20)]
-
-    def write() -> None:
-        for text in itertools.cycle(texts):
-            world.write(key, text, (0.0, 2e9))
-            if ended.is_set():
-                return
-
-    writer = Thread(target=write)
-    writer.start()
-    seen = set()
-    for _ in range(20_000):
-        found = world.reader.find(key, world.now)
-        text = None if found is None else world.reader.read(key, found)
-        if text is not None:
-            assert text in texts
-            seen.add(text)
-    ended.set()
-    writer.join()
-    assert seen
-
-
-def test_the_largest_lookup_fits_both_ways() -> None:
-    for count in (1, 2, 8, 40, FIELDS_MAX):
-        fields = tuple(f"{n}.L0-99_H0-99" for n in range(count))
-        step = find_max(count)
-        assert step >= 1
-        largest = ShardRecord(10**17, 10**17, False, False, "f" * 32, 10**17)
-        rows = written_rows([dict.fromkeys(fields, largest)] * step, fields)
-        each = LookupScope(NAMESPACE, fields).chunks
-        texts = [b"\n".join(rows[at : at + each]) for at in range(0, step, each)]
-        assert max(map(len, texts)) <= TEXT_BYTES_MAX
-        assert unpack_found(pack_found(texts), len(texts)) == texts
-        question = pack_find(NAMESPACE, [bytes(20)] * step, fields)
-        assert unpack_find(question) == (NAMESPACE, bytes(20 * step), fields)
-
-
-def test_rows_are_the_same_however_they_are_held() -> None:
-    shards = {FIELDS[1]: record(1)}
-    texts = {name: encode_shard(shards[name]) if name in shards else b"" for name in FIELDS}
-    turned = WrittenShards(FIELDS[::-1], [texts[name] for name in FIELDS[::-1]])
-    straight = WrittenShards(FIELDS, [texts[name] for name in FIELDS])
-    rows = written_rows([shards, turned, straight, straight, None], FIELDS)
-    assert rows == [b"\n" + texts[FIELDS[1]]] * 4 + [b"\n"]
 
 
 def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(

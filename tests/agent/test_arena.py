@@ -3,25 +3,11 @@ import os
 from contextlib import closing, suppress
 
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from objkv.agent.memory.answers import AnswerBoard
-from objkv.agent.memory.arena import (
-    BOARD_BYTES,
-    PAGE,
-    Arena,
-    CellState,
-    Extents,
-    PagesAhead,
-    Progress,
-)
+from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena, CellState, PagesAhead, Progress
 from objkv.errors import ConfigError, TransferError
-from tests.agent.consistency import covers_once
 from tests.support.waiting import wait_until
-
-PAGES = 24
 
 
 def test_only_the_agent_can_write_and_nobody_can_resize() -> None:
@@ -136,67 +122,3 @@ def test_two_threads_that_close_an_arena_close_its_descriptor_once(
     monkeypatch.undo()
     os.close(fd)
     assert closed == [fd]
-
-
-class ExtentsMachine(RuleBasedStateMachine):
-    """Extents against a list of pages."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.extents = Extents(PAGE, (PAGES + 1) * PAGE)
-        self.pages: list[int | None] = [None] * PAGES
-        self.taken: dict[int, int] = {}
-
-    def gaps(self) -> list[int]:
-        text = "".join(".#"[page is not None] for page in self.pages)
-        return [len(gap) for gap in text.split("#") if gap]
-
-    @rule(nbytes=st.integers(1, PAGES * PAGE // 2))
-    def take(self, nbytes: int) -> None:
-        count, gaps = -(-nbytes // PAGE), self.gaps()
-        start = self.extents.allocate(nbytes)
-        fitting = [gap for gap in gaps if gap >= count]
-        assert (start is None) == (not fitting)
-        if start is None:
-            return
-        first = start // PAGE - 1
-        assert self.pages[first : first + count] == [None] * count
-        self.pages[first : first + count] = [start] * count
-        self.taken[start] = count
-        left = sorted(gaps)
-        left.remove(min(fitting))
-        if min(fitting) > count:
-            left.append(min(fitting) - count)
-        assert sorted(self.gaps()) == sorted(left)
-
-    @rule(data=st.data())
-    def give_back(self, data: st.DataObject) -> None:
-        if self.taken:
-            start = data.draw(st.sampled_from(sorted(self.taken)))
-            self.extents.free(start)
-            del self.taken[start]
-            self.pages = [None if page == start else page for page in self.pages]
-
-    @rule(data=st.data(), count=st.integers(1, PAGES))
-    def windows(self, data: st.DataObject, count: int) -> None:
-        movable = data.draw(st.sets(st.sampled_from(sorted(self.taken)))) if self.taken else set()
-        sizes = {start: self.taken[start] * PAGE for start in movable}
-        found = list(self.extents.evictable_spans(count * PAGE, sizes))
-        free = [page is None or page in movable for page in self.pages]
-        exists = any(all(free[at : at + count]) for at in range(PAGES - count + 1))
-        assert bool(found) == exists
-        for used, starts in found:
-            assert set(starts) <= movable
-            assert used == sum(self.taken[start] * PAGE for start in starts)
-            left = [None if page in starts else page for page in self.pages]
-            runs = "".join(".#"[page is not None] for page in left).split("#")
-            assert max(map(len, runs)) >= count
-
-    @invariant()
-    def adds_up(self) -> None:
-        assert covers_once(self.extents)
-        assert self.extents.free_bytes == PAGE * self.pages.count(None)
-
-
-TestExtents = ExtentsMachine.TestCase
-TestExtents.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -68,18 +68,6 @@ def right(node: Node, one: CachedPayload) -> bool:
     return pages_at(node.arena.view, progress) == RIGHT
 
 
-@pytest.mark.parametrize("codec", ["none", "lz4", "blosc", "blosclz4"])
-def test_every_codec_is_an_uncompressed_payload_in_the_arena(
-    codec: str, make: Callable[..., Node]
-) -> None:
-    node = make()
-    for one in fetch(node, *node.save(codec=codec)):
-        assert right(node, one)
-        node.arena_cache.release(one)
-    assert node.arena_cache.leased() == 0
-    assert node.recorder.value("agent_fills") == 3
-
-
 @pytest.mark.parametrize("seal", [None, *SEALS.values()])
 def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
     seal: Seal | None, make: Callable[..., Node]
@@ -464,22 +452,6 @@ RECORD = ShardRecord(1, 2, True, False, "", 3)
 
 def key(number: int, field: str = "0") -> ChunkKey:
     return ChunkKey.of(NAMESPACE, bytes([number]) * 20, field)
-
-
-def test_the_last_chunks_are_kept_each_as_it_was_last_found() -> None:
-    found = FoundRecords(chunks_max=2)
-    first, second, third = (key(number).prefix_hash for number in range(3))
-    found.add(
-        NAMESPACE, [(first, {"0": RECORD}), (second, None), (third, {"0": RECORD, "1": RECORD})]
-    )
-    assert len(found) == 2
-    later = replace(RECORD, nbytes=5)
-    found.add(NAMESPACE, [(first, {"0": later}), (second, {"0": RECORD})])
-    assert [found.of(key(number)) for number in range(3)] == [later, RECORD, None]
-    found.forget(first)
-    found.forget(third)
-    assert found.of(key(0)) is None
-    assert found.of(key(1, "1")) is None, "another payload of the chunk"
 
 
 def test_answers_for_several_replicas_are_kept_each_for_a_while() -> None:

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from objkv.agent import disk as module
 from objkv.agent import spill as spill_module
@@ -482,106 +481,6 @@ def test_without_a_bound_it_is_half_of_what_is_free(tmp_path: Path) -> None:
     disk.load(lambda: False)
     assert disk.nbytes_max == pytest.approx(free / 2, rel=0.1)
     folder.close()
-
-
-class DiskMachine(RuleBasedStateMachine):
-    """Writes, reads, losses and restarts, against what was written last."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.place = tempfile.TemporaryDirectory()
-        self.path = Path(self.place.name)
-        self.right: dict[str, bytes] = {}
-        self.only_copies = set[str]()
-        self.number = 0
-        self.start()
-
-    def start(self) -> None:
-        self.disk = Disk(DiskFolder(self.path), 10 * PAGE)
-        assert self.disk.folder.lock()
-        self.disk.load(lambda: False)
-
-    def teardown(self) -> None:
-        self.disk.folder.close()
-        self.place.cleanup()
-
-    keys = st.sampled_from([f"key-{number}" for number in range(8)])
-
-    @rule(key=keys, pages=st.integers(1, 12), discards=st.booleans())
-    def write(self, key: str, pages: int, discards: bool) -> None:
-        if self.disk.size_of(key) is not None:
-            return
-        self.number += 1
-        payload = self.number.to_bytes(4, "little") * (pages * PAGE // 4 - 1)
-        self.disk.begin(key)
-        if discards:
-            self.disk.discard(key)
-        dropped = self.disk.make_room(len(payload))
-        assert not dropped or pages <= 10
-        lost = {key for key in self.only_copies if self.disk.size_of(key) is None}
-        assert {key for key in dropped if key is not None} == lost
-        self.only_copies -= lost
-        was_written = self.disk.write(key, memoryview(payload))
-        assert was_written == (pages <= 10 and not discards)
-        if was_written:
-            self.right[key] = payload
-
-    @rule(key=keys)
-    def discard(self, key: str) -> None:
-        assert self.disk.discard(key) == (key in self.only_copies)
-        assert self.disk.size_of(key) is None
-        self.only_copies.discard(key)
-
-    @rule(key=keys)
-    def mark_only_copy(self, key: str) -> None:
-        is_there = self.disk.size_of(key) is not None
-        assert self.disk.mark_only_copy(key) == is_there
-        if is_there:
-            self.only_copies.add(key)
-
-    @rule(key=keys)
-    def unmark_only_copy(self, key: str) -> None:
-        self.disk.unmark_only_copy(key)
-        self.only_copies.discard(key)
-
-    @rule(key=keys)
-    def use(self, key: str) -> None:
-        self.disk.use(key)
-
-    @rule(key=keys)
-    def read(self, key: str) -> None:
-        size = self.disk.size_of(key)
-        if size is None:
-            return
-        buffer, seen = bytearray(size), list[int]()
-        assert self.disk.get_into(key, memoryview(buffer), seen.append) == size
-        assert seen[-1] == size
-        assert buffer == self.right[key]
-
-    @rule()
-    def purge(self) -> None:
-        self.disk.purge()
-        assert len(self.disk) == len(list((self.path / module.FOLDER).glob("*.plain")))
-
-    @rule(cut=st.booleans())
-    @precondition(lambda self: len(self.disk) > 0)
-    def restart(self, cut: bool) -> None:
-        self.disk.purge()
-        kept = {key: self.disk.size_of(key) for key in self.right}
-        self.disk.folder.close()
-        if cut:
-            (self.path / module.FOLDER / "unfinished").write_bytes(b"half")
-        self.start()
-        self.only_copies.clear()
-        assert kept == {key: self.disk.size_of(key) for key in self.right}
-
-    @invariant()
-    def adds_up(self) -> None:
-        assert adds_up(self.disk)
-
-
-TestDisk = DiskMachine.TestCase
-TestDisk.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 
 
 def test_a_smaller_bound_keeps_the_newest(tmp_path: Path) -> None:

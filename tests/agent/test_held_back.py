@@ -92,6 +92,9 @@ class Holder(Node):
         assert self.arena_cache.leased() == 0
 
 
+Make = Callable[..., Holder]
+
+
 def read(client: AgentConnection, wanted: PayloadRequest) -> MissReason:
     """Read a payload, and check its pages; why it was missed."""
     (lease,) = opened(client, [wanted])
@@ -138,9 +141,7 @@ def of_index(node: Node, made: Sequence[bytes]) -> list[ShardRecord | None]:
     return found
 
 
-def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(
-    make: Callable[..., Holder],
-) -> None:
+def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(make: Make) -> None:
     node, made = make(), payloads()
     assert node.commit(made) == [CommitStatus.HELD_BACK] * 3
     assert not node.stored
@@ -167,7 +168,7 @@ class GatedStore(WatchedStore):
 
 
 def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_now(
-    make: Callable[..., Holder],
+    make: Make,
 ) -> None:
     store = GatedStore()
     node, made = make(holds_back=False, store=store), payloads()
@@ -186,7 +187,7 @@ def test_what_the_agent_took_is_found_from_then_on_although_it_was_missing_just_
 
 
 def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_next_read(
-    make: Callable[..., Holder],
+    make: Make,
 ) -> None:
     store, index, made = WatchedStore(), MemoryIndex(), payloads()
     node = make(holds_back=False, store=store, index=index)
@@ -204,7 +205,7 @@ def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_nex
     assert node.count("save_existed") == 3
 
 
-def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> None:
+def test_what_is_read_is_stored_and_published(make: Make) -> None:
     node, made = make(codec="blosc"), payloads()
     node.commit(made)
     wanted = node.find(made)
@@ -219,7 +220,7 @@ def test_what_is_read_is_stored_and_published(make: Callable[..., Holder]) -> No
     assert node.count("saves") == 3
 
 
-def test_what_another_node_makes_again_is_stored_by_that_node(make: Callable[..., Holder]) -> None:
+def test_what_another_node_makes_again_is_stored_by_that_node(make: Make) -> None:
     store, index = WatchedStore(), MemoryIndex()
     first, second = (make(store=store, index=index) for _ in range(2))
     made = payloads()
@@ -237,7 +238,7 @@ def test_what_another_node_makes_again_is_stored_by_that_node(make: Callable[...
     assert second.read(second.find(made)) == [MissReason.NONE] * 3
 
 
-def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> None:
+def test_what_one_node_makes_twice_is_stored(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
     node.again(made[:1])
@@ -245,7 +246,7 @@ def test_what_one_node_makes_twice_is_stored(make: Callable[..., Holder]) -> Non
     assert [key.path() for key in node.desk.accepted] == paths(made[:1])
 
 
-def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) -> None:
+def test_a_commit_that_says_so_is_stored_at_once(make: Make) -> None:
     node, made = make(memory=3 * 8192), payloads()
     node.commit(made[:2])
     node.commit(made[1:], puts=True)
@@ -256,7 +257,7 @@ def test_a_commit_that_says_so_is_stored_at_once(make: Callable[..., Holder]) ->
 
 
 def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
-    make: Callable[..., Holder], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A forward pass begins it."""
     node, made = make(), payloads()
@@ -282,7 +283,7 @@ def test_no_save_is_begun_later_because_an_agent_is_being_connected_to(
         forward.join()
 
 
-def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., Holder]) -> None:
+def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Make) -> None:
     store, made = GatedStore(), payloads()
     node = make(memory=3 * 8192, store=store)
     outcomes = [node.desk.hand_over(one, puts=True) for one in made]
@@ -293,7 +294,7 @@ def test_a_commit_that_says_so_is_stored_when_there_is_room(make: Callable[..., 
     assert [key.path() for key in node.desk.accepted] == paths(made)
 
 
-def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., Holder]) -> None:
+def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Make) -> None:
     node, made, puts = make(), payloads(list(range(16 * 8))), list[str]()
     put = node.store.put_if_absent
 
@@ -309,9 +310,7 @@ def test_the_beginning_of_a_prompt_is_stored_before_its_end(make: Callable[..., 
     assert len(node.find(made)) == 8
 
 
-def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
-    make: Callable[..., Holder],
-) -> None:
+def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(make: Make) -> None:
     node, made = make(memory=4 * 8192), payloads()
     others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
@@ -330,9 +329,7 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(
     assert node.read(others[-1:]) == [MissReason.NONE]
 
 
-def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
-    make: Callable[..., Holder],
-) -> None:
+def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(make: Make) -> None:
     node, made = make(memory=4 * 8192, codec="blosc"), payloads()
     others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
@@ -346,9 +343,7 @@ def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])
-def test_an_old_record_without_an_index_is_a_miss(
-    make: Callable[..., Holder], error: Exception
-) -> None:
+def test_an_old_record_without_an_index_is_a_miss(make: Make, error: Exception) -> None:
     node, made = make(memory=4 * 8192), payloads()
     others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made[:1])
@@ -364,7 +359,7 @@ def test_an_old_record_without_an_index_is_a_miss(
     assert node.read(wanted) == [MissReason.MISSING]
 
 
-def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder]) -> None:
+def test_without_an_index_a_payload_stays_in_memory(make: Make) -> None:
     node, made = make(), payloads()
     node.index.record_sightings = down  # type: ignore[method-assign]
     node.commit(made)
@@ -375,7 +370,7 @@ def test_without_an_index_a_payload_stays_in_memory(make: Callable[..., Holder])
     assert node.stored == set(paths(made))
 
 
-def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Holder]) -> None:
+def test_payloads_that_come_together_share_a_round_trip(make: Make) -> None:
     node, made = make(), payloads(list(range(16 * 9)))
     sight, gate, sizes = node.index.record_sightings, threading.Event(), list[int]()
 
@@ -394,7 +389,7 @@ def test_payloads_that_come_together_share_a_round_trip(make: Callable[..., Hold
     assert sizes == [1, 8]
 
 
-def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder]) -> None:
+def test_a_save_that_failed_is_tried_at_the_next_read(make: Make) -> None:
     node, made = make(), payloads()
 
     def busy(key: str, value: object) -> bool:
@@ -420,9 +415,7 @@ def test_a_save_that_failed_is_tried_at_the_next_read(make: Callable[..., Holder
     assert not node.held
 
 
-def test_what_is_stored_but_not_published_stays_found_on_its_node(
-    make: Callable[..., Holder],
-) -> None:
+def test_what_is_stored_but_not_published_stays_found_on_its_node(make: Make) -> None:
     node, made = make(), payloads()
     publish, node.index.publish = node.index.publish, down  # type: ignore[method-assign]
     node.commit(made)
@@ -439,7 +432,7 @@ def test_what_is_stored_but_not_published_stays_found_on_its_node(
     assert None not in of_index(node, made)
 
 
-def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None:
+def test_over_quota_payloads_stay_in_memory(make: Make) -> None:
     node, made = make(), payloads()
     node.cache.has_room = lambda: False  # type: ignore[method-assign]
     assert node.commit(made[:2]) == [CommitStatus.HELD_BACK] * 2
@@ -451,9 +444,7 @@ def test_over_quota_payloads_stay_in_memory(make: Callable[..., Holder]) -> None
     assert len(node.find(made)) == 3
 
 
-def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(
-    make: Callable[..., Holder],
-) -> None:
+def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
     node.reader.reject(node.find(made)[0].claim)
@@ -461,9 +452,7 @@ def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(
     assert node.held == set(paths(made)[1:])
 
 
-def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
-    make: Callable[..., Holder],
-) -> None:
+def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(make: Make) -> None:
     store, index = WatchedStore(), MemoryIndex()
     node = make(store=store, index=index)
     made = payloads()
@@ -481,9 +470,7 @@ def test_a_lookup_that_has_just_missed_a_payload_finds_it_and_what_follows(
     assert [one.record for one in node.find(made)] == of_index(node, made)
 
 
-def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(
-    make: Callable[..., Holder],
-) -> None:
+def test_a_chunk_with_some_of_its_shards_stored_is_found_with_all(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
     claim = read_header(made[1]).claim
@@ -511,7 +498,7 @@ def counts(found: Matched) -> tuple[int, int, int, int]:
     return found.chunks, found.stored, found.resident, found.tokens
 
 
-def test_a_router_sees_held_back_payloads(make: Callable[..., Holder]) -> None:
+def test_a_router_sees_held_back_payloads(make: Make) -> None:
     node, made = make(memory=3 * 8192), payloads()
     prefetches = Prefetches(node.core, node.index, node.store)
     hashes = [read_header(payload).claim.key.prefix_hash for payload in made]
@@ -523,7 +510,7 @@ def test_a_router_sees_held_back_payloads(make: Callable[..., Holder]) -> None:
     assert not node.stored, "a prefetch is no read"
 
 
-def test_only_what_is_due_is_saved_at_the_end(make: Callable[..., Holder]) -> None:
+def test_only_what_is_due_is_saved_at_the_end(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
     node.read(node.find(made)[:1])
@@ -581,14 +568,6 @@ def test_an_engine_that_has_gone_loses_nothing_and_the_agents_end_is_reported(
     assert numbers["unsaved_bytes"] == sum(map(len, made[1:]))
 
 
-@pytest.mark.parametrize("policy", ["all", "auto"])
-def test_each_payload_is_saved_at_once_to_a_folder(policy: str, tmp_path: Path) -> None:
-    service = Service(tmp_path, payloads(), policy)
-    with service.agent as agent:
-        numbers = agent.end()
-    assert (numbers["saves"], numbers["unsaved"]) == (3, 0)
-
-
 def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path) -> None:
     made = payloads()
     service = Service(tmp_path, made, "reused")
@@ -604,7 +583,7 @@ def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path)
             assert reasons == [MissReason.NONE, MissReason.MISSING, MissReason.MISSING]
 
 
-def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[..., Holder]) -> None:
+def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Make) -> None:
     """The others wait without a lease, and are lost only if their memory is needed."""
     store = GatedStore()
     node, made = make(holds_back=False, store=store, memory=10 * 4096), payloads()
@@ -621,9 +600,7 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Callable[...
     assert not node.count("agent_held_back")
 
 
-def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
-    make: Callable[..., Holder],
-) -> None:
+def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(make: Make) -> None:
     node, made = make(holds_back=False, may_save=False), payloads()
     node.commit(made)
     assert node.held == set(paths(made))
@@ -633,7 +610,7 @@ def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(
     assert not node.count("save_drops")
 
 
-def test_an_agent_that_may_only_read_takes_again_what_it_has(make: Callable[..., Holder]) -> None:
+def test_an_agent_that_may_only_read_takes_again_what_it_has(make: Make) -> None:
     node, made = make(holds_back=False, may_save=False), payloads()
     (held,) = node.open(node.save()[0])
     wait_until(lambda: held.state is CellState.READY)
@@ -647,7 +624,7 @@ def test_an_agent_that_may_only_read_takes_again_what_it_has(make: Callable[...,
 
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
-    is_in_time: bool, make: Callable[..., Holder]
+    is_in_time: bool, make: Make
 ) -> None:
     store, made = GatedStore(), payloads()
     node = make(store=store, saves_max=1)

@@ -66,15 +66,16 @@ class DiskHolder(Holder):
             wait_until(lambda path=path: not self.arena_cache.contains_ready([path])[0])  # type: ignore[misc]
 
 
+Make = Callable[..., DiskHolder]
+
+
 @pytest.fixture
 def make(tmp_path: Path) -> Iterator[Callable[..., DiskHolder]]:
     with making(partial(DiskHolder, tmp_path / "disk")) as make:
         yield make
 
 
-def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
     wanted = node.find(made)
@@ -88,9 +89,7 @@ def test_what_the_arena_evicted_is_found_read_from_disk_and_then_saved(
     assert node.count("agent_unsaved_dropped") == 0
 
 
-def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
     hashes = [read_header(one).claim.key.prefix_hash for one in made]
@@ -117,9 +116,7 @@ def test_what_only_the_disk_has_is_read_and_saved_if_it_is_to_be_put(
     assert node.stored == set(paths(made))
 
 
-def test_what_is_made_again_is_saved_though_only_the_disk_had_it(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_what_is_made_again_is_saved_though_only_the_disk_had_it(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
     node.again(made)
@@ -127,7 +124,7 @@ def test_what_is_made_again_is_saved_though_only_the_disk_had_it(
     assert not node.held
 
 
-def test_what_the_disk_loses_is_lost(make: Callable[..., DiskHolder]) -> None:
+def test_what_the_disk_loses_is_lost(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
     lost = paths(made)[0]
@@ -139,9 +136,7 @@ def test_what_the_disk_loses_is_lost(make: Callable[..., DiskHolder]) -> None:
     assert node.read(wanted) == [MissReason.MISSING, NONE, NONE]
 
 
-def test_a_file_that_was_changed_is_a_miss_and_is_not_found_again(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_a_file_that_was_changed_is_a_miss_and_is_not_found_again(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
     wanted = node.find(made)
@@ -155,7 +150,7 @@ def test_a_file_that_was_changed_is_a_miss_and_is_not_found_again(
 
 @pytest.mark.parametrize("is_made", [False, True])
 def test_what_is_read_or_made_again_survives_the_loss_of_its_file(
-    is_made: bool, make: Callable[..., DiskHolder]
+    is_made: bool, make: Make
 ) -> None:
     node, made = make(), payloads()
     node.keep(made)
@@ -177,9 +172,7 @@ def test_what_is_read_or_made_again_survives_the_loss_of_its_file(
     assert not node.held
 
 
-def test_the_beginning_of_a_prompt_that_is_read_after_its_end_is_saved(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_the_beginning_of_a_prompt_that_is_read_after_its_end_is_saved(make: Make) -> None:
     """It is due as soon as the end was read, but it is not in memory then."""
     node, made = make(), payloads()
     node.keep(made)
@@ -190,9 +183,7 @@ def test_the_beginning_of_a_prompt_that_is_read_after_its_end_is_saved(
     wait_until(lambda: node.stored == set(paths(made)))
 
 
-def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
     hold, missed = node.arena_cache.lease_ready, set[str]()
@@ -209,9 +200,7 @@ def test_a_payload_that_came_while_its_save_looked_for_it_is_saved(
     assert missed == set(paths(made))
 
 
-def test_a_payload_for_which_there_was_no_room_is_still_found(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_a_payload_for_which_there_was_no_room_is_still_found(make: Make) -> None:
     node, made = make(), payloads()
     node.keep(made)
     allot = node.arena_cache.allocate
@@ -221,9 +210,7 @@ def test_a_payload_for_which_there_was_no_room_is_still_found(
     assert node.held == set(paths(made))
 
 
-def test_the_next_agent_reads_from_disk_what_its_clients_had_looked_up_before(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_the_next_agent_reads_from_disk_what_its_clients_had_looked_up_before(make: Make) -> None:
     first, made = make(), payloads()
     first.keep(made)
     wanted = first.find(made)
@@ -233,9 +220,7 @@ def test_the_next_agent_reads_from_disk_what_its_clients_had_looked_up_before(
     assert node.read(wanted) == [MissReason.NONE] * len(made), "no lookup of this agent found them"
 
 
-def test_a_rejected_payload_that_is_held_back_leaves_the_record_of_another_node(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_a_rejected_payload_that_is_held_back_leaves_the_record_of_another_node(make: Make) -> None:
     node, made = make(), payloads()
     node.commit(made)
     claim = read_header(made[0]).claim
@@ -247,9 +232,7 @@ def test_a_rejected_payload_that_is_held_back_leaves_the_record_of_another_node(
     assert node.cache.record_of(key) == record
 
 
-def test_what_a_disk_holds_back_is_listed_for_the_next_agent(
-    make: Callable[..., DiskHolder],
-) -> None:
+def test_what_a_disk_holds_back_is_listed_for_the_next_agent(make: Make) -> None:
     first, made = make(), payloads()
     first.keep(made)
     first.spill.close(PATIENCE_S)
@@ -315,7 +298,7 @@ def test_a_list_of_held_back_payloads_that_is_damaged_or_lacks_its_files_is_igno
 
 
 def test_a_payload_that_is_handed_over_while_the_disk_loses_it_is_found(
-    make: Callable[..., DiskHolder], monkeypatch: pytest.MonkeyPatch
+    make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node, made = make(may_save=False), payloads()
     node.keep(made)

@@ -19,9 +19,11 @@ from objkv.agent.memory.arena import BOARD_BYTES, CellState, Progress, ProgressB
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.agent.prefetch import Prefetches
-from objkv.codec.payload import LayerSpec, encode, header_bytes_needed, read_header
+from objkv.codec.payload import Claim, LayerSpec, encode, header_bytes_needed, read_header
 from objkv.errors import StoreUnavailable
 from objkv.index.base import ChunkEntry, ShardRecord
+from objkv.keys.chunk import ChunkKey
+from objkv.keys.topology import Shard, TokenPart
 from objkv.stores.processes import _shared_memory
 from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
@@ -315,6 +317,26 @@ def test_a_question_that_is_too_large_ends_no_conversation(node: Node) -> None:
         sock.send(m.pack_find(NAMESPACE, [bytes(20)] * 700, fields))
         assert m.kind_of(sock.recv(m.MESSAGE_BYTES_MAX)) is m.MessageKind.FAILED
     sock.close()
+
+
+def test_the_most_payloads_of_the_longest_names_fit() -> None:
+    shard = Shard(100, 200, 1000, 2000, TokenPart(15, 16, 128))
+    wanted = [
+        Claim(ChunkKey(NAMESPACE, bytes([n] * 20), 99, shard), bytes(20), n, n + 1)
+        for n in range(m.OPEN_MAX)
+    ]
+    opening = m.OpenRequest(Urgency.IN_STEP, 1, m.Claims.of(wanted))
+    assert m.unpack_open_request(m.pack_open_request(opening)) == opening
+
+
+def test_a_commit_is_of_a_bounded_number_of_payloads_and_its_parts_are_whole() -> None:
+    most = [m.Commit(1, 2)] * m.COMMITS_MAX
+    assert m.unpack_commits(m.pack_commits(most)) == most
+    lacks_flag = bytearray(m.pack_commits(most[:1]))
+    lacks_flag[-1] = 1
+    for message in (m.pack_commits([*most, most[0]]), m.pack_commits([]), bytes(lacks_flag)):
+        with pytest.raises(m.ProtocolError):
+            m.unpack_commits(message)
 
 
 def test_a_client_that_sends_nonsense_does_not_fill_the_log(tmp_path: Path) -> None:

@@ -22,7 +22,6 @@ from objkv.agent.http import listener
 from objkv.agent.http.api import AgentHttp, HttpSettings
 from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS
 from objkv.agent.messages import VERSION
-from objkv.errors import ConfigError
 from objkv.ops.agent_api import AgentApi
 from objkv.ops.top import values_of
 from tests.agent.world import PATIENCE_S, REPLICAS, Node, down, ended, gated, opened, serving
@@ -153,16 +152,6 @@ def test_what_nobody_reads_displaces_only_its_like(node: Node, router: Router) -
     assert node.recorder.value("agent_prefetch_unused_bytes") >= unused * NBYTES
 
 
-def test_a_request_has_a_bound_of_its_own(node: Node, router: Router) -> None:
-    wanted = node.save()
-    body = {"namespace": NAMESPACE, "hashes": [w.claim.key.prefix_hash.hex() for w in wanted]}
-    nbytes = wanted[0].record.raw_bytes
-    _, answer = router.ask("POST", "/v1/prefetch", body | {"bytes_max": 2 * nbytes})
-    assert counts(answer) == (2, 0, 1)
-    assert (answer["started_bytes"], answer["refused_bytes"]) == (2 * nbytes, nbytes)
-    wait_until(lambda: not node.arena_cache.leased())
-
-
 def test_namespaces_are_listed_and_salt_and_adapter_are_part_of_a_prompt(
     node: Node, router: Router
 ) -> None:
@@ -246,19 +235,6 @@ def test_a_refused_client_may_have_sent_a_long_prompt(node: Node) -> None:
     with serving(node, address=("127.0.0.1", 0), token=TOKEN) as server:
         body = PROMPT | {"tokens": list(range(1_000_000))}
         assert Router(("127.0.0.1", port_of(server))).ask("POST", "/v1/match", body)[0] == 401
-
-
-def test_an_address_that_cannot_be_used_is_refused_at_start(node: Node) -> None:
-    with pytest.raises(ConfigError, match="token"), serving(node, address=("127.0.0.1", 0)):
-        pass
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        address = taken.getsockname()
-        with (
-            pytest.raises(ConfigError, match="cannot listen on 127"),
-            serving(node, address=address, token=TOKEN),
-        ):
-            pass
-    assert not node.http.exists()
 
 
 def test_a_client_that_trickles_is_hung_up_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:

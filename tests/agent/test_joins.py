@@ -2,10 +2,7 @@
 do, and in memory that is bounded and given back."""
 
 import os
-import socket
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import permutations
 from typing import Any
@@ -14,13 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent import messages as m
 from objkv.agent import saves as joins
 from objkv.agent.memory.arena import PAGE
 from objkv.agent.messages import Commit, CommitStatus, Drop, SavedPart
 from objkv.agent.outbox import ClientOutbox, Outbox
 from objkv.cache.chunks import shard_record
-from objkv.codec.join import PartPosition
 from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
 from objkv.codec.values import RAW_BYTES_MAX
 from objkv.keys.chunk import ChunkKey
@@ -144,24 +139,6 @@ def test_a_payload_is_saved_when_its_last_part_has_come(node: Node, order: Seque
     assert record["0"] == shard_record(read_header(stored(node)[PATH]))
 
 
-def test_parts_that_come_at_once_are_one_payload(node: Node) -> None:
-    grid = Grid((2, 2), heads=4)
-    with ThreadPoolExecutor(grid.parts) as threads:
-        for chunk in range(10):
-            barrier = threading.Barrier(grid.parts)
-
-            def rank(piece: Piece, barrier: threading.Barrier = barrier) -> CommitStatus:
-                barrier.wait(PATIENCE_S)
-                return hand_over(node, piece)
-
-            found = list(threads.map(rank, pieces_of(chunk, chunk, grid)))
-            assert sorted(found) == [ACCEPTED] + [PART] * (grid.parts - 1)
-    found_in = stored(node)
-    assert {path: seed_of(payload, grid) for path, payload in found_in.items()} == {
-        claim_of(chunk).key.path(): chunk for chunk in range(10)
-    }
-
-
 @pytest.mark.parametrize("before", range(4))
 def test_a_part_that_a_rank_drops_ends_the_payload(node: Node, before: int) -> None:
     assert all_of(node, PIECES[:before]) == [PART] * before
@@ -183,15 +160,6 @@ def test_a_newer_save_of_a_chunk_replaces_an_older_one(node: Node) -> None:
     drop(node, 5)
     assert all_of(node, newer[1:], 6) == [PART, PART, ACCEPTED]
     assert seed_of(stored(node)[PATH]) == 7
-
-
-def test_a_newer_drop_ends_an_older_save(node: Node) -> None:
-    assert all_of(node, PIECES[:3], 5) == [PART] * 3
-    drop(node, 6)
-    assert nothing_is_left(node)
-    assert hand_over(node, PIECES[3], 5) is DROPPED
-    assert all_of(node, PIECES[:3], 6) == [DROPPED] * 3
-    assert not stored(node)
 
 
 def test_a_part_that_comes_twice_ends_the_payload(node: Node) -> None:
@@ -424,28 +392,6 @@ def test_an_agent_knows_a_bounded_number_of_joins(
     assert all_of(node, PIECES, 2) == [PART] * 3 + [ACCEPTED]
 
 
-NUMBERS = st.sampled_from([0, 1, 2, 3, 5, 6, 255, 65_536, 2**31, 2**32 - 1])
-LONG = NUMBERS | st.sampled_from([768, 767, 769, 1 << 20, 16 << 30, 2**63, 2**64 - 1])
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(
-        st.tuples(st.integers(0, 3), st.builds(PartPosition, *[NUMBERS] * 4, LONG, LONG)),
-        max_size=8,
-    )
-)
-def test_no_place_is_an_error_of_another_kind(places: list[tuple[int, PartPosition]]) -> None:
-    node = Node()
-    clock = node.saves.joins._clock = ManualClock(0.0)
-    for part, place in places:
-        hand_over(node, Piece(PIECES[part].payload, place))
-        assert node.saves.joins._reserved_bytes * 4 <= node.arena_cache.total_bytes
-    is_late(node, clock)
-    assert nothing_is_left(node)
-    node.close()
-
-
 # By the socket.
 
 
@@ -525,50 +471,3 @@ def test_a_worker_that_drops_its_part_tells_the_agent(node: Node) -> None:
     assert stored(node)
     for desk in (a, b):
         desk.close()
-
-
-HOSTILE = [
-    m.pack_commits(
-        [Commit(0, 5000, part=SavedPart(1, PartPosition(2, 2**32 - 1, 0, 1, 0, 16 << 30)))]
-    ),
-    m.pack_commits([Commit(0, 5000, part=SavedPart(2**64 - 1, PartPosition(*[2**32 - 1] * 6)))]),
-    m.pack_commits([Commit(2**64 - 1, 2**64 - 1, part=SavedPart(1, PIECES[0].position))]),
-    m.pack_commits([Commit(0, 0, part=SavedPart(1, PIECES[0].position))]),
-    m.pack_commits([Commit(0, 5000, part=SavedPart(1, PIECES[0].position))])[:-1],
-    m.pack_drop(Drop(1, 4, PATH))[:-1],
-    m.pack_drop(Drop(2**64 - 1, 2**32 - 1, PATH)),
-    m.pack_drop(Drop(0, 0, PATH)),
-    m.pack_drop(Drop(1, 4, PATH)).replace(b"/0.", b"/0.L0-1_H0-" + b"9" * 4000 + b"."),
-]
-
-
-@pytest.mark.parametrize("has_outbox", [False, True])
-@pytest.mark.parametrize("message", HOSTILE)
-def test_a_client_that_lies_about_parts_harms_only_itself(
-    node: Node, ranks: Callable[[str], Rank], message: bytes, *, has_outbox: bool
-) -> None:
-    honest = [ranks("engine-1"), ranks("engine-1")]
-    assert [honest[n].commit(PIECES[n]) for n in range(2)] == [PART] * 2
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as liar:
-        liar.settimeout(PATIENCE_S)
-        liar.connect(str(node.path))
-        box = Outbox(2 * PAGE)
-        os.pwrite(box.fd, PIECES[0].payload, 0)
-        hello = m.pack_hello(m.Hello(m.VERSION, wants_arena=False, has_outbox=has_outbox))
-        socket.send_fds(liar, [hello], [box.fd] if has_outbox else [])
-        assert m.kind_of(liar.recv(100)) is m.MessageKind.WELCOME
-        for _ in range(3):
-            try:
-                liar.send(message)
-                liar.send(m.pack_text(m.MessageKind.CALL, "{}"))
-            except BrokenPipeError:
-                break
-        while answer := liar.recv(m.MESSAGE_BYTES_MAX):
-            if m.kind_of(answer) is m.MessageKind.FAILED:
-                break
-        assert node.saves.joins._reserved_bytes * 4 <= node.arena_cache.total_bytes
-        box.close()
-    assert [honest[n % 2].commit(PIECES[n]) for n in (2, 3)] == [PART, ACCEPTED]
-    assert seed_of(stored(node)[PATH]) == 0
-    assert node.server is not None
-    assert node.server.is_accepting

@@ -11,7 +11,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -491,17 +490,6 @@ def test_a_private_agent_is_the_replicas_own_and_leaves_nothing(config: Config) 
     for path in paths:
         os.kill(launch.agent_at(path), signal.SIGTERM)
         wait_until(lambda path=path: not list(path.parent.glob(f"{path.name}*")))
-
-
-@pytest.mark.slow
-def test_an_agent_that_nobody_uses_ends(config: Config, path: Path) -> None:
-    start_agent(path, agent_environment(config), idle_s=1)
-    wait_until(lambda: is_listening(path))
-    client = AgentConnection(path)
-    time.sleep(1.5)  # longer than it would wait
-    assert is_listening(path)
-    client.close()
-    wait_until(lambda: not path.exists())
 
 
 def test_settings_that_matter_have_agents_of_their_own(

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -10,7 +9,6 @@ import pytest
 
 from objkv.agent import fill as module
 from objkv.agent.client import AgentConnection
-from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
@@ -27,9 +25,7 @@ from tests.agent.world import (
     payloads,
 )
 from tests.codec.parts import Grid
-from tests.codec.seals import SEALS
 from tests.support.samples import NAMESPACE
-from tests.support.waiting import wait_until
 
 LAYERS = (LayerSpec("l.0", "BF16", (2, 2, 8, 8)), LayerSpec("l.1", "BF16", (2, 2, 8, 8)))
 
@@ -99,24 +95,6 @@ def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[in
     return [one.layout for one in found]
 
 
-@pytest.mark.parametrize("codec", ["none", "lz4"])
-@pytest.mark.parametrize("seal", [None, *SEALS])
-def test_fetched_payloads_of_one_layout(
-    make: Callable[..., Node], codec: str, seal: str | None
-) -> None:
-    if seal is None:
-        node = make()
-        wanted = node.save(codec=codec)
-    else:
-        saver = make(seal=SEALS[seal], codec=codec)
-        assert {saver.commit_one(one) for one in payloads()} == {CommitStatus.ACCEPTED}
-        assert saver.saves.drain(PATIENCE_S)
-        node = make(seal=SEALS[seal], store=saver.store, index=saver.index)
-        wanted = node.wanted([read_header(one).claim.key for one in payloads()])
-    assert layouts_of(node.connect(), wanted) == [1] * len(wanted)
-    assert keeps_promises(node.arena_cache)
-
-
 def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetched(
     make: Callable[..., Node],
 ) -> None:
@@ -146,20 +124,6 @@ def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
     )
     assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
     assert keeps_promises(node.arena_cache)
-
-
-def test_a_payload_from_the_disk_has_a_layout(make: Callable[..., Node], tmp_path: Path) -> None:
-    node = make(disk=Disk(DiskFolder(tmp_path), 1 << 20), keeps_all=True)
-    wanted, client, spill = node.save(), node.connect(), node.core.spill
-    assert spill is not None
-    wait_until(lambda: spill.disk.is_loaded)
-    assert layouts_of(client, wanted) == [1] * len(wanted)
-    assert spill.drain(PATIENCE_S)
-    for one in wanted:
-        node.arena_cache.forget(one.claim.key.path())
-        node.store.delete(one.claim.key.path())
-    assert layouts_of(client, wanted) == [1] * len(wanted)
-    assert node.recorder.value("agent_disk_hits") == len(wanted)
 
 
 OTHERS = [{"parent_hash": bytes(20)}, {"token_start": 1}, {"token_end": 10**6}]

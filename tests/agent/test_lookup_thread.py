@@ -4,7 +4,6 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import partial
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
@@ -272,23 +271,6 @@ def test_without_a_thread_work_is_refused_until_there_is_one(
     assert thread.start(asking(mute)) is None
 
 
-def test_without_a_thread_closing_leaves_nothing_open(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, eventfd = list[int](), os.eventfd
-
-    def counted(*given: int) -> int:
-        made.append(eventfd(*given))
-        return made[-1]
-
-    monkeypatch.setattr(os, "eventfd", counted)
-    monkeypatch.setattr(background.Thread, "start", no_thread)
-    thread = StepThread("objkv-test", answer_s=0.05)
-    thread.close(0.0)
-    thread.close(0.0)
-    (alarm,) = made
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(alarm)
-
-
 def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
     ended = Event()
 
@@ -380,24 +362,6 @@ def test_closing_takes_no_longer_than_what_has_begun(
     closer.join(_SOON_S)
     assert not closer.is_alive()
     assert asked.result() == b"answer"
-
-
-def test_what_asks_again_at_the_end_ends(mute: Mute) -> None:
-    thread = StepThread("objkv-test", answer_s=PATIENCE_S)
-
-    def stubborn() -> Steps[str]:
-        for _ in range(3):
-            with suppress(TimeoutError):
-                yield Question(mute, b"question")
-            with suppress(TimeoutError):
-                yield None
-        return "ended"
-
-    asked = thread.start(stubborn())
-    assert asked is not None
-    wait_until(asked.running)
-    thread.close(0.0)
-    assert asked.result(_SOON_S) == "ended"
 
 
 def test_a_connection_that_comes_too_late_is_closed(

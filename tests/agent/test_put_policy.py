@@ -12,7 +12,6 @@ from objkv.agent.answering import NodeCalls
 from objkv.agent.messages import CommitStatus
 from objkv.cache.worth import SETTLED_S, PutPolicy
 from objkv.codec.payload import Claim
-from objkv.config.prices import Prices
 from objkv.index.base import Savings
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
@@ -93,19 +92,6 @@ def test_namespaces_are_decided_apart_and_each_change_is_logged(
     assert "all: to pay, 0.12 of the chunks must be read again" in caplog.messages[2]
     assert "reused: to pay, 0.48" in caplog.messages[3]
     assert "S3 Standard" in caplog.messages[3]
-
-
-def test_without_a_price_all_is_put_from_the_first_payload_on(clock: ManualClock) -> None:
-    one = policy(clock, prices=Prices(0, 0, 0, gpu_hour=3.0))
-    assert hand_over(one, 4) == {False}
-
-
-def test_with_a_disk_payloads_that_have_a_price_are_held_back(clock: ManualClock) -> None:
-    one = policy(clock, has_disk=True)
-    one.credited(measured(100 * GPU_US))
-    for _ in range(2):
-        assert hand_over(one, 1) == {True}
-        clock.advance(SETTLED_S)
 
 
 def test_what_a_client_claims_to_have_measured_is_bounded(clock: ManualClock) -> None:

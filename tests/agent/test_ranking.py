@@ -1,8 +1,6 @@
 from collections.abc import Callable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from objkv.agent.ranking import Ranking
 
@@ -67,33 +65,3 @@ def test_a_scan_leaves_what_has_proved_itself(
         evicted(ranking)
         ranking.add(f"scan-{number}", 25)
     assert ("a" in ranking) == stays
-
-
-def test_leased_payloads_are_skipped() -> None:
-    ranking = full("a", "b", "c", "d")
-    assert ranking.victim(lambda key: key in "cd") == "c"
-    assert ranking.victim(lambda key: False) is None
-    assert len(ranking) == 4
-
-
-@given(st.lists(st.tuples(st.sampled_from("arve"), st.integers(0, 12)), max_size=200))
-def test_it_ranks_exactly_what_it_was_given(steps: list[tuple[str, int]]) -> None:
-    ranking, known = Ranking(NBYTES), dict[str, int]()
-    for step, number in steps:
-        key = str(number)
-        if step == "a" and key not in known:
-            ranking.add(key, 1 + number)
-            known[key] = 1 + number
-        elif step == "r" and key in known:
-            ranking.use(key)
-        elif step == "v":
-            ranking.remove(key)
-            known.pop(key, None)
-        elif step == "e":
-            free = set(list(known)[::2])
-            victim = ranking.victim(free.__contains__)
-            assert victim in free if free else victim is None
-        assert len(ranking) == len(known)
-        assert all(key in ranking for key in known)
-        assert ranking._new.nbytes + ranking._main.nbytes == sum(known.values())
-        assert ranking._gone_bytes == sum(ranking._gone.values()) <= NBYTES

@@ -5,12 +5,10 @@ from typing import Any
 
 import pytest
 
-from objkv.agent import saves
 from objkv.agent.messages import CommitStatus
 from objkv.codec.payload import read_header
-from objkv.errors import StoreBusy, StoreUnavailable
+from objkv.errors import StoreUnavailable
 from tests.agent.world import PATIENCE_S, Node, down, payloads
-from tests.contracts.clock import ManualClock
 
 PAYLOAD = payloads()[0]
 PATH = read_header(PAYLOAD).claim.key.path()
@@ -71,26 +69,3 @@ def test_a_save_that_fails_gives_back_all_that_it_had(
     node.store.put_if_absent = raising(error)
     save(node)
     assert node.recorder.value("save_errors") == 1
-
-
-def test_saves_pause_after_a_busy_answer(
-    make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node, clock = make(), ManualClock(0.0)
-    monkeypatch.setattr(saves, "monotonic", clock)
-    put, node.store.put_if_absent = node.store.put_if_absent, raising(StoreBusy("503"))
-    save(node)
-    node.store.put_if_absent = put
-    assert node.commit_one(PAYLOAD) is CommitStatus.SHED
-    clock.advance(1.0)
-    save(node)
-    assert node.recorder.value("saves_shed") == 2
-    assert node.store.get(PATH) == PAYLOAD
-
-
-def test_without_an_index_payloads_are_saved(make: Callable[..., Node]) -> None:
-    node = make()
-    node.index.publish = node.index.find = down
-    save(node)
-    assert node.store.get(PATH) == PAYLOAD
-    assert node.recorder.value("publish_errors") == 1

@@ -21,7 +21,6 @@ from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgenc
 from objkv.cache.switch import SWITCH_PATH
 from objkv.codec.payload import read_header
 from objkv.errors import StoreBusy, StoreDenied, StoreError, StoreUnavailable, TransferError
-from objkv.index.base import Savings
 from objkv.keys.identity import identity_path
 from objkv.ops.agent_api import AgentApi
 from tests.agent.world import (
@@ -360,18 +359,6 @@ def test_a_payload_that_was_missed_is_not_found_again(
     assert index.find(NAMESPACE, hashes, [key.field])[0] is None
 
 
-def test_writes_of_an_index_go_through(node: Node, calls: AgentCalls) -> None:
-    wanted, index = node.save(), Completed(calls)
-    hashes = [one.claim.key.prefix_hash for one in wanted]
-    index.touch(NAMESPACE, hashes, ttl_s=100)
-    (record, *_) = node.index.lookup(NAMESPACE, hashes)
-    assert record is not None
-    assert record.hits == 1
-    savings = Savings(NAMESPACE, "2026-11", loads=3, tokens=100)
-    index.credit(savings)
-    assert node.index.savings() == [savings]
-
-
 def test_all_records_of_a_long_prompt_are_touched_and_live_as_the_agent_says(
     node: Node, calls: AgentCalls
 ) -> None:
@@ -514,18 +501,6 @@ def test_no_wrong_payload_is_saved(node: Node, desk: Desk, spoil: Callable[[byte
     assert node.saves.drain(PATIENCE_S)
     assert not list(node.store.scan(""))
     assert desk.hand_over(good) is CommitStatus.ACCEPTED, "it can be saved later"
-
-
-def test_a_client_that_goes_at_once_loses_nothing(node: Node, desk: Desk) -> None:
-    made, gate = payloads(), threading.Event()
-    put = node.store.put_if_absent
-    node.store.put_if_absent = lambda k, v: gate.wait(PATIENCE_S) and put(k, v)  # type: ignore[assignment, method-assign, return-value]
-    for payload in made:
-        desk.hand_over(payload)
-    desk.close()
-    gate.set()
-    assert node.saves.drain(PATIENCE_S)
-    assert len(list(node.store.scan(""))) == 3
 
 
 def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None:

@@ -316,25 +316,6 @@ def test_a_server_that_does_not_answer_cannot_be_described(tmp_path: Path) -> No
             describe_index(config_of(tmp_path, index_url=url))
 
 
-@pytest.mark.slow
-def test_a_real_server_holds_index_and_hot_store_and_describes_itself(tmp_path: Path) -> None:
-    with valkey_server(tmp_path / "valkey") as server:
-        # A busy machine is no dead server.
-        config = config_of(tmp_path, index_url=server.url, lookup_deadline_ms=20_000)
-        with open_backends(config, NullRecorder()) as backends:
-            assert backends.hot is not None
-            checks = [
-                *probe_index("writer", backends.index),
-                *probe_store("writer", "hot", backends.hot),
-            ]
-        assert {check.status for check in checks} == {"ok"}
-        facts = describe_index(config)
-    assert facts is not None
-    assert (facts.product, facts.mode, facts.maxmemory_bytes) == ("valkey", "standalone", 0)
-    assert facts.maxmemory_policy == "noeviction"
-    assert abs(facts.clock_skew_s or 0) < 60
-
-
 # Roles.
 
 

@@ -6,7 +6,7 @@ from threading import Event, Thread
 import pytest
 
 from objkv.cache import codec_choice as choose
-from objkv.cache.codec_choice import SAMPLE_BYTES_MAX, SAMPLE_EVERY, CodecChooser, load_seconds
+from objkv.cache.codec_choice import SAMPLE_BYTES_MAX, SAMPLE_EVERY, CodecChooser
 from objkv.codec.payload import LayerSpec
 from tests.contracts.clock import ManualClock
 
@@ -142,13 +142,6 @@ def test_nobody_waits_for_a_sample_that_another_thread_takes(
     go.set()
     thread.join(PATIENCE_S)
     assert chooser.choose(0, LAYERS, PAGES) == "blosc"
-
-
-def test_a_load_is_paced_by_its_slower_stage_and_the_other_shows_for_one_layer() -> None:
-    assert load_seconds(100.0, 1.0, 0.0, 32) == pytest.approx(0.01)
-    assert load_seconds(100.0, 2.0, 0.001, 10) == pytest.approx(0.005 + 0.0001)
-    assert load_seconds(100.0, 2.0, 0.02, 10) == pytest.approx(0.02 + 0.0005)
-    assert load_seconds(100.0, 2.0, 0.001, 1) == pytest.approx(0.006)
 
 
 def test_real_codecs_are_measured_and_chosen_for_a_slow_link() -> None:

@@ -3,20 +3,14 @@
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from threading import Event, Lock, Timer, get_ident
-from threading import enumerate as enumerate_threads
+from threading import Event, Lock, Timer
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from objkv.background import Question, Steps
 from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.cache.match import usable_chunks
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
-from objkv.index.fields import WrittenShards, encode_shard
-from objkv.keys.identity import GroupIdentity
 from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
@@ -167,32 +161,6 @@ def test_one_requests_lookup_is_awaited_while_others_hang(
     assert not service.wait_for("r", PATIENCE_S)
 
 
-def test_prompts_are_hashed_and_what_is_found_is_decoded_on_the_lookup_thread(
-    service: LookupService, index: GatedIndex, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The scheduler's thread would take milliseconds for a long prompt."""
-    written = WrittenShards((FIELD,), [encode_shard(SHARD)])
-    threads: list[int] = []
-
-    class Hashes:
-        def __len__(self) -> int:
-            return len(HASHES)
-
-        def __getitem__(self, chunks: slice, /) -> Sequence[bytes]:
-            threads.append(get_ident())
-            return HASHES[chunks]
-
-    def decode(self: WrittenShards) -> dict[str, ShardRecord]:
-        threads.append(get_ident())
-        return {FIELD: SHARD}
-
-    monkeypatch.setattr(WrittenShards, "_shards", decode)
-    monkeypatch.setattr(index, "find", lambda *_: [written, None, written])
-    assert answer(lambda: service.ask("r", NS, Hashes()))[0] is written
-    assert len(threads) == 2
-    assert get_ident() not in threads
-
-
 def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(
     service: LookupService, index: GatedIndex
 ) -> None:
@@ -201,27 +169,6 @@ def test_of_a_prompt_that_grew_only_the_new_chunks_are_asked_for(
     answer(lambda: service.ask("r", NS, HASHES[:1]))
     assert answer(lambda: service.ask("r", NS, HASHES)) == ({FIELD: SHARD}, None, None)
     assert index.asked == [HASHES[:1], HASHES[1:]]
-
-
-@given(st.lists(st.booleans(), min_size=1, max_size=12), st.data())
-def test_a_prompt_that_grows_in_steps_matches_as_one_that_was_asked_for_at_once(
-    stored: list[bool], data: st.DataObject
-) -> None:
-    index = MemoryIndex()
-    hashes = [bytes([i]) * 20 for i in range(len(stored))]
-    for i, there in enumerate(stored):
-        if there:
-            index.publish(ChunkEntry(NS, hashes[i], b"p" * 20, 0, 64), {FIELD: SHARD}, ttl_s=3600)
-    steps = sorted(data.draw(st.lists(st.integers(0, len(stored)), max_size=4)))
-    service = LookupService(index, [FIELD], MemoryRecorder(), LookupLimits(PATIENCE_S, 2))
-    group = GroupIdentity("full", None, ("a", "b"), heads=4, content=16, block_size=32)
-    for count in [*steps, len(stored)]:
-        records = answer(lambda n=count: service.ask("r", NS, hashes[:n]))  # type: ignore[misc]
-        assert isinstance(records, tuple)
-        assert len(records) == count
-        whole = index.find(NS, hashes[:count], [FIELD])
-        assert usable_chunks(records, [group], 64) == usable_chunks(whole, [group], 64)
-    service.close()
 
 
 def test_a_request_that_waits_long_after_its_answer_is_looked_up_anew(
@@ -296,19 +243,6 @@ def test_a_forgotten_request_that_waits_gives_its_place_to_another(
     assert answer(lambda: service.ask("next", NS, HASHES)) == ({FIELD: SHARD}, None, None)
     assert len(index.asked) == 4
     service.close()
-
-
-def test_while_the_index_hangs_asking_returns_and_closing_gives_up(
-    index: GatedIndex, recorder: MemoryRecorder, clock: ManualClock
-) -> None:
-    limits = LookupLimits(deadline_s=0.01, queue_max=64)
-    service = LookupService(index, [FIELD], recorder, limits, clock=clock)
-    for i in range(64):
-        assert service.ask(str(i), NS, HASHES) is None
-    answer(lambda: len(index.asked) == 64 or None)  # before the first of them has an answer
-    service.close()
-    assert not any(thread.name.startswith("objkv-lookup") for thread in enumerate_threads())
-    assert service.ask("63", NS, HASHES) == (None, None, None)
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("gone"), TransferError("lost")])

@@ -1,18 +1,14 @@
 """Which prefix is usable, given the found shards."""
 
-from collections import Counter
 from dataclasses import replace
-from itertools import pairwise, product
 from math import lcm
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from objkv.cache.match import covered, needed_from, payloads_of, stored_blocks, usable_chunks
+from objkv.cache.match import covered, stored_blocks, usable_chunks
 from objkv.index.base import ShardRecord, ShardRecords
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.topology import Shard
 
 SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 FULL = GroupIdentity("full", None, ("a", "b"), heads=4, content=16, block_size=32)
@@ -52,62 +48,6 @@ def test_a_field_of_another_form_is_ignored() -> None:
 def test_a_division_of_the_tokens_that_no_replica_has_takes_no_time() -> None:
     """Any process that may write to the index can name one."""
     assert not covered(shards(f"0.L0-2_H0-4_T0of{10**15}"), 0, FULL)
-
-
-WIDE = replace(FULL, layers=tuple("abcdef"), heads=6)
-spans = st.tuples(st.integers(0, 6), st.integers(0, 7)).filter(lambda pair: pair[0] < pair[1])
-parts = st.tuples(spans, spans).map(lambda t: Shard(*t[0], *t[1]))
-
-
-@st.composite
-def replicas(draw: st.DrawFn) -> list[Shard]:
-    """The payloads of a replica: stages of any length, each with the heads in equal parts."""
-    cuts = sorted(draw(st.sets(st.integers(1, 5), max_size=3)))
-    stages = pairwise([0, *cuts, 6])
-    each = draw(st.sampled_from((1, 2, 3, 6)))
-    return [Shard(*stage, head, head + each) for stage in stages for head in range(0, 6, each)]
-
-
-def cells(shard: Shard) -> list[tuple[int, int]]:
-    layers = range(shard.layer_start, shard.layer_end)
-    return list(product(layers, range(shard.head_start, shard.head_end)))
-
-
-@given(st.lists(replicas(), max_size=3), st.lists(parts, max_size=6), st.data())
-def test_the_payloads_of_a_replica_are_found_among_others(
-    written: list[list[Shard]], strange: list[Shard], data: st.DataObject
-) -> None:
-    """Each cell once, and no more payloads than the replica with the fewest has."""
-    there = {shard for one in written for shard in one} | set(strange)
-    there -= data.draw(st.sets(st.sampled_from(sorted(there)), max_size=1)) if there else set()
-    found = payloads_of([f"0.{shard}" for shard in there], 0, WIDE)
-    mixed = data.draw(st.permutations(sorted(there)))
-    assert payloads_of([f"0.{shard}" for shard in mixed], 0, WIDE) == found
-    complete = [one for one in written if {*one} <= there]
-    assert bool(found) or not complete
-    if found:
-        counted = Counter(cell for shard in found if shard for cell in cells(shard))
-        assert counted == Counter(product(range(6), range(6)))
-        assert {*found} <= there
-        assert all(len(found) <= len(one) for one in complete)
-
-
-@pytest.mark.parametrize(
-    ("group", "end", "first"),
-    [
-        (FULL, 300, 0),
-        (LATENT, 300, 0),
-        (WINDOW, 300, 201),
-        (WINDOW, 50, 0),
-        (replace(WINDOW, window=1), 300, 300),
-        (LOCAL, 287, 192),
-        (LOCAL, 288, 288),
-        (STATE, 300, 299),
-        (STATE, 0, 0),
-    ],
-)
-def test_which_tokens_before_an_end_are_needed(group: GroupIdentity, end: int, first: int) -> None:
-    assert needed_from(group, end) == first
 
 
 def test_a_payload_holds_the_blocks_that_some_end_needs() -> None:
@@ -171,17 +111,3 @@ def test_the_match_is_the_longest_whose_every_read_is_stored(
     # A payload is either complete or missing, so full groups need all of their payloads.
     best = max(end for end in range(len(held) + 1) if serves(end * chunk))
     assert usable_chunks(found, groups, chunk) == best
-
-
-@given(mixes())
-def test_each_chunk_is_looked_at_once(mix: tuple[list[GroupIdentity], int]) -> None:
-    groups, chunk = mix
-    looks: list[tuple[int, int]] = []
-    found = [shards(f"{number}") for number in range(50)]
-
-    def stored(held: ShardRecords, g: int, _group: GroupIdentity) -> bool:
-        looks.append((int(next(iter(held))), g))
-        return True
-
-    assert usable_chunks(found, groups, chunk, stored) == 50
-    assert len(set(looks)) == len(looks)

@@ -14,7 +14,7 @@ from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.steps import complete
 
-NS, OTHER = "0" * 32, "1" * 32
+NS = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(1, 9)]
 SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 GROUP = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=4, content=16, block_size=16)
@@ -101,16 +101,6 @@ def test_where_nothing_is_in_parts_one_record_is_read_in_half_a_minute() -> None
     assert len(asked) == 64
 
 
-def test_lookups_that_begin_together_read_one_record() -> None:
-    world = World()
-    begun = [world.parts.find(NS, HASHES, ["0"]) for _ in range(3)]
-    assert [next(one) for one in begun] == [None] * 3
-    assert next(begun[0]) is None
-    for one in begun[1:]:
-        assert complete(one) == [None] * 8
-    assert world.calls.count("lookup 1") == 1
-
-
 def test_parts_that_do_not_suffice_end_the_match() -> None:
     world = World()
     world.save(range(8), HALVES[0])
@@ -153,21 +143,3 @@ def test_names_of_parts_that_are_found_no_more_are_forgotten() -> None:
     world.clock.advance(601)
     assert world.ask()[1] == ["find 8", "lookup 1"]
     assert world.ask()[1] == ["find 8"]
-
-
-def test_another_namespace_is_another_question() -> None:
-    world = World()
-    assert world.ask()[1] == ["find 8", "lookup 1"]
-    world.save(range(8), *HALVES, namespace=OTHER)
-    assert world.ask(OTHER)[0] == [{*HALVES}] * 8
-
-
-def test_what_is_saved_whole_meanwhile_needs_no_parts() -> None:
-    world = World()
-    steps = world.parts.find(NS, HASHES, ["0"])
-    next(steps)
-    next(steps)  # the chunk was not found, and its record is read now
-    world.save([0], "0")
-    world.save([1], "0")
-    assert complete(steps)[:2] == [{"0": SHARD}] * 2
-    assert world.calls == ["find 8", "lookup 1", "find 7"]

@@ -169,6 +169,24 @@ def test_a_full_folder_is_swept_until_there_is_room_though_its_index_is_empty(
     assert (recorder.value("sweeps"), recorder.value("sweep_errors")) == (1, 0)
 
 
+@pytest.mark.parametrize("index", [{}, {"index_url": "bulk:"}], ids=["sqlite", "bulk"])
+def test_the_tenants_payloads_count(tmp_path: Path, index: dict[str, str]) -> None:
+    settings = config(tmp_path, quota_bytes=1_000, **index)
+    with open_backends(settings, NullRecorder()) as backends:
+        room = open_room(settings, backends, MemoryRecorder())
+        assert isinstance(room, Quota)
+        save_identity(backends.bulk)
+        room.read()
+        assert repr(room) == "<Quota 0 of 950 bytes>"
+        save(backends.bulk, backends.index)
+        room.read()
+        nbytes = sum(one.nbytes for one in backends.index.usage())
+        assert repr(room) == f"<Quota {nbytes} of 950 bytes>"
+        assert not room.has_room()
+        room.close()
+        assert open_room(config(tmp_path), backends, NullRecorder()) is None, "without a quota"
+
+
 def test_a_sweep_has_the_replicas_settings_and_keys(tmp_path: Path) -> None:
     """Wherever they were set: without the keys a rebuild restores nothing that is sealed, and what
     has no record is swept."""

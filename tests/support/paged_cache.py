@@ -4,7 +4,6 @@ late, and stores that give bytes in pieces."""
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
-from threading import Event, Lock
 from typing import Any, ClassVar, Self
 
 import torch
@@ -17,7 +16,6 @@ from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.cache.match import stored_blocks
 from objkv.codec.payload import payload_bytes_max
 from objkv.codec.seal import Seal
-from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.keys.topology import Topology
@@ -25,7 +23,7 @@ from objkv.stores.base import Arrived, HotStore, WriteStore, check_fits
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING, Tracing
 from objkv.transfer.devices import driver_of, open_lane
-from objkv.transfer.lanes import HostLane, Ints, Lane, PagedLayers, Recast
+from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading.loader import Loader, LoadLimits
 from objkv.transfer.paging import GroupShape, PagedGroup
 from objkv.transfer.plan import ChunkMove, LoadOutcome, LoadPlan, SaveMove, SavePlan
@@ -293,56 +291,6 @@ def stores() -> tuple[MemoryStore, MemoryIndex]:
     return MemoryStore(), MemoryIndex()
 
 
-class LazyLane(HostLane):
-    """Reads the pages it is given after a mark behind them was asked for, not before."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._given: list[Callable[[], None]] = []
-        self._passed = 0
-        self._lock = Lock()
-
-    def scatter(
-        self,
-        memory: memoryview,
-        starts: Ints,
-        layers: PagedLayers,
-        ids: Ints,
-        recast: Recast | None = None,
-    ) -> None:
-        self._given.append(lambda: HostLane.scatter(self, memory, starts, layers, ids, recast))
-
-    def mark(self) -> "LazyMark":
-        return LazyMark(self, len(self._given))
-
-    def has_passed(self, number: int) -> bool:
-        return self._passed >= number
-
-    def let_pass(self, number: int) -> None:
-        with self._lock:
-            while self._passed < number:
-                self._given[self._passed]()
-                self._passed += 1
-
-
-class LazyMark:
-    def __init__(self, lane: LazyLane, number: int) -> None:
-        self._lane = lane
-        self.number = number
-
-    def done(self) -> bool:
-        if self._lane.has_passed(self.number):
-            return True
-        self._lane.let_pass(self.number)
-        return False  # the next time
-
-    def wait(self) -> None:
-        self._lane.let_pass(self.number)
-
-    def hold_compute(self) -> None:
-        self._lane.let_pass(self.number)
-
-
 class PiecewiseStore(MemoryStore):
     """Tells of bytes in pieces of the sizes that ``pieces`` gives for each call; what has not
     arrived yet is noise."""
@@ -375,25 +323,3 @@ class PiecewiseStore(MemoryStore):
             if at == len(value):
                 return at
         raise AssertionError
-
-
-class StuckStore(MemoryStore):
-    """Gets hang until told; puts can be made to fail."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = Event()
-        self.asked = Event()
-        self.broken = False
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        self.asked.set()
-        assert self.go.wait(PATIENCE_S)
-        return super().get_into(key, buffer, arrived, start)
-
-    def put_if_absent(self, key: str, value: bytes | bytearray | memoryview) -> bool:
-        if self.broken:
-            raise StoreUnavailable("put: gone")
-        return super().put_if_absent(key, value)

@@ -9,17 +9,14 @@ from typing import Any
 import pytest
 
 from objkv.agent import client
-from objkv.agent.arena_cache import ArenaCache
 from objkv.agent.client import AgentConnection
 from objkv.agent.messages import Opened
 from objkv.agent.server import AgentSession
 from objkv.background import Alarm
-from objkv.errors import StoreUnavailable, TransferError
-from objkv.keys.chunk import ChunkKey
-from objkv.transfer.lanes import HostLane, Lane, Mark
+from objkv.errors import TransferError
+from objkv.transfer.lanes import HostLane, Lane
 from objkv.transfer.loading import connection as module
 from objkv.transfer.loading import loader as loader_module
-from objkv.transfer.loading.loader import LoadJob
 from objkv.transfer.plan import LoadPlan
 from tests.agent.consistency import is_consistent
 from tests.agent.reader import load_by_agent
@@ -27,8 +24,7 @@ from tests.agent.world import Node, WatchedStore
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import BLOCKS, HASHES, NAMESPACE, Replica, same_blocks
-from tests.support.plans import packed
+from tests.support.paged_cache import BLOCKS, HASHES, Replica, same_blocks
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
@@ -101,23 +97,6 @@ def test_what_one_replica_saved_another_loads_by_the_agent(world: World, sync: b
     assert again.nbytes == outcome.nbytes > 0
 
 
-def test_long_prompts_are_opened_a_few_payloads_at_a_time(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    most, opened = [0], ArenaCache.open
-    monkeypatch.setattr(client, "WINDOW", 2)
-
-    def counted(self: ArenaCache, *wanted: Any, **options: Any) -> Any:
-        found = opened(self, *wanted, **options)
-        most[0] = max(most[0], world.reader.loader.link.leased)  # type: ignore[attr-defined]
-        return found
-
-    monkeypatch.setattr(ArenaCache, "open", counted)
-    assert not world.reader.load(range(4), 1).failed_blocks
-    assert world.right()
-    assert most[0] <= 2
-
-
 def test_a_thread_that_has_no_room_for_more_sleeps(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,33 +142,6 @@ def test_a_step_goes_before_what_waits(world: World, monkeypatch: pytest.MonkeyP
     assert order[1] == world.reader.path(3)
     assert not world.reader.outcome().failed_blocks
     assert world.right(chunks=3)
-
-
-@pytest.mark.parametrize("fault", ["missing", "corrupt", "down"])
-def test_a_fault_is_a_miss_from_there_on(world: World, fault: str) -> None:
-    path = world.reader.path(2)
-    if fault == "missing":
-        world.store.delete(path)
-    elif fault == "corrupt":
-        payload = bytearray(world.store.get(path) or b"")
-        payload[-1] ^= 1
-        world.store.put(path, bytes(payload))
-    else:
-
-        def down(key: str) -> None:
-            if key == path:
-                raise StoreUnavailable("down")
-
-        world.store.on_get = down
-    outcome = world.reader.load(range(4), 1)
-    assert outcome.failed_blocks == frozenset(range(5, 9))
-    assert world.right(chunks=2)
-    assert bool(outcome.rejected) == (fault != "down")
-    (record,) = world.node.index.lookup(
-        world.reader.load_plan(range(1), 1).namespace,
-        [world.reader.move(2, 1).prefix_hash],
-    )
-    assert (record is None) == (fault != "down")
 
 
 def test_a_payload_of_another_chunk_in_the_arena_is_refused(world: World) -> None:
@@ -280,35 +232,6 @@ def test_a_byte_that_flips_in_the_arena_is_found_by_a_reader_that_verifies(
     assert world.right(chunks=1, reader=careful)
     assert not careful.load(range(1), 1).failed_blocks
     careful.close()
-
-
-def test_a_load_without_a_record_fails_as_a_ghost(world: World) -> None:
-    key = ChunkKey.parse(world.writer.path(0))
-    (shards,) = world.node.index.find(NAMESPACE, [key.prefix_hash], (key.field,))
-    assert shards is not None
-    world.node.index.forget(NAMESPACE, key.prefix_hash, key.field, shards[key.field])
-    outcome = world.reader.load(range(1), 1)
-    assert outcome.failed_blocks
-    assert outcome.rejected
-
-
-def test_more_moves_than_the_queue_takes_are_misses(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All at once: the forward pass waits for it."""
-    small, failed, fail = world.open(queue_max=2), list[int](), LoadJob.fail
-
-    def counted(job: LoadJob, move: int, *, rejected: bool) -> bool:
-        failed.append(move)
-        return fail(job, move, rejected=rejected)
-
-    monkeypatch.setattr(LoadJob, "fail", counted)
-    outcome = small.load(range(4), 1)
-    assert failed == [2]
-    assert outcome.failed_blocks == frozenset(range(5, 9))
-    assert world.right(chunks=2, reader=small)
-    assert small.recorder.value("load_refused") == 2
-    small.close()
 
 
 def reading(world: World, lane: Lane) -> Replica:
@@ -438,18 +361,6 @@ def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
     assert world.right()
 
 
-def test_without_an_agent_nothing_waits(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def nothing(_: World) -> AgentConnection:
-        raise TransferError("no agent")
-
-    monkeypatch.setattr(World, "connect", nothing)
-    replica = world.open()
-    assert replica.load(range(4), 1).failed_blocks == frozenset(range(1, 9))
-    assert replica.recorder.value("load_errors") == 4
-    assert replica.recorder.value("load_refused") == 0, "no queue was full"
-    replica.close()
-
-
 def test_without_an_agent_the_thread_pauses_whatever_the_reason(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -473,19 +384,6 @@ def test_without_an_agent_the_thread_pauses_whatever_the_reason(
     wait_until(lambda: done.count("connect") > 3)
     replica.close()
     assert "connect connect" not in " ".join(done)
-
-
-def test_a_load_of_nothing_is_over_when_its_agent_is_lost(world: World) -> None:
-    nothing = LoadPlan("r", NAMESPACE, packed([]), sync=False)
-    loader = world.reader.loader
-    with loader._lock:  # the thread finds it together with the loss
-        assert loader.link.agent is not None
-        loader.link.agent.is_lost = True  # type: ignore[attr-defined]
-        loader._waiting.append((LoadJob(nothing, [], 1e9, lambda: 0.0, Mark()), range(0)))
-    loader.cancel("none")
-    wait_until(lambda: not loader._waiting)
-    assert not world.reader.outcome(nothing).failed
-    wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
 
 
 def test_a_thread_that_cannot_be_prepared_loads_all_the_same(

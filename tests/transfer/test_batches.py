@@ -1,6 +1,7 @@
 """Loads by batches against a plain reader of the same files: whatever the layouts, the blocks and
 the faults, each block has exactly what its file has, or is reported."""
 
+import pickle
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -15,15 +16,16 @@ from hypothesis import strategies as st
 from objkv.agent.messages import Claims
 from objkv.agent.server import AgentSession
 from objkv.keys.chunk import payload_path
+from objkv.keys.topology import Shard
 from objkv.transfer.loading import loader as module
 from objkv.transfer.loading.connection import LoadConnection
-from objkv.transfer.plan import LoadPlan
+from objkv.transfer.plan import ChunkMove, LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.device import HOST, current_device
+from tests.support.device import HOST, ON_HOST, current_device
 from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
 from tests.support.paged_shapes import Model, ShapedRank, ShapedReplica, ShapeOfReplica
-from tests.support.plans import packed, unpacked
+from tests.support.plans import LoadMove, packed, unpacked
 
 MODEL = Model(chunks=6)
 WRITERS = (
@@ -191,3 +193,22 @@ def hand_out_another(patch: pytest.MonkeyPatch, rank: ShapedRank, chunk: int) ->
         ]
 
     patch.setattr(AgentSession, "lease", stale)
+
+
+@ON_HOST
+def test_a_plan_of_many_moves_is_sent_as_a_few_strings() -> None:
+    """Objects for all of them would take milliseconds of each worker's forward thread."""
+    shards = [Shard(0, 80, head, head + 1) for head in range(8)]
+    moves = [
+        LoadMove(move, shard)
+        for c in range(128)
+        for move in (ChunkMove(c, 0, bytes([c]) * 20, bytes([c + 1]) * 20, c, c + 1, 0, (c + 1,)),)
+        for shard in shards
+    ]
+    few, many = (
+        pickle.dumps(LoadPlan("r", "n", packed(some), sync=False), protocol=5)
+        for some in (moves[:16], moves)
+    )
+    assert unpacked(pickle.loads(many).moves) == moves
+    marks = [data.count(b"\x94") for data in (few, many)]  # MEMOIZE: one per object or string
+    assert marks[1] <= marks[0] + 8  # bytes that look alike

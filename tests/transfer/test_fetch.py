@@ -1,7 +1,7 @@
 """Payloads are verified and written while they arrive; whatever arrives, only the truth is."""
 
 import tracemalloc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cache, partial
@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.trace import StatusCode
 
 from objkv.cache.match import stored_blocks
@@ -366,17 +365,6 @@ def test_what_is_not_sealed_with_our_keys_is_not_loaded_but_replaced(whose: str,
     assert same_blocks(saver.caches, [1, 2], reader.caches, [9, 10])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_another_replica_sealed_before_is_left_as_it_is(kind: str) -> None:
-    store, index = stores()
-    first, second = (Replica(store, index, seed=i, seal=SEALS[kind]) for i in (1, 2))
-    first.save(range(1))
-    stored = store.get(first.path(0))
-    second.save(range(1))
-    assert second.recorder.value("save_existed") == 1
-    assert store.get(first.path(0)) == stored
-
-
 def forged_frames(payload: bytes) -> bytes:
     """Other bytes in the last layer, and every checksum made right again."""
     header = read_header(payload)
@@ -411,61 +399,39 @@ def test_a_forger_who_makes_checksums_right_gets_nothing_loaded(kind: str, *, sy
     assert not reader.load(range(2), first_block=9, sync=sync).failed
 
 
-# What one load took is told payload by payload, and where its bytes came from.
+# What a load took, and where its bytes came from.
 
 
-class TracedWorld:
-    def __init__(self, hot: MemoryStore | None = None) -> None:
-        self.store, self.index = stores()
-        tracing, self.exporter = collected()
-        writer = Replica(self.store, self.index, seed=1, hot=hot)
-        writer.save(range(3))
-        writer.close()
-        self.reader = Replica(self.store, self.index, seed=2, hot=hot, tracing=tracing)
-
-    def spans(self, name: str) -> Sequence[ReadableSpan]:
-        return [span for span in self.exporter.get_finished_spans() if span.name == name]
-
-
-@pytest.fixture
-def traced() -> TracedWorld:
-    return TracedWorld()
-
-
-def attribute(span: ReadableSpan, name: str) -> object:
-    return (span.attributes or {})[name]
-
-
+@pytest.mark.parametrize("fault", ["", "missing", "corrupt"])
 @pytest.mark.parametrize("sync", [False, True])
-def test_a_load_has_a_span_with_its_chunks_and_bytes(traced: TracedWorld, sync: bool) -> None:
-    traced.reader.load(range(3), 1, sync=sync)
-    (load,) = traced.spans("objkv.load")
-    assert attribute(load, "objkv.chunks") == 3
-    assert attribute(load, "objkv.bytes") == traced.reader.recorder.value("load_bytes")
+def test_a_load_has_a_span_with_its_chunks_and_bytes_or_its_error(sync: bool, fault: str) -> None:
+    (store, index), (tracing, exporter) = stores(), collected()
+    replica = Replica(store, index, seed=1, tracing=tracing)
+    replica.save(range(3))
+    replica.forget()
+    path = replica.path(1)
+    if fault == "missing":
+        store.delete(path)
+    elif fault == "corrupt":
+        store.put(path, (store.get(path) or b"")[:-1] + b"?")
+    assert bool(replica.load(range(3), 9, sync=sync).failed) is bool(fault)
+    (load,) = [span for span in exporter.get_finished_spans() if span.name == "objkv.load"]
+    assert (load.status.status_code is StatusCode.ERROR) is bool(fault)
+    told = load.attributes or {}
+    assert told["objkv.chunks"] == 3
+    assert fault or told["objkv.bytes"] == replica.recorder.value("load_bytes")
 
 
 @pytest.mark.parametrize("whence", ["hot", "bulk"])
 def test_hot_bytes_and_bulk_bytes_are_told_apart(whence: str) -> None:
-    hot = MemoryStore()
-    traced = TracedWorld(hot=hot)
+    (store, index), hot = stores(), MemoryStore()
+    replica = Replica(store, index, seed=1, hot=hot)
+    replica.save(range(1))
+    replica.forget()
     if whence == "bulk":
-        hot.delete(traced.reader.path(0))
-    assert not traced.reader.load(range(1), 1).failed
-    numbers = traced.reader.recorder.drain()
+        hot.delete(replica.path(0))
+    replica.recorder.drain()
+    assert not replica.load(range(1), 9).failed
+    numbers = replica.recorder.drain()
     assert numbers[f"{whence}_load_bytes"] == numbers["load_bytes"] > CHUNK
     assert not {"hot_load_bytes", "bulk_load_bytes"} - {f"{whence}_load_bytes"} & numbers.keys()
-
-
-@pytest.mark.parametrize("fault", ["missing", "corrupt"])
-def test_a_payload_of_no_use_is_an_error_of_the_span_of_its_load(
-    traced: TracedWorld, fault: str
-) -> None:
-    plan, path = traced.reader.load_plan(range(2), 1), traced.reader.path(1)
-    if fault == "missing":
-        traced.store.delete(path)
-    else:
-        traced.store.put(path, (traced.store.get(path) or b"")[:-1] + b"?")
-    traced.reader.loader.submit(plan)
-    assert traced.reader.outcome().failed
-    (load,) = traced.spans("objkv.load")
-    assert load.status.status_code is StatusCode.ERROR

@@ -1,6 +1,6 @@
 """The fence around one load's blocks, on a clock of its own."""
 
-from threading import Event, Thread, Timer
+from threading import Event
 from time import monotonic
 
 import pytest
@@ -14,7 +14,7 @@ from tests.contracts.clock import ManualClock
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, HASHES, NAMESPACE
 from tests.support.plans import LoadMove, packed
-from tests.support.waiting import at_once, wait_until
+from tests.support.waiting import at_once
 from tests.transfer.test_saver import HungMark
 
 pytestmark = ON_HOST
@@ -73,15 +73,6 @@ def test_nobody_waits_longer_than_the_deadline(*, is_layer: bool) -> None:
     assert job.close().failed_blocks == {3, 4}
 
 
-def test_a_write_under_way_at_the_deadline_counts_between_steps() -> None:
-    clock = ManualClock()
-    job = job_of(clock, sync=False)
-    assert job.begin_write(0)
-    clock.advance(6.0)
-    write_all_layers(job)
-    assert not job.close().failed
-
-
 def test_a_move_of_which_a_layer_is_missing_is_not_loaded() -> None:
     """Only a bug could bring it about; then it is a miss, and ends at once."""
     job = job_of(ManualClock(), sync=True)
@@ -103,46 +94,6 @@ def test_a_load_is_over_when_what_is_left_of_it_is_of_no_use() -> None:
     assert job.close().failed_blocks == {5, 6, 7, 8}
 
 
-def test_a_layer_is_waited_for_of_all_chunks_in_whatever_order_they_come() -> None:
-    job, came = job_of(ManualClock(), sync=True, chunks=4), []
-
-    def computing() -> None:
-        job.wait_layer(0, 0)
-        came.append(job._columns[0].tolist())
-
-    thread = Thread(target=computing)
-    thread.start()
-    for index in (2, 0, 3):
-        assert job.begin_write(index) > index
-        job.end_write([index], range(1), Mark())
-        thread.join(0.01)
-        assert thread.is_alive()
-    assert job.begin_write(1)
-    job.end_write([1], range(1), Mark())
-    thread.join()
-    assert came == [[1] * 4]
-
-
-def test_what_a_lane_could_not_mark_was_not_written() -> None:
-    job = job_of(ManualClock(), sync=False)
-    assert job.begin_write(0)
-    job.end_write([0], range(LAYERS), None)
-    job.done([0], 0)
-    assert job.close().failed_blocks == {3, 4}
-
-
-def test_closing_waits_for_a_write_under_way_and_no_other_begins() -> None:
-    job = job_of(ManualClock(), sync=False)
-    assert job.begin_write(0)
-    closing = Thread(target=job.close)
-    closing.start()
-    wait_until(lambda: not job.needed())
-    assert not job.begin_write(0)
-    assert closing.is_alive()
-    job.end_write([0], range(0), Mark())
-    closing.join()
-
-
 def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     """Its blocks go to somebody else with that."""
     job, ended = job_of(ManualClock(), sync=False), Event()
@@ -155,44 +106,3 @@ def test_a_cancelled_load_has_no_outcome_while_it_writes_and_copies() -> None:
     ended.set()
     assert (outcome := job.poll()) is not None
     assert outcome.failed_blocks == {3, 4}
-
-
-def test_closing_waits_for_copies_but_not_for_a_device_that_hangs() -> None:
-    job, ended = job_of(ManualClock(), sync=False), Event()
-    assert job.begin_write(0)
-    job.end_write([0], range(1), HungMark(ended.is_set))
-    Timer(0.05, ended.set).start()
-    assert job.close().failed
-    assert ended.is_set()
-    job, ended = job_of(ManualClock(), sync=False), Event()
-    assert job.begin_write(0)
-    job.end_write([0], range(1), HungMark(ended.is_set))
-    assert job.close(0.01).failed
-    assert not ended.is_set()
-
-
-def test_within_a_step_the_compute_stream_waits_for_copies_and_the_forward_thread_does_not() -> (
-    None
-):
-    job, mark = job_of(ManualClock(), sync=True), HungMark()
-    assert job.begin_write(0)
-    job.end_write([0], range(LAYERS), mark)
-    job.done([0], 0)
-    assert not job.close().failed
-    assert mark.is_held
-
-
-def test_an_outcome_tells_when_the_first_and_the_last_bytes_came() -> None:
-    nothing = job_of(ManualClock(), sync=False).close()
-    assert (nothing.nbytes, nothing.seconds, nothing.first_s) == (0, 0.0, None)
-    clock = ManualClock()
-    job = job_of(clock, sync=False, chunks=2)
-    for move, seconds, nbytes in ((0, 0.5, 1000), (1, 0.25, 500)):
-        clock.advance(1.0 - move)
-        assert job.begin_write(move) > move
-        job.end_write([move], range(LAYERS), Mark())
-        clock.advance(seconds)
-        job.done([move], nbytes)
-    clock.advance(2.0)
-    outcome = job.close()
-    assert (outcome.nbytes, outcome.seconds, outcome.first_s) == (1500, 1.75, 1.0)

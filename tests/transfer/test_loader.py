@@ -1,50 +1,49 @@
 """What one replica saves another loads, byte for byte, in time; anything else is a miss."""
 
-import threading
 from dataclasses import replace
 from threading import Event
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from objkv.agent import client
 from objkv.agent.fill import PartPolicy
-from objkv.codec.payload import Header, frame_pages, read_header
-from objkv.errors import StoreUnavailable
+from objkv.codec.payload import Header, frame_pages
 from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.loader import LoadJob
-from objkv.transfer.plan import LoadOutcome
 from objkv.transfer.registration import RegistrationWindows
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
-from tests.contracts.memory_store import MemoryStore
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import (
     BLOCKS,
-    HASHES,
     IN_PARTS,
-    NAMESPACE,
-    LazyLane,
     PiecewiseStore,
     Replica,
-    StuckStore,
     same_blocks,
     stores,
 )
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
-from tests.transfer.test_fetch import MINE, THEIRS, promise_hot
 from tests.transfer.test_saver import HungLane, HungMark
 
 
-def spoil(store: MemoryStore, path: str) -> None:
-    payload = bytearray(store.get(path) or b"")
-    payload[-1] ^= 1
-    store.put(path, payload)
+class StuckStore(PiecewiseStore):
+    """Gets hang until ``go``; with ``gives_first`` not those that begin with a payload's first
+    byte."""
+
+    def __init__(self, *, gives_first: bool = False) -> None:
+        super().__init__()
+        self._gives_first, self.go = gives_first, Event()
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        if start or not self._gives_first:
+            assert self.go.wait(PATIENCE_S)
+        return super().get_into(key, buffer, arrived, start)
 
 
 @pytest.mark.parametrize("codec", ["none", "lz4", "blosc", "blosclz4"])
@@ -57,26 +56,6 @@ def test_what_one_replica_saves_another_loads_byte_for_byte(codec: str) -> None:
     assert not outcome.failed
     ids = range(3 * BLOCKS)
     assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
-
-
-def test_a_corrupt_payload_never_reaches_the_cache_and_is_replaced_by_the_next_save(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    store, index = stores()
-    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
-    writer.save(range(1))
-    spoil(store, writer.path(0))
-    before = reader.snapshot()
-    outcome = reader.load(range(1), first_block=9)
-    assert outcome.failed_blocks == {9, 10}
-    assert f"payload refused key={writer.path(0)} reason=" in caplog.text
-    assert reader.index.lookup(NAMESPACE, [HASHES[0]]) == [None]
-    last = reader.paged.layers[-1]
-    assert torch.equal(before[-1], reader.caches[-1]), last.name
-    reader.save(range(1), first_block=5)
-    outcome = writer.load(range(1), first_block=20)
-    assert not outcome.failed
-    assert same_blocks(reader.caches, [5, 6], writer.caches, [20, 21])
 
 
 def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothing_later() -> None:
@@ -157,43 +136,6 @@ def test_a_reader_that_verifies_looks_at_each_frame_once_however_few_slabs_there
 # The end of a loader: its threads go, and what still arrives touches nothing.
 
 
-def test_closing_ends_all_threads(caplog: pytest.LogCaptureFixture) -> None:
-    before = set(threading.enumerate())
-    replica = Replica(*stores(), seed=1)
-    assert replica.loader._thread.is_alive()
-    replica.close()
-    assert not replica.loader._thread.is_alive()
-    assert replica.saver._saves.threads == 0
-    assert not set(threading.enumerate()) - before
-    assert "at shutdown" not in caplog.text
-    replica.loader.close()
-
-
-@ON_HOST
-def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    has_ended, (store, index) = Event(), stores()
-    lane = HungLane(HungMark(has_ended.is_set))
-    replica = Replica(store, index, seed=1, lane=lane, join_s=0.01)
-    replica.save(range(1))
-    for name in ("one", "other"):
-        replica.loader.submit(replace(replica.load_plan(range(1), 9), request_id=name))
-    wait_until(lambda: replica.loader.in_flight == 0)
-    waits, close = list[float](), LoadJob.close
-
-    def watched(job: LoadJob, seconds: float) -> LoadOutcome:
-        waits.append(seconds)
-        return close(job, seconds)
-
-    monkeypatch.setattr(LoadJob, "close", watched)
-    monkeypatch.setattr(module, "_COPIES_S", 0.01)
-    replica.loader.close()
-    assert len(waits) == 2
-    assert waits[1] == 0.0
-    has_ended.set()
-
-
 def test_settling_a_step_leaves_the_loads_between_steps_to_be_told_as_such() -> None:
     store, index = stores()
     writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
@@ -222,26 +164,11 @@ ALL_THEIRS = [1 + i for i in range(LAYERED_CHUNKS * BLOCKS)]
 ALL_MINE = [9 + i for i in range(LAYERED_CHUNKS * BLOCKS)]
 
 
-class LateStore(PiecewiseStore):
-    """What does not begin with the payload's first byte comes when it may."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.go = Event()
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        if start:
-            assert self.go.wait(PATIENCE_S)
-        return super().get_into(key, buffer, arrived, start)
-
-
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_layer_0_of_all_chunks_is_usable_before_the_last_layer_of_any_has_arrived(
     codec: str,
 ) -> None:
-    store, index = LateStore(), MemoryIndex()
+    store, index = StuckStore(gives_first=True), MemoryIndex()
     writer = Replica(store, index, seed=1, group=LAYERED_GROUP, codec=codec)
     for pages in writer.caches:
         pages.round_()  # compressible
@@ -262,7 +189,7 @@ def test_layer_0_of_all_chunks_is_usable_before_the_last_layer_of_any_has_arrive
 
 
 def test_a_last_layer_that_never_comes_fails_the_chunk_whose_first_layers_came() -> None:
-    store, index = LateStore(), MemoryIndex()
+    store, index = StuckStore(gives_first=True), MemoryIndex()
     replica = Replica(store, index, seed=1, group=LAYERED_GROUP, part_policy=IN_PARTS)
     replica.save(range(1))
     replica.loader.submit(replica.load_plan(range(1), ALL_MINE[0], sync=True))
@@ -277,7 +204,7 @@ def test_a_last_layer_that_never_comes_fails_the_chunk_whose_first_layers_came()
 
 @ON_HOST
 def test_the_lease_of_a_payload_that_failed_ends_after_the_copies_of_its_first_layers() -> None:
-    store, index = LateStore(), MemoryIndex()
+    store, index = StuckStore(gives_first=True), MemoryIndex()
     has_ended, looks = Event(), list[int]()
     lane = HungLane(HungMark(lambda: looks.append(1) or has_ended.is_set()))
     replica = Replica(store, index, seed=1, group=LAYERED_GROUP, part_policy=IN_PARTS, lane=lane)
@@ -350,41 +277,3 @@ def test_how_many_requests_a_payload_costs(
     assert not replica.load(range(1), first_block=ALL_MINE[0], sync=sync).failed
     assert len(store.requests) == requests
     assert len(set(store.requests)) == requests
-
-
-class BreaksOff(MemoryStore):
-    """Has given all but the last bytes when it fails."""
-
-    def get_into(
-        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
-    ) -> int | None:
-        start = start or 0
-        part = (self.get(key) or b"")[start : start + len(buffer) - 1][:-1]
-        buffer[: len(part)] = part
-        assert arrived is not None
-        arrived(len(part))
-        raise StoreUnavailable("gone shortly before the end")
-
-
-@pytest.mark.parametrize("sync", [False, True])
-def test_what_bulk_writes_over_a_hot_copy_that_broke_off_is_not_copied_unverified(
-    *, sync: bool
-) -> None:
-    """Verified layers of the hot copy may still be on their way from the slab to the blocks."""
-    (store, index), hot = stores(), BreaksOff()
-    replica = Replica(store, index, seed=1, hot=hot, lane=LazyLane(), part_policy=IN_PARTS)
-    replica.save(range(1))
-    path = replica.path(0)
-    payload = bytearray(store.get(path) or b"")
-    hot.put(path, payload)
-    payload[read_header(payload).frames[0].offset] ^= 1
-    store.put(path, payload)
-    before = replica.snapshot()
-    promise_hot(replica, 0)
-    outcome = replica.outcome(replica.load_plan(range(1), MINE[0], sync=sync))
-    replica.close()
-    if not outcome.failed:
-        assert same_blocks(replica.caches, MINE, replica.caches, THEIRS)
-    for now, then in zip(replica.caches, before, strict=True):
-        for mine, theirs in zip(MINE, THEIRS, strict=True):
-            assert torch.equal(now[mine], now[theirs]) or torch.equal(now[mine], then[mine])

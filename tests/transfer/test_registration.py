@@ -14,7 +14,7 @@ from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena
 from objkv.transfer import devices
 from objkv.transfer.devices import CudaDriver, CudaRuntime, DeviceDriver
 from objkv.transfer.registration import ArenaRegistration, RegistrationWindows
-from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
+from objkv.transfer.slabs import SlabPool
 from tests.support.device import ON_HOST
 from tests.support.waiting import PATIENCE_S, wait_until
 
@@ -65,36 +65,6 @@ def ended(windows: RegistrationWindows) -> bool:
     done = Event()
     windows.close(done.set)
     return done.wait(PATIENCE_S) and windows.join(PATIENCE_S)
-
-
-LAST = START + 2 * WINDOW
-
-
-@pytest.mark.parametrize(
-    ("span", "wanted", "registered"),
-    [
-        pytest.param((0, TOTAL), (PAGE, PAGE), {START: WINDOW}, id="first"),
-        pytest.param((0, TOTAL), (2 * WINDOW, 1), {LAST: 2 * PAGE}, id="ends with the mapping"),
-        pytest.param(
-            (0, TOTAL), (WINDOW - 1, 2), {START: WINDOW, START + WINDOW: WINDOW}, id="both"
-        ),
-        pytest.param(
-            (PAGE, TOTAL - PAGE),
-            (PAGE, TOTAL - 2 * PAGE),
-            {START + PAGE: WINDOW - PAGE, START + WINDOW: WINDOW, LAST: PAGE},
-            id="at multiples of their size",
-        ),
-    ],
-)
-def test_the_windows_of_some_bytes_are_registered_when_those_are_first_wanted(
-    pins: Pins, span: tuple[int, int], wanted: tuple[int, int], registered: dict[int, int]
-) -> None:
-    windows = RegistrationWindows(START + span[0], span[1] - span[0], pins, window_bytes=WINDOW)
-    assert not has(windows, START + wanted[0], wanted[1])
-    wait_until(lambda: has(windows, START + wanted[0], wanted[1]))
-    assert pins.now == registered
-    assert ended(windows)
-    assert not pins.now
 
 
 def test_pages_exist_before_a_driver_locks_them(arena: Arena, pins: Pins) -> None:
@@ -197,64 +167,6 @@ def arena() -> Iterator[Arena]:
         arena.view[BOARD_BYTES + at] = at // 64 % 251
     yield arena
     arena.close()
-
-
-def test_payloads_whose_windows_are_registered_are_found_at_once(
-    windows: RegistrationWindows,
-) -> None:
-    """Each by itself, whatever lies between them."""
-    last = START + 2 * WINDOW
-    has(windows, START, 1)
-    has(windows, last, 1)
-    starts = np.array([START, last, START + WINDOW - 1, START + WINDOW, last - 1])
-    wait_until(lambda: windows.are_readable(starts[:2], 2).all())
-    assert windows.are_readable(starts, 2).tolist() == [True, True, False, False, False]
-    wait_until(lambda: windows.are_readable(starts, 2).all())
-    assert ended(windows)
-
-
-@pytest.mark.parametrize("registered", [[], [-1], [0], [1], [-1, 0], [0, 1], [-1, 0, 1]])
-@pytest.mark.parametrize(("slab_bytes", "payloads"), [(1000, 1), (1999, 1), (2600, 1), (9000, 3)])
-def test_spans_that_a_device_cannot_read_are_copied_and_none_is_lost(
-    pins: Pins, arena: Arena, registered: list[int], slab_bytes: int, payloads: int
-) -> None:
-    frames = ArenaRegistration(
-        SlabPool("load", count=1, slab_bytes=slab_bytes), pins, window_bytes=WINDOW
-    )
-    frames.attach(arena)
-    windows = frames.windows
-    assert windows is not None
-    base = np.frombuffer(arena.view, np.uint8).__array_interface__["data"][0]
-    first = BOARD_BYTES + -(base + BOARD_BYTES) % WINDOW
-    for window in registered:
-        wait_until(lambda at=base + first + window * WINDOW: has(windows, at, 1))
-    pins.refuses = True
-    spans, sizes = np.array([64, 1000, 2000]), np.array([900, 1000, 700])
-    # Across two windows, in one, across two, in one.
-    starts = first + np.array([[-1000], [PAGE], [WINDOW - 1000], [WINDOW + PAGE]]) + spans
-    left = [(n, at) for n in range(4) for at in range(3)]
-    while left:
-        from_span = left[0][1]
-        same = [n for n in range(4) if (n, from_span) in left and (n, from_span - 1) not in left]
-        wanted = starts[same][:, from_span:]
-        which, memory, places, slab = frames.readable(wanted, sizes[from_span:])
-        assert len(which) == len(places)
-        assert places.size
-        for n, row in zip(which, places, strict=True):
-            for at, place in enumerate(row.tolist()):
-                start, nbytes = int(wanted[n, at]), int(sizes[from_span + at])
-                assert memory[place : place + nbytes] == arena.view[start : start + nbytes]
-                left.remove((same[n], from_span + at))
-        if slab is None:
-            assert all(has(windows, base + int(start), 2636) for start in wanted[which][:, 0])
-            assert len(places[0]) == len(sizes) - from_span
-        else:
-            assert from_span or len(which) <= payloads
-            with pytest.raises(SlabsExhaustedError):
-                frames.readable(wanted, sizes[from_span:])
-            slab.release()
-    frames.detach(lambda: None)
-    assert frames.join(PATIENCE_S)
 
 
 @pytest.mark.parametrize("beyond", [1, PAGE, 40 * PAGE])

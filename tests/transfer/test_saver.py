@@ -5,13 +5,13 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from threading import Event
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from objkv.agent.messages import CommitStatus, SavedPart
 from objkv.cache.chunks import InFlightSaves
-from objkv.errors import StoreBusy, TransferError
+from objkv.errors import TransferError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.prefix import token_digest
 from objkv.stores.base import Buffer
@@ -22,7 +22,6 @@ from objkv.transfer.saver import SaveLimits, Saver
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.device.ordering.rig import WatchedLane
 from tests.support.device import ON_HOST
 from tests.support.paged_cache import CHUNK, NAMESPACE, TOKENS, Replica, stores
 from tests.support.paged_shapes import Model, ShapedReplica, ShapeOfReplica
@@ -65,24 +64,6 @@ class SlowStore(MemoryStore):
         return super().put_if_absent(key, value)
 
 
-@ON_HOST
-def test_all_chunks_of_a_step_are_gathered_with_one_call() -> None:
-    replica, calls = Replica(*stores(), seed=1), list[str]()
-    lane = cast("Lane", WatchedLane(HostLane(), calls.append))
-    saver = replica.saver_of(SaveLimits(8, PATIENCE_S, "w"), lane)
-    calls.clear()
-    assert gathered(saver, plan_of(replica, 0, 1, 2, 3)) == set()
-    assert saver.drain(PATIENCE_S)
-    assert [call for call in calls if call != "adopt_thread"] == [
-        "mark_compute",
-        "follow",
-        "gather",
-        "mark",
-    ]
-    assert replica.recorder.value("saves") == 4
-    saver.close(0.0)
-
-
 # How it ends.
 
 
@@ -111,52 +92,6 @@ def test_a_put_that_does_not_end_holds_up_no_shutdown_and_is_told(
     store.go.set()
     wait_until(lambda: replica.save_slabs.leased == 0)
     assert replica.recorder.value("save_drops") == 2, "all but the one that was on the wire"
-
-
-@ON_HOST
-def test_what_an_overloaded_store_does_not_take_is_no_drop() -> None:
-    """A drop would be planned again at once."""
-
-    class Refusing(MemoryStore):
-        def put_if_absent(self, key: str, value: Buffer) -> bool:
-            raise StoreBusy("503")
-
-    replica = Replica(Refusing(), MemoryIndex(), seed=1)
-    assert replica.save(range(2)) == set()
-    assert replica.save_slabs.leased == 0
-    assert replica.recorder.value("saves_shed") == 2
-    assert replica.recorder.value("save_errors") == 0
-
-
-class Switch:
-    def __init__(self) -> None:
-        self.is_there = True
-        self.added = 0
-
-    def has_room(self) -> bool:
-        return self.is_there
-
-    def add(self, nbytes: int) -> None:
-        self.added += nbytes
-
-    def close(self) -> None: ...
-
-
-def test_above_the_quota_nothing_is_saved_and_what_is_stored_is_loaded() -> None:
-    index, room = MemoryIndex(), Switch()
-    replica = Replica(MemoryStore(), index, seed=1, room=room)
-    assert replica.save(range(2)) == set()
-    (usage,) = index.usage()
-    assert (usage.namespace, usage.nbytes) == (NAMESPACE, room.added)
-    room.is_there = False
-    assert replica.save(range(4)) == set(), "dropped saves would be planned again at once"
-    assert replica.recorder.value("save_over_quota") == 4
-    assert index.usage()[0].nbytes == room.added
-    assert replica.saver.left_device("r")
-    assert not replica.load(range(2), 10).failed
-    room.is_there = True
-    replica.save(range(4))
-    assert index.usage()[0].payloads == 4
 
 
 # Prompts that arrive together share chunks that nobody knows to be stored: each is saved once.

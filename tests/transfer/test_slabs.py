@@ -10,7 +10,7 @@ import torch
 
 from objkv.transfer import slabs
 from objkv.transfer.slabs import SlabPool, SlabsExhaustedError
-from tests.support.device import ON_HOST, current_device, pinning
+from tests.support.device import ON_HOST
 from tests.support.mappings import is_private
 
 
@@ -49,21 +49,6 @@ def test_free_and_leased_slabs_are_all_there_are_and_each_is_given_back_once() -
 
 
 @ON_HOST
-def test_a_slab_is_free_when_its_copies_have_ended() -> None:
-    pool, copies = SlabPool("load", count=2, slab_bytes=8), Copies()
-    first, second = pool.lease(), pool.lease()
-    first.release_after(copies)
-    assert pool.leased == 2
-    with pytest.raises(SlabsExhaustedError):
-        pool.lease()
-    with pytest.raises(AssertionError):
-        first.release()
-    copies.have_ended = True
-    second.release_after(copies)  # has ended before
-    assert pool.leased == 0
-
-
-@ON_HOST
 def test_a_lane_that_is_behind_keeps_no_slabs_of_another() -> None:
     pool, slow, fast = SlabPool("load", count=3, slab_bytes=8), Copies(), Copies()
     for copies in (slow, fast, fast):
@@ -74,21 +59,6 @@ def test_a_lane_that_is_behind_keeps_no_slabs_of_another() -> None:
     memory = {pool.lease().tensor.data_ptr() for _ in range(2)}
     assert len(memory) == 2
     assert len(fast.polled_by) == 1, "once for all slabs of a mark"
-
-
-@ON_HOST
-def test_slabs_of_a_device_that_fails_stay_out_of_use() -> None:
-    class Fails(Copies):
-        def done(self) -> bool:
-            raise RuntimeError("an illegal memory access was encountered")
-
-    pool = SlabPool("load", count=3, slab_bytes=8)
-    pool.lease().release_after(Fails())
-    pool.lease().abandon()
-    assert pool.leased == 2
-    pool.lease()
-    with pytest.raises(SlabsExhaustedError):
-        pool.lease()
 
 
 # Page-locked memory.
@@ -162,15 +132,3 @@ def test_a_driver_that_cannot_unlock_ends_nothing_else(caplog: pytest.LogCapture
     del pool
     gc.collect()
     assert "slabs not unlocked" in caplog.text
-
-
-def test_copies_of_a_device_read_and_write_slabs_in_place() -> None:
-    device = current_device()
-    pool = SlabPool("load", count=2, slab_bytes=4096, pin=pinning())
-    source, target = pool.lease(), pool.lease()
-    source.tensor.fill_(7)
-    target.tensor.zero_()
-    target.tensor.copy_(source.tensor.to(device, non_blocking=True), non_blocking=True)
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()
-    assert bytes(target.view) == bytes([7]) * 4096

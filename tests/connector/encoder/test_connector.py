@@ -1,6 +1,5 @@
 """What vLLM calls: both sides behind one class, no error let out, resets heard of."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,31 +110,6 @@ def test_one_saves_another_loads(start: Any, saves: str, loads: str, *, found: b
     second = start(loads)
     assert second.see("x", torch.zeros(ROWS, WIDTH)) is not found
     assert torch.equal(second.cache["x"], OUTPUT) is found
-
-
-def test_a_producer_does_not_encode_what_is_stored(start: Any) -> None:
-    first = start("ec_producer")
-    assert first.see("x", OUTPUT)
-    first.shutdown()
-    second = start("ec_producer")
-    second.cache["x"] = OUTPUT  # no model looks for it
-    assert not second.see("x", OUTPUT)
-    assert second.see("y", OUTPUT)
-
-
-@pytest.mark.parametrize(
-    ("role", "threads"),
-    [("ec_both", {"load", "lookup", "save"}), ("ec_producer", {"lookup", "save"})],
-)
-def test_its_threads_are_three_at_most(start: Any, role: str, threads: set[str]) -> None:
-    served = start()
-    before = set(threading.enumerate())
-    one = Engine(served.model, served.store, role, {"agent": served.agent.url})
-    one.see("x", OUTPUT)
-    new = {thread.name for thread in set(threading.enumerate()) - before}
-    one.shutdown()
-    ours = {name for name in new if not name.startswith("objkv-client")}
-    assert {name.removesuffix("-0") for name in ours} == {f"objkv-{one}-outputs" for one in threads}
 
 
 def test_a_bug_costs_an_encode_not_the_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:

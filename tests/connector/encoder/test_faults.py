@@ -9,10 +9,7 @@ from objkv.agent.memory.arena import BOARD_BYTES, PAGE
 from objkv.agent.outbox import RETRY_S
 from objkv.codec.values import OPENING
 from objkv.connector.encoder import fetch
-from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
-    EMBEDS,
-    WIDTH,
     Limits,
     Place,
     output_of,
@@ -21,52 +18,6 @@ from tests.connector.encoder.world import (
     saved,
 )
 from tests.support.waiting import wait_until
-
-ITEM = 2 * EMBEDS * WIDTH
-
-
-@pytest.mark.parametrize("nbytes", [0, 100, 4096, 4096 + ITEM - 1, None])
-def test_a_damaged_payload_is_refused_and_replaced(place: Place, nbytes: int | None) -> None:
-    """One that is cut, or in which a bit of the output is another."""
-    saved(place, "x")
-    (key,) = place.payloads()
-    value = place.store.get(key)
-    assert value is not None
-    flipped = value[:4100] + bytes([value[4100] ^ 1]) + value[4101:] if nbytes is None else value
-    place.store.put(key, flipped[:nbytes])
-    with replica(place) as second:
-        assert second.see(request("b", "x")) == ["x"]
-        assert second.count("load_corrupt") == 1
-    with replica(place) as third:
-        assert third.see(request("c", "x")) == []
-
-
-@pytest.mark.parametrize("end", ["bulk", "index"])
-def test_an_end_that_fails_costs_an_encode(place: Place, end: str) -> None:
-    saved(place, "x")
-    down = StoreUnavailable("down")
-    with replica(place) as second:
-        if end == "bulk":
-            place.store.fail_until_mended(down)
-        else:
-            place.index.error = down
-        assert second.see(request("b", "x", "y")) == ["x", "y"]
-    place.store.mend()
-    place.index.error = None
-    with replica(place) as third:
-        assert third.see(request("c", "x", "y")) == ["y"]
-    with replica(place) as fourth:
-        assert fourth.see(request("d", "x", "y")) == []
-
-
-def test_an_output_that_is_gone_is_forgotten_and_saved_again(place: Place) -> None:
-    saved(place, "x")
-    place.store.drop(place.payloads()[0])
-    with replica(place) as second:
-        assert second.see(request("b", "x")) == ["x"]
-        assert (second.count("load_ghosts"), second.saved) == (1, 1)
-    with replica(place) as third:
-        assert third.see(request("c", "x")) == []
 
 
 def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:

@@ -250,15 +250,6 @@ def tracked(*, stored: int) -> TrackedRequest:
     return TrackedRequest(cast("Any", SimpleNamespace(request_id="r")), "n" * 32, records=records)
 
 
-def test_a_chunk_whose_payload_was_refused_is_due_in_the_step_that_computes_it() -> None:
-    """A step later a sliding window may have passed its blocks."""
-    one = tracked(stored=3)
-    one.again.add(1)
-    assert one.due(1, bool) == []
-    assert one.due(3, bool) == [1]
-    assert one.due(3, bool) == []
-
-
 def test_after_many_drops_a_step_tries_few_chunks_again() -> None:
     """Otherwise each step of a long prompt would plan all of them until the last is saved."""
     one = tracked(stored=0)

@@ -15,7 +15,6 @@ from objkv.index.base import ChunkEntry, ShardRecord
 from objkv.keys.chunk import parse_field
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.topology import ALL_TOKENS, Shard, TokenPart
-from objkv.transfer.plan import Source
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.steps import complete
 
@@ -40,24 +39,6 @@ def found_by(reader: Geometry, *fields: str) -> tuple[StoredPayloads, Records]:
         index.publish(entry, dict.fromkeys(fields, SHARD), ttl_s=3_600)
     parts = OtherShapesIndex(index, payloads.is_loadable)
     return payloads, tuple(complete(parts.find(NS, HASHES, sorted(reader.all_fields()))))
-
-
-@pytest.mark.parametrize("reader", [1, 2, 4])
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), (FULL, LATENT)])
-def test_what_ranks_of_two_nodes_stored_is_loaded(
-    groups: tuple[GroupIdentity, ...], reader: int
-) -> None:
-    writer = geometry(*groups, tp_size=2, nodes=2)
-    fields = sorted(writer.all_fields() - {"0", "1"} | {"1"} & writer.fields(len(groups) - 1))
-    assert {"0.L0-4_H0-2", "0.L0-4_H2-4"} <= {*fields}
-    here = geometry(*groups, tp_size=reader)
-    payloads, found = found_by(here, *fields)
-    assert matched_end(here, payloads, found) == 3 * CHUNK
-    assert found[0] is not None
-    left, right = payloads.of(found[0], 0)
-    assert left == (Source(0, Shard(0, 4, 0, 2)), SHARD)
-    assert right == (Source(0, Shard(0, 4, 2, 4)), SHARD)
-    assert payloads.size(found[0]) == (len(fields) * SHARD.nbytes, True)
 
 
 def test_a_division_of_its_own_is_all_that_some_read() -> None:

@@ -2,14 +2,12 @@
 
 import threading
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from objkv.connector.kv import wiring
 from objkv.connector.kv import worker as worker_module
 from objkv.connector.kv.metadata import FailedLoad, StepPlan, StepReport
 from objkv.connector.kv.worker import Rank, WorkerSide
@@ -17,7 +15,6 @@ from objkv.connector.pacing import EMPTY_STEP_S
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
-from objkv.transfer.lanes import HostLane
 from objkv.transfer.plan import BlocksToZero, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.support.paged_cache import (
@@ -261,44 +258,6 @@ def test_if_computing_cannot_be_held_for_saves_the_device_is_awaited(
     worker.end_forward(StepPlan())
 
 
-class LateMark:
-    """The mark of copies that are not over when the step is, as on a GPU."""
-
-    number = 1
-
-    def __init__(self, lane: "LateLane") -> None:
-        self._lane = lane
-
-    def done(self) -> bool:
-        return self._lane.is_done
-
-    def wait(self) -> None:
-        return
-
-    def hold_compute(self) -> None:
-        self._lane.held += 1
-
-
-class LateLane(HostLane):
-    def __init__(self) -> None:
-        super().__init__()
-        self.is_done = False
-        self.held = 0
-        """How often computing was made to wait."""
-
-    def mark(self) -> LateMark:
-        return LateMark(self)
-
-
-@pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateLane]:
-    """The lane of all workers that are made. Its copies are over when the test is."""
-    lane = LateLane()
-    monkeypatch.setattr(wiring, "open_lane", lambda _device, *, urgent=False: lane)
-    yield lane
-    lane.is_done = True
-
-
 def test_a_save_that_is_refused_after_its_step_is_in_a_later_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -325,50 +284,15 @@ def test_what_the_agent_accepted_is_in_the_next_report(*, has_events: bool) -> N
     assert worker.take_report() is None
 
 
-def saving(
-    *, group: GroupIdentity = GROUP, writes_early: bool = False, may_reuse: bool = True
-) -> WorkerSide:
-    """A worker after a step that saved a chunk of the request "s"."""
-    rank = Rank(0, "w", batches_in_flight=2, writes_early=writes_early)
-    worker, load = without_its_payload(group, rank=rank)
-    worker.end_forward(StepPlan(saves=(save_of(load),), may_reuse=may_reuse))
-    return worker
-
-
-def test_the_model_waits_for_saves_of_preempted_requests_alone(late: LateLane) -> None:
-    worker = saving()
-    worker.before_reuse(StepPlan())
-    worker.before_reuse(StepPlan(reused=frozenset({"of another", "that saved nothing"})))
-    assert late.held == 0
-    worker.before_reuse(StepPlan(reused=frozenset({"s", "of another"})))
-    assert late.held == 1
-    late.is_done = True
-    worker.before_reuse(StepPlan(reused=frozenset({"s"})))
-    assert late.held == 1
-
-
-def test_the_model_waits_for_all_saves_if_blocks_leave_windows(late: LateLane) -> None:
-    worker = saving(group=WINDOW)
-    assert late.held == 0
-    worker.before_reuse(StepPlan())
-    assert late.held == 1
-
-
-@pytest.mark.parametrize("may_reuse", [False, True])
-@pytest.mark.parametrize("writes_early", [False, True])
-def test_the_model_waits_at_the_end_of_a_step_if_the_runner_may_write_before_the_next(
-    late: LateLane, *, writes_early: bool, may_reuse: bool
+def test_the_model_waits_at_the_end_of_a_step_whose_loads_failed_too(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """vLLM's second model runner zeroes and copies blocks before it reports that a step begins."""
-    saving(writes_early=writes_early, may_reuse=may_reuse)
-    assert late.held == int(writes_early and may_reuse)
-
-
-def test_the_model_waits_at_the_end_of_a_step_whose_loads_failed_too(late: LateLane) -> None:
     """Nothing is saved in such a step, but saves of earlier ones may still read their blocks."""
+    rank = Rank(0, "w", batches_in_flight=2, writes_early=True)
+    worker, fenced = worker_side(*stores(), rank=rank), list[Any]()
+    monkeypatch.setattr(worker.saver, "fence", fenced.append)
     failed = FailedLoad("another", sync=True, blocks=frozenset({20}))
-    worker = saving(writes_early=True, may_reuse=False)
     plan = StepPlan(failed_loads=(failed,), may_reuse=True)
     worker.start_loads(plan)
     worker.end_forward(plan)
-    assert late.held == 1
+    assert fenced == [None], "of all requests"

@@ -21,7 +21,6 @@ from vllm.v1.kv_cache_interface import (
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.subgroups import SubGroup
 from objkv.errors import ConfigError
-from objkv.keys.chunk import field_of
 from objkv.keys.identity import GroupIdentity
 
 PLAIN: dict[str, Any] = {
@@ -148,57 +147,6 @@ def test_only_groups_that_keep_all_tokens_forget_their_block_size() -> None:
 
 LATENT = GroupIdentity("mla", None, ("a", "b"), heads=1, content=576, block_size=32)
 HEADS = replace(FULL, layers=("a", "b"))
-STAGES = ((1, 1),)
-
-
-@pytest.mark.parametrize(
-    ("group", "sizes", "fields"),
-    [
-        (HEADS, {"tp_size": 1}, "0"),
-        (HEADS, {"tp_size": 2}, "0"),
-        (HEADS, {"tp_size": 8}, "0"),
-        (HEADS, {"tp_size": 1, "stages": STAGES}, "0"),
-        (HEADS, {"tp_size": 2, "stages": STAGES}, "0"),
-        (HEADS, {"tp_size": 8, "dcp_size": 2}, "0"),
-        (HEADS, {"tp_size": 1, "nodes": 2}, "0"),
-        (HEADS, {"tp_size": 2, "nodes": 2}, "0.L0-2_H0-2 0.L0-2_H2-4"),
-        (HEADS, {"tp_size": 1, "stages": STAGES, "nodes": 2}, "0.L0-1_H0-4 0.L1-2_H0-4"),
-        (
-            HEADS,
-            {"tp_size": 2, "stages": STAGES, "nodes": 2},
-            "0.L0-1_H0-4 0.L1-2_H0-4",
-        ),
-        (HEADS, {"tp_size": 4, "nodes": 2}, "0.L0-2_H0-2 0.L0-2_H2-4"),
-        (HEADS, {"tp_size": 8, "dcp_size": 2, "nodes": 2}, "0.L0-2_H0-2 0.L0-2_H2-4"),
-        (
-            HEADS,
-            {"tp_size": 2, "stages": STAGES, "nodes": 4},
-            "0.L0-1_H0-2 0.L0-1_H2-4 0.L1-2_H0-2 0.L1-2_H2-4",
-        ),
-        (LATENT, {"tp_size": 4}, "0"),
-        (LATENT, {"tp_size": 4, "nodes": 2}, "0"),
-        (LATENT, {"tp_size": 4, "dcp_size": 2}, "0"),
-        (LATENT, {"tp_size": 16, "dcp_size": 16}, "0"),
-        (LATENT, {"tp_size": 4, "dcp_size": 2, "stages": STAGES}, "0"),
-        (LATENT, {"tp_size": 4, "dcp_size": 2, "nodes": 2}, "0"),
-        (LATENT, {"tp_size": 2, "dcp_size": 2, "nodes": 2}, "0.L0-2_H0-1_T0of2 0.L0-2_H0-1_T1of2"),
-        (replace(LOCAL, window=192), {"tp_size": 2}, ""),
-    ],
-)
-def test_ranks_of_a_node_write_one_payload_of_a_group(
-    group: GroupIdentity, sizes: dict[str, Any], fields: str
-) -> None:
-    """``fields``: of the payloads that they write."""
-    one = Geometry((group,), 192, 96, canonical=True, **sizes)
-    assert one.fields(0) == {*fields.split()}
-    assert one.all_fields() == ({"0", *fields.split()} if fields else frozenset())
-    for rank in range(one.ranks):
-        pp_rank, tp_rank = divmod(rank, one.tp_size)
-        shape = one.shape(0, tp_rank, pp_rank)
-        assert (shape is None) == (not fields)
-        if shape is not None:
-            assert field_of(0, shape.payload) in fields.split()
-            assert shape.joined == one.topology(0).joined(rank)[1]
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

@@ -16,7 +16,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheConfig,
     KVCacheSpec,
     MLAAttentionSpec,
-    SlidingWindowMLASpec,
     SlidingWindowSpec,
 )
 from vllm.v1.kv_cache_layout import KVCacheLayout
@@ -124,59 +123,6 @@ def test_latents_and_indexer_are_two_groups_with_one_block_table() -> None:
     ]
     assert read.groups[0].layers == tuple(names())
     assert (read.windowed, read.several_tables, read.block_tokens) == (False, False, 64)
-
-
-def compressed() -> dict[str, KVCacheSpec]:
-    """DeepSeek V4: windows, compressed latents and indexers, and the states of compressors."""
-    packed: dict[str, Any] = {"num_kv_heads": 1, "dtype": torch.uint8, "alignment": 576}
-    packed["model_version"] = "deepseek_v4"
-    window = SlidingWindowMLASpec(
-        block_size=64, head_size=512, sliding_window=128, state_content_bytes=584, **packed
-    )
-    specs: dict[str, KVCacheSpec] = {}
-    for layer, ratio in enumerate((4, 128, 4, 128)):
-        here = f"model.layers.{layer}.attn"
-        specs[f"{here}.swa_cache"] = window
-        specs[here] = MLAAttentionSpec(
-            block_size=256,
-            head_size=512,
-            state_content_bytes=584,
-            tokens_per_state=ratio,
-            **packed,
-        )
-        if ratio == 4:
-            specs[f"{here}.indexer.k_cache"] = MLAAttentionSpec(
-                block_size=256,
-                head_size=132,
-                num_kv_heads=1,
-                dtype=torch.uint8,
-                alignment=576,
-                tokens_per_state=4,
-            )
-        specs[f"{here}.compressor.state_cache"] = SlidingWindowMLASpec(
-            block_size=4 if ratio == 4 else 8,
-            num_kv_heads=1,
-            head_size=2048 if ratio == 4 else 1024,
-            dtype=torch.float32,
-            sliding_window=2 * ratio if ratio == 4 else ratio,
-            alignment=576,
-        )
-    return specs
-
-
-def test_compressed_states_and_their_windows() -> None:
-    read = both(compressed())
-    kinds = {(g.kind, g.window, g.block_size) for g in read.groups}
-    assert kinds == {
-        ("sliding_window", 128, 64),
-        ("mla", None, 256),
-        ("sliding_window", 8, 4),
-        ("sliding_window", 128, 8),
-    }
-    assert all(group.page == group.content and group.heads == 1 for group in read.groups)
-    assert (read.windowed, read.several_tables, read.block_tokens) == (True, True, 256)
-    layers = [layer for group in read.groups for layer in group.layers]
-    assert sorted(layers) == sorted(compressed())
 
 
 def test_a_ring_is_not_stored_and_a_match_leaves_a_token() -> None:

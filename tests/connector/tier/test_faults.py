@@ -15,7 +15,7 @@ from objkv.agent import client
 from objkv.agent.messages import Commit
 from objkv.assembly import agent
 from objkv.assembly.backends import Backends
-from objkv.errors import ConfigError, StoreUnavailable
+from objkv.errors import ConfigError
 from tests.connector.tier.world import Engine, offload_key, row
 from tests.contracts.flaky import FlakyStore
 from tests.index.flaky_index import FlakyIndex
@@ -85,25 +85,6 @@ def test_a_damaged_payload_is_a_miss(
     file.write_bytes(payload)
     assert reader.ask(1) == [MISS]
     assert reader.counted("load_corrupt") == 1
-
-
-@pytest.mark.parametrize(("end", "error"), [("bulk", "load"), ("index", "lookup")])
-def test_an_end_that_fails_is_a_miss_and_a_drop(world: World, end: str, error: str) -> None:
-    writer, reader = world.engine(), world.engine()
-    writer.save(1)
-    down = StoreUnavailable("down")
-    if end == "bulk":
-        world.bulks[1].fail_until_mended(down)
-    else:
-        world.indexes[1].error = down
-    assert reader.ask(1) == [MISS]
-    assert reader.counted(f"{error}_errors") == 1
-    reader.save(2)
-    world.bulks[1].mend()
-    world.indexes[1].error = None
-    reader.save(3)
-    third = world.engine()
-    assert third.ask(1, 2, 3) == [HIT, MISS, HIT]
 
 
 def test_a_key_that_is_gone_fails_alone_and_its_record_is_forgotten(

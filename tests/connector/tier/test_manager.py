@@ -1,6 +1,5 @@
 """objkv as a secondary tier, under vLLM's own tiering manager."""
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +101,3 @@ def test_of_a_window_the_end_may_be_missing_and_the_rest_found(engines: Any) -> 
     writer, reader = engines(own_index), engines(own_index)
     writer.save(1, 2)
     assert reader.ask(99, 98, 2, 1) == [MISS, MISS, HIT, HIT]
-
-
-def test_a_tier_whose_agent_is_elsewhere_starts_one_thread_for_each_of_its_tasks(
-    engines: Any,
-) -> None:
-    there = engines()
-    there.save(1)
-    before = set(threading.enumerate())
-    here = engines({"agent": there.agent.url})
-    assert here.ask(1) == [HIT]
-    here.save(2)
-    mine = {thread.name for thread in set(threading.enumerate()) - before}
-    of_agent = {name for name in mine if name.startswith("objkv-client-")}
-    assert mine - of_agent == {"objkv-tier-lookup", "objkv-load-chunks", "objkv-save-chunks-0"}

@@ -105,24 +105,6 @@ def aborted_meanwhile(rig: OrderRig) -> bool:
     return _stays_written_after(rig, abort)
 
 
-def late(rig: OrderRig) -> bool:
-    """Blocks that are computed instead after a load's deadline, with its copies still queued"""
-    rig.delay_loads(_SLOW_S)
-    rig.step(_plan(rig))
-    rig.until_received()
-    return _stays_written(rig)
-
-
-def refused(rig: OrderRig) -> bool:
-    """Blocks that are computed instead after a payload was refused, with copies still queued"""
-    plan = _plan(rig)
-    rig.damage(_CHUNKS[-1])
-    rig.delay_loads(_SLOW_S)
-    rig.step(plan)
-    rig.until_received()
-    return bool(rig.worker.take_failed_blocks()) and _stays_written(rig)
-
-
 def keeps_its_slabs(rig: OrderRig) -> bool:
     """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
     rig.delay_loads(_SLOW_S)
@@ -292,8 +274,6 @@ SCENARIOS = (
     Scenario("layer by layer, then the next step", holds_the_next_step),
     Scenario("layer by layer, speculating", holds_speculation),
     Scenario("load aborted while queued", aborted_meanwhile, Setup(watched=True)),
-    Scenario("load past its deadline", late, Setup(deadline_s=0.03)),
-    Scenario("load refused", refused),
     Scenario("memory of loads", keeps_its_memory),
     Scenario("slabs of loads", keeps_its_slabs, Setup(load_slabs=16)),
     Scenario("several loads at once", share_a_lane, Setup(load_threads=4)),

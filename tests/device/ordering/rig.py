@@ -64,7 +64,6 @@ from tests.device.ordering.setup import (
     content_of,
     hashes_of,
 )
-from tests.support.agents import AgentProcess
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.payloads import open_payload
 from tests.support.plans import LoadMove, move_of, packed
@@ -461,13 +460,6 @@ class OrderRig:
             self._index.publish(entry, {claim.key.field: record}, ttl_s=3600)
             self._stored.add(chunk)
 
-    def damage(self, chunk: int) -> None:
-        """Flip a bit of the last layer of a stored chunk."""
-        path = self.key(chunk).path()
-        payload = bytearray(self.bulk.get(path) or b"")
-        payload[-1] ^= 1
-        self.bulk.put(path, bytes(payload))
-
     # Memory of loads and saves.
 
     def settle(self) -> None:
@@ -504,22 +496,6 @@ class OrderRig:
         before = [slab.clone() for slab in memory]
         self.synchronize()
         return all(map(torch.equal, before, memory))
-
-    def restart(self) -> None:
-        """End the agent, and start another one at the same place, over the same stores."""
-        self.node.close()
-        self.node = self._open_agent()
-
-    @contextmanager
-    def agent_process(self) -> Iterator[AgentProcess]:
-        """Run an agent as a process of its own at the same place, until the end of the block."""
-        self.node.close()
-        before = self.loader.link.agent
-        names = ("bulk_url", "index_url", "agent_memory_bytes")
-        settings = {name: str(getattr(self._agent_config, name)) for name in names}
-        with AgentProcess(settings, path=self._agent_path, fresh=True) as process:
-            self.wait_until(lambda: self.loader.link.agent not in (None, before))
-            yield process
 
     def close(self) -> None:
         """Stop the worker and wait for the device. Nothing may be leased then."""
