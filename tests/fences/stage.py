@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import greenlet
 
 from objkv import background
+from objkv.agent.memory import arena
 
 TICK_S = 1e-7
 STEPS_MAX = 200_000
@@ -386,7 +387,18 @@ def _get_ident() -> int:
     return 0 if current is None else 1 + current.number
 
 
+class _PagesAhead:
+    """As ``PagesAhead``, without its thread: no copy depends on when pages come."""
+
+    def __init__(self, _arena: arena.Arena) -> None: ...
+
+    def used(self, _end: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
 _INSTEAD: dict[Any, Any] = {
+    arena.PagesAhead: _PagesAhead,
     threading.Lock: Lock,
     threading.RLock: Lock,
     threading.Condition: Condition,

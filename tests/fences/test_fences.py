@@ -15,7 +15,7 @@ from tests.fences.lives import EVENTS
 SEEDS = range(1, 26)
 STRIDE = 811
 """Of interleavings with one preemption, one of so many; ``python -m tests.fences`` plays all."""
-LONG_EVENTS = frozenset({"sleep", "update"})
+LONG_EVENTS = frozenset({"abort", "finish", "lost", "preempt", "sleep", "update"})
 """They meet the most interleavings: two seconds and more of a processor."""
 STRIDES = (29, 11, 3, 1)
 """Most mutants are found by few interleavings; the others are looked for more densely."""
