@@ -13,17 +13,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from objkv.agent.messages import Claims
 from objkv.agent.server import AgentSession
 from objkv.keys.chunk import payload_path
 from objkv.keys.topology import Shard
 from objkv.transfer.loading import loader as module
-from objkv.transfer.loading.connection import LoadConnection
 from objkv.transfer.plan import ChunkMove, LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.device import HOST, ON_HOST, current_device
-from tests.support.paged_cache import BLOCKS, NAMESPACE, Replica, same_blocks
+from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import Model, ShapedRank, ShapedReplica, ShapeOfReplica
 from tests.support.plans import LoadMove, packed, unpacked
 
@@ -137,35 +135,12 @@ def test_loads_of_any_mix_are_what_a_plain_reader_reads(seed: int, fault: str, s
         bad = dice.randrange(MODEL.chunks)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_SLICE_BYTES", dice.choice((1, 1 << 20)))
-            patch.setattr(module, "_FIRST_BYTES", dice.choice((1, 1 << 20)))
             if fault == "stale":
                 hand_out_another(patch, rank, bad)
             elif fault:
                 rank.forget()
                 spoil(store, PATHS[bad], fault)
             reader.check(files, sync=sync, fails_from=bad if fault else MODEL.chunks)
-
-
-@pytest.mark.parametrize("sync", [False, True])
-def test_an_idle_device_copies_the_first_payload_while_the_others_are_opened(
-    monkeypatch: pytest.MonkeyPatch, sync: bool
-) -> None:
-    monkeypatch.setattr(module, "_FIRST_BYTES", 1)
-    opened, opens = list[int](), LoadConnection.open
-
-    def counted(self: LoadConnection, claims: Claims, *args: Any, **options: Any) -> Any:
-        opened.append(len(claims))
-        return opens(self, claims, *args, **options)
-
-    monkeypatch.setattr(LoadConnection, "open", counted)
-    store, index = MemoryStore(), MemoryIndex()
-    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
-    writer.save(range(4))
-    assert not reader.load(range(4), 1, sync=sync).failed_blocks
-    blocks = range(1, 1 + 4 * BLOCKS)
-    assert same_blocks(writer.caches, blocks, reader.caches, blocks)
-    is_split = current_device() != HOST and not sync
-    assert opened == ([1, 3] if is_split else [4])
 
 
 def spoil(store: MemoryStore, path: str, fault: str) -> None:

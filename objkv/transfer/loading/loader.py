@@ -43,8 +43,6 @@ _COPIES_S = 1.0
 """How long ``close`` waits for copies to the device, which write into blocks."""
 _CLOSE_LOOK_S = 1e-3
 _IDLE_S = 5.0
-_FIRST_BYTES = 32 << 20
-"""A device that has nothing to copy gets so much at first, and copies it while more is opened."""
 _SLICE_BYTES = 16 << 20
 """Bytes given to the lane at once if a step waits for the first layers."""
 _ENDED = -1
@@ -615,10 +613,7 @@ class Loader:
 
     def _room(self) -> tuple[int, int]:
         """Return the room for the next job in the queue, from which only this thread takes."""
-        in_step = self._waiting[0][0].plan.sync
-        count, nbytes = self.link.room(in_step=in_step)
-        is_idle = self.on_device is not None and not (in_step or self.link.leased)
-        return count, min(nbytes, _FIRST_BYTES) if is_idle else nbytes
+        return self.link.room(in_step=self._waiting[0][0].plan.sync)
 
     def _read(self, batch: _Batch) -> None:
         """Give the lane what the agent has verified of a batch since the last call."""
