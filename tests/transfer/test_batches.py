@@ -20,7 +20,7 @@ from objkv.transfer.loading import loader as module
 from objkv.transfer.plan import ChunkMove, LoadPlan
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.device import HOST, ON_HOST, current_device
+from tests.support.device import ON_HOST
 from tests.support.paged_cache import NAMESPACE
 from tests.support.paged_shapes import Model, ShapedRank, ShapedReplica, ShapeOfReplica
 from tests.support.plans import LoadMove, packed, unpacked
