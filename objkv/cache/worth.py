@@ -72,7 +72,7 @@ class PutRule:
     @classmethod
     def of(cls, config: Config) -> Self:
         """Return the rule of these settings."""
-        life_s = config.ttl_s + SWEEP_WAIT_S
+        life_s = max(config.ttl_s, config.sweep_grace_s) + SWEEP_WAIT_S
         return cls(
             config.save_to_bucket, prices_of(config), life_s, config.agent_disk_url is not None
         )

@@ -98,14 +98,17 @@ def size(
         hot_save_bytes_max=config.hot_save_bytes_max if has_redis else 0,
     )
     ttl_s = config.ttl_s if ttl is None else int(ttl)
-    load = Load(rate, prompt_tokens, stored, ttl_s, used, sweep_every)
+    grace_s = config.sweep_grace_s
+    load = Load(rate, prompt_tokens, stored, ttl_s, used, sweep_every, grace_s)
     prices = prices_of(config, folder=LIST_PRICES)
     found = size_fleet(_shape(model, kv_dtype), layout, load, prices)
     if session.out.machine:
         document = {**plain(found), "month": found.month}
         session.out.document({"sizing": document, "layout": layout, "load": load, "prices": prices})
     else:
-        rule = replace(PutRule.of(config), prices=prices, life_s=ttl_s + sweep_every / 2)
+        rule = replace(
+            PutRule.of(config), prices=prices, life_s=max(ttl_s, grace_s) + sweep_every / 2
+        )
         _print(session.out, found, layout, load, rule)
     return FINE
 
@@ -137,7 +140,7 @@ def _puts(chunk: ChunkSizing, tp_size: int, rule: PutRule) -> tuple[str, str]:
 
 def _print(out: Printer, found: Sizing, layout: ReplicaLayout, load: Load, rule: PutRule) -> None:
     chunk = found.chunk
-    kept = load.ttl_s + load.used_s
+    kept = max(load.ttl_s + load.used_s, load.grace_s)
     rows: list[tuple[str, str, str]] = [
         ("model", found.model, f"{found.source}, KV as {found.kv_dtype}"),
         ("per token", bytes_text(round(chunk.token_bytes)), "as stored"),

@@ -200,7 +200,7 @@ class Config(BaseModel):
     caches nothing until one answers."""
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
-    container. It is taken as payloads fill it."""
+    container. It is taken as payloads fill it, and up to 1 GiB ahead of them."""
     agent_verify: Literal["agent", "reader"] = "agent"
     """Who verifies checksums. ``agent``: the agent, once for all replicas. ``reader``: this replica
     too, in the arena, before each copy."""

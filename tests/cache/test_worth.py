@@ -111,6 +111,10 @@ def test_longer_lives_and_cheaper_gpus_make_puts_pay_less() -> None:
         found = rule(**settings).break_even(one)
         assert found is not None
         assert found > usual
+    assert rule(ttl_s="1h").break_even(one) == usual, "sweeps keep what is young"
+    found = rule(ttl_s="1h", sweep_grace_s="1h").break_even(one)
+    assert found is not None
+    assert found < usual
     assert rule(price_gpu_hour="0").break_even(one) == math.inf
     assert rule(price_gpu_hour="0").decide(one).puts == "reused"
 

@@ -293,6 +293,13 @@ def test_only_agents_have_credentials() -> None:
     assert not [name for name in environment(spec) if name.startswith(places)]
 
 
+def test_replicas_get_their_own_setting_of_agents() -> None:
+    theirs = {"OBJKV_AGENT_VERIFY": "reader", "OBJKV_AGENT_DISK_URL": "file:///disk"}
+    roles = {"writer": {"settings": theirs}}
+    names = environment(replica(roles=roles)).keys() & theirs.keys()
+    assert names == {"OBJKV_AGENT_VERIFY"}
+
+
 def test_replicas_and_agent_mean_the_same_socket_and_the_same_tenant() -> None:
     folders, configs = [], []
     for spec in (agent(), replica()):

@@ -80,6 +80,8 @@ def test_what_is_kept_is_what_is_saved_times_how_long_it_lives() -> None:
     assert used.bulk_bytes == 2 * found.bulk_bytes
     swept = sized(load=replace(LOAD, sweep_every_s=2 * 3600))
     assert (swept.bulk_bytes, swept.records) == (2 * found.bulk_bytes, found.records)
+    young = sized(load=replace(LOAD, grace_s=3 * 3600))  # sweeps leave what has expired by then
+    assert (young.bulk_bytes, young.records) == (3 * found.bulk_bytes, found.records)
 
 
 def test_requests_and_money_follow_from_it() -> None:

@@ -53,6 +53,13 @@ class Load:
     """Average time from a chunk's save to its last hit."""
     sweep_every_s: float = 3_600.0
     """Time between sweeps. An expired chunk stays for half of it on average."""
+    grace_s: float = 0.0
+    """Younger payloads are not swept, expired or not."""
+
+    @property
+    def kept_s(self) -> float:
+        """How long a chunk's bytes are stored on average."""
+        return max(self.ttl_s + self.used_s, self.grace_s) + self.sweep_every_s / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +144,8 @@ def size_fleet(model: ModelShape, layout: ReplicaLayout, load: Load, prices: Pri
     puts = saved_per_s * chunk.payloads
     # With its header a payload ends in one more range.
     gets = rate * sum(count * (payload.nbytes // RANGE_BYTES + 1) for payload, count in loads)
-    bulk_bytes = saved_per_s * (life_s + load.sweep_every_s / 2) * chunk.nbytes
+    chunks = saved_per_s * load.kept_s
+    bulk_bytes = chunks * chunk.nbytes
     hot = sum(p.nbytes for p in payloads if p.nbytes <= layout.hot_save_bytes_max)
     commands = rate * (per_prompt + loaded) + saved_per_s * chunk.payloads * _SAVE_COMMANDS
     requests = puts * prices.per_1000_puts + gets * prices.per_1000_gets
@@ -150,7 +158,7 @@ def size_fleet(model: ModelShape, layout: ReplicaLayout, load: Load, prices: Pri
         prompt_chunks=per_prompt,
         loaded_chunks=loaded,
         saved_chunks_per_s=saved_per_s,
-        chunks=saved_per_s * (life_s + load.sweep_every_s / 2),
+        chunks=chunks,
         records=saved_per_s * life_s,
         bulk_bytes=bulk_bytes,
         index_bytes=saved_per_s * life_s * chunk.record_bytes,
