@@ -6,7 +6,7 @@ Values are per second between the scrapes, or totals since each process started.
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
@@ -26,6 +26,7 @@ ANSWER_BYTES_MAX: Final = 16 << 20
 _PROBLEM_CHARS_MAX: Final = 120
 _ERRNO = re.compile(r"^\[Errno -?\d+\] ")
 _AT_ONCE_MAX: Final = 16
+_USAGE_EVERY_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,6 +256,9 @@ class FleetWatch:
     ) -> None:
         self._replicas, self._agents, self._index = replicas, agents, index
         self._last: dict[MetricsSource, Scrape] = {}
+        self._usage: Future[StoredTotals | None] | None = None
+        """The last answer of the index, or the one that is awaited."""
+        self._usage_due_s = 0.0
         self._pool = ThreadPoolExecutor(_AT_ONCE_MAX, thread_name_prefix="objkv-top")
 
     def close(self) -> None:
@@ -264,9 +268,13 @@ class FleetWatch:
             source.close()
 
     def look(self, *, since_start: bool) -> TopView:
-        """Return the rates since the last call, or what each process did since its start. Asks the
-        index meanwhile. Blocks for at most the deadlines of a scrape and of the index."""
-        usage = None if self._index is None else self._pool.submit(_usage, self._index)
+        """Return the rates since the last call, or what each process did since its start. Blocks
+        for at most the deadline of a scrape; the index is asked in the background, every half
+        minute, and waited for only with ``since_start``."""
+        if self._index is not None and monotonic() >= self._usage_due_s:
+            if self._usage is None or self._usage.done():
+                self._usage = self._pool.submit(_usage, self._index)
+            self._usage_due_s = monotonic() + _USAGE_EVERY_S
 
         def scraped(source: MetricsSource) -> tuple[str, Scrape | None, Scrape]:
             now = source.scrape()
@@ -280,10 +288,11 @@ class FleetWatch:
         rows = tuple(row_of(REPLICA, *one) for one in found[: len(self._replicas)])
         agents = tuple(row_of(AGENT, *one) for one in found[len(self._replicas) :])
         stored, problem = None, None
-        try:
-            stored = None if usage is None else usage.result()
-        except StoreError as exc:
-            problem = f"the index does not answer: {exc}"
+        if self._usage is not None and (since_start or self._usage.done()):
+            try:
+                stored = self._usage.result()
+            except StoreError as exc:
+                problem = f"the index does not answer: {exc}"
         total = total_of(rows)
         return TopView(rows, total, hit_rate(total), stored, problem, agents)
 

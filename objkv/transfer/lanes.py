@@ -147,10 +147,8 @@ class PagedLayers:
     @cached_property
     def stacks(self) -> list[tuple[range, Pages]]:
         """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, and
-        which layers each has: consecutive layers of one form, at one distance in one allocation.
-        Only for caches in host memory."""
-        # Between allocations numpy would put its own buffers, find that they overlap, and recurse.
-        owners = [cache.untyped_storage().data_ptr() for cache in self.caches]
+        which layers each has: consecutive layers of one form, at one distance in memory, as they
+        nearly always are. Only for caches in host memory."""
         stacks = []
         for run in self.runs:
             steps = np.diff(self.addresses[run.start : run.stop]).tolist()
@@ -158,11 +156,7 @@ class PagedLayers:
             while start < run.stop:
                 step = steps[start - run.start] if start + 1 < run.stop else 0
                 end = start + 1
-                while (
-                    end < run.stop
-                    and owners[end] == owners[start]
-                    and steps[end - 1 - run.start] == step
-                ):
+                while end < run.stop and steps[end - 1 - run.start] == step:
                     end += 1
                 first = self.caches[start].numpy()
                 shape, strides = (end - start, *first.shape), (step, *first.strides)
@@ -386,7 +380,7 @@ def _moves(
         firsts.tolist(), ids.reshape(-1)[firsts].tolist(), lengths, strict=True
     ):
         runs[first // count].append((block, first % count, length))
-    for part, cells in _regular(layers.stacks, starts):
+    for part, cells in _regular(layers.stacks, starts, memory):
         _, _, heads, size, content = cells.shape
         frame = count, heads, size
         if recast is not None:
@@ -406,12 +400,23 @@ def _moves(
                 yield cells[:, block : block + length], pages[:, first : first + length]
 
 
-def _regular(stacks: list[tuple[range, Pages]], starts: Ints) -> Iterator[tuple[range, Pages]]:
+def _regular(
+    stacks: list[tuple[range, Pages]], starts: Ints, memory: memoryview
+) -> Iterator[tuple[range, Pages]]:
     """Yield stacks of layers whose frames are at one distance in memory, as in a payload; others
-    layer by layer."""
+    layer by layer.
+
+    So are those between which ``memory`` lies: numpy would take the two for overlapping, and copy
+    to a buffer of its own first. That may lie there, too, and so on until the process ends.
+    """
+    first = address_of(memory)
     for part, cells in stacks:
         steps = np.diff(starts[:, part.start : part.stop])
-        if steps.size == 0 or (steps == steps[:, :1]).all():
+        ends = [(n - 1) * stride for n, stride in zip(cells.shape, cells.strides, strict=True)]
+        at = cells.__array_interface__["data"][0]
+        low, high = at + sum(min(end, 0) for end in ends), at + sum(max(end, 0) for end in ends)
+        is_apart = first > high + cells.itemsize or first + memory.nbytes < low
+        if steps.size == 0 or (is_apart and (steps == steps[:, :1]).all()):
             yield part, cells
         else:
             for at, layer in enumerate(part):

@@ -52,7 +52,7 @@ def test_pages_come_before_payloads_need_them_and_keep_what_is_written(
     ahead = PagesAhead(arena)
     wait_until(lambda: made() == 4)
     arena.view[BOARD_BYTES : BOARD_BYTES + 7 * PAGE] = bytes([9]) * (7 * PAGE)
-    ahead.used(BOARD_BYTES + 6 * PAGE)
+    ahead.used(BOARD_BYTES + 5 * PAGE + 1)
     wait_until(lambda: made() == 12)  # as many again as are used
     ahead.used(BOARD_BYTES + 3 * PAGE)
     ahead.used(BOARD_BYTES + 32 * PAGE)

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -588,3 +589,14 @@ def test_a_store_that_hangs_is_checked_by_one_thread(monkeypatch: pytest.MonkeyP
             check()
     assert len(begun) == 1
     go_on.set()
+
+
+@pytest.mark.slow
+def test_an_agent_that_nobody_uses_ends(config: Config, path: Path) -> None:
+    start_agent(path, agent_environment(config), idle_s=1)
+    wait_until(lambda: is_listening(path))
+    client = AgentConnection(path)
+    time.sleep(1.5)  # longer than it would wait
+    assert is_listening(path)
+    client.close()
+    wait_until(lambda: not path.exists())

@@ -296,7 +296,7 @@ def test_only_agents_have_credentials() -> None:
 def test_replicas_get_their_own_setting_of_agents() -> None:
     theirs = {"OBJKV_AGENT_VERIFY": "reader", "OBJKV_AGENT_DISK_URL": "file:///disk"}
     roles = {"writer": {"settings": theirs}}
-    names = environment(replica(roles=roles)).keys() & theirs.keys()
+    names = environment(replica(roles=roles), roles=roles).keys() & theirs.keys()
     assert names == {"OBJKV_AGENT_VERIFY"}
 
 

@@ -210,7 +210,7 @@ def test_an_agents_rates_are_from_one_look_to_the_next_and_levels_as_they_are() 
     first = row_of(AGENT, "n", None, before)
     assert (first.state, first.values["hits"]) == ("new", 0)
     cells = agent_cells(row_of(AGENT, "n", before, now))
-    assert cells[1:] == ["up", "", "16.0 GiB", "75 %", "4.0 KiB", "75 %", "2.0 KiB", "0", "0", "6"]
+    assert cells[1:] == ["up", "", "16.0 GiB", "75%", "4.0 KiB", "75%", "2.0 KiB", "0", "0", "6"]
     restarted = row_of(AGENT, "n", now, page_of(14, agent_hits=4))
     assert (restarted.state, restarted.values["hits"]) == ("restarted", 2)
 
@@ -265,9 +265,13 @@ def test_totals_are_since_each_process_started() -> None:
     assert (row.state, row.values["tokens"], hit_rate(row.values)) == ("up", 100, 0.5)
 
 
-def test_0_is_never_said_to_be_stored() -> None:
+def test_the_index_is_asked_once_and_0_is_never_said_to_be_stored() -> None:
     clock, index = ManualClock(0.0), MemoryIndex()
     with closing(FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index)) as watch:
         assert watch.look(since_start=True).stored is None, "totals may follow saves by seconds"
-        index.usage = lambda: [Usage("a", 7, 1, 0)]  # type: ignore[method-assign]
-        assert watch.look(since_start=False).stored == StoredTotals(7, 1, 1)
+    usages = [[Usage("a", 7, 1, 0)], []]
+    index.usage = lambda: usages.pop(0)  # type: ignore[method-assign]
+    with closing(FleetWatch([source("a", clock, lambda: counters(0, 0))], index=index)) as watch:
+        stored = watch.look(since_start=True).stored
+        assert stored == StoredTotals(7, 1, 1)
+        assert watch.look(since_start=False).stored == stored

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,18 +29,32 @@ def lane(device: torch.device) -> Lane:
     return open_lane(device)
 
 
-@ON_HOST
-@pytest.mark.parametrize("allocations", [1, 2, 4])
-def test_layers_are_copied_together_within_one_allocation_only(allocations: int) -> None:
-    memory = np.zeros((4, 5, 2, 8, 4), np.float32)  # what lies between layers belongs to others
-    if allocations == 1:
-        caches = list(torch.from_numpy(memory)[:, :4])
-    else:
-        each = [torch.from_numpy(part) for part in np.split(memory, allocations)]
-        caches = [layer[:4] for part in each for layer in part]
-    found = [part for part, _ in PagedLayers(caches).stacks]
-    count = 4 // allocations
-    assert found == [range(at, at + count) for at in range(0, 4, count)]
+@pytest.mark.parametrize("place", ["before", "between", "after"])
+def test_layers_between_which_the_payload_lies_are_copied_one_by_one(
+    place: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    blocks, nbytes = 4, 4 * 2 * 8 * 4 * 4
+    whole = np.zeros(6 * nbytes, np.uint8)  # a layer, a gap, a layer, a gap, and so on
+    at = {"before": 0, "between": 2, "after": 5}[place] * nbytes
+    first = {"before": 1, "between": 1, "after": 0}[place]
+    parts = [whole[(first + 2 * n) * nbytes :][:nbytes] for n in range(2)]
+    caches = [torch.from_numpy(part).view(torch.float32).view(blocks, 2, 8, 4) for part in parts]
+    payload = np.arange(2 * nbytes // blocks, dtype=np.int64).astype(np.uint8)
+    copies, copyto = list[tuple[int, ...]](), np.copyto
+
+    def counted(target: Any, source: Any) -> None:
+        copies.append(target.shape)
+        copyto(target, source)
+
+    monkeypatch.setattr(np, "copyto", counted)
+    whole[at : at + len(payload)] = payload
+    memory = whole[at : at + len(payload)].data
+    starts = np.array([[0, nbytes // blocks]])
+    HostLane().scatter(memory, starts, PagedLayers(caches), np.array([[3]]))
+    assert [shape[0] for shape in copies] == ([1, 1] if place == "between" else [2])
+    for n, part in enumerate(parts):
+        size = nbytes // blocks
+        assert part[3 * size :].tolist() == payload[n * size : (n + 1) * size].tolist()
 
 
 @pytest.mark.parametrize(

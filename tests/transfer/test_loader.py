@@ -14,6 +14,8 @@ from objkv.keys.identity import GroupIdentity
 from objkv.stores.base import Arrived
 from objkv.transfer.layouts import PayloadLayout
 from objkv.transfer.loading import loader as module
+from objkv.transfer.loading.loader import LoadJob
+from objkv.transfer.plan import LoadOutcome
 from objkv.transfer.registration import RegistrationWindows
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
@@ -277,3 +279,28 @@ def test_how_many_requests_a_payload_costs(
     assert not replica.load(range(1), first_block=ALL_MINE[0], sync=sync).failed
     assert len(store.requests) == requests
     assert len(set(store.requests)) == requests
+
+
+@ON_HOST
+def test_closing_waits_once_for_a_device_that_hangs_and_not_for_each_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    has_ended, (store, index) = Event(), stores()
+    lane = HungLane(HungMark(has_ended.is_set))
+    replica = Replica(store, index, seed=1, lane=lane, join_s=0.01)
+    replica.save(range(1))
+    for name in ("one", "other"):
+        replica.loader.submit(replace(replica.load_plan(range(1), 9), request_id=name))
+    wait_until(lambda: replica.loader.in_flight == 0)
+    waits, close = list[float](), LoadJob.close
+
+    def watched(job: LoadJob, seconds: float) -> LoadOutcome:
+        waits.append(seconds)
+        return close(job, seconds)
+
+    monkeypatch.setattr(LoadJob, "close", watched)
+    monkeypatch.setattr(module, "_COPIES_S", 0.01)
+    replica.loader.close()
+    assert len(waits) == 2
+    assert waits[1] == 0.0
+    has_ended.set()

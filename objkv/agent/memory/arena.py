@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Final
 
 from xxhash import xxh3_64_intdigest
 
+from objkv.background import JOIN_S
 from objkv.errors import ConfigError, TransferError
 from objkv.stores.base import map_memory
 
@@ -242,6 +243,7 @@ class PagesAhead:
         import numpy as np  # late: the help of commands that import this module needs none
 
         self._reached, self._closed = BOARD_BYTES, False
+        self._least, self._most = AHEAD_BYTES
         self._changed = Event()
         # It keeps the arena mapped.
         memory = np.frombuffer(arena.view, np.uint8)
@@ -251,17 +253,18 @@ class PagesAhead:
     def used(self, end: int) -> None:
         """Payloads take the arena's bytes up to ``end`` now. Never waits."""
         if end > self._reached:
-            self._reached = end
+            self._reached = -(-end // mmap.PAGESIZE) * mmap.PAGESIZE  # as madvise takes it
             self._changed.set()
 
     def close(self) -> None:
-        """End the thread. Waits for one step of it. Idempotent."""
+        """End the thread. Waits for one step of it, which takes a millisecond unless memory is
+        scarce: then it ends later. Idempotent."""
         self._closed = True
         self._changed.set()
-        self._thread.join()
+        self._thread.join(JOIN_S)
 
     def _run(self, memory: "np.ndarray[tuple[int], np.dtype[np.uint8]]") -> None:
-        done, (least, most) = BOARD_BYTES, AHEAD_BYTES
+        done, least, most = BOARD_BYTES, self._least, self._most
         while not self._closed:
             reached = self._reached
             end = min(reached + min(max(reached - BOARD_BYTES, least), most), len(memory))
