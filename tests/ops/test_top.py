@@ -210,7 +210,7 @@ def test_an_agents_rates_are_from_one_look_to_the_next_and_levels_as_they_are() 
     first = row_of(AGENT, "n", None, before)
     assert (first.state, first.values["hits"]) == ("new", 0)
     cells = agent_cells(row_of(AGENT, "n", before, now))
-    assert cells[1:] == ["up", "", "16.0 GiB", "75%", "4.0 KiB", "75%", "2.0 KiB", "0", "0", "6"]
+    assert cells[1:] == ["up", "", "16.0 GiB", "75 %", "4.0 KiB", "75 %", "2.0 KiB", "0", "0", "6"]
     restarted = row_of(AGENT, "n", now, page_of(14, agent_hits=4))
     assert (restarted.state, restarted.values["hits"]) == ("restarted", 2)
 
