@@ -145,10 +145,10 @@ class PagedLayers:
         return min(len(cache) for cache in self.caches)
 
     @cached_property
-    def stacks(self) -> list[tuple[range, Pages]]:
-        """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, and
-        which layers each has: consecutive layers of one form, at one distance in memory, as they
-        nearly always are. Only for caches in host memory."""
+    def stacks(self) -> list[tuple[range, Pages, range]]:
+        """The caches as few numpy arrays, ``[layers, blocks, heads, block_size, content]``, each
+        between its layers and the addresses that it spans. It has consecutive layers of one form,
+        at one distance in memory, as they nearly always are. Only for caches in host memory."""
         stacks = []
         for run in self.runs:
             steps = np.diff(self.addresses[run.start : run.stop]).tolist()
@@ -160,7 +160,8 @@ class PagedLayers:
                     end += 1
                 first = self.caches[start].numpy()
                 shape, strides = (end - start, *first.shape), (step, *first.strides)
-                stacks.append((range(start, end), as_strided(first, shape, strides)))
+                cells = as_strided(first, shape, strides)
+                stacks.append((range(start, end), cells, _span_of(cells)))
                 start = end
         return stacks
 
@@ -400,8 +401,18 @@ def _moves(
                 yield cells[:, block : block + length], pages[:, first : first + length]
 
 
+def _span_of(cells: Pages) -> range:
+    """Return the addresses from the array's first byte in memory to its last."""
+    ends = [(n - 1) * stride for n, stride in zip(cells.shape, cells.strides, strict=True)]
+    at = cells.__array_interface__["data"][0]
+    return range(
+        at + sum(min(end, 0) for end in ends),
+        at + sum(max(end, 0) for end in ends) + cells.itemsize,
+    )
+
+
 def _regular(
-    stacks: list[tuple[range, Pages]], starts: Ints, memory: memoryview
+    stacks: list[tuple[range, Pages, range]], starts: Ints, memory: memoryview
 ) -> Iterator[tuple[range, Pages]]:
     """Yield stacks of layers whose frames are at one distance in memory, as in a payload; others
     layer by layer.
@@ -410,12 +421,9 @@ def _regular(
     to a buffer of its own first. That may lie there, too, and so on until the process ends.
     """
     first = address_of(memory)
-    for part, cells in stacks:
+    for part, cells, span in stacks:
         steps = np.diff(starts[:, part.start : part.stop])
-        ends = [(n - 1) * stride for n, stride in zip(cells.shape, cells.strides, strict=True)]
-        at = cells.__array_interface__["data"][0]
-        low, high = at + sum(min(end, 0) for end in ends), at + sum(max(end, 0) for end in ends)
-        is_apart = first > high + cells.itemsize or first + memory.nbytes < low
+        is_apart = first >= span.stop or first + memory.nbytes <= span.start
         if steps.size == 0 or (is_apart and (steps == steps[:, :1]).all()):
             yield part, cells
         else:
