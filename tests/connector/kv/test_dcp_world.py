@@ -109,7 +109,10 @@ def counts(engine: Engine, name: str) -> list[float]:
     return [agent.recorder.value(name) for agent in engine.agents]
 
 
-@pytest.mark.parametrize("shape", SPREAD, ids=_id)
+@pytest.mark.parametrize(
+    "shape",
+    [pytest.param(s, id=_id(s), marks=pytest.mark.slow if s.nodes == 4 else ()) for s in SPREAD],
+)
 def test_each_node_saves_its_part_of_every_chunk_and_no_other(shape: Layout) -> None:
     """Also of a chunk of which the parts of the other nodes are stored: a lease, a record and a
     payload of one node stop no other."""
