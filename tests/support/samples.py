@@ -65,8 +65,10 @@ def save(
     *,
     shards: Sequence[Shard | None] = (None,),
     codec: str = "none",
+    width: int = 8,
 ) -> list[ChunkKey]:
-    """Save every whole chunk of ``tokens``; bulk first, then the record."""
+    """Save every whole chunk of ``tokens``; bulk first, then the record. A payload has
+    64 bytes for each head and each of ``width``."""
     hashes = prefix_hashes(NAMESPACE, tokens, CHUNK)
     keys = []
     for number, prefix_hash in enumerate(hashes):
@@ -74,7 +76,7 @@ def save(
         chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, number * CHUNK, (number + 1) * CHUNK)
         for shard in shards:
             key = ChunkKey(NAMESPACE, prefix_hash, 0, shard)
-            payload = payload_of(key, chunk, tokens, codec)
+            payload = payload_of(key, chunk, tokens, codec, width=width)
             bulk.put_if_absent(key.path(), payload)
             if index is not None:
                 index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
@@ -82,10 +84,12 @@ def save(
     return keys
 
 
-def payload_of(key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str) -> bytes:
+def payload_of(
+    key: ChunkKey, chunk: ChunkEntry, tokens: Sequence[int], codec: str, *, width: int = 8
+) -> bytes:
     """A payload of compressible pages, in which everything is told truly."""
     heads = 2 if key.shard is None else key.shard.head_end - key.shard.head_start
-    layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, 8)) for name in ("l.0", "l.1")]
+    layers = [LayerSpec(name, "BF16", (CHUNK // 8, heads, 8, width)) for name in ("l.0", "l.1")]
     pages = [bytes([number]) * layer.nbytes for number, layer in enumerate(layers)]
     digest = token_digest(tokens[chunk.token_start : chunk.token_end])
     claim = Claim(key, chunk.parent_hash, chunk.token_start, chunk.token_end)
