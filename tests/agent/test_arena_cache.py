@@ -1,5 +1,6 @@
 """The states of payloads, against a model with several clients."""
 
+import os
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from objkv.keys.topology import Shard
 from objkv.telemetry import MemoryRecorder
 from tests.agent.consistency import is_consistent
 from tests.agent.world import Sleeper
+from tests.support.waiting import wait_until
 
 PAGES = 20
 CLAIMS = {
@@ -320,3 +322,13 @@ def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPa
     assert arena_cache.contains_ready("23") == [True, True]
     assert arena_cache.allocate(fill[0], 3 * PAGE) is not None
     assert is_consistent(arena_cache)
+
+
+def test_pages_come_ahead_of_what_payloads_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("objkv.agent.memory.arena.AHEAD_BYTES", (2 * PAGE, 4 * PAGE))
+    with closing(Arena.create(64 * PAGE)) as arena:
+        arena_cache = ArenaCache(arena, MemoryRecorder())
+        assert arena_cache.reserve("a", 8 * PAGE) is not None
+        # Nothing was written: of the first pages perhaps two exist, of those after the payload four.
+        wait_until(lambda: os.fstat(arena.fd).st_blocks * 512 // PAGE >= 4)
+        arena_cache.close()
