@@ -329,6 +329,6 @@ def test_pages_come_ahead_of_what_payloads_take(monkeypatch: pytest.MonkeyPatch)
     with closing(Arena.create(64 * PAGE)) as arena:
         arena_cache = ArenaCache(arena, MemoryRecorder())
         assert arena_cache.reserve("a", 8 * PAGE) is not None
-        # Nothing was written: of the first pages perhaps two exist, of those after the payload four.
+        # Nothing was written: two of the first pages may exist, and four after the payload.
         wait_until(lambda: os.fstat(arena.fd).st_blocks * 512 // PAGE >= 4)
         arena_cache.close()
