@@ -7,8 +7,10 @@ import torch
 
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE
 from objkv.agent.outbox import RETRY_S
+from objkv.background import at_once
 from objkv.codec.values import OPENING
 from objkv.connector.encoder import fetch
+from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
     Limits,
     Place,
@@ -31,8 +33,11 @@ def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:
         for at in range(BOARD_BYTES, len(arena), PAGE):
             if OPENING not in bytes(arena[at : at + PAGE]):  # the agent's headers are right
                 arena[at : at + PAGE] = bytes(PAGE)
+        second.node.close()
+        with pytest.raises(StoreUnavailable):  # as a job does that finds nobody meanwhile
+            at_once(second.calls.touch("n", [bytes(32)], ttl_s=1))
         second.restart_node()
-        second.clock.advance(RETRY_S)  # some thread may have found nobody meanwhile
+        second.clock.advance(RETRY_S)
         assert second.see(request("c", "y")) == []
         assert second.see(seen) == []
         for name in ("x", "y"):

@@ -116,7 +116,7 @@ class Replica:
         self._node: dict[str, Any] = {"seal": seal, "codec": limits.codec, "holds_back": holds_back}
         self.node = self._start_node()
         connect = partial(self._connect, wants_arena=False)
-        self.calls = AgentCalls(connect)
+        self.calls = AgentCalls(connect, clock=self.clock)
         reader = PayloadReader(self._connect, "outputs", clock=self.clock)
         self.fetcher = EncoderFetcher(
             self.calls,
