@@ -23,7 +23,7 @@ _REPLICA: Final = (
     "replica", "state", "~notes", ">tokens", ">hit", ">local", ">loaded", ">saved", ">dropped",
 )  # fmt: skip
 _AGENT: Final = (
-    "node", "state", "~notes", ">arena", ">used", ">held back", ">in memory", ">fetched", ">saved",
+    "node", "state", "~notes", ">arena", ">used", ">unsaved", ">in memory", ">fetched", ">saved",
     ">no room", ">clients",
 )  # fmt: skip
 _REASONS: Final = {
@@ -31,7 +31,7 @@ _REASONS: Final = {
     "late_lookups": "late lookups",
     "failed_lookups": "failed lookups",
     "failed_loads": "failed loads",
-    "queue_full": "queue full",
+    "queue_full": "queue or memory full",
 }
 """Why stored tokens were computed, by the name of the number."""
 _DEFAULT: Final = "http://127.0.0.1:8000"
@@ -212,7 +212,7 @@ def agent_cells(row: TopRow) -> list[str]:
         ", ".join(f"circuit open: {name.replace('_', ' ')}" for name in row.breakers_open),
         _bytes(arena),
         share(arena - values["free_bytes"], arena),
-        _bytes(values["held_back_bytes"]),
+        _bytes(values["unsaved_bytes"]),
         share(values["hits"], values["hits"] + values["fills"]),
         _bytes(values["load_bytes"]),
         _bytes(values["save_bytes"]),

@@ -28,7 +28,7 @@ COUNTERS = {
     "load_corrupt": "Payloads refused because of their length, claim or checksum.",
     "load_errors": "Loads that failed for another reason, such as a store, deadline or slab.",
     "load_given_up": "Payloads not read to their end because nothing waited for them any more.",
-    "load_refused": "Chunks not loaded because the queue was full.",
+    "load_refused": "Chunks not loaded because the queue or the agent's memory was full.",
     "lookup_errors": "Lookups that failed in the index.",
     "lookup_deadlines": "Lookups that exceeded their deadline.",
     "lookup_refused": "Lookups not made because the queue was full.",

@@ -156,7 +156,7 @@ AGENT: Final = ServerKind(
     {
         "arena_bytes": "arena_bytes",
         "free_bytes": "arena_free_bytes",
-        "held_back_bytes": "unsaved_bytes",
+        "unsaved_bytes": "unsaved_bytes",
         "clients": "clients",
     },
 )

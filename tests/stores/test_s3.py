@@ -162,6 +162,22 @@ def test_a_server_that_refuses_the_condition_is_denied(
     assert len(faulty.asked) == 1
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [
+        refusal(403, "QuotaExceeded"),
+        refusal(400, "XMinioAdminBucketQuotaExceeded"),
+        refusal(507, "InsufficientStorage"),
+    ],
+)
+def test_a_quota_of_the_provider_is_named_by_any_code(
+    spoiled: S3Store, faulty: Faulty, answer: Answer
+) -> None:
+    faulty.handlers["PUT"] = lambda _: answer
+    with pytest.raises(StoreDenied, match="the quota is used up"):
+        spoiled.put_if_absent("k", b"1")
+
+
 def test_a_conflict_with_another_writer_is_tried_again_but_not_for_ever(
     spoiled: S3Store, faulty: Faulty
 ) -> None:

@@ -115,6 +115,8 @@ def _answered(what: str, exc: ClientError) -> StoreError:
     status, code = error_code(exc)
     reason = f"{what}: HTTP {status} {code}".rstrip()
     demands = _DEMANDS if what.startswith("put") else ""
+    if status == 507 or "Quota" in code:  # providers have codes of their own
+        code = "QuotaExceeded"
     if fix := _FIX.get("NotImplemented" if status == 501 else code):
         return StoreDenied(f"{reason}: {fix}{demands if code == 'AccessDenied' else ''}")
     if is_busy(exc):
