@@ -161,7 +161,8 @@ def test_counters_become_rates() -> None:
 def test_reasons_for_computing_what_is_stored_are_shown() -> None:
     shown = replica_cells(row(FIRST, SECOND))[2]
     assert shown == (
-        "faster to compute 1, late lookups 4, failed lookups 5, failed loads 2, queue or memory full 1"
+        "faster to compute 1, late lookups 4, failed lookups 5, failed loads 2, "
+        "queue or memory full 1"
     )
     assert replica_cells(row(FIRST, scrape(12, query_tokens=3000)))[2] == ""
 

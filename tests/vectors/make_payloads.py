@@ -1,8 +1,9 @@
 """Writes the golden payloads beside this file: ``python -m tests.vectors.make_payloads``.
 
 Run it for a new codec, and commit only that codec's file; or when the format changes on purpose,
-under another format name. What is stored in buckets stays as these files are. Compressed frames may come out different with another version
-of a compression library, so tests compare their decoded pages, and bytes only where codec is none.
+under another format name. What is stored in buckets stays as these files are. Compressed frames may
+come out different with another version of a compression library, so tests compare their decoded
+pages, and bytes only where codec is none.
 """
 
 from hashlib import sha256
