@@ -4,6 +4,7 @@ python ask.py http://127.0.0.1:8001 http://127.0.0.1:8002 [--model NAME]
 """
 
 import argparse
+import sys
 import time
 from collections import Counter
 from typing import Any
@@ -103,4 +104,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except httpx.TransportError as exc:
+        sys.exit(f"{exc.request.url}: {exc}; is vllm serve running there, and its port open?")

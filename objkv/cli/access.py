@@ -55,4 +55,4 @@ def _print(out: Printer, found: Access) -> None:
         out.line(f"# Redis ACL. Replace {PASSWORD} with the password.")
         out.line(found.acl)
     out.line()
-    out.line(f"# Commands that a {found.role} can run: {', '.join(found.commands)}")
+    out.line(f"# Commands that a {found.role} can run: {', '.join(sorted(found.commands))}")

@@ -60,7 +60,10 @@ def bench(
     config, out = session.config, session.out
     socket = agent_socket(config)
     if socket is not None and not is_listening(socket):
-        out.note(f"no agent listens at {socket}: start one with objkv agent")
+        out.note(
+            f"no agent listens at {socket}, so its memory is not measured: replicas start one, "
+            "or objkv agent"
+        )
         socket = None
     public, found = config.public(), list[BenchRow]()
     bulk, index = public["bulk_url"], public["index_url"]

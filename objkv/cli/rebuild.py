@@ -20,7 +20,8 @@ _MEANS = {
     "corrected": "had a wrong record",
     "present": "had a correct record",
     "written": "were being written by others",
-    "corrupt": "are unreadable or of another key; verify (or sweep, without a record) removes them",
+    "corrupt": "are unreadable or of another key; verify --all --quarantine --apply (or a sweep, "
+    "without a record) removes them",
 }
 
 

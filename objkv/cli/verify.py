@@ -26,7 +26,7 @@ _MEMORY_BYTES = 1 << 30
 _WRONG = ("missing", "corrupt", "mismatch", "hot")
 _DONE = {
     "quarantined": "quarantined",
-    "forgotten": "records of missing payloads removed",
+    "forgotten": "removed from the index (payload missing)",
     "mended": "repaired",
 }
 """Repairs by JSON key, and the words that are printed for them."""
@@ -106,7 +106,7 @@ def verify(
                 run.run("checking payloads", units)
                 if apply and run.pool.ending == "complete":
                     run.run("quarantining", work.settle(run.counters))
-                if quarantine and not apply and not force:
+                if not apply and not force:
                     refusal = work.refusal or wrong_bulk or work.other_keys(run.counters)
                     shown = replace(shown, refusal=refusal)
         if is_empty and not session.out.machine:
@@ -212,12 +212,14 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
     done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]
     if done:
         out.line(", ".join(done))
-    elif wrong and not shown.quarantine:
-        out.line("nothing was changed: --quarantine --apply moves bad payloads to quarantine/")
-    elif wrong and shown.refusal:
-        out.line(f"nothing was changed, and --apply would be refused: {shown.refusal}", "yellow")
     elif wrong and not shown.applied:
-        out.line(f"nothing was changed: --apply would {_plan(counts)}")
+        options = "--apply" if shown.quarantine else "--quarantine --apply"
+        if shown.refusal:
+            out.line(
+                f"nothing was changed, and {options} would be refused: {shown.refusal}", "yellow"
+            )
+        else:
+            out.line(f"nothing was changed: {options} would {_plan(counts)}")
     elif wrong:
         out.line("nothing was changed: quarantining starts only after everything is checked")
     if shown.applied and counters.omitted:

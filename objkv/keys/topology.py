@@ -151,8 +151,8 @@ class Topology:
             )
         if self.heads % self.tp_size and self.tp_size % self.heads:
             raise ValueError(
-                f"{self.tp_size} ranks cannot share {self.heads} KV heads evenly: set "
-                f"tensor_parallel_size to a divisor or a multiple of {self.heads}"
+                f"{self.tp_size} ranks cannot share {self.heads} KV heads evenly: the "
+                f"tensor-parallel size must be a divisor or a multiple of {self.heads}"
             )
         if self._copies % self.dcp_size:
             raise ValueError(

@@ -44,7 +44,8 @@ _SLICE_BYTES = 2 << 20
 """Approximate read size for a caller that verifies bytes as they arrive: the bytes are then still
 in the processor's caches."""
 _FIX = {
-    errno.EACCES: "give this user read, write and search permission on the folder",
+    errno.EACCES: "give this user read and write permission on the file and its folder, or set "
+    "role to reader if it only reads",
     errno.EPERM: "the file system refused the operation; it must allow hard links, and this "
     "user must own the files",
     errno.EROFS: "the file system is mounted read-only",

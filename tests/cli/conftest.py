@@ -24,7 +24,7 @@ JSON_KEYS = {
     "admission": ["orders"],
     "audit": [
         "command format verdict html made_s begun_s version bulk_url index_url totals namespaces"
-        " tenants tree cost findings namespace savings pins lifecycle problems"
+        " tenants tree cost findings namespace savings pins lifecycle problems is_doubted"
     ],
     "bench": ["objkv quick bulk index agent rows"],
     "demo": [

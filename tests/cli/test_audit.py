@@ -30,6 +30,24 @@ def test_an_audit_of_a_sound_store_is_fine(run: Run, machine: Machine) -> None:
     assert (document.code, document.document["verdict"]) == (1, "faults")
 
 
+@pytest.mark.parametrize("lost", ["index", "bulk"])
+def test_backends_that_do_not_match_are_a_fault_and_the_settings_are_to_be_checked_first(
+    run: Run, machine: Machine, lost: str
+) -> None:
+    machine.fill()
+    if lost == "bulk":
+        for entry in [*machine.bulk.scan("")]:
+            if entry.key.endswith(".safetensors"):
+                machine.bulk.delete(entry.key)
+    else:
+        for record in [*machine.index.scan(NAMESPACE)]:
+            machine.index.drop(NAMESPACE, record.prefix_hash)
+    ran = run("audit")
+    assert (ran.code, "nothing is wrong" in ran.out) == (1, False)
+    assert "check bulk_url, index_url and redis_prefix; if they are right, " in ran.out
+    assert run("audit", "--json").document["verdict"] == "faults"
+
+
 def test_wrong_options_are_told_before_anything_is_walked(
     run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

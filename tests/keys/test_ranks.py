@@ -152,7 +152,7 @@ def test_what_vllm_could_not_run_is_refused_with_what_to_change() -> None:
         if tp_size in possible(heads):
             Topology(tp_size, heads, (1,))
             continue
-        with pytest.raises(ValueError, match="set tensor_parallel_size"):
+        with pytest.raises(ValueError, match="tensor-parallel size must be"):
             Topology(tp_size, heads, (1,))
     for layers in ((), (0, 0), (3, -1)):
         with pytest.raises(ValueError, match="at least one layer in total"):

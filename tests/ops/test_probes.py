@@ -112,7 +112,10 @@ def test_after_a_call_that_fails_the_rest_is_not_checked(bulk: MemoryStore) -> N
     store = FlakyStore(bulk)
     store.fail_next(StoreDenied("403"))
     checks = bulk_checks(store)
-    assert [(check.name, check.status) for check in checks] == [("check", "ok"), ("put", "denied")]
+    assert [check.name for check in checks] == WRITER_STEPS
+    assert statuses(checks) == ["ok", "denied"] + ["not checked"] * 6
+    checks = bulk_checks(that(MemoryStore(), check=refuse))
+    assert statuses(checks) == ["denied"] + ["not checked"] * 7
     store = that(MemoryStore(), get=refuse)
     checks = bulk_checks(store)
     assert statuses(checks) == ["ok", "ok", "ok", "denied"] + ["not checked"] * 4

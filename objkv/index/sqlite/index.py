@@ -119,7 +119,9 @@ def prepare(path: Path) -> None:
             with suppress(FileNotFoundError):  # usual, or its last user just removed it
                 _check(companion, folder)
     except OSError as exc:
-        raise StoreDenied(f"index {path}: {exc.strerror}: {exc.filename}") from exc
+        denied = isinstance(exc, PermissionError)
+        fix = ": this user needs write permission on the file and its folder" if denied else ""
+        raise StoreDenied(f"index {exc.filename or path}: {exc.strerror}{fix}") from exc
 
 
 def _make(path: Path, folder: os.stat_result) -> None:
@@ -342,8 +344,7 @@ def translated(path: Path) -> Iterator[None]:
 def _damaged(path: Path, what: object) -> StoreDenied:
     return StoreDenied(
         f"index {path} is damaged or not an objkv index ({what}): stop all processes that use "
-        "it, then delete it and its -wal and -shm files; no KV is lost, chunks are found "
-        "again after their next save"
+        "it, delete it and its -wal and -shm files, then run objkv rebuild --apply; no KV is lost"
     )
 
 

@@ -118,7 +118,8 @@ def make_report(
         problems=(),
     )
     unread = [*sorted(walk.problems), *pins.problems]
-    return replace(report, problems=tuple(_problems(report, walk, doubts, unread)))
+    problems = tuple(_problems(report, walk, doubts, unread))
+    return replace(report, problems=problems, is_doubted=bool(doubts))
 
 
 def _problems(

@@ -178,6 +178,8 @@ class AuditReport:
     """None if the bulk store is not a bucket."""
     problems: tuple[str, ...]
     """Sentences that qualify the numbers, worst first."""
+    is_doubted: bool = False
+    """Whether index and bulk store do not seem to belong together."""
 
     @property
     def roots(self) -> tuple[Branch, ...]:
@@ -191,4 +193,4 @@ def verdict(report: AuditReport) -> AuditVerdict:
     found = {one.kind: one.faults for one in report.findings.counts}
     if found["corrupt"]:
         return "corrupt"
-    return "faults" if any(found.values()) else "fine"
+    return "faults" if any(found.values()) or report.is_doubted else "fine"

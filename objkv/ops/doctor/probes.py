@@ -72,15 +72,17 @@ def probe_store(
     [sample] = samples = make_samples(_SAMPLE, 1)
     key, value = sample.key, bytes(sample.payload)
     if role == "writer":
-        checks = run_steps(area, [Step("check", store.check)])
+        first = Step("check", store.check)
+        steps = [*_write_steps(store, key, value), *_read_steps(store, key, value)]
+        steps += _list_steps(listed, key, found=True)
+        checks = run_steps(area, [first])
         if checks[0].status in BAD:
-            return checks
+            return [*checks, *_not_checked(area, steps, first.name)]
         try:
             with stored_for_a_while(store, samples, expires=area == "hot"):
-                steps = [*_write_steps(store, key, value), *_read_steps(store, key, value)]
-                return [*checks, *run_steps(area, [*steps, *_list_steps(listed, key, found=True)])]
+                return [*checks, *run_steps(area, steps)]
         except StoreError as exc:
-            return [*checks, failure(area, "put", exc)]
+            return [*checks, failure(area, "put", exc), *_not_checked(area, steps[1:], "put")]
     every = _read_steps(store, key, None)
     # The rights of other roles in Redis do not suffice for all.
     chosen = [one for one in every if listed is not None or one.name in _IN_REDIS]
@@ -170,13 +172,18 @@ def probe_index(role: Role, index: WriteIndex) -> list[Check]:
     return checks
 
 
+def _not_checked(area: Area, steps: Iterable[Step], broken: str) -> list[Check]:
+    why = f"because {broken} failed"
+    return [Check(area, step.name, "not checked", why) for step in steps]
+
+
 def run_steps(area: Area, steps: Iterable[Step]) -> list[Check]:
     """Run the steps in order. After a step that raised an error, the rest is not checked."""
     checks: list[Check] = []
     broken = ""
     for step in steps:
         if broken:
-            checks.append(Check(area, step.name, "not checked", f"because {broken} failed"))
+            checks += _not_checked(area, [step], broken)
             continue
         try:
             problem = step.act()

@@ -94,6 +94,10 @@ class Doubt:
     """Whether it is the bulk store that looks emptied or wrong, and not the index."""
 
 
+_IF_RIGHT = "check bulk_url, index_url and redis_prefix; if they are right"
+"""The remedy if bulk store and index do not match, since a sweep deletes what it is given."""
+
+
 def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tuple[Doubt, ...]:
     """Return what seems useless only because the other backend lacks most of it: that backend was
     probably wiped, or is the wrong one. Names that both have prove nothing: fleets with the same
@@ -121,8 +125,8 @@ def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tupl
             Doubt(
                 None,
                 f"the index has no record of any payload{of}: it was wiped, belongs to another "
-                "bucket, or all records have expired; run objkv rebuild --apply, or objkv sweep "
-                "with --force to delete all",
+                f"bucket, or all records have expired; {_IF_RIGHT}, run objkv rebuild --apply, or "
+                "objkv sweep with --force to delete all",
             )
         ]
     [(records, stored)] = inventory.some(_STORED)
@@ -131,7 +135,8 @@ def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tupl
             Doubt(
                 None,
                 f"the bulk store has none of the payloads{of} in the index: it belongs to "
-                "another index, or was emptied; objkv sweep with --force removes the records",
+                f"another index, or was emptied; {_IF_RIGHT}, objkv sweep with --force removes the "
+                "records",
                 is_of_bulk=True,
             )
         )
@@ -281,7 +286,8 @@ def _remedy(
     altogether unless forced."""
     remedy = REMEDIES[kind]
     if any(one.namespace is None for one in doubts):
-        remedy = remedy.replace("sweep --apply", "sweep --apply --force")
+        if "sweep --apply" in remedy:
+            remedy = f"{_IF_RIGHT}, {remedy.replace('sweep --apply', 'sweep --apply --force')}"
     elif kind in _DOUBTED:
         kept = {
             name: wrong[kind, name].count
