@@ -43,11 +43,16 @@ def shown() -> list[str]:
 
 @scenario
 def run_page(folder: Path, script: str, model: str) -> dict[str, Any]:
-    """Run ``script`` as a user does in a clone; ``model`` is the name of the model's folder."""
+    """Run the page; ``model`` is the name of the model's folder."""
     assert tiny.make().name == model
     assert PORTS in script
     script = script.replace(PORTS, f"PORT_A={free_port()} PORT_B={free_port()}\n")
-    file = folder / "quickstart.sh"
+    return {"out": run_script(folder, script)}
+
+
+def run_script(folder: Path, script: str) -> str:
+    """Run ``script`` as a user does in a clone, and return what it printed."""
+    file = folder / "page.sh"
     file.write_text(f"set -eo pipefail\n{script}")
     path = f"{Path(sys.executable).parent}:{environment()['PATH']}"
     own = {
@@ -74,7 +79,7 @@ def run_page(folder: Path, script: str, model: str) -> dict[str, Any]:
         logs = sorted(folder.glob("*.log"))
         said = "\n".join(f"{log.name}: {log.read_text()[-3000:]}" for log in logs)
         raise RuntimeError(f"exit {process.returncode}: {out[-3000:]}\n{said}")
-    return {"out": out}
+    return out
 
 
 def printed() -> str:
