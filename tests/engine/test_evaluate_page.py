@@ -1,4 +1,4 @@
-"""All steps but the fifth of docs/evaluate.md, as on the page, with the servers of the quickstart."""
+"""All steps but the fifth of docs/evaluate.md, with the servers of the quickstart."""
 
 import json
 import re
