@@ -48,6 +48,18 @@ def test_backends_that_do_not_match_are_a_fault_and_the_settings_are_to_be_check
     assert run("audit", "--json").document["verdict"] == "faults"
 
 
+def test_an_idle_fleet_whose_records_have_all_expired_is_fine(
+    run: Run, machine: Machine, home: Path
+) -> None:
+    machine.fill()
+    for record in [*machine.index.scan(NAMESPACE)]:
+        machine.index.drop(NAMESPACE, record.prefix_hash)
+    for payload in home.rglob("*.safetensors"):
+        os.utime(payload, (1_700_000_000, 1_700_000_000))
+    ran = run("audit")
+    assert (ran.code, "all records have expired" in ran.out) == (0, True)
+
+
 def test_wrong_options_are_told_before_anything_is_walked(
     run: Run, machine: Machine, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,7 +119,10 @@ def make_report(
     )
     unread = [*sorted(walk.problems), *pins.problems]
     problems = tuple(_problems(report, walk, doubts, unread))
-    return replace(report, problems=problems, is_doubted=bool(doubts))
+    # Without records that a payload should still have, all may simply have expired.
+    orphans = any(one.kind == "orphan" and one.count for one in report.findings.counts)
+    is_doubted = any(one.is_of_bulk or orphans for one in doubts)
+    return replace(report, problems=problems, is_doubted=is_doubted)
 
 
 def _problems(
