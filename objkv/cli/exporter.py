@@ -132,10 +132,15 @@ def _print_once(
 def _asks(session: Session, backends: Backends) -> Asks:
     config = session.config
 
+    was_there = False
+
     def check_bulk() -> None:
-        if not session.has_bulk():  # a reader creates no folder
+        nonlocal was_there
+        if session.has_bulk():
+            backends.bulk.check()
+            was_there = True
+        elif was_there:  # before its first save, a replica has no folder
             raise StoreUnavailable(f"no such folder: {config.bulk_url}")
-        backends.bulk.check()
 
     def check_index() -> None:
         if config.index_url.startswith("sqlite:"):

@@ -69,9 +69,12 @@ def gpu_check(
     name = _model(model, is_random=random)
     if find_spec("torch") is None or find_spec("vllm") is None:
         raise ConfigError(f"gpu-check needs vLLM: {pip_install('vllm')}")
-    place, models = cache_folder() / "gpu-check", cache_folder() / "demo" / "models"
-    make_private(place)
-    with ending_in_order(), tempfile.TemporaryDirectory(dir=place) as folder:
+    models = cache_folder() / "demo" / "models"
+    make_private(cache_folder())
+    with (
+        ending_in_order(),
+        tempfile.TemporaryDirectory(dir=cache_folder(), prefix="gpu-check-") as folder,
+    ):
         try:
             with session.out.stages() as report_stage:
                 check = GpuCheck(name, Path(folder), models, report_stage)

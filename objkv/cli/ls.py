@@ -235,7 +235,7 @@ def _show_tree(session: Session, shown: Sequence[Branch], omitted: int) -> None:
         out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
         return
     columns = (
-        "prefix", ">tokens", ">chunks", ">with all below", ">hits", "~notes", ">newest", ">ends",
+        "=prefix", ">tokens", ">chunks", ">with all below", ">hits", "~notes", ">newest", ">ends",
     )  # fmt: skip
     last = {(one.namespace, one.parent): one.id for one in shown}
     rows, name, lines = list[tuple[object, ...]](), "", dict[int | None, str]()

@@ -28,6 +28,8 @@ _HASH: Final = re.compile(r"(?<![0-9A-Za-z])([0-9a-f]{12})[0-9a-f]{20,52}(?![0-9
 _NAME_MIN: Final = 12
 """Names are cut to this width before a column is left out."""
 _WIDTH = 10_000
+_MARKS = ">=~"
+"""See ``Printer.table``."""
 plain = partial(to_jsonable_python, bytes_mode="hex")
 """Converts a value to JSON values: dataclasses to objects, bytes to hex."""
 _STYLES = {
@@ -71,8 +73,8 @@ class Printer:
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print rows. ``>`` before a column's name aligns it right; such columns (numbers) are
-        never cut. ``~`` lets a column wrap between words. A table whose columns all lack names has
-        no header.
+        never cut. ``=`` neither aligns nor cuts. ``~`` lets a column wrap between words. A table
+        whose columns all lack names has no header.
 
         On a terminal, hashes are shortened, names are cut, and the last columns are left out if
         there is no room.
@@ -112,7 +114,9 @@ class Printer:
             *columns, console=self._progress, transient=True, disable=disable
         ) as progress:
             task = progress.add_task(what, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+            yield lambda done, total: progress.update(
+                task, completed=done, total=total and max(done, total)
+            )
 
     @contextmanager
     def stages(self) -> Iterator[Callable[[str, str], None]]:
@@ -145,15 +149,15 @@ def rich_table(
         needed = [_needed(name, [row[at] for row in cells]) for at, name in enumerate(columns)]
         while len(places) > 1 and sum(needed[at] + 2 for at in places) - 2 > width:
             places.pop()
-    has_names = any(name.lstrip(">~") for name in columns)
+    has_names = any(name.lstrip(_MARKS) for name in columns)
     table = Table(box=None, pad_edge=False, header_style="bold", show_header=has_names)
     for at in places:
         name = columns[at]
         is_prose, is_number = name.startswith("~"), name.startswith(">")
         table.add_column(
-            name.lstrip(">~"),
+            name.lstrip(_MARKS),
             justify="right" if is_number else "left",
-            no_wrap=is_number or (width is None and not is_prose),
+            no_wrap=not is_prose,
             overflow="fold" if is_prose or width is None else "ellipsis",
         )
     for row in cells:
@@ -163,8 +167,8 @@ def rich_table(
 
 def _needed(name: str, cells: Sequence[Text]) -> int:
     """Return the least width of a column."""
-    widest = max([len(name.lstrip(">~")), *(cell.cell_len for cell in cells)])
-    return widest if name.startswith(">") else min(widest, _NAME_MIN)
+    widest = max([len(name.lstrip(_MARKS)), *(cell.cell_len for cell in cells)])
+    return widest if name.startswith((">", "=")) else min(widest, _NAME_MIN)
 
 
 def _shortened(cell: Text) -> Text:

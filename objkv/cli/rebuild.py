@@ -20,8 +20,9 @@ _MEANS = {
     "corrected": "had a wrong record",
     "present": "had a correct record",
     "written": "were being written by others",
-    "corrupt": "are unreadable or of another key; verify --all --quarantine --apply (or a sweep, "
+    "corrupt": "are damaged or of another key; verify --all --quarantine --apply (or a sweep, "
     "without a record) removes them",
+    "unreadable": "were refused by the store; nothing is known of their records",
 }
 
 
@@ -59,7 +60,8 @@ def rebuild(
             _show(run, len(found), apply=apply)
         counts = run.counters.counts
         is_left = not apply and (counts["restored"] or counts["corrected"])
-        return run.code(FOUND if is_left or counts["corrupt"] else FINE)
+        is_bad = counts["corrupt"] or counts["unreadable"]
+        return run.code(FOUND if is_left or is_bad else FINE)
 
 
 def _nothing_to_do(session: Session) -> int:

@@ -23,7 +23,7 @@ from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify, choose_sample
 SAMPLE = 200
 _MEMORY_BYTES = 1 << 30
 """For all payloads in flight."""
-_WRONG = ("missing", "corrupt", "mismatch", "hot")
+_WRONG = ("missing", "corrupt", "unreadable", "mismatch", "hot")
 _DONE = {
     "quarantined": "quarantined",
     "forgotten": "removed from the index (payload missing)",
@@ -210,9 +210,15 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
         out.line(MISSING_UNSEEN, "yellow")
     out.table(("", "", "~"), [(one.kind, one.key, one.detail) for one in counters.findings])
     done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]
+    if unreadable := counts["unreadable"]:
+        out.line(
+            f"{counted(unreadable, 'payload')} could not be read, so nothing is known of them: "
+            "give this user the right to read them, or look at the disk",
+            "yellow",
+        )
     if done:
         out.line(", ".join(done))
-    elif wrong and not shown.applied:
+    elif wrong > unreadable and not shown.applied:
         options = "--apply" if shown.quarantine else "--quarantine --apply"
         if shown.refusal:
             out.line(
@@ -220,7 +226,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             )
         else:
             out.line(f"nothing was changed: {options} would {_plan(counts)}")
-    elif wrong:
+    elif wrong > unreadable:
         out.line("nothing was changed: quarantining starts only after everything is checked")
     if shown.applied and counters.omitted:
         out.line(

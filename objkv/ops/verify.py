@@ -19,7 +19,7 @@ from objkv.cache.chunks import publish_record, stored_header
 from objkv.codec.payload import Header, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
-from objkv.errors import ConfigError, KeyMismatch, PayloadError
+from objkv.errors import ConfigError, KeyMismatch, PayloadError, StoreError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
@@ -57,9 +57,10 @@ _FINDINGS_AT_ONCE = 100
 _NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 
-Verdict = Literal["ok", "missing", "corrupt", "mismatch", "hot", "changed"]
-"""``mismatch``: the payload is right but differs from its
-record. ``hot``: the copy in the hot store differs. ``changed``: no longer stored."""
+Verdict = Literal["ok", "missing", "corrupt", "unreadable", "mismatch", "hot", "changed"]
+"""``unreadable``: the store refuses to return this payload, and nothing is known of its bytes.
+``mismatch``: the payload is right but differs from its record. ``hot``: the copy in the hot store
+differs. ``changed``: no longer stored."""
 
 LARGE_BYTES = 64 << 20
 """From this size on, the header is checked before the whole payload is read into memory."""
@@ -153,28 +154,31 @@ class Checker:
         self, key: ChunkKey, entry: Entry, record: Record | None, seal: Seal | None
     ) -> Checked:
         nbytes = entry.nbytes
-        try:
-            if nbytes > LARGE_BYTES:
-                stored_header(self._view.bulk, entry, seal)
-            with self._budget.taking(nbytes):
+        with self._budget.taking(nbytes):
+            try:
+                if nbytes > LARGE_BYTES:
+                    stored_header(self._view.bulk, entry, seal)
                 payload = self._view.bulk.get(key.path())
                 if payload is None:
                     return Checked("changed", 0)
                 header = self.read(payload, seal)
-                if header.claim.key != key:
-                    return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
-                if record is None:
-                    return Checked("ok", nbytes, header=header)
-                if not is_same(record.shards[key.field], header) or not is_chunk_same(
-                    record, header
-                ):
-                    return Checked("mismatch", nbytes, "its record differs", header)
-                if record.shards[key.field].hot and self._is_copy_wrong(key, payload):
-                    return Checked("hot", nbytes, "its copy in the hot store differs", header)
+            except PayloadError as exc:
+                of_other_keys = isinstance(exc, KeyMismatch)
+                return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
+            except StoreError as exc:
+                if exc.transient:
+                    raise
+                return Checked("unreadable", nbytes, str(exc))
+            if header.claim.key != key:
+                return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
+            if record is None:
                 return Checked("ok", nbytes, header=header)
-        except PayloadError as exc:
-            of_other_keys = isinstance(exc, KeyMismatch)
-            return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
+            shard = record.shards[key.field]
+            if not is_same(shard, header) or not is_chunk_same(record, header):
+                return Checked("mismatch", nbytes, "its record differs", header)
+            if shard.hot and self._is_copy_wrong(key, payload):
+                return Checked("hot", nbytes, "its copy in the hot store differs", header)
+            return Checked("ok", nbytes, header=header)
 
     def read(self, payload: bytes, seal: Seal | None) -> Header:
         """Check every byte of a payload and return its header; the caller compares the key. Raises
@@ -277,6 +281,8 @@ class Verify:
     def _settle(self, findings: Sequence[Finding], counters: Counters, check: Check) -> None:
         for finding in findings:
             check()
+            if finding.kind == "unreadable":
+                continue
             done = self._set_right(ChunkKey.parse(finding.key), finding.kind)
             if done is not None:
                 counters.count(done, finding.nbytes)

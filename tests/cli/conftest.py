@@ -56,7 +56,8 @@ JSON_KEYS = {
         " namespace prompt_tokens waited arrived arrived_bytes seconds"
     ],
     "rebuild": [
-        f"{RUN} applied own_index namespaces restored corrected present written corrupt pins",
+        f"{RUN} applied own_index namespaces restored corrected present written corrupt"
+        " unreadable pins",
         "command ending complete own_index",
     ],
     "show": ["key verdict payloads"],
@@ -66,8 +67,8 @@ JSON_KEYS = {
     "unpin": ["namespace leaf tokens chunks until_s nbytes missing by created_s"],
     "verify": [
         f"{RUN} every quarantine applied refusal chosen_of part checked checked_bytes"
-        " missing_seen ok missing corrupt mismatch hot orphan expired changed quarantined"
-        " forgotten mended"
+        " missing_seen ok missing corrupt unreadable mismatch hot orphan expired changed"
+        " quarantined forgotten mended"
     ],
     "warm": [
         "command complete mode namespace model ending prompts stored_before short warmed failed"

@@ -7,7 +7,9 @@ import pytest
 
 from objkv.config import Config, Resolved, resolve_config
 from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
-from objkv.index.base import ServerFacts
+from objkv.index.base import ChunkEntry, ServerFacts, ShardRecord
+from objkv.keys.identity import NAMESPACE_HEX
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.doctor import settings as module
 from objkv.ops.doctor.doctor import DoctorReport, Openers, examine
 from objkv.ops.doctor.probes import Check
@@ -15,7 +17,7 @@ from objkv.ops.doctor.settings import check_engine, check_login, check_privacy, 
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import agent_folder
-from tests.support.samples import save_identity, save_in_format
+from tests.support.samples import CHUNK, save, save_identity, save_in_format
 
 RESOLVED = resolve_config(
     {
@@ -102,6 +104,20 @@ def test_namespaces_of_an_earlier_format_are_one_warning(ward: Ward) -> None:
     [check] = ward.named("format")
     assert (check.status, check.detail[:12]) == ("warning", "2 namespaces")
     assert check.fix.startswith("objkv sweep --apply")
+
+
+def test_an_index_of_another_bucket_is_a_warning(ward: Ward) -> None:
+    assert ward.named("match") == []
+    save_identity(ward.bulk)
+    [check] = ward.named("match")
+    assert (check.status, "objkv rebuild" in check.fix) == ("warning", True)
+    chunk = ChunkEntry("a" * NAMESPACE_HEX, bytes(PREFIX_HASH_BYTES), b"", 0, CHUNK)
+    shard = ShardRecord(1, 1, is_plain=True, hot=False, header_checksum="", created_s=0)
+    ward.index.publish(chunk, {"0": shard}, ttl_s=60)
+    [check] = ward.named("match")
+    assert "do not belong together" in check.fix
+    save(ward.bulk, ward.index)
+    assert ward.named("match") == []
 
 
 @pytest.mark.parametrize("own", [True, False])

@@ -144,6 +144,8 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
         index += _examine_server(openers)
     if is_bad:  # the hot store is on the same server: one report is enough
         return [*checks, *index]
+    if not any(check.status in BAD for check in checks):
+        index += _examine_match(openers)
     hot = _probed("hot", openers.hot, lambda store: probe_store(role, "hot", store))
     return [*checks, *index, *hot]
 
@@ -169,6 +171,30 @@ def _examine_beside(resolved: Resolved, openers: Openers) -> list[Check]:
 def _examine_contents(bulk: ReadStore, openers: Openers, ttl_s: int) -> list[Check]:
     rules = check_lifecycle(openers.read_rules, ttl_s)
     return [*rules, *_examine_switches(bulk), *_examine_formats(bulk)]
+
+
+def _examine_match(openers: Openers) -> list[Check]:
+    """A warning if the index has no record of any namespace in the bulk store."""
+    try:
+        with closing(openers.bulk()) as bulk, closing(openers.index()) as index:
+            recorded = {one.namespace for one in index.usage() if one.payloads > 0}
+            stored = stored_namespaces(bulk)
+    except ObjkvError as exc:
+        return [failure("index", "match", exc)]
+    if not stored or recorded.intersection(stored):
+        return []
+    detail = (
+        f"the index has no record of the {len(stored)} {noun(len(stored), 'namespace')} in the "
+        "bulk store"
+    )
+    if recorded:
+        fix = "check bulk_url, index_url and redis_prefix: they do not belong together"
+    else:
+        fix = (
+            "check index_url and redis_prefix; if they are right and the records have not just "
+            "expired, objkv rebuild --apply restores them"
+        )
+    return [Check("index", "match", "warning", detail, fix)]
 
 
 def _examine_server(openers: Openers) -> list[Check]:
