@@ -29,7 +29,8 @@ A setting can be set in three places. Later ones win:
 An unknown name is an error, and the message shows the nearest known name. `objkv doctor` prints
 every setting with its source. AWS's own variables (`AWS_PROFILE`, `AWS_REGION`,
 `AWS_ENDPOINT_URL_S3` and others) apply to settings that are unset here. A name that ends in `_ms`,
-`_s` or `_bytes` gives the unit: milliseconds, seconds or bytes.
+`_s` or `_bytes` gives the unit of a bare number: milliseconds, seconds or bytes. Text may also be
+`2h` or `10GiB`.
 """
 COLUMNS = """
 | Setting | Type | Default | Meaning |

@@ -226,7 +226,7 @@ class Config(BaseModel):
     """Which payloads an agent puts to the bulk store. ``all``: each at once. ``reused``: a payload
     stays in the agent's memory until it is read or computed again, here or on another node, or a
     request says ``objkv_put``; it is lost if it is evicted before that or the agent ends. ``auto``:
-    ``all`` if that costs less than the GPU time that it saves, ``reused`` otherwise, and with
+    ``all`` if that pays once a quarter of the chunks is read again, ``reused`` otherwise, and with
     ``agent_disk_url`` in any bucket that has a price."""
     price_gb_month: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Price of 10^9 bytes in the bucket for a month, in US dollars. Unset: the list price of the

@@ -337,7 +337,7 @@ def test_the_folder_becomes_the_agents_own(tmp_path: Path) -> None:
 
 def test_the_probes_tell_an_agent_that_answers_from_one_that_does_not() -> None:
     (one,) = agent()["containers"]
-    assert one["resources"]["limits"]["memory"] == "4024Mi", "the arena fits into it"
+    assert one["resources"]["limits"]["memory"] == "7352Mi", "the arena and its work fit into it"
     (command,) = {
         tuple(one[probe]["exec"]["command"])
         for probe in ("startupProbe", "readinessProbe", "livenessProbe")

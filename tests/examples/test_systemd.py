@@ -85,7 +85,7 @@ def test_an_agents_memory_user_and_socket_are_those_of_its_replicas() -> None:
     assert own["DynamicUser"] == "no", "replicas could not connect"
     name, _, arena = own["Environment"].partition("=")
     config = load_config(environ={name: arena})
-    assert own["MemoryMax"] == f"{(config.agent_memory_bytes >> 20) + 1024}M"
+    assert own["MemoryMax"] == f"{(config.agent_memory_bytes * 5 // 4 >> 20) + 256}M"
     socket = shlex.split(settings(AGENT)["ExecStart"])[-1]
     assert Path(socket).parent == Path("/run") / own["RuntimeDirectory"]
     page = (UNITS / "README.md").read_text()
