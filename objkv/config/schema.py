@@ -194,8 +194,8 @@ class Config(BaseModel):
 
     agent: str = Field(default="auto", pattern=r"^(auto|private|unix:///[^\x00]{1,100})$")
     """The agent that loads and saves for a replica. ``auto``: one for all replicas of this user on
-    this machine that have the same stores; the first replica starts it, and it ends ten minutes
-    after the last. ``private``: the replica's own, which ends half a minute after it.
+    this machine with the same settings of stores and agent; the first replica starts it, and it
+    ends ten minutes after the last. ``private``: the replica's own, which ends half a minute after it.
     ``unix:///path``: the socket of an agent that you run. Without an agent a replica computes, and
     caches nothing until one answers."""
     agent_memory_bytes: int = Field(default=0, ge=0)

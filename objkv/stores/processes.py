@@ -122,7 +122,7 @@ def run(arguments: Sequence[str], open_store: Callable[[], ReadStore]) -> None:
     for number, fd in enumerate(channel_fds):
         part = view[number * share : (number + 1) * share]
         serve = partial(_serve, socket.socket(fileno=fd), part, store)
-        Thread(target=serve, name=f"objkv-lane-{number}", daemon=True).start()
+        Thread(target=serve, name=f"objkv-serve-{number}", daemon=True).start()
     with suppress(OSError):
         control.send(READY)
         control.recv(1)  # returns when the agent has closed its end, or ended
