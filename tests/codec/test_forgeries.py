@@ -5,7 +5,6 @@ Here the attacker takes apart existing payloads, puts any bytes anywhere, and ma
 right again, because checksums need no key.
 """
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +25,6 @@ from objkv.codec.seal import Seal, SealKey
 from objkv.codec.values import digest
 from objkv.errors import PayloadError
 from tests.codec.payloads import (
-    CLAIM,
     LAYERS,
     is_refused,
     noise,
@@ -110,6 +108,7 @@ def last_digit(text: str) -> str:
 
 CLAIMED: dict[str, Change] = {
     "chunk": metadata("chunk", lambda text: "ac" + text[2:]),
+    "hash": metadata("chunk", lambda text: text[:32] + "f" * 40 + text[72:]),
     "group": metadata("chunk", lambda text: text[:-1] + "1"),
     "shard": metadata("shard", lambda text: text.replace("H0-2", "H0-3")),
     "parent": metadata("parent", last_digit),
@@ -188,34 +187,6 @@ def test_frames_cannot_be_swapped_within_a_payload(kind: str) -> None:
         if f"{name}.0" in told:
             told[f"{name}.0"], told[f"{name}.1"] = told[f"{name}.1"], told[f"{name}.0"]
     assert is_refused(reworked(document, moved), SEALS[kind])
-
-
-OTHER_KEY = replace(CLAIM.key, prefix_hash=b"\x09" * 20)
-MOVES = {
-    "hash": replace(CLAIM, key=OTHER_KEY),
-    "group": replace(CLAIM, key=replace(CLAIM.key, group=1)),
-    "tenant": replace(CLAIM, key=replace(CLAIM.key, namespace="cd" * 16)),
-    "parent": replace(CLAIM, parent_hash=b"\x08" * 20),
-    "place": replace(CLAIM, token_start=512, token_end=768),
-}
-
-
-@pytest.mark.parametrize("moved", MOVES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_payload_cannot_be_moved_to_another_name(kind: str, moved: str) -> None:
-    seal, claim = SEALS[kind], MOVES[moved]
-    payload = sample(seal=seal)
-    assert is_refused(payload, seal, claim)
-    document, frames = split(payload)
-    document["__metadata__"] |= {
-        "chunk": claim.key.chunk_text,
-        "parent": claim.parent_hash.hex(),
-        "token_start": str(claim.token_start),
-        "token_end": str(claim.token_end),
-    }
-    forged = reworked(document, frames)
-    assert read_header(forged).claim == claim
-    assert is_refused(forged, seal, claim)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -301,25 +272,6 @@ def test_another_tag_or_salt_opens_nothing(name: str, old: str, new: str) -> Non
     assert is_refused(reworked(document, frames), SEALS["encrypted"])
 
 
-@settings(max_examples=50)
-@given(st.sampled_from(sorted(SAMPLES)), st.data())
-def test_no_stretch_written_over_reaches_the_model(
-    which: tuple[str, str], data: st.DataObject
-) -> None:
-    original = SAMPLES[which]
-    payload = bytearray(original)
-    at = data.draw(st.integers(0, len(payload) - 1))
-    new = data.draw(st.binary(min_size=1, max_size=80))
-    payload[at : at + len(new)] = new
-    start = read_header(original).data_start
-    forged = rechecked(payload[:start]) + payload[start:]
-    for bytes_ in (payload, forged):
-        try:
-            assert pages_read(bytes_, SEALS[which[0]]) == PAGES
-        except PayloadError:
-            continue
-
-
 def test_a_header_with_two_signatures_is_refused() -> None:
     payload = sample(seal=SEALS["signed"])
     start = read_header(payload).data_start
@@ -353,7 +305,5 @@ def test_who_finds_other_bytes_of_the_same_checksum_has_found_nothing(
 
 def test_reworking_alone_changes_nothing() -> None:
     """Else the tests here would prove nothing."""
-    for kind, codec in SAMPLES:
-        document, frames = split(SAMPLES[kind, codec])
-        assert json.dumps(document)
-        assert reworked(document, frames) == SAMPLES[kind, codec]
+    for payload in SAMPLES.values():
+        assert reworked(*split(payload)) == payload

@@ -63,28 +63,6 @@ def test_every_payload_opens_with_safetensors(codec: str, kind: str, tmp_path: P
             assert shapes == [[layer.nbytes] for layer in LAYERS]
 
 
-@pytest.mark.parametrize(
-    ("framework", "dtype"),
-    [("np", dtype) for dtype in ("F16", "F32", "U8", "I8", "I64")]
-    + [("pt", dtype) for dtype in ("BF16", "F8_E4M3", "F8_E5M2")],
-)
-def test_a_typed_tensor_reads_back_equal_with_safetensors(
-    framework: str, dtype: str, tmp_path: Path
-) -> None:
-    layer = LayerSpec("layer", dtype, (2, 3, 4, 5))
-    path = tmp_path / "x.safetensors"
-    pages = smooth(layer.nbytes)
-    path.write_bytes(sample(layers=[layer], pages=[pages]))
-    with safetensors.safe_open(path, framework) as file:
-        tensor = file.get_tensor("layer")
-    assert tuple(tensor.shape) == layer.shape
-    if framework == "pt":
-        torch = pytest.importorskip("torch")
-        assert tensor.element_size() == layer.item_bytes
-        tensor = tensor.view(torch.uint8).numpy()
-    assert tensor.tobytes() == pages
-
-
 def test_frames_without_codec_are_views_of_the_payload() -> None:
     payload = bytearray(sample())
     header = read_header(payload)
