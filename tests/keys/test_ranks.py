@@ -171,22 +171,6 @@ def tokens_of(part: TokenPart, tokens: int = 64) -> set[int]:
     return {t for t in range(tokens) if t // part.interleave % part.size == part.rank}
 
 
-@given(divisions, st.sampled_from([1, 2, 4]), st.integers(1, 3), st.binary(min_size=1, max_size=1))
-def test_with_dcp_the_writers_save_every_token_of_every_layer_once(
-    division: tuple[int, int], interleave: int, stages: int, prefix_hash: bytes
-) -> None:
-    tp_size, dcp_size = division
-    topology = Topology(tp_size, 1, (2,) * stages, dcp_size, interleave if dcp_size > 1 else 1)
-    counted = Counter(
-        (layer, token)
-        for rank in range(topology.size)
-        if (share := topology.held(rank)) is not None and share.writes(prefix_hash)
-        for layer in range(share.shard.layer_start, share.shard.layer_end)
-        for token in tokens_of(share.shard.tokens)
-    )
-    assert counted == Counter({(layer, t): 1 for layer in range(2 * stages) for t in range(64)})
-
-
 @given(divisions, divisions)
 def test_parts_of_another_division_have_all_tokens_of_a_rank(
     one: tuple[int, int], other: tuple[int, int]
