@@ -132,7 +132,7 @@ class _NoSocketLine(RespConnection):
 
     def __init__(self, wire: Wire) -> None:
         self.clean = True
-        self.tls = self._blocking = False
+        self.tls = False
         self.sock = wire  # type: ignore[assignment]
         self._rest = b""
         self._timeout_s = None

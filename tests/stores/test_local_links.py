@@ -8,11 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from objkv.cache.bulk_index import BulkIndex
 from objkv.errors import StoreDenied
 from objkv.stores.base import Unfinished
 from objkv.stores.local import LocalStore
-from tests.contracts.index_contract import NAMESPACE
 
 SECRET = b"somebody else's"
 KEY = "ns/aa/hash/0.payload"
@@ -121,17 +119,6 @@ def test_scans_and_sweeps_see_no_more_than_the_folder(
     assert left.name == "~tmp-2-0"
     assert store.discard(left)
     assert contents(outside) == before
-
-
-def test_an_index_of_files_follows_no_link(root: Path, outside: Path) -> None:
-    root.mkdir()
-    (root / NAMESPACE).symlink_to(outside)
-    index = BulkIndex(LocalStore(root))
-    with pytest.raises(StoreDenied, match="symbolic link"):
-        index.find(NAMESPACE, [bytes(20)], ["0.L0-1_H0-1"])
-    with pytest.raises(StoreDenied, match="symbolic link"):
-        index.drop(NAMESPACE, bytes(20))
-    assert index.namespaces() == []
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "folder"])

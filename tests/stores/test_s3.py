@@ -24,7 +24,7 @@ from objkv.config import Config
 from objkv.errors import ConfigError, StoreBusy, StoreDenied, StoreError, StoreUnavailable
 from objkv.stores.s3 import client as s3_client
 from objkv.stores.s3.bucket import Bucket
-from objkv.stores.s3.client import ATTEMPTS, Retrier, S3Access, open_s3_access
+from objkv.stores.s3.client import Retrier, S3Access, open_s3_access
 from objkv.stores.s3.errors import translated
 from objkv.stores.s3.store import S3Store
 from tests.contracts.store_contract import StoreContract
@@ -274,12 +274,6 @@ def test_a_missing_bucket_is_denied(access: S3Access) -> None:
     for call in calls:
         with pytest.raises(StoreDenied, match="the bucket does not exist"):
             call()
-
-
-def test_the_client_is_made_as_the_settings_say() -> None:
-    given = {"load_deadline_ms": 20_000, **KEYS}
-    config: Any = open_s3_access(Config.model_validate(given)).client.meta.config
-    assert ATTEMPTS * (config.connect_timeout + config.read_timeout) == pytest.approx(18)
 
 
 @pytest.mark.parametrize(
