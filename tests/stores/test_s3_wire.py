@@ -262,23 +262,30 @@ def test_a_body_in_chunks_is_read() -> None:
         assert server.connections <= 2
 
 
+IN_CHUNKS = b"Transfer-Encoding: chunked\r\n\r\n"
+
+
 @pytest.mark.parametrize(
-    "body",
+    "rest",
     [
-        *(b"3\r\nval\r\n", b"3\r\nva", b"3", b""),
-        *(b"-3\r\nval\r\n0\r\n\r\n", b"x\r\n\r\n", b"3\r\nvalue\r\n0\r\n\r\n"),
-        *(b"f" * 70_000, b"%x\r\n" % (VALUE_BYTES_MAX + 1)),
+        b"Content-Length: 100\r\n\r\nhalf",
+        *(IN_CHUNKS + body for body in (b"3\r\nval\r\n", b"3\r\nva", b"3", b"")),
+        IN_CHUNKS + b"-3\r\nval\r\n0\r\n\r\n",
+        IN_CHUNKS + b"x\r\n\r\n",
+        IN_CHUNKS + b"3\r\nvalue\r\n0\r\n\r\n",
+        *(IN_CHUNKS + body for body in (b"f" * 70_000, b"%x\r\n" % (VALUE_BYTES_MAX + 1))),
     ],
-    ids=lambda body: body[:20].decode(),
+    ids=lambda rest: rest[:50].decode(),
 )
-def test_chunks_that_end_early_or_are_none_are_no_value(body: bytes) -> None:
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+def test_a_body_or_chunks_that_end_early_or_are_none_are_no_value(rest: bytes) -> None:
     with (
-        Scripted(hasty(head + body)) as server,
+        Scripted(hasty(b"HTTP/1.1 200 OK\r\n" + rest)) as server,
         s3_store(server.url) as store,
-        pytest.raises(StoreUnavailable, match="get k"),
     ):
-        store.get("k")
+        with pytest.raises(StoreUnavailable, match="get k"):
+            store.get("k")
+        with pytest.raises(StoreUnavailable, match="get_into k"):
+            store.get_into("k", memoryview(bytearray(100)))
 
 
 HUGE = VALUE_BYTES_MAX + 1
