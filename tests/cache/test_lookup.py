@@ -15,13 +15,12 @@ from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.index.flaky_index import FlakyIndex
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.test_tracing import PARENT, TRACE, collected
 
 NS = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(3)]
-PATIENCE_S = 120
-"""For other threads to come, on a machine that is busy with other things."""
+CHUNK = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
 SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 FIELD = "0.L0-2_H0-4"
 LIMITS = LookupLimits(deadline_s=1.0, queue_max=2, age_max_s=30.0)
@@ -95,8 +94,7 @@ class GatedIndex:
 @pytest.fixture
 def index() -> Iterator[GatedIndex]:
     index = GatedIndex()
-    chunk = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
-    index.publish(chunk, {FIELD: SHARD}, ttl_s=3600)
+    index.publish(CHUNK, {FIELD: SHARD}, ttl_s=3600)
     yield index
     index.gate.close()
 
@@ -253,10 +251,7 @@ def test_a_failing_background_job_is_counted(
         raise error
 
     assert service.submit(job)
-    end = time.monotonic() + PATIENCE_S
-    while not recorder.value("background_errors"):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    wait_until(lambda: bool(recorder.value("background_errors")))
 
 
 @pytest.mark.parametrize(
@@ -271,9 +266,7 @@ def test_one_lookup_is_one_span_of_the_requests_trace(
     fault: str, description: str | None, counts: tuple[int | None, int | None]
 ) -> None:
     index, (tracing, exporter) = FlakyIndex(MemoryIndex()), collected()
-    record = ShardRecord(100, 80, True, False, "0" * 32, 1)
-    chunk = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
-    index.publish(chunk, {FIELD: record}, ttl_s=60)
+    index.publish(CHUNK, {FIELD: SHARD}, ttl_s=60)
     lookups = LookupService(
         index, [FIELD], MemoryRecorder(), LookupLimits(120.0, 4), tracing=tracing
     )
