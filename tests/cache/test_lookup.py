@@ -1,13 +1,12 @@
 """Lookups in the background: polled, memoised, bounded, never waited for."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from threading import Event, Lock, Timer
+from threading import Event, Timer
 
 import pytest
 
-from objkv.background import Question, Steps
+from objkv.background import Steps
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
@@ -26,55 +25,13 @@ FIELD = "0.L0-2_H0-4"
 LIMITS = LookupLimits(deadline_s=1.0, queue_max=2, age_max_s=30.0)
 
 
-class Gate:
-    """A line to a process that answers all questions, and those that follow, when it opens."""
-
-    def __init__(self) -> None:
-        self._questions, self._answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = Lock()
-        self._waiting = 0
-        self._is_open = False
-
-    def fileno(self) -> int:
-        return self._questions.fileno()
-
-    def send(self, message: bytes) -> bool:
-        with self._lock:
-            self._waiting += 1
-            self._answer()
-        return True
-
-    def receive(self) -> bytes | None:
-        try:
-            return self._questions.recv(100, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-
-    def set(self) -> None:
-        with self._lock:
-            self._is_open = True
-            self._answer()
-
-    def is_set(self) -> bool:
-        return self._is_open
-
-    def close(self) -> None:
-        self._questions.close()
-        self._answers.close()
-
-    def _answer(self) -> None:
-        while self._is_open and self._waiting:
-            self._answers.send(b"answer")
-            self._waiting -= 1
-
-
 class GatedIndex:
     """Replies when the test allows it, and counts calls."""
 
     def __init__(self) -> None:
         self.index = MemoryIndex()
         self.publish = self.index.publish
-        self.gate = Gate()
+        self.gate = Event()
         self.asked: list[Sequence[bytes]] = []
         self.error: Exception | None = None
 
@@ -82,21 +39,18 @@ class GatedIndex:
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> Steps[list[ShardRecords | None]]:
         self.asked.append(prefix_hashes)
-        try:
-            assert (yield Question(self.gate, b"question")) == b"answer"
-        except TimeoutError as exc:  # as a client of an agent does
-            raise StoreUnavailable(str(exc)) from exc
+        while not self.gate.wait(0.001):
+            yield None
         if self.error is not None:
             raise self.error
         return self.index.find(namespace, prefix_hashes, fields)
 
 
 @pytest.fixture
-def index() -> Iterator[GatedIndex]:
+def index() -> GatedIndex:
     index = GatedIndex()
     index.publish(CHUNK, {FIELD: SHARD}, ttl_s=3600)
-    yield index
-    index.gate.close()
+    return index
 
 
 @pytest.fixture
