@@ -5,7 +5,6 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,9 +17,6 @@ from objkv.codec.payload import (
     Provenance,
     check_frames,
     encode,
-    encode_in_place,
-    frame_pages,
-    header_room,
     payload_bytes_max,
     read_header,
     recode,
@@ -32,37 +28,15 @@ from tests.codec.payloads import (
     CLAIM,
     LAYERS,
     PROVENANCE,
-    layer_lists,
     noise,
     pages_of,
     pages_read,
     sample,
-    smooth,
 )
 from tests.codec.seals import ENCRYPTER, SEALS, SIGNER
 from tests.support.payloads import open_payload
 
 KINDS = sorted(SEALS)
-
-
-@settings(max_examples=40)
-@given(st.sampled_from(KINDS), st.sampled_from(CODECS), layer_lists, st.data())
-def test_any_layers_can_be_sealed_in_place(
-    kind: str, codec: str, layers: list[LayerSpec], data: st.DataObject
-) -> None:
-    make = st.sampled_from([smooth, noise])
-    pages = [data.draw(make)(layer.nbytes, i) for i, layer in enumerate(layers)]
-    seal, specs = SEALS[kind], tuple(layers)
-    buffer = np.full(payload_bytes_max(layers), 0xAA, dtype=np.uint8)
-    buffer[header_room(specs) :] = np.frombuffer(b"".join(pages), dtype=np.uint8)
-    payload, header = encode_in_place(
-        CLAIM, specs, buffer.data, codec=codec, provenance=PROVENANCE, seal=seal
-    )
-    found = open_payload(payload, CLAIM, specs, seal=seal)
-    assert header == found == read_header(payload, seal=seal)
-    scratch = memoryview(bytearray(max(layer.nbytes for layer in layers)))
-    assert [bytes(frame_pages(found, i, payload, scratch)) for i in range(len(pages))] == pages
-    assert found.nbytes - found.data_start <= sum(map(len, pages))
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,7 +2,6 @@
 
 import select
 import socket
-import ssl
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from botocore.httpsession import get_cert_path
 
 from objkv.errors import ConfigError, StoreDenied, StoreError, StoreUnavailable, ValueTooLong
 from objkv.stores.base import PruneStore
@@ -582,11 +580,3 @@ def test_kept_connections_are_used_last_first_and_closed_at_the_end(
     assert first.socket.fileno() == -1
     keep(second)
     assert second.socket.fileno() == -1, "once closed nothing is kept"
-
-
-@pytest.mark.skipif(ssl.OPENSSL_VERSION_INFO < (3,), reason="this OpenSSL knows no kernel TLS")
-def test_tls_is_the_kernels_where_it_can() -> None:
-    """Elsewhere OpenSSL goes on by itself: the other tests by TLS."""
-    connections = Connections(connect_s=1, read_s=1, ca=get_cert_path(True))
-    assert connections._tls is not None
-    assert connections._tls.options & getattr(ssl, "OP_ENABLE_KTLS", 1 << 3)
