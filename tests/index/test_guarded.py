@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from objkv.errors import StoreDenied
+from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex, for_operators
 from objkv.telemetry import MemoryRecorder, Recorder
@@ -66,6 +66,14 @@ def test_what_is_there_is_found_and_nothing_is_changed(inner: FlakyIndex) -> Non
     assert get(index) == before
     assert [record.prefix_hash for record in index.scan(NAMESPACE)] == [prefix_hash(1)]
     assert index.find(NAMESPACE, [prefix_hash(1)], [FIELD]) == [{FIELD: shard()}]
+
+
+def test_it_is_checked_by_reading(inner: FlakyIndex) -> None:
+    index = guarded(inner, may_write=False)
+    index.check()
+    inner.error = StoreUnavailable("down")
+    with pytest.raises(StoreUnavailable, match="down"):
+        index.check()
 
 
 def test_what_operators_do_is_denied_to_readers_with_what_to_set() -> None:

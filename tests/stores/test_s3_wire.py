@@ -22,7 +22,7 @@ from objkv.stores.s3.http import (
 )
 from objkv.stores.s3.read import PART_STEP_BYTES
 from objkv.stores.s3.store import S3Store
-from tests.contracts.store_contract import StoreContract
+from tests.contracts.store_contract import StoreContract, Unwilling, refuse
 from tests.support.servers.certificates import make_certificates
 from tests.support.servers.listener import Scripted, hasty
 from tests.support.servers.quick_s3 import (
@@ -109,6 +109,24 @@ def test_neither_get_nor_put_of_32_mib_takes_memory_or_copies() -> None:
                 tracemalloc.stop()
             assert buffer[: len(part) - 5] == part[5:]
             assert peak < MIB
+
+
+@pytest.mark.parametrize("ranges_max", [0, 3])
+def test_what_arrived_raises_ends_the_get_and_nobody_writes_any_more(
+    server: QuickS3, ranges_max: int
+) -> None:
+    value = pattern(12 * MIB)
+    with s3_store(server.url, range_bytes=MIB, ranges_max=ranges_max) as store:
+        store.put("k", value)
+        buffers = [bytearray(12 * MIB) for _ in range(4)]
+        for buffer in buffers:
+            with pytest.raises(Unwilling):
+                store.get_into("k", memoryview(buffer), refuse)
+            buffer[:] = bytes(len(buffer))
+            assert store.get_into("k", memoryview(bytearray(len(value)))) == len(value)
+            assert not any(buffer)
+    for buffer in buffers:
+        buffer.clear()  # would raise BufferError if a view were still held
 
 
 @pytest.mark.parametrize("ranges_max", [0, 3])
