@@ -16,6 +16,7 @@ from objkv.stores.base import PruneStore
 from objkv.stores.s3.http import (
     STEP_BYTES,
     VALUE_BYTES_MAX,
+    ConnectionFailed,
     Connections,
     HttpConnection,
     HttpResponse,
@@ -340,6 +341,16 @@ def test_a_server_that_says_go_on_is_not_misread() -> None:
     answers[0].fill(memoryview(buffer))
     assert (answers[0].status, buffer) == (200, b"value")
     ours.close()
+    theirs.close()
+
+
+def test_a_thread_that_reads_is_ended_at_once_by_another() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+    answer = HttpConnection(ours, timeout_s=600, keep=lambda _: None).read_head()
+    threading.Timer(0.05, answer.shut).start()
+    with pytest.raises(ConnectionFailed):
+        answer.fill(memoryview(bytearray(5)))
     theirs.close()
 
 
