@@ -11,16 +11,14 @@ from hypothesis import strategies as st
 
 from objkv.background import at_once
 from objkv.cache.bulk_index import BulkIndex
-from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
+from objkv.cache.chunks import shard_record
 from objkv.cache.lookup import OtherShapesIndex
 from objkv.cache.match import covered
 from objkv.codec.payload import read_header
-from objkv.errors import StoreDenied
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.local import LocalStore
-from objkv.telemetry import MemoryRecorder
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import (
     CHUNK,
@@ -176,27 +174,3 @@ def test_usage_is_what_lies_there(store: LocalStore, index: BulkIndex) -> None:
     assert usage.nbytes == sum(entry.nbytes for entry in entries if entry is not None)
     index.set_usage(replace(usage, nbytes=1))
     assert index.usage()[0].nbytes == usage.nbytes
-
-
-def test_what_one_replica_found_corrupt_is_saved_anew(
-    store: LocalStore, index: BulkIndex, tmp_path: Path
-) -> None:
-    [key, *_] = save(store, None)
-    file = tmp_path / key.path()
-    payload = file.read_bytes()
-    file.write_bytes(payload[:-1] + bytes([payload[-1] ^ 1]))
-    header = read_header(payload)
-    settings = CacheSettings("w", ttl_s=1, lease_ms=1, hot_save_bytes_max=0)
-    cache = ChunkCache(store, None, index, settings, MemoryRecorder())
-    cache.reject(key, first_shard(index), corrupt=True)
-    assert index.find(NAMESPACE, HASHES, [FIELD])[0] is None
-    assert cache.save(key.path(), payload, header)
-    assert file.read_bytes() == payload
-
-
-def test_a_folder_that_is_none_is_refused(index: BulkIndex, tmp_path: Path) -> None:
-    index.check()
-    file = tmp_path / "file"
-    file.touch()
-    with pytest.raises(StoreDenied):
-        BulkIndex(LocalStore(file)).check()

@@ -1,13 +1,12 @@
 """Lookups in the background: polled, memoised, bounded, never waited for."""
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from threading import Event, Lock, Timer
+from threading import Event, Timer
 
 import pytest
 
-from objkv.background import Question, Steps
+from objkv.background import Steps
 from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.errors import StoreUnavailable, TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, ShardRecords
@@ -15,58 +14,15 @@ from objkv.telemetry import MemoryRecorder
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.index.flaky_index import FlakyIndex
-from tests.support.waiting import wait_until
+from tests.support.waiting import PATIENCE_S, wait_until
 from tests.test_tracing import PARENT, TRACE, collected
 
 NS = "0" * 32
 HASHES = [bytes([i]) * 20 for i in range(3)]
-PATIENCE_S = 120
-"""For other threads to come, on a machine that is busy with other things."""
+CHUNK = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
 SHARD = ShardRecord(100, 80, True, False, "0" * 32, 1)
 FIELD = "0.L0-2_H0-4"
 LIMITS = LookupLimits(deadline_s=1.0, queue_max=2, age_max_s=30.0)
-
-
-class Gate:
-    """A line to a process that answers all questions, and those that follow, when it opens."""
-
-    def __init__(self) -> None:
-        self._questions, self._answers = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._lock = Lock()
-        self._waiting = 0
-        self._is_open = False
-
-    def fileno(self) -> int:
-        return self._questions.fileno()
-
-    def send(self, message: bytes) -> bool:
-        with self._lock:
-            self._waiting += 1
-            self._answer()
-        return True
-
-    def receive(self) -> bytes | None:
-        try:
-            return self._questions.recv(100, socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return None
-
-    def set(self) -> None:
-        with self._lock:
-            self._is_open = True
-            self._answer()
-
-    def is_set(self) -> bool:
-        return self._is_open
-
-    def close(self) -> None:
-        self._questions.close()
-        self._answers.close()
-
-    def _answer(self) -> None:
-        while self._is_open and self._waiting:
-            self._answers.send(b"answer")
-            self._waiting -= 1
 
 
 class GatedIndex:
@@ -75,7 +31,7 @@ class GatedIndex:
     def __init__(self) -> None:
         self.index = MemoryIndex()
         self.publish = self.index.publish
-        self.gate = Gate()
+        self.gate = Event()
         self.asked: list[Sequence[bytes]] = []
         self.error: Exception | None = None
 
@@ -83,22 +39,18 @@ class GatedIndex:
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> Steps[list[ShardRecords | None]]:
         self.asked.append(prefix_hashes)
-        try:
-            assert (yield Question(self.gate, b"question")) == b"answer"
-        except TimeoutError as exc:  # as a client of an agent does
-            raise StoreUnavailable(str(exc)) from exc
+        while not self.gate.wait(0.001):
+            yield None
         if self.error is not None:
             raise self.error
         return self.index.find(namespace, prefix_hashes, fields)
 
 
 @pytest.fixture
-def index() -> Iterator[GatedIndex]:
+def index() -> GatedIndex:
     index = GatedIndex()
-    chunk = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
-    index.publish(chunk, {FIELD: SHARD}, ttl_s=3600)
-    yield index
-    index.gate.close()
+    index.publish(CHUNK, {FIELD: SHARD}, ttl_s=3600)
+    return index
 
 
 @pytest.fixture
@@ -253,10 +205,7 @@ def test_a_failing_background_job_is_counted(
         raise error
 
     assert service.submit(job)
-    end = time.monotonic() + PATIENCE_S
-    while not recorder.value("background_errors"):
-        assert time.monotonic() < end
-        time.sleep(0.001)
+    wait_until(lambda: bool(recorder.value("background_errors")))
 
 
 @pytest.mark.parametrize(
@@ -271,9 +220,7 @@ def test_one_lookup_is_one_span_of_the_requests_trace(
     fault: str, description: str | None, counts: tuple[int | None, int | None]
 ) -> None:
     index, (tracing, exporter) = FlakyIndex(MemoryIndex()), collected()
-    record = ShardRecord(100, 80, True, False, "0" * 32, 1)
-    chunk = ChunkEntry(NS, HASHES[0], b"p" * 20, 0, 64)
-    index.publish(chunk, {FIELD: record}, ttl_s=60)
+    index.publish(CHUNK, {FIELD: SHARD}, ttl_s=60)
     lookups = LookupService(
         index, [FIELD], MemoryRecorder(), LookupLimits(120.0, 4), tracing=tracing
     )

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.cache.pins import DOCUMENT_BYTES_MAX, Pin, parse_pin, pin_path, read_pins, scan_pins
@@ -60,13 +60,6 @@ def test_other_documents_are_refused(changes: dict[str, Any]) -> None:
         parse_pin(document, good.path())
 
 
-@example(b"[" * 100_000)
-@given(st.binary(max_size=60) | st.text('[{]}":1,', max_size=40).map(str.encode))
-def test_any_bytes_are_a_pin_or_refused(document: bytes) -> None:
-    with pytest.raises(PayloadError):
-        parse_pin(document, pin_path(NAMESPACE, HASHES[0]))
-
-
 def test_chunks_are_pinned_until_the_last_of_their_pins_ends() -> None:
     store = MemoryStore()
     for one in (pin(*HASHES[:2], until_s=30), pin(*HASHES[:3], until_s=20)):
@@ -87,7 +80,7 @@ def test_a_document_that_cannot_be_read_pins_nothing_and_is_told() -> None:
     assert [type(one) for one in found] == [Pin, PayloadError, PayloadError]
 
 
-@pytest.mark.parametrize("filling", ["[],", "{},", '"a",'])
+@pytest.mark.parametrize("filling", ["[", "[],", "{},", '"a",'])
 def test_a_document_of_many_values_is_not_taken_apart(
     filling: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

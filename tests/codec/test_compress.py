@@ -51,13 +51,6 @@ def test_a_truncated_frame_is_refused(codec: str, data: st.DataObject) -> None:
     assert decoded(codec, FRAMES[codec][:cut], len(PAGES)) is None
 
 
-@pytest.mark.parametrize("codec", ["blosc", "blosclz4"])
-def test_a_bomb_that_claims_the_length_that_is_expected_is_refused(codec: str) -> None:
-    bomb = bytearray(compress(codec, memoryview(bytes(64 << 20)), 2)[1])
-    bomb[4:8] = (1 << 16).to_bytes(4, "little")
-    assert decoded(codec, bytes(bomb), 1 << 16) in (None, bytes(1 << 16))
-
-
 OTHERS = [
     *((at, bytes([value])) for at, value in ((0, 6), (2, 5), (22, 2), (22, 200), (30, 1), (31, 8))),
     *((at, bytes([value])) for at, value in ((16, 2), (17, 32), (18, 160), (31, 1))),
@@ -118,11 +111,6 @@ def test_lz4_decodes_where_the_binding_does_not_show_its_library(
     assert decoded("lz4", FRAMES["lz4"][:-1], len(PAGES)) is None
 
 
-def test_an_unknown_codec_is_refused() -> None:
-    with pytest.raises(PayloadError, match="unknown codec"):
-        decompress_into("gzip", memoryview(b"x"), memoryview(bytearray(1)))
-
-
 @pytest.mark.parametrize("codec", COMPRESSED)
 def test_pages_that_do_not_compress_are_handed_back_uncopied(codec: str) -> None:
     pages = memoryview(noise(4096))
@@ -156,13 +144,29 @@ SCALED = tuple(replace(layer, scales=scales_text(0.5, 2.0 + i)) for i, layer in 
 @pytest.mark.parametrize(
     "text",
     [
-        *("", "1", "1.0", "1.0 ", "1.0  1.0", "1.0 1.0 1.0", "01.0 1.0", "1.00 1.0", "+1.0 1.0"),
+        *(
+            "",
+            "1",
+            "1.0",
+            "1.0 ",
+            "1.0 nan",
+            "1.0 1.0 ",
+            "1.0  1.0",
+            "1.0 1.0 1.0",
+            "01.0 1.0",
+            "1.00 1.0",
+            "+1.0 1.0",
+        ),
         *("-1.0 1.0", "0.0 1.0", "inf 1.0", "nan 1.0", "1e999 1.0", "1 1", "1.0 1.0\n"),
         "\u0661.0 1.0",
     ],
 )
 def test_nothing_else_is_taken_for_scales(text: str) -> None:
     assert not is_scales(text)
+    header, frames = split(sample(layers=SCALED))
+    header["__metadata__"]["scales.1"] = text
+    with pytest.raises(PayloadError, match="malformed scales"):
+        read_header(reworked(header, frames))
 
 
 @pytest.mark.parametrize("number", [0.0, -1.0, float("inf"), float("nan")])
@@ -190,11 +194,3 @@ def test_who_does_not_know_a_layers_scales_takes_any() -> None:
         assert open_payload(sample(layers=written), CLAIM, unknown).frames.layers == written
     with pytest.raises(PayloadError, match="expected"):
         open_payload(sample(layers=PLAIN), CLAIM, unknown)
-
-
-@pytest.mark.parametrize("text", ["", "1.0", "1.0 nan", "1.0 1.0 "])
-def test_malformed_scales_are_a_malformed_header(text: str) -> None:
-    header, frames = split(sample(layers=SCALED))
-    header["__metadata__"]["scales.1"] = text
-    with pytest.raises(PayloadError, match="malformed scales"):
-        read_header(reworked(header, frames))

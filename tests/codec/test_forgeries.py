@@ -5,10 +5,8 @@ Here the attacker takes apart existing payloads, puts any bytes anywhere, and ma
 right again, because checksums need no key.
 """
 
-import json
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -26,7 +24,6 @@ from objkv.codec.seal import Seal, SealKey
 from objkv.codec.values import digest
 from objkv.errors import PayloadError
 from tests.codec.payloads import (
-    CLAIM,
     LAYERS,
     is_refused,
     noise,
@@ -42,7 +39,6 @@ from tests.codec.seals import KEYS, SEALS, other_seal
 KINDS = sorted(SEALS)
 PAGES = pages_of(LAYERS)
 OTHER_PAGES = [noise(layer.nbytes, 7 + i) for i, layer in enumerate(LAYERS)]
-OTHERS_KEY = SealKey("theirs", "theirs", b"t" * 32)
 
 
 SAMPLES = {(kind, codec): sample(codec, seal=SEALS[kind]) for kind in KINDS for codec in CODECS}
@@ -108,8 +104,9 @@ def last_digit(text: str) -> str:
     return text[:-1] + ("0" if text[-1] != "0" else "1")
 
 
-CLAIMED: dict[str, Change] = {
+SAID: dict[str, Change] = {
     "chunk": metadata("chunk", lambda text: "ac" + text[2:]),
+    "hash": metadata("chunk", lambda text: text[:32] + "f" * 40 + text[72:]),
     "group": metadata("chunk", lambda text: text[:-1] + "1"),
     "shard": metadata("shard", lambda text: text.replace("H0-2", "H0-3")),
     "parent": metadata("parent", last_digit),
@@ -121,24 +118,21 @@ CLAIMED: dict[str, Change] = {
     "shape": metadata("frame.0", lambda text: text.replace("2x2x16x32", "2x2x32x16")),
     "scales": lambda document: document["__metadata__"].update({"scales.0": "1.0 0.5"}),
     "order": swapped("frame.0", "frame.1"),
-}
-"""Values of the claim."""
-TOLD: dict[str, Change] = {
+    # For audits; only a signature protects them.
     "writer": metadata("writer", lambda _: "nobody"),
     "time": metadata("created_s", lambda _: "1"),
     "unknown name": lambda document: document["__metadata__"].update(more="x"),
 }
-"""Values for audits, which only a signature protects."""
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("name", [*CLAIMED, *TOLD])
+@pytest.mark.parametrize("name", SAID)
 def test_nothing_that_a_payload_says_can_be_changed(name: str, kind: str, codec: str) -> None:
     """Not even for a reader who expects exactly the forged values."""
     seal = SEALS[kind]
     document, frames = split(SAMPLES[kind, codec])
-    (CLAIMED | TOLD)[name](document)
+    SAID[name](document)
     forged = reworked(document, frames)
     try:
         told = read_header(forged)
@@ -167,13 +161,12 @@ def test_frames_cannot_be_swapped_between_two_payloads(kind: str) -> None:
             document["__metadata__"][name] = text
     assert is_refused(reworked(document, their_frames), seal)
     # One frame of the other payload, its sums and tag with it.
-    frame, name = read_header(other).frames[0], "frame.0"
+    size = LAYERS[0].nbytes
     document, frames = split(one)
     for name in ("frame.0", "sha256.0"):
         if name in theirs["__metadata__"]:
             document["__metadata__"][name] = theirs["__metadata__"][name]
-    mixed = their_frames[: frame.nbytes] + frames[frame.nbytes :]
-    assert is_refused(reworked(document, mixed), seal)
+    assert is_refused(reworked(document, their_frames[:size] + frames[size:]), seal)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -190,39 +183,10 @@ def test_frames_cannot_be_swapped_within_a_payload(kind: str) -> None:
     assert is_refused(reworked(document, moved), SEALS[kind])
 
 
-OTHER_KEY = replace(CLAIM.key, prefix_hash=b"\x09" * 20)
-MOVES = {
-    "hash": replace(CLAIM, key=OTHER_KEY),
-    "group": replace(CLAIM, key=replace(CLAIM.key, group=1)),
-    "tenant": replace(CLAIM, key=replace(CLAIM.key, namespace="cd" * 16)),
-    "parent": replace(CLAIM, parent_hash=b"\x08" * 20),
-    "place": replace(CLAIM, token_start=512, token_end=768),
-}
-
-
-@pytest.mark.parametrize("moved", MOVES)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_payload_cannot_be_moved_to_another_name(kind: str, moved: str) -> None:
-    seal, claim = SEALS[kind], MOVES[moved]
-    payload = sample(seal=seal)
-    assert is_refused(payload, seal, claim)
-    document, frames = split(payload)
-    document["__metadata__"] |= {
-        "chunk": claim.key.chunk_text,
-        "parent": claim.parent_hash.hex(),
-        "token_start": str(claim.token_start),
-        "token_end": str(claim.token_end),
-    }
-    forged = reworked(document, frames)
-    assert read_header(forged).claim == claim
-    assert is_refused(forged, seal, claim)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_tenants_payload_is_refused(kind: str) -> None:
     """By its keys, even if it is of the right name: their namespace was never the question."""
-    keys = [[replace(OTHERS_KEY, id="x") for _ in some] for some in KEYS[kind]]
-    theirs = Seal(*keys)
+    theirs = Seal(*([SealKey("x", "theirs", b"t" * 32) for _ in some] for some in KEYS[kind]))
     payload = sample(seal=theirs)
     assert pages_read(payload, theirs) == PAGES
     assert is_refused(payload, SEALS[kind])
@@ -301,25 +265,6 @@ def test_another_tag_or_salt_opens_nothing(name: str, old: str, new: str) -> Non
     assert is_refused(reworked(document, frames), SEALS["encrypted"])
 
 
-@settings(max_examples=50)
-@given(st.sampled_from(sorted(SAMPLES)), st.data())
-def test_no_stretch_written_over_reaches_the_model(
-    which: tuple[str, str], data: st.DataObject
-) -> None:
-    original = SAMPLES[which]
-    payload = bytearray(original)
-    at = data.draw(st.integers(0, len(payload) - 1))
-    new = data.draw(st.binary(min_size=1, max_size=80))
-    payload[at : at + len(new)] = new
-    start = read_header(original).data_start
-    forged = rechecked(payload[:start]) + payload[start:]
-    for bytes_ in (payload, forged):
-        try:
-            assert pages_read(bytes_, SEALS[which[0]]) == PAGES
-        except PayloadError:
-            continue
-
-
 def test_a_header_with_two_signatures_is_refused() -> None:
     payload = sample(seal=SEALS["signed"])
     start = read_header(payload).data_start
@@ -353,7 +298,5 @@ def test_who_finds_other_bytes_of_the_same_checksum_has_found_nothing(
 
 def test_reworking_alone_changes_nothing() -> None:
     """Else the tests here would prove nothing."""
-    for kind, codec in SAMPLES:
-        document, frames = split(SAMPLES[kind, codec])
-        assert json.dumps(document)
-        assert reworked(document, frames) == SAMPLES[kind, codec]
+    for payload in SAMPLES.values():
+        assert reworked(*split(payload)) == payload

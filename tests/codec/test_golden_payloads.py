@@ -1,10 +1,7 @@
 """The golden payloads: written once, read for ever."""
 
-import struct
-
 import pytest
 
-from objkv.codec.payload import encode
 from tests.codec.payloads import pages_read
 from tests.support.payloads import open_payload
 from tests.vectors.make_payloads import CLAIM, FOLDER, LAYERS, PROVENANCE, SEALS, golden, pages_of
@@ -38,20 +35,3 @@ def test_compressed_headers_differ_from_the_golden_ones_in_lengths_and_checksums
     for old, new in zip(then.frames, now.frames, strict=True):
         assert (old.layer, old.codec, old.raw_checksum) == (new.layer, new.codec, new.raw_checksum)
     assert (then.data_start, then.raw_bytes) == (now.data_start, now.raw_bytes)
-
-
-def test_the_layout_is_the_documented_one() -> None:
-    payload = (FOLDER / "none.safetensors").read_bytes()
-    (length,) = struct.unpack("<Q", payload[:8])
-    assert (8 + length) % 4096 == 0
-    assert payload[8:37] == b'{"__metadata__":{"checksum":"'
-    assert payload[69:70] == b'"'
-    assert payload[8 + length :] == b"".join(map(pages_of, LAYERS))
-
-
-def test_encoding_is_deterministic() -> None:
-    pages = [pages_of(layer) for layer in LAYERS]
-    first, second = (
-        encode(CLAIM, LAYERS, pages, codec="blosc", provenance=PROVENANCE) for _ in range(2)
-    )
-    assert first == second

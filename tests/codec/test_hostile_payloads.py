@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.codec.compress import compress
-from objkv.codec.header import HEADER_BYTES_MAX, PARTS_MAX, TOKENS_MAX, render
+from objkv.codec.header import PARTS_MAX, TOKENS_MAX, render
 from objkv.codec.payload import CODECS, Frame, LayerSpec, read_header
 from objkv.codec.values import LAYER_BYTES_MAX, RAW_BYTES_MAX
 from objkv.errors import PayloadError
@@ -59,17 +59,15 @@ def test_no_flipped_bit_of_the_header_goes_unnoticed(codec: str) -> None:
     assert read_header(payload)
 
 
-@given(st.sampled_from(CODECS), st.binary(min_size=1, max_size=5000))
-def test_no_extension_goes_unnoticed(codec: str, more: bytes) -> None:
-    assert is_refused(SAMPLES[codec] + more)
-
-
 @given(st.sampled_from(CODECS), st.data())
-def test_no_cut_and_no_stretch_written_over_goes_unnoticed(codec: str, data: st.DataObject) -> None:
+def test_no_cut_extension_or_stretch_written_over_goes_unnoticed(
+    codec: str, data: st.DataObject
+) -> None:
     payload = SAMPLES[codec]
     at = data.draw(st.integers(0, len(payload) - 1))
     assert is_refused(payload[:at])
     new = data.draw(st.binary(min_size=1, max_size=200))
+    assert is_refused(payload + new)
     changed = payload[:at] + new + payload[at + len(new) :]
     assert is_refused(new)
     assert changed == payload or is_refused(changed)
@@ -136,6 +134,7 @@ N = LAYERS[0].nbytes
         tensor(shape=[2, 2, 32, 16]),
         tensor(shape=[N]),
         tensor(more=1),
+        frame(""),
         frame("none BF16 2x2x16x32 #0"),
         frame("none BF16 2x2x16 #"),
         frame("none BF16 2x2x16x0 #"),
@@ -223,11 +222,6 @@ def test_a_name_twice_in_a_header_that_is_right_otherwise_is_refused(where: str)
     assert is_refused(join(text.replace(told, f"{told},{told}").encode(), frames))
 
 
-def test_a_header_beyond_the_bound_is_not_even_parsed() -> None:
-    with pytest.raises(PayloadError, match="the header announces"):
-        read_header(join(b" " * HEADER_BYTES_MAX))
-
-
 def test_a_layer_beyond_the_bound_is_refused_before_anything_is_allocated() -> None:
     document, _ = split(SAMPLES["lz4"])
     blocks = LAYER_BYTES_MAX // (2 * 16 * 32 * 2) + 1
@@ -235,14 +229,6 @@ def test_a_layer_beyond_the_bound_is_refused_before_anything_is_allocated() -> N
     document["__metadata__"]["frame.0"] = text.replace("2x2x16x32", f"{blocks}x2x16x32")
     with pytest.raises(PayloadError, match="bytes"):
         read_header(reworked(document))
-
-
-@given(st.text(max_size=60))
-@example("")
-def test_any_text_in_place_of_a_frame_is_refused(text: str) -> None:
-    document, frames = split(SAMPLES["blosc"])
-    document["__metadata__"]["frame.0"] = text
-    assert is_refused(reworked(document, frames))
 
 
 @pytest.mark.parametrize("codec", [codec for codec in CODECS if codec != "none"])

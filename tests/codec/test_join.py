@@ -46,7 +46,8 @@ def test_parts_in_any_order_are_the_payload_of_all_rows_and_columns(
         layer.name: grid.pages(layer) for layer in layers
     }
     if grid.dtype in TYPED_BYTES:
-        assert all(tuple(opened[layer.name]["shape"]) == layer.shape for layer in layers)
+        for tensor, layer in ((opened[layer.name], layer) for layer in layers):
+            assert (tensor["dtype"], tuple(tensor["shape"])) == (grid.dtype, layer.shape)
 
 
 def test_a_whole_payload_tells_its_chunks_tokens() -> None:

@@ -17,7 +17,7 @@ from objkv.codec.payload import CODECS, Claim, Frame, Header, LayerSpec, Provena
 from objkv.errors import PayloadError
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.topology import Shard
-from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, join, layer_lists, sample
+from tests.codec.payloads import CLAIM, LAYERS, PROVENANCE, join, layer_lists, rechecked, sample
 from tests.support.payloads import open_payload
 
 hex_digits = st.binary(min_size=16, max_size=16).map(bytes.hex)
@@ -125,9 +125,8 @@ def test_the_same_header_is_read_and_written_both_ways(
 
 
 def test_threads_that_read_headers_of_other_lengths_do_not_see_each_others() -> None:
-    many = tuple(LayerSpec(f"layers.{i}", "U8", (1, 1, 1, 1)) for i in range(20))
-    short = rendered(many, provenance=replace(PROVENANCE, writer=""))
-    long = rendered(many, provenance=replace(PROVENANCE, writer="w" * 250))
+    many: tuple[LayerSpec, ...] = ()
+    short = long = b""
     while len(long) == len(short):
         many += (LayerSpec(f"layers.{len(many)}", "U8", (1, 1, 1, 1)),)
         short = rendered(many, provenance=replace(PROVENANCE, writer=""))
@@ -157,25 +156,19 @@ def test_a_compressed_payload_is_read_all_the_same(codec: str) -> None:
 
 
 def test_both_ways_agree_on_every_flipped_byte_and_wherever_a_header_is_cut() -> None:
+    """Also if the checksum was put right after the flip."""
     payload = bytearray(rendered(LAYERS))
     for nbytes in (0, 7, 8, 100, 4095):
         assert isinstance(with_layers(payload[:nbytes]), str)
     end = 8 + len(text_of(payload))
+    accepted = 0
     for at in [*range(end + 2), len(payload) - 1]:
-        for flip in (1, 2, 16, 32, 128):
+        for flip in (1, 2, 4, 16, 32, 128):
             payload[at] ^= flip
             assert isinstance(with_layers(payload), str), at
+            if 8 <= at <= end:
+                accepted += isinstance(with_layers(rechecked(payload)), Header)
             payload[at] ^= flip
-
-
-def test_both_ways_agree_on_every_flipped_byte_whose_checksum_was_put_right() -> None:
-    text = text_of(rendered(LAYERS))
-    accepted = 0
-    for at in range(len(text) + 1):
-        for flip in (1, 2, 4, 16, 32, 128):
-            changed = bytearray(text + b" ")
-            changed[at] ^= flip
-            accepted += isinstance(with_layers(join(bytes(changed))), Header)
     assert accepted
 
 
@@ -224,16 +217,14 @@ CHANGES: list[Callable[[bytes], bytes]] = [
     lambda text: text + b" x",
     lambda text: text + b"}",
     lambda text: text[:-1] + b" }",
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"\\u0074ests"'),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"te\\\\sts"'),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"te\\"sts"'),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"te\x7fsts"'),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"' + b"x" * 256 + b'"'),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"' + b"x" * 257 + b'"'),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"a","more":"b"'),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"a","writer":"b"'),
+    *(
+        lambda text, writer=writer: text.replace(b'"tests"', b'"' + writer + b'"')  # type: ignore[misc]
+        for writer in (
+            *(b"\\u0074ests", b"te\\\\sts", b'te\\"sts', b"te\x7fsts", b"x" * 256, b"x" * 257),
+            *(b'a","more":"b', b'a","writer":"b', b'tests","tokens":"1 2'),
+        )
+    ),
     lambda text: text.replace(b'"writer":"tests",', b""),
-    lambda text: text.replace(b'"writer":"tests"', b'"writer":"tests","tokens":"1 2"'),
     lambda text: text.replace(b"objkv/2", b"objkv/3"),
     lambda text: re.sub(rb'("token_start":"256"),("token_end":"512")', rb"\2,\1", text),
     lambda text: re.sub(rb'("frame.0":"[^"]*"),("frame.1":"[^"]*")', rb"\2,\1", text),

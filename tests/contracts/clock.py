@@ -8,9 +8,7 @@ class ManualClock:
         self.now_s = now_s
 
     def __call__(self) -> float:
-        """Return the current time."""
         return self.now_s
 
     def advance(self, seconds: float) -> None:
-        """Move the time forward."""
         self.now_s += seconds

@@ -21,7 +21,8 @@ _NEVER: tuple[Record | None, float] = (None, 0.0)
 
 
 class MemoryIndex:
-    """Implements ``PruneIndex``; ``clock`` returns seconds since the epoch."""
+    """Implements ``PruneIndex``, which describes its methods; ``clock`` returns seconds since the
+    epoch."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -33,14 +34,12 @@ class MemoryIndex:
         """Until when each is remembered."""
 
     def lookup(self, namespace: str, prefix_hashes: Sequence[bytes]) -> list[Record | None]:
-        """See ``ReadIndex``."""
         with self._lock:
             return [self._live((namespace, prefix_hash)) for prefix_hash in prefix_hashes]
 
     def find(
         self, namespace: str, prefix_hashes: Sequence[bytes], fields: Sequence[str]
     ) -> list[ShardRecords | None]:
-        """See ``ReadIndex``."""
         now = self._clock()
         with self._lock:
             kept = [self._records.get((namespace, one), _NEVER) for one in prefix_hashes]
@@ -53,12 +52,10 @@ class MemoryIndex:
         yield from (record for record in found if record is not None)
 
     def namespaces(self) -> list[str]:
-        """See ``ReadIndex``."""
         with self._lock:
             return sorted({key[0] for key in list(self._records) if self._live(key)})
 
     def usage(self) -> list[Usage]:
-        """See ``ReadIndex``; exact."""
         totals: dict[str, tuple[int, int]] = {}
         with self._lock:
             for key in self._records:
@@ -70,7 +67,6 @@ class MemoryIndex:
         return [Usage(name, *total, now_s) for name, total in sorted(totals.items())]
 
     def savings(self) -> list[Savings]:
-        """See ``ReadIndex``."""
         with self._lock:
             return read_savings(self._savings)
 
@@ -88,7 +84,6 @@ class MemoryIndex:
         ttl_s: int,
         lease: Lease | None = None,
     ) -> None:
-        """See ``WriteIndex``."""
         assert shards
         key = (chunk.namespace, chunk.prefix_hash)
         with self._lock:
@@ -108,7 +103,6 @@ class MemoryIndex:
             MemoryIndex.release(self, *lease)
 
     def touch(self, namespace: str, prefix_hashes: Sequence[bytes], *, ttl_s: int) -> None:
-        """See ``WriteIndex``."""
         with self._lock:
             for prefix_hash in dict.fromkeys(prefix_hashes):
                 key = (namespace, prefix_hash)
@@ -117,12 +111,10 @@ class MemoryIndex:
                     self._keep(key, touched, ttl_s)
 
     def credit(self, savings: Savings) -> None:
-        """See ``WriteIndex``."""
         with self._lock:
             self._savings.update(savings_fields(savings))
 
     def forget(self, namespace: str, prefix_hash: bytes, field: str, expected: ShardRecord) -> bool:
-        """See ``WriteIndex``."""
         key = (namespace, prefix_hash)
         with self._lock:
             old = self._live(key)
@@ -136,7 +128,6 @@ class MemoryIndex:
             return True
 
     def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
-        """See ``WriteIndex``."""
         now = self._clock()
         with self._lock:
             holder, ends_s = self.leases.get(name, (owner, now))
@@ -146,7 +137,6 @@ class MemoryIndex:
             return True
 
     def release(self, name: str, owner: str) -> None:
-        """See ``WriteIndex``."""
         with self._lock:
             if self.leases.get(name, (None, 0.0))[0] == owner:
                 del self.leases[name]
@@ -155,7 +145,6 @@ class MemoryIndex:
         """Does nothing: ``usage`` counts."""
 
     def record_sightings(self, names: Sequence[str], *, ttl_s: int) -> list[bool]:
-        """See ``WriteIndex``."""
         now, seen = self._clock(), []
         with self._lock:
             for name in names:
@@ -164,7 +153,6 @@ class MemoryIndex:
         return seen
 
     def pin(self, namespace: str, prefix_hash: bytes, *, until_s: int, ttl_s: int) -> bool:
-        """See ``PruneIndex``."""
         key = (namespace, prefix_hash)
         with self._lock:
             old = self._live(key)
@@ -174,7 +162,6 @@ class MemoryIndex:
             return True
 
     def drop(self, namespace: str, prefix_hash: bytes) -> bool:
-        """See ``PruneIndex``."""
         key = (namespace, prefix_hash)
         with self._lock:
             there = self._live(key) is not None

@@ -24,14 +24,12 @@ class MemoryStore:
         self._values: dict[str, tuple[bytes, float]] = {}
 
     def get(self, key: str, start: int = 0, end: int | None = None) -> bytes | None:
-        """Return bytes ``[start, end)`` of the value, or None."""
         found = self._find(key)
         return None if found is None else found[0][start:end]
 
     def get_into(
         self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
     ) -> int | None:
-        """Copy the value, or a part of it, into ``buffer``."""
         found = self._find(key)
         if found is None:
             return None
@@ -39,7 +37,6 @@ class MemoryStore:
         return copy_into(key, value, buffer, arrived)
 
     def head(self, key: str) -> Entry | None:
-        """Return size and age of the value, or None."""
         found = self._find(key)
         return None if found is None else Entry(key, len(found[0]), found[1])
 
@@ -53,7 +50,6 @@ class MemoryStore:
                 yield entry
 
     def folders(self, folder: str) -> list[str]:
-        """Return the folder names; reads every key."""
         check_prefix(f"{folder}/" if folder else "")
         with self._lock:
             start = f"{folder}/" if folder else ""
@@ -61,31 +57,26 @@ class MemoryStore:
         return sorted({name for name, slash, _ in (key.partition("/") for key in below) if slash})
 
     def put_if_absent(self, key: str, value: Buffer) -> bool:
-        """Keep a copy of ``value`` unless ``key`` exists. Return True if this call stored it."""
         check_key(key)
         kept = bytes(value), self._clock()
         with self._lock:
             return self._values.setdefault(key, kept) is kept
 
     def put(self, key: str, value: Buffer) -> None:
-        """Keep a copy of ``value``, replacing an existing one."""
         check_key(key)
         kept = bytes(value), self._clock()
         with self._lock:
             self._values[key] = kept
 
     def delete(self, key: str) -> bool:
-        """Remove the value. Return True if it existed."""
         check_key(key)
         with self._lock:
             return self._values.pop(key, None) is not None
 
     def unfinished(self) -> Iterator[Unfinished]:
-        """Yield nothing: this store has no leftovers."""
         return iter(())
 
     def discard(self, unfinished: Unfinished) -> bool:
-        """Return False: this store has no leftovers."""
         return False
 
     def check(self) -> None:

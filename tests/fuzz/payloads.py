@@ -1,18 +1,18 @@
 """Targets: payloads, as codecs and loaders read them. Checksums are put right after every change,
 as an attacker would."""
 
-from dataclasses import replace
 from random import Random
 from typing import Any
 
 from objkv.codec.compress import CODECS, compress, decompress_into
 from objkv.codec.header import HEADER_BYTES_MAX, claim_in, load_object, parse_known, read_header
-from objkv.codec.join import Join, PartPosition, check_moved
+from objkv.codec.join import Join, PartPosition
 from objkv.codec.payload import check_layers, frame_pages, header_bytes_needed
-from objkv.codec.values import RAW_BYTES_MAX, digest, is_scales, scales_text
+from objkv.codec.values import RAW_BYTES_MAX, digest
 from objkv.errors import PayloadError
+from tests.codec.parts import Grid, Piece, joined
 from tests.codec.payloads import CLAIM, LAYERS, rechecked, reworked, sample, split
-from tests.fuzz.mutation import NUMBERS, change_document, spoiled, text
+from tests.fuzz.mutation import NUMBERS, change_document, spoiled
 from tests.fuzz.target import Target, outcome, require
 from tests.support.payloads import open_payload
 
@@ -127,67 +127,38 @@ def _json(written: bytes) -> str:
     return "read"
 
 
-@outcome(())
-def _scales(written: str) -> str:
-    if not is_scales(written):
-        return "refused"
-    require(scales_text(*map(float, written.split(" "))) == written, "written otherwise")
-    return "read"
+_PARTS = Grid((1, 2)).pieces()
 
 
-def _part(stage: int, column: int) -> tuple[bytes, PartPosition]:
-    """What one of four ranks has of a payload of three layers."""
-    layers = [
-        replace(layer, name=f"{layer.name}@H{column}-{column + 1}")
-        for layer in (LAYERS[:1], LAYERS[1:])[stage]
-    ]
-    place = PartPosition(
-        4, 6, 2 * stage + column, 2, 2 * stage * layers[0].nbytes, 6 * layers[0].nbytes
-    )
-    return bytes(sample("none", layers, claim=_JOINED, pages=_PAGES_OF[: len(layers)])), place
-
-
-_JOINED = replace(CLAIM, key=replace(CLAIM.key, shard=None))
-_PAGES_OF = [bytes([number]) * layer.nbytes for number, layer in enumerate(LAYERS)]
-_PARTS = [_part(stage, column) for stage in range(2) for column in range(2)]
-
-
-def _some_parts(random: Random) -> list[tuple[bytes, PartPosition]]:
+def _some_parts(random: Random) -> list[Piece]:
     """All parts in any order, one or none of them changed."""
-    parts = random.sample(_PARTS, len(_PARTS))
-    payload, place = parts[0]
+    first, *others = random.sample(_PARTS, len(_PARTS))
     change = random.randrange(4)
     if change == 1:
-        document, frames = split(payload)
+        document, frames = split(first.payload)
         change_document(random, document)
-        payload = reworked(document, frames)
+        first = first._replace(payload=reworked(document, frames))
     elif change == 2:
         name = random.choice(tuple(PartPosition.__annotations__))
-        near = getattr(place, name) + random.choice((-1, 1, 2, 4096))
-        place = place._replace(**{name: random.choice([near, *NUMBERS])})
+        near = getattr(first.position, name) + random.choice((-1, 1, 2, 4096))
+        wrong = {name: random.choice([near, *NUMBERS])}
+        first = first._replace(position=first.position._replace(**wrong))
     elif change == 3:
-        payload, place = random.choice(parts)
-    return random.sample([(payload, place), *parts[1:]], len(parts))
+        first = random.choice(others)
+    return random.sample([first, *others], len(_PARTS))
 
 
 @outcome(PayloadError)
-def _join(parts: list[tuple[bytes, PartPosition]]) -> str:
+def _join(parts: list[Piece]) -> str:
     """A payload of exactly these frames, which a reader verifies, or none."""
-    headers = [read_header(payload) for payload, _ in parts]
-    join = Join(headers[0], parts[0][1])
-    require(join.nbytes <= RAW_BYTES_MAX + HEADER_BYTES_MAX, "too large")
-    sizes = [len(payload) for payload, _ in parts]
-    if join.nbytes > 1 << 20 or sizes != [header.nbytes for header in headers]:
+    headers = [read_header(part.payload) for part in parts]
+    nbytes = Join(headers[0], parts[0].position).nbytes
+    require(nbytes <= RAW_BYTES_MAX + HEADER_BYTES_MAX, "too large")
+    sizes = [len(part.payload) for part in parts]
+    if nbytes > 1 << 20 or sizes != [header.nbytes for header in headers]:
         return "another's"  # an agent refuses both before it copies
-    memory = memoryview(bytearray(join.nbytes))
-    for header, (payload, place) in zip(headers, parts, strict=True):
-        moves = join.add(header, place)
-        for source, target, nbytes in moves:
-            memory[target : target + nbytes] = payload[source : source + nbytes]
-        check_moved(header, moves, memory)
-    require(join.is_complete, "parts are missing")
-    whole = join.finish(memory)
-    require(read_header(memory) == whole, "another header than was written")
+    memory = joined(parts)
+    whole = read_header(memory)
     require(whole.nbytes == len(memory), "another length")
     for number in range(len(whole.frames)):
         frame_pages(whole, number, memory, None)
@@ -196,17 +167,10 @@ def _join(parts: list[tuple[bytes, PartPosition]]) -> str:
     return "read"
 
 
-def _written_scales(random: Random) -> str:
-    if random.random() < 0.5:
-        return text(random, "0123456789.e+- naif", 50)
-    return scales_text(*(10 ** random.uniform(-300, 300) for _ in range(2)))
-
-
 TARGETS = (
     Target("payload header, both readers", _header, _both_ways),
     Target("payload", whole_payload, _load),
     Target("frame", _frame, _decode),
     Target("header JSON", lambda random: spoiled(random, _TEXTS), _json),
-    Target("scales", _written_scales, _scales),
     Target("parts of a payload", _some_parts, _join),
 )

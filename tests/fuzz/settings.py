@@ -20,17 +20,6 @@ s3_secret_access_key = "hunter2hunter2"
 ttl_s = 60
 codec = "none"
 """
-_URLS = [
-    f"rediss://user:{SECRET}@host:6379/0",
-    f"rediss://:{SECRET}@[::1]:6379",
-    f"rediss+sentinel://a:{SECRET}@h1:1,h2:2/0?service=x&sentinel_password={SECRET}",
-    f"https://id:{SECRET}@s3.example.com:9000/",
-    "s3://bucket/prefix",
-    "file:///a/b",
-    "sqlite:///a",
-    "bulk:",
-]
-_URL_NAMES = ("OBJKV_BULK_URL", "OBJKV_INDEX_URL", "OBJKV_S3_ENDPOINT_URL")
 _NAMES = sorted(Config.model_fields)
 _FOLDER = tempfile.TemporaryDirectory(prefix="objkv-fuzz-")
 
@@ -60,30 +49,6 @@ def read_settings(toml: bytes) -> str:
     return _told(lambda: resolve_config(environ={}, file=path).config)
 
 
-def _some_environment(random: Random) -> dict[str, str]:
-    odd = ["1", "-1", "9" * 5000, "nan", "true", "none", "auto", SECRET, text(random)]
-    found = {"redis_password": SECRET, "s3_secret_access_key": SECRET}
-    for _ in range(random.randrange(6)):
-        url = random.choice(_URLS)
-        name = random.choice([*_NAMES, text(random, "abcdefgh_url")])
-        value = random.choice([url, changed_text(random, url), random.choice(odd)])
-        found.setdefault(name, value)
-    return {f"OBJKV_{name.upper()}": value for name, value in found.items()}
-
-
-def _environment(environ: dict[str, str]) -> str:
-    # Where a secret is written into a setting that holds none, that setting may be told.
-    return _told(lambda: resolve_config(environ=environ).config) if _fits(environ) else "skipped"
-
-
-def _fits(environ: dict[str, str]) -> bool:
-    return not any(
-        SECRET in value and name not in _URL_NAMES
-        for name, value in environ.items()
-        if not name.endswith(("PASSWORD", "KEY"))
-    )
-
-
 def read_options(values: dict[str, Any]) -> str:
     secret = {"redis_password": SECRET, "s3_secret_access_key": SECRET}
     return _told(lambda: resolve_config(values | secret, environ={}).config)
@@ -110,7 +75,6 @@ TARGETS = (
         lambda random: spoiled(random, [_TOML] * 20 + [b"a=" + b"[" * 5000]),
         read_settings,
     ),
-    Target("environment", _some_environment, _environment),
     Target("extra config", _some_options, read_options),
     Target("token ids", lambda random: changed_text(random, random.choice(_PROMPTS)), _prompt),
 )

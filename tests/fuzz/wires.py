@@ -1,6 +1,8 @@
 """Targets: answers of servers, cut into pieces anywhere."""
 
 import select
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from random import Random
 from typing import Any
 
@@ -29,6 +31,12 @@ class Wire:
         self.sent = bytearray()
         self._pieces = pieces
         self._rounds = 0
+
+    def answer(self, more: bytes, cuts: Sequence[int]) -> None:
+        """Hand out all that is left, and ``more``, in pieces of these lengths and a last one."""
+        rest = b"".join(self._pieces) + more
+        edges = [*accumulate(cuts, initial=0), len(rest)]
+        self._pieces[:] = [piece for a, b in pairwise(edges) if (piece := rest[a : max(a, b)])]
 
     def offer(self, data: memoryview) -> int:
         self.sent += data
@@ -124,7 +132,7 @@ class _NoSocketLine(RespConnection):
 
     def __init__(self, wire: Wire) -> None:
         self.clean = True
-        self.tls = self._blocking = False
+        self.tls = False
         self.sock = wire  # type: ignore[assignment]
         self._rest = b""
         self._timeout_s = None

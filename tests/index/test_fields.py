@@ -46,12 +46,3 @@ def test_encoded_shards_are_the_mapping_of_their_records(shards: list[ShardRecor
 def test_nothing_else_raises(value: bytes) -> None:
     record = decode_shard(value)
     assert record is None or encode_shard(record) == value
-
-
-@given(st.data())
-def test_no_two_values_are_read_alike(data: st.DataObject) -> None:
-    value = bytearray(encode_shard(shard()))
-    place = data.draw(st.integers(0, len(value) - 1))
-    value[place] = data.draw(st.integers(0, 255))
-    record = decode_shard(bytes(value))
-    assert record is None or encode_shard(record) == bytes(value)

@@ -8,8 +8,7 @@ import pytest
 from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import PruneIndex
 from objkv.index.guarded import INDEX_VERBS, GuardedIndex, for_operators
-from objkv.net.breaker import BreakerLimits, Breakers
-from objkv.telemetry import MemoryRecorder, NullRecorder, Recorder
+from objkv.telemetry import MemoryRecorder, Recorder
 from tests.contracts.index_contract import FIELD, LONG_S, NAMESPACE, chunk, get, prefix_hash, shard
 from tests.contracts.memory_index import MemoryIndex
 from tests.index.flaky_index import FlakyIndex
@@ -82,17 +81,3 @@ def test_what_operators_do_is_denied_to_readers_with_what_to_set() -> None:
     assert for_operators(index) is index
     with pytest.raises(StoreDenied, match="role reader does not allow writes: set role to"):
         for_operators(None)
-
-
-def test_writes_that_are_denied_do_not_stop_reads(inner: FlakyIndex) -> None:
-    """As those of a replica that may only read."""
-    breakers = Breakers("index", BreakerLimits(failures=3, reset_s=3600), NullRecorder())
-    index = guarded(inner, breakers=breakers)
-    inner.error = StoreDenied("no")
-    for _ in range(3):
-        with pytest.raises(StoreDenied):
-            index.lease("x", "me", ttl_ms=1)
-    with pytest.raises(StoreUnavailable, match="circuit open"):
-        index.touch(NAMESPACE, [], ttl_s=1)
-    inner.error = None
-    assert index.lookup(NAMESPACE, []) == []

@@ -1,12 +1,11 @@
 """The index in Redis: its records, finds in one round trip, and running totals."""
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Literal
 
-import fakeredis
 import pytest
 import redis
 from hypothesis import given, settings
@@ -34,6 +33,7 @@ from tests.contracts.index_contract import (
     prefix_hash,
     shard,
 )
+from tests.fuzz.wires import Wire
 from tests.net.resp_wires import beside, wire
 from tests.support.servers.fixtures import flushed
 from tests.support.servers.redis import RedisServer
@@ -194,23 +194,6 @@ def test_others_keys_and_other_prefixes_are_left_alone(client: redis.Redis) -> N
     assert other.namespaces() == [NAMESPACE]
 
 
-def test_errors_of_the_client_are_those_of_an_index() -> None:
-    error = exceptions.ConnectionError("gone")
-
-    class Failing(fakeredis.FakeRedis):
-        def execute_command(self, *args: object, **options: object) -> object:
-            raise error
-
-        def pipeline(self, *args: object, **options: object) -> object:
-            raise error
-
-    index = RedisIndex(Failing())
-    for call in (index.check, lambda: get(index), lambda: next(index.scan(NAMESPACE))):
-        with pytest.raises(StoreUnavailable, match="gone") as caught:
-            call()
-        assert caught.value.__cause__ is error
-
-
 RECORDS = f"objkv:i:{NAMESPACE}:"
 BOTH = (FIELD, OTHER_FIELD)
 LOOKS_LIKE_TWO = WRITTEN + b"\r\n$%d\r\n" % len(WRITTEN) + WRITTEN
@@ -231,56 +214,30 @@ ANSWERS = {
 WRONG_TYPE = b"-WRONGTYPE Operation against a key\r\n"
 
 
-class Pieces:
-    """A line whose server answers ``answers`` and the mark, cut at ``cuts``."""
-
-    tls = False
-
-    def __init__(self, answers: bytes, cuts: list[int], *, mark: bool = True) -> None:
-        self.clean = True
-        self._answers = answers
-        self._cuts = cuts
-        self._mark = mark
-
-    def offer(self, data: memoryview) -> int:
-        """Take all; the mark is the end of the command."""
-        self.clean = False
-        if self._mark and bytes(data).endswith(b"\r\n"):
-            self._answers += b"$16\r\n" + bytes(data)[-18:]
-        return len(data)
-
-    def receive(self) -> bytes:
-        """The next piece; all that is left at the end."""
-        cut = self._cuts.pop() if self._cuts else len(self._answers)
-        piece, self._answers = self._answers[:cut], self._answers[cut:]
-        if not piece:
-            raise exceptions.ConnectionError("Connection closed by server.")
-        return piece
-
-
-def asked(line: Any, count: int, fields: tuple[str, ...] = (FIELD,)) -> list[ShardRecords | None]:
+def asked(
+    line: Any, count: int, fields: tuple[str, ...] = (FIELD,), cuts: Sequence[int] | None = None
+) -> list[ShardRecords | None]:
+    """What is found on ``line``. With ``cuts``, it hands out its answers and the mark, so cut."""
     question = _Question(line, RECORDS, [prefix_hash(n) for n in range(count)], fields)
     question.push()
+    if cuts is not None:
+        line.answer(b"$16\r\n" + bytes(line.sent[-18:]), cuts)
     return question.answers()
 
 
 @settings(deadline=None)
 @given(st.lists(KINDS, min_size=1, max_size=20), st.lists(st.integers(1, 200), max_size=20))
 def test_answers_are_told_apart_however_they_are_cut(kinds: list[Kind], cuts: list[int]) -> None:
-    answers = b"".join(WRONG_TYPE if kind == "theirs" else ANSWERS[kind] for kind in kinds)
-    line = Pieces(answers, cuts)
-    if "two" not in kinds:
-        expected = [{FIELD: shard(7)} if kind == "hit" else None for kind in kinds]
-        assert asked(line, len(kinds)) == expected
-        assert line.clean
-        return
+    line = Wire([WRONG_TYPE if kind == "theirs" else ANSWERS[kind] for kind in kinds])
     # An ambiguous reply is either parsed correctly, or the whole lookup is discarded.
     try:
-        found = asked(line, len(kinds))
+        found = asked(line, len(kinds), cuts=cuts)
     except exceptions.InvalidResponse:
+        assert "two" in kinds
         assert not line.clean
     else:
         assert found == [{FIELD: shard(7)} if kind == "hit" else None for kind in kinds]
+        assert line.clean
 
 
 @settings(deadline=None)
@@ -300,7 +257,7 @@ def test_rows_are_told_apart_however_they_are_cut(
         answers += b"*2\r\n" + b"".join(ANSWERS[kind] for kind in row)
         there = {field: shard(7) for field, kind in zip(BOTH, row, strict=True) if kind == "hit"}
         expected.append(there or None)
-    assert asked(Pieces(answers, cuts), len(rows), BOTH) == expected
+    assert asked(Wire([answers]), len(rows), BOTH, cuts) == expected
 
 
 @pytest.mark.parametrize(
@@ -316,9 +273,9 @@ def test_rows_are_told_apart_however_they_are_cut(
     ],
 )
 def test_answers_to_something_else_are_not_believed(answers: bytes) -> None:
-    line = Pieces(answers, [100_000] * (len(answers) > 100_000))
+    line = Wire([answers])
     with pytest.raises(exceptions.InvalidResponse):
-        asked(line, 2)
+        asked(line, 2, cuts=[100_000])
     assert not line.clean
 
 

@@ -32,25 +32,17 @@ from tests.contracts.index_contract import (
     usage,
 )
 
-PUBLISH_FOREVER = """
+PUBLISH = """
 import sys
 from pathlib import Path
 from objkv.index.sqlite.index import SqliteIndex
 from tests.contracts.index_contract import (FIELD, OTHER_FIELD, chunk, shard)
-index = SqliteIndex(Path(sys.argv[1]))
-for number in range(1, 1_000_000):
+path, first, count = sys.argv[1:]
+index = SqliteIndex(Path(path), busy_ms=240_000)
+for number in range(int(first), int(first) + int(count)):
     index.publish(chunk(number), {FIELD: shard(), OTHER_FIELD: shard()}, ttl_s=1000)
     if number == 50:
         print("publishing", flush=True)
-"""
-PUBLISH_SOME = """
-import sys
-from pathlib import Path
-from objkv.index.sqlite.index import SqliteIndex
-from tests.contracts.index_contract import (FIELD, chunk, shard)
-index = SqliteIndex(Path(sys.argv[1]), busy_ms=240_000)
-for number in range(int(sys.argv[2]), int(sys.argv[2]) + 50):
-    index.publish(chunk(number), {FIELD: shard()}, ttl_s=1000)
 """
 
 
@@ -71,7 +63,7 @@ class TestSqliteIndex(IndexContract):
 def test_processes_share_one_file_from_the_first_moment_on(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
     writers = [
-        subprocess.Popen([sys.executable, "-c", PUBLISH_SOME, str(path), str(first)])
+        subprocess.Popen([sys.executable, "-c", PUBLISH, str(path), str(first), "50"])
         for first in (100, 200, 300)
     ]
     assert [writer.wait(250) for writer in writers] == [0, 0, 0]
@@ -80,7 +72,7 @@ def test_processes_share_one_file_from_the_first_moment_on(tmp_path: Path) -> No
 
 def test_a_killed_writer_leaves_a_usable_index_of_whole_records(tmp_path: Path) -> None:
     path = tmp_path / "index.sqlite"
-    command = [sys.executable, "-c", PUBLISH_FOREVER, str(path)]
+    command = [sys.executable, "-c", PUBLISH, str(path), "1", "1000000"]
     for _ in range(3):
         with subprocess.Popen(command, stdout=subprocess.PIPE) as writer:
             assert writer.stdout is not None

@@ -13,8 +13,6 @@ from objkv.keys.topology import Shard, TokenPart, Topology
 
 TP_SIZES, PP_SIZES, HEADS = range(1, 17), range(1, 9), range(1, 33)
 LAYERS = (1, 2, 3, 7, 8, 9, 13, 16, 23, 32)
-HASHES = tuple(bytes([first]) + bytes(19) for first in (0, 1, 2, 3, 7, 15, 254, 255))
-
 prefix_hashes = st.binary(min_size=20, max_size=20)
 Cells = set[tuple[int, int]]
 
@@ -29,10 +27,8 @@ def shapes(draw: st.DrawFn) -> Topology:
     """Of any TP, PP and DCP size, on any number of nodes."""
     heads = draw(st.sampled_from(HEADS))
     layers, pp_size = draw(st.sampled_from(LAYERS)), draw(st.sampled_from(PP_SIZES))
-    cuts = sorted(
-        draw(st.lists(st.integers(0, layers), min_size=pp_size - 1, max_size=pp_size - 1))
-    )
-    stages = tuple(b - a for a, b in zip([0, *cuts], [*cuts, layers], strict=True))
+    cuts = draw(st.lists(st.integers(0, layers), min_size=pp_size - 1, max_size=pp_size - 1))
+    stages = tuple(b - a for a, b in pairwise([0, *sorted(cuts), layers]))
     tp_size = draw(st.sampled_from(possible(heads)))
     copies = max(1, tp_size // heads)
     dcp_size = draw(st.sampled_from([n for n in range(1, copies + 1) if copies % n == 0]))
@@ -82,12 +78,12 @@ def check(topology: Topology, prefix_hash: bytes) -> None:
 def test_every_size_alone() -> None:
     for heads in HEADS:
         for tp_size in possible(heads):
-            check(Topology(tp_size, heads, (2,)), HASHES[0])
-            check(Topology(tp_size, heads, (2,)), HASHES[-1])
+            check(Topology(tp_size, heads, (2,)), bytes(20))
+            check(Topology(tp_size, heads, (2,)), b"\xff" * 20)
     for layers, pp_size in product(LAYERS, PP_SIZES):
         cuts = [layers * stage // pp_size for stage in range(pp_size + 1)]
         stages = tuple(b - a for a, b in pairwise(cuts))
-        check(Topology(1, 1, stages), HASHES[0])
+        check(Topology(1, 1, stages), bytes(20))
 
 
 @given(shapes(), prefix_hashes)
@@ -171,22 +167,6 @@ def tokens_of(part: TokenPart, tokens: int = 64) -> set[int]:
     return {t for t in range(tokens) if t // part.interleave % part.size == part.rank}
 
 
-@given(divisions, st.sampled_from([1, 2, 4]), st.integers(1, 3), st.binary(min_size=1, max_size=1))
-def test_with_dcp_the_writers_save_every_token_of_every_layer_once(
-    division: tuple[int, int], interleave: int, stages: int, prefix_hash: bytes
-) -> None:
-    tp_size, dcp_size = division
-    topology = Topology(tp_size, 1, (2,) * stages, dcp_size, interleave if dcp_size > 1 else 1)
-    counted = Counter(
-        (layer, token)
-        for rank in range(topology.size)
-        if (share := topology.held(rank)) is not None and share.writes(prefix_hash)
-        for layer in range(share.shard.layer_start, share.shard.layer_end)
-        for token in tokens_of(share.shard.tokens)
-    )
-    assert counted == Counter({(layer, t): 1 for layer in range(2 * stages) for t in range(64)})
-
-
 @given(divisions, divisions)
 def test_parts_of_another_division_have_all_tokens_of_a_rank(
     one: tuple[int, int], other: tuple[int, int]
@@ -210,13 +190,9 @@ def test_tokens_that_are_dealt_out_otherwise_are_not_combined() -> None:
     assert not TokenPart(0, 4).sources(3, 1)
 
 
-def test_names_of_parts_of_the_tokens_are_read_in_one_form_only() -> None:
+def test_names_of_parts_of_the_tokens_are_read_as_they_are_written() -> None:
     for text in ("L0-2_H0-1_T0of2", "L0-2_H0-1_T3of4i16"):
         assert str(Shard.parse(text)) == text
-    assert str(Shard(0, 2, 0, 1)) == "L0-2_H0-1"
-    for text in ("_T2of2", "_T0of1", "_T0of2i1", "_T0of2i0", "_T00of2", "_T0of", "_T0", "_Tof2"):
-        with pytest.raises(ValueError, match="L0-2_H0-1"):
-            Shard.parse(f"L0-2_H0-1{text}")
 
 
 number = st.integers(0, 200)
@@ -250,7 +226,9 @@ def test_a_key_prints_as_documented() -> None:
 @pytest.mark.parametrize(
     "text",
     ["", "L0-1", "L0-1_H0-0", "L1-1_H0-1", "L2-1_H0-1", "L00-1_H0-1", "L0-1_H0-1 ", "L0-1_H0-1\n",
-     "L-1-1_H0-1", "L0-1_H0-1_", "l0-1_h0-1", "L0-1３_H0-1", "L0-" + "9" * 5000 + "_H0-1"],
+     "L-1-1_H0-1", "L0-1_H0-1_", "l0-1_h0-1", "L0-1３_H0-1", "L0-" + "9" * 5000 + "_H0-1",
+     *(f"L0-2_H0-1_T{part}" for part in ("2of2", "0of1", "0of2i1", "0of2i0", "00of2", "0of", "0",
+                                         "of2"))],
 )  # fmt: skip
 def test_what_is_not_a_shard_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):

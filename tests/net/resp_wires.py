@@ -21,11 +21,9 @@ class Connection:
         sock.settimeout(timeout_s)
 
     def should_reconnect(self) -> bool:
-        """Never."""
         return False
 
     def disconnect(self) -> None:
-        """Close the socket."""
         self.disconnected = True
         self._sock.close()
 
@@ -37,7 +35,6 @@ class Pool:
         self.released: list[Any] = []
 
     def release(self, connection: Any) -> None:
-        """Keep it for the test to see."""
         self.released.append(connection)
 
 

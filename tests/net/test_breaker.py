@@ -1,6 +1,5 @@
 """``Breaker``: when it tries again, over outages of all lengths, by a clock set by hand."""
 
-import threading
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -31,7 +30,6 @@ class Server:
         self.breaker.now_s = self.clock
         self.error: StoreError | None = StoreUnavailable("down")
         self.asked_s: list[float] = []
-        self.entered, self.gate = threading.Semaphore(0), threading.Event()
 
     def open(self, error: StoreError | None = None) -> None:
         """Fail until its breaker opens; ``error`` is what comes afterwards."""
@@ -39,11 +37,6 @@ class Server:
         for _ in range(PATIENCE.failures):
             assert not self.call()
         self.error = error
-
-    def hang(self) -> None:
-        """A call that ends with the test."""
-        self.entered.release()
-        assert self.gate.wait(60)
 
     def call(self) -> bool:
         """Whether it answered."""

@@ -7,8 +7,6 @@ import pytest
 from objkv.errors import LeftAlone, StoreDenied, StoreUnavailable
 from objkv.net.breaker import BreakerLimits, Breakers
 from objkv.net.deadline import EndsBy, ends_s
-from objkv.net.guard import Guard
-from objkv.stores.guarded import STORE_VERBS
 from objkv.telemetry import MemoryRecorder
 from tests.stores.guards import guard_of
 
@@ -19,14 +17,8 @@ class World:
     def __init__(self, may_write: bool = True) -> None:
         self.recorder = MemoryRecorder()
         self.breakers = Breakers("bulk", BreakerLimits(failures=1, reset_s=3600), MemoryRecorder())
-        self.guard = Guard(
-            "bulk",
-            STORE_VERBS,
-            self.recorder,
-            self.breakers,
-            seconds=100.0,
-            may_write=may_write,
-        )
+        options = {"breakers": self.breakers, "seconds": 100.0, "may_write": may_write}
+        self.guard = guard_of(recorder=self.recorder, **options)
 
     def is_open(self) -> bool:
         return self.breakers.read.is_open or self.breakers.write.is_open

@@ -21,10 +21,8 @@ from objkv.stores.base import Arrived
 from objkv.stores.local import LocalStore
 from objkv.stores.processes import (
     ANSWERS,
-    REQUESTS,
     FetchPool,
     FetchProcess,
-    GetRequest,
     ProcessStore,
     failed,
 )
@@ -143,10 +141,7 @@ class TestContract(StoreContract):
         return shared.store
 
 
-def test_messages_are_read_as_they_were_written() -> None:
-    for start in (None, 0, 1 << 40):
-        request = GetRequest(1 << 50, 1 << 33, start, 12.5, key="ns/a")
-        assert REQUESTS.validate_json(REQUESTS.dump_json(request)) == request
+def test_errors_are_told_as_what_they_are() -> None:
     for error in (StoreUnavailable("x y"), StoreDenied("\udcff"), ValueTooLong("l"), KeyError("k")):
         answer = failed(7, error)
         assert ANSWERS.validate_json(ANSWERS.dump_json(answer)) == answer
@@ -154,10 +149,8 @@ def test_messages_are_read_as_they_were_written() -> None:
         kind = processes._ERRORS[answer.error]
         assert kind is (type(error) if isinstance(error, StoreError) else StoreError)
         assert str(error).replace("\udcff", "?") in answer.text
-    unknown = b'{"number": 3, "nbytes": null, "error": 9}'
-    for message in (b"", b"\xff" * 17, b"[3, 4]", b'{"number": 3}', unknown):
-        with pytest.raises(ValueError, match=r"."):
-            ANSWERS.validate_json(message)
+    with pytest.raises(ValueError, match="error"):
+        ANSWERS.validate_json(b'{"number": 3, "nbytes": null, "error": 9}')
 
 
 def test_small_gets_and_those_before_a_process_is_ready_stay_here(fleet: Fleet) -> None:

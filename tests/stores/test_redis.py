@@ -9,7 +9,7 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-from objkv.errors import StoreDenied, StoreError, StoreUnavailable
+from objkv.errors import StoreError, StoreUnavailable
 from objkv.stores.redis import RedisStore
 from tests.contracts.store_contract import ValuesContract
 from tests.support.servers.listener import Scripted
@@ -80,26 +80,6 @@ def test_gets_and_puts_make_no_copy_of_a_value(store: RedisStore) -> None:
     assert buffer == VALUE
 
 
-def test_refusals_are_translated_as_the_clients_are(
-    valkey: RedisServer, client: redis.Redis
-) -> None:
-    client.execute_command("ACL", "SETUSER", "weak", "on", ">secret", "~*", "-@all", "+client")
-    user = redis.Redis(
-        port=valkey.port, protocol=2, username="weak", password="secret", socket_timeout=120
-    )
-    store = RedisStore(user, prefix="p:", ttl_s=TTL_S)
-    calls: list[Callable[[], object]] = [
-        lambda: store.get_into("k", room(9)),
-        lambda: store.get_into("k", room(9), start=0),
-        lambda: store.put("k", b"value"),
-        lambda: store.put_if_absent("k", b"value"),
-    ]
-    for call in calls * 2:
-        with pytest.raises(StoreDenied, match="ACL"):
-            call()
-    client.execute_command("ACL", "DELUSER", "weak")
-
-
 def test_a_key_of_another_type_is_a_store_error(store: RedisStore, client: redis.Redis) -> None:
     client.hset("objkv:p:k", "field", "value")
     for _ in range(2):
@@ -165,13 +145,6 @@ def test_an_answer_that_announces_no_value_is_a_store_error(head: bytes) -> None
         store = RedisStore(client, prefix="p:", ttl_s=TTL_S)
         with pytest.raises(StoreError, match="instead of a value"):
             store.get_into("k", room(100))
-
-
-def test_a_value_without_room_has_no_bytes(store: RedisStore) -> None:
-    store.put("k", b"")
-    assert store.get_into("k", room(0), start=0) == 0
-    assert store.get_into("absent", room(0), start=0) is None
-    assert store.get_into("k", room(0)) == 0
 
 
 def test_closing_gives_the_connections_back(valkey: RedisServer) -> None:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +33,7 @@ from objkv.stores.s3.http import (
 )
 from objkv.stores.s3.read import RangedGet
 from objkv.stores.s3.store import S3Store
+from tests.contracts.store_contract import Arrivals
 from tests.stores.guards import assert_all_end
 from tests.support.servers.listener import (
     Listener,
@@ -99,16 +100,13 @@ def test_what_a_server_does_not_answer_is_asked_twice_at_most(mute: Listener, ca
 
 
 HEAD = b'HTTP/1.1 200 OK\r\nETag: "a"\r\nContent-Length: 100000\r\n\r\n'
-PUTS: dict[str, Call] = {
-    "at once": lambda store: store.put_if_absent("k", bytes(MIB)),
-}
-SLOW: dict[str, tuple[Serve, dict[str, Call]]] = {
-    "a head without end": (trickling(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000), CALLS),
-    "a body that trickles": (trickling(HEAD + b"x" * 100_000), CALLS),
-    "not HTTP": (trickling(b"x" * 100_000), CALLS),
-    "continue": (trickling(b"HTTP/1.1 100 Continue\r\n\r\n" * 5_000), CALLS),
-    "nothing": (silent, CALLS),
-    "hardly takes anything": (reluctant, PUTS),
+SLOW: dict[str, Any] = {
+    "a head without end": trickling(b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 10_000),
+    "a body that trickles": trickling(HEAD + b"x" * 100_000),
+    "not HTTP": trickling(b"x" * 100_000),
+    "continue": trickling(b"HTTP/1.1 100 Continue\r\n\r\n" * 5_000),
+    "nothing": silent,
+    "hardly takes anything": pytest.param(reluctant, marks=pytest.mark.slow),
 }
 
 
@@ -125,17 +123,10 @@ def opened(url: str) -> Iterator[S3Store]:
         yield store
 
 
-@pytest.mark.parametrize(
-    "slow",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name == "hardly takes anything" else name
-        for name in SLOW
-    ],
-)
-def test_a_server_that_is_slow_is_left(slow: str) -> None:
-    serve, calls = SLOW[slow]
+@pytest.mark.parametrize("serve", SLOW.values(), ids=SLOW)
+def test_a_server_that_is_slow_is_left(serve: Serve) -> None:
     with Scripted(serve) as server, opened(server.url) as store:
-        assert_all_end({name: (call, store) for name, call in calls.items()}, StoreUnavailable)
+        assert_all_end({name: (call, store) for name, call in CALLS.items()}, StoreUnavailable)
 
 
 def test_a_server_that_lets_nobody_in_is_left() -> None:
@@ -163,21 +154,6 @@ def test_a_body_that_trickles_is_left_at_its_deadline(
         response.fill(memoryview(bytearray(100)))
     ours.close()
     theirs.close()
-
-
-def test_whoever_has_less_time_gets_less(mute: Listener) -> None:
-    def hurried(call: Call) -> Call:
-        def run(store: S3Store) -> object:
-            with EndsBy(time.monotonic() + DEADLINE_S):
-                return call(store)
-
-        return run
-
-    with s3_store(
-        mute.url, load_deadline_ms=600_000, client={"load_deadline_ms": 600_000}
-    ) as store:
-        calls = {name: (hurried(CALLS[name]), store) for name in ("get_into", "head", "put")}
-        assert_all_end(calls, StoreUnavailable)
 
 
 @contextmanager
@@ -284,20 +260,6 @@ def test_without_threads_a_get_reads_on_alone(monkeypatch: pytest.MonkeyPatch) -
         wait_until(lambda: not [one for one in threading.enumerate() if "range" in one.name])
 
 
-class Checked:
-    """A buffer that is compared with the value as its bytes are reported."""
-
-    def __init__(self, value: bytes) -> None:
-        self.buffer = memoryview(bytearray(len(value)))
-        self._value = value
-        self.at = 0
-
-    def arrived(self, nbytes: int) -> None:
-        assert self.buffer[self.at : nbytes] == self._value[self.at : nbytes]
-        assert nbytes > self.at
-        self.at = nbytes
-
-
 def faults(shares: dict[str, float], seed: int, verbs: frozenset[str] = frozenset()) -> list[Spoil]:
     """So many of the answers are spoiled."""
     rng = random.Random(seed)
@@ -334,14 +296,14 @@ def test_a_fault_is_a_right_value_or_an_error_never_wrong_bytes(
         store.put("k", value)
         far.spoil(*faults(shares, 7, GETS))
         for _ in range(6):
-            checked = Checked(value)
-            try:
-                nbytes = store.get_into("k", checked.buffer, checked.arrived)
-            except StoreError:
-                continue
-            assert nbytes == checked.at == len(value)
-            assert checked.buffer == value
-            whole += 1
+            buffer = memoryview(bytearray(len(value)))
+            arrivals = Arrivals(buffer, value)
+            with suppress(StoreError):
+                assert store.get_into("k", buffer, arrivals) == arrivals.reported[-1] == len(value)
+                assert buffer == value
+                whole += 1
+            assert arrivals.true
+            assert arrivals.reported == sorted(set(arrivals.reported))
         assert far.spoiled
     assert whole
 
@@ -364,9 +326,12 @@ def test_what_broke_off_goes_on_where_it_was(is_repeated: bool) -> None:
     with QuickS3(intercept=break_off) as server, s3_store(server.url) as store:
         store.put("k", value)
         etag = store._client.head_object(Bucket=BUCKET, Key="p/k")["ETag"]
-        checked = Checked(value)
-        assert store.get_into("k", checked.buffer, checked.arrived) == checked.at == len(value)
-        assert checked.buffer == value
+        buffer = memoryview(bytearray(len(value)))
+        arrivals = Arrivals(buffer, value)
+        assert store.get_into("k", buffer, arrivals) == arrivals.reported[-1] == len(value)
+        assert buffer == value
+        assert arrivals.true
+        assert arrivals.reported == sorted(set(arrivals.reported))
     rest = f"bytes={MIB}-{3 * MIB - 1}"
     assert asked == ["all", rest, rest][: 3 if is_repeated else 2]
 

@@ -6,8 +6,11 @@ come out different with another version of a compression library, so tests compa
 pages, and bytes only where codec is none.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 from objkv.codec.payload import Claim, LayerSpec, Provenance, encode
@@ -52,34 +55,27 @@ def pages_of(layer: LayerSpec) -> bytes:
     return b"".join(bytes([i // 4 % 251]) * layer.item_bytes for i in range(items))
 
 
+def _made(
+    codec: str = "none", layers: Sequence[LayerSpec] = LAYERS, seal: Seal | None = None, **told: Any
+) -> bytes:
+    pages = list(map(pages_of, layers))
+    provenance = replace(PROVENANCE, **told)
+    return bytes(encode(CLAIM, layers, pages, codec=codec, provenance=provenance, seal=seal))
+
+
 @patch("os.urandom", lambda _: SALT)
 def golden() -> dict[str, bytes]:
     """Every golden payload by its file name."""
-    pages = [pages_of(layer) for layer in LAYERS]
-    out = {}
-    for codec in ("none", "lz4", "blosc", "blosclz4"):
-        payload = encode(CLAIM, LAYERS, pages, codec=codec, provenance=PROVENANCE)
-        out[f"{codec}.safetensors"] = bytes(payload)
-    told = Provenance(PROVENANCE.token_digest, "golden", 1_700_000_000, TOKENS)
-    out["tokens.safetensors"] = bytes(encode(CLAIM, LAYERS, pages, codec="none", provenance=told))
     # A dtype that safetensors readers need not know is stored as U8.
     odd = LayerSpec("model.layers.0.self_attn.attn", "F8_E4M3FNUZ", (2, 2, 16, 8))
-    out["untyped.safetensors"] = bytes(
-        encode(CLAIM, [odd], [pages_of(odd)], codec="none", provenance=PROVENANCE)
-    )
-    quantised = LayerSpec("model.layers.0.self_attn.attn", "F8_E5M2", (2, 2, 16, 8), "0.0625 1.0")
-    both = (quantised, LAYERS[0])
-    out["scales.safetensors"] = bytes(
-        encode(CLAIM, both, list(map(pages_of, both)), codec="none", provenance=PROVENANCE)
-    )
-    for name, seal in SEALS.items():
-        payload = encode(CLAIM, LAYERS, pages, codec="none", provenance=PROVENANCE, seal=seal)
-        out[f"{name}.safetensors"] = bytes(payload)
-    sealed = encode(
-        CLAIM, LAYERS, pages, codec="blosc", provenance=PROVENANCE, seal=SEALS["signed-encrypted"]
-    )
-    out["blosc-signed-encrypted.safetensors"] = bytes(sealed)
-    return out
+    quantised = replace(odd, dtype="F8_E5M2", scales="0.0625 1.0")
+    made = {codec: _made(codec) for codec in ("none", "lz4", "blosc", "blosclz4")}
+    made["tokens"] = _made(tokens=TOKENS)
+    made["untyped"] = _made(layers=[odd])
+    made["scales"] = _made(layers=[quantised, LAYERS[0]])
+    made |= {name: _made(seal=seal) for name, seal in SEALS.items()}
+    made["blosc-signed-encrypted"] = _made("blosc", seal=SEALS["signed-encrypted"])
+    return {f"{name}.safetensors": payload for name, payload in made.items()}
 
 
 if __name__ == "__main__":
