@@ -195,9 +195,9 @@ class Config(BaseModel):
     agent: str = Field(default="auto", pattern=r"^(auto|private|unix:///[^\x00]{1,100})$")
     """The agent that loads and saves for a replica. ``auto``: one for all replicas of this user on
     this machine with the same settings of stores and agent; the first replica starts it, and it
-    ends ten minutes after the last. ``private``: the replica's own, which ends half a minute after it.
-    ``unix:///path``: the socket of an agent that you run. Without an agent a replica computes, and
-    caches nothing until one answers."""
+    ends ten minutes after the last. ``private``: the replica's own, which ends half a minute after
+    it. ``unix:///path``: the socket of an agent that you run. Without an agent a replica computes,
+    and caches nothing until one answers."""
     agent_memory_bytes: int = Field(default=0, ge=0)
     """Memory of an agent for payloads, its arena. 0: an eighth of the memory of the machine or
     container. It is taken as payloads fill it, and up to 1 GiB ahead of them."""

@@ -38,7 +38,7 @@ from objkv.config.aws import (
 from objkv.config.urls import check_proxies, is_this_machine
 from objkv.errors import ConfigError, StoreDenied, StoreUnavailable
 from objkv.net.deadline import EndsBy, ends_s
-from objkv.stores.s3.errors import asks_for_later, error_code, error_of, is_busy
+from objkv.stores.s3.errors import asks_for_later, error_of, is_busy
 from objkv.stores.s3.http import ConnectionFailed, Connections, host_of
 
 if TYPE_CHECKING:
@@ -50,7 +50,6 @@ _CONNECT_SHARE = 1 / 3
 ATTEMPTS = 4
 ATTEMPT_SHARE = 0.9 / ATTEMPTS
 """Share of a call's time that an attempt may take. The rest is for the pauses between attempts."""
-_NOT_IMPLEMENTED = 501
 _PAUSE_S, _BUSY_PAUSE_S = 0.05, 1.0
 """The longest pause before the third attempt, as the client's: it doubles from then on. The second
 one does not wait."""
@@ -106,7 +105,7 @@ class Retrier:
         """Pause, and return what the next attempt costs; 0 if there is none."""
         pause_s, cost = _PAUSE_S, _COST
         if isinstance(error, ClientError):
-            if not asks_for_later(error) or error_code(error)[0] == _NOT_IMPLEMENTED:
+            if not asks_for_later(error):
                 return 0
             if is_busy(error):
                 pause_s, cost = _BUSY_PAUSE_S, _BUSY_COST

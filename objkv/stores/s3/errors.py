@@ -54,6 +54,8 @@ _DEMANDS = (
 )
 """Added to a refused put: S3 does not say which condition of a policy failed."""
 _BUSY = {"SlowDown", "Throttling"}
+_LASTING = (501, 507)
+"""Not implemented, and without room: the same request fails again."""
 _LATER = {"RequestTimeout", "RequestTimeoutException", *_BUSY}
 
 
@@ -76,7 +78,7 @@ def error_of(method: str, status: int, body: bytes) -> ClientError:
 def asks_for_later(exc: ClientError) -> bool:
     """Whether the server can probably serve the request later."""
     status, code = error_code(exc)
-    return status == 429 or status >= 500 or code in _LATER
+    return status == 429 or (status >= 500 and status not in _LASTING) or code in _LATER
 
 
 def is_busy(exc: ClientError) -> bool:
