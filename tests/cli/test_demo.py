@@ -118,12 +118,6 @@ def test_the_command_says_how_to_look_at_what_it_stored(
     assert not any("export" in line for line in lines), "nothing lingers in the user's shell"
 
 
-def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[DemoRow, ...]]) -> None:
-    ran = run("demo", "--bulk-url", "file:///elsewhere")
-    assert ran.code == 2
-    assert "uses its own store" in ran.err
-
-
 def test_without_vllm_it_says_how_to_install_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(command_module, "find_spec", lambda name: None)
     ran = run("demo")

@@ -5,10 +5,12 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import pytest
 
 from objkv.cli.app import COMMANDS
+from objkv.stores.base import Entry
 from objkv.stores.local import LocalStore
 from tests.cli.conftest import JSON_KEYS, Machine, Run, is_documented, refused
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
@@ -41,10 +43,15 @@ WRONG = [
     ("admission never --for soon", "not a duration"),
     ("admission never --for 400d", "must be"),
     ("audit -n ffff", "no namespace matches ffff"),
+    ("demo --bulk-url file:///elsewhere", "uses its own store"),
     ("diff {name} xyz", "xyz is not a file, and no namespace matches xyz"),
     ("diff {name} /nowhere/identity.json", "/nowhere/identity.json is not a file"),
     ("diff - -", "-"),
+    ("doctor --tp 2", "--model"),
+    ("doctor --model {home}", "give the folder of a model"),
     ("exporter --scan-every 30s", "must be at least 60 s"),
+    ("gpu-check --model x --random", "brings a model of its own"),
+    ("gpu-check --model {home}", "has no config.json"),
     ("ls --bulk --prefixes", "--bulk counts namespaces"),
     ("ls acme -n acme", "give the namespace once"),
     ("ls xyz", "no namespace matches xyz"),
@@ -75,6 +82,9 @@ WRONG = [
     ("top --once --endpoint ftp://x", "http://HOST:PORT"),
     ("verify --apply", "--apply needs --quarantine"),
     ("verify -n ffff", "no namespace matches ffff"),
+    ("verify --part 1/3", "--part"),
+    ("verify --all --part 4/3", "--part"),
+    ("verify --all --part x", "--part"),
     ("warm", "no prompts: name JSON Lines files"),
     ("warm /nowhere.jsonl --check", "/nowhere.jsonl: no such file"),
     ("warm -", "choose how to compute"),
@@ -82,8 +92,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "told"), WRONG)
-def test_wrong_usage_is_2_and_a_sentence(run: Run, chunk: str, words: str, told: str) -> None:
-    given = words.format(name=NAMESPACE, chunk=chunk).split()
+def test_wrong_usage_is_2_and_a_sentence(
+    run: Run, home: Path, chunk: str, words: str, told: str
+) -> None:
+    given = words.format(name=NAMESPACE, chunk=chunk, home=home).split()
     ran = run(*given, stdin='"x"' if given[0] == "warm" else "1 two" if words == "match" else "1")
     refused(ran, told)
     first, *choices = ran.err.splitlines()
@@ -151,17 +163,27 @@ def test_names_from_the_store_cannot_drive_the_terminal(
 
 
 @pytest.mark.parametrize("words", ["ls --bulk", "audit", "verify --all", "sweep", "rebuild"])
-@pytest.mark.parametrize("at", [("scan",), ("folders", "scan")])
-def test_ctrl_c_ends_with_130_and_a_word(
-    run: Run, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch, at: tuple[str, ...]
+@pytest.mark.parametrize("where", ["anywhere", "in a thread of the walk"])
+def test_ctrl_c_ends_with_130_a_word_and_no_result_as_if_it_were_whole(
+    run: Run, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    def interrupted(*_: object) -> Iterator[None]:
-        raise KeyboardInterrupt
-        yield
+    scan = LocalStore.scan
 
-    for verb in at:
-        monkeypatch.setattr(LocalStore, verb, interrupted)
-    ran = run(*words.split())
-    is_begun = words.split()[0] in ("verify", "sweep", "rebuild")
-    told = "incomplete, interrupted" if is_begun else "objkv: interrupted"
-    assert (ran.code, told in ran.out + ran.err) == (130, True)
+    def interrupted(store: LocalStore, prefix: str) -> Iterator[Entry]:
+        if where == "anywhere" or current_thread() is not main_thread():
+            raise KeyboardInterrupt
+        return scan(store, prefix)
+
+    monkeypatch.setattr(LocalStore, "scan", interrupted)
+    if where == "anywhere":
+        monkeypatch.setattr(LocalStore, "folders", interrupted)
+    ran, in_json = run(*words.split()), run(*words.split(), "--json")
+    if words.split()[0] in ("verify", "sweep", "rebuild"):
+        assert (ran.code, ran.out.endswith("incomplete, interrupted\n")) == (130, True)
+        document = in_json.document
+        assert (in_json.code, document["complete"], document["ending"]) == (
+            130, False, "interrupted",
+        )  # fmt: skip
+    else:
+        refused(ran, "objkv: interrupted", code=130)
+        refused(in_json, "objkv: interrupted", code=130)

@@ -53,19 +53,6 @@ def test_a_chunk_of_which_heads_are_missing_is_not_served(
     assert report.chunks[0].groups_missing == (0,)
 
 
-@pytest.mark.parametrize("extras", [PromptExtras(salt="s"), PromptExtras(lora_digest=b"l")])
-def test_another_salt_or_adapter_is_another_prompt(
-    bulk: MemoryStore, index: MemoryIndex, extras: PromptExtras
-) -> None:
-    save(bulk, index)
-    assert match_prompt(index, IDENTITY, TOKENS, extras).stored_chunks == 0
-
-
-def test_a_prompt_shorter_than_a_chunk_has_none(index: MemoryIndex) -> None:
-    report = match_prompt(index, IDENTITY, [1, 2, 3], NONE)
-    assert (report.chunks, report.usable_tokens, report.prompt_tokens) == ((), 0, 3)
-
-
 @pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2 3", "1,2,3", "1, 2,\n3\n", " \n[1,2,3]"])
 def test_token_ids_are_read_as_json_or_separated(text: str) -> None:
     assert parse_tokens(text) == [1, 2, 3]

@@ -20,7 +20,6 @@ from objkv.ops.formats import (
     span,
     with_commands,
 )
-from objkv.ops.inventory.findings import Findings
 from tests.support.audit import sample_report
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>\u202e\u2028\x07'\"&"
@@ -68,14 +67,6 @@ def test_whatever_others_wrote_is_text() -> None:
     spaces = data_of(page)["spaces"]
     assert isinstance(spaces, list)
     assert spaces[0]["model"].startswith("</script><script>alert(1)")
-
-
-def test_a_report_without_findings_says_that_all_agrees() -> None:
-    report = sample_report()
-    none = tuple(replace(count, count=0, young=0) for count in report.findings.counts)
-    clean = replace(report, findings=Findings(none, (), 0))
-    assert "index and store agree<" in html_report(clean)
-    assert "index and store agree<" not in html_report(report)
 
 
 @pytest.mark.parametrize(

@@ -43,13 +43,11 @@ class World:
         self,
         *,
         quota_bytes: int = 0,
-        force: bool = False,
-        unidentified: bool = True,
         after_the_walk: Callable[[], object] = lambda: None,
     ) -> Counters:
         """All categories, whatever its age."""
         pool = WorkPool(workers=2)
-        limits = SweepLimits(apply=True, grace_s=-1, unidentified=unidentified, force=force)
+        limits = SweepLimits(apply=True, grace_s=-1, unidentified=True)
         remover = Remover(self.view, limits)
         walk = walked(self.view)
         after_the_walk()
@@ -95,28 +93,30 @@ def publish(world: World, path: str) -> None:
     world.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=100)
 
 
-def test_an_orphan_that_is_announced_meanwhile_stays() -> None:
+@pytest.mark.parametrize("how", ["announced_meanwhile", "written_anew"])
+def test_an_orphan_that_changes_while_the_sweep_takes_its_lease_stays(how: str) -> None:
     world = World(Defects(good=8, orphan=1))
     [path] = world.planted["orphan"]
-    world.index.meddle = lambda: publish(world, path)
+    payload = world.bulk.get(path)
+    assert payload is not None
+    anew = partial(world.bulk.put, path, payload + b"longer")
+    world.index.meddle = anew if how == "written_anew" else partial(publish, world, path)
     counters = world.sweep()
     assert (counters.counts["changed"], counters.counts["removed"]) == (1, 0)
     assert world.bulk.get(path) is not None
 
 
-def test_an_orphan_that_got_a_record_after_the_walk_is_judged_by_it() -> None:
-    world = World(Defects(good=8, orphan=1))
+def test_an_orphan_or_a_record_alone_is_judged_by_what_became_of_it_after_the_walk() -> None:
+    world = World(Defects(good=8, orphan=1, missing=1))
     [path] = world.planted["orphan"]
-    counters = world.sweep(after_the_walk=lambda: publish(world, path))
-    assert not counters.counts
-    assert world.bulk.get(path) is not None
-
-
-def test_a_record_that_was_forgotten_after_the_walk_is_no_finding() -> None:
-    world = World(Defects(good=8, missing=1))
     key = ChunkKey.parse(world.planted["missing"][0])
-    counters = world.sweep(after_the_walk=lambda: world.index.drop(NAMESPACE, key.prefix_hash))
-    assert not counters.counts
+
+    def change() -> None:
+        publish(world, path)
+        world.index.drop(NAMESPACE, key.prefix_hash)
+
+    assert not world.sweep(after_the_walk=change).counts
+    assert world.bulk.get(path) is not None
 
 
 def test_what_was_used_after_the_walk_is_not_evicted() -> None:
@@ -128,16 +128,6 @@ def test_what_was_used_after_the_walk_is_not_evicted() -> None:
         quota_bytes=1, after_the_walk=lambda: world.index.touch(NAMESPACE, hashes, ttl_s=10_000)
     )
     assert (counters.counts["changed"], counters.counts["removed"]) == (8, 0)
-
-
-def test_an_orphan_that_is_written_anew_meanwhile_stays() -> None:
-    world = World(Defects(good=8, orphan=1))
-    [path] = world.planted["orphan"]
-    payload = world.bulk.get(path)
-    assert payload is not None
-    world.index.meddle = lambda: world.bulk.put(path, payload + b"longer")
-    assert world.sweep().counts["changed"] == 1
-    assert world.bulk.get(path) is not None
 
 
 def test_what_somebody_saves_right_now_is_busy() -> None:
@@ -170,16 +160,6 @@ def test_a_record_is_forgotten_before_its_payload_is_deleted() -> None:
     world.sweep()
     assert order[:2] == ["forget", "delete"]
     assert world.bulk.folders(key.namespace) == [], "its document is gone as well"
-
-
-def test_what_has_no_document_goes_only_if_that_is_asked_for() -> None:
-    world = World(Defects(good=8, unidentified=1))
-    [path] = world.planted["unidentified"]
-    counts = world.sweep(unidentified=False).counts
-    assert (counts["unidentified"], counts["removed"]) == (1, 0)
-    assert world.bulk.get(path) is not None
-    assert world.sweep().counts["removed"] == 1
-    assert world.bulk.get(path) is None
 
 
 def test_old_epochs_that_are_in_use_stay() -> None:

@@ -8,20 +8,38 @@ import pytest
 
 from objkv.cache.chunks import CacheSettings, ChunkCache
 from objkv.codec.payload import read_header
-from objkv.errors import StoreUnavailable
+from objkv.errors import StoreDenied, StoreUnavailable
 from objkv.index.base import WriteIndex
 from objkv.index.guarded import GuardedIndex
-from objkv.ops.backends_view import BackendsView, retrying
+from objkv.ops.backends_view import PATIENCE_S, BackendsView, retrying
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.stores.base import Entry
 from objkv.telemetry import NullRecorder
 from tests.contracts.clock import ManualClock
+from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import save, view_of
 
 LEASE_S = 10
+
+
+def test_calls_that_time_may_mend_are_repeated_for_a_while_and_refusals_and_scans_are_not() -> None:
+    inner, slept = FlakyStore(MemoryStore()), list[float]()
+    inner.put("a", b"")
+    store = retrying(inner, sleep=slept.append)
+    inner.fail_next(StoreDenied("403"))
+    with pytest.raises(StoreDenied):
+        store.get("a")
+    inner.fail_next(StoreUnavailable("gone"))
+    with pytest.raises(StoreUnavailable):
+        list(store.scan(""))
+    assert not slept, "a scan that ends early would look whole"
+    inner.fail_until_mended(StoreUnavailable("gone"))
+    with pytest.raises(StoreUnavailable):
+        store.get("a")
+    assert PATIENCE_S <= sum(slept) < 2 * PATIENCE_S
 
 
 class World:
@@ -121,8 +139,9 @@ def test_a_delete_that_was_done_although_its_answer_was_lost_is_done() -> None:
     assert (len(world.slept), world.is_found()) == (1, (False, False))
 
 
-def test_a_delete_that_fails_for_a_while_is_done_in_the_end() -> None:
-    world, left = World(), [3]
+@pytest.mark.parametrize("failures", [3, 10**9])
+def test_a_delete_that_fails_is_done_in_the_end_or_an_error(failures: int) -> None:
+    world, left = World(), [failures]
     delete = world.bulk.delete
 
     def fails(key: str) -> bool:
@@ -132,47 +151,30 @@ def test_a_delete_that_fails_for_a_while_is_done_in_the_end() -> None:
         return delete(key)
 
     world.bulk.delete = fails  # type: ignore[method-assign]
-    assert world.remove() == (1, 0)
-    assert world._head(world.path) is None
-
-
-def test_a_delete_that_never_succeeds_is_an_error() -> None:
-    world = World()
-
-    def fails(key: str) -> bool:
-        raise StoreUnavailable("gone")
-
-    world.bulk.delete = fails  # type: ignore[method-assign]
-    with pytest.raises(StoreUnavailable):
-        world.remove()
+    if failures == 3:
+        assert world.remove() == (1, 0)
+        assert world._head(world.path) is None
+    else:
+        with pytest.raises(StoreUnavailable):
+            world.remove()
     assert world.index.lease(world.path, "saver", ttl_ms=1), "the sweep keeps no lease"
 
 
-def test_nothing_is_removed_once_the_lease_may_have_ended() -> None:
-    world = World()
-
-    def slow(key: str) -> Entry | None:
-        world.clock.advance(LEASE_S)
-        return world.entry
-
-    world.bulk.head = slow  # type: ignore[method-assign]
-    assert world.remove() == (0, 1)
-    assert world._head(world.path) is not None
-
-
-def test_no_record_is_forgotten_once_the_lease_may_have_ended() -> None:
+def test_nothing_is_removed_or_forgotten_once_the_lease_may_have_ended() -> None:
     world = World()
     [key] = save(world.bulk, world.index, range(500, 516))
     [record] = world.index.lookup(key.namespace, [key.prefix_hash])
     assert record is not None
 
-    def slow(key: str) -> Entry | None:
+    def slow(path: str) -> Entry | None:
         world.clock.advance(LEASE_S)
-        return None
+        return world.entry if path == world.path else None
 
     world.bulk.head = slow  # type: ignore[method-assign]
+    assert world.remove() == (0, 1)
+    assert world._head(world.path) is not None
     world.remover().record(key, record.shards[key.field], world.counters)
-    assert world.counters.counts["changed"] == 1
+    assert world.counters.counts["changed"] == 2
     assert world.index.lookup(key.namespace, [key.prefix_hash]) == [record]
 
 
@@ -186,31 +188,23 @@ class Leaseless(GuardedIndex):
         raise StoreUnavailable("slow")
 
 
-def test_what_a_saver_without_a_lease_announces_while_it_is_deleted_is_forgotten() -> None:
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_saver_without_a_lease_saves_before_a_delete_is_forgotten_and_after_it_stays(
+    when: str,
+) -> None:
     world = World()
     delete = world.bulk.delete
 
     def meddled(key: str) -> bool:
-        world.save(Leaseless(world.index))
-        assert world.is_found() == (True, True)
-        world.is_old = False
-        return delete(key)
-
-    world.bulk.delete = meddled  # type: ignore[method-assign]
-    assert world.remove() == (1, 0)
-    assert world.is_found() == (False, False)
-
-
-def test_what_is_saved_right_after_it_was_deleted_stays() -> None:
-    world = World()
-    delete = world.bulk.delete
-
-    def meddled(key: str) -> bool:
+        if when == "before":
+            world.save(Leaseless(world.index))
+            assert world.is_found() == (True, True)
         done = delete(key)
         world.is_old = False
-        world.save(Leaseless(world.index))
+        if when == "after":
+            world.save(Leaseless(world.index))
         return done
 
     world.bulk.delete = meddled  # type: ignore[method-assign]
     assert world.remove() == (1, 0)
-    assert world.is_found() == (True, True)
+    assert world.is_found() == ((True, True) if when == "after" else (False, False))
