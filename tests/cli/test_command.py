@@ -6,12 +6,11 @@ import json
 import pytest
 
 from objkv.cli.app import COMMANDS
-from objkv.cli.command import exit_code, guarded
+from objkv.cli.command import guarded
 from objkv.cli.output import Printer
 from objkv.errors import (
     ConfigError,
     NotStored,
-    ObjkvError,
     PayloadError,
     StoreDenied,
     StoreError,
@@ -20,22 +19,6 @@ from objkv.errors import (
 )
 from objkv.ops.doctor.access import ROLES
 from tests.cli.conftest import Machine, Run, refused
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ConfigError(), 2),
-        (NotStored(), 1),
-        (StoreDenied(), 2),
-        (StoreUnavailable(), 3),
-        (StoreError(), 3),
-        (PayloadError(), 1),
-        (TransferError(), 70),
-    ],
-)
-def test_every_error_has_its_exit_code(error: ObjkvError, code: int) -> None:
-    assert exit_code(error) == code
 
 
 def raising(error: BaseException, *, debug: bool = False) -> int:
@@ -54,16 +37,26 @@ def test_an_interrupt_is_told_on_a_line_of_its_own(
         assert capsys.readouterr().err == "\n" * is_terminal + "objkv: interrupted\n"
 
 
-def test_a_bug_is_a_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(ZeroDivisionError("by zero")) == 70
-    told = capsys.readouterr()
-    assert told.err.startswith("objkv: a bug in objkv: ZeroDivisionError: by zero; --debug")
-    assert told.out == ""
-
-
-def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(OSError(errno.ENOSPC, "No space left on device", "/full")) == 2
-    assert capsys.readouterr().err == "objkv: /full: No space left on device\n"
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ConfigError("why"), 2, "why\n"),
+        (NotStored("why"), 1, "why\n"),
+        (StoreDenied("why"), 2, "why\n"),
+        (StoreUnavailable("why"), 3, "why; objkv doctor"),
+        (StoreError("why"), 3, "why; objkv doctor"),
+        (PayloadError("why"), 1, "why\n"),
+        (TransferError("why"), 70, "why\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/full"), 2, "/full: No space left on"),
+        (ZeroDivisionError("why"), 70, "a bug in objkv: ZeroDivisionError: why; --debug"),
+    ],
+)
+def test_every_error_is_a_sentence_and_a_code(
+    capsys: pytest.CaptureFixture[str], error: Exception, code: int, told: str
+) -> None:
+    assert raising(error) == code
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.startswith(f"objkv: {told}")) == ("", True)
 
 
 def test_debug_shows_where_an_error_comes_from(run: Run) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from objkv.cli.app import all_commands
 from objkv.keys.identity import Identity
-from tests.cli.conftest import Machine, Run, refused
+from tests.cli.conftest import Machine, Run
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
 
 NAMES = ("acme/tiny", "default/ti", NAMESPACE[:3])
@@ -81,16 +81,3 @@ def test_diff_takes_a_model_for_a_model_and_a_file_for_a_file(
     Path("Qwen3-0.6B").write_bytes(identity.canonical())
     document = run("diff", "Qwen3-0.6B", "acme/tiny", "--json").document
     assert document["a"]["namespace"] == identity.namespace()
-
-
-def test_an_unclear_name_lists_model_tenant_age_and_size(run: Run, machine: Machine) -> None:
-    machine.fill()
-    twin = replace(IDENTITY, tenant="blue")
-    save_identity(machine.bulk, twin)
-    for words in (
-        *(("ls", "tiny"), ("show", "abcd", "-n", "tiny"), ("pin", "abcd", "-n", "tiny")),
-        *(("verify", "-n", "tiny"), ("sweep", "-n", "tiny"), ("diff", "tiny", NAMESPACE)),
-    ):
-        ran = run(*words)
-        refused(ran, "2 namespaces match tiny", f"{twin.namespace()}  acme/tiny  tenant blue")
-        assert [line.startswith("  ") for line in ran.err.splitlines()] == [False, True, True]

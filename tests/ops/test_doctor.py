@@ -182,54 +182,45 @@ def test_vllm_must_be_in_the_supported_window(installed: dict[str, str], status:
     assert bool(check.fix) == (status == "failed")
 
 
+OPEN = {"index login": "warning"}
+
+
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}, []),
-        ({"bulk_url": "s3://b", "index_url": "rediss://h"}, [("bulk", "ok"), ("index", "ok")]),
-        ({"bulk_url": "s3://b", "s3_endpoint_url": "https://h"}, [("bulk", "ok")]),
-        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://127.0.0.1:9"}, [("bulk", "ok")]),
-        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://h"}, [("bulk", "warning")]),
-        ({"bulk_url": "file:///dev/null/kv", "index_url": "redis://localhost"}, [("index", "ok")]),
+        ({"index_url": "sqlite:///dev/null/i"}, {}),
+        ({"index_url": "redis://localhost"}, {"index transport": "ok"}),
+        ({"index_url": "rediss://h"}, {"index transport": "ok", **OPEN}),
+        ({"index_url": "redis+cluster://h"}, {"index transport": "warning", **OPEN}),
+        ({"index_url": "rediss://h", "redis_username": "u"}, {"index transport": "ok", **OPEN}),
         (
-            {"bulk_url": "file:///dev/null/kv", "index_url": "redis+cluster://h"},
-            [("index", "warning")],
+            {"index_url": "rediss://h", "redis_username": "u", "redis_password": "p"},
+            {"index transport": "ok"},
         ),
-        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "http://h:9000"}, [("bulk", "warning")]),
-        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "https://h:9000"}, [("bulk", "ok")]),
+        ({"index_url": "rediss://u:p@h"}, {"index transport": "ok"}),
+        (
+            {"index_url": "rediss://h", "redis_cert_file": "/c", "redis_key_file": "/k"},
+            {"index transport": "ok"},
+        ),
+        ({"bulk_url": "s3://b"}, {"bulk transport": "ok"}),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "https://h"}, {"bulk transport": "ok"}),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://127.0.0.1:9"}, {"bulk transport": "ok"}),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://h"}, {"bulk transport": "warning"}),
+        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "http://h"}, {"bulk transport": "warning"}),
+        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "https://h"}, {"bulk transport": "ok"}),
     ],
 )
-def test_what_crosses_a_network_in_clear_is_a_warning(
-    settings: dict[str, Any], found: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+def test_what_crosses_a_network_in_clear_and_who_lets_everybody_in_are_warnings(
+    settings: dict[str, Any], found: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in settings if name.startswith("AWS")]:
         monkeypatch.setenv(name, settings[name])
     own = {name: value for name, value in settings.items() if not name.startswith("AWS")}
-    checks = check_transport(Config(**own, allow_plaintext="bulk,index"))
-    assert [(check.area, check.status) for check in checks] == found
+    usual = {"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}
+    config = Config(**usual | own, allow_plaintext="bulk,index")
+    checks = [*check_transport(config), *check_login(config)]
+    assert {f"{check.area} {check.name}": check.status for check in checks} == found
     assert all(bool(check.fix) == (check.status == "warning") for check in checks)
-
-
-@pytest.mark.parametrize(
-    ("settings", "warns"),
-    [
-        ({"index_url": "sqlite:///dev/null/i"}, False),
-        ({"index_url": "redis://localhost"}, False),
-        ({"index_url": "rediss://h"}, True),
-        ({"index_url": "redis+cluster://h"}, True),
-        ({"index_url": "rediss://h", "redis_username": "u"}, True),
-        ({"index_url": "rediss://h", "redis_username": "u", "redis_password": "p"}, False),
-        ({"index_url": "rediss://u:p@h"}, False),
-        ({"index_url": "rediss://h", "redis_cert_file": "/c", "redis_key_file": "/k"}, False),
-    ],
-)
-def test_a_server_that_lets_everybody_in_is_a_warning(
-    settings: dict[str, Any], warns: bool
-) -> None:
-    checks = check_login(
-        Config(bulk_url="file:///dev/null/kv", allow_plaintext="index", **settings)
-    )
-    assert [(check.name, check.status) for check in checks] == [("login", "warning")] * warns
 
 
 def test_folders_that_other_users_reach_are_warnings(

@@ -33,24 +33,17 @@ def test_a_stored_prompt_is_served_up_to_its_last_whole_chunk(
     assert first.nbytes == len(bulk.get(keys[0].path()) or b"")
 
 
-def test_what_follows_a_hole_is_stored_but_not_served(
+def test_what_follows_a_hole_or_a_chunk_without_some_heads_is_stored_but_not_served(
     bulk: MemoryStore, index: MemoryIndex
 ) -> None:
     keys = save(bulk, index)
-    index.drop(NAMESPACE, keys[1].prefix_hash)
-    report = match_prompt(index, IDENTITY, TOKENS, NONE)
-    assert (report.usable_tokens, report.stored_chunks) == (CHUNK, 2)
-    assert [chunk.usable for chunk in report.chunks] == [True, False, False]
-    assert report.chunks[1].groups_missing == (0,)
-
-
-def test_a_chunk_of_which_heads_are_missing_is_not_served(
-    bulk: MemoryStore, index: MemoryIndex
-) -> None:
-    save(bulk, index, shards=(LEFT,))
-    report = match_prompt(index, IDENTITY, TOKENS, NONE)
-    assert (report.usable_tokens, report.stored_chunks) == (0, 3)
-    assert report.chunks[0].groups_missing == (0,)
+    for shards, stored in (((), 2), ((LEFT,), 3)):
+        index.drop(NAMESPACE, keys[1].prefix_hash)
+        save(bulk, index, TOKENS[: 2 * CHUNK], shards=shards)
+        report = match_prompt(index, IDENTITY, TOKENS, NONE)
+        assert (report.usable_tokens, report.stored_chunks) == (CHUNK, stored)
+        assert [chunk.usable for chunk in report.chunks] == [True, False, False]
+        assert report.chunks[1].groups_missing == (0,)
 
 
 @pytest.mark.parametrize("text", ["[1, 2, 3]", "1 2 3", "1,2,3", "1, 2,\n3\n", " \n[1,2,3]"])

@@ -16,7 +16,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import FORMAT, identity_path
 from objkv.ops.backends_view import read_namespace
-from objkv.ops.inventory.findings import Doubt, find_doubts
 from objkv.ops.inventory.walk import old_epochs
 from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
@@ -62,10 +61,6 @@ class World:
         walk = walked(self.view)
         pool.run(Rebuild(self.view, apply=True).parts(walk.inventory, walk.scope.namespaces))
         return pool.counters
-
-    def doubts(self) -> tuple[Doubt, ...]:
-        walk = walked(self.view)
-        return find_doubts(walk.inventory, walk.scope, ttl_s=self.view.ttl_s)
 
 
 class MeddledIndex(MemoryIndex):
@@ -222,21 +217,6 @@ def test_beyond_the_quota_ends_of_chains_go_first() -> None:
     for one in left.values():  # nothing is left that continues what is gone
         assert one.token_start == 0 or one.parent_hash in left
     assert world.sweep(quota_bytes=quota).counts["over_quota"] == 0
-
-
-def test_an_end_that_looks_wiped_is_not_believed() -> None:
-    world = World(Defects(good=10))
-    records = [one.prefix_hash for one in world.index.scan(NAMESPACE)]
-    for prefix_hash in records[:7]:
-        world.index.drop(NAMESPACE, prefix_hash)
-    [doubt] = world.doubts()
-    assert (doubt.namespace, "most payloads" in doubt.why) == (NAMESPACE, True)
-    for prefix_hash in records[7:]:
-        world.index.drop(NAMESPACE, prefix_hash)
-    [doubt] = world.doubts()
-    assert (doubt.namespace, "was wiped" in doubt.why) == (None, True)
-    assert world.rebuild().counts["restored"] == 10
-    assert world.doubts() == ()
 
 
 def test_a_rebuild_leaves_to_savers_what_they_are_saving() -> None:
