@@ -1,5 +1,5 @@
 """What all commands share, as tables: wrong usage, empty and unreachable stores, roles, secrets,
-hostile names and Ctrl-C."""
+hostile names, Ctrl-C, and the names of namespaces and chunks."""
 
 import json
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from threading import current_thread, main_thread
 
 import pytest
 
-from objkv.cli.app import COMMANDS
+from objkv.cli.app import COMMANDS, all_commands
+from objkv.keys.identity import Identity
 from objkv.stores.base import Entry
 from objkv.stores.local import LocalStore
 from tests.cli.conftest import JSON_KEYS, Machine, Run, is_documented, refused
@@ -187,3 +188,73 @@ def test_ctrl_c_ends_with_130_a_word_and_no_result_as_if_it_were_whole(
     else:
         refused(ran, "objkv: interrupted", code=130)
         refused(in_json, "objkv: interrupted", code=130)
+
+
+SPELLINGS = ("acme/tiny", "default/ti", NAMESPACE[:3])
+OTHER = replace(IDENTITY, model="Qwen/Qwen3-0.6B", tenant="blue")
+BY_NAME = {
+    "admission": "admission -n {name} --json",
+    "audit": "audit -n {name} --json",
+    "diff": "diff {name} {name} --json",
+    "ls": "ls {name} --json",
+    "ls -n": "ls -n {name} --json",
+    "ls --bulk": "ls --bulk {name} --json",
+    "ls --tree": "ls --tree {name} --json",
+    "match": "match -n {name} --json",
+    "pin": "pin {leaf} -n {name} --json",
+    "pin --list": "pin --list -n {name} --json",
+    "unpin": "unpin {leaf} -n {name} --json",
+    "rebuild": "rebuild -n {name} --json",
+    "show": "show {leaf} -n {name} --json",
+    "sweep": "sweep -n {name} --json",
+    "verify": "verify -n {name} --json",
+    "warm": "warm - --check -n {name} --json",
+}
+
+NAMED = ("audit", "diff", "ls", "ls --bulk", "match", "pin", "show", "unpin")
+"""Commands whose documents name the namespace."""
+
+
+@pytest.fixture
+def leaf(machine: Machine) -> str:
+    """The first digits of a stored chunk. Its namespace is not the only one."""
+    save_identity(machine.bulk, OTHER)
+    return machine.fill()[2][:5]
+
+
+@pytest.mark.parametrize("command", BY_NAME)
+def test_a_namespace_has_its_names_in_every_command(run: Run, leaf: str, command: str) -> None:
+    for name in SPELLINGS:
+        if command == "unpin":
+            assert run("pin", leaf).code == 0
+        words = BY_NAME[command].format(name=name, leaf=leaf)
+        ran = run(*words.split(), stdin=PROMPT)
+        assert (ran.code, ran.err) == (0, ""), name
+        if command in NAMED:
+            assert NAMESPACE in ran.out
+        assert OTHER.namespace() not in ran.out
+
+
+def test_every_command_with_a_namespace_has_the_short_option() -> None:
+    found = set()
+    for path, command in all_commands():
+        for parameter in command.params:
+            if "--namespace" in parameter.opts:
+                assert "-n" in parameter.opts, path
+                found.add(path.removeprefix("objkv "))
+    with_agents = {"prefetch"}  # its names are tested with an agent, in test_prefetch.py
+    named = {line.split()[0] for line in BY_NAME.values() if "-n" in line.split()}
+    assert found == named | with_agents
+
+
+def test_diff_takes_a_model_for_a_model_and_a_file_for_a_file(
+    run: Run, leaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen3-0.6B", "Qwen/Qwen3-0.6B", "blue/Qwen3-0.6B"):
+        document = run("diff", name, "acme/tiny", "--json").document
+        assert [document[side]["namespace"] for side in "ab"] == [OTHER.namespace(), NAMESPACE]
+    identity: Identity = replace(IDENTITY, tenant="red")
+    Path("Qwen3-0.6B").write_bytes(identity.canonical())
+    document = run("diff", "Qwen3-0.6B", "acme/tiny", "--json").document
+    assert document["a"]["namespace"] == identity.namespace()
