@@ -14,7 +14,6 @@ import pytest
 from objkv.cli import agent as agent_module
 from objkv.cli.app import COMMANDS
 from objkv.cli.command import end_signals, guarded
-from objkv.cli.output import Printer
 from objkv.errors import (
     ConfigError,
     NotStored,
@@ -91,18 +90,6 @@ def test_every_command_has_the_common_options_and_a_sentence(name: str, run: Run
         assert option in ran.out
 
 
-def test_colours_can_be_switched_off_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    Printer(machine=False).line("x", "red")
-    assert "\x1b[31m" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    Printer(machine=False).line("x", "red")
-    assert "\x1b[31m" not in capsys.readouterr().out
-
-
 PLACE = ("--bulk-url", "s3://bucket/objkv", "--index-url", "rediss://me:hunter2@h/1")
 
 
@@ -135,16 +122,6 @@ def test_every_form_of_output_is_an_option_of_every_command(run: Run, machine: M
     for form in ("table", "wide"):
         refused(run("ls", "--json", "-o", form), f"--json and -o {form} exclude each other")
     refused(run("ls", "-o", "yaml"), "'yaml' is not one of", "wide")
-
-
-def test_durations_have_units_and_plain_numbers_are_seconds(run: Run) -> None:
-    for given, found in {
-        "--ttl 2h --sweep-every 1d --used 90m": (7_200, 86_400, 5_400),
-        "--ttl 7200 --sweep-every 0 --used 1.5": (7_200, 0, 1.5),
-    }.items():
-        words = ("size", "--model", "llama-3.1-8b", "--json", *given.split())
-        load = run(*words).document["load"]
-        assert (load["ttl_s"], load["sweep_every_s"], load["used_s"]) == found
 
 
 def test_a_line_that_is_logged_too_often_is_dropped_and_counted(

@@ -1,6 +1,6 @@
 """What a sweep leaves alone because somebody changed it meanwhile, what it gives up for a quota,
-and what is saved or announced while it deletes: no record stays of what is gone, and nothing goes that
-was saved since. That it finds what is there: ``tests/cli/test_upkeep.py``."""
+and what is saved or announced while it deletes: no record stays of what is gone, and nothing goes
+that was saved since. That it finds what is there: ``tests/cli/test_upkeep.py``."""
 
 import time
 from collections.abc import Callable
