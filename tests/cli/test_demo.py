@@ -1,4 +1,4 @@
-"""``objkv demo``, all but the replicas: those are in ``tests/flow``."""
+"""``objkv demo``, all but the replicas: those are in ``tests/engine/test_programs.py``."""
 
 import json
 import shlex
