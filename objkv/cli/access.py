@@ -30,9 +30,7 @@ def access(
 ) -> int:
     """Print the least-privilege IAM policy and Redis ACL for a role."""
     found = access_of(session.config, role, tenant=tenant, kms_key_arn=kms_key_arn)
-    if session.out.machine:
-        session.out.document(found)
-    else:
+    if not session.out.document(found):
         _print(session.out, found)
     return FINE
 

@@ -74,8 +74,7 @@ def admission(
         there = session.has_bulk()
         orders = read_switches(backends.bulk) if there else ()
     orders = tuple(one for one in orders if one.until_s > now_s and _covers(one, scope))
-    if session.out.machine:
-        session.out.document(AdmissionOrders(orders))
+    if session.out.document(AdmissionOrders(orders)):
         return FINE
     if not orders:
         session.out.line("no order: each replica's own settings decide about loads")

@@ -82,9 +82,7 @@ def agent(
         end_signals() as ended,
         NodeAgent(session.config, where, MemoryRecorder(), replace=replace) as running,
     ):
-        if session.out.machine:
-            session.out.document({"socket": str(where), "arena_bytes": running.arena.nbytes})
-        else:
+        if not session.out.document({"socket": str(where), "arena_bytes": running.arena.nbytes}):
             session.out.line(f"serving {where}")
         sys.stdout.flush()
         running.run(ended.wait, idle_s=idle_exit)

@@ -12,7 +12,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
@@ -110,13 +110,11 @@ class Session:
         """The settings."""
         return self.resolved.config
 
-    @contextmanager
-    def backends(self) -> "Iterator[Backends]":
-        """Open the stores and the index. Connects to neither: the first call does."""
+    def backends(self) -> "Backends":
+        """Open the stores and the index, to be closed. Connects to neither: the first call does."""
         from objkv.assembly.backends import open_backends
 
-        with open_backends(self.config, NullRecorder()) as backends:
-            yield backends
+        return open_backends(self.config, NullRecorder())
 
     def has_bulk(self) -> bool:
         """Return False while the default folder does not exist. Raises ``ConfigError`` if another
@@ -151,16 +149,25 @@ def require_role(session: Session, doing: str) -> None:
 def command(work: Callable[..., int]) -> Callable[..., None]:
     """Turn ``work(session, its own options…)``, which returns an exit code, into a command.
 
-    Adds the common options. An error becomes one sentence on standard error and an exit code.
+    Adds the common options. A parameter whose type is a dataclass stands for the options that are
+    its fields. An error becomes one sentence on standard error and an exit code.
     """
     own = list(inspect.signature(work).parameters.values())[1:]
-    common = inspect.signature(CommonOptions).parameters.values()
-    parameters = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in (*own, *common)]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    own.append(inspect.Parameter("common", keyword, annotation=CommonOptions))
+    groups: dict[str, Any] = {p.name: p.annotation for p in own if is_dataclass(p.annotation)}
+    parameters = list[inspect.Parameter]()
+    for one in own:
+        group = groups.get(one.name)
+        every = [one] if group is None else inspect.signature(group).parameters.values()
+        parameters += [p.replace(kind=keyword) for p in every]
 
     @wraps(work)
     def called(**values: Any) -> None:
-        options = CommonOptions(**{f.name: values.pop(f.name) for f in fields(CommonOptions)})
-        raise typer.Exit(guarded(lambda: work(_session(options), **values), debug=options.debug))
+        for name, kind in groups.items():
+            values[name] = kind(**{one.name: values.pop(one.name) for one in fields(kind)})
+        common: CommonOptions = values.pop("common")
+        raise typer.Exit(guarded(lambda: work(_session(common), **values), debug=common.debug))
 
     called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     called.__annotations__ = {p.name: p.annotation for p in parameters}

@@ -139,9 +139,7 @@ def demo(
 def _show(out: Printer, length: Size, place: DemoFolder) -> DemoReport:
     with out.stages() as report_stage:
         report = show_replicas(length, place, report_stage, lambda: count_stored(place))
-    if out.machine:
-        out.document(report_document(report))
-    else:
+    if not out.document(report_document(report)):
         print_report(out, report)
         _print_next(out, length, place)
     return report

@@ -10,6 +10,7 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cli.command import FINE, FOUND, Session, command
+from objkv.cli.options import read_text
 from objkv.cli.output import Printer
 from objkv.errors import ConfigError, PayloadError, UnclearName
 from objkv.keys.identity import identity_path
@@ -40,9 +41,7 @@ def diff(
     with session.backends() as backends:
         sides = [_read(backends, text) for text in (a, b)]
     report = compare(*sides)
-    if session.out.machine:
-        session.out.document(_document((a, b), sides, report))
-    else:
+    if not session.out.document(_document((a, b), sides, report)):
         _print(session.out, (a, b), sides, report)
     return FINE if report.share else FOUND
 
@@ -52,12 +51,7 @@ def _read(backends: Backends, text: str) -> Document:
         return parse_document(sys.stdin.read(), "standard input")
     path = Path(text)
     if path.exists() and not path.is_dir():  # a pipe too, as in diff <(kubectl logs a) NS
-        try:
-            return parse_document(path.read_text(encoding="utf-8-sig"), text)
-        except OSError as exc:
-            raise ConfigError(f"{path}: {exc.strerror}") from exc
-        except UnicodeDecodeError as exc:
-            raise ConfigError(f"{path}: not UTF-8 text") from exc
+        return parse_document(read_text(path), text)
     try:
         name = find_namespace(backends.bulk, backends.index, text)
     except UnclearName as exc:

@@ -74,17 +74,14 @@ def doctor(
     )
     with session.out.waiting("probing"):
         report = examine(session.resolved, openers)
-    if session.out.machine:
-        session.out.document(report)
-    else:
+    if not session.out.document(report):
         _print(session.out, report, everything=all_)
     return _CODES[report.verdict]
 
 
 def _judge(out: Printer, verdict: ModelVerdict) -> int:
     code = FINE if verdict.refused is None else FOUND
-    if out.machine:
-        out.document(verdict)
+    if out.document(verdict):
         return code
     out.line(
         f"{verdict.model}: " + ("supported" if code == FINE else "refused by the connector"),

@@ -100,9 +100,7 @@ def _serve(
             scans.start()
             stack.callback(scans.stop)
         url = f"http://{f'[{host}]' if ':' in host else host}:{server.server_port}"
-        if session.out.machine:
-            session.out.document({"url": url, "metrics": f"{url}/metrics"})
-        else:
+        if not session.out.document({"url": url, "metrics": f"{url}/metrics"}):
             session.out.line(f"serving {url}/metrics")
         sys.stdout.flush()
         ended.wait()

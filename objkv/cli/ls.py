@@ -194,8 +194,7 @@ def _namespace_row(summary: NamespaceSummary) -> Sequence[object]:
 
 def _show_prefixes(session: Session, shown: Sequence[PrefixSummary], omitted: int) -> None:
     out = session.out
-    if out.machine:
-        out.document({"prefixes": shown, "omitted": omitted})
+    if out.document({"prefixes": shown, "omitted": omitted}):
         return
     if not shown:
         out.line(f"nothing is stored in {session.config.public()['index_url']} yet")
@@ -228,8 +227,7 @@ def _prefix_row(prefix: PrefixSummary) -> Sequence[object]:
 
 def _show_tree(session: Session, shown: Sequence[Branch], omitted: int) -> None:
     out = session.out
-    if out.machine:
-        out.document({"branches": shown, "omitted": omitted})
+    if out.document({"branches": shown, "omitted": omitted}):
         return
     if not shown:
         out.line(f"nothing is stored in {session.config.public()['index_url']} yet")

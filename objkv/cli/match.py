@@ -4,10 +4,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from objkv.cli import prompts
 from objkv.cli.command import FINE, Session, command
-from objkv.cli.options import Namespace
 from objkv.cli.output import Printer, counted, plain
+from objkv.cli.prompts import PromptOptions
 from objkv.cli.upkeep import seal_of
 from objkv.errors import ObjkvError
 from objkv.ops.explain import Explanation, Question, explain_match, found_chunks
@@ -24,13 +23,7 @@ _AGENT_S = 5.0
 @command
 def match(
     session: Session,
-    tokens: prompts.Tokens = None,
-    text: prompts.Text = None,
-    text_file: prompts.TextFile = None,
-    tokenizer: prompts.TokenizerPath = None,
-    namespace: Namespace = None,
-    cache_salt: prompts.CacheSalt = None,
-    lora_digest: prompts.LoraDigest = None,
+    prompt: PromptOptions,
     explain: Annotated[
         bool, typer.Option("--explain", help="Explain why the match ends where it does.")
     ] = False,
@@ -39,11 +32,10 @@ def match(
 
     Without --tokens, --text or --text-file, token ids are read from standard input.
     """
-    prompt = prompts.read_prompt(tokens, text, text_file, tokenizer)
-    extras = prompts.read_extras(lora_digest, cache_salt)
+    tokens, extras = prompt.read()
     with session.backends() as backends:
-        identity = find_identity(backends.bulk, backends.index, namespace)
-        report = match_prompt(backends.index, identity, prompt, extras)
+        identity = find_identity(backends.bulk, backends.index, prompt.namespace)
+        report = match_prompt(backends.index, identity, tokens, extras)
         agent = _ask_agent(session, report)
         why = None
         if explain:
@@ -53,7 +45,7 @@ def match(
                         bulk=backends.bulk,
                         index=backends.index,
                         identity=identity,
-                        tokens=prompt,
+                        tokens=tokens,
                         extras=extras,
                         report=report,
                         seal=seal_of(session, backends, report.namespace),

@@ -92,6 +92,16 @@ def time_option(
     )
 
 
+def read_text(file: Path) -> str:
+    """Return the text of ``file``. Raises ``ConfigError``."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except OSError as exc:
+        raise ConfigError(f"{file}: {exc.strerror}") from exc
+    except UnicodeDecodeError as exc:
+        raise ConfigError(f"{file}: not UTF-8 text") from exc
+
+
 def check_file(option: str, file: Path) -> None:
     """Raise ``ConfigError`` unless ``file`` can be written; before a long run."""
     folder = file.absolute().parent

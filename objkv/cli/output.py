@@ -66,10 +66,13 @@ class Printer:
         self._console = _Console(width=_WIDTH)
         self._progress = Console(stderr=True)
 
-    def document(self, value: Any) -> None:
-        """Print ``value``, which may contain dataclasses, as the JSON document."""
-        document = to_json(value, indent=2, bytes_mode="hex", inf_nan_mode="constants")
-        sys.stdout.write(document.decode() + "\n")
+    def document(self, value: Any) -> bool:
+        """Print ``value``, which may contain dataclasses, if the result is a JSON document. Return
+        whether it is: otherwise the caller prints text."""
+        if self.machine:
+            document = to_json(value, indent=2, bytes_mode="hex", inf_nan_mode="constants")
+            sys.stdout.write(document.decode() + "\n")
+        return self.machine
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Print rows. ``>`` before a column's name aligns it right; such columns (numbers) are

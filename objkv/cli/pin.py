@@ -8,10 +8,10 @@ import typer
 
 from objkv.assembly.backends import Backends
 from objkv.cache.pins import AUTHOR_CHARS_MAX, is_author
-from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, require_role
 from objkv.cli.options import Namespace, this_user, time_option
 from objkv.cli.output import counted
+from objkv.cli.prompts import PromptOptions
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
@@ -26,26 +26,18 @@ _LASTS_S_MAX = 10**15
 """Longest pin, 30 million years: indexes store 64-bit times."""
 _HASH = re.compile(f"[0-9a-f]{{1,{2 * PREFIX_HASH_BYTES}}}")
 
-Leaf = Annotated[
-    str | None,
-    typer.Argument(
-        help="Hash of the prefix's last chunk (column leaf of objkv ls), or its first digits.",
-        metavar="HASH",
-    ),
-]
-
 
 @command
 def pin(
     session: Session,
-    leaf: Leaf = None,
-    tokens: prompts.Tokens = None,
-    text: prompts.Text = None,
-    text_file: prompts.TextFile = None,
-    tokenizer: prompts.TokenizerPath = None,
-    namespace: Namespace = None,
-    cache_salt: prompts.CacheSalt = None,
-    lora_digest: prompts.LoraDigest = None,
+    prompt: PromptOptions,
+    leaf: Annotated[
+        str | None,
+        typer.Argument(
+            help="Hash of the prefix's last chunk (column leaf of objkv ls), or its first digits.",
+            metavar="HASH",
+        ),
+    ] = None,
     for_: Annotated[
         float,
         time_option("Duration of the pin", "--for", least=1, most=_LASTS_S_MAX, shown="7d"),
@@ -62,20 +54,18 @@ def pin(
 
     Without HASH, --tokens, --text or --text-file, token ids are read from standard input.
     """
-    prompt = (tokens, text, text_file, tokenizer)
+    namespace = prompt.namespace
     if list_:
-        if leaf is not None or prompt != (None,) * 4:
+        if leaf is not None or prompt.is_given:
             raise ConfigError("--list takes no HASH and no prompt, only --namespace")
         return _list(session, namespace)
-    if leaf is not None and prompt != (None,) * 4:
+    if leaf is not None and prompt.is_given:
         raise ConfigError("give either HASH or a prompt")
     author = _author(by)
-    ids = None if leaf is not None else prompts.read_prompt(*prompt)
-    extras = prompts.read_extras(lora_digest, cache_salt)
+    ids, extras = ([], prompt.extras()) if leaf is not None else prompt.read()
     require_role(session, "pin")
     with session.backends() as backends:
-        if ids is None:
-            assert leaf is not None
+        if leaf is not None:
             name, last = _chunk(backends, namespace, leaf)
             chain = _chain(backends, name, last)
         else:
@@ -86,11 +76,8 @@ def pin(
         if not chain:
             raise NotStored("no chunk of this prompt is stored; send it to a replica first")
         until_s = int(time.time() + for_)
-        pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
-        done = pinner.pin(name, chain, until_s=until_s, by=author)
-    if session.out.machine:
-        session.out.document(done)
-    else:
+        done = _pinner(session, backends).pin(name, chain, until_s=until_s, by=author)
+    if not session.out.document(done):
         session.out.line(
             f"pinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}, "
             f"{size(done.nbytes)}, until {moment(done.until_s)}: {name[:8]} {done.leaf}"
@@ -113,13 +100,10 @@ def unpin(
     require_role(session, "unpin")
     with session.backends() as backends:
         name, whole = _pinned_leaf(backends, namespace, leaf)
-        pinner = Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
-        done = pinner.unpin(name, whole)
+        done = _pinner(session, backends).unpin(name, whole)
     if done is None:
         raise ConfigError(f"{whole.hex()} is not pinned; objkv pin --list shows the pins")
-    if session.out.machine:
-        session.out.document(done)
-    else:
+    if not session.out.document(done):
         session.out.line(
             f"unpinned {done.tokens:,} tokens, {counted(done.chunks, 'chunk')}: {whole.hex()}"
         )
@@ -130,9 +114,7 @@ def _list(session: Session, namespace: str | None) -> int:
     with session.backends() as backends:
         names = _namespaces(backends, namespace)
         found = list_pins(backends.bulk, backends.index, names, now_s=time.time())
-    if session.out.machine:
-        session.out.document(found)
-    else:
+    if not session.out.document(found):
         _print(session, found)
     return FOUND if found.problems else FINE
 
@@ -162,6 +144,10 @@ def _print(session: Session, found: PinList) -> None:
         out.line("nothing is pinned")
     for problem in found.problems:
         out.line(problem, "yellow")
+
+
+def _pinner(session: Session, backends: Backends) -> Pinner:
+    return Pinner(backends.bulk, for_operators(backends.admin), session.config.ttl_s)
 
 
 def _report_missing(session: Session, done: PinnedPrefix) -> int:

@@ -10,10 +10,10 @@ import typer
 
 from objkv.agent.messages import PREFETCH_S_MAX
 from objkv.agent.prefetch import NamespaceFacts, Prefetched
-from objkv.cli import prompts
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.options import Namespace, time_option
+from objkv.cli.options import time_option
 from objkv.cli.output import Printer, counted
+from objkv.cli.prompts import PromptOptions
 from objkv.config.node import agent_socket, http_path
 from objkv.errors import ConfigError, UnclearName
 from objkv.keys.identity import NAMESPACE_HEX
@@ -25,13 +25,6 @@ from objkv.ops.listing import namespaces_called
 _POLL_S, _POLL_MAX_S = 0.02, 0.5
 _GRACE_S = 5.0
 """A payload ends at its deadline. Its end may be seen later."""
-
-AgentPath = Annotated[
-    Path | None,
-    typer.Option(
-        "--socket", help="Socket of the agent. Default: that of OBJKV_AGENT.", metavar="PATH"
-    ),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +43,13 @@ class PrefetchReport(Prefetched):
 @command
 def prefetch(
     session: Session,
-    tokens: prompts.Tokens = None,
-    text: prompts.Text = None,
-    text_file: prompts.TextFile = None,
-    tokenizer: prompts.TokenizerPath = None,
-    namespace: Namespace = None,
-    cache_salt: prompts.CacheSalt = None,
-    lora_digest: prompts.LoraDigest = None,
-    path: AgentPath = None,
+    prompt: PromptOptions,
+    path: Annotated[
+        Path | None,
+        typer.Option(
+            "--socket", help="Socket of the agent. Default: that of OBJKV_AGENT.", metavar="PATH"
+        ),
+    ] = None,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return at once, without waiting for the payloads.")
     ] = False,
@@ -81,18 +73,14 @@ def prefetch(
     if where is None:
         raise ConfigError("no agent: give --socket PATH, or set OBJKV_AGENT")
     api = AgentApi(http_path(where))
-    ids = prompts.read_prompt(tokens, text, text_file, tokenizer)
-    extras = prompts.read_extras(lora_digest, cache_salt)
-    prompt = _asked(api, namespace, ids, extras)
+    asked = _asked(api, prompt.namespace, *prompt.read())
     with ending_in_order(), session.out.steps("fetching MiB") as on_progress:
         try:
-            report = fetch(api, prompt, deadline_s, wait=not no_wait, on_progress=on_progress)
+            report = fetch(api, asked, deadline_s, wait=not no_wait, on_progress=on_progress)
         except KeyboardInterrupt:
             session.out.note("the agent continues to fetch these payloads")
             raise
-    if session.out.machine:
-        session.out.document(report)
-    else:
+    if not session.out.document(report):
         _print(session.out, report)
     is_whole = report.arrived == report.started + report.resident or no_wait
     return FINE if report.stored and is_whole and not report.refused else FOUND

@@ -1,59 +1,80 @@
 """Options that name a prompt: token ids or text with a tokenizer, the namespace, salt, adapter."""
 
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from objkv.cli.options import Namespace, read_text
 from objkv.errors import ConfigError
 from objkv.keys.prefix import PromptExtras
 from objkv.keys.tokenizer import Tokenizers
 from objkv.ops.match import parse_tokens
 
-Tokens = Annotated[
-    Path | None,
-    typer.Option(
-        help="File of token ids: a JSON list, or ids separated by spaces or commas. - is stdin.",
-        metavar="FILE",
-    ),
-]
-Text = Annotated[
-    str | None, typer.Option(help="Prompt as text. Needs --tokenizer.", metavar="TEXT")
-]
-TextFile = Annotated[
-    Path | None,
-    typer.Option(help="File with the prompt as text. Needs --tokenizer.", metavar="FILE"),
-]
-TokenizerPath = Annotated[
-    Path | None, typer.Option(help="A tokenizer.json or its directory.", metavar="PATH")
-]
-CacheSalt = Annotated[str | None, typer.Option(help="cache_salt of the request.", metavar="TEXT")]
-LoraDigest = Annotated[
-    str | None,
-    typer.Option(help="Content digest of the LoRA adapter in hex digits.", metavar="HEX"),
-]
 
+@dataclass(frozen=True, slots=True)
+class PromptOptions:
+    """The options of commands that take a prompt."""
 
-def read_prompt(
-    tokens: Path | None, text: str | None, text_file: Path | None, tokenizer: Path | None
-) -> list[int]:
-    """Return the token ids from the prompt options, or from standard input if there are none.
+    tokens: Annotated[
+        Path | None,
+        typer.Option(
+            help="File of token ids: a JSON list, or ids separated by spaces or commas. - is "
+            "stdin.",
+            metavar="FILE",
+        ),
+    ] = None
+    text: Annotated[
+        str | None, typer.Option(help="Prompt as text. Needs --tokenizer.", metavar="TEXT")
+    ] = None
+    text_file: Annotated[
+        Path | None,
+        typer.Option(help="File with the prompt as text. Needs --tokenizer.", metavar="FILE"),
+    ] = None
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="A tokenizer.json or its directory.", metavar="PATH")
+    ] = None
+    namespace: Namespace = None
+    cache_salt: Annotated[
+        str | None, typer.Option(help="cache_salt of the request.", metavar="TEXT")
+    ] = None
+    lora_digest: Annotated[
+        str | None,
+        typer.Option(help="Content digest of the LoRA adapter in hex digits.", metavar="HEX"),
+    ] = None
 
-    Raises ``ConfigError``.
-    """
-    if [tokens, text, text_file].count(None) < 2:
-        raise ConfigError("give only one of --tokens, --text and --text-file")
-    if (text is None and text_file is None) != (tokenizer is None):
-        raise ConfigError("--text and --text-file need --tokenizer, and --tokenizer one of them")
-    if tokenizer is not None:
-        given = _read(text_file) if text is None else text
-        prompt = Tokenizers(None).tokens(given, tokenizer)
-    else:
-        prompt = parse_tokens(_read(tokens))
-    if not prompt:
-        raise ConfigError("the prompt is empty (no token ids)")
-    return prompt
+    @property
+    def is_given(self) -> bool:
+        """Whether an option names the prompt, so that it is not read from standard input."""
+        return (self.tokens, self.text, self.text_file, self.tokenizer) != (None,) * 4
+
+    def read(self) -> tuple[list[int], PromptExtras]:
+        """Return the token ids, by default from standard input, and what else names their KV.
+        Raises ``ConfigError``."""
+        if [self.tokens, self.text, self.text_file].count(None) < 2:
+            raise ConfigError("give only one of --tokens, --text and --text-file")
+        if (self.text is None and self.text_file is None) != (self.tokenizer is None):
+            raise ConfigError(
+                "--text and --text-file need --tokenizer, and --tokenizer one of them"
+            )
+        if self.tokenizer is not None:
+            given = _read(self.text_file) if self.text is None else self.text
+            prompt = Tokenizers(None).tokens(given, self.tokenizer)
+        else:
+            prompt = parse_tokens(_read(self.tokens))
+        if not prompt:
+            raise ConfigError("the prompt is empty (no token ids)")
+        return prompt, self.extras()
+
+    def extras(self) -> PromptExtras:
+        """Return the salt and the adapter. Raises ``ConfigError``."""
+        try:
+            digest = None if self.lora_digest is None else bytes.fromhex(self.lora_digest)
+        except ValueError as exc:
+            raise ConfigError(f"--lora-digest {self.lora_digest!r}: not hex digits") from exc
+        return PromptExtras(lora_digest=digest, salt=self.cache_salt)
 
 
 def _read(path: Path | None) -> str:
@@ -61,21 +82,4 @@ def _read(path: Path | None) -> str:
         if sys.stdin.isatty():
             raise ConfigError("no prompt given; use --tokens FILE or pipe token ids to stdin")
         return sys.stdin.read()
-    try:
-        return path.read_text(encoding="utf-8-sig")
-    except OSError as exc:
-        raise ConfigError(f"{path}: {exc.strerror}") from exc
-    except UnicodeDecodeError as exc:
-        raise ConfigError(f"{path}: not UTF-8 text") from exc
-
-
-def read_extras(lora_digest: str | None, cache_salt: str | None) -> PromptExtras:
-    """Return the extras from ``--lora-digest`` and ``--cache-salt``. Raises ``ConfigError``."""
-    return PromptExtras(lora_digest=_digest(lora_digest), salt=cache_salt)
-
-
-def _digest(text: str | None) -> bytes | None:
-    try:
-        return None if text is None else bytes.fromhex(text)
-    except ValueError as exc:
-        raise ConfigError(f"--lora-digest {text!r}: not hex digits") from exc
+    return read_text(path)

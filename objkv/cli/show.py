@@ -43,12 +43,8 @@ def show(
         reports = [inspect_payload(backends.bulk, key, seals[key.namespace]) for key in keys]
     verdicts = {report.verdict for report in reports} or {"missing"}
     worst = next(v for v in ("missing", "corrupt", "ok") if v in verdicts)
-    if session.out.machine:
-        session.out.document({"key": key, "verdict": worst, "payloads": reports})
-    elif not reports:
-        session.out.line(f"{key} is not in the bulk store", "bold red")
-    else:
-        _print(session.out, reports)
+    if not session.out.document({"key": key, "verdict": worst, "payloads": reports}):
+        _print(session.out, key, reports)
     return FINE if worst == "ok" else FOUND
 
 
@@ -90,7 +86,9 @@ def _keys(backends: Backends, text: str, namespace: str | None) -> list[ChunkKey
     return [] if chunk is None else sorted({*found[chunk]}, key=ChunkKey.path)
 
 
-def _print(out: Printer, reports: list[PayloadReport]) -> None:
+def _print(out: Printer, key: str, reports: list[PayloadReport]) -> None:
+    if not reports:
+        out.line(f"{key} is not in the bulk store", "bold red")
     for number, report in enumerate(reports):
         if number:
             out.line()

@@ -12,6 +12,7 @@ from objkv.cli.options import time_option
 from objkv.cli.output import Printer, counted, plain
 from objkv.config.prices import LIST_PRICES, RANGE_BYTES, prices_of
 from objkv.errors import ConfigError
+from objkv.ops.formats import count
 from objkv.ops.formats import size as bytes_text
 from objkv.ops.models.layers import KV_DTYPES
 from objkv.ops.size.model import PRESETS, ModelShape, preset, read_model
@@ -155,7 +156,7 @@ def _print(out: Printer, found: Sizing, layout: ReplicaLayout, load: Load, rule:
             counted(found.prompt_chunks, "chunk"),
             f"{found.loaded_chunks} loaded, {found.prompt_chunks - found.loaded_chunks} saved",
         ),
-        ("chunks", _count(found.chunks), f"{_count(found.records)} of them with a record"),
+        ("chunks", count(found.chunks), f"{count(found.records)} of them with a record"),
         (
             "bucket",
             bytes_text(round(found.bulk_bytes)),
@@ -185,8 +186,7 @@ def _print(out: Printer, found: Sizing, layout: ReplicaLayout, load: Load, rule:
 
 
 def _print_presets(out: Printer) -> None:
-    if out.machine:
-        out.document({"models": {name: plain(known) for name, known in PRESETS.items()}})
+    if out.document({"models": {name: plain(known) for name, known in PRESETS.items()}}):
         return
     rows = []
     for name, known in PRESETS.items():
@@ -196,10 +196,6 @@ def _print_presets(out: Printer) -> None:
         )
     columns = ("model", ">per token, bfloat16", ">layers", ">KV heads", ">size", "source")
     out.table(columns, rows)
-
-
-def _count(value: float) -> str:
-    return f"{value:,.0f}"
 
 
 def _rate(value: float) -> str:

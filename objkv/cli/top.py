@@ -97,9 +97,7 @@ def _agents(given: list[Path] | None, config: Config) -> list[Path]:
 def _once(out: Printer, watch: FleetWatch) -> int:
     with out.waiting("reading metrics"):
         view = watch.look(since_start=True)
-    if out.machine:
-        out.document(view)
-    else:
+    if not out.document(view):
         for line in summary_lines(view, ""):
             out.line(line)
         for columns, cells in _tables(view):

@@ -146,9 +146,7 @@ def warm(
             at_once=concurrency,
             progress=lambda one: step(one.done, one.prompts),
         )
-    if session.out.machine:
-        session.out.document(report.plain())
-    else:
+    if not session.out.document(report.plain()):
         show_report(session.out, report)
     if report.ending != "complete":
         return INTERRUPTED if report.ending == "interrupted" else UNREACHABLE

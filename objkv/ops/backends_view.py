@@ -7,7 +7,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import sha256
@@ -325,6 +325,15 @@ def read_identity(bulk: ReadStore, namespace: str) -> Identity | None:
     """
     document = identity_document(bulk, namespace)
     return None if document is None else parse_identity(document, namespace)
+
+
+def read_identities(bulk: ReadStore, names: Iterable[str]) -> Iterator[tuple[str, Identity]]:
+    """Yield those of the namespaces ``names`` that have one: none of another version of objkv, of
+    encoder outputs, or with a damaged document."""
+    for name in names:
+        with suppress(PayloadError):
+            if (identity := read_identity(bulk, name)) is not None:
+                yield name, identity
 
 
 def identity_document(bulk: ReadStore, namespace: str) -> bytes | None:

@@ -19,7 +19,12 @@ from objkv.index.base import ReadIndex, Record
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
-from objkv.ops.backends_view import QUARANTINE, read_identity, record_keys, stored_namespaces
+from objkv.ops.backends_view import (
+    QUARANTINE,
+    read_identities,
+    record_keys,
+    stored_namespaces,
+)
 from objkv.ops.diff import diff
 from objkv.ops.formats import span
 from objkv.ops.match import ChunkMatch, MatchReport, match_prompt
@@ -335,13 +340,7 @@ def _elsewhere(question: Question, chunk: ChunkMatch) -> Explanation | None:
     namespace with longer chunks needs only the whole chunks of these tokens."""
     identity, found = question.identity, list[tuple[int, str, str]]()
     names = [name for name in stored_namespaces(question.bulk) if name != identity.namespace()]
-    for name in names[:NAMESPACES_MAX]:
-        try:
-            other = read_identity(question.bulk, name)
-        except PayloadError:
-            continue  # from another version, or for encoder outputs
-        if other is None:
-            continue
+    for name, other in read_identities(question.bulk, names[:NAMESPACES_MAX]):
         served = match_prompt(question.index, other, question.tokens, question.extras).usable_tokens
         if served >= chunk.token_end // other.chunk_tokens * other.chunk_tokens > 0:
             reason = diff(json.loads(identity.canonical()), json.loads(other.canonical())).reason

@@ -8,7 +8,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 from objkv.errors import ConfigError, StoreError, UnclearName
@@ -40,14 +40,14 @@ class NamespaceSummary:
     counted_s: int
     """When the totals were last counted exactly, in seconds since the epoch; 0 if never. Since then
     the index has kept them up to date."""
-    chunks: int | None
+    chunks: int | None = None
     """None, as the next three, unless the bucket was counted (``--bulk``)."""
-    tokens: int | None
+    tokens: int | None = None
     """Stored tokens; each chunk is counted once, however many shards it has."""
-    oldest_s: int | None
+    oldest_s: int | None = None
     """Seconds since the epoch; None without payloads."""
-    newest_s: int | None
-    problem: str | None
+    newest_s: int | None = None
+    problem: str | None = None
     """The problem with the identity document, if any."""
 
 
@@ -87,8 +87,11 @@ def counted_namespaces(inventory: Inventory, scope: WalkScope) -> list[Namespace
     for name, known in sorted(scope.namespaces.items()):
         payloads, nbytes, chunks, oldest_s, newest_s = found.get(name, (0, 0, 0, None, None))
         summaries.append(
-            replace(
-                _summary(known, payloads, nbytes, int(inventory.begun_s)),
+            _summary(
+                known,
+                payloads,
+                nbytes,
+                int(inventory.begun_s),
                 chunks=chunks,
                 tokens=chunks * known.chunk_tokens if known.chunk_tokens else None,
                 oldest_s=None if oldest_s is None else int(oldest_s),
@@ -99,7 +102,7 @@ def counted_namespaces(inventory: Inventory, scope: WalkScope) -> list[Namespace
 
 
 def _summary(
-    known: StoredNamespace, payloads: int, nbytes: int, counted_s: int
+    known: StoredNamespace, payloads: int, nbytes: int, counted_s: int, **more: int | None
 ) -> NamespaceSummary:
     return NamespaceSummary(
         namespace=known.name,
@@ -110,11 +113,8 @@ def _summary(
         payloads=payloads,
         nbytes=nbytes,
         counted_s=counted_s,
-        chunks=None,
-        tokens=None,
-        oldest_s=None,
-        newest_s=None,
         problem=known.problem,
+        **more,
     )
 
 

@@ -5,8 +5,6 @@ import secrets
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from threading import current_thread, main_thread
-from typing import Any
 
 import pytest
 
@@ -30,12 +28,14 @@ def test_an_audit_of_a_sound_store_is_fine(run: Run, machine: Machine) -> None:
     assert (document.code, document.document["verdict"]) == (1, "faults")
 
 
-@pytest.mark.parametrize("lost", ["index", "bulk"])
+@pytest.mark.parametrize(
+    "lost", ["the index has no record of any payload", "the bulk store has none of the payloads"]
+)
 def test_backends_that_do_not_match_are_a_fault_and_the_settings_are_to_be_checked_first(
     run: Run, machine: Machine, lost: str
 ) -> None:
     machine.fill()
-    if lost == "bulk":
+    if "bulk" in lost:
         for entry in [*machine.bulk.scan("")]:
             if entry.key.endswith(".safetensors"):
                 machine.bulk.delete(entry.key)
@@ -44,7 +44,9 @@ def test_backends_that_do_not_match_are_a_fault_and_the_settings_are_to_be_check
             machine.index.drop(NAMESPACE, record.prefix_hash)
     ran = run("audit")
     assert (ran.code, "nothing is wrong" in ran.out) == (1, False)
+    assert lost in ran.out
     assert "check bulk_url, index_url and redis_prefix; if they are right, " in ran.out
+    assert ("objkv rebuild" in ran.out) is ("index" in lost)
     assert run("audit", "--json").document["verdict"] == "faults"
 
 
@@ -65,13 +67,8 @@ def test_wrong_options_are_told_before_anything_is_walked(
 ) -> None:
     machine.fill()
     monkeypatch.setattr(LocalStore, "scan", lambda *_: pytest.fail("walked"))
-    for options, words in (
-        (("--html", f"{home}/none/report.html"), "--html"),
-        (("--html", str(home)), "--html"),
-    ):
-        ran = run("audit", *options)
-        assert ran.code == 2, options
-        assert words in ran.err
+    for place in (f"{home}/none/report.html", str(home)):
+        refused(run("audit", "--html", place), "--html")
 
 
 def test_the_page_is_written_whole_or_not_at_all(
@@ -99,22 +96,6 @@ def test_the_page_is_written_whole_or_not_at_all(
     assert [one.name for one in home.iterdir() if "report" in one.name] == ["report.html"]
 
 
-def test_an_interrupted_audit_reports_no_part_of_the_store(
-    run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.fill()
-    scan = LocalStore.scan
-
-    def interrupted(store: LocalStore, prefix: str) -> Iterator[Entry]:
-        if current_thread() is not main_thread():  # but a thread of the walk
-            interrupt()
-        return scan(store, prefix)
-
-    monkeypatch.setattr(LocalStore, "scan", interrupted)
-    refused(run("audit"), "interrupted", code=130)
-    refused(run("audit", "--json"), "interrupted", code=130)
-
-
 @pytest.mark.parametrize("command", ["audit", "verify", "sweep", "rebuild"])
 def test_a_store_that_fails_in_the_middle_is_said_and_nothing_is_reported(
     run: Run, machine: Machine, monkeypatch: pytest.MonkeyPatch, command: str
@@ -128,11 +109,6 @@ def test_a_store_that_fails_in_the_middle_is_said_and_nothing_is_reported(
 
     monkeypatch.setattr(LocalStore, "scan", broken)
     refused(run(command), "the disk is gone; objkv doctor shows what works", code=3)
-
-
-def interrupt(*_: object) -> Any:
-    """Act as Ctrl-C does."""
-    raise KeyboardInterrupt
 
 
 def test_answers_to_auditors_are_a_few_lines(

@@ -1,17 +1,22 @@
-"""The shared parts of all commands: options, errors, exit codes, interrupts, colors."""
+"""The shared parts of all commands: options, errors, exit codes, interrupts, colors; and how those
+log and end that serve until they are stopped."""
 
 import errno
 import json
+import logging
+import signal
+import subprocess
+import sys
+from typing import Any
 
 import pytest
 
+from objkv.cli import agent as agent_module
 from objkv.cli.app import COMMANDS
-from objkv.cli.command import exit_code, guarded
-from objkv.cli.output import Printer
+from objkv.cli.command import end_signals, guarded
 from objkv.errors import (
     ConfigError,
     NotStored,
-    ObjkvError,
     PayloadError,
     StoreDenied,
     StoreError,
@@ -20,22 +25,6 @@ from objkv.errors import (
 )
 from objkv.ops.doctor.access import ROLES
 from tests.cli.conftest import Machine, Run, refused
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (ConfigError(), 2),
-        (NotStored(), 1),
-        (StoreDenied(), 2),
-        (StoreUnavailable(), 3),
-        (StoreError(), 3),
-        (PayloadError(), 1),
-        (TransferError(), 70),
-    ],
-)
-def test_every_error_has_its_exit_code(error: ObjkvError, code: int) -> None:
-    assert exit_code(error) == code
 
 
 def raising(error: BaseException, *, debug: bool = False) -> int:
@@ -54,16 +43,26 @@ def test_an_interrupt_is_told_on_a_line_of_its_own(
         assert capsys.readouterr().err == "\n" * is_terminal + "objkv: interrupted\n"
 
 
-def test_a_bug_is_a_sentence_too(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(ZeroDivisionError("by zero")) == 70
-    told = capsys.readouterr()
-    assert told.err.startswith("objkv: a bug in objkv: ZeroDivisionError: by zero; --debug")
-    assert told.out == ""
-
-
-def test_what_the_machine_refuses_is_no_bug(capsys: pytest.CaptureFixture[str]) -> None:
-    assert raising(OSError(errno.ENOSPC, "No space left on device", "/full")) == 2
-    assert capsys.readouterr().err == "objkv: /full: No space left on device\n"
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        (ConfigError("why"), 2, "why\n"),
+        (NotStored("why"), 1, "why\n"),
+        (StoreDenied("why"), 2, "why\n"),
+        (StoreUnavailable("why"), 3, "why; objkv doctor"),
+        (StoreError("why"), 3, "why; objkv doctor"),
+        (PayloadError("why"), 1, "why\n"),
+        (TransferError("why"), 70, "why\n"),
+        (OSError(errno.ENOSPC, "No space left on device", "/full"), 2, "/full: No space left on"),
+        (ZeroDivisionError("why"), 70, "a bug in objkv: ZeroDivisionError: why; --debug"),
+    ],
+)
+def test_every_error_is_a_sentence_and_a_code(
+    capsys: pytest.CaptureFixture[str], error: Exception, code: int, told: str
+) -> None:
+    assert raising(error) == code
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.startswith(f"objkv: {told}")) == ("", True)
 
 
 def test_debug_shows_where_an_error_comes_from(run: Run) -> None:
@@ -89,18 +88,6 @@ def test_every_command_has_the_common_options_and_a_sentence(name: str, run: Run
     assert ran.code == 0
     for option in ("--bulk-url", "--index-url", "--config", "--json"):
         assert option in ran.out
-
-
-def test_colours_can_be_switched_off_on_a_terminal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.setenv("TERM", "xterm-256color")
-    Printer(machine=False).line("x", "red")
-    assert "\x1b[31m" in capsys.readouterr().out
-    monkeypatch.setenv("NO_COLOR", "1")
-    Printer(machine=False).line("x", "red")
-    assert "\x1b[31m" not in capsys.readouterr().out
 
 
 PLACE = ("--bulk-url", "s3://bucket/objkv", "--index-url", "rediss://me:hunter2@h/1")
@@ -137,11 +124,54 @@ def test_every_form_of_output_is_an_option_of_every_command(run: Run, machine: M
     refused(run("ls", "-o", "yaml"), "'yaml' is not one of", "wide")
 
 
-def test_durations_have_units_and_plain_numbers_are_seconds(run: Run) -> None:
-    for given, found in {
-        "--ttl 2h --sweep-every 1d --used 90m": (7_200, 86_400, 5_400),
-        "--ttl 7200 --sweep-every 0 --used 1.5": (7_200, 0, 1.5),
-    }.items():
-        words = ("size", "--model", "llama-3.1-8b", "--json", *given.split())
-        load = run(*words).document["load"]
-        assert (load["ttl_s"], load["sweep_every_s"], load["used_s"]) == found
+def test_a_line_that_is_logged_too_often_is_dropped_and_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, text, limit = 0.0, list[str](), agent_module.LogLimit()
+    for name, value in {"_LINES_MAX": 2, "_WITHIN_S": 10.0, "monotonic": lambda: now}.items():
+        monkeypatch.setattr(agent_module, name, value)
+    for now in (0.0, 1.0, 2.0, 3.0, 11.0):
+        record = logging.LogRecord(
+            "objkv", logging.WARNING, "x.py", 7, "refused n=%d", (int(now),), None
+        )
+        if limit.filter(record):
+            text.append(record.getMessage())
+    assert limit.filter(logging.LogRecord("objkv", logging.WARNING, "x.py", 8, "other", None, None))
+    assert text == ["refused n=0", "refused n=1", "refused n=11 (and 2 more before)"]
+
+
+def test_routine_lines_of_libraries_are_not_logged_as_objkvs() -> None:
+    program = (
+        "import logging, sys\nfrom objkv.cli import agent, app\n"
+        "class Quick:\n"
+        "    def __init__(self, *_, **__): pass\n"
+        "    def __enter__(self):\n"
+        "        logging.getLogger('numexpr').info('2 threads')\n"
+        "        logging.getLogger('objkv.agent').info('ready')\n"
+        "        sys.exit()\n"
+        "    def __exit__(self, *_): pass\n"
+        "agent.NodeAgent = Quick\napp.app(['agent', '--socket', '/none'])"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert [line.partition("objkv: ")[2] for line in ran.stderr.splitlines()] == ["ready"]
+
+
+def test_a_signal_takes_no_lock_which_the_thread_that_it_interrupts_may_hold() -> None:
+    called: list[str] = []
+
+    def seen(frame: Any, event: str, function: Any) -> None:
+        called.append(function.__name__ if event.startswith("c_") else frame.f_code.co_name)
+
+    before = signal.getsignal(signal.SIGTERM)
+    with end_signals() as ended:
+        assert not ended.wait(0)
+        handler: Any = signal.getsignal(signal.SIGTERM)
+        sys.setprofile(seen)
+        handler(signal.SIGTERM, None)
+        sys.setprofile(None)
+        assert set(called) == {"end", "eventfd_write", "setprofile"}
+        assert ended.wait()
+        assert ended.wait(), "for ever"
+    assert signal.getsignal(signal.SIGTERM) is before

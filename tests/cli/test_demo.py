@@ -1,4 +1,4 @@
-"""``objkv demo``, all but the replicas: those are in ``tests/flow``."""
+"""``objkv demo``, all but the replicas: those are in ``tests/engine/test_programs.py``."""
 
 import json
 import shlex
@@ -116,12 +116,6 @@ def test_the_command_says_how_to_look_at_what_it_stored(
     assert (match[1:3], match[4:]) == (["match", "--tokens"], urls)
     assert json.loads(Path(match[3]).read_text()) == list(prompts_of("normal")[-1].tokens)
     assert not any("export" in line for line in lines), "nothing lingers in the user's shell"
-
-
-def test_a_store_of_the_user_is_not_touched(run: Run, replicas: list[tuple[DemoRow, ...]]) -> None:
-    ran = run("demo", "--bulk-url", "file:///elsewhere")
-    assert ran.code == 2
-    assert "uses its own store" in ran.err
 
 
 def test_without_vllm_it_says_how_to_install_it(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

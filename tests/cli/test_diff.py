@@ -35,6 +35,8 @@ def test_two_namespaces_are_compared_by_their_beginnings(run: Run, two: Machine)
     for words in ("tenant", "chunk_tokens", "they do not share: chunk_tokens and tenant differ"):
         assert words in ran.out
     assert "tenants never share" in ran.out
+    whole = run("diff", NAMESPACE, OTHER.namespace(), "--index-url", NOWHERE)
+    assert whole.code == 1, "whole names need no index"
 
 
 def test_files_logs_and_standard_input_need_no_store(run: Run, tmp_path: Path) -> None:
@@ -45,10 +47,6 @@ def test_files_logs_and_standard_input_need_no_store(run: Run, tmp_path: Path) -
     assert run("diff", file, str(tmp_path / "replica.log"), *ends).code == 1
     assert run("diff", "-", file, *ends, stdin=log).code == 1
     assert run("diff", file, "-", *ends, stdin=IDENTITY.canonical().decode()).code == 0
-
-
-def test_whole_namespaces_need_no_index(run: Run, two: Machine) -> None:
-    assert run("diff", NAMESPACE, OTHER.namespace(), "--index-url", NOWHERE).code == 1
 
 
 def test_a_namespace_that_is_not_there_is_2(run: Run, two: Machine) -> None:

@@ -100,13 +100,6 @@ def test_a_refused_model_is_1_with_the_connectors_sentence(run: Run) -> None:
     assert verdict["layers"] == {"full attention": 32, "cross attention": 32}
 
 
-def test_no_model_and_no_folder_are_wrong_usage(run: Run, tmp_path: Path) -> None:
-    assert run("doctor", "--tp", "2").code == 2
-    ran = run("doctor", "--model", str(tmp_path))
-    assert ran.code == 2
-    assert "give the folder of a model" in ran.err
-
-
 def test_a_model_is_judged_without_vllm_and_torch(tmp_path: Path) -> None:
     program = (
         "import sys\nfrom objkv.cli.app import app\n"

@@ -1,14 +1,17 @@
 """What all commands share, as tables: wrong usage, empty and unreachable stores, roles, secrets,
-hostile names and Ctrl-C."""
+hostile names, Ctrl-C, and the names of namespaces and chunks."""
 
 import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from threading import current_thread, main_thread
 
 import pytest
 
-from objkv.cli.app import COMMANDS
+from objkv.cli.app import COMMANDS, all_commands
+from objkv.keys.identity import Identity
+from objkv.stores.base import Entry
 from objkv.stores.local import LocalStore
 from tests.cli.conftest import JSON_KEYS, Machine, Run, is_documented, refused
 from tests.support.samples import IDENTITY, NAMESPACE, TOKENS, save_identity
@@ -41,10 +44,15 @@ WRONG = [
     ("admission never --for soon", "not a duration"),
     ("admission never --for 400d", "must be"),
     ("audit -n ffff", "no namespace matches ffff"),
+    ("demo --bulk-url file:///elsewhere", "uses its own store"),
     ("diff {name} xyz", "xyz is not a file, and no namespace matches xyz"),
     ("diff {name} /nowhere/identity.json", "/nowhere/identity.json is not a file"),
     ("diff - -", "-"),
+    ("doctor --tp 2", "--model"),
+    ("doctor --model {home}", "give the folder of a model"),
     ("exporter --scan-every 30s", "must be at least 60 s"),
+    ("gpu-check --model x --random", "brings a model of its own"),
+    ("gpu-check --model {home}", "has no config.json"),
     ("ls --bulk --prefixes", "--bulk counts namespaces"),
     ("ls acme -n acme", "give the namespace once"),
     ("ls xyz", "no namespace matches xyz"),
@@ -75,6 +83,9 @@ WRONG = [
     ("top --once --endpoint ftp://x", "http://HOST:PORT"),
     ("verify --apply", "--apply needs --quarantine"),
     ("verify -n ffff", "no namespace matches ffff"),
+    ("verify --part 1/3", "--part"),
+    ("verify --all --part 4/3", "--part"),
+    ("verify --all --part x", "--part"),
     ("warm", "no prompts: name JSON Lines files"),
     ("warm /nowhere.jsonl --check", "/nowhere.jsonl: no such file"),
     ("warm -", "choose how to compute"),
@@ -82,8 +93,10 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("words", "told"), WRONG)
-def test_wrong_usage_is_2_and_a_sentence(run: Run, chunk: str, words: str, told: str) -> None:
-    given = words.format(name=NAMESPACE, chunk=chunk).split()
+def test_wrong_usage_is_2_and_a_sentence(
+    run: Run, home: Path, chunk: str, words: str, told: str
+) -> None:
+    given = words.format(name=NAMESPACE, chunk=chunk, home=home).split()
     ran = run(*given, stdin='"x"' if given[0] == "warm" else "1 two" if words == "match" else "1")
     refused(ran, told)
     first, *choices = ran.err.splitlines()
@@ -151,17 +164,97 @@ def test_names_from_the_store_cannot_drive_the_terminal(
 
 
 @pytest.mark.parametrize("words", ["ls --bulk", "audit", "verify --all", "sweep", "rebuild"])
-@pytest.mark.parametrize("at", [("scan",), ("folders", "scan")])
-def test_ctrl_c_ends_with_130_and_a_word(
-    run: Run, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch, at: tuple[str, ...]
+@pytest.mark.parametrize("where", ["anywhere", "in a thread of the walk"])
+def test_ctrl_c_ends_with_130_a_word_and_no_result_as_if_it_were_whole(
+    run: Run, chunk: str, words: str, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    def interrupted(*_: object) -> Iterator[None]:
-        raise KeyboardInterrupt
-        yield
+    scan = LocalStore.scan
 
-    for verb in at:
-        monkeypatch.setattr(LocalStore, verb, interrupted)
-    ran = run(*words.split())
-    is_begun = words.split()[0] in ("verify", "sweep", "rebuild")
-    told = "incomplete, interrupted" if is_begun else "objkv: interrupted"
-    assert (ran.code, told in ran.out + ran.err) == (130, True)
+    def interrupted(store: LocalStore, prefix: str) -> Iterator[Entry]:
+        if where == "anywhere" or current_thread() is not main_thread():
+            raise KeyboardInterrupt
+        return scan(store, prefix)
+
+    monkeypatch.setattr(LocalStore, "scan", interrupted)
+    if where == "anywhere":
+        monkeypatch.setattr(LocalStore, "folders", interrupted)
+    ran, in_json = run(*words.split()), run(*words.split(), "--json")
+    if words.split()[0] in ("verify", "sweep", "rebuild"):
+        assert (ran.code, ran.out.endswith("incomplete, interrupted\n")) == (130, True)
+        document = in_json.document
+        assert (in_json.code, document["complete"], document["ending"]) == (
+            130, False, "interrupted",
+        )  # fmt: skip
+    else:
+        refused(ran, "objkv: interrupted", code=130)
+        refused(in_json, "objkv: interrupted", code=130)
+
+
+SPELLINGS = ("acme/tiny", "default/ti", NAMESPACE[:3])
+OTHER = replace(IDENTITY, model="Qwen/Qwen3-0.6B", tenant="blue")
+BY_NAME = {
+    "admission": "admission -n {name} --json",
+    "audit": "audit -n {name} --json",
+    "diff": "diff {name} {name} --json",
+    "ls": "ls {name} --json",
+    "ls -n": "ls -n {name} --json",
+    "ls --bulk": "ls --bulk {name} --json",
+    "ls --tree": "ls --tree {name} --json",
+    "match": "match -n {name} --json",
+    "pin": "pin {leaf} -n {name} --json",
+    "pin --list": "pin --list -n {name} --json",
+    "unpin": "unpin {leaf} -n {name} --json",
+    "rebuild": "rebuild -n {name} --json",
+    "show": "show {leaf} -n {name} --json",
+    "sweep": "sweep -n {name} --json",
+    "verify": "verify -n {name} --json",
+    "warm": "warm - --check -n {name} --json",
+}
+
+NAMED = ("audit", "diff", "ls", "ls --bulk", "match", "pin", "show", "unpin")
+"""Commands whose documents name the namespace."""
+
+
+@pytest.fixture
+def leaf(machine: Machine) -> str:
+    """The first digits of a stored chunk. Its namespace is not the only one."""
+    save_identity(machine.bulk, OTHER)
+    return machine.fill()[2][:5]
+
+
+@pytest.mark.parametrize("command", BY_NAME)
+def test_a_namespace_has_its_names_in_every_command(run: Run, leaf: str, command: str) -> None:
+    for name in SPELLINGS:
+        if command == "unpin":
+            assert run("pin", leaf).code == 0
+        words = BY_NAME[command].format(name=name, leaf=leaf)
+        ran = run(*words.split(), stdin=PROMPT)
+        assert (ran.code, ran.err) == (0, ""), name
+        if command in NAMED:
+            assert NAMESPACE in ran.out
+        assert OTHER.namespace() not in ran.out
+
+
+def test_every_command_with_a_namespace_has_the_short_option() -> None:
+    found = set()
+    for path, command in all_commands():
+        for parameter in command.params:
+            if "--namespace" in parameter.opts:
+                assert "-n" in parameter.opts, path
+                found.add(path.removeprefix("objkv "))
+    with_agents = {"prefetch"}  # its names are tested with an agent, in test_prefetch.py
+    named = {line.split()[0] for line in BY_NAME.values() if "-n" in line.split()}
+    assert found == named | with_agents
+
+
+def test_diff_takes_a_model_for_a_model_and_a_file_for_a_file(
+    run: Run, leaf: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen3-0.6B", "Qwen/Qwen3-0.6B", "blue/Qwen3-0.6B"):
+        document = run("diff", name, "acme/tiny", "--json").document
+        assert [document[side]["namespace"] for side in "ab"] == [OTHER.namespace(), NAMESPACE]
+    identity: Identity = replace(IDENTITY, tenant="red")
+    Path("Qwen3-0.6B").write_bytes(identity.canonical())
+    document = run("diff", "Qwen3-0.6B", "acme/tiny", "--json").document
+    assert document["a"]["namespace"] == identity.namespace()

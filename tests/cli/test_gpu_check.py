@@ -144,17 +144,10 @@ def test_the_model_is_the_given_one(run: Run, options: tuple[str, ...], model: s
     assert run("gpu-check", "--json", *options).document["model"] == model
 
 
-@pytest.mark.usefixtures("lives")
-def test_wrong_usage_is_told_before_anything_runs(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("found", "told"), [(None, "needs vLLM"), (object(), "no GPU here")])
+def test_without_vllm_or_a_gpu_nothing_is_checked(
+    run: Run, monkeypatch: pytest.MonkeyPatch, found: object, told: str
 ) -> None:
-    refused(run("gpu-check", "--model", "x", "--random"), "brings a model of its own")
-    refused(run("gpu-check", "--model", str(tmp_path)), "has no config.json")
-    monkeypatch.setattr(module, "find_spec", lambda name: None)
-    refused(run("gpu-check"), "needs vLLM")
-
-
-def test_without_a_gpu_nothing_is_checked(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "find_spec", lambda name: object())
+    monkeypatch.setattr(module, "find_spec", lambda name: found)
     monkeypatch.setattr(Program, "lines", lambda *_, **__: iter(()))
-    refused(run("gpu-check"), "no GPU here")
+    refused(run("gpu-check"), told)

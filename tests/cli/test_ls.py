@@ -9,7 +9,9 @@ from tests.cli.conftest import Machine, Run
 from tests.support.samples import CHUNK, NAMESPACE, save, save_identity
 
 
-def test_namespaces_are_listed_for_people(run: Run, machine: Machine) -> None:
+def test_namespaces_and_what_tenants_have_of_their_quota_are_listed(
+    run: Run, machine: Machine
+) -> None:
     machine.fill()
     ran = run("ls")
     assert ran.code == 0
@@ -18,10 +20,6 @@ def test_namespaces_are_listed_for_people(run: Run, machine: Machine) -> None:
     assert row.split()[:3] == [NAMESPACE, "acme/tiny", "default"]
     assert tenant.startswith("tenant default: ")
     assert "6 payloads; counted 0 s ago" in tenant
-
-
-def test_what_tenants_have_is_told_with_their_quota(run: Run, machine: Machine) -> None:
-    machine.fill()
     document = run("ls", "--json").document
     [tenant] = document["tenants"]
     assert list(tenant) == ["tenant", "namespaces", "nbytes", "payloads", "counted_s"]

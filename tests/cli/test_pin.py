@@ -34,6 +34,8 @@ def test_pins_are_listed_for_people(run: Run, machine: Machine, hashes: list[str
     ran = run("pin", "--list")
     assert ran.code == 1
     assert f"{'9' * 40}.json is not a pin of objkv" in ran.out
+    assert run("unpin", "9" * 40).code == 0
+    assert run("pin", "--list").code == 0
 
 
 def test_a_prefix_is_pinned_by_its_leaf_until_it_is_unpinned(
@@ -59,6 +61,7 @@ def test_a_hash_that_is_not_stored_is_1(run: Run, machine: Machine, hashes: list
     machine.index.drop(NAMESPACE, bytes.fromhex(hashes[1]))
     ran = run("pin", hashes[2])
     assert (ran.code, "is not stored; objkv ls" in ran.err) == (1, True)
+    assert "the chunk before token 32 is not stored" in ran.err
 
 
 def test_a_prompt_is_pinned_as_far_as_it_is_stored(

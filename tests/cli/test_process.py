@@ -1,6 +1,5 @@
 """The installed command, as a process: the default folder and SQLite file, end to end."""
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 from objkv import __version__
 from tests.cli.conftest import Machine
-from tests.support.samples import CHUNK, NAMESPACE, TOKENS
 
 pytestmark = pytest.mark.usefixtures("home")
 OBJKV = Path(sys.executable).with_name("objkv")
@@ -20,20 +18,6 @@ def objkv(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(OBJKV), *arguments], input=stdin, capture_output=True, text=True, timeout=280
     )
-
-
-@pytest.mark.slow
-def test_from_an_empty_machine_to_a_served_prompt(home: Path) -> None:
-    first = objkv("ls", "--json")
-    assert (first.returncode, first.stderr) == (0, "")
-    assert json.loads(first.stdout)["namespaces"] == []
-
-    digest = Machine(home).fill()[2]
-    [namespace] = json.loads(objkv("ls", "--json").stdout)["namespaces"]
-    assert namespace["namespace"] == NAMESPACE
-    assert json.loads(objkv("show", digest, "--json").stdout)["verdict"] == "ok"
-    matched = objkv("match", "--json", stdin=json.dumps(TOKENS))
-    assert json.loads(matched.stdout)["usable_tokens"] == 3 * CHUNK
 
 
 HEAVY = {

@@ -122,13 +122,6 @@ def test_without_keys_a_payload_is_shown_and_its_damage_found(
     assert run("show", keys["sealed"].path()).code == 1
 
 
-def test_two_that_are_not_sealed_alike_do_not_share_and_are_told_why(
-    run: Run, keys: dict[str, ChunkKey]
-) -> None:
-    ran = run("diff", keys["plain"].namespace, keys["sealed"].namespace)
-    assert "their payloads are sealed differently" in " ".join(ran.out.split())
-
-
 @pytest.mark.usefixtures("with_keys")
 def test_doctor_reads_the_keys_and_tells_their_ids(
     run: Run, monkeypatch: pytest.MonkeyPatch

@@ -36,16 +36,9 @@ def test_a_payload_without_a_shard_is_shown_to_have_all_of_the_group(
     assert "group.safetensors" in run("show", "a/b").err, "the form of its name"
 
 
-def test_what_is_corrupt_or_missing_is_1_and_told(run: Run, machine: Machine, home: Path) -> None:
+def test_what_is_missing_is_1_and_told(run: Run, machine: Machine, home: Path) -> None:
     digest = machine.fill()[0]
-    path = path_of(home, digest)
-    content = bytearray(path.read_bytes())
-    content[-1] ^= 1
-    path.write_bytes(content)
-    ran = run("show", digest)
-    assert ran.code == 1
-    assert "the checksum of layer 'l.1' does not match" in ran.out
-    path.unlink()
+    path_of(home, digest).unlink()
     document = run("show", digest, "--json").document
     assert document["verdict"] == "missing"
     assert [payload["verdict"] for payload in document["payloads"]] == ["missing", "ok"]
@@ -69,16 +62,17 @@ def test_a_beginning_of_several_lists_what_can_be_given_instead(
 
 
 @pytest.mark.parametrize(
-    ("change", "verdict", "problem"),
+    ("change", "problem"),
     [
-        (lambda own, other: own[:200] + bytes([own[200] ^ 1]) + own[201:], "corrupt", "header: "),
-        *((lambda own, other, n=n: own[:n], "corrupt", "") for n in (0, 1, 100, 4096, -1)),
-        (lambda own, other: own + b"x", "corrupt", "but the header states"),
-        (lambda own, other: other, "corrupt", "claims to be "),
+        (lambda own, other: own[:200] + bytes([own[200] ^ 1]) + own[201:], "header: "),
+        (lambda own, other: own[:-1] + bytes([own[-1] ^ 1]), "the checksum of layer 'l.1'"),
+        *((lambda own, other, n=n: own[:n], "") for n in (0, 1, 100, 4096, -1)),
+        (lambda own, other: own + b"x", "but the header states"),
+        (lambda own, other: other, "claims to be "),
     ],
 )
 def test_every_damage_is_told(
-    run: Run, machine: Machine, change: Callable[..., bytes], verdict: str, problem: str
+    run: Run, machine: Machine, change: Callable[..., bytes], problem: str
 ) -> None:
     save_identity(machine.bulk)
     one, other, _ = save(machine.bulk, None)
@@ -87,4 +81,5 @@ def test_every_damage_is_told(
     )
     ran = run("show", one.path(), "--json")
     [payload] = ran.document["payloads"]
-    assert (ran.code, payload["verdict"], problem in payload["problem"]) == (1, verdict, True)
+    assert (ran.code, payload["verdict"], problem in payload["problem"]) == (1, "corrupt", True)
+    assert payload["problem"] in " ".join(run("show", one.path()).out.split())

@@ -54,15 +54,3 @@ def test_what_is_put_into_the_bucket_and_why(
     ran = run("size", "--model", "llama-3.1-70b", "--tp", "4", "-o", "wide")
     (told,) = [line for line in ran.out.splitlines() if line.startswith("save_to_bucket")]
     assert " ".join(said.split()) in " ".join(told.split())
-
-
-def test_prices_are_those_of_the_bucket_unless_settings_say_otherwise(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert run("size", *TINY, "--json").document["prices"]["source"] == "S3 Standard"
-    monkeypatch.setenv("OBJKV_BULK_URL", "s3://kv")
-    monkeypatch.setenv("OBJKV_S3_ENDPOINT_URL", "https://storage.googleapis.com")
-    monkeypatch.setenv("OBJKV_PRICE_PUTS", "1")
-    prices = run("size", *TINY, "--json").document["prices"]
-    assert (prices["gb_month"], prices["per_1000_puts"]) == (0.02, 1)
-    assert prices["source"] == "Google Cloud Storage"

@@ -126,4 +126,6 @@ def test_a_pipe_has_no_width_even_with_forced_colors(
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("NO_COLOR", "1")
     monkeypatch.setenv("COLUMNS", "40")
-    assert NAMESPACE in run("ls", "--prefixes").out
+    out = run("ls", "--prefixes").out
+    assert NAMESPACE in out
+    assert "\x1b[3" not in out, "no color"

@@ -32,9 +32,10 @@ def prompts(tmp_path: Path) -> Path:
     return file
 
 
-def test_all_is_stored_afterwards_and_match_says_so(
-    run: Run, server: FakeVllm, prompts: Path
+def test_who_may_only_read_may_warm_and_match_says_that_all_is_stored(
+    run: Run, server: FakeVllm, prompts: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("OBJKV_ROLE", "reader")
     ran = run("warm", str(prompts), "--endpoint", server.url)
     assert ran.code == 0
     assert f"namespace {NAMESPACE}, model acme/tiny" in ran.out
@@ -54,13 +55,6 @@ def test_a_prompt_that_could_not_be_warmed_is_1_and_named(
     assert ran.code == 1
     assert f"{file}:1" in ran.out
     assert "maximum context length" in ran.out
-
-
-def test_who_may_only_read_may_warm(
-    run: Run, server: FakeVllm, prompts: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OBJKV_ROLE", "reader")
-    assert run("warm", str(prompts), "--endpoint", server.url).code == 0
 
 
 def test_what_is_stored_is_checked_without_anybody_who_computes(

@@ -12,7 +12,6 @@ from objkv.client.warming import _environment
 from objkv.config import resolve_config
 from objkv.errors import ConfigError
 from objkv.index.sqlite.index import SqliteIndex
-from objkv.ops.warm import server
 from objkv.stores.local import LocalStore
 from tests.ops.warm.fake_vllm import FakeVllm, Place
 from tests.support.samples import CHUNK, TOKENS
@@ -63,15 +62,6 @@ def test_an_engine_that_warms_has_an_agent_of_its_own_unless_one_is_named(tmp_pa
     assert environ["OBJKV_BULK_URL"] == given["bulk_url"]
     environ = _environment(resolve_config(given | {"agent": "unix:///run/a.sock"}))
     assert environ["OBJKV_AGENT"] == "unix:///run/a.sock"
-
-
-def test_a_check_starts_no_server(
-    place: Place, client: objkv.Client, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    place.save(TOKENS)
-    monkeypatch.setattr(server, "serving", lambda *_, **__: pytest.fail("a server was started"))
-    report = client.warm([TOKENS], model="tiny", check=True)
-    assert (report.mode, report.stored_before) == ("check", 1)
 
 
 def test_an_option_that_does_not_exist_is_named(client: objkv.Client) -> None:

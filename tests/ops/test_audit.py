@@ -165,14 +165,6 @@ def test_orphans_are_young_before_the_grace_and_expired_when_no_record_lives_so_
         assert (one.kind, one.young) == (kind, young)
 
 
-def test_an_index_that_knows_nothing_is_reported_as_lost() -> None:
-    bulk = MemoryStore()
-    save_prompts(bulk, None, [(0, 1)])
-    report = Auditor(bulk, MemoryIndex()).all()
-    assert "the index has no record of any payload" in report.problems[0]
-    assert "objkv rebuild" in report.problems[0]
-
-
 def test_a_bulk_store_that_has_nothing_of_what_the_index_knows_is_reported_as_wrong() -> None:
     bulk, index = MemoryStore(), MemoryIndex()
     save_prompts(bulk, index, [(0, 1)])

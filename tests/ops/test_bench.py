@@ -19,10 +19,6 @@ def get(stored: bytes | None) -> None:
     get_verified(store, SAMPLE, memoryview(bytearray(2 * len(SAMPLE.payload))))
 
 
-def test_a_sample_passes() -> None:
-    get(bytes(SAMPLE.payload))
-
-
 @given(st.integers(0, len(SAMPLE.payload) * 8 - 1))
 def test_no_flipped_bit_passes(bit: int) -> None:
     stored = bytearray(SAMPLE.payload)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.errors import ConfigError
-from objkv.keys.identity import GroupIdentity, Identity
+from objkv.keys.identity import GroupIdentity, Identity, sealed_extra
 from objkv.ops.diff import (
     REASONS,
     DiffReport,
@@ -69,6 +69,7 @@ def test_equal_documents_share_however_they_are_written() -> None:
         ({"tenant": "other"}, "tenant"),
         ({"extra": ()}, "extra.dtype"),
         ({"extra": (("dtype", "bfloat16"), ("longrope", "long"))}, "extra.longrope"),
+        ({"extra": sealed_extra(IDENTITY.extra, ("signed",))}, "extra.payloads"),
     ],
 )
 def test_every_field_is_named_and_explained(changes: dict[str, Any], field: str) -> None:

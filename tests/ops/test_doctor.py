@@ -1,19 +1,25 @@
-"""The doctor's report: settings with sources, checks, one verdict."""
+"""The doctor's report: settings with sources, checks, one verdict; and its checks of a node agent
+and, by it, of its stores."""
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from objkv.config import Config, Resolved, resolve_config
-from objkv.errors import ConfigError, ObjkvError, StoreUnavailable
+from objkv.errors import ConfigError, ObjkvError, StoreError, StoreFull, StoreUnavailable
 from objkv.index.base import ChunkEntry, ServerFacts, ShardRecord
 from objkv.keys.identity import NAMESPACE_HEX
 from objkv.keys.prefix import PREFIX_HASH_BYTES
+from objkv.ops.agent_api import AgentApi
+from objkv.ops.doctor import agent as agent_module
 from objkv.ops.doctor import settings as module
+from objkv.ops.doctor.agent import check_agent
 from objkv.ops.doctor.doctor import DoctorReport, Openers, examine
 from objkv.ops.doctor.probes import Check
 from objkv.ops.doctor.settings import check_engine, check_login, check_privacy, check_transport
+from tests.agent.world import REPLICAS, Node, denied, down, http_of, put_policy
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
 from tests.support.agents import agent_folder
@@ -182,54 +188,45 @@ def test_vllm_must_be_in_the_supported_window(installed: dict[str, str], status:
     assert bool(check.fix) == (status == "failed")
 
 
+OPEN = {"index login": "warning"}
+
+
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
-        ({"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}, []),
-        ({"bulk_url": "s3://b", "index_url": "rediss://h"}, [("bulk", "ok"), ("index", "ok")]),
-        ({"bulk_url": "s3://b", "s3_endpoint_url": "https://h"}, [("bulk", "ok")]),
-        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://127.0.0.1:9"}, [("bulk", "ok")]),
-        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://h"}, [("bulk", "warning")]),
-        ({"bulk_url": "file:///dev/null/kv", "index_url": "redis://localhost"}, [("index", "ok")]),
+        ({"index_url": "sqlite:///dev/null/i"}, {}),
+        ({"index_url": "redis://localhost"}, {"index transport": "ok"}),
+        ({"index_url": "rediss://h"}, {"index transport": "ok", **OPEN}),
+        ({"index_url": "redis+cluster://h"}, {"index transport": "warning", **OPEN}),
+        ({"index_url": "rediss://h", "redis_username": "u"}, {"index transport": "ok", **OPEN}),
         (
-            {"bulk_url": "file:///dev/null/kv", "index_url": "redis+cluster://h"},
-            [("index", "warning")],
+            {"index_url": "rediss://h", "redis_username": "u", "redis_password": "p"},
+            {"index transport": "ok"},
         ),
-        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "http://h:9000"}, [("bulk", "warning")]),
-        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "https://h:9000"}, [("bulk", "ok")]),
+        ({"index_url": "rediss://u:p@h"}, {"index transport": "ok"}),
+        (
+            {"index_url": "rediss://h", "redis_cert_file": "/c", "redis_key_file": "/k"},
+            {"index transport": "ok"},
+        ),
+        ({"bulk_url": "s3://b"}, {"bulk transport": "ok"}),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "https://h"}, {"bulk transport": "ok"}),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://127.0.0.1:9"}, {"bulk transport": "ok"}),
+        ({"bulk_url": "s3://b", "s3_endpoint_url": "http://h"}, {"bulk transport": "warning"}),
+        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "http://h"}, {"bulk transport": "warning"}),
+        ({"bulk_url": "s3://b", "AWS_ENDPOINT_URL_S3": "https://h"}, {"bulk transport": "ok"}),
     ],
 )
-def test_what_crosses_a_network_in_clear_is_a_warning(
-    settings: dict[str, Any], found: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch
+def test_what_crosses_a_network_in_clear_and_who_lets_everybody_in_are_warnings(
+    settings: dict[str, Any], found: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in settings if name.startswith("AWS")]:
         monkeypatch.setenv(name, settings[name])
     own = {name: value for name, value in settings.items() if not name.startswith("AWS")}
-    checks = check_transport(Config(**own, allow_plaintext="bulk,index"))
-    assert [(check.area, check.status) for check in checks] == found
+    usual = {"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}
+    config = Config(**usual | own, allow_plaintext="bulk,index")
+    checks = [*check_transport(config), *check_login(config)]
+    assert {f"{check.area} {check.name}": check.status for check in checks} == found
     assert all(bool(check.fix) == (check.status == "warning") for check in checks)
-
-
-@pytest.mark.parametrize(
-    ("settings", "warns"),
-    [
-        ({"index_url": "sqlite:///dev/null/i"}, False),
-        ({"index_url": "redis://localhost"}, False),
-        ({"index_url": "rediss://h"}, True),
-        ({"index_url": "redis+cluster://h"}, True),
-        ({"index_url": "rediss://h", "redis_username": "u"}, True),
-        ({"index_url": "rediss://h", "redis_username": "u", "redis_password": "p"}, False),
-        ({"index_url": "rediss://u:p@h"}, False),
-        ({"index_url": "rediss://h", "redis_cert_file": "/c", "redis_key_file": "/k"}, False),
-    ],
-)
-def test_a_server_that_lets_everybody_in_is_a_warning(
-    settings: dict[str, Any], warns: bool
-) -> None:
-    checks = check_login(
-        Config(bulk_url="file:///dev/null/kv", allow_plaintext="index", **settings)
-    )
-    assert [(check.name, check.status) for check in checks] == [("login", "warning")] * warns
 
 
 def test_folders_that_other_users_reach_are_warnings(
@@ -263,3 +260,176 @@ def test_folders_that_other_users_reach_are_warnings(
     assert found_index.fix == f"chmod o-rwx {tmp_path}"
     tmp_path.chmod(0o1777)
     assert check_privacy(config)[1].status == "ok", "only its owner can replace it"
+
+
+def config(path: Path, **changes: Any) -> Config:
+    urls = {"bulk_url": "file:///dev/null/kv", "index_url": "sqlite:///dev/null/i"}
+    return Config(**urls | {"agent": f"unix://{path}"} | changes)
+
+
+def checked(settings: Config) -> dict[str, Check]:
+    return {f"{check.area} {check.name}": check for check in check_agent(settings)[0]}
+
+
+def test_an_agent_that_answers_is_fine_unless_its_arena_is_huge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node = Node().listen()
+    with http_of(node):
+        checks, by_agent = check_agent(config(node.path))
+        assert by_agent
+        bad = [check for check in checks if check.status != "ok"]
+        assert [(check.name, check.status) for check in bad] == [("puts", "not checked")]
+        node.recorder.count("bulk_writes")
+        assert {check.status for check in check_agent(config(node.path))[0]} == {"ok"}
+        node.recorder.count("bulk_write_errors")
+        assert checked(config(node.path))["bulk puts"].status == "failed"
+        node.recorder.count("bulk_writes")
+        puts = checked(config(node.path))["bulk puts"]
+        assert (puts.status, puts.detail[:2], puts.detail[-10:]) == ("warning", "1 ", "; 1 failed")
+        found = checked(config(node.path))
+        assert "MiB in use" in found["agent socket"].detail
+        assert found["bulk by the agent"].detail == "s3://kv"
+        assert found["agent held back"].detail.startswith("0 payloads, 0 B")
+        monkeypatch.setattr(agent_module, "host_bytes", lambda: 1 << 20)
+        assert checked(config(node.path))["agent memory"].status == "warning"
+    node.close()
+
+
+def test_faults_of_its_stores_are_told_as_one_of_ours_would_be() -> None:
+    def full() -> None:
+        raise StoreFull("OOM: raise the server's maxmemory")
+
+    node = Node().listen()
+    logging.getLogger("objkv").addHandler(node.warnings)
+    with http_of(node):
+        node.store.check = down
+        node.index.check = full  # type: ignore[method-assign]
+        logging.getLogger("objkv.net").warning("index writes keep failing")
+        found = checked(config(node.path))
+        assert found["bulk by the agent"].status == "unreachable"
+        assert found["bulk by the agent"].fix.endswith("in the agent's settings")
+        assert found["index by the agent"].status == "full"
+        assert "raise the server's maxmemory" in found["index by the agent"].detail
+        assert "index writes keep failing" in found["agent last warnings"].detail
+        node.store.check = denied
+        assert checked(config(node.path))["bulk by the agent"].status == "denied"
+        node.recorder.level("breaker_open_index_write", 1)
+        node.index.check = lambda: None  # type: ignore[method-assign]
+        assert checked(config(node.path))["agent index writes"].status == "failed"
+    logging.getLogger("objkv").removeHandler(node.warnings)
+    node.close()
+
+
+def test_an_agent_that_cannot_serve_a_replica_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = Node().listen()
+    with http_of(node), monkeypatch.context() as patched:
+        patched.setattr(REPLICAS, "is_accepting", False)
+        found = checked(config(node.path))["agent socket"]
+        assert (found.status, "serves no new replicas" in found.detail) == ("failed", True)
+        patched.setattr(REPLICAS, "is_accepting", True)
+        patched.setattr(agent_module, "VERSION", 999)
+        found = checked(config(node.path))["agent socket"]
+        assert (found.status, "replicas 999" in found.detail) == ("failed", True)
+        assert "--replace" in found.fix
+        patched.undo()
+        patched.setattr(REPLICAS, "seals", ("signed",))
+        assert checked(config(node.path, seals="signed"))["agent socket"].status == "ok"
+        found = checked(config(node.path))["agent socket"]
+        assert (found.status, "seals=signed, and replicas none" in found.detail) == ("failed", True)
+    node.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "name"), [(StoreError, "agent status"), (StoreUnavailable, "agent socket")]
+)
+def test_an_agent_that_cannot_say_its_status_is_to_be_replaced(
+    monkeypatch: pytest.MonkeyPatch, error: type[StoreError], name: str
+) -> None:
+    def refuse(api: AgentApi) -> None:
+        raise error("the agent does not answer")
+
+    monkeypatch.setattr(AgentApi, "status", refuse)
+    node = Node().listen()
+    found = checked(config(node.path))[name]
+    assert (found.status == "ok", "--replace" in found.fix) == (False, True)
+    node.close()
+
+
+def test_stores_that_only_a_silent_agent_uses_are_not_checked() -> None:
+    with agent_folder() as folder:
+        checks, by_agent = check_agent(config(folder / "s"))
+    assert by_agent, "a replica uses no store of its own then"
+    assert [check.status for check in checks][:2] == ["unreachable", "not checked"]
+    assert "objkv agent --socket" in checks[0].fix
+
+
+def test_without_an_agent_the_first_replica_starts_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    checks, by_agent = check_agent(Config(agent="private"))
+    assert (checks[0].detail, by_agent) == ("each replica starts its own", False)
+    with agent_folder() as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+        settings = Config(bulk_url=f"file://{folder}", agent="auto")
+        checks, by_agent = check_agent(settings)
+        assert (checks[0].status, by_agent) == ("ok", False)
+        (folder / "objkv").chmod(0o777)
+        ([found], by_agent) = check_agent(settings)
+        assert (found.status, by_agent) == ("warning", False)
+
+    def refuse(nbytes: int) -> None:
+        raise ConfigError("the system makes no memfd")
+
+    monkeypatch.setattr(agent_module.Arena, "create", refuse)
+    assert checked(Config(agent="private"))["agent shared memory"].status == "failed"
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "status", "said"),
+    [
+        ("https://minio:9000", "ok", "all: minio, a private address: no price"),
+        ("https://s3.amazonaws.com", "ok", "prices of S3 Standard: $0.005 for 1,000 PUTs"),
+        ("https://kv.example.com", "warning", "since kv.example.com is not known"),
+    ],
+)
+def test_it_says_what_is_put_and_why(endpoint: str, status: str, said: str) -> None:
+    settings = Config(
+        bulk_url="s3://kv",
+        index_url="sqlite:///dev/null/i",
+        s3_endpoint_url=endpoint,
+        agent="private",
+    )
+    found = checked(settings)["agent saves"]
+    assert (found.status, said in found.detail) == (status, True), found
+    assert bool(found.fix) == (status == "warning")
+
+
+def test_it_says_what_a_running_agent_has_decided() -> None:
+    node = Node(policy=put_policy(has_disk=True)).listen()
+    with http_of(node):
+        found = checked(config(node.path, bulk_url="s3://kv"))["agent saves"]
+    assert "; reused: " in found.detail
+    node.close()
+
+
+def test_a_folder_that_others_can_write_is_a_warning() -> None:
+    with agent_folder() as folder:
+        for mode, status in ((0o700, "ok"), (0o770, "warning"), (0o1777, "ok")):
+            folder.chmod(mode)
+            assert checked(config(folder / "s"))["agent socket folder"].status == status
+
+
+def test_the_folder_of_the_disk_must_be_writable_and_have_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def found(path: Path, nbytes: int = 0) -> str:
+        disk = {"agent_disk_url": f"file://{path}", "agent_disk_bytes": nbytes}
+        return checked(Config(agent="private", **disk))["agent disk"].status
+
+    assert "agent disk" not in checked(Config(agent="private"))
+    assert found(tmp_path / "a" / "b") == "ok"
+    assert found(tmp_path / "a", 1 << 60) == "warning"
+    (tmp_path / "file").write_bytes(b"")
+    assert found(tmp_path / "file") == "failed"
+    monkeypatch.setattr(agent_module.os, "access", lambda *_: False)
+    assert found(tmp_path / "a") == "failed"
+    assert list(tmp_path.iterdir()) == [tmp_path / "file"]

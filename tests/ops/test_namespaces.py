@@ -82,14 +82,29 @@ def test_a_choice_lists_model_tenant_age_and_size(named: MemoryStore, wanted: st
     assert any(re.fullmatch(line, choice) for choice in caught.value.choices)
 
 
-def test_an_unknown_name_lists_what_is_stored(named: MemoryStore) -> None:
-    with pytest.raises(UnclearName, match="no namespace matches Mistral; choose one of"):
-        find_namespace(named, MemoryIndex(), "Mistral")
-
-
-def test_an_empty_store_says_what_may_be_wrong() -> None:
-    with pytest.raises(UnclearName, match="either no replica has saved yet, or bulk_url is wrong"):
-        find_namespace(MemoryStore(), MemoryIndex(), None)
+@pytest.mark.parametrize(
+    ("formats", "wanted", "words"),
+    [
+        ((), None, "either no replica has saved yet, or bulk_url is wrong"),
+        ((FORMAT,), "", "is empty"),
+        ((FORMAT,), GONE, "no namespace matches e"),
+        ((FORMAT,), "Mistral", "no namespace matches Mistral; choose one of"),
+        ((1, 0), None, r"2 namespaces, all of an earlier format .*sweep --apply"),
+        ((1, 0, FORMAT), None, "3 namespaces, but none holds chunks"),
+    ],
+)
+def test_where_there_is_no_such_namespace_it_is_said_what_there_is(
+    formats: tuple[int, ...], wanted: str | None, words: str
+) -> None:
+    store = MemoryStore()
+    for one in formats:
+        if one != FORMAT:
+            save_in_format(store, one)
+        else:
+            layout = HANDOFF_LAYOUT if wanted is None else IDENTITY.page_layout
+            save_identity(store, replace(IDENTITY, page_layout=layout))
+    with pytest.raises(UnclearName, match=words):
+        find_namespace(store, MemoryIndex(), wanted, must_exist=True)
 
 
 def test_hex_digits_also_find_a_namespace_of_the_index_alone(named: MemoryStore) -> None:
@@ -104,19 +119,6 @@ def test_hex_digits_also_find_a_namespace_of_the_index_alone(named: MemoryStore)
     with pytest.raises(UnclearName, match="2 namespaces match eeeeeeee") as caught:
         find_namespace(named, index, "eeeeeeee")
     assert re.fullmatch(f"{GONE}  unknown model  tenant –  –  1 B", caught.value.choices[0])
-
-
-def test_an_unknown_whole_name_is_refused_where_it_must_exist(named: MemoryStore) -> None:
-    assert find_namespace(named, MemoryIndex(), QWEN, must_exist=True) == QWEN
-    with pytest.raises(UnclearName, match="no namespace matches e"):
-        find_namespace(named, MemoryIndex(), GONE, must_exist=True)
-
-
-def test_an_empty_name_never_stands_for_the_only_namespace() -> None:
-    store = MemoryStore()
-    save_identity(store)
-    with pytest.raises(UnclearName, match="is empty"):
-        find_namespace(store, MemoryIndex(), "")
 
 
 def test_without_a_name_only_namespaces_with_kv_are_a_choice() -> None:
@@ -137,25 +139,6 @@ def test_of_namespaces_with_one_name_those_of_an_earlier_format_are_no_choice() 
     with pytest.raises(UnclearName, match=f"2 namespaces match {IDENTITY.model}") as caught:
         find_namespace(store, MemoryIndex(), IDENTITY.model, must_exist=True)
     assert {line.split()[0] for line in caught.value.choices} == {NAMESPACE, old}
-
-
-def test_a_store_without_a_namespace_for_prompts_says_what_it_has() -> None:
-    store = MemoryStore()
-    save_in_format(store, 1)
-    save_in_format(store, 0)
-    with pytest.raises(
-        UnclearName, match=r"2 namespaces, all of an earlier format .*sweep --apply"
-    ):
-        find_namespace(store, MemoryIndex(), None)
-    save_identity(store, replace(IDENTITY, page_layout=HANDOFF_LAYOUT))
-    with pytest.raises(UnclearName, match="3 namespaces, but none holds chunks"):
-        find_namespace(store, MemoryIndex(), None)
-
-
-def test_an_identity_comes_back_as_it_was_saved(bulk: MemoryStore) -> None:
-    assert read_identity(bulk, NAMESPACE) is None
-    save_identity(bulk)
-    assert read_identity(bulk, NAMESPACE) == IDENTITY
 
 
 OTHER_TYPES = (

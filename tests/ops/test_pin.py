@@ -2,12 +2,10 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.pins import read_pins
 from objkv.errors import ConfigError, StoreUnavailable
 from objkv.index.base import PruneIndex
@@ -15,8 +13,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.ops.pin import Pinner, chain_of, list_pins, remove_ended_pins
 from objkv.ops.runs import Counters
 from objkv.ops.sweep.remove import Remover, SweepLimits
-from objkv.stores.base import PruneStore
-from objkv.stores.local import LocalStore
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
@@ -78,15 +74,6 @@ def test_what_prefixes_share_is_pinned_as_long_as_one_of_them(
     assert read_pins(bulk, NAMESPACE) == {}
 
 
-def test_what_is_not_stored_cannot_be_pinned(bulk: MemoryStore, index: MemoryIndex) -> None:
-    chunks = hashes(save(bulk, index))
-    with pytest.raises(ConfigError, match=r"78787878\w+ is not stored"):
-        chain_of(index, NAMESPACE, b"x" * 20)
-    index.drop(NAMESPACE, chunks[0])
-    with pytest.raises(ConfigError, match=r"the chunk before token 16 is not stored"):
-        chain_of(index, NAMESPACE, chunks[2])
-
-
 def breaking(index: MemoryIndex, after: int) -> Callable[..., bool]:
     """Return the index's ``pin``, which fails after this many calls."""
     left = [after]
@@ -146,14 +133,6 @@ def test_pins_are_listed_the_next_to_end_first_and_ended_ones_removed(
     assert [pin.leaf for pin in listed] == [chunks[0].hex()]
 
 
-def test_a_pin_that_cannot_be_read_is_removed_by_unpinning(
-    pinner: Pinner, bulk: MemoryStore
-) -> None:
-    bulk.put(f"{NAMESPACE}/pins/{'9' * 40}.json", b"x")
-    assert pinner.unpin(NAMESPACE, bytes.fromhex("9" * 40)) is not None
-    assert bulk.head(f"{NAMESPACE}/pins/{'9' * 40}.json") is None
-
-
 def test_what_is_pinned_while_a_sweep_is_under_way_stays(
     pinner: Pinner, bulk: MemoryStore, index: MemoryIndex, clock: ManualClock
 ) -> None:
@@ -173,22 +152,6 @@ def test_what_is_pinned_while_a_sweep_is_under_way_stays(
     pinner.unpin(NAMESPACE, keys[2].prefix_hash)
     remover.payload("over_quota", keys[2], entry, record.shards[keys[2].field], counters)
     assert bulk.head(keys[2].path()) is None
-
-
-def test_a_folder_that_is_its_own_index_has_pins_too(tmp_path: Path, clock: ManualClock) -> None:
-    store: PruneStore = LocalStore(tmp_path)
-    index = BulkIndex(store, clock=clock)
-    chunks = hashes(save(store, None))
-    end = int(clock()) + DAY_S
-    pinner = Pinner(store, index, 3_600, clock)
-    done = pinner.pin(NAMESPACE, chain_of(index, NAMESPACE, chunks[1]), until_s=end)
-    assert done.missing == 0
-    assert until(index, chunks) == [end, end, 0]
-    assert {r.prefix_hash: r.pinned for r in index.scan(NAMESPACE)} == dict(
-        zip(chunks, (True, True, False), strict=True)
-    )
-    clock.advance(DAY_S)
-    assert until(index, chunks) == [0, 0, 0]
 
 
 def test_a_pin_that_is_made_longer_while_ended_ones_are_removed_stays(

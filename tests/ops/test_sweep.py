@@ -1,5 +1,6 @@
-"""What a sweep leaves alone because somebody changed it meanwhile, and what it gives up for a
-quota. That it finds what is there: ``tests/cli/test_upkeep.py``."""
+"""What a sweep leaves alone because somebody changed it meanwhile, what it gives up for a quota,
+and what is saved or announced while it deletes: no record stays of what is gone, and nothing goes
+that was saved since. That it finds what is there: ``tests/cli/test_upkeep.py``."""
 
 import time
 from collections.abc import Callable
@@ -9,24 +10,28 @@ from functools import partial
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
 from objkv.codec.payload import read_header
-from objkv.index.base import ChunkEntry, Usage
+from objkv.errors import StoreDenied, StoreUnavailable
+from objkv.index.base import ChunkEntry, Usage, WriteIndex
+from objkv.index.guarded import GuardedIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
 from objkv.keys.identity import FORMAT, identity_path
-from objkv.ops.backends_view import read_namespace
-from objkv.ops.inventory.findings import Doubt, find_doubts
+from objkv.ops.backends_view import PATIENCE_S, BackendsView, read_namespace, retrying
 from objkv.ops.inventory.walk import old_epochs
 from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
 from objkv.ops.sweep.remove import Remover, SweepLimits
 from objkv.ops.sweep.sweep import SWEPT_PERCENT, Sweep
-from objkv.stores.base import Unfinished
+from objkv.stores.base import Entry, Unfinished
+from objkv.telemetry import NullRecorder
+from tests.contracts.clock import ManualClock
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects, Planted
+from tests.contracts.flaky import FlakyStore
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.samples import save_in_format, view_of, walked
+from tests.support.samples import save, save_in_format, view_of, walked
 
 NAMESPACE = IDENTITY.namespace()
 
@@ -43,13 +48,11 @@ class World:
         self,
         *,
         quota_bytes: int = 0,
-        force: bool = False,
-        unidentified: bool = True,
         after_the_walk: Callable[[], object] = lambda: None,
     ) -> Counters:
         """All categories, whatever its age."""
         pool = WorkPool(workers=2)
-        limits = SweepLimits(apply=True, grace_s=-1, unidentified=unidentified, force=force)
+        limits = SweepLimits(apply=True, grace_s=-1, unidentified=True)
         remover = Remover(self.view, limits)
         walk = walked(self.view)
         after_the_walk()
@@ -64,10 +67,6 @@ class World:
         walk = walked(self.view)
         pool.run(Rebuild(self.view, apply=True).parts(walk.inventory, walk.scope.namespaces))
         return pool.counters
-
-    def doubts(self) -> tuple[Doubt, ...]:
-        walk = walked(self.view)
-        return find_doubts(walk.inventory, walk.scope, ttl_s=self.view.ttl_s)
 
 
 class MeddledIndex(MemoryIndex):
@@ -95,28 +94,30 @@ def publish(world: World, path: str) -> None:
     world.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=100)
 
 
-def test_an_orphan_that_is_announced_meanwhile_stays() -> None:
+@pytest.mark.parametrize("how", ["announced_meanwhile", "written_anew"])
+def test_an_orphan_that_changes_while_the_sweep_takes_its_lease_stays(how: str) -> None:
     world = World(Defects(good=8, orphan=1))
     [path] = world.planted["orphan"]
-    world.index.meddle = lambda: publish(world, path)
+    payload = world.bulk.get(path)
+    assert payload is not None
+    anew = partial(world.bulk.put, path, payload + b"longer")
+    world.index.meddle = anew if how == "written_anew" else partial(publish, world, path)
     counters = world.sweep()
     assert (counters.counts["changed"], counters.counts["removed"]) == (1, 0)
     assert world.bulk.get(path) is not None
 
 
-def test_an_orphan_that_got_a_record_after_the_walk_is_judged_by_it() -> None:
-    world = World(Defects(good=8, orphan=1))
+def test_an_orphan_or_a_record_alone_is_judged_by_what_became_of_it_after_the_walk() -> None:
+    world = World(Defects(good=8, orphan=1, missing=1))
     [path] = world.planted["orphan"]
-    counters = world.sweep(after_the_walk=lambda: publish(world, path))
-    assert not counters.counts
-    assert world.bulk.get(path) is not None
-
-
-def test_a_record_that_was_forgotten_after_the_walk_is_no_finding() -> None:
-    world = World(Defects(good=8, missing=1))
     key = ChunkKey.parse(world.planted["missing"][0])
-    counters = world.sweep(after_the_walk=lambda: world.index.drop(NAMESPACE, key.prefix_hash))
-    assert not counters.counts
+
+    def change() -> None:
+        publish(world, path)
+        world.index.drop(NAMESPACE, key.prefix_hash)
+
+    assert not world.sweep(after_the_walk=change).counts
+    assert world.bulk.get(path) is not None
 
 
 def test_what_was_used_after_the_walk_is_not_evicted() -> None:
@@ -128,16 +129,6 @@ def test_what_was_used_after_the_walk_is_not_evicted() -> None:
         quota_bytes=1, after_the_walk=lambda: world.index.touch(NAMESPACE, hashes, ttl_s=10_000)
     )
     assert (counters.counts["changed"], counters.counts["removed"]) == (8, 0)
-
-
-def test_an_orphan_that_is_written_anew_meanwhile_stays() -> None:
-    world = World(Defects(good=8, orphan=1))
-    [path] = world.planted["orphan"]
-    payload = world.bulk.get(path)
-    assert payload is not None
-    world.index.meddle = lambda: world.bulk.put(path, payload + b"longer")
-    assert world.sweep().counts["changed"] == 1
-    assert world.bulk.get(path) is not None
 
 
 def test_what_somebody_saves_right_now_is_busy() -> None:
@@ -170,16 +161,6 @@ def test_a_record_is_forgotten_before_its_payload_is_deleted() -> None:
     world.sweep()
     assert order[:2] == ["forget", "delete"]
     assert world.bulk.folders(key.namespace) == [], "its document is gone as well"
-
-
-def test_what_has_no_document_goes_only_if_that_is_asked_for() -> None:
-    world = World(Defects(good=8, unidentified=1))
-    [path] = world.planted["unidentified"]
-    counts = world.sweep(unidentified=False).counts
-    assert (counts["unidentified"], counts["removed"]) == (1, 0)
-    assert world.bulk.get(path) is not None
-    assert world.sweep().counts["removed"] == 1
-    assert world.bulk.get(path) is None
 
 
 def test_old_epochs_that_are_in_use_stay() -> None:
@@ -242,21 +223,6 @@ def test_beyond_the_quota_ends_of_chains_go_first() -> None:
     for one in left.values():  # nothing is left that continues what is gone
         assert one.token_start == 0 or one.parent_hash in left
     assert world.sweep(quota_bytes=quota).counts["over_quota"] == 0
-
-
-def test_an_end_that_looks_wiped_is_not_believed() -> None:
-    world = World(Defects(good=10))
-    records = [one.prefix_hash for one in world.index.scan(NAMESPACE)]
-    for prefix_hash in records[:7]:
-        world.index.drop(NAMESPACE, prefix_hash)
-    [doubt] = world.doubts()
-    assert (doubt.namespace, "most payloads" in doubt.why) == (NAMESPACE, True)
-    for prefix_hash in records[7:]:
-        world.index.drop(NAMESPACE, prefix_hash)
-    [doubt] = world.doubts()
-    assert (doubt.namespace, "was wiped" in doubt.why) == (None, True)
-    assert world.rebuild().counts["restored"] == 10
-    assert world.doubts() == ()
 
 
 def test_a_rebuild_leaves_to_savers_what_they_are_saving() -> None:
@@ -332,3 +298,191 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
     }  # fmt: skip
     assert [entry.key for entry in bulk.scan("quarantine/")] == [quarantined[other]]
     assert [one.key for one in left] == [f"{other}/00"]
+
+
+LEASE_S = 10
+
+
+def test_calls_that_time_may_mend_are_repeated_for_a_while_and_refusals_and_scans_are_not() -> None:
+    inner, slept = FlakyStore(MemoryStore()), list[float]()
+    inner.put("a", b"")
+    store = retrying(inner, sleep=slept.append)
+    inner.fail_next(StoreDenied("403"))
+    with pytest.raises(StoreDenied):
+        store.get("a")
+    inner.fail_next(StoreUnavailable("gone"))
+    with pytest.raises(StoreUnavailable):
+        list(store.scan(""))
+    assert not slept, "a scan that ends early would look whole"
+    inner.fail_until_mended(StoreUnavailable("gone"))
+    with pytest.raises(StoreUnavailable):
+        store.get("a")
+    assert PATIENCE_S <= sum(slept) < 2 * PATIENCE_S
+
+
+class Race:
+    """Both ends in memory; one payload of them nobody announced."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.bulk, self.index = MemoryStore(), MemoryIndex(clock=self.clock)
+        [self.key] = save(self.bulk, None, range(16))
+        self.path = self.key.path()
+        payload = self.bulk.get(self.path)
+        assert payload is not None
+        self.payload = payload
+        self.counters = Counters()
+        self.slept: list[float] = []
+        entry = self.bulk.head(self.path)
+        assert entry is not None
+        self.entry = replace(entry, modified_s=entry.modified_s - 60)
+        self.is_old = True
+        self._head = self.bulk.head
+        self.bulk.head = self.head  # type: ignore[method-assign]
+
+    def head(self, key: str) -> Entry | None:
+        """What was there first was there long ago."""
+        return self.entry if self.is_old else self._head(key)
+
+    def sleep(self, pause_s: float) -> None:
+        """As the sweep does between two attempts."""
+        self.slept.append(pause_s)
+        self.clock.advance(pause_s)
+
+    def view(self) -> BackendsView:
+        """As patient as those of a sweep."""
+        return view_of(
+            retrying(self.bulk, sleep=self.sleep),
+            retrying(self.index, sleep=self.sleep),
+            lease_ms=LEASE_S * 1_000,
+        )
+
+    def remover(self, sleep: Callable[[float], None] | None = None) -> Remover:
+        limits = SweepLimits(apply=True, grace_s=0)
+        return Remover(self.view(), limits, clock=self.clock, sleep=sleep or self.sleep)
+
+    def remove(self, sleep: Callable[[float], None] | None = None) -> tuple[int, int]:
+        """How many are ``removed`` and ``changed``."""
+        self.remover(sleep).payload("orphan", self.key, self.entry, None, self.counters)
+        return self.counters.counts["removed"], self.counters.counts["changed"]
+
+    def save(self, index: WriteIndex) -> None:
+        """What a replica does with the same payload, unless somebody else has the lease."""
+        settings = CacheSettings("saver", 3_600, LEASE_S * 1_000, 0)
+        cache = ChunkCache(self.bulk, None, index, settings, NullRecorder())
+        header = read_header(self.payload)
+        if cache.take_lease(self.key.path()):
+            cache.save(header.claim.key.path(), self.payload, header)
+            cache.release_lease(self.key.path())
+
+    def is_found(self) -> tuple[bool, bool]:
+        """Whether the index promises it, and whether it is there."""
+        [record] = self.index.lookup(self.key.namespace, [self.key.prefix_hash])
+        return record is not None, self._head(self.path) is not None
+
+    def lose_answers(self, times: int) -> None:
+        """Deletes are done, and fail."""
+        delete, left = self.bulk.delete, [times]
+
+        def lost(key: str) -> bool:
+            done = delete(key)
+            self.is_old = False
+            left[0] -= 1
+            if left[0] >= 0:
+                raise StoreUnavailable("the answer was lost")
+            return done
+
+        self.bulk.delete = lost  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_delete_whose_answer_was_lost_is_not_repeated_on_what_was_saved_since(
+    failures: int,
+) -> None:
+    world = Race()
+    world.lose_answers(failures)
+
+    def sleep(pause_s: float) -> None:
+        world.clock.advance(pause_s + LEASE_S)
+        world.save(world.index)
+
+    assert world.remove(sleep) == (0, 1)
+    assert world.is_found() == (True, True)
+
+
+def test_a_delete_that_was_done_although_its_answer_was_lost_is_done() -> None:
+    world = Race()
+    world.lose_answers(1)
+    assert world.remove() == (1, 0)
+    assert (len(world.slept), world.is_found()) == (1, (False, False))
+
+
+@pytest.mark.parametrize("failures", [3, 10**9])
+def test_a_delete_that_fails_is_done_in_the_end_or_an_error(failures: int) -> None:
+    world, left = Race(), [failures]
+    delete = world.bulk.delete
+
+    def fails(key: str) -> bool:
+        left[0] -= 1
+        if left[0] >= 0:
+            raise StoreUnavailable("busy")
+        return delete(key)
+
+    world.bulk.delete = fails  # type: ignore[method-assign]
+    if failures == 3:
+        assert world.remove() == (1, 0)
+        assert world._head(world.path) is None
+    else:
+        with pytest.raises(StoreUnavailable):
+            world.remove()
+    assert world.index.lease(world.path, "saver", ttl_ms=1), "the sweep keeps no lease"
+
+
+def test_nothing_is_removed_or_forgotten_once_the_lease_may_have_ended() -> None:
+    world = Race()
+    [key] = save(world.bulk, world.index, range(500, 516))
+    [record] = world.index.lookup(key.namespace, [key.prefix_hash])
+    assert record is not None
+
+    def slow(path: str) -> Entry | None:
+        world.clock.advance(LEASE_S)
+        return world.entry if path == world.path else None
+
+    world.bulk.head = slow  # type: ignore[method-assign]
+    assert world.remove() == (0, 1)
+    assert world._head(world.path) is not None
+    world.remover().record(key, record.shards[key.field], world.counters)
+    assert world.counters.counts["changed"] == 2
+    assert world.index.lookup(key.namespace, [key.prefix_hash]) == [record]
+
+
+class Leaseless(GuardedIndex):
+    """Fails for leases only."""
+
+    def lease(self, name: str, owner: str, *, ttl_ms: int) -> bool:
+        raise StoreUnavailable("slow")
+
+    def release(self, name: str, owner: str) -> None:
+        raise StoreUnavailable("slow")
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_what_a_saver_without_a_lease_saves_before_a_delete_is_forgotten_and_after_it_stays(
+    when: str,
+) -> None:
+    world = Race()
+    delete = world.bulk.delete
+
+    def meddled(key: str) -> bool:
+        if when == "before":
+            world.save(Leaseless(world.index))
+            assert world.is_found() == (True, True)
+        done = delete(key)
+        world.is_old = False
+        if when == "after":
+            world.save(Leaseless(world.index))
+        return done
+
+    world.bulk.delete = meddled  # type: ignore[method-assign]
+    assert world.remove() == (1, 0)
+    assert world.is_found() == ((True, True) if when == "after" else (False, False))

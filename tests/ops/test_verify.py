@@ -1,7 +1,6 @@
 """What verifying does while somebody writes, and in which order it takes payloads out of use. That
 it finds what is there: ``tests/cli/test_upkeep.py``."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from threading import Event, Thread
 
@@ -51,32 +50,22 @@ class World:
         self.bulk.put(key.path(), payload)
 
 
-def checker(world: World, meanwhile: Callable[[float], None]) -> Checker:
-    return Checker(world.view, Budget(1 << 20), sleep=meanwhile)
+def test_what_is_mended_or_forgotten_while_it_is_checked_is_no_finding() -> None:
+    def meanwhile(_: float) -> None:
+        if how == "mended":
+            world.mend(key)
+        else:
+            world.index.drop(key.namespace, key.prefix_hash)
 
-
-def test_what_is_mended_meanwhile_is_right() -> None:
-    world = World(frame=1)
-    key = world.key("frame")
-    checked, _ = checker(world, lambda _: world.mend(key)).check(key, None)
-    assert checked.verdict == "ok"
-
-
-def test_what_is_forgotten_meanwhile_is_no_finding() -> None:
-    world = World(frame=1)
-    key = world.key("frame")
-    checked, record = checker(
-        world, lambda _: world.index.drop(key.namespace, key.prefix_hash) or None
-    ).check(key, None)
-    assert (checked.verdict, record) == ("changed", None)
-
-
-def test_what_was_written_long_ago_is_not_waited_for() -> None:
-    world = World(frame=1)
+    for how, verdict in (("mended", "ok"), ("forgotten", "changed")):
+        world = World(frame=1)
+        key = world.key("frame")
+        checked, record = Checker(world.view, Budget(1 << 20), sleep=meanwhile).check(key, None)
+        assert (checked.verdict, record is None) == (verdict, how == "forgotten")
     check = Checker(
-        world.view, Budget(1), sleep=lambda _: pytest.fail("slept"), clock=lambda: 4e9
+        World(frame=1).view, Budget(1), sleep=lambda _: pytest.fail("slept"), clock=lambda: 4e9
     ).check
-    assert check(world.key("frame"), None)[0].verdict == "corrupt"
+    assert check(key, None)[0].verdict == "corrupt", "what was written long ago is not waited for"
 
 
 def test_quarantine_copies_then_forgets_then_deletes() -> None:
@@ -200,13 +189,9 @@ def test_a_wrong_hot_copy_goes_and_the_record_says_so() -> None:
     assert record is not None
     assert not record.shards[key.field].hot
     assert world.verify(key).counts["ok"] == 1
-
-
-def test_a_hot_copy_that_was_evicted_is_fine() -> None:
-    world = World(hot=1)
-    key = world.key("hot")
-    world.hot.delete(key.path())
-    assert world.verify(key).counts["ok"] == 1
+    evicted = World(hot=1)
+    evicted.hot.delete(key.path())
+    assert evicted.verify(key).counts["ok"] == 1
 
 
 def test_what_is_absurdly_long_is_not_read() -> None:

@@ -5,11 +5,11 @@ import secrets
 from collections.abc import Sequence
 from time import monotonic
 
-from objkv.errors import ConfigError, PayloadError
+from objkv.errors import ConfigError
 from objkv.index.base import ReadIndex
 from objkv.keys.identity import Identity
 from objkv.keys.prefix import PromptExtras, prefix_hashes
-from objkv.ops.backends_view import HANDOFF_LAYOUT, read_identity, stored_namespaces
+from objkv.ops.backends_view import HANDOFF_LAYOUT, read_identities, stored_namespaces
 from objkv.ops.match import look_up
 from objkv.ops.warm.endpoint import Endpoint, EndpointError
 from objkv.stores.base import ReadStore
@@ -30,15 +30,8 @@ def hashes_of(identity: Identity, tokens: Sequence[int], salt: str | None) -> li
 def known_identities(bulk: ReadStore) -> dict[str, Identity]:
     """Return the identities of all namespaces that hold KV chunks, which excludes encoder outputs
     and hand-offs."""
-    found = {}
-    for name in stored_namespaces(bulk):
-        try:
-            identity = read_identity(bulk, name)
-        except PayloadError:  # encoder outputs, or damaged: no chunks to match
-            continue
-        if identity is not None and identity.page_layout != HANDOFF_LAYOUT:
-            found[name] = identity
-    return found
+    every = read_identities(bulk, stored_namespaces(bulk))
+    return {name: one for name, one in every if one.page_layout != HANDOFF_LAYOUT}
 
 
 def nothing_saved(endpoint: str, wait_s: float) -> str:
