@@ -121,17 +121,3 @@ def test_the_forward_thread_makes_no_network_call(
 
 
 pytestmark = pytest.mark.slow
-
-
-def test_one_thread_loads_two_save_and_one_looks_up(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    with served(tmp_path) as engine:
-        engine.run([prompt(1), prompt(2)])
-        engine.save_all()
-        engine.forget()
-        answers = engine.run([prompt(1), prompt(2)])
-        assert [answer.loaded for answer in answers] == [STORED_TOKENS] * 2
-        names = sorted(one.name for one in set(threading.enumerate()) - before)
-        ours = [name for name in names if name.startswith("objkv-") and "register" not in name]
-        assert len(ours) <= 4, ours
-        assert "objkv-lookup" in ours
