@@ -20,7 +20,6 @@ from objkv.assembly.backends import (
     describe_index,
     open_backends,
     open_hot,
-    open_index,
 )
 from objkv.cache.bulk_index import BulkIndex, ListedIndex
 from objkv.config import Config, load_config
@@ -131,16 +130,6 @@ def test_there_is_no_hot_store_without_redis_or_payloads(
     assert open_hot(config_of(tmp_path, **changes), NullRecorder()) is None
 
 
-def test_calls_are_counted_by_end(tmp_path: Path) -> None:
-    recorder = MemoryRecorder()
-    with open_backends(config_of(tmp_path), recorder) as backends:
-        backends.bulk.get("a")
-        backends.index.lookup("ab", [b"x" * 20])
-    numbers = recorder.drain()
-    assert numbers["bulk_get_misses"] == 1
-    assert numbers["index_records_missing"] == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "counts_s", "is_cut_s"),
     [
@@ -172,18 +161,6 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
             ):
                 stall()
         assert bool(told) is opens
-
-
-def test_by_default_a_change_is_one_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    index = open_index(config_of(tmp_path, index_url=NOBODY), NullRecorder())
-    for _ in range(7):
-        with pytest.raises(StoreUnavailable):
-            index.lookup("ab", [b"x" * 20])
-    [record] = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.message.startswith("index reads keep failing, serving without them reason=")
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "NoSuchBucket"])

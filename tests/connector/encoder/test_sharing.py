@@ -37,18 +37,6 @@ def second(place: Place) -> Iterator[Replica]:
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_the_second_replica_is_given_what_the_first_encoded(place: Place, codec: str) -> None:
-    with replica(place, limits=Limits(codec=codec)) as first:
-        assert first.see(request("a", "x", "y")) == ["x", "y"]
-    with replica(place) as second:
-        assert second.see(request("b", "y", "x")) == []
-        for name in ("x", "y"):
-            assert second.cache[name].dtype == torch.bfloat16
-            assert torch.equal(second.cache[name], output_of(name))
-        assert (second.count("hits"), second.count("loads"), second.saved) == (2, 2, 0)
-
-
-@pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_a_folder_that_is_its_own_index(codec: str) -> None:
     """It tells nothing of what follows an output that it does not have, and no codec."""
     store = FlakyStore(MemoryStore())
@@ -230,18 +218,14 @@ def test_an_output_of_another_form_is_not_promised(place: Place, form: dict[str,
         assert third.see(request("c", "x")) == []
 
 
-def test_another_number_of_rows_under_one_name_is_refused(place: Place, second: Replica) -> None:
-    """A name that a client gave, and gave to another image too."""
-    saved(place, "x")
-    second.wait(request("b", "x", embeds=EMBEDS + 1))
-    assert not second.side.has_item("x")
-
-
-def test_another_number_of_rows_is_not_given_what_another_request_holds(
-    place: Place, second: Replica
+@pytest.mark.parametrize("other_holds", [False, True])
+def test_another_number_of_rows_is_not_given_what_is_stored_or_another_request_holds(
+    place: Place, second: Replica, *, other_holds: bool
 ) -> None:
-    """A worker could not add it, after vLLM relied on it."""
+    """A client may give one name to several images, and a worker could not add what vLLM relied
+    on."""
     saved(place, "x")
-    second.wait(request("b", "x"))
+    if other_holds:
+        second.wait(request("b", "x"))
     second.wait(request("c", "x", embeds=EMBEDS + 1))
     assert not second.side.has_item("x")

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from objkv.cache.lookup import LookupLimits, LookupService
-from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.kv.requests import (
     NO_LIMITS,
@@ -200,16 +199,6 @@ def test_chunks_that_are_stored_are_not_due_and_those_without_hashes_wait(
     assert tracker.due(tracked, 50) == []
     jobs.run()
     assert tracker.due(tracked, 50) == list(range(2, 50))
-
-
-def test_a_chunk_that_turns_out_not_to_be_stored_is_due_after_all(
-    tracker: RequestTracker,
-) -> None:
-    tracked = looked_up(tracker, request(TOKENS[: 3 * SIZE]))
-    assert tracker.due(tracked, 3) == [2]
-    refused = {(NAMESPACE, name) for name in (WHOLE[1], WHOLE[2], b"?" * 20)}
-    tracker.save_again(StepReport(rejected=refused))
-    assert tracker.due(tracked, 3) == [1]
 
 
 def adapter(*, in_place: bool = False) -> Any:

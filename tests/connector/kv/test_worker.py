@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,11 +13,16 @@ from objkv.connector.kv import worker as worker_module
 from objkv.connector.kv.metadata import FailedLoad, StepPlan, StepReport
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.pacing import EMPTY_STEP_S
+from objkv.errors import StoreUnavailable
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
+from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import BlocksToZero, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
+from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import (
     BLOCKS,
     CHUNK,
@@ -110,6 +116,30 @@ def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
     worker.start_loads(StepPlan(loads=(load,)))
     worker.end_forward(StepPlan(loads=(load,)))
     assert worker.take_report() is not None
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_of_a_request_that_ends_counts_as_failed_only_if_it_had_before(
+    *, fails: bool
+) -> None:
+    """Its client may have left: the store is healthy, and nothing is recomputed."""
+    store, recorder, gate = FlakyStore(MemoryStore()), MemoryRecorder(), Event()
+    writer = Replica(store, index := MemoryIndex(), seed=1)
+    writer.save(range(3))
+    worker = worker_side(store, index, recorder=recorder)
+    store.arrived.clear()
+    if fails:
+        store.fail_until_mended(StoreUnavailable("down"))
+    else:
+        store.hold(gate)
+    worker.start_loads(StepPlan(loads=(writer.load_plan(range(3), 9),)))
+    wait_until(lambda: worker.loader.in_flight == 0 if fails else store.arrived.is_set())
+    assert worker.results(StepPlan(), {"r"}).finished_recving == {"r"}
+    assert worker.take_failed_blocks() == set(range(9, 9 + 3 * BLOCKS))
+    gate.set()
+    worker.close()
+    counted = [recorder.value(n) for n in ("loads", "load_failures", "load_failed_blocks")]
+    assert counted == [1, fails, fails * 3 * BLOCKS]
 
 
 WINDOW = replace(GROUP, kind="sliding_window", window=64)
