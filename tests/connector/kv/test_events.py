@@ -18,9 +18,7 @@ from vllm.v1.request import Request
 
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv import events
-from objkv.connector.kv.events import (
-    EventLog,
-)
+from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import PromisedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry

@@ -36,6 +36,7 @@ from tests.support.paged_cache import (
 )
 from tests.support.plans import unpacked
 from tests.support.sides import breaks, worker_side
+from tests.support.waiting import PATIENCE_S
 
 
 def without_its_payload(
@@ -145,28 +146,18 @@ def test_a_load_of_a_request_that_ends_counts_as_failed_only_if_it_had_before(
 WINDOW = replace(GROUP, kind="sliding_window", window=64)
 
 
-def test_a_window_fails_as_a_request_and_full_attention_from_a_block_on() -> None:
+@pytest.mark.parametrize("group", [GROUP, WINDOW])
+def test_a_window_fails_as_a_request_and_full_attention_from_a_block_on(
+    group: GroupIdentity,
+) -> None:
     """vLLM would go on from the first failed block, whose own window was never given blocks."""
-    assert _fail(WINDOW) == ({"r"}, {"r"}, set())
-    received, failed, blocks = _fail(GROUP)
-    assert (received, failed, bool(blocks)) == ({"r"}, set(), True)
-
-
-def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
-    """What a worker reports of a load whose payload is gone: received, failed, failed blocks."""
     worker, load = without_its_payload(group)
-    received: set[str] = set()
-    failed: set[str] = set()
-
-    def ended() -> bool:
-        results = worker.results(StepPlan(), set())
-        received.update(results.finished_recving)
-        failed.update(results.failed_recving)
-        return bool(received)
-
     worker.start_loads(StepPlan(loads=(load,)))
-    wait_until(ended)
-    return received, failed, worker.take_failed_blocks()
+    worker.loader.wait_over(PATIENCE_S)
+    results = worker.results(StepPlan(), set())
+    assert results.finished_recving == {"r"}
+    assert results.failed_recving == ({"r"} if group is WINDOW else set())
+    assert bool(worker.take_failed_blocks()) is (group is GROUP)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -267,7 +258,7 @@ def test_the_end_of_a_load_is_reported_whatever_else_fails(
     worker, load = spoilt
     breaks(monkeypatch, worker, broken)
     worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
-    worker.loader.wait_over(300)
+    worker.loader.wait_over(PATIENCE_S)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.finished_recving == {load.request_id}
     assert results.finished_sending == (set() if broken == "saver.left_device" else {"h"})
@@ -297,7 +288,7 @@ def test_a_save_that_is_refused_after_its_step_is_in_a_later_report(
     worker, load = without_its_payload()
     monkeypatch.setattr(SlabPool, "lease", lease)
     worker.end_forward(StepPlan(saves=(save_of(load),)))
-    assert worker.saver.drain(300)
+    assert worker.saver.drain(PATIENCE_S)
     assert told(worker).dropped == {("s", 0)}
     assert worker.take_report() is None
 
@@ -308,7 +299,7 @@ def test_what_the_agent_accepted_is_in_the_next_report(*, has_events: bool) -> N
     worker, load = without_its_payload(accepted=accepted)
     save = save_of(load)
     worker.end_forward(StepPlan(saves=(save,)))
-    assert worker.saver.drain(300)
+    assert worker.saver.drain(PATIENCE_S)
     if has_events:
         assert told(worker).stored == {(NAMESPACE, save.moves[0].move.prefix_hash, "0")}
     assert worker.take_report() is None

@@ -205,31 +205,35 @@ def test_loads_are_within_a_step_only_if_vllm_can_be_told_of_failures_in_time(
     assert is_advised in (None, "--no-async-scheduling" in caplog.text)
 
 
-def media_of(multimodal: Any, *, prefix_caching: bool = True) -> Any:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=multimodal),
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
-    )
+CACHE, ATTENTION = "--mm-processor-cache-gb", "--mm-encoder-attn-dtype"
 
 
 @pytest.mark.parametrize(
-    ("prefix_caching", "cache_gb", "named"),
-    [(True, 0, True), (False, 4, True), (False, 0, False), (False, None, True)],
+    ("prefix_caching", "multimodal", "advice"),
+    [
+        # vLLM numbers images where both of its caches are off.
+        (True, {"mm_processor_cache_gb": 0}, ""),
+        (False, {"mm_processor_cache_gb": 4}, ""),
+        (False, {"mm_processor_cache_gb": 0}, CACHE),
+        (False, None, ""),
+        # What fp8 encoders make of an image may depend on earlier ones.
+        (True, {"mm_encoder_attn_dtype": None}, ""),
+        (True, {"mm_encoder_attn_dtype": "fp8"}, ATTENTION),
+    ],
 )
-def test_vllm_numbers_images_where_both_of_its_caches_are_off(
-    prefix_caching: bool, cache_gb: float | None, named: bool, caplog: pytest.LogCaptureFixture
+def test_images_are_named_unless_they_are_numbered_or_depend_on_earlier_ones(
+    prefix_caching: bool,
+    multimodal: dict[str, Any] | None,
+    advice: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    multimodal = cache_gb is not None and SimpleNamespace(mm_processor_cache_gb=cache_gb)
-    assert names_media(media_of(multimodal or None, prefix_caching=prefix_caching)) is named
-    assert ("--mm-processor-cache-gb" in caplog.text) is not named
-
-
-@pytest.mark.parametrize("dtype", [None, "fp8"])
-def test_what_fp8_encoders_make_of_an_image_may_depend_on_earlier_ones(
-    dtype: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert names_media(media_of(SimpleNamespace(mm_encoder_attn_dtype=dtype))) is (dtype is None)
-    assert ("--mm-encoder-attn-dtype" in caplog.text) is (dtype is not None)
+    media = None if multimodal is None else SimpleNamespace(**multimodal)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+    assert names_media(config) is (not advice)
+    assert [one for one in (CACHE, ATTENTION) if one in caplog.text] == [advice][: bool(advice)]
 
 
 # What a worker reads of quantised layers, and what is refused: one scale for K and one for V.
