@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -20,7 +21,6 @@ from objkv.assembly.backends import (
     describe_index,
     open_backends,
     open_hot,
-    open_index,
 )
 from objkv.cache.bulk_index import BulkIndex, ListedIndex
 from objkv.config import Config, load_config
@@ -131,16 +131,6 @@ def test_there_is_no_hot_store_without_redis_or_payloads(
     assert open_hot(config_of(tmp_path, **changes), NullRecorder()) is None
 
 
-def test_calls_are_counted_by_end(tmp_path: Path) -> None:
-    recorder = MemoryRecorder()
-    with open_backends(config_of(tmp_path), recorder) as backends:
-        backends.bulk.get("a")
-        backends.index.lookup("ab", [b"x" * 20])
-    numbers = recorder.drain()
-    assert numbers["bulk_get_misses"] == 1
-    assert numbers["index_records_missing"] == 1
-
-
 @pytest.mark.parametrize(
     ("settings", "counts_s", "is_cut_s"),
     [
@@ -172,18 +162,6 @@ def test_loads_with_half_their_time_left_find_out_a_store_that_stalls_others_do_
             ):
                 stall()
         assert bool(told) is opens
-
-
-def test_by_default_a_change_is_one_line_in_the_log(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    index = open_index(config_of(tmp_path, index_url=NOBODY), NullRecorder())
-    for _ in range(7):
-        with pytest.raises(StoreUnavailable):
-            index.lookup("ab", [b"x" * 20])
-    [record] = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.message.startswith("index reads keep failing, serving without them reason=")
 
 
 @pytest.mark.parametrize("code", ["AccessDenied", "NoSuchBucket"])
@@ -222,37 +200,18 @@ def test_a_refusal_while_serving_is_one_error_that_says_what_to_fix_and_its_end_
             assert "bulk writes work again" in caplog.text
 
 
-class _End:
-    """Answers ``check`` with an error, or not, and counts closings."""
-
-    def __init__(self, error: StoreError | None = None) -> None:
-        self.error = error
-        self.closed = 0
-
-    def check(self) -> None:
-        if self.error:
-            raise self.error
-
-    def close(self) -> None:
-        self.closed += 1
-        if self.error:
-            raise self.error
-
-
-class _Bulk(_End, MemoryStore):
-    def __init__(self, error: StoreError | None = None) -> None:
-        MemoryStore.__init__(self)
-        _End.__init__(self, error)
-
-
-class _Index(_End, MemoryIndex):
-    def __init__(self, error: StoreError | None = None) -> None:
-        MemoryIndex.__init__(self)
-        _End.__init__(self, error)
+def end(kind: type[Any], error: StoreError | None = None) -> Any:
+    """A store or an index that can be neither checked nor closed without the error, if any."""
+    made = kind()
+    made.check, made.close = Mock(side_effect=error), Mock(side_effect=error)
+    return made
 
 
 def ends_failing_with(error: StoreError) -> list[Backends]:
-    return [Backends(_Bulk(error), None, _Index()), Backends(_Bulk(), None, _Index(error))]
+    return [
+        Backends(end(MemoryStore, error), None, end(MemoryIndex)),
+        Backends(end(MemoryStore), None, end(MemoryIndex, error)),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -289,24 +248,22 @@ def test_an_end_that_hangs_does_not_hang_the_start(
 ) -> None:
     """Hangs like a folder on a file system whose server is gone: its thread cannot be
     interrupted."""
-    gate = threading.Event()
-
-    class Hangs(_Bulk):
-        def check(self) -> None:
-            assert gate.wait(5)
-
+    gate, bulk = threading.Event(), end(MemoryStore)
+    bulk.check = lambda: gate.wait(5)
     try:
-        check_backends(Backends(Hangs(), None, _Index()), config_of(tmp_path, load_deadline_ms=10))
+        check_backends(
+            Backends(bulk, None, end(MemoryIndex)), config_of(tmp_path, load_deadline_ms=10)
+        )
     finally:
         gate.set()
     assert "no response within 0.02 s" in caplog.text
 
 
 def test_all_ends_are_closed_although_one_fails() -> None:
-    bulk, hot, index = _Bulk(StoreError("x")), _Bulk(), _Index()
-    with pytest.raises(StoreError), Backends(bulk, hot, index):
+    ends = end(MemoryStore, StoreError("x")), end(MemoryStore), end(MemoryIndex)
+    with pytest.raises(StoreError), Backends(*ends):
         pass
-    assert (bulk.closed, hot.closed, index.closed) == (1, 1, 1)
+    assert [one.close.call_count for one in ends] == [1, 1, 1]
 
 
 def test_a_server_that_does_not_answer_cannot_be_described(tmp_path: Path) -> None:

@@ -49,12 +49,6 @@ def refusal(**settings: Any) -> str:
     return str(caught.value)
 
 
-def test_without_settings_nothing_is_sealed() -> None:
-    assert open_seal(config()) is None
-    assert config().seal_kinds == ()
-    assert sealed_extra((("a", "b"),), ()) == (("a", "b"),)
-
-
 def test_keys_come_from_a_file_or_from_what_a_command_prints(tmp_path: Path) -> None:
     by_file = open_seal(config(signing_keys_file=key_file(tmp_path)))
     by_command = open_seal(config(signing_keys_command=printing(LINE)))
@@ -70,8 +64,7 @@ def test_keys_come_from_a_file_or_from_what_a_command_prints(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o610, 0o602])
 def test_a_file_that_others_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
-    file = key_file(tmp_path, mode=mode)
-    told = refusal(signing_keys_file=file)
+    told = refusal(signing_keys_file=key_file(tmp_path, mode=mode))
     assert f"mode {mode:04o}" in told
     assert "chmod 600" in told
 
@@ -81,20 +74,17 @@ def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     assert "Is a directory" in refusal(encryption_keys_file=tmp_path)
     os.mkfifo(tmp_path / "pipe", stat.S_IRUSR | stat.S_IWUSR)
     assert "not a regular file" in refusal(encryption_keys_file=tmp_path / "pipe")
-    assert "not UTF-8 text" in refusal(signing_keys_command=f"{sys.executable} -c '{_BYTES}'")
+    no_text = [sys.executable, "-c", 'import sys; sys.stdout.buffer.write(b"\\xff\\xfe")']
+    assert "not UTF-8 text" in refusal(signing_keys_command=shlex.join(no_text))
     long = key_file(tmp_path, "#" * (1 << 20) + "\n" + LINE)
     assert "exceeds 1048576 bytes" in refusal(signing_keys_file=long)
-
-
-_BYTES = 'import sys; sys.stdout.buffer.write(b"\\xff\\xfe")'
 
 
 def test_another_users_file_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = key_file(tmp_path)
     os.chown(file, 12345, -1) if os.geteuid() == 0 else None
     monkeypatch.setattr(os, "geteuid", lambda: 54321)
-    told = refusal(signing_keys_file=file)
-    assert "belongs to another user" in told
+    assert "belongs to another user" in refusal(signing_keys_file=file)
 
 
 @pytest.mark.parametrize(
@@ -133,29 +123,20 @@ def test_a_command_that_fails_is_told_without_what_it_said() -> None:
     assert "No closing quotation" in refusal(signing_keys_command="cat 'x")
 
 
-def test_a_command_that_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    sleeping = shlex.join([sys.executable, "-c", "import time; time.sleep(600)"])
-    monkeypatch.setattr("objkv.assembly.seal._COMMAND_S", 0.05)
-    told = refusal(signing_keys_command=sleeping)
-    assert "did not finish within 0.05 s" in told
-
-
-def test_a_command_whose_own_program_goes_on_is_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("command", "patience_s", "told"),
+    [
+        ("sleep 600", 0.05, "did not finish within 0.05 s"),
+        # Its own program goes on, and holds the pipe.
+        ("/bin/sh -c 'sleep 5 & echo $0'", 0.3, "did not finish within 0.3 s"),
+        ("yes", 60.0, "exceeds 1048576 bytes"),
+    ],
+)
+def test_a_command_that_does_not_end_is_ended(
+    command: str, patience_s: float, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It holds the pipe, and may do so for ever."""
-    monkeypatch.setattr("objkv.assembly.seal._COMMAND_S", 0.3)
-    told = refusal(signing_keys_command="/bin/sh -c 'sleep 5 & echo $0'")
-    assert "did not finish within 0.3 s" in told
-
-
-def test_of_a_command_that_prints_without_end_no_more_is_read_than_keys_have(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    endless = "import sys\nwhile True: sys.stdout.write('x' * 65536)"
-    monkeypatch.setattr("objkv.assembly.seal._COMMAND_S", 60.0)
-    told = refusal(signing_keys_command=shlex.join([sys.executable, "-c", endless]))
-    assert "exceeds 1048576 bytes" in told
+    monkeypatch.setattr("objkv.assembly.seal._COMMAND_S", patience_s)
+    assert told in refusal(signing_keys_command=command)
 
 
 def test_settings_that_contradict_each_other_are_refused() -> None:
@@ -198,10 +179,10 @@ def test_a_missing_library_is_told_with_what_to_install(
 
 
 def test_the_identity_tells_how_payloads_are_sealed_and_not_with_which_keys() -> None:
-    signed, both = (
-        config(signing_keys_command="c"),
-        config(signing_keys_command="c", encryption_keys_command="d"),
-    )
+    assert open_seal(config()) is None
+    assert sealed_extra((("a", "b"),), config().seal_kinds) == (("a", "b"),)
+    signed = config(signing_keys_command="c")
+    both = config(signing_keys_command="c", encryption_keys_command="d")
     assert sealed_extra((("z", ""),), signed.seal_kinds) == (("payloads", "signed"), ("z", ""))
     assert sealed_extra((), both.seal_kinds) == (("payloads", "signed encrypted"),)
     other = config(signing_keys_file=Path("/elsewhere"))

@@ -95,17 +95,6 @@ def hooked() -> Side:
     return cast("Side", side)
 
 
-@pytest.mark.parametrize(
-    "method",
-    ["update_weights", "update_named_param", "apply_model", "load_model", "refit"],
-)
-def test_a_weight_update_leaves_the_namespace(engine: Any, method: str) -> None:
-    side = hooked()
-    assert engine.collective_rpc(method, None, (), {"weights_path": "x"}) == ["done"]
-    assert engine.model_executor.calls == [method]
-    assert side.resets == [True]
-
-
 def look(worker: Any) -> None:
     """What anybody may have the workers do."""
     raise AssertionError(worker)
@@ -124,29 +113,33 @@ def compute_weight_checksums(worker: Any) -> None:
     raise AssertionError(worker)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [look, compute_weight_checksums, partial(look_only), pickle.dumps(look_only), b"", None],
-)
-def test_a_function_may_change_weights_whatever_its_name(engine: Any, method: Any) -> None:
-    """vLLM takes functions, pickled ones too: nobody can say what they do."""
+FUNCTIONS = [look, compute_weight_checksums, partial(look_only), pickle.dumps(look_only), b"", None]
+"""Of which nobody can say what they do. vLLM takes pickled ones too."""
+NAMES = ["update_weights", "update_named_param", "apply_model", "load_model", "refit"]
+
+
+@pytest.mark.parametrize("method", [*NAMES, *FUNCTIONS])
+def test_what_may_change_weights_leaves_the_namespace(engine: Any, method: Any) -> None:
     side = hooked()
-    assert engine.collective_rpc(method=method) == ["done"]
-    assert engine.collective_rpc("apply_model", None, (method,)) == ["done"]
-    assert side.resets == [True, True]
+    assert engine.collective_rpc(method, None, (), {"weights_path": "x"}) == ["done"]
+    assert engine.model_executor.calls == [method]
+    assert side.resets == [True]
 
 
 @pytest.mark.parametrize("function", [look_only, cloudpickle.loads(cloudpickle.dumps(look_only))])
 def test_unless_it_says_that_it_keeps_them(engine: Any, function: Any) -> None:
     side = hooked()
-    engine.collective_rpc(function)
+    engine.collective_rpc(method=function)
     engine.collective_rpc(function, args=(look,))
     engine.collective_rpc("apply_model", args=(function,))
     engine.collective_rpc("apply_model", 1.0, [function], {})  # as it comes from a client
     assert side.resets == []
 
 
-@pytest.mark.parametrize("args", [(), (look_only, look_only), ("get_model",), None, 5])
+ARGUMENTS = [*((one,) for one in FUNCTIONS), (), (look_only, look_only), ("get_model",), None, 5]
+
+
+@pytest.mark.parametrize("args", ARGUMENTS)
 def test_only_the_call_that_vllm_makes_of_it_is_known(args: Any) -> None:
     assert may_change_weights("apply_model", args)
     assert may_change_weights("update_weights", (look_only,))

@@ -11,15 +11,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorProm
 
 import objkv
 from objkv.agent.http.metrics import TOTALS
-from objkv.connector.counters import (
-    COUNTERS,
-    HISTOGRAMS,
-    KV_METRICS,
-)
-from objkv.connector.metrics import (
-    ObjKVPromMetrics,
-    ObjKVStats,
-)
+from objkv.connector.counters import COUNTERS, HISTOGRAMS, KV_METRICS
+from objkv.connector.metrics import ObjKVPromMetrics, ObjKVStats
 from objkv.telemetry import MemoryRecorder
 
 LABELS = {"engine": "0"}

@@ -1,5 +1,6 @@
 """Whatever happens to a stored output: it is encoded, or it is the right one. Nobody waits long."""
 
+from collections.abc import Callable
 from threading import Event
 
 import pytest
@@ -12,8 +13,11 @@ from objkv.codec.values import OPENING
 from objkv.connector.encoder import fetch
 from objkv.errors import StoreUnavailable
 from tests.connector.encoder.world import (
+    EMBEDS,
+    WIDTH,
     Limits,
     Place,
+    Replica,
     output_of,
     replica,
     request,
@@ -143,3 +147,75 @@ def test_a_full_queue_is_a_miss(place: Place, monkeypatch: pytest.MonkeyPatch) -
         assert second.count("load_refused") == 2
         gate.set()
         place.store.mend()
+
+
+# Memory for outputs that come all at once: who waits for it, who gets it, who gives up.
+
+ITEM = 2 * EMBEDS * WIDTH
+
+
+def room_for(outputs: int) -> int:
+    """Bytes."""
+    return outputs * ITEM
+
+
+def until(second: Replica, what: Callable[[], bool]) -> None:
+    """Empty steps, as vLLM's."""
+    while not what():
+        second.step()
+
+
+def test_a_burst_waits_for_memory_that_the_requests_before_give_back(place: Place) -> None:
+    """vLLM asks for all of its waiting requests in one step."""
+    names = [f"image-{i}" for i in range(12)]
+    saved(place, *names)
+    with replica(place, limits=Limits(held_bytes_max=room_for(3))) as second:
+        waiting = [request(f"r-{name}", name) for name in names]
+        while waiting:
+            ready = [seen for seen in waiting if second.side.is_ready(seen, 0)]
+            for seen in ready:
+                second.wait(seen)
+                second.step(seen)
+                second.side.finish(seen)
+                waiting.remove(seen)
+            second.step()
+        assert (second.encoded, second.count("hits")) == ([], 12)
+        assert second.count("load_refused") == 0
+        assert second.fetcher.held_bytes == 0
+
+
+def test_a_large_request_is_not_overtaken_while_it_waits(place: Place) -> None:
+    saved(place, *"wxyz")
+    with replica(place, limits=Limits(held_bytes_max=room_for(2), deadline_s=5.0)) as second:
+        holder, large, small = request("a", "x"), request("b", "y", "z"), request("c", "w")
+        second.wait(holder)
+        for seen in (large, small, small):
+            assert not second.side.is_ready(seen, 0)
+        assert list(second.fetcher.queue) == ["b", "c"]
+        second.clock.advance(4.0)
+        assert not second.side.is_ready(request("d", "w"), 0)
+        second.clock.advance(1.0)  # vLLM may ask for it no more
+        until(second, lambda: second.side.is_ready(request("d", "w"), 0))
+        assert second.see(large) == ["y", "z"]
+        assert second.count("load_deadlines") == 2
+
+
+def test_who_is_aborted_while_it_waits_for_memory_leaves_nothing(place: Place) -> None:
+    saved(place, "x", "y")
+    with replica(place, limits=Limits(held_bytes_max=room_for(1), deadline_s=5.0)) as second:
+        holder, parked = request("holder", "x"), request("b", "y")
+        second.wait(holder)
+        assert not second.side.is_ready(parked, 0)
+        until(second, lambda: list(second.fetcher.queue) == ["b"])
+        second.side.finish(parked)
+        assert not second.fetcher.queue
+        assert second.see(holder) == []
+        assert second.count("loads") == 1
+        assert second.fetcher.held_bytes == 0
+
+
+def test_what_never_fits_is_not_waited_for(place: Place) -> None:
+    saved(place, "x")
+    with replica(place, limits=Limits(held_bytes_max=room_for(1) - 1)) as second:
+        assert second.see(request("b", "x")) == ["x"]
+        assert second.count("load_refused") == 1

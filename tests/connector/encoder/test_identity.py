@@ -109,15 +109,12 @@ def test_who_encodes_counts_on_what_was_measured_and_others_on_the_configuration
     assert form_of(folder, **more).width(modality) == width
 
 
-def test_fp8_encoders_whose_scales_follow_images_share_nothing(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="--mm-encoder-attn-dtype"):
-        form_of(folder, mm_encoder_attn_dtype="fp8")
-
-
-def test_the_form_is_that_of_the_model(folder: Path) -> None:
+def test_the_form_is_that_of_the_model_and_some_share_nothing(folder: Path) -> None:
     assert form_of(folder).dtype == "BF16"
     assert not form_of(folder).tower_lora
     lora = SimpleNamespace(enable_tower_connector_lora=True, lora_dtype="auto", target_modules=None)
     assert form_of(folder, lora=lora).tower_lora
     with pytest.raises(ConfigError, match="float64"):
         form_of(folder, dtype=torch.float64)
+    with pytest.raises(ConfigError, match="--mm-encoder-attn-dtype"):  # scales follow images
+        form_of(folder, mm_encoder_attn_dtype="fp8")

@@ -37,18 +37,6 @@ def second(place: Place) -> Iterator[Replica]:
 
 
 @pytest.mark.parametrize("codec", ["none", "blosc"])
-def test_the_second_replica_is_given_what_the_first_encoded(place: Place, codec: str) -> None:
-    with replica(place, limits=Limits(codec=codec)) as first:
-        assert first.see(request("a", "x", "y")) == ["x", "y"]
-    with replica(place) as second:
-        assert second.see(request("b", "y", "x")) == []
-        for name in ("x", "y"):
-            assert second.cache[name].dtype == torch.bfloat16
-            assert torch.equal(second.cache[name], output_of(name))
-        assert (second.count("hits"), second.count("loads"), second.saved) == (2, 2, 0)
-
-
-@pytest.mark.parametrize("codec", ["none", "blosc"])
 def test_a_folder_that_is_its_own_index(codec: str) -> None:
     """It tells nothing of what follows an output that it does not have, and no codec."""
     store = FlakyStore(MemoryStore())
@@ -171,27 +159,27 @@ def test_a_promise_is_of_the_request_that_vllm_looks_at(place: Place, second: Re
     assert not second.side.has_item("x"), "of no request that it was asked about in this step"
 
 
-@pytest.mark.parametrize("unshared", [{"resumable": True}, {}])
-def test_what_has_no_name_of_its_own_is_left_alone(place: Place, unshared: dict[str, Any]) -> None:
-    """Sessions get images later; and without its caches vLLM only numbers images."""
-    form = formed(media_named=bool(unshared))
-    with replica(place, form=form) as first:
-        assert first.see(request("a", "x", **unshared)) == ["x"]
-        assert first.see(request("b", "x", **unshared)) == []  # vLLM's own
-    assert place.payloads() == []
-
-
-def test_outputs_that_an_adapter_may_have_changed_are_not_shared(place: Place) -> None:
-    with replica(place, form=formed(tower_lora=True)) as first:
-        assert first.see(request("a", "ada:x", lora_request="ada")) == ["ada:x"]
-        assert place.payloads() == []
-        assert first.see(request("b", "x")) == ["x"]
-    assert len(place.payloads()) == 1
-
-
-def test_where_adapters_do_not_see_they_share_with_everybody(place: Place, second: Replica) -> None:
-    saved(place, "x")
-    assert second.see(request("b", "x", lora_request="ada")) == []
+@pytest.mark.parametrize(
+    ("form", "of_request", "payloads"),
+    [
+        # Sessions get images later, and without its caches vLLM only numbers images.
+        ({}, {"resumable": True}, 0),
+        ({"media_named": False}, {}, 0),
+        # An adapter may change what is seen, but where none does, requests share with everybody.
+        ({"tower_lora": True}, {"lora_request": "ada"}, 0),
+        ({"tower_lora": True}, {}, 1),
+        ({}, {"lora_request": "ada"}, 1),
+    ],
+)
+def test_what_has_no_name_of_its_own_is_left_alone(
+    place: Place, form: dict[str, Any], of_request: dict[str, Any], payloads: int
+) -> None:
+    with replica(place, form=formed(**form)) as first:
+        assert first.see(request("a", "x", **of_request)) == ["x"]
+        assert first.see(request("b", "x", **of_request)) == []  # vLLM's own
+    assert len(place.payloads()) == payloads
+    with replica(place) as second:
+        assert second.see(request("c", "x")) == (["x"] if payloads == 0 else [])
 
 
 def test_after_a_reset_nothing_old_is_loaded_and_nothing_new_is_shared(
@@ -230,18 +218,14 @@ def test_an_output_of_another_form_is_not_promised(place: Place, form: dict[str,
         assert third.see(request("c", "x")) == []
 
 
-def test_another_number_of_rows_under_one_name_is_refused(place: Place, second: Replica) -> None:
-    """A name that a client gave, and gave to another image too."""
-    saved(place, "x")
-    second.wait(request("b", "x", embeds=EMBEDS + 1))
-    assert not second.side.has_item("x")
-
-
-def test_another_number_of_rows_is_not_given_what_another_request_holds(
-    place: Place, second: Replica
+@pytest.mark.parametrize("other_holds", [False, True])
+def test_another_number_of_rows_is_not_given_what_is_stored_or_another_request_holds(
+    place: Place, second: Replica, *, other_holds: bool
 ) -> None:
-    """A worker could not add it, after vLLM relied on it."""
+    """A client may give one name to several images, and a worker could not add what vLLM relied
+    on."""
     saved(place, "x")
-    second.wait(request("b", "x"))
+    if other_holds:
+        second.wait(request("b", "x"))
     second.wait(request("c", "x", embeds=EMBEDS + 1))
     assert not second.side.has_item("x")

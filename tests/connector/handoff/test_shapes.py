@@ -21,13 +21,7 @@ from tests.connector.handoff.model import (
     prompts,
     slots_of,
 )
-from tests.connector.handoff.world import (
-    PROMPTS,
-    Engine,
-    bits,
-    same,
-    step,
-)
+from tests.connector.handoff.world import PROMPTS, Engine, bits, same, step
 
 SHAPES = {
     "float32": (Shape(), None),

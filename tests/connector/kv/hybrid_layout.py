@@ -254,14 +254,12 @@ def engine_config(layout: Layout, folder: Path, settings: dict[str, Any]) -> Any
     from vllm.config import KVTransferConfig
 
     config = copy.copy(plain_config())
-    config.cache_config = copy.copy(config.cache_config)
-    config.scheduler_config = copy.copy(config.scheduler_config)
-    config.parallel_config = copy.copy(config.parallel_config)
+    for part in ("cache_config", "scheduler_config", "parallel_config", "model_config"):
+        setattr(config, part, copy.copy(getattr(config, part)))
     config.parallel_config.tensor_parallel_size = layout.tp_size
     config.parallel_config.pipeline_parallel_size = layout.pp_size
     config.parallel_config.world_size = layout.ranks
     config.parallel_config.nnodes = layout.nodes
-    config.model_config = copy.copy(config.model_config)
     config.model_config.model_arch_config = copy.copy(config.model_config.model_arch_config)
     config.model_config.model_arch_config.total_num_hidden_layers = max(1, layout.layers)
     config.parallel_config.decode_context_parallel_size = layout.dcp_size

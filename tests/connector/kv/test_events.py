@@ -2,14 +2,13 @@
 
 import random
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
-from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -19,11 +18,7 @@ from vllm.v1.request import Request
 
 from objkv.cache.admission import LoadTime
 from objkv.connector.kv import events
-from objkv.connector.kv.events import (
-    EventLog,
-    events_enabled,
-    open_event_log,
-)
+from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import PromisedLoads
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.model.groups import Geometry
@@ -279,15 +274,3 @@ def test_hashes_that_vllm_has_not_made_or_of_other_blocks_are_not_told(
     world.request = asked
     world.save_whole(0)
     assert not world.listen()
-
-
-def config(*, enabled: bool | None) -> Any:
-    events = None if enabled is None else KVEventsConfig(enabled, publisher="null")
-    return type("VllmConfig", (), {"kv_events_config": events})
-
-
-@pytest.mark.parametrize("enabled", [None, False])
-def test_where_vllm_wants_no_events_nothing_is_kept(*, enabled: bool | None) -> None:
-    assert not events_enabled(config(enabled=enabled))
-    nothing = cast(Any, None)
-    assert open_event_log(config(enabled=enabled), nothing, ONE, nothing) is None

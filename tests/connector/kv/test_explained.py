@@ -16,7 +16,7 @@ from objkv.cli.app import app
 from objkv.config import load_config
 from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder
-from tests.faults.toy import CHUNKS, LAYOUT, STORED_TOKENS, ShakenEngine, prompt
+from tests.faults.toy import CHUNKS, LAYOUT, STORED_TOKENS, TAIL, ShakenEngine, prompt
 from tests.support.waiting import wait_until
 
 CHUNK = LAYOUT.chunk_tokens
@@ -66,30 +66,6 @@ def run(place: Place, *words: str, tokens: list[int]) -> Any:
     ran = CliRunner().invoke(app, list(words), input=json.dumps(tokens), env=environ)
     assert ran.exit_code == 0, ran.output
     return json.loads(ran.stdout)
-
-
-def whole(place: Place) -> None:
-    """Nothing happened."""
-
-
-def short(place: Place) -> None:
-    place.asks["tokens"] = KEPT[:5]
-
-
-def longer(place: Place) -> None:
-    place.asks["tokens"] = KEPT[:STORED_TOKENS] + prompt(2)
-
-
-def another_end(place: Place) -> None:
-    place.asks["tokens"] = KEPT[:CHUNK] + prompt(2)[CHUNK:]
-
-
-def another_salt(place: Place) -> None:
-    place.asks["salt"] = "acme"
-
-
-def another_epoch(place: Place) -> None:
-    place.settings["weights_epoch"] = 7
 
 
 def payload_deleted(place: Place) -> None:
@@ -159,12 +135,12 @@ def compared(place: Place, engine: ShakenEngine, url: str) -> tuple[Any, int]:
 @pytest.mark.parametrize(
     ("happens", "cause", "served", "words"),
     [
-        (whole, "nothing", CHUNKS, "every whole chunk"),
-        (short, "nothing", 0, "shorter than one chunk"),
-        (longer, "unknown", CHUNKS, "in neither the index nor the bulk store"),
-        (another_end, "diverged", 1, "1 other prompt continues there"),
-        (another_salt, "other_extras", 0, "without the cache_salt"),
-        (another_epoch, "elsewhere", 0, "weights_epoch"),
+        ({}, "nothing", CHUNKS, "every whole chunk"),
+        ({"tokens": KEPT[:5]}, "nothing", 0, "shorter than one chunk"),
+        ({"tokens": KEPT[:-TAIL] + prompt(2)}, "unknown", CHUNKS, "in neither the index nor the"),
+        ({"tokens": KEPT[:CHUNK] + prompt(2)[CHUNK:]}, "diverged", 1, "1 other prompt continues"),
+        ({"salt": "acme"}, "other_extras", 0, "without the cache_salt"),
+        ({"weights_epoch": 7}, "elsewhere", 0, "weights_epoch"),
         (payload_deleted, "missing", 1, "not in the bulk store"),
         (header_broken, "corrupt", 1, "replicas refuse it"),
         (record_lost, "orphan", 1, "has no record"),
@@ -174,9 +150,19 @@ def compared(place: Place, engine: ShakenEngine, url: str) -> tuple[Any, int]:
     ],
 )
 def test_a_replica_loads_what_is_explained(
-    place: Place, happens: Callable[[Place], None], cause: str, served: int, words: str
+    place: Place,
+    happens: Callable[[Place], None] | dict[str, Any],
+    cause: str,
+    served: int,
+    words: str,
 ) -> None:
-    happens(place)
+    """``happens``: to the stores, or what is asked and set otherwise."""
+    if not isinstance(happens, dict):
+        happens(place)
+    elif "weights_epoch" in happens:
+        place.settings |= happens
+    else:
+        place.asks |= happens
     settings = {"admission": "always"} | place.urls | place.settings
     with ShakenEngine(place.folder, **settings) as engine:
         assert engine.agent is not None

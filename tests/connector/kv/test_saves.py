@@ -309,38 +309,32 @@ def tracked(tokens: list[int], local: int = 0) -> TrackedRequest:
     return one
 
 
-ONE = [1] * (5 * CHUNK)
+ONE, TWO = [1] * (5 * CHUNK), [2] * (5 * CHUNK)
 
 
-@pytest.fixture
-def gaps() -> DraftGaps:
+@pytest.mark.parametrize(
+    ("tokens", "local", "chunk", "complete"),
+    [
+        (ONE, 0, 4, True),
+        (ONE, CHUNK, 4, True),
+        (ONE, 2 * CHUNK, 4, True),
+        (ONE, 2 * CHUNK + 2, 4, False),
+        (ONE, 4 * CHUNK, 4, False),
+        # Prompts that go on differently may share blocks inside the chunk with the gap.
+        (ONE[: 2 * CHUNK] + TWO[2 * CHUNK :], 2 * CHUNK, 4, True),
+        (ONE[: 2 * CHUNK + 4] + TWO[2 * CHUNK + 4 :], 2 * CHUNK + 4, 4, False),
+        (ONE[: 4 * CHUNK] + TWO[4 * CHUNK :], 4 * CHUNK, 4, False),
+        (TWO, 4 * CHUNK, 4, True),
+        # Hashes behind the gap may still be computed when the first chunks are saved.
+        (ONE[: 2 * CHUNK], 5 * CHUNK, 1, True),
+        (ONE[: 3 * CHUNK], 5 * CHUNK, 2, False),
+    ],
+)
+def test_what_vllm_has_beyond_a_gap_of_the_draft_is_not_continued(
+    tokens: list[int], local: int, chunk: int, complete: bool
+) -> None:
     """After a load of ``ONE`` whose draft was stored up to the end of the second chunk."""
     gaps = DraftGaps(SHAPE)
     gaps.lost(one := tracked(ONE), 2 * CHUNK)
     assert not gaps.is_complete(one, 4), "the request itself stores nothing"
-    return gaps
-
-
-@pytest.mark.parametrize(
-    ("local", "complete"),
-    [(0, True), (CHUNK, True), (2 * CHUNK, True), (2 * CHUNK + 2, False), (4 * CHUNK, False)],
-)
-def test_what_vllm_has_beyond_the_gap_is_not_continued(
-    gaps: DraftGaps, local: int, complete: bool
-) -> None:
-    assert gaps.is_complete(tracked(ONE, local), 4) is complete
-
-
-@pytest.mark.parametrize("shared", [2 * CHUNK, 2 * CHUNK + 4, 4 * CHUNK])
-def test_nor_by_prompts_that_go_on_differently(gaps: DraftGaps, shared: int) -> None:
-    """They may share blocks inside the chunk with the gap."""
-    other = ONE[:shared] + [2] * (5 * CHUNK - shared)
-    assert gaps.is_complete(tracked(other, shared), 4) is (shared == 2 * CHUNK)
-    assert gaps.is_complete(tracked([3] * 5 * CHUNK, 4 * CHUNK), 4)
-
-
-def test_chunks_before_a_gap_need_no_hashes_behind_it(gaps: DraftGaps) -> None:
-    """Those of a long prompt may still be computed when its first chunks are saved."""
-    one = tracked(ONE[: 2 * CHUNK], 5 * CHUNK)
-    assert gaps.is_complete(one, 1)
-    assert not gaps.is_complete(tracked(ONE[: 3 * CHUNK], 5 * CHUNK), 2)
+    assert gaps.is_complete(tracked(tokens, local), chunk) is complete

@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.outputs import KVConnectorOutput
 
 from objkv.cache.admission import LoadTime
+from objkv.connector.counters import COUNTERS
 from objkv.connector.kv import scheduler as module
 from objkv.connector.kv.loads import PromisedLoads
 from objkv.connector.kv.metadata import FailedLoad, StepReport
@@ -97,17 +98,6 @@ def loads_between_steps(side: SchedulerSide, name: str) -> bool:
     return between
 
 
-def test_while_no_step_is_to_wait_loads_are_planned_between_steps() -> None:
-    publish_prompt(index := MemoryIndex(), [7] * 70)
-    side = scheduler_side(index, load_mode="layerwise", step_load_deadline_ms=PATIENCE_MS)
-    assert not loads_between_steps(side, "in vain")
-    failed = StepReport(failed={"in vain"})
-    side.update(KVConnectorOutput(kv_connector_worker_meta=failed))
-    assert loads_between_steps(side, "between")
-    side.update(KVConnectorOutput(finished_recving={"between"}))
-    assert not loads_between_steps(side, "within again")
-
-
 @pytest.mark.parametrize(("mode", "tokens"), [("layerwise", 32), ("async", 64)])
 def test_a_load_within_a_step_leaves_a_token_to_compute(mode: str, tokens: int) -> None:
     publish_prompt(index := MemoryIndex(), [7] * 64)
@@ -142,25 +132,6 @@ def test_blocks_of_a_draft_that_is_not_stored_are_zeroed() -> None:
     ask(side, one := request(70))
     side.plan_load(one, [[1, 2, 3]], 64)
     assert side.plan_step(step({}, ())).loads[0].blocks_to_zero == (BlocksToZero(1000, (1, 2)),)
-
-
-@pytest.mark.parametrize("mode", ["layerwise", "async"])
-def test_a_load_is_credited_in_the_index_once_it_has_succeeded(mode: str) -> None:
-    publish_prompt(index := MemoryIndex(), [7] * 70)
-    side = scheduler_side(index, load_mode=mode)
-    for name, seconds in (("first", 0.5), ("failed", None)):
-        between = loads_between_steps(side, name)
-        report = StepReport(failed={name})
-        if seconds is not None:
-            report = StepReport(loaded={name: LoadTime(seconds, 0.1)})
-        finished = {name} if between else set()
-        output = KVConnectorOutput(kv_connector_worker_meta=report, finished_recving=finished)
-        side.update(output)
-    wait_until(lambda: bool(index.savings()))
-    side.close()
-    [savings] = index.savings()
-    assert (savings.namespace, savings.loads, savings.tokens) == (side.namespace, 1, 64)
-    assert savings.timed_tokens == 0  # no step was long enough to measure
 
 
 def test_a_load_within_a_step_counts_if_the_next_step_is_planned_before_its_report() -> None:
@@ -217,6 +188,39 @@ def load(chunk: int, *, hot: bool, group: int = 0) -> tuple[LoadMove, ShardRecor
 @pytest.fixture
 def recorder() -> MemoryRecorder:
     return MemoryRecorder()
+
+
+HIT = {"queries": 1, "query_tokens": 70, "hits": 1, "hit_tokens": 64, "hit_bulk_tokens": 64}
+MISS = {"queries": 1, "query_tokens": 70}
+
+
+@pytest.mark.parametrize(
+    ("asked", "settings", "expected"),
+    [
+        ({}, {}, HIT),
+        ({"tokens": [8] * 70}, {}, MISS),
+        ({"skip_reading_prefix_cache": True}, {}, {}),
+        ({"resumable": True}, {}, {}),
+        ({}, {"roles": {"loads": False}}, {}),
+        ({}, {"admission": "never"}, MISS),
+    ],
+    ids=["hit", "miss", "computes all", "session", "producer", "admission"],
+)
+def test_queries_are_the_requests_that_may_load(
+    recorder: MemoryRecorder,
+    asked: dict[str, Any],
+    settings: dict[str, Any],
+    expected: dict[str, float],
+) -> None:
+    publish_prompt(index := MemoryIndex(), [7] * 70)
+    side = scheduler_side(index, recorder=recorder, load_mode="async", **settings)
+    one = request(**({"tokens": [7] * 70} | asked))
+    tokens, _ = ask(side, one)
+    side.plan_load(one, ([1, 2, 3],), tokens or 0)
+    side.plan_load(one, ([1, 2, 3],), 0)  # as after a load between steps
+    found = recorder.drain()
+    names = {name for name in COUNTERS if name.startswith(("quer", "hit", "local_hit"))}
+    assert {name: found[name] for name in names if found.get(name)} == expected
 
 
 def test_a_request_that_was_preempted_is_a_query_again(recorder: MemoryRecorder) -> None:

@@ -3,6 +3,7 @@
 import threading
 from collections import deque
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import pytest
@@ -12,11 +13,16 @@ from objkv.connector.kv import worker as worker_module
 from objkv.connector.kv.metadata import FailedLoad, StepPlan, StepReport
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.pacing import EMPTY_STEP_S
+from objkv.errors import StoreUnavailable
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import token_digest
+from objkv.telemetry import MemoryRecorder
 from objkv.transfer.plan import BlocksToZero, LoadPlan, SaveMove, SavePlan
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
+from tests.contracts.flaky import FlakyStore
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.paged_cache import (
     BLOCKS,
     CHUNK,
@@ -30,6 +36,7 @@ from tests.support.paged_cache import (
 )
 from tests.support.plans import unpacked
 from tests.support.sides import breaks, worker_side
+from tests.support.waiting import PATIENCE_S
 
 
 def without_its_payload(
@@ -112,31 +119,45 @@ def test_the_end_of_a_forked_process_stops_nothing_of_its_parent(
     assert worker.take_report() is not None
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_load_of_a_request_that_ends_counts_as_failed_only_if_it_had_before(
+    *, fails: bool
+) -> None:
+    """Its client may have left: the store is healthy, and nothing is recomputed."""
+    store, recorder, gate = FlakyStore(MemoryStore()), MemoryRecorder(), Event()
+    writer = Replica(store, index := MemoryIndex(), seed=1)
+    writer.save(range(3))
+    worker = worker_side(store, index, recorder=recorder)
+    store.arrived.clear()
+    if fails:
+        store.fail_until_mended(StoreUnavailable("down"))
+    else:
+        store.hold(gate)
+    worker.start_loads(StepPlan(loads=(writer.load_plan(range(3), 9),)))
+    wait_until(lambda: worker.loader.in_flight == 0 if fails else store.arrived.is_set())
+    assert worker.results(StepPlan(), {"r"}).finished_recving == {"r"}
+    assert worker.take_failed_blocks() == set(range(9, 9 + 3 * BLOCKS))
+    gate.set()
+    worker.close()
+    counted = [recorder.value(n) for n in ("loads", "load_failures", "load_failed_blocks")]
+    assert counted == [1, fails, fails * 3 * BLOCKS]
+
+
 WINDOW = replace(GROUP, kind="sliding_window", window=64)
 
 
-def test_a_window_fails_as_a_request_and_full_attention_from_a_block_on() -> None:
+@pytest.mark.parametrize("group", [GROUP, WINDOW])
+def test_a_window_fails_as_a_request_and_full_attention_from_a_block_on(
+    group: GroupIdentity,
+) -> None:
     """vLLM would go on from the first failed block, whose own window was never given blocks."""
-    assert _fail(WINDOW) == ({"r"}, {"r"}, set())
-    received, failed, blocks = _fail(GROUP)
-    assert (received, failed, bool(blocks)) == ({"r"}, set(), True)
-
-
-def _fail(group: GroupIdentity) -> tuple[set[str], set[str], set[int]]:
-    """What a worker reports of a load whose payload is gone: received, failed, failed blocks."""
     worker, load = without_its_payload(group)
-    received: set[str] = set()
-    failed: set[str] = set()
-
-    def ended() -> bool:
-        results = worker.results(StepPlan(), set())
-        received.update(results.finished_recving)
-        failed.update(results.failed_recving)
-        return bool(received)
-
     worker.start_loads(StepPlan(loads=(load,)))
-    wait_until(ended)
-    return received, failed, worker.take_failed_blocks()
+    worker.loader.wait_over(PATIENCE_S)
+    results = worker.results(StepPlan(), set())
+    assert results.finished_recving == {"r"}
+    assert results.failed_recving == ({"r"} if group is WINDOW else set())
+    assert bool(worker.take_failed_blocks()) is (group is GROUP)
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -237,7 +258,7 @@ def test_the_end_of_a_load_is_reported_whatever_else_fails(
     worker, load = spoilt
     breaks(monkeypatch, worker, broken)
     worker.start_loads(StepPlan(loads=(replace(load, sync=False),)))
-    worker.loader.wait_over(300)
+    worker.loader.wait_over(PATIENCE_S)
     results = worker.results(StepPlan(held=frozenset({"h"})), {"f", "h"})
     assert results.finished_recving == {load.request_id}
     assert results.finished_sending == (set() if broken == "saver.left_device" else {"h"})
@@ -267,7 +288,7 @@ def test_a_save_that_is_refused_after_its_step_is_in_a_later_report(
     worker, load = without_its_payload()
     monkeypatch.setattr(SlabPool, "lease", lease)
     worker.end_forward(StepPlan(saves=(save_of(load),)))
-    assert worker.saver.drain(300)
+    assert worker.saver.drain(PATIENCE_S)
     assert told(worker).dropped == {("s", 0)}
     assert worker.take_report() is None
 
@@ -278,7 +299,7 @@ def test_what_the_agent_accepted_is_in_the_next_report(*, has_events: bool) -> N
     worker, load = without_its_payload(accepted=accepted)
     save = save_of(load)
     worker.end_forward(StepPlan(saves=(save,)))
-    assert worker.saver.drain(300)
+    assert worker.saver.drain(PATIENCE_S)
     if has_events:
         assert told(worker).stored == {(NAMESPACE, save.moves[0].move.prefix_hash, "0")}
     assert worker.take_report() is None

@@ -13,9 +13,7 @@ from vllm.v1.kv_cache_interface import (
     HiddenStateCacheSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
     RSWASpec,
-    SlidingWindowSpec,
 )
 
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
@@ -53,24 +51,6 @@ def config(*, tp_size: int = 2, **cache: Any) -> Any:
 
 def read(spec: KVCacheSpec, **more: Any) -> GroupIdentity:
     return read_group(config(**more), SubGroup(0, ("a", "b"), spec))
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind", "window", "heads", "content"),
-    [
-        (FullAttentionSpec(**PLAIN), "full", None, 4, 128),
-        (SlidingWindowSpec(**PLAIN, sliding_window=100), "sliding_window", 100, 4, 128),
-        (ChunkedLocalAttentionSpec(**PLAIN, attention_chunk_size=96), "chunked_local", 96, 4, 128),
-        (MLAAttentionSpec(**(PLAIN | {"num_kv_heads": 1, "head_size": 576})), "mla", None, 1, 576),
-    ],
-    ids=lambda one: one if isinstance(one, str) else "",
-)
-def test_kinds_of_attention(
-    spec: KVCacheSpec, kind: str, window: int | None, heads: int, content: int
-) -> None:
-    group = read(spec)
-    assert (group.kind, group.window, group.heads, group.content) == (kind, window, heads, content)
-    assert (group.layers, group.block_size, group.state) == (("a", "b"), 32, None)
 
 
 def test_a_state_of_an_unknown_kind_is_shared_among_replicas_of_as_many_ranks() -> None:

@@ -57,11 +57,8 @@ def test_replicas_of_a_longrope_model_share_only_on_one_side_of_its_original_len
     assert settings(4096, ROPE) == settings(2048, ROPE)
     assert settings(4097, ROPE) == settings(131_072, ROPE)
     assert settings(4096, ROPE) != settings(4097, ROPE)
-
-
-@pytest.mark.parametrize("rope", [{}, {"rope_type": "default"}, {"rope_type": "yarn"}])
-def test_the_engines_length_does_not_matter_to_other_models(rope: dict[str, Any]) -> None:
-    assert settings(2048, rope) == settings(131_072, rope) == {"dtype": "bfloat16"}
+    for rope in ({}, {"rope_type": "default"}, {"rope_type": "yarn"}):
+        assert settings(2048, rope) == settings(131_072, rope) == {"dtype": "bfloat16"}
 
 
 def test_a_configuration_from_another_place_than_the_weights_counts_by_what_it_says() -> None:
@@ -208,31 +205,35 @@ def test_loads_are_within_a_step_only_if_vllm_can_be_told_of_failures_in_time(
     assert is_advised in (None, "--no-async-scheduling" in caplog.text)
 
 
-def media_of(multimodal: Any, *, prefix_caching: bool = True) -> Any:
-    return SimpleNamespace(
-        model_config=SimpleNamespace(multimodal_config=multimodal),
-        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
-    )
+CACHE, ATTENTION = "--mm-processor-cache-gb", "--mm-encoder-attn-dtype"
 
 
 @pytest.mark.parametrize(
-    ("prefix_caching", "cache_gb", "named"),
-    [(True, 0, True), (False, 4, True), (False, 0, False), (False, None, True)],
+    ("prefix_caching", "multimodal", "advice"),
+    [
+        # vLLM numbers images where both of its caches are off.
+        (True, {"mm_processor_cache_gb": 0}, ""),
+        (False, {"mm_processor_cache_gb": 4}, ""),
+        (False, {"mm_processor_cache_gb": 0}, CACHE),
+        (False, None, ""),
+        # What fp8 encoders make of an image may depend on earlier ones.
+        (True, {"mm_encoder_attn_dtype": None}, ""),
+        (True, {"mm_encoder_attn_dtype": "fp8"}, ATTENTION),
+    ],
 )
-def test_vllm_numbers_images_where_both_of_its_caches_are_off(
-    prefix_caching: bool, cache_gb: float | None, named: bool, caplog: pytest.LogCaptureFixture
+def test_images_are_named_unless_they_are_numbered_or_depend_on_earlier_ones(
+    prefix_caching: bool,
+    multimodal: dict[str, Any] | None,
+    advice: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    multimodal = cache_gb is not None and SimpleNamespace(mm_processor_cache_gb=cache_gb)
-    assert names_media(media_of(multimodal or None, prefix_caching=prefix_caching)) is named
-    assert ("--mm-processor-cache-gb" in caplog.text) is not named
-
-
-@pytest.mark.parametrize("dtype", [None, "fp8"])
-def test_what_fp8_encoders_make_of_an_image_may_depend_on_earlier_ones(
-    dtype: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert names_media(media_of(SimpleNamespace(mm_encoder_attn_dtype=dtype))) is (dtype is None)
-    assert ("--mm-encoder-attn-dtype" in caplog.text) is (dtype is not None)
+    media = None if multimodal is None else SimpleNamespace(**multimodal)
+    config: Any = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=media),
+        cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),
+    )
+    assert names_media(config) is (not advice)
+    assert [one for one in (CACHE, ATTENTION) if one in caplog.text] == [advice][: bool(advice)]
 
 
 # What a worker reads of quantised layers, and what is refused: one scale for K and one for V.
@@ -256,39 +257,37 @@ def read(one: Any, cache: torch.Tensor = BYTES) -> dict[str, Quantised]:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("one", "dtype", "read_as"),
     [
-        ("fp8", "F8_E4M3"),
-        ("fp8_e4m3", "F8_E4M3"),
-        ("fp8_e5m2", "F8_E5M2"),
-        ("int8_per_token_head", None),
-        ("nvfp4", None),
+        (layer(name="fp8"), torch.uint8, "F8_E4M3"),
+        (layer(name="fp8_e4m3"), torch.uint8, "F8_E4M3"),
+        (layer(name="fp8_e5m2"), torch.uint8, "F8_E5M2"),
+        (layer(name="int8_per_token_head"), torch.uint8, None),
+        (layer(name="nvfp4"), torch.uint8, None),
+        (layer(name="fp8"), torch.float8_e5m2, None),  # the tensor says it itself
+        # Wide elements and states are not quantised.
+        (layer(), torch.bfloat16, ""),
+        (SimpleNamespace(), torch.int8, ""),
+        (None, torch.uint8, ""),
     ],
 )
-def test_plain_bytes_get_their_format_from_the_layer(name: str, dtype: str | None) -> None:
-    assert read(layer(name=name)) == {"l0": Quantised(dtype, "0.5 2.0")}
+def test_plain_bytes_get_their_format_from_the_layer(
+    one: Any, dtype: torch.dtype, read_as: str | None
+) -> None:
+    expected = {} if read_as == "" else {"l0": Quantised(read_as, "0.5 2.0")}
+    assert read(one, torch.zeros(PAGES, dtype=dtype)) == expected
 
 
-def test_a_tensor_that_says_its_dtype_is_believed() -> None:
-    cache = torch.zeros(PAGES, dtype=torch.float8_e5m2)
-    assert read(layer(), cache) == {"l0": Quantised(None, "0.5 2.0")}
-
-
-def test_wide_elements_and_states_are_not_quantised() -> None:
-    assert read(layer(), BYTES.to(torch.bfloat16)) == {}
-    assert read(SimpleNamespace(), BYTES.to(torch.int8)) == {}
-    assert read(None) == {}
-
-
-def test_a_scale_for_each_head_is_refused_with_what_to_do() -> None:
-    with pytest.raises(ConfigError, match="--kv-cache-dtype auto"):
-        read(layer(_k_scale=torch.ones(2)))
-
-
-@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan")])
-def test_what_is_no_scale_is_refused(scale: float) -> None:
-    with pytest.raises(ConfigError, match="not a finite positive scale"):
-        read(layer(scale))
+@pytest.mark.parametrize(
+    ("one", "told"),
+    [
+        (layer(_k_scale=torch.ones(2)), "--kv-cache-dtype auto"),
+        *((layer(scale), "not a finite positive scale") for scale in (0.0, -1.0, float("nan"))),
+    ],
+)
+def test_what_is_no_scale_or_one_for_each_head_is_refused(one: Any, told: str) -> None:
+    with pytest.raises(ConfigError, match=told):
+        read(one)
 
 
 @pytest.mark.parametrize("fnuz", [False, True])

@@ -11,7 +11,6 @@ import pytest
 import torch
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
-    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheSpec,
@@ -125,14 +124,6 @@ def test_latents_and_indexer_are_two_groups_with_one_block_table() -> None:
     assert (read.windowed, read.several_tables, read.block_tokens) == (False, False, 64)
 
 
-def test_a_ring_is_not_stored_and_a_match_leaves_a_token() -> None:
-    ring = CircularBufferSpec(block_size=16, head_size=64, **LATENT)
-    specs = dict.fromkeys(names(), FULL) | dict.fromkeys(names("ring"), ring)
-    read = both(cast("Any", specs))
-    assert [group.layers for group in read.groups] == [tuple(names())]
-    assert (read.windowed, read.several_tables) == (True, True)
-
-
 def drafted(target: KVCacheSpec = FULL, own: KVCacheSpec = FULL) -> dict[str, KVCacheSpec]:
     return dict.fromkeys(names(), target) | dict.fromkeys(names(first=LAYERS, count=1), own)
 
@@ -219,31 +210,6 @@ def test_layers_of_one_group_with_other_heads_are_refused() -> None:
     specs = dict.fromkeys(names(count=2), FULL) | dict.fromkeys(names(first=2, count=2), fewer)
     with pytest.raises(ConfigError, match="other heads"):
         both(cast("Any", specs))
-
-
-@pytest.mark.parametrize("dcp_size", [2, 4])
-def test_dcp_divides_tokens_and_leaves_the_identity_as_it_is(dcp_size: int) -> None:
-    latents = MLAAttentionSpec(block_size=16, head_size=576, **LATENT)
-    specs = cast("Any", dict.fromkeys(names(), latents))
-    plain, read = (
-        both(specs),
-        both(specs, tensor_parallel_size=4, decode_context_parallel_size=dcp_size),
-    )
-    assert [group.block_size for group in read.groups] == [16 * dcp_size]
-    assert read.block_tokens == 16 * dcp_size
-    canonical = [replace(one, canonical=True, chunk_tokens=64) for one in (plain, read)]
-    assert canonical[0].stored_groups == canonical[1].stored_groups
-    assert read.all_fields() == {f"0.L0-4_H0-1_T{rank}of{dcp_size}" for rank in range(dcp_size)}
-    shape = read.shape(0, 1)
-    assert shape is not None
-    assert (shape.block_size, shape.rank_shard.shard.tokens.rank) == (16, 1)
-
-
-@pytest.mark.parametrize(("nodes", "fields"), [(1, {"0"}), (2, {"0.L0-4_H0-2", "0.L0-4_H2-4"})])
-def test_ranks_on_several_nodes_write_payloads_of_their_own(nodes: int, fields: set[str]) -> None:
-    two = {"tensor_parallel_size": 2, "world_size": 2, "nnodes_within_dp": nodes, "use_ray": 0}
-    half = FullAttentionSpec(num_kv_heads=2, **HEADED)
-    assert both(cast("Any", dict.fromkeys(names(), half)), **two).fields(0) == fields
 
 
 @pytest.mark.parametrize("page", [None, 8])

@@ -188,22 +188,22 @@ def test_it_is_read_once_and_every_request_looks_by_stat_alone(
     assert ask(known, jobs, "b", lora(ada)) == first
 
 
-@pytest.mark.parametrize("change", ["exchanged", "written", "added", "removed", "gone"])
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "exchanged": lambda ada: exchange(ada, b"ben"),
+    "written": lambda ada: (ada / "adapter_model.safetensors").write_bytes(b"longer"),
+    "added": lambda ada: (ada / "new_embeddings.safetensors").write_bytes(b""),
+    "removed": lambda ada: (ada / "adapter_config.json").unlink(),
+    "gone": shutil.rmtree,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_an_adapter_that_changed_beneath_its_name_is_unknown_from_then_on(
     known: Adapters, jobs: Jobs, ada: Path, change: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """vLLM may have loaded it before, or load it again now: nobody can tell which."""
     ask(known, jobs, "a", lora(ada))
-    if change == "exchanged":
-        exchange(ada, b"ben")
-    elif change == "written":
-        (ada / "adapter_model.safetensors").write_bytes(b"longer")
-    elif change == "added":
-        (ada / "new_embeddings.safetensors").write_bytes(b"")
-    elif change == "removed":
-        (ada / "adapter_config.json").unlink()
-    else:
-        shutil.rmtree(ada)
+    CHANGES[change](ada)
     assert all(is_unknown(known, jobs, name, lora(ada)) for name in "bc")
     assert caplog.text.count("adapter changed in place") <= 2
 

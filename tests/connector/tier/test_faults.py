@@ -132,19 +132,6 @@ def test_a_slow_save_ends_at_its_deadline_and_frees_its_rows(world: World) -> No
     world.gate.set()
 
 
-def test_a_full_queue_refuses_some_chunks_and_takes_the_others(world: World) -> None:
-    engine = world.engine({"save_deadline_ms": 60_000})
-    engine.tier._saves._queue_max = 4
-    came = world.hang(engine)
-    engine.compute(engine.begin(), {offload_key(0): row(0)})
-    wait_until(lambda: bool(came), "the first to be handed over")
-    engine.compute(engine.begin(), {offload_key(n): row(n) for n in range(1, 8)})
-    assert engine.counted("save_refused") == 4
-    world.gate.set()
-    engine.settle()
-    assert engine.counted("saves") == 4
-
-
 def test_a_tier_without_its_agent_misses_and_drops(world: World) -> None:
     writer, reader = world.engine(), world.engine()
     writer.save(1)

@@ -48,13 +48,14 @@ def begin(jobs: TierJobs, job_id: int, *numbers: int) -> list[JobRow]:
 def test_every_job_has_one_outcome_which_tells_of_every_key(
     sizes: list[int], bad: set[int], queue_max: int, data: st.DataObject
 ) -> None:
-    jobs = make(queue_max=queue_max)
+    jobs = make(queue_max=queue_max, recorder=(recorder := MemoryRecorder()))
     first, expected, chunks = 0, dict[int, range](), list[JobRow]()
     for job_id, size in enumerate(sizes):
         expected[job_id] = range(first, first + size)
         chunks += begin(jobs, job_id, *expected[job_id])
         first += size
     assert len(chunks) == min(queue_max, first)
+    assert recorder.value("load_refused") == first - len(chunks)
     for chunk in data.draw(st.permutations(chunks)):
         assert chunk.is_needed
         chunk.settle(done=chunk.row not in bad, noted=chunk.row in bad)
