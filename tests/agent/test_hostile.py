@@ -79,7 +79,7 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
     wanted = node.save()[0]
     for urgency in (Urgency.BETWEEN_STEPS, Urgency.PREFETCH):
         (one,) = node.open(wanted, urgency=urgency)
-        one = settled(node, one)
+        one = settled(one)
         node.arena_cache.release(one)
     wait_until(lambda: not node.arena_cache.leased())
     assert not one.waiters
@@ -104,7 +104,7 @@ def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     """A client may still read what it leased when its connection is ended."""
     node.save()
     (resident,) = node.open(*node.save()[:1])
-    resident = settled(node, resident)
+    resident = settled(resident)
     node.core.close(PATIENCE_S)
     assert node.commit_one(payloads()[1]) is CommitStatus.NO_ROOM
     node.arena_cache.release(resident)
@@ -366,12 +366,12 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
         ghost = replace(one.claim, key=replace(key, prefix_hash=bytes([number] * 20)))
         record = replace(one.record, nbytes=pages * 2048, raw_bytes=pages * 2048)
         (found,) = node.open(PayloadRequest(ghost, record))
-        settled(node, found)
+        settled(found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.arena_cache.release(found)
     assert paths_of(node.arena_cache.held_back) == before
     (found,) = node.open(one)
-    assert settled(node, found).state is CellState.READY
+    assert settled(found).state is CellState.READY
     node.arena_cache.release(found)
     node.close()
     assert is_consistent(node.arena_cache)

@@ -20,14 +20,7 @@ from objkv.transfer.registration import RegistrationWindows
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.support.device import ON_HOST
-from tests.support.paged_cache import (
-    BLOCKS,
-    IN_PARTS,
-    PiecewiseStore,
-    Replica,
-    same_blocks,
-    stores,
-)
+from tests.support.paged_cache import BLOCKS, IN_PARTS, PiecewiseStore, Replica, same_blocks, stores
 from tests.support.waiting import PATIENCE_S, at_once, wait_until
 from tests.transfer.test_saver import HungLane, HungMark
 
