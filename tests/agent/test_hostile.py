@@ -179,6 +179,10 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
         '{"verb": "credit", "savings": {"namespace": "x", "month": "2026-11", "loads": "x"}}',
         '{"verb": "get", "path": 7}',
         '{"verb": ["x"]}',
+        '{"verb": "explode"}',
+        f'{{"verb": "prefetch", "namespace": "{NAMESPACE}", "hashes": [], '
+        '"order": {"deadline_s": -1}}',
+        '{"verb": "prefetch", "namespace": "../x", "hashes": [], "order": {"deadline_s": 1}}',
         "7",
     ],
 )
