@@ -255,12 +255,6 @@ def test_offsets_beyond_31_bits(kernels: PageKernels, wide: str) -> None:
     assert torch.equal(back[0], pages)
 
 
-def test_no_blocks_move_nothing(kernels: PageKernels) -> None:
-    paged = Paged(nhd, (2, 4, 2, 4, 6))
-    kernels.prepare(paged.layers)
-    assert torch.equal(paged.memory, paged.twin().memory)
-
-
 def test_a_cut_of_the_layers_is_addressed_from_its_first(kernels: PageKernels) -> None:
     paged = Paged(layers_in_blocks, (4, 5, 2, 4, 6))
     staged = torch.zeros(1, 2, 2, 2, 4, 6, dtype=torch.int64)

@@ -41,18 +41,6 @@ class StuckStore(PiecewiseStore):
         return super().get_into(key, buffer, arrived, start)
 
 
-@pytest.mark.parametrize("codec", ["none", "lz4", "blosc", "blosclz4"])
-def test_what_one_replica_saves_another_loads_byte_for_byte(codec: str) -> None:
-    store, index = stores()
-    writer = Replica(store, index, seed=1, codec=codec)
-    reader = Replica(store, index, seed=2, codec=codec)
-    assert writer.save(range(3)) == set()
-    outcome = reader.load(range(3), first_block=9)
-    assert not outcome.failed
-    ids = range(3 * BLOCKS)
-    assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
-
-
 def test_steps_and_loads_between_them_end_at_their_own_deadlines_and_write_nothing_later() -> None:
     store, clock = StuckStore(), ManualClock()
     limits = {"step_deadline_s": 5.0, "deadline_s": 600.0}
@@ -125,25 +113,6 @@ def test_a_reader_that_verifies_looks_at_each_frame_once_however_few_slabs_there
     assert not reader.load(range(4), first_block=9, sync=sync).failed
     assert sorted(seen) == sorted(4 * list(range(len(reader.caches))))
     ids = range(4 * BLOCKS)
-    assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
-
-
-# The end of a loader: its threads go, and what still arrives touches nothing.
-
-
-def test_settling_a_step_leaves_the_loads_between_steps_to_be_told_as_such() -> None:
-    store, index = stores()
-    writer, reader = Replica(store, index, seed=1), Replica(store, index, seed=2)
-    writer.save(range(2))
-    later = replace(reader.load_plan(range(1), 20), request_id="later")
-    reader.loader.submit(later)
-    wait_until(lambda: same_blocks(writer.caches, [1, 2], reader.caches, [20, 21]))
-    wait_until(lambda: reader.loader.in_flight == 0)
-    reader.loader.submit(reader.load_plan(range(2), 9, sync=True))
-    (settled,) = reader.loader.take_finished(sync=True)
-    assert settled.request_id == "r"
-    assert reader.outcome().request_id == "later"
-    ids = range(2 * BLOCKS)
     assert same_blocks(writer.caches, [1 + i for i in ids], reader.caches, [9 + i for i in ids])
 
 
