@@ -121,23 +121,18 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     left.close()
     wait_until(lambda: node.server is not None and node.server.clients == 2)
     came: list[CachedPayload] = []
-    failed = node.arena_cache.failed
+    cancel = node.arena_cache.cancel_fill
 
-    def someone_comes(one: CachedPayload, *rest: Any) -> None:
+    def someone_comes(one: CachedPayload) -> bool:
         if one.key == wanted[2].claim.key.path() and not came:
-            found = node.arena_cache.open(one.key, one.origin, Sleeper())
-            assert not isinstance(found, MissReason)
-            came.append(found[0])
-            if found[1]:  # a new payload, which is this test's to fill
-                node.arena_cache.ready(found[0], 0)
-        failed(one, *rest)
+            came.extend(node.open(wanted[2]))
+        return cancel(one)
 
-    monkeypatch.setattr(node.arena_cache, "failed", someone_comes)
+    monkeypatch.setattr(node.arena_cache, "cancel_fill", someone_comes)
     gate.set()
-    wait_until(lambda: not any(one.state is CellState.FILLING for one in node.arena_cache._all))
-    for one in came:
-        assert one.reason is MissReason.NONE
-        node.arena_cache.release(one)
+    wait_until(lambda: bool(came))
+    assert settled(came[0]).state is CellState.READY
+    node.arena_cache.release(came[0])
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
