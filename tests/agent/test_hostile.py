@@ -28,7 +28,7 @@ from objkv.stores.processes import _shared_memory
 from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
 from tests.agent.test_server import greeted
-from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
+from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE

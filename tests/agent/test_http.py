@@ -278,7 +278,9 @@ def test_a_wrong_question_is_answered_with_the_fix(
     assert reason in answer["error"]
 
 
-def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Router) -> None:
+def test_other_paths_methods_and_faults_have_their_status(
+    node: Node, router: Router, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert router.ask("POST", "/metrics", "x")[0] == 405
     status, answer = router.ask("GET", "/v1/match")
     assert (status, "use POST" in str(answer)) == (405, True)
@@ -287,14 +289,9 @@ def test_other_paths_methods_and_faults_have_their_status(node: Node, router: Ro
     node.index.lookup = down  # type: ignore[method-assign]
     body = {"namespace": NAMESPACE, "hashes": ["0" * 40]}
     assert router.ask("POST", "/v1/match", body) == (503, {"error": "down"})
-
-
-def test_an_agent_is_healthy_while_replicas_can_connect(
-    router: Router, monkeypatch: pytest.MonkeyPatch
-) -> None:
     assert router.ask("GET", "/healthz") == (200, "ok\n")
     monkeypatch.setattr(REPLICAS, "is_accepting", False)
-    assert router.ask("GET", "/healthz")[0] == 503
+    assert router.ask("GET", "/healthz")[0] == 503, "no replica can connect"
 
 
 def test_metrics_are_whole_from_the_start_and_levels_fall_again(node: Node, router: Router) -> None:
@@ -392,10 +389,8 @@ def test_the_status_says_how_the_agent_and_its_stores_are(node: Node) -> None:
     with serving(node):
         api = AgentApi(node.http)
         status = api.status()
-        assert [(one.area, one.url, one.error) for one in status.stores] == [
-            ("bulk", "s3://kv", None),
-            ("index", "rediss://***@index", None),
-        ]
+        found = [(one.area, one.url, one.error) for one in status.stores]
+        assert found == [("bulk", "s3://kv", None), ("index", "rediss://***@index", None)]
         assert (status.role, status.is_accepting, status.clients) == ("writer", True, 7)
         assert (status.version, status.protocol) == (__version__, VERSION)
         assert status.memory_bytes == node.arena_cache.total_bytes
@@ -405,15 +400,11 @@ def test_the_status_says_how_the_agent_and_its_stores_are(node: Node) -> None:
         node.recorder.level("breaker_open_index_write", 1)
         logger.warning("index %s keep failing", "writes")
         status = api.status()
-        assert [(one.error, one.kind) for one in status.stores] == [
-            (None, None),
-            ("down", "StoreUnavailable"),
-        ]
+        errors = [(one.error, one.kind) for one in status.stores]
+        assert errors == [(None, None), ("down", "StoreUnavailable")]
         assert [one.breakers_open for one in status.stores] == [[], ["write"]]
         assert [one.text for one in status.warnings] == ["index writes keep failing"]
         logger.warning("it answered: signature=0123abcd \x1b[2J")
-        assert (
-            api.status().warnings[-1].text
-            == "it answered: signature=*** \N{REPLACEMENT CHARACTER}[2J"
-        )
+        last = api.status().warnings[-1].text
+        assert last == "it answered: signature=*** \N{REPLACEMENT CHARACTER}[2J"
     logger.removeHandler(node.warnings)

@@ -162,17 +162,12 @@ def test_a_newer_save_of_a_chunk_replaces_an_older_one(node: Node) -> None:
     assert seed_of(stored(node)[PATH]) == 7
 
 
-def test_a_part_that_comes_twice_ends_the_payload(node: Node) -> None:
-    found = [hand_over(node, PIECES[n]) for n in (0, 1, 1, 2)]
-    assert found == [PART, PART, REFUSED, DROPPED]
-    assert not stored(node)
-
-
 def other_place(**other: int) -> Piece:
     return Piece(PIECES[3].payload, PIECES[3].position._replace(**other))
 
 
 WRONG = {
+    "one that has come": PIECES[0],
     "an impossible place": other_place(first=GRID.rows * GRID.columns),
     "another grid": other_place(step=1),
     "another rank's place": other_place(first=PIECES[2].position.first),

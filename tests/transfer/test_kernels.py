@@ -275,27 +275,21 @@ REFUSED = {
 
 @needs_triton
 @pytest.mark.parametrize("recast", REFUSED.values(), ids=REFUSED.keys())
-def test_a_frame_that_does_not_fit_is_refused_before_the_launch(recast: Recast) -> None:
+def test_what_does_not_fit_is_refused_before_the_launch(recast: Recast) -> None:
     """A kernel would read or write other memory."""
-    paged = Paged(hnd, (1, 5, 2, 4, 6))
+    paged, ids = Paged(hnd, (1, 5, 2, 4, 6)), torch.tensor([1, 2])
     staged = torch.zeros(1, 1, 3, 2, 4, 6, dtype=torch.int64)
     with pytest.raises(AssertionError):
-        TritonKernels().scatter(staged, paged.layers, torch.tensor([1, 2]), recast)
-
-
-@needs_triton
-def test_staging_memory_that_does_not_fit_is_refused_before_the_launch() -> None:
-    paged, ids = Paged(hnd, (1, 5, 2, 4, 6)), torch.tensor([1, 2])
-    wrong = [
+        TritonKernels().scatter(staged, paged.layers, ids, recast)
+    for wrong in (
         torch.zeros(1, 1, 2, 2, 4, 6, dtype=torch.int32),
         torch.zeros(1, 1, 2, 4, 2, 6, dtype=torch.int64).transpose(3, 4),
         torch.zeros(1, 2, 2, 2, 4, 6, dtype=torch.int64),
         torch.zeros(1, 1, 1, 2, 4, 6, dtype=torch.int64),
         torch.zeros(1, 1, 2, 4, 2, 6, dtype=torch.int64),
-    ]
-    for staged in wrong:
+    ):
         with pytest.raises(AssertionError):
-            TritonKernels().gather(paged.layers, ids, staged)
+            TritonKernels().gather(paged.layers, ids, wrong)
 
 
 def test_without_triton_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
