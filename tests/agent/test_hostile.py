@@ -27,7 +27,7 @@ from objkv.keys.topology import Shard, TokenPart
 from objkv.stores.processes import _shared_memory
 from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
-from tests.agent.test_server import greeted
+from tests.agent.test_server import ask_for, greeted
 from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
 from tests.support.mappings import is_private
@@ -194,11 +194,7 @@ def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: st
 def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock = greeted(node)
     wanted = node.save()
-    claims = [one.claim for one in wanted]
-    sock.send(
-        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims)))
-    )
-    m.unpack_opened(sock.recv(1000), 3)
+    ask_for(sock, wanted)
     sock.send(b"")
     assert sock.recv(100) == b""
     sock.send(b"")

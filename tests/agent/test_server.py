@@ -16,6 +16,7 @@ from objkv.agent import messages as m
 from objkv.agent import peers
 from objkv.agent import server as server_module
 from objkv.agent.client import AgentCalls, AgentConnection, AgentRefused, is_listening
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.cache.switch import SWITCH_PATH
@@ -67,6 +68,14 @@ def greeted(node: Node) -> socket.socket:
     return sock
 
 
+def ask_for(sock: socket.socket, wanted: Sequence[PayloadRequest]) -> None:
+    """Open payloads."""
+    sock.send(
+        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, claims_of(wanted)))
+    )
+    m.unpack_opened(sock.recv(1000), len(wanted))
+
+
 @pytest.mark.parametrize(
     "message",
     [
@@ -83,11 +92,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
 ) -> None:
     wanted, honest, liar = node.save(), node.connect(), greeted(node)
     leases = opened(honest, wanted[:1])
-    claims = [one.claim for one in wanted]
-    liar.send(
-        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims)))
-    )
-    m.unpack_opened(liar.recv(1000), 3)
+    ask_for(liar, wanted)
     wait_until(
         lambda: node.arena_cache.contains_ready([w.claim.key.path() for w in wanted]) == [True] * 3
     )
