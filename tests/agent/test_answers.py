@@ -1,10 +1,9 @@
 """Answers to lookups in shared memory: always what a lookup without them returns."""
 
-import mmap
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import closing
 from threading import Event, Semaphore
 from typing import Any
 
@@ -16,17 +15,8 @@ from objkv.agent import answering
 from objkv.agent.answering import NodeLookups
 from objkv.agent.core import FoundRecords
 from objkv.agent.held_back import HeldBackPayloads
-from objkv.agent.memory.answers import (
-    BLOCK_MAX,
-    TEXT_AT,
-    AnswerBoard,
-    LookupScope,
-)
-from objkv.agent.messages import (
-    pack_found,
-    read_block,
-    unpack_found,
-)
+from objkv.agent.memory.answers import BLOCK_MAX, TEXT_AT, AnswerBoard, LookupScope
+from objkv.agent.messages import pack_found, read_block, unpack_found
 from objkv.cache.lookup import LOOKUP_TTL_S
 from objkv.codec.payload import Claim
 from objkv.errors import StoreUnavailable
@@ -86,18 +76,12 @@ class World:
             shards = {name: record(number + 1000 * version) for name in FIELDS}
             self.index.publish(entry, shards, ttl_s=3_600)
 
-    def invalidate(self, number: int) -> None:
-        self.board.discard(hashed(number))
-
     def hold_back(self, number: int, field: str = FIELDS[0]) -> str:
         """Have a payload of the chunk on this node only; its path."""
         group, _, shard = field.partition(".")
         key = ChunkKey(NAMESPACE, hashed(number), int(group), Shard.parse(shard))
         self.held.add(Claim(key, bytes(20), 0, 16), record(number), is_due=False)
         return key.path()
-
-    def write(self, key: bytes, text: bytes, span: tuple[float, float]) -> None:
-        self.board.write(self.board.begin(key, ()), text, span)
 
     def find(self, numbers: Sequence[int]) -> list[ShardRecords | None]:
         """Look up chunks by a message."""
@@ -174,7 +158,7 @@ def test_a_block_ends_with_its_records(world: World, change: str) -> None:
     world.publish(3, version=1)
     assert plain(world.kept(numbers))[3] == dict.fromkeys(FIELDS, record(3))
     if change == "invalidated":
-        world.invalidate(3)
+        world.board.discard(hashed(3))
     else:
         world.now += LOOKUP_TTL_S if change == "ended" else -1
     assert world.kept(numbers) is None
@@ -192,7 +176,7 @@ def test_a_record_that_is_discarded_while_it_is_looked_up_is_not_kept(
     def slow(*question: Any) -> list[ShardRecords | None]:
         found = find(*question)
         world.publish(3, version=1)
-        world.invalidate(3)
+        world.board.discard(hashed(3))
         return found
 
     with monkeypatch.context() as patch:
@@ -270,10 +254,10 @@ def test_a_change_of_one_chunk_voids_only_blocks_that_have_it(world: World) -> N
     world.publish(*range(3 * BLOCK_MAX))
     world.find(range(3 * BLOCK_MAX))
     world.find(range(5))
-    world.invalidate(BLOCK_MAX)
+    world.board.discard(hashed(BLOCK_MAX))
     assert world.kept(range(BLOCK_MAX)) is not None
     assert world.kept(range(BLOCK_MAX, 2 * BLOCK_MAX)) is None
-    world.invalidate(0)
+    world.board.discard(hashed(0))
     assert world.kept(range(BLOCK_MAX)) is None
     assert world.kept(range(5)) is None
     assert world.kept(range(2 * BLOCK_MAX, 3 * BLOCK_MAX)) is not None
@@ -282,48 +266,39 @@ def test_a_change_of_one_chunk_voids_only_blocks_that_have_it(world: World) -> N
 
 def test_what_is_damaged_is_not_read(world: World) -> None:
     key = world.scope.key(b"x")
-    span, now = (0.0, 2e9), world.now
-    world.write(key, bytes(range(256)) * 100, span)
+    board, span, now = world.board, (0.0, 2e9), world.now
+    board.write(board.begin(key, ()), bytes(range(256)) * 100, span)
     found = world.reader.find(key, now)
     assert found is not None
-    memory = mmap.mmap(world.board.fd, 0, prot=mmap.PROT_READ)
-    at = memory.find(key)
+    at = bytes(board._view).find(key)
     assert at > 0
     for place in range(at, at + 400):
-        with patched(world.board, place):
-            now_found = world.reader.find(key, now)
-            assert now_found is None or world.reader.read(key, now_found) is None
-            assert world.reader.read(key, found) is None or place < at + TEXT_AT
+        board._view[place] ^= 1
+        now_found = world.reader.find(key, now)
+        assert now_found is None or world.reader.read(key, now_found) is None
+        assert world.reader.read(key, found) is None or place < at + TEXT_AT
+        board._view[place] ^= 1
     assert world.reader.read(key, found) is not None
-    world.write(key, b"another text", span)
+    board.write(board.begin(key, ()), b"another text", span)
     assert world.reader.read(key, found) is None, "it was written anew"
 
 
-@contextmanager
-def patched(board: AnswerBoard, place: int) -> Iterator[None]:
-    board._view[place] ^= 1
-    yield
-    board._view[place] ^= 1
-
-
 def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(
-    world: World, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each holds a client's thread, and with those of clients that have gone there would be none
     left for others."""
     monkeypatch.setattr(answering, "_LOOKUPS_MAX", 2)
-    world.lookups = NodeLookups(
-        world.index, world.held, FoundRecords(), world.board, clock=lambda: world.now
-    )
-    go_on, inside, find = Event(), Semaphore(0), world.index.find
+    go_on, inside = Event(), Semaphore(0)
+    with closing(World()) as world, ThreadPoolExecutor(2) as pool:
+        find = world.index.find
 
-    def hang(*asked: Any) -> list[ShardRecords | None]:
-        inside.release()
-        go_on.wait(PATIENCE_S)
-        return find(*asked)
+        def hang(*asked: Any) -> list[ShardRecords | None]:
+            inside.release()
+            go_on.wait(PATIENCE_S)
+            return find(*asked)
 
-    monkeypatch.setattr(world.index, "find", hang)
-    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(world.index, "find", hang)
         waiting = [pool.submit(world.find, [number]) for number in (1, 2)]
         for _ in waiting:
             assert inside.acquire(timeout=PATIENCE_S)
@@ -331,4 +306,4 @@ def test_an_index_that_hangs_holds_a_bounded_number_of_lookups(
             world.find([3])
         go_on.set()
         assert [one.result(PATIENCE_S) for one in waiting] == [[None], [None]]
-    assert world.find([3]) == [None]
+        assert world.find([3]) == [None]

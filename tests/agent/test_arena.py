@@ -1,11 +1,13 @@
 import mmap
 import os
+from collections.abc import Callable
 from contextlib import closing, suppress
 
 import pytest
 
 from objkv.agent.memory.answers import AnswerBoard
 from objkv.agent.memory.arena import BOARD_BYTES, PAGE, Arena, CellState, PagesAhead, Progress
+from objkv.agent.outbox import ClientOutbox
 from objkv.errors import ConfigError, TransferError
 from tests.support.waiting import wait_until
 
@@ -27,15 +29,15 @@ def test_only_the_agent_can_write_and_nobody_can_resize() -> None:
     arena.close()
 
 
-@pytest.mark.parametrize("kind", [Arena, AnswerBoard])
+@pytest.mark.parametrize("join", [Arena.join, AnswerBoard.join, ClientOutbox])
 def test_a_file_that_could_shrink_is_refused_and_closed_as_is_what_is_no_memfd(
-    kind: type[Arena] | type[AnswerBoard],
+    join: Callable[[int], object],
 ) -> None:
     soft, null = os.memfd_create("x", os.MFD_ALLOW_SEALING), os.open(os.devnull, os.O_RDONLY)
     os.ftruncate(soft, BOARD_BYTES + PAGE)
     for fd, reason in ((soft, "not sealed"), (null, "no memfd")):
         with pytest.raises(TransferError, match=reason):
-            kind.join(fd)
+            join(fd)
         with pytest.raises(OSError, match="Bad file descriptor"):
             os.fstat(fd)
 

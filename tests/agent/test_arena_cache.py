@@ -1,7 +1,7 @@
 """The states of payloads, against a model with several clients."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 
@@ -14,6 +14,7 @@ from objkv.agent import arena_cache as module
 from objkv.agent.arena_cache import NO_ORIGIN, ArenaCache, CachedPayload
 from objkv.agent.memory.arena import PAGE, Arena, CellState
 from objkv.agent.messages import MissReason
+from objkv.agent.ranking import Ranking
 from objkv.codec.payload import Claim
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import ChunkKey
@@ -254,10 +255,14 @@ def arena() -> Iterator[Arena]:
         yield arena
 
 
+def opened(arena_cache: ArenaCache, key: str) -> tuple[CachedPayload, bool]:
+    found = arena_cache.open(key, NO_ORIGIN, None)
+    assert not isinstance(found, MissReason)
+    return found
+
+
 def filled(arena_cache: ArenaCache, key: str, pages: int = 1) -> CachedPayload:
-    opened = arena_cache.open(key, NO_ORIGIN, None)
-    assert not isinstance(opened, MissReason)
-    one, is_new = opened
+    one, is_new = opened(arena_cache, key)
     assert is_new
     assert arena_cache.allocate(one, pages * PAGE) is not None
     arena_cache.ready(one, 1)
@@ -270,12 +275,10 @@ def test_neighbours_make_room_where_single_gaps_do_not(arena: Arena) -> None:
         one = filled(arena_cache, str(number))
         if number not in (3, 6, 9):
             arena_cache.release(one)
-    large = arena_cache.open("large", NO_ORIGIN, None)
-    assert not isinstance(large, MissReason)
+    large = opened(arena_cache, "large")
     assert arena_cache.allocate(large[0], 3 * PAGE) is not None
     assert arena_cache.contains_ready("369") == [True] * 3
-    small = arena_cache.open("small", NO_ORIGIN, None)
-    assert not isinstance(small, MissReason)
+    small = opened(arena_cache, "small")
     assert arena_cache.allocate(small[0], 3 * PAGE) is None, "the pages between are leased"
     assert arena_cache.allocate(small[0], 2 * PAGE) is not None
     assert is_consistent(arena_cache)
@@ -290,16 +293,14 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
     for key in "abcd":
         arena_cache.release(filled(arena_cache, key))
     assert arena_cache.contains_ready("abcd") == [True] * 4
-    again = arena_cache.open("b", NO_ORIGIN, None)
-    assert not isinstance(again, MissReason)
+    again = opened(arena_cache, "b")
     assert (again[0].cell, again[1]) == (-1, False)
-    leased, filling = filled(arena_cache, "e"), arena_cache.open("f", NO_ORIGIN, None)
-    assert not isinstance(filling, MissReason)
+    leased, filling = filled(arena_cache, "e"), opened(arena_cache, "f")
     more = arena_cache.open("g", NO_ORIGIN, None)
     assert more is MissReason.NO_ROOM, "e has been leased since it was filled"
-    assert arena_cache.open("f", NO_ORIGIN, None) == (filling[0], False)
+    assert opened(arena_cache, "f") == (filling[0], False)
     arena_cache.release(leased)
-    assert not isinstance(arena_cache.open("g", NO_ORIGIN, None), MissReason)
+    opened(arena_cache, "g")
     assert arena_cache.leased()
     assert is_consistent(arena_cache)
 
@@ -307,8 +308,7 @@ def test_only_payloads_that_somebody_may_wait_for_need_a_cell(
 def test_a_full_arena_is_not_searched(arena: Arena, monkeypatch: pytest.MonkeyPatch) -> None:
     arena_cache = ArenaCache(arena, MemoryRecorder())
     ones = [filled(arena_cache, str(number), pages=3) for number in range(4)]
-    fill = arena_cache.open("more", NO_ORIGIN, None)
-    assert not isinstance(fill, MissReason)
+    fill = opened(arena_cache, "more")
     searched: list[object] = []
     victim = arena_cache._ranking.victim
     monkeypatch.setattr(
@@ -332,3 +332,69 @@ def test_pages_come_ahead_of_what_payloads_take(monkeypatch: pytest.MonkeyPatch)
         # Nothing was written: two of the first pages may exist, and four after the payload.
         wait_until(lambda: os.fstat(arena.fd).st_blocks * 512 // PAGE >= 4)
         arena_cache.close()
+
+
+# The order in which payloads are evicted.
+
+
+ROOM = 100
+
+
+def full(*keys: str) -> Ranking:
+    ranking = Ranking(ROOM)
+    for key in keys:
+        ranking.add(key, ROOM // len(keys))
+    return ranking
+
+
+def evicted(ranking: Ranking, is_free: Callable[[str], bool] = lambda _: True) -> str | None:
+    key = ranking.victim(is_free)
+    if key is not None:
+        ranking.remove(key)
+    return key
+
+
+def test_unread_payloads_go_first_in_their_order() -> None:
+    ranking = full("a", "b", "c", "d")
+    ranking.use("a")
+    assert [evicted(ranking) for _ in range(2)] == ["b", "c"]
+    assert {evicted(ranking), evicted(ranking)} == {"a", "d"}
+    assert evicted(ranking) is None
+
+
+def read(ranking: Ranking) -> None:
+    ranking.use("a")
+
+
+def comes_back(ranking: Ranking, **more: bool) -> None:
+    assert evicted(ranking) == "a"
+    ranking.add("a", 25, **more)
+
+
+def comes_back_prefetched(ranking: Ranking) -> None:
+    comes_back(ranking, is_unread=True)  # it was evicted before, which alone is no merit
+
+
+def comes_back_never_read(ranking: Ranking) -> None:
+    ranking.remove("a", was_read=False)
+    ranking.add("a", 25)
+
+
+@pytest.mark.parametrize(
+    ("happens", "stays"),
+    [
+        (read, True),
+        (comes_back, True),
+        (comes_back_prefetched, False),
+        (comes_back_never_read, False),
+    ],
+)
+def test_a_scan_leaves_what_has_proved_itself(
+    happens: Callable[[Ranking], None], stays: bool
+) -> None:
+    ranking = full("a", "b", "c", "d")
+    happens(ranking)
+    for number in range(20):
+        evicted(ranking)
+        ranking.add(f"scan-{number}", 25)
+    assert ("a" in ranking) == stays

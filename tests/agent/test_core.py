@@ -33,9 +33,8 @@ from tests.agent.world import (
     Sleeper,
     claims_of,
     down,
-    ended,
     gated,
-    opened,
+    loaded,
     pages_at,
     payloads,
 )
@@ -47,7 +46,7 @@ from tests.support.steps import complete
 from tests.support.waiting import wait_until
 
 
-def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:
+def settled(one: CachedPayload | MissReason) -> CachedPayload:
     assert isinstance(one, CachedPayload)
     wait_until(lambda: one.state is not CellState.FILLING)
     return one
@@ -56,7 +55,7 @@ def settled(node: Node, one: CachedPayload | MissReason) -> CachedPayload:
 def fetch(
     node: Node, *wanted: PayloadRequest, deadline_s: float = PATIENCE_S
 ) -> list[CachedPayload]:
-    return [settled(node, one) for one in node.open(*wanted, deadline_s=deadline_s)]
+    return [settled(one) for one in node.open(*wanted, deadline_s=deadline_s)]
 
 
 def right(node: Node, one: CachedPayload) -> bool:
@@ -84,7 +83,6 @@ def test_payloads_of_a_folder_that_is_its_index_are_as_long_as_their_files(
         assert found is not None
         (one,) = fetch(node, PayloadRequest(claim, found[key.field]))
         assert right(node, one)
-        node.arena_cache.release(one)
         assert store.head(key.path()) is not None
 
 
@@ -155,7 +153,6 @@ def test_a_payload_that_is_not_the_one_is_a_miss_and_its_record_goes(
     key = one.claim.key
     is_forgotten = node.index.find(NAMESPACE, [key.prefix_hash], (key.field,)) == [None]
     assert is_forgotten == (record == one.record), "not one that was written since"
-    node.arena_cache.release(found)
 
 
 class Trickle(MemoryStore):
@@ -198,7 +195,6 @@ def test_a_frame_is_announced_when_its_bytes_are_final(
     (one,) = fetch(node, node.save(codec=codec)[0])
     assert right(node, one)
     assert announced[-1] == 2
-    node.arena_cache.release(one)
 
 
 def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node]) -> None:
@@ -208,7 +204,7 @@ def test_all_who_ask_at_the_same_moment_share_one_fetch(make: Callable[..., Node
     every = [node.open(*wanted) for _ in range(8)]
     opened.set()
     assert all(some == every[0] for some in every)
-    found = [settled(node, one) for some in every for one in some]
+    found = [settled(one) for some in every for one in some]
     assert len(found) == 24
     assert all(right(node, one) for one in found)
     assert set(node.store.gets.values()) == {1}
@@ -282,7 +278,7 @@ def test_a_request_hastens_what_is_being_prefetched_for_it(make: Callable[..., N
     slow.open(range(5, 6), Urgency.PREFETCH, -5)  # it stays where it is
     assert slow.end(8) == [0, 4, 5, 6, 7, 1, 2, 3]
     for one in ahead:
-        assert right(slow.node, settled(slow.node, one)), "the later deadline counts"
+        assert right(slow.node, settled(one)), "the later deadline counts"
 
 
 def test_prefetches_have_priorities(make: Callable[..., Node]) -> None:
@@ -327,8 +323,6 @@ def test_a_long_prefetch_lets_other_clients_go_on_meanwhile(
     monkeypatch.undo()
     assert sum(counts) == len(wanted) == len(taken)
     assert max(counts) <= 8, "payloads under one hold of the lock"
-    for one in taken:
-        node.arena_cache.release(settled(node, one))
 
 
 @pytest.mark.parametrize("error", [StoreUnavailable("down"), KeyError("a bug")])
@@ -353,8 +347,6 @@ def test_a_late_payload_is_late_and_a_broken_store_is_a_miss(
     (again,) = fetch(node, second)
     assert right(node, again)
     assert until[0] <= again.deadline  # the store knows how long it may take
-    for one in (late, failed, again):
-        node.arena_cache.release(one)
 
 
 def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> None:
@@ -365,11 +357,9 @@ def test_a_full_queue_and_a_full_arena_are_misses(make: Callable[..., Node]) -> 
         node.arena_cache.release(one)
     (again,) = fetch(node, node.save()[0])
     assert right(node, again)
-    node.arena_cache.release(again)
     none = make(queue_max=0)
     (refused,) = fetch(none, none.save()[0])
     assert refused.reason is MissReason.NO_ROOM
-    none.arena_cache.release(refused)
 
 
 def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
@@ -380,10 +370,8 @@ def test_closing_fails_what_waits(make: Callable[..., Node]) -> None:
     assert not node.core.close(0.0)
     gate.set()
     assert node.core.close(PATIENCE_S)
-    reasons = [settled(node, one).reason for one in opened]
+    reasons = [settled(one).reason for one in opened]
     assert sorted(reasons) == [MissReason.NONE, MissReason.CLOSED, MissReason.CLOSED]
-    for one in opened:
-        node.arena_cache.release(one)
 
 
 def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
@@ -391,9 +379,7 @@ def test_a_load_tells_how_fast_bulk_is_but_not_if_it_may_have_come_from_hot(
 ) -> None:
     node = make()
     bulk, hot, _ = node.save()
-    hot = replace(hot, record=replace(hot.record, hot=True))
-    for one in fetch(node, bulk, hot):
-        node.arena_cache.release(one)
+    fetch(node, bulk, replace(hot, record=replace(hot.record, hot=True)))
     assert node.cache.link.gets.count == 1
 
 
@@ -403,10 +389,10 @@ def test_when_all_threads_are_late_nothing_more_is_queued(make: Callable[..., No
     gate = gated(node)
     node.open(wanted[0], deadline_s=1.0)
     wait_until(lambda: node.core._is_stuck())
-    for one in wanted[:2]:  # the one that hangs, and another
-        (found,) = node.core.open(
-            Sleeper(), claims_of([one]), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
-        )
+    claims = claims_of(wanted[:2])  # the one that hangs, and another
+    for found in node.core.open(
+        Sleeper(), claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS
+    ):
         failed = isinstance(found, CachedPayload) and found.state is CellState.FAILED
         assert failed or found is MissReason.NO_ROOM
     gate.set()
@@ -443,7 +429,7 @@ def test_first_parts_of_all_come_before_the_second_of_any(
     monkeypatch.setattr(node.cache, "get_into", watched)
     ones = node.open(*wanted, urgency=Urgency.IN_STEP)
     gate.set()
-    assert all(right(node, settled(node, one)) for one in ones)
+    assert all(right(node, settled(one)) for one in ones)
     assert [start > 0 for start in starts] == [False] * 3 + [True] * 3
 
 
@@ -471,46 +457,97 @@ def test_answers_for_several_replicas_are_kept_each_for_a_while() -> None:
     assert found.of(ChunkKey.of(f"{19:032x}", chunk, "0")) == RECORD
 
 
-def test_a_load_after_a_lookup_needs_no_index(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    wanted, client = node.save(), node.connect()
-    complete(client.find(NAMESPACE, [one.claim.key.prefix_hash for one in wanted], ("0",)))
-    monkeypatch.setattr(node.index, "find", down)
-    leases = opened(client, wanted)
-    assert {ended(client, lease).state for lease in leases} == {CellState.READY}
-    client.release([lease.number for lease in leases])
-
-
-def test_a_load_without_one_looks_the_record_up_or_is_a_miss(
+def test_a_load_needs_no_index_after_a_lookup_and_else_looks_its_record_up(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (first, second, _), client = node.save(), node.connect()
-    (lease,) = opened(client, [first])
-    assert ended(client, lease).state is CellState.READY
+    (first, second, third), client = node.save(), node.connect()
+    assert [one.state for one in loaded(client, [first])] == [CellState.READY]
+    complete(client.find(NAMESPACE, [second.claim.key.prefix_hash], ("0",)))
     monkeypatch.setattr(node.index, "find", down)
-    (missed,) = opened(client, [second])
-    assert ended(client, missed).reason == MissReason.STORE
-    client.release([lease.number, missed.number])
+    assert [one.state for one in loaded(client, [second])] == [CellState.READY]
+    assert [one.reason for one in loaded(client, [third])] == [MissReason.STORE]
 
 
-def test_a_record_that_has_changed_is_not_used_again(node: Node) -> None:
-    one, client = node.save()[0], node.connect()
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_a_record_that_has_changed_is_not_used_again(node: Node, is_asked: bool) -> None:
+    """Whether it was looked up, or is being looked up."""
+    one, client, find = node.save()[0], node.connect(), node.index.find
     hashes = [one.claim.key.prefix_hash]
-    complete(client.find(NAMESPACE, hashes, ("0",)))
-    assert node.core.found.of(one.claim.key) == one.record
-    client.reject(one.claim)
-    assert complete(client.find(NAMESPACE, hashes, ("0",))) == [None]
-    assert node.core.found.of(one.claim.key) is None
-
-
-def test_what_changed_while_it_was_looked_up_is_not_kept(node: Node) -> None:
-    one, client = node.save()[0], node.connect()
-    find = node.index.find
 
     def changing(*asked: Any) -> Any:
         found = find(*asked)
-        node.core.record_changed(one.claim.key.prefix_hash)
+        node.core.record_changed(hashes[0])
         return found
 
-    node.index.find = changing  # type: ignore[method-assign]
-    assert complete(client.find(NAMESPACE, [one.claim.key.prefix_hash], ("0",))) != [None]
+    if is_asked:
+        node.index.find = changing  # type: ignore[method-assign]
+    assert complete(client.find(NAMESPACE, hashes, ("0",))) != [None]
+    if not is_asked:
+        assert node.core.found.of(one.claim.key) == one.record
+        client.reject(one.claim)
+        assert complete(client.find(NAMESPACE, hashes, ("0",))) == [None]
     assert node.core.found.of(one.claim.key) is None
+
+
+# Saves: what becomes of a payload, of its lease and of its memory.
+
+
+PAYLOAD = payloads()[0]
+PATH = read_header(PAYLOAD).claim.key.path()
+
+
+def save(node: Node) -> None:
+    """Have the payload saved, or not; what it had is free again."""
+    assert node.commit_one(PAYLOAD) is CommitStatus.ACCEPTED
+    assert node.saves.drain(PATIENCE_S)
+    assert node.arena_cache.leased() == 0
+    is_saved = node.cache.in_flight.is_saved(PATH)
+    assert node.index.lease(PATH, "another", ttl_ms=60_000)
+    node.index.release(PATH, "another")
+    assert is_saved or node.cache.in_flight.begin(PATH)
+    node.cache.in_flight.end(PATH)
+
+
+def raising(error: Exception) -> Callable[..., bool]:
+    def put(*_: object) -> bool:
+        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
+
+    return put
+
+
+@pytest.mark.parametrize("publishes", [True, False])
+def test_a_save_is_made_under_its_lease_which_its_record_gives_back(
+    publishes: bool, make: Callable[..., Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = make()
+    put, was_leased = node.store.put_if_absent, list[bool]()
+    if publishes:
+        monkeypatch.setattr(node.cache, "release_lease", lambda key: pytest.fail("a third call"))
+    else:
+        monkeypatch.setattr(node.index, "publish", down)
+
+    def seen(key: str, value: Any) -> bool:
+        was_leased.append(not node.index.lease(key, "another", ttl_ms=60_000))
+        return bool(put(key, value))
+
+    node.store.put_if_absent = seen
+    save(node)
+    assert was_leased == [True]
+    assert node.recorder.value("saves") == 1
+
+
+def test_a_late_save_is_dropped(make: Callable[..., Node]) -> None:
+    node = make(save_deadline_s=0.0)
+    save(node)
+    assert node.store.get(PATH) is None
+    assert node.recorder.value("save_drops") == 1
+
+
+@pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])
+def test_a_save_that_fails_gives_back_all_that_it_had(
+    error: Exception, make: Callable[..., Node]
+) -> None:
+    node = make()
+    node.store.put_if_absent = raising(error)
+    save(node)
+    assert node.recorder.value("save_errors") == 1

@@ -5,7 +5,6 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,36 +16,19 @@ from hypothesis import strategies as st
 from objkv.agent import disk as module
 from objkv.agent import spill as spill_module
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import PAGE, CellState
 from objkv.agent.messages import CommitStatus, Urgency
-from objkv.assembly.backends import open_backends
+from objkv.codec.payload import read_header
 from objkv.codec.seal import Seal
-from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import BreakerLimits
-from objkv.telemetry import NullRecorder
 from tests.agent.consistency import is_consistent
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
-from tests.agent.world import (
-    PATIENCE_S,
-    RIGHT,
-    Node,
-    WatchedStore,
-    ended,
-    http_of,
-    making,
-    opened,
-    pages_at,
-    wanted_of,
-)
+from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, http_of, making, payloads
 from tests.codec.seals import SEALS
-from tests.contracts.memory_store import MemoryStore
-from tests.support.agents import AgentProcess
-from tests.support.samples import TOKENS, save
 from tests.support.waiting import wait_until
 
 BOUND = 1 << 20
@@ -159,9 +141,7 @@ def test_what_was_only_saved_or_prefetched_is_not_written_until_it_is_read(
 ) -> None:
     node = make()
     wanted, other, _ = node.save()
-    payload = node.store.get(wanted.claim.key.path())
-    assert payload is not None
-    assert node.commit_one(payload) is CommitStatus.ACCEPTED
+    assert node.commit_one(payloads()[0]) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
     (ahead,) = node.open(other, urgency=Urgency.PREFETCH)
     wait_until(lambda: ahead.state is CellState.READY)
@@ -199,7 +179,7 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
         seal = None if kind is None else SEALS[kind]
         node = DiskNode(Path(folder) / "disk", seal=seal)
         try:
-            wanted = node.wanted(sealed(node)) if seal else node.save()
+            wanted = sealed(node) if seal else node.save()
             node.load(*wanted)
             (file, *_) = files(Path(folder))
             content = bytearray(file.read_bytes())
@@ -224,25 +204,22 @@ def test_no_changed_byte_is_served(data: st.DataObject, kind: str | None) -> Non
         assert is_consistent(node.arena_cache)
 
 
-def sealed(node: Node) -> list:  # type: ignore[type-arg]
+def sealed(node: Node) -> list[PayloadRequest]:
     """Payloads that were saved through the node, and so sealed."""
-    plain = MemoryStore()
-    keys = save(plain, None, TOKENS)
-    for key in keys:
-        payload = plain.get(key.path())
-        assert payload is not None
+    keys = [read_header(payload).claim.key for payload in payloads()]
+    for payload in payloads():
         assert node.commit_one(payload) is CommitStatus.ACCEPTED
     assert node.saves.drain(PATIENCE_S)
     for key in keys:
         node.arena_cache.forget(key.path())
-    return keys
+    return node.wanted(keys)
 
 
 def test_what_is_encrypted_in_the_bucket_is_encrypted_on_disk(
     make: Callable[..., DiskNode], tmp_path: Path
 ) -> None:
     node = make(seal=SEALS["encrypted"])
-    wanted = node.wanted(sealed(node))
+    wanted = sealed(node)
     node.load(*wanted)
     for file in files(tmp_path):
         assert file.suffix == ".encrypted"
@@ -314,8 +291,7 @@ def test_a_full_disk_is_left_out_and_leaves_nothing(
         refuse(full, "write", errno.ENOSPC)
         for one in wanted:
             node.load(one)
-    assert node.count("errors") == 5, "then it is paused"
-    assert node.count("drops") == 7
+    assert (node.count("errors"), node.count("drops")) == (5, 7), "then it is paused"
     assert node.recorder.value("breaker_open_disk_write") == 1
     assert (len(node.disk), files(tmp_path)) == (0, [])
     assert not (tmp_path / "disk" / module.FOLDER / "unfinished").exists()
@@ -333,9 +309,7 @@ def test_a_failing_disk_is_left_out_and_the_stores_are_read(
         refuse(broken, "preadv", errno.EIO)
         for one in wanted:
             node.load(one)
-    assert node.count("hits") == 0
-    assert node.count("errors") == 5
-    assert node.count("busy") == 7
+    assert (node.count("hits"), node.count("errors"), node.count("busy")) == (0, 5, 7)
     assert node.gets() == 24
     assert len(node.disk) == 12, "what could not be read was written again"
     assert len(files(tmp_path)) == 12
@@ -384,22 +358,15 @@ def test_a_slow_read_keeps_not_all_threads_and_only_one_that_hangs_closes_the_di
     node.arena_cache.release(first)
 
 
-def test_a_refused_payload_leaves_the_disk_too(
-    make: Callable[..., DiskNode], tmp_path: Path
-) -> None:
-    node = make()
-    wanted = node.save()[0]
-    node.load(wanted)
-    node.core.reject(wanted.claim)
-    node.settle()
-    assert (len(node.disk), files(tmp_path)) == (0, [])
-
-
-def test_a_payload_that_is_refused_while_it_is_written_is_not_kept(
+def test_a_payload_that_is_refused_is_not_kept_also_if_it_is_being_written(
     make: Callable[..., DiskNode], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     node = make()
-    wanted = node.save()[0]
+    other, wanted, _ = node.save()
+    node.load(other)
+    node.core.reject(other.claim)
+    node.settle()
+    assert (len(node.disk), files(tmp_path)) == (0, [])
     writing, go_on = threading.Event(), threading.Event()
     write = os.write
 
@@ -516,27 +483,3 @@ def test_errors_of_the_file_system_are_translated(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="disk, remove 222"):
         folder.remove("2" * 40 + ".plain")
     folder.close()
-
-
-def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
-    config = Config(bulk_url=f"file://{tmp_path}/bulk")
-    urls = {"bulk_url": config.bulk_url, "agent_disk_url": f"file://{tmp_path}/disk"}
-    with closing(open_backends(config, NullRecorder())) as backends:
-        keys = save(backends.bulk, backends.index)
-        wanted = wanted_of(backends.index, keys)
-        with AgentProcess(urls) as agent:
-            load_all(agent, wanted)
-            wait_until(lambda: len(files(tmp_path)) == 3)
-            agent.kill()
-        with AgentProcess(urls) as agent:
-            load_all(agent, wanted)
-            numbers = agent.end()
-        assert (numbers["disk_hits"], numbers["load_bytes"]) == (3, 0)
-
-
-def load_all(agent: AgentProcess, wanted: list[PayloadRequest]) -> None:
-    with closing(AgentConnection(agent.path, wants_arena=True)) as client:
-        for lease in opened(client, wanted):
-            progress = ended(client, lease)
-            assert progress.state is CellState.READY
-            assert pages_at(client.arena.view, progress) == RIGHT

@@ -141,7 +141,9 @@ def of_index(node: Node, made: Sequence[bytes]) -> list[ShardRecord | None]:
     return found
 
 
-def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(make: Make) -> None:
+def test_what_was_seen_once_is_found_on_its_node_alone_and_what_is_made_twice_is_stored(
+    make: Make,
+) -> None:
     node, made = make(), payloads()
     assert node.commit(made) == [CommitStatus.HELD_BACK] * 3
     assert not node.stored
@@ -153,6 +155,9 @@ def test_what_was_seen_once_is_found_on_its_node_and_stored_nowhere(make: Make) 
     assert node.arena_cache.leased() == 0
     assert node.count("agent_held_back") == 3
     assert node.arena_cache.held_back.nbytes == sum(map(len, made))
+    node.again(made[:1])
+    assert node.stored == set(paths(made[:1]))
+    assert [key.path() for key in node.desk.accepted] == paths(made[:1])
 
 
 class GatedStore(WatchedStore):
@@ -206,11 +211,12 @@ def test_what_another_process_was_saving_is_looked_up_in_the_index_after_its_nex
 
 
 def test_what_is_read_is_stored_and_published(make: Make) -> None:
-    node, made = make(codec="blosc"), payloads()
+    node, made = make(codec="blosc", memory=4 * 8192), payloads()
+    others = node.save(list(range(9000, 9000 + 16 * 8)))
     node.commit(made)
     wanted = node.find(made)
     assert node.read(wanted) == [MissReason.NONE] * 3
-    assert node.stored == set(paths(made))
+    assert node.stored >= set(paths(made))
     assert not node.held
     found = node.find(made)
     assert [one.record for one in found] == of_index(node, made)
@@ -218,6 +224,11 @@ def test_what_is_read_is_stored_and_published(make: Make) -> None:
     assert node.read(wanted) == [MissReason.NONE] * 3, "by records that were found before"
     assert not node.store.gets
     assert node.count("saves") == 3
+    node.read(others)
+    assert node.arena_cache.contains_ready(paths(made)) == [False] * 3
+    assert node.read(wanted) == [MissReason.NONE] * 3, "from the store, by the same records"
+    assert [node.store.gets[path] for path in paths(made)] == [1] * 3
+    assert not node.count("load_corrupt")
 
 
 def test_what_another_node_makes_again_is_stored_by_that_node(make: Make) -> None:
@@ -236,14 +247,6 @@ def test_what_another_node_makes_again_is_stored_by_that_node(make: Make) -> Non
     assert (first.count("saves"), first.count("save_existed")) == (1, 2)
     assert not first.held
     assert second.read(second.find(made)) == [MissReason.NONE] * 3
-
-
-def test_what_one_node_makes_twice_is_stored(make: Make) -> None:
-    node, made = make(), payloads()
-    node.commit(made)
-    node.again(made[:1])
-    assert node.stored == set(paths(made[:1]))
-    assert [key.path() for key in node.desk.accepted] == paths(made[:1])
 
 
 def test_a_commit_that_says_so_is_stored_at_once(make: Make) -> None:
@@ -322,41 +325,19 @@ def test_a_held_back_payload_can_be_evicted_and_is_an_ordinary_miss_then(make: M
     assert node.count("agent_unsaved_dropped_bytes") == len(made[0])
     assert node.find(made) == []
     gets = sum(node.store.gets.values())
+    for error in (StoreUnavailable("down"), RuntimeError("a bug")):
+
+        def broken(*_: object, error: Exception = error) -> Any:
+            raise type(error)(*error.args)  # one that is kept keeps all that its frames had
+
+        node.index.find = broken  # type: ignore[method-assign]
+        assert node.read([wanted]) == [MissReason.STORE]
+        del node.index.find
     assert node.read([wanted]) == [MissReason.MISSING]
     assert sum(node.store.gets.values()) == gets, "the store is not asked for it"
     node.reader.reject(wanted.claim)
     assert len(list(node.index.scan(NAMESPACE))) == before
     assert node.read(others[-1:]) == [MissReason.NONE]
-
-
-def test_an_old_record_of_a_payload_that_was_stored_meanwhile_loads_it(make: Make) -> None:
-    node, made = make(memory=4 * 8192, codec="blosc"), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 8)))
-    node.commit(made[:1])
-    wanted = node.find(made)
-    node.read(wanted)
-    node.read(others)
-    assert node.arena_cache.contains_ready(paths(made[:1])) == [False]
-    assert node.read(wanted) == [MissReason.NONE]
-    assert node.store.gets[paths(made)[0]] == 1
-    assert not node.count("load_corrupt")
-
-
-@pytest.mark.parametrize("error", [StoreUnavailable("down"), RuntimeError("a bug")])
-def test_an_old_record_without_an_index_is_a_miss(make: Make, error: Exception) -> None:
-    node, made = make(memory=4 * 8192), payloads()
-    others = node.save(list(range(9000, 9000 + 16 * 8)))
-    node.commit(made[:1])
-    wanted = node.find(made)
-    node.read(others)
-
-    def broken(*_: object) -> Any:
-        raise type(error)(*error.args)  # one that is kept keeps all that its frames had
-
-    node.index.find = broken  # type: ignore[method-assign]
-    assert node.read(wanted) == [MissReason.STORE]
-    del node.index.find
-    assert node.read(wanted) == [MissReason.MISSING]
 
 
 def test_without_an_index_a_payload_stays_in_memory(make: Make) -> None:
@@ -389,59 +370,68 @@ def test_payloads_that_come_together_share_a_round_trip(make: Make) -> None:
     assert sizes == [1, 8]
 
 
-def test_a_save_that_failed_is_tried_at_the_next_read(make: Make) -> None:
-    node, made = make(), payloads()
+def busy(*_: object) -> bool:
+    raise StoreBusy("slow down")
 
-    def busy(key: str, value: object) -> bool:
-        raise StoreBusy("slow down")
 
-    put, node.store.put_if_absent = node.store.put_if_absent, busy  # type: ignore[assignment, method-assign]
-    node.commit(made)
-    now = [0.0]
+@pytest.mark.parametrize(
+    ("place", "call", "fails", "is_put"),
+    [("store", "put_if_absent", busy, False), ("index", "publish", down, True)],
+    ids=["not put", "not published"],
+)
+def test_a_save_that_failed_is_tried_at_the_next_read(
+    place: str,
+    call: str,
+    fails: Callable[..., Any],
+    is_put: bool,
+    make: Make,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    node, made, now = make(), payloads(), [0.0]
+    put = set(paths(made)) if is_put else set()
     node.arena_cache.held_back._clock = lambda: now[0]
-    node.read(node.find(made))
-    assert node.held == set(paths(made))
-    wait_until(lambda: node.arena_cache.leased() == 0)
-    node.store.put_if_absent = put  # type: ignore[method-assign]
+    with monkeypatch.context() as broken:
+        broken.setattr(getattr(node, place), call, fails)
+        node.commit(made)
+        node.read(node.find(made))
+        assert node.held == set(paths(made))
+        wait_until(lambda: node.arena_cache.leased() == 0)
     wait_until(lambda: not node.saves.is_shedding)
     assert len(node.find(made)) == 3
     node.read(node.find(made))
-    assert not node.stored, "not at once"
+    assert of_index(node, made) == [None] * 3, "not at once"
+    assert node.stored == put
     assert node.again(made) == [CommitStatus.HELD_BACK] * 3
-    assert (node.desk.accepted, node.stored) == ([], set()), "made again, and not saved: no event"
+    assert (node.desk.accepted, node.stored) == ([], put), "made again, and not saved: no event"
     now[0] = 100.0
     node.read(node.find(made))
     assert node.stored == set(paths(made))
-    assert not node.held
-
-
-def test_what_is_stored_but_not_published_stays_found_on_its_node(make: Make) -> None:
-    node, made = make(), payloads()
-    publish, node.index.publish = node.index.publish, down  # type: ignore[method-assign]
-    node.commit(made)
-    now = [0.0]
-    node.arena_cache.held_back._clock = lambda: now[0]
-    node.read(node.find(made))
-    assert node.count("publish_errors") == len(made)
-    assert node.held == set(paths(made))
-    assert len(node.find(made)) == len(made)
-    node.index.publish = publish  # type: ignore[method-assign]
-    now[0] = 100.0
-    node.read(node.find(made))
-    assert not node.held
     assert None not in of_index(node, made)
+    assert not node.held
+    assert node.count("publish_errors") == len(put)
 
 
-def test_over_quota_payloads_stay_in_memory(make: Make) -> None:
-    node, made = make(), payloads()
-    node.cache.has_room = lambda: False  # type: ignore[method-assign]
+@pytest.mark.parametrize("may_save", [True, False], ids=["over quota", "may only read"])
+def test_what_may_not_be_saved_stays_in_memory(may_save: bool, make: Make) -> None:
+    node, made = make(holds_back=may_save, may_save=may_save), payloads()
+    node.cache.has_room = lambda: not may_save  # type: ignore[method-assign]
     assert node.commit(made[:2]) == [CommitStatus.HELD_BACK] * 2
     assert node.commit(made[2:], puts=True) == [CommitStatus.HELD_BACK]
     assert node.desk.saves.has_room()
-    node.read(node.find(made))
-    assert not node.stored
+    assert node.read(node.find(made)) == [MissReason.NONE] * 3
     assert node.count("save_over_quota") == 4
-    assert len(node.find(made)) == 3
+    assert node.read(node.find(made)) == [MissReason.NONE] * 3
+    assert node.held == set(paths(made))
+    assert not node.stored
+    assert not node.count("save_drops")
+
+
+def test_an_agent_that_may_only_read_takes_again_what_it_has(make: Make) -> None:
+    node, (first, other, _) = make(holds_back=False, may_save=False), payloads()
+    node.read(node.save()[:1])
+    assert node.commit_one(first) is CommitStatus.REPEATED
+    for _ in range(2):
+        assert node.commit_one(other) is CommitStatus.HELD_BACK
 
 
 def test_a_payload_that_a_reader_refuses_is_held_back_no_longer(make: Make) -> None:
@@ -510,17 +500,6 @@ def test_a_router_sees_held_back_payloads(make: Make) -> None:
     assert not node.stored, "a prefetch is no read"
 
 
-def test_only_what_is_due_is_saved_at_the_end(make: Make) -> None:
-    node, made = make(), payloads()
-    node.commit(made)
-    node.read(node.find(made)[:1])
-    node.saves.close(PATIENCE_S)
-    assert node.stored == set(paths(made[:1]))
-    assert node.held == set(paths(made[1:]))
-    read(node.reader, node.find(made)[1])  # too late, and harmless
-    assert node.stored == set(paths(made[:1]))
-
-
 class Service:
     """An agent in a process of its own, and a worker that has handed payloads over and gone."""
 
@@ -550,33 +529,28 @@ class Service:
         )
 
 
-def test_an_engine_that_has_gone_loses_nothing_and_the_agents_end_is_reported(
-    tmp_path: Path,
+@pytest.mark.parametrize("is_killed", [False, True])
+def test_an_engine_that_has_gone_loses_nothing_and_an_agent_what_it_held_back(
+    is_killed: bool, tmp_path: Path
 ) -> None:
-    made = payloads()
-    service = Service(tmp_path, made, "reused")
-    with service.agent as agent, closing(service.connect()) as client:
-        wanted = find(client, made)
-        assert len(wanted) == 3
-        assert read(client, wanted[0]) is MissReason.NONE
-        client.close()
-        numbers = agent.end()
-        (lost,) = [line for line in agent.log().splitlines() if "payloads lost" in line]
-    assert (numbers["saves"], numbers["unsaved"]) == (1, 2)
-    assert "count=2" in lost
-    assert "set agent_disk_url to keep them" in lost
-    assert numbers["unsaved_bytes"] == sum(map(len, made[1:]))
-
-
-def test_a_killed_agent_loses_what_it_held_back_and_nothing_else(tmp_path: Path) -> None:
     made = payloads()
     service = Service(tmp_path, made, "reused")
     with service.agent as agent:
         with closing(service.connect()) as client:
             wanted = find(client, made)
-            read(client, wanted[0])
-            wait_until(lambda: not is_held_back(find(client, made)[0].record))
+            assert len(wanted) == 3
+            assert read(client, wanted[0]) is MissReason.NONE
+            if is_killed:
+                wait_until(lambda: not is_held_back(find(client, made)[0].record))
+        if is_killed:
             agent.kill()
+        else:
+            numbers = agent.end()
+            (lost,) = [line for line in agent.log().splitlines() if "payloads lost" in line]
+            assert (numbers["saves"], numbers["unsaved"]) == (1, 2)
+            assert "count=2" in lost
+            assert "set agent_disk_url to keep them" in lost
+            assert numbers["unsaved_bytes"] == sum(map(len, made[1:]))
         with AgentProcess(service.settings, path=agent.path), closing(service.connect()) as client:
             assert len(find(client, made)) == 1
             reasons = [read(client, one) for one in wanted]
@@ -600,28 +574,6 @@ def test_saves_that_wait_lease_at_most_a_quarter_of_the_arena(make: Make) -> Non
     assert not node.count("agent_held_back")
 
 
-def test_an_agent_that_may_only_read_keeps_what_it_gets_for_its_node(make: Make) -> None:
-    node, made = make(holds_back=False, may_save=False), payloads()
-    node.commit(made)
-    assert node.held == set(paths(made))
-    for _ in range(2):
-        assert node.read(node.find(made)) == [MissReason.NONE] * 3
-    assert not node.stored
-    assert not node.count("save_drops")
-
-
-def test_an_agent_that_may_only_read_takes_again_what_it_has(make: Make) -> None:
-    node, made = make(holds_back=False, may_save=False), payloads()
-    (held,) = node.open(node.save()[0])
-    wait_until(lambda: held.state is CellState.READY)
-    assert node.commit_one(made[0]) is CommitStatus.REPEATED
-    other = payloads(range(500, 500 + len(TOKENS)))[0]
-    for _ in range(2):
-        assert node.commit_one(other) is CommitStatus.HELD_BACK
-    assert not node.count("save_over_quota")
-    node.arena_cache.release(held)
-
-
 @pytest.mark.parametrize("is_in_time", [True, False])
 def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     is_in_time: bool, make: Make
@@ -629,14 +581,16 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     store, made = GatedStore(), payloads()
     node = make(store=store, saves_max=1)
     node.commit(made)
-    assert {read(node.reader, one) for one in node.find(made)} == {MissReason.NONE}
-    node.core.close(PATIENCE_S)
+    wanted = node.find(made)
+    assert {read(node.reader, one) for one in wanted[:2]} == {MissReason.NONE}
     ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
     ending.start()
     if is_in_time:
         store.gate.set()
     ending.join(PATIENCE_S)
-    lost = len(node.arena_cache.held_back)
+    lost = node.held
     store.gate.set()
-    assert (node.stored == set(paths(made))) is is_in_time
-    assert lost == (0 if is_in_time else len(made))
+    assert (node.stored == set(paths(made[:2]))) is is_in_time
+    assert lost == set(paths(made[2:] if is_in_time else made))
+    assert read(node.reader, wanted[2]) is MissReason.NONE, "too late to be put, and harmless"
+    assert paths(made)[2] not in node.stored

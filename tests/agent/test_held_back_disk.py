@@ -54,12 +54,6 @@ class DiskHolder(Holder):
         super().close()
         assert adds_up(self.disk)
 
-    def spoil(self) -> None:
-        for file in self.folder_of_disk.rglob("*.plain"):
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content)
-
     def leave_arena(self, made: list[bytes]) -> None:
         for path in paths(made):
             self.arena_cache.forget(path)
@@ -124,28 +118,25 @@ def test_what_is_made_again_is_saved_though_only_the_disk_had_it(make: Make) -> 
     assert not node.held
 
 
-def test_what_the_disk_loses_is_lost(make: Make) -> None:
+@pytest.mark.parametrize("is_known", [True, False])
+def test_what_the_disk_loses_is_a_miss_and_is_not_found_again(is_known: bool, make: Make) -> None:
+    """Whether the agent has deleted a file, or finds that it was changed."""
     node, made = make(), payloads()
     node.keep(made)
-    lost = paths(made)[0]
     wanted = node.find(made)
-    node.spill.forget(lost)
-    assert node.held == set(paths(made[1:]))
+    if is_known:
+        node.spill.forget(paths(made)[0])
+        assert node.held == set(paths(made[1:]))
+    else:
+        (file,) = node.folder_of_disk.rglob(node.disk._name(paths(made)[0]))
+        content = bytearray(file.read_bytes())
+        content[-1] ^= 1
+        file.write_bytes(content)
+    assert node.read(wanted) == [MissReason.MISSING, NONE, NONE]
+    assert node.count("agent_disk_corrupt") == (not is_known)
     assert node.count("agent_unsaved_dropped") == 1
     assert node.find(made) == []
-    assert node.read(wanted) == [MissReason.MISSING, NONE, NONE]
-
-
-def test_a_file_that_was_changed_is_a_miss_and_is_not_found_again(make: Make) -> None:
-    node, made = make(), payloads()
-    node.keep(made)
-    wanted = node.find(made)
-    node.spoil()
-    assert node.read(wanted) == [MissReason.MISSING] * len(made)
-    assert node.count("agent_disk_corrupt") == len(made)
-    assert node.find(made) == []
-    assert not node.held
-    assert not node.stored
+    assert paths(made)[0] not in node.held | node.stored
 
 
 @pytest.mark.parametrize("is_made", [False, True])
@@ -210,13 +201,14 @@ def test_a_payload_for_which_there_was_no_room_is_still_found(make: Make) -> Non
     assert node.held == set(paths(made))
 
 
-def test_the_next_agent_reads_from_disk_what_its_clients_had_looked_up_before(make: Make) -> None:
+def test_what_a_disk_holds_back_is_listed_for_the_next_agent(make: Make) -> None:
     first, made = make(), payloads()
     first.keep(made)
     wanted = first.find(made)
     first.close()
+    assert (len(first.arena_cache.held_back), first.arena_cache.held_back.nbytes) == (0, 0)
     node = make()
-    wait_until(lambda: len(node.held) == len(made))
+    wait_until(lambda: node.held == set(paths(made)), PATIENCE_S)
     assert node.read(wanted) == [MissReason.NONE] * len(made), "no lookup of this agent found them"
 
 
@@ -230,15 +222,6 @@ def test_a_rejected_payload_that_is_held_back_leaves_the_record_of_another_node(
     node.index.publish(entry, {key.field: record}, ttl_s=100)
     node.core.reject(claim)
     assert node.cache.record_of(key) == record
-
-
-def test_what_a_disk_holds_back_is_listed_for_the_next_agent(make: Make) -> None:
-    first, made = make(), payloads()
-    first.keep(made)
-    first.spill.close(PATIENCE_S)
-    assert (len(first.arena_cache.held_back), first.arena_cache.held_back.nbytes) == (0, 0)
-    later = make()
-    wait_until(lambda: later.held == set(paths(made)), PATIENCE_S)
 
 
 def end_by(how: str, service: Service) -> AgentProcess:

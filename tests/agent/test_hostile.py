@@ -27,8 +27,8 @@ from objkv.keys.topology import Shard, TokenPart
 from objkv.stores.processes import _shared_memory
 from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
-from tests.agent.test_server import greeted
-from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
+from tests.agent.test_server import ask_for, greeted
+from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
@@ -79,7 +79,7 @@ def test_a_prefetch_of_what_is_resident_keeps_no_client(node: Node) -> None:
     wanted = node.save()[0]
     for urgency in (Urgency.BETWEEN_STEPS, Urgency.PREFETCH):
         (one,) = node.open(wanted, urgency=urgency)
-        one = settled(node, one)
+        one = settled(one)
         node.arena_cache.release(one)
     wait_until(lambda: not node.arena_cache.leased())
     assert not one.waiters
@@ -104,7 +104,7 @@ def test_no_memory_is_given_out_once_an_agent_ends(node: Node) -> None:
     """A client may still read what it leased when its connection is ended."""
     node.save()
     (resident,) = node.open(*node.save()[:1])
-    resident = settled(node, resident)
+    resident = settled(resident)
     node.core.close(PATIENCE_S)
     assert node.commit_one(payloads()[1]) is CommitStatus.NO_ROOM
     node.arena_cache.release(resident)
@@ -121,23 +121,18 @@ def test_a_reader_that_comes_while_a_fill_is_given_up_is_not_late(
     left.close()
     wait_until(lambda: node.server is not None and node.server.clients == 2)
     came: list[CachedPayload] = []
-    failed = node.arena_cache.failed
+    cancel = node.arena_cache.cancel_fill
 
-    def someone_comes(one: CachedPayload, *rest: Any) -> None:
+    def someone_comes(one: CachedPayload) -> bool:
         if one.key == wanted[2].claim.key.path() and not came:
-            found = node.arena_cache.open(one.key, one.origin, Sleeper())
-            assert not isinstance(found, MissReason)
-            came.append(found[0])
-            if found[1]:  # a new payload, which is this test's to fill
-                node.arena_cache.ready(found[0], 0)
-        failed(one, *rest)
+            came.extend(node.open(wanted[2]))
+        return cancel(one)
 
-    monkeypatch.setattr(node.arena_cache, "failed", someone_comes)
+    monkeypatch.setattr(node.arena_cache, "cancel_fill", someone_comes)
     gate.set()
-    wait_until(lambda: not any(one.state is CellState.FILLING for one in node.arena_cache._all))
-    for one in came:
-        assert one.reason is MissReason.NONE
-        node.arena_cache.release(one)
+    wait_until(lambda: bool(came))
+    assert settled(came[0]).state is CellState.READY
+    node.arena_cache.release(came[0])
 
 
 @pytest.mark.parametrize(("codec", "nbytes"), [("none", 1 << 13), ("none", 0), ("blosc", 1 << 45)])
@@ -179,6 +174,10 @@ def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node
         '{"verb": "credit", "savings": {"namespace": "x", "month": "2026-11", "loads": "x"}}',
         '{"verb": "get", "path": 7}',
         '{"verb": ["x"]}',
+        '{"verb": "explode"}',
+        f'{{"verb": "prefetch", "namespace": "{NAMESPACE}", "hashes": [], '
+        '"order": {"deadline_s": -1}}',
+        '{"verb": "prefetch", "namespace": "../x", "hashes": [], "order": {"deadline_s": 1}}',
         "7",
     ],
 )
@@ -195,11 +194,7 @@ def test_an_invalid_call_fails_and_the_conversation_goes_on(node: Node, text: st
 def test_a_message_without_a_byte_ends_no_lease(node: Node) -> None:
     sock = greeted(node)
     wanted = node.save()
-    claims = [one.claim for one in wanted]
-    sock.send(
-        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims)))
-    )
-    m.unpack_opened(sock.recv(1000), 3)
+    ask_for(sock, wanted)
     sock.send(b"")
     assert sock.recv(100) == b""
     sock.send(b"")
@@ -366,12 +361,12 @@ def test_payloads_that_do_not_exist_evict_nothing_that_no_store_has(pages: int, 
         ghost = replace(one.claim, key=replace(key, prefix_hash=bytes([number] * 20)))
         record = replace(one.record, nbytes=pages * 2048, raw_bytes=pages * 2048)
         (found,) = node.open(PayloadRequest(ghost, record))
-        settled(node, found)
+        settled(found)
         assert found.reason in (MissReason.MISSING, MissReason.NO_ROOM)
         node.arena_cache.release(found)
     assert paths_of(node.arena_cache.held_back) == before
     (found,) = node.open(one)
-    assert settled(node, found).state is CellState.READY
+    assert settled(found).state is CellState.READY
     node.arena_cache.release(found)
     node.close()
     assert is_consistent(node.arena_cache)

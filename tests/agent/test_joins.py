@@ -20,7 +20,7 @@ from objkv.codec.payload import Claim, Provenance, frame_pages, read_header
 from objkv.codec.values import RAW_BYTES_MAX
 from objkv.keys.chunk import ChunkKey
 from tests.agent.consistency import is_consistent
-from tests.agent.world import PATIENCE_S, Desk, Node, outbox_of, payloads
+from tests.agent.world import PATIENCE_S, Desk, Node, making, outbox_of, payloads
 from tests.codec.parts import WHOLE, Grid, Piece
 from tests.contracts.clock import ManualClock
 from tests.support.samples import NAMESPACE
@@ -88,18 +88,18 @@ def nothing_is_left(node: Node) -> bool:
     return not (cache.leased() or saves.joins._reserved_bytes or len(node.cache.in_flight))
 
 
+class JoiningNode(Node):
+    """A node that gives everything back."""
+
+    def close(self) -> None:
+        assert nothing_is_left(self)
+        super().close()
+
+
 @pytest.fixture
 def make() -> Iterator[Callable[..., Node]]:
-    nodes: list[Node] = []
-
-    def made(**options: Any) -> Node:
-        nodes.append(Node(**options))
-        return nodes[-1]
-
-    yield made
-    for node in nodes:
-        assert nothing_is_left(node)
-        node.close()
+    with making(JoiningNode) as make:
+        yield make
 
 
 @pytest.fixture
@@ -162,17 +162,12 @@ def test_a_newer_save_of_a_chunk_replaces_an_older_one(node: Node) -> None:
     assert seed_of(stored(node)[PATH]) == 7
 
 
-def test_a_part_that_comes_twice_ends_the_payload(node: Node) -> None:
-    found = [hand_over(node, PIECES[n]) for n in (0, 1, 1, 2)]
-    assert found == [PART, PART, REFUSED, DROPPED]
-    assert not stored(node)
-
-
 def other_place(**other: int) -> Piece:
     return Piece(PIECES[3].payload, PIECES[3].position._replace(**other))
 
 
 WRONG = {
+    "one that has come": PIECES[0],
     "an impossible place": other_place(first=GRID.rows * GRID.columns),
     "another grid": other_place(step=1),
     "another rank's place": other_place(first=PIECES[2].position.first),

@@ -23,7 +23,8 @@ import redis
 
 from objkv.agent.client import AgentConnection, AgentRefused, is_listening
 from objkv.agent.http import listener
-from objkv.agent.messages import Commit, Drop
+from objkv.agent.memory.arena import BOARD_BYTES
+from objkv.agent.messages import Drop
 from objkv.agent.server import AgentServer
 from objkv.assembly import agent as agent_module
 from objkv.assembly import launch
@@ -38,7 +39,7 @@ from objkv.index.redis.index import RedisIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.telemetry import MemoryRecorder
 from tests.agent.test_http import Router
-from tests.agent.world import outbox_of, payloads
+from tests.agent.world import Node, payloads
 from tests.contracts.clock import ManualClock
 from tests.support.agents import AgentProcess, agent_folder
 from tests.support.samples import NAMESPACE
@@ -256,14 +257,17 @@ def test_an_agent_answers_at_its_address(config: Config, path: Path) -> None:
         assert Router(http_path(path)).ask("GET", "/healthz") == (200, "ok\n")
 
 
-def test_the_first_replica_starts_an_agent_for_all(config: Config) -> None:
+def test_the_first_replica_starts_an_agent_for_all(config: Config, path: Path) -> None:
+    """Although the folder was removed, as that of a user who has logged out."""
+    shutil.rmtree(path.parent)
     links = [AgentLink(config, REPLICA) for _ in range(3)]
     assert all(link.await_agent(PATIENCE_S) for link in links)
+    assert path.parent.stat().st_mode & 0o777 == 0o700
     connections = [link.connect(wants_arena=True) for link in links]
+    assert {one.arena.nbytes for one in connections} == {BOARD_BYTES + config.agent_memory_bytes}
     for connection in connections:
         connection.close()
-    path = agent_socket(config)
-    log = Path(f"{path}.log")
+    log = Path(f"{agent_socket(config)}.log")  # with a name by the new folder's key
     wait_until(lambda: "agent ready" in log.read_text())
     assert log.read_text().count("agent ready") == 1
 
@@ -357,9 +361,7 @@ def test_the_totals_of_an_agent_that_saves_no_more_are_sent_in_time(
     monkeypatch.setattr("objkv.index.redis.index._FLUSH_S", 0.0)
     config, totals = config.model_copy(update={"index_url": valkey.url}), RedisIndex(client)
     with NodeAgent(config, path, MemoryRecorder()) as agent:
-        payload, *_ = payloads()
-        with outbox_of(payload) as outbox:
-            agent.saves.commit(outbox, Commit(0, len(payload)))
+        Node.commit_one(agent, payloads()[0])  # type: ignore[arg-type]
         assert agent.saves.drain(PATIENCE_S)
         assert totals.usage() == []
         looks = iter([False, True])
@@ -435,13 +437,6 @@ def test_a_replica_that_cannot_start_an_agent_goes_on(
         shutil.rmtree(path.parent)
     with pytest.raises(TransferError):
         AgentLink(config, REPLICA).connect()
-
-
-def test_a_folder_that_was_removed_is_made_again(config: Config, path: Path) -> None:
-    """As that of a user who has logged out."""
-    shutil.rmtree(path.parent)
-    assert AgentLink(config, REPLICA).await_agent(PATIENCE_S)
-    assert path.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_one_process_of_the_node_starts_agents_and_leaves_no_dead_ones(
@@ -543,13 +538,6 @@ def test_replicas_of_an_agent_with_keys_need_none_but_say_how_payloads_are_seale
             connect(**keys)
     with pytest.raises(ConfigError, match="the signing keys are not configured"):
         NodeAgent(config.model_copy(update={"seals": "signed"}), path, MemoryRecorder())
-
-
-def test_an_agent_gets_all_settings_of_its_replica(config: Config) -> None:
-    environ = agent_environment(config)
-    assert environ["OBJKV_BULK_URL"] == config.bulk_url
-    assert environ["OBJKV_AGENT_MEMORY_BYTES"] == str(1 << 20)
-    assert "OBJKV_AGENT" not in environ
 
 
 def test_the_command_says_where_it_serves_and_ends_in_order(tmp_path: Path) -> None:

@@ -52,15 +52,10 @@ def test_equal_layouts_have_one_number_and_others_another() -> None:
     assert len({first, *numbers}) == 1 + len(others)
     assert [note(layouts, *other) for other in others] == numbers
     assert note(layouts) == first
-
-
-def test_one_object_is_remembered_for_equal_layers() -> None:
-    layouts = KnownLayouts()
-    assert layouts.last(NAMESPACE, "0") is UNKNOWN
-    note(layouts)
+    assert layouts.last("other", "0") is UNKNOWN
     note(layouts, tuple(map(replace, LAYERS)), 8192)
     assert layouts.last(NAMESPACE, "0").header_bytes == 8192
-    assert layouts.last(NAMESPACE, "0").layers is LAYERS
+    assert layouts.last(NAMESPACE, "0").layers is LAYERS, "one object for equal layers"
 
 
 def test_those_beyond_the_limit_have_no_number(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,10 +4,11 @@ import os
 import select
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import partial
 from threading import Event, Thread
 from threading import enumerate as enumerate_threads
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 
@@ -22,6 +23,7 @@ from tests.agent.world import Node
 from tests.support.samples import NAMESPACE
 from tests.support.waiting import PATIENCE_S, wait_until
 
+T = TypeVar("T")
 FIELD = "0"
 _SOON_S = 30.0
 """For another thread to come."""
@@ -49,9 +51,9 @@ class Replica:
         node.index.find = slow  # type: ignore[method-assign]
         node.index.touch = slow_touch  # type: ignore[method-assign]
         self.calls = AgentCalls(lambda: node.connect(wants_arena=False))
-        self.index, self.recorder = self.calls, MemoryRecorder()
+        self.recorder = MemoryRecorder()
         limits = LookupLimits(PATIENCE_S, queue_max=10_000)
-        self.lookups = LookupService(self.index, [FIELD], self.recorder, limits)
+        self.lookups = LookupService(self.calls, [FIELD], self.recorder, limits)
 
     def find(self, name: str, hashes: Sequence[bytes]) -> list[bool]:
         """Which chunks are found; waits for the answer."""
@@ -69,7 +71,7 @@ class Replica:
 
 @pytest.fixture
 def replica(node: Node) -> Iterator[Replica]:
-    replica = Replica(node.listen() if node.server is None else node)
+    replica = Replica(node)
     yield replica
     replica.close()
 
@@ -86,7 +88,7 @@ def test_a_slow_question_delays_nothing_that_is_known(replica: Replica) -> None:
 
 
 def test_a_slow_call_delays_no_lookup(replica: Replica) -> None:
-    assert replica.lookups.submit(lambda: replica.index.touch(NAMESPACE, replica.known, ttl_s=1))
+    assert replica.lookups.submit(lambda: replica.calls.touch(NAMESPACE, replica.known, ttl_s=1))
     assert replica.find("r", replica.known) == [True] * 3
     assert replica.find("other", [bytes(20)]) == [False]
     assert replica.lookups._thread.unfinished == 1
@@ -159,10 +161,6 @@ class Mute:
     def receive(self) -> bytes | None:
         return None
 
-    def answer(self) -> None:
-        """Have ``receive`` called."""
-        os.write(self._pipe[1], b"x")
-
     def close(self) -> None:
         if not self.closed:
             self.closed = True
@@ -186,6 +184,13 @@ def thread() -> Iterator[StepThread]:
     thread.close(1.0)
 
 
+def begun(thread: StepThread, steps: Steps[T]) -> "Future[T]":
+    """Work that the thread takes."""
+    future = thread.start(steps)
+    assert future is not None
+    return future
+
+
 def asking(line: Mute, message: bytes = b"question") -> Steps[bytes]:
     return (yield Question(line, message))
 
@@ -194,9 +199,7 @@ def asking(line: Mute, message: bytes = b"question") -> Steps[bytes]:
 def test_a_line_without_an_answer_is_lost_in_time(
     thread: StepThread, mute: Mute, message: bytes
 ) -> None:
-    asked = [thread.start(asking(mute, message)) for _ in range(3)]
-    for one in asked:
-        assert one is not None
+    for one in [begun(thread, asking(mute, message)) for _ in range(3)]:
         assert isinstance(one.exception(_SOON_S), TimeoutError)
     assert mute.closed
     assert thread.unfinished == 0
@@ -226,8 +229,7 @@ def test_no_exception_ends_the_thread(
 ) -> None:
     fd = mute.fd
     breaks(thread, mute, monkeypatch)
-    asked = thread.start(asking(mute))
-    assert asked is not None
+    asked = begun(thread, asking(mute))
     assert asked.exception(_SOON_S) is not None
     mute.fd = fd
 
@@ -235,8 +237,7 @@ def test_no_exception_ends_the_thread(
         yield None
         return 7
 
-    after = thread.start(adding())
-    assert after is not None
+    after = begun(thread, adding())
     assert after.result(_SOON_S) == 7
     assert thread.unfinished == 0
 
@@ -264,8 +265,7 @@ def test_without_a_thread_work_is_refused_until_there_is_one(
         thread = StepThread("objkv-test", answer_s=0.05)
         assert thread.start(asking(mute)) is None
         assert thread.unfinished == 0
-    asked = thread.start(asking(mute))
-    assert asked is not None
+    asked = begun(thread, asking(mute))
     assert isinstance(asked.exception(_SOON_S), TimeoutError)
     thread.close(1.0)
     assert thread.start(asking(mute)) is None
@@ -283,9 +283,8 @@ def test_work_that_takes_long_lets_others_go_first(thread: StepThread) -> None:
         return
         yield
 
-    first = thread.start(long())
+    first = begun(thread, long())
     thread.start(short())
-    assert first is not None
     assert first.result(_SOON_S) is None
 
 
@@ -321,14 +320,12 @@ def test_cancelled_work_gives_its_place_back_once() -> None:
     def quick() -> Steps[None]:
         yield None
 
-    waiting = thread.start(quick())
-    assert waiting is not None
+    waiting = begun(thread, quick())
     assert thread.start(quick()) is None
     for _ in range(2):
         thread.cancel(waiting)
     assert thread.unfinished == 1
-    other = thread.start(quick())
-    assert other is not None
+    other = begun(thread, quick())
     may_go.set()
     other.result(_SOON_S)
     wait_until(lambda: thread.unfinished == 0)
@@ -337,8 +334,7 @@ def test_cancelled_work_gives_its_place_back_once() -> None:
 
 def test_closing_cancels_what_has_not_begun_and_fails_what_asks(mute: Mute) -> None:
     thread = StepThread("objkv-test", answer_s=PATIENCE_S)
-    asked = thread.start(asking(mute))
-    assert asked is not None
+    asked = begun(thread, asking(mute))
     wait_until(asked.running)
     thread.close(0.01)
     assert isinstance(asked.exception(_SOON_S), TimeoutError)
@@ -350,15 +346,14 @@ def test_closing_takes_no_longer_than_what_has_begun(
     mute: Mute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     thread = StepThread("objkv-test", answer_s=PATIENCE_S)
-    asked = thread.start(asking(mute))
-    assert asked is not None
+    asked = begun(thread, asking(mute))
     wait_until(asked.running)
     closer = Thread(target=thread.close, args=(PATIENCE_S,))
     closer.start()
     wait_until(lambda: not thread.run(lambda: None))
     answers = [b"answer"]
     monkeypatch.setattr(mute, "receive", lambda: answers.pop() if answers else None)
-    mute.answer()
+    os.write(mute._pipe[1], b"x")
     closer.join(_SOON_S)
     assert not closer.is_alive()
     assert asked.result() == b"answer"
@@ -367,8 +362,6 @@ def test_closing_takes_no_longer_than_what_has_begun(
 def test_a_connection_that_comes_too_late_is_closed(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if node.server is None:
-        node.listen()
     reached, gate = list[AgentConnection](), Event()
 
     def connect() -> AgentConnection:
@@ -378,8 +371,7 @@ def test_a_connection_that_comes_too_late_is_closed(
 
     calls, thread = AgentCalls(connect), StepThread("objkv-test", answer_s=PATIENCE_S)
     monkeypatch.setattr(background, "JOIN_S", 0.0)
-    asked = thread.start(calls.find(NAMESPACE, [b"x" * 20], (FIELD,)))
-    assert asked is not None
+    asked = begun(thread, calls.find(NAMESPACE, [b"x" * 20], (FIELD,)))
     wait_until(lambda: bool(reached))
     thread.close(0.0)
     calls.close()
@@ -392,8 +384,7 @@ def test_a_question_that_closing_ends_is_no_failure(
     replica: Replica, caplog: pytest.LogCaptureFixture
 ) -> None:
     thread = StepThread("objkv-test", answer_s=PATIENCE_S)
-    asked = thread.start(replica.calls.find(NAMESPACE, [b"x" * 20], (FIELD,)))
-    assert asked is not None
+    asked = begun(thread, replica.calls.find(NAMESPACE, [b"x" * 20], (FIELD,)))
     wait_until(lambda: bool(replica.hanging))
     with caplog.at_level("WARNING", "objkv"):
         thread.close(0.0)

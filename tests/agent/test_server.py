@@ -16,6 +16,7 @@ from objkv.agent import messages as m
 from objkv.agent import peers
 from objkv.agent import server as server_module
 from objkv.agent.client import AgentCalls, AgentConnection, AgentRefused, is_listening
+from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import CommitStatus, MissReason, PrefetchOrder, Urgency
 from objkv.cache.switch import SWITCH_PATH
@@ -31,6 +32,7 @@ from tests.agent.world import (
     claims_of,
     denied,
     ended,
+    loaded,
     opened,
     pages_at,
     payloads,
@@ -47,11 +49,8 @@ def test_leases_end_with_their_connection(node: Node) -> None:
         ended(client, lease)
     assert node.arena_cache.leased() == 3
     client.close()
-    wait_until(lambda: not node.arena_cache.leased(), PATIENCE_S)
-    again = node.connect()
-    leases = opened(again, wanted)
-    assert [lease.progress.state for lease in leases] == [CellState.READY] * 3
-    again.release([lease.number for lease in leases])
+    wait_until(lambda: not node.arena_cache.leased())
+    assert [one.state for one in loaded(node.connect(), wanted)] == [CellState.READY] * 3
     wait_until(lambda: not node.arena_cache.leased())
 
 
@@ -67,6 +66,14 @@ def greeted(node: Node) -> socket.socket:
     sock.send(m.pack_hello(m.Hello(m.VERSION, wants_arena=False)))
     assert m.kind_of(sock.recv(100)) is m.MessageKind.WELCOME
     return sock
+
+
+def ask_for(sock: socket.socket, wanted: Sequence[PayloadRequest]) -> None:
+    """Open payloads."""
+    sock.send(
+        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, claims_of(wanted)))
+    )
+    m.unpack_opened(sock.recv(1000), len(wanted))
 
 
 @pytest.mark.parametrize(
@@ -85,11 +92,7 @@ def test_a_client_that_lies_harms_only_itself_and_keeps_its_memory_until_it_goes
 ) -> None:
     wanted, honest, liar = node.save(), node.connect(), greeted(node)
     leases = opened(honest, wanted[:1])
-    claims = [one.claim for one in wanted]
-    liar.send(
-        m.pack_open_request(m.OpenRequest(m.Urgency.BETWEEN_STEPS, 60_000, m.Claims.of(claims)))
-    )
-    m.unpack_opened(liar.recv(1000), 3)
+    ask_for(liar, wanted)
     wait_until(
         lambda: node.arena_cache.contains_ready([w.claim.key.path() for w in wanted]) == [True] * 3
     )
@@ -313,20 +316,6 @@ def test_lookups_are_answered_from_one_board(node: Node, calls: AgentCalls) -> N
     assert index.find(NAMESPACE, [], [key.field]) == []
 
 
-def test_a_replica_finds_at_once_what_its_node_saved(node: Node) -> None:
-    """Though it was missing, and that was remembered."""
-    client, desk = node.connect(wants_arena=False), Desk(node)
-    samples = payloads()
-    keys = [read_header(one).claim.key for one in samples]
-    hashes, field = [key.prefix_hash for key in keys], keys[0].field
-    for count, sample in enumerate(samples):
-        found = complete(client.find(NAMESPACE, hashes, (field,)))
-        assert [one is not None for one in found] == [n < count for n in range(len(keys))]
-        desk.hand_over(sample)
-    assert None not in complete(client.find(NAMESPACE, hashes, (field,)))
-    desk.close()
-
-
 def test_a_client_remembers_a_bounded_number_of_blocks(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,10 +341,8 @@ def test_a_payload_that_was_missed_is_not_found_again(
         node.store.delete(key.path())
     else:
         node.store.put(key.path(), bytes(wanted[0].record.nbytes))
-    client = node.connect()
-    (lease,) = opened(client, wanted[:1])
-    reason = MissReason.MISSING if is_missing else MissReason.CORRUPT
-    assert ended(client, lease).reason == reason
+    (missed,) = loaded(node.connect(), wanted[:1])
+    assert missed.reason == (MissReason.MISSING if is_missing else MissReason.CORRUPT)
     assert index.find(NAMESPACE, hashes, [key.field])[0] is None
 
 
@@ -413,21 +400,11 @@ def test_a_replica_prefetches_in_calls_of_bounded_length(
     nbytes = wanted[0].record.raw_bytes
     assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60.0, 0, 3 * nbytes)) == 3
     wait_until(lambda: not node.arena_cache.leased())
-    assert (
-        Completed(calls).prefetch(
-            NAMESPACE, [*hashes[:5], bytes(20), *hashes[5:]], PrefetchOrder(60)
-        )
-        == 2
-    )
+    hashes.insert(5, bytes(20))
+    assert Completed(calls).prefetch(NAMESPACE, hashes, PrefetchOrder(60)) == 2
     wait_until(lambda: not node.arena_cache.leased())
-    assert (
-        node.arena_cache.contains_ready([w.claim.key.path() for w in wanted])
-        == [True] * 5 + [False] * 2
-    )
-    with pytest.raises(StoreDenied, match="invalid call"):
-        Completed(calls).run("prefetch", namespace=NAMESPACE, hashes=[], order={"deadline_s": -1})
-    with pytest.raises(StoreDenied, match="invalid namespace"):
-        Completed(calls).run("prefetch", namespace="../x", hashes=[], order={"deadline_s": 1})
+    found = node.arena_cache.contains_ready([one.claim.key.path() for one in wanted])
+    assert found == [True] * 5 + [False] * 2
 
 
 def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls) -> None:
@@ -438,8 +415,6 @@ def test_the_stores_errors_arrive_as_what_they_are(node: Node, calls: AgentCalls
         index.find(NAMESPACE, [bytes(20)], ["0.L0-2_H0-2"])
     with pytest.raises(StoreDenied, match="no rights"):
         index.touch(NAMESPACE, [bytes(20)], ttl_s=1)
-    with pytest.raises(StoreDenied, match="invalid call"):
-        Completed(calls).run("explode")
 
 
 def test_a_lost_connection_is_replaced(node: Node, caplog: pytest.LogCaptureFixture) -> None:
@@ -527,6 +502,6 @@ def test_an_overloaded_or_full_store_is_reported(node: Node, desk: Desk) -> None
 def test_an_outbox_that_could_shrink_is_refused(node: Node) -> None:
     fd = os.memfd_create("x", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, 8192)
-    with pytest.raises(TransferError):
+    with pytest.raises(TransferError, match="not an agent"):
         node.connect(outbox=fd)
     os.close(fd)

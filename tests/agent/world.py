@@ -323,6 +323,14 @@ def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[Ar
     return leases_of(answer, client.arena.board)
 
 
+def loaded(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[Progress]:
+    """What became of payloads that a client opens, waits for, and gives back."""
+    leases = opened(client, wanted)
+    found = [ended(client, lease) for lease in leases]
+    client.release([lease.number for lease in leases if lease.number])
+    return found
+
+
 def claims_of(wanted: Sequence[PayloadRequest]) -> Claims:
     """What to open."""
     return Claims.of([one.claim for one in wanted])

@@ -20,7 +20,7 @@ from objkv.transfer.loading import loader as loader_module
 from objkv.transfer.plan import LoadPlan
 from tests.agent.consistency import is_consistent
 from tests.agent.reader import load_by_agent
-from tests.agent.world import Node, WatchedStore
+from tests.agent.world import Node, WatchedStore, gated
 from tests.contracts.clock import ManualClock
 from tests.support.arenas import LossyConnection
 from tests.support.device import ON_HOST
@@ -101,8 +101,8 @@ def test_a_thread_that_has_no_room_for_more_sleeps(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client, "_WINDOW_BYTES", 1)
-    gate, waits, wait = threading.Event(), list[float](), AgentConnection.wait
-    most = [0]
+    gate, most = gated(world.node), [0]
+    waits, wait = list[float](), AgentConnection.wait
 
     def watched(self: AgentConnection, seconds: float, also: Any) -> bool:
         leased = world.reader.loader.link.leased  # type: ignore[attr-defined]
@@ -112,7 +112,6 @@ def test_a_thread_that_has_no_room_for_more_sleeps(
         return wait(self, seconds, also)
 
     monkeypatch.setattr(AgentConnection, "wait", watched)
-    world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
     world.reader.loader.submit(world.reader.load_plan(range(4), 1))
     wait_until(lambda: len(waits) > 0)
     gate.set()
@@ -343,8 +342,7 @@ def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
 ) -> None:
     monkeypatch.setattr(client, "REACH_MAX_S", 0.1)
     if moment == "within":
-        gate = threading.Event()
-        world.store.on_get = lambda key: gate.wait(PATIENCE_S) and None  # type: ignore[func-returns-value]
+        gate = gated(world.node)
         world.reader.loader.submit(world.reader.load_plan(range(4), 1))
         wait_until(lambda: bool(world.store.gets))
         threading.Timer(0.01, gate.set).start()
@@ -353,11 +351,7 @@ def test_loads_are_misses_while_there_is_no_agent_and_go_on_with_the_next(
         world.store.on_get = lambda key: None
     else:
         world.restart()
-
-    def loads() -> bool:
-        return not world.reader.load(range(4), 1).failed_blocks
-
-    wait_until(loads)
+    wait_until(lambda: not world.reader.load(range(4), 1).failed_blocks)
     assert world.right()
 
 

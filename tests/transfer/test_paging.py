@@ -44,23 +44,25 @@ def test_padded_states_pass() -> None:
     assert not memory.any()
 
 
-def test_layers_that_share_their_memory_are_refused() -> None:
-    cache = torch.zeros(9, 2, 4, 8)
-    with pytest.raises(ConfigError, match="KV cache of l0 does not return the blocks"):
-        check_pages(group(cache, cache), HostLane())
-    assert not cache.any()
+ZEROS = torch.zeros(9, 2, 4, 8)
 
 
-def test_blocks_that_overlap_are_refused() -> None:
-    caches = [torch.zeros(4096).as_strided((9, 2, 4, 8), (32, 32, 8, 1)) for _ in range(2)]
-    with pytest.raises(ConfigError, match="strides"):
+@pytest.mark.parametrize(
+    ("caches", "reason"),
+    [
+        ([ZEROS, ZEROS], "KV cache of l0 does not return the blocks"),
+        (
+            [torch.zeros(4096).as_strided((9, 2, 4, 8), (32, 32, 8, 1)) for _ in range(2)],
+            "strides",
+        ),
+        ([torch.zeros(9, 1, 4, 8).expand(9, 2, 4, 8) for _ in range(2)], "not supported"),
+    ],
+    ids=["layers share their memory", "blocks overlap", "heads are one and the same"],
+)
+def test_memory_that_is_used_twice_is_refused(caches: list[torch.Tensor], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         check_pages(group(*caches), HostLane())
-
-
-def test_heads_that_are_one_and_the_same_are_refused() -> None:
-    caches = [torch.zeros(9, 1, 4, 8).expand(9, 2, 4, 8) for _ in range(2)]
-    with pytest.raises(ConfigError, match="not supported"):
-        check_pages(group(*caches), HostLane())
+    assert not ZEROS.any()
 
 
 def test_cleared_blocks_are_zero_in_all_layers_and_others_stay() -> None:
