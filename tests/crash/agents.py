@@ -74,7 +74,6 @@ def _line(child: Client) -> str:
 
 
 def _await_line(child: Client) -> None:
-    """It is connected."""
     if _line(child) != "connected":
         raise Violation(f"a client ended with {child.wait()}")
 
@@ -126,7 +125,6 @@ class AgentRounds:
         self._agent.kill()
 
     def run(self) -> None:
-        """One round. Raises ``Violation``."""
         kinds = {
             "agent": self._kill_agent,
             "worker": self._kill_worker,

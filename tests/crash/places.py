@@ -55,7 +55,6 @@ class Place:
         return replace(view, owner=f"crash-{os.getpid()}", lease_ms=LEASE_MS)
 
     def wipe(self) -> None:
-        """Begin a round with nothing."""
         raise NotImplementedError
 
     def kill(self, server: str) -> None:

@@ -43,8 +43,6 @@ class Seen:
 
 
 class Rounds:
-    """Rounds in one place."""
-
     def __init__(self, place: Place, seed: int) -> None:
         self._place = place
         self._random = random.Random(seed)
@@ -115,7 +113,6 @@ class Rounds:
         self._step_kill("sweep", lambda: sweep_all(self._place.view_of(self._place.fresh)).counts)
 
     def _rebuild(self) -> None:
-        """A rebuild that is killed."""
         wanted = saves(next(self._tokens), 3)
         self._wanted += wanted
         save_all(self._place.used, wanted, "before")

@@ -49,8 +49,6 @@ def _layers_in_blocks(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class CacheForm:
-    """A form of the paged cache."""
-
     name: str
     layers: Callable[[torch.Tensor, Shape], Sequence[torch.Tensor]]
     """Makes each layer's ``[blocks, heads, block size, content]`` of all memory."""
@@ -61,7 +59,6 @@ class CacheForm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory."""
         heads, size, content = self.shape
         return _LAYERS * _BLOCKS * heads * size * content * self.dtype.itemsize
 
@@ -94,8 +91,6 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class LaneCase:
-    """One thing that was tested."""
-
     name: str
     ok: bool | None
     """None if it cannot be tested here."""
@@ -106,7 +101,6 @@ class LaneCase:
 def one_way(
     driver: DeviceDriver, kernels: PageKernels, batch_copy: BatchCopy | None
 ) -> DeviceDriver:
-    """Return a device's driver that copies in one way only."""
     way = copy(driver)
     way.kernels, way.batch_copy = kernels, batch_copy
     return way

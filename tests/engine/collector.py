@@ -25,12 +25,10 @@ class Collector:
         """What ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` is to be."""
 
     def spans(self, beginning: str = "") -> Spans:
-        """Those whose names begin so."""
         with self._lock:
             return [span for span in self._spans if span["name"].startswith(beginning)]
 
     def take(self, body: bytes) -> None:
-        """One request of an exporter."""
         request = ExportTraceServiceRequest.FromString(body)
         found = [
             {
@@ -56,7 +54,6 @@ def _value(value: Any) -> Any:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on loopback."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):

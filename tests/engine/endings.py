@@ -174,7 +174,6 @@ def session_processes(leader: int) -> list[int]:
 
 
 def kill_session(leader: int) -> None:
-    """End at once whatever is left of the session."""
     for pid in session_processes(leader):
         os.kill(pid, signal.SIGKILL)
 
@@ -188,7 +187,6 @@ def dump_stacks(pid: int) -> None:
 
 
 def wait_for_end(leader: int, bound_s: float) -> None:
-    """Wait until nothing of the session runs. Raises TimeoutError."""
     wait_until(
         lambda: not session_processes(leader), f"all of session {leader} to end", bound_s=bound_s
     )

@@ -44,12 +44,10 @@ class SharedStore:
 
     @property
     def bulk(self) -> Path:
-        """The folder of the payloads."""
         return self.folder / "chunks"
 
     @property
     def index_file(self) -> Path:
-        """The file of the index."""
         return self.folder / "index.sqlite"
 
     def job(
@@ -82,11 +80,9 @@ class SharedStore:
         return SharedStore(folder)
 
     def namespaces(self) -> list[str]:
-        """Namespaces that hold something, sorted."""
         return sorted(path.name for path in self.bulk.iterdir())
 
     def payloads(self) -> list[Path]:
-        """The files of all payloads."""
         return sorted(self.bulk.glob("*/*/*/*.safetensors"))
 
     def hashes(self, prompt: Prompt) -> list[bytes]:

@@ -135,7 +135,6 @@ def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
 
 
 def _agent_of(job: Job) -> AgentProcess | None:
-    """Start the agent of a replica that names none."""
     encoder, kind = job.engine.get("ec_transfer_config") or {}, ""
     given: dict[str, Any] = {}
     if job.connector is not None:
@@ -180,7 +179,6 @@ def _start(
 
 @functools.cache
 def nursery() -> Nursery:
-    """What this process forks replicas off."""
     return Nursery(ROOT, _environment_of(Job(steps=())), ("tests.engine.preloaded",))
 
 

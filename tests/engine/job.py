@@ -141,10 +141,8 @@ class Result(_Value):
 
     @property
     def tokens(self) -> list[tuple[int, ...]]:
-        """The generated tokens of all prompts, in order."""
         return [output.tokens for outputs in self.outputs for output in outputs]
 
     @property
     def cached(self) -> list[int | None]:
-        """The cached prompt tokens of all prompts, in order."""
         return [output.cached_tokens for outputs in self.outputs for output in outputs]

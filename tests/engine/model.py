@@ -49,7 +49,6 @@ def make(name: ModelName) -> Path:
 
 
 def make_once(target: Path, save: Callable[[Path], None]) -> Path:
-    """Have ``save`` make ``target``, unless it is there."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +143,6 @@ def adapter(name: str, seed: int) -> Path:
 
 
 def make_adapters() -> None:
-    """Make all that were asked for, unless they are there."""
     for place, seed in ADAPTERS.items():
         make_once(place, lambda target, seed=seed: make_adapter(target, seed=seed))  # type: ignore
 

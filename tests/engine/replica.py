@@ -151,7 +151,6 @@ class Driver:
 
 
 def run(job: Job) -> Result:
-    """Live the job's whole life in this process."""
     clock = time.perf_counter
     moments = [clock()]
     warnings = keep_warnings()

@@ -61,8 +61,6 @@ _FLAGS = ("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-de
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered to one prompt."""
-
     tokens: tuple[int, ...]
     cached_tokens: int
     seconds: float
@@ -114,7 +112,6 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Everything it printed so far."""
         return self.log_file.read_text(errors="replace")
 
     def wait_until_ready(self) -> None:
@@ -132,7 +129,6 @@ class Server:
         wait_until(is_ready, f"{self.url} to serve, see {self.log_file}", bound_s=READY_S)
 
     def complete(self, prompt: Prompt, **headers: str) -> Answer:
-        """Its greedy answer."""
         asked: dict[str, Any] = {
             "model": NAME,
             "prompt": list(prompt.tokens),

@@ -76,7 +76,6 @@ class Row:
 
 
 def prompts(*lengths: int, **more: Any) -> tuple[Prompt, ...]:
-    """One of each length, all different."""
     return tuple(prompt_of(n, seed=n, **more) for n in lengths)
 
 
@@ -110,7 +109,6 @@ def salted(salt: str) -> Prompt:
 
 
 def adapted(name: str, seed: int) -> Prompt:
-    """``PLAIN`` with an adapter, which is made of a seed."""
     return PLAIN.model_copy(update={"lora": model.adapter(name, seed)})
 
 
@@ -271,7 +269,7 @@ def _scale(folder: Path, name: str) -> None:
 
 def _drafts() -> list[Row]:
     rows = []
-    for method in ("draft_model", "eagle", "dflash", "mtp"):
+    for method in ("draft_model", "eagle"):
         # vLLM drops the last block of each match of its own for drafts that continue hidden states.
         loaded = tuple(n - BLOCK * (method != "draft_model") for n in TWO_LOADED)
         rows.append(
@@ -281,7 +279,7 @@ def _drafts() -> list[Row]:
                 prompts(300, 600, max_tokens=24),
                 engine=lambda method=method: make_pair(method),
                 stems=("0", "draft"),
-                accepts=0.9 if method in ("draft_model", "eagle") else 0.0,
+                accepts=0.9,
             )
         )
     plain = Side(engine={"speculative_config": None})
@@ -381,7 +379,6 @@ def _tiers() -> list[Row]:
 
 
 def rows() -> dict[str, Row]:
-    """All of them, by name."""
     made = (
         *(*_plain(), *_shared_or_not(), *_sealed(), *_dtypes()),
         *(*_drafts(), *_hybrids(), *_shapes(), *_tiers()),

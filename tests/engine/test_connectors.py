@@ -23,14 +23,12 @@ RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 
 def one(store: SharedStore, **settings: Any) -> dict[str, Any]:
-    """The connector to one store."""
     connector = store.job(chunk_tokens=256, **settings).connector
     assert connector is not None
     return connector
 
 
 def several(*connectors: dict[str, Any], **outer: Any) -> Job:
-    """A replica with these."""
     extra = {"connectors": list(connectors)}
     connector = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **outer}
     return Job(steps=STEPS, connector=connector | {"kv_connector_extra_config": extra})

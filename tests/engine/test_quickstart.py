@@ -37,7 +37,6 @@ def commands() -> str:
 
 
 def shown() -> list[str]:
-    """What the page shows as output."""
     return [text for kind, text in FENCE.findall(PAGE.read_text()) if not kind]
 
 

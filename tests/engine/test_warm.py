@@ -119,7 +119,6 @@ def usable(settings: dict[str, str], file: Path, tokenizer: Path) -> list[list[i
 
 
 def stored(settings: dict[str, str]) -> int:
-    """Chunks that are indexed."""
     with open_backends(load_config(environ=settings), NullRecorder()) as backends:
         return sum(usage.payloads for usage in backends.index.usage())
 

@@ -135,7 +135,6 @@ def encoder(store: Path, role: str = "ec_both", **settings: Any) -> dict[str, An
     """An ``ec_transfer_config`` on a folder that replicas share."""
     return {
         "ec_connector": CONNECTOR,
-        "ec_connector_module_path": "objkv.connector",
         "ec_role": role,
         "ec_connector_extra_config": extra(store, **settings),
     }
@@ -172,7 +171,6 @@ def look_at(llm: Any, prompts: list[list[int]], head: int, tail: int) -> dict[st
 
 
 def picture(seed: int) -> Any:
-    """An image of noise."""
     import numpy as np
     from PIL import Image
 

@@ -44,8 +44,6 @@ _WIDTH = 8192
 
 
 class AgentPlace(Place):
-    """The agent, its stores, and the faults that they can have."""
-
     def __init__(
         self, servers: Servers, *, arena_bytes: int = ARENA_BYTES, processes: int = 0
     ) -> None:
@@ -82,11 +80,9 @@ class AgentPlace(Place):
 
     @property
     def is_serving(self) -> bool:
-        """Whether the agent answers."""
         return not self._is_frozen and self.agent.process.poll() is None
 
     def close(self) -> None:
-        """End the agent."""
         self.agent.__exit__(None, None, None)
         shutil.rmtree(self._sockets)
         super().close()
@@ -130,7 +126,6 @@ class AgentPlace(Place):
         }
 
     def _metrics(self) -> dict[str, float]:
-        """The agent's metrics; nothing if it is away."""
         if not self.is_serving:
             return {}
         try:

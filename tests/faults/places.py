@@ -59,15 +59,12 @@ class Clock:
         self.pauses_ahead_s = 0.0
 
     def wall(self) -> float:
-        """Seconds since the epoch, more or less."""
         return time.time() + self.ahead_s
 
     def now(self) -> datetime:
-        """The same for botocore."""
         return datetime.fromtimestamp(self.wall(), UTC)
 
     def pauses(self) -> float:
-        """Seconds, monotonic."""
         return time.monotonic() + self.pauses_ahead_s
 
 
@@ -79,8 +76,6 @@ class Calls:
         self._lock = Lock()
 
     def counting(self, call: Callable[P, T]) -> Callable[P, T]:
-        """``call``, counted."""
-
         def counted(*args: P.args, **kwargs: P.kwargs) -> T:
             with self._lock:
                 self.made += 1
@@ -127,18 +122,15 @@ class S3Process:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
         self._process, _ = start_server("quick_s3", "--port", str(self.address[1]))
 
     def kill(self) -> None:
-        """SIGKILL. Idempotent."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
 
     def restart(self) -> None:
-        """Start it again on its port."""
         self.kill()
         self.start()
 
@@ -165,7 +157,6 @@ class Servers:
 
 @contextmanager
 def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
-    """Start everything, end everything."""
     s3 = S3Process()
     try:
         with (
@@ -209,7 +200,6 @@ class Place:
 
     @property
     def index_file(self) -> Path:
-        """Of SQLite."""
         return self.folder / "index.sqlite"
 
     def mend(self) -> None:
@@ -219,7 +209,6 @@ class Place:
         self.servers.redis_proxy.mend()
 
     def close(self) -> None:
-        """End what this place alone has running."""
         self.mend()
         for server in self.extra:
             server.kill()
@@ -260,7 +249,6 @@ class Place:
         return {}
 
     def payloads(self) -> list[str]:
-        """Paths of all payloads."""
         with self.bulk() as store:
             return [e.key for e in store.scan("") if e.key.endswith(".safetensors")]
 

@@ -11,8 +11,6 @@ UNEXPECTED = ("unexpectedly", "continuing without it", "not taken out", "Traceba
 
 
 class Lines(logging.Handler):
-    """What objkv logs at WARNING or above."""
-
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self.lines: list[str] = []
@@ -23,8 +21,6 @@ class Lines(logging.Handler):
 
 @dataclass
 class Seen:
-    """One verb under one fault."""
-
     outcome: str = ""
     right: bool = False
     """Whether the tokens are those of a model without a connector, and all KV that was read what
@@ -37,7 +33,6 @@ class Seen:
     """Whether the request ended while the fault was there: nobody waited for its end."""
 
     def check(self, cell: Cell) -> None:
-        """Assert that it is as the matrix says."""
         assert self.right
         assert self.ended
         assert self.outcome == cell.outcome, (self.counted, self.lines)

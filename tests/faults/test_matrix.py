@@ -145,8 +145,6 @@ def _open(place: Place, row: Row, mode: str, revision: int = 1) -> ShakenEngine:
 
 
 class _Shake:
-    """One engine, one fault, each verb once."""
-
     def __init__(
         self, servers: Servers, row: Row, mode: str, place: Place, engine: ShakenEngine
     ) -> None:

@@ -74,7 +74,6 @@ class Hands:
                 self.say(f"{what} block {block} of {planned}, which {self.now[block]} has")
 
     def say(self, what: str) -> NoReturn:
-        """Something must not be."""
         self.broken.append(what)
         raise Broken(what)
 
@@ -95,7 +94,6 @@ class Stream:
 
     @property
     def given(self) -> int:
-        """How many things."""
         return len(self._given)
 
     def do(self, work: Callable[[], None]) -> None:
@@ -114,7 +112,6 @@ class Stream:
             self._given.append(lambda: other.done >= number)
 
     def end(self) -> None:
-        """It is given nothing any more."""
         self._closed = True
 
     def _take_time(self) -> None:
@@ -354,7 +351,6 @@ class WatchedInside(InsideAgent):
         WatchedInside._all.append(self)
 
     def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> Any:
-        """See ``InsideAgent``."""
         connection: Any = super().connect(wants_arena=wants_arena, outbox=outbox)
         (self.connections if wants_arena else self.writers).append(connection)
         return connection

@@ -39,14 +39,11 @@ class Found(Broken):
 
 @dataclass
 class Tally:
-    """What was played."""
-
     plays: int = 0
     switches: int = 0
     copies: int = 0
 
     def add(self, recorded: Recorded, engine: Engine) -> None:
-        """One more."""
         self.plays += 1
         self.switches += sum(1 for choice in recorded.choices if choice)
         self.copies += engine.hands.touches

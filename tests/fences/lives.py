@@ -120,7 +120,6 @@ def situations() -> dict[str, Life]:
 
 
 def knobs_of(seed: int) -> Knobs:
-    """A world at random."""
     dice = random.Random(seed)
     return Knobs(
         late=dice.random() < 0.75,

@@ -12,13 +12,10 @@ class Recorded:
     def __init__(self, choices: Sequence[int] = ()) -> None:
         self.choices = list(choices)
         self.options: list[int] = []
-        self.free: list[bool] = []
-        """Whether another choice was no preemption: who ran could not go on."""
 
     def choose(self, options: Sequence[Task | None], current: Task | None) -> int:
         at = len(self.options)
         self.options.append(len(options))
-        self.free.append(options[0] is not current)
         if at == len(self.choices):
             self.choices.append(self._pick(options, current))
         return self.choices[at]

@@ -32,8 +32,6 @@ class Broken(AssertionError):
 
 
 class Task:
-    """One thread on the stage."""
-
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
@@ -63,8 +61,6 @@ class Schedule(Protocol):
 
 
 class Stage:
-    """The threads of one interleaving."""
-
     def __init__(self, schedule: Schedule) -> None:
         self.now = 1000.0
         self.tasks: list[Task] = []
@@ -209,7 +205,6 @@ _stage: Stage | None = None
 
 
 def the_stage() -> Stage:
-    """The one that is set."""
     assert _stage is not None
     return _stage
 

@@ -108,8 +108,6 @@ def _few_slabs(*given: Any) -> Pools:
 
 @dataclass(frozen=True)
 class Knobs:
-    """How a world is."""
-
     late: bool = True
     """Whether copies are late, as on a GPU, or made at once, as on a CPU."""
     copy_s: float = 0.0
@@ -139,8 +137,6 @@ class Knobs:
 
 @dataclass
 class Request:
-    """As the scheduler knows it."""
-
     name: str
     chunks: int
     epoch: int
@@ -158,7 +154,6 @@ class Request:
     saved: bool = False
 
     def of(self, chunk: int) -> list[int]:
-        """Its blocks of a chunk."""
         return self.blocks[chunk * BLOCKS : (chunk + 1) * BLOCKS]
 
 
@@ -272,7 +267,6 @@ class Engine:
         self._open()
 
     def shut_down(self) -> None:
-        """The end, whatever was under way."""
         if self.awake:
             self._close_side()
         self._lose_memory()
@@ -426,7 +420,6 @@ class Engine:
                     self._write(request, chunk, layer)
 
     def _write(self, request: Request, chunk: int, layer: int) -> None:
-        """The model computes."""
         epoch, blocks = self.epoch, request.of(chunk)
 
         def work() -> None:
@@ -436,7 +429,6 @@ class Engine:
         self.compute.do(work)
 
     def _look(self, request: Request, chunk: int, layer: int, epoch: int) -> None:
-        """The model reads."""
         blocks, name = request.of(chunk), request.name
 
         def work() -> None:

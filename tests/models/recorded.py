@@ -52,7 +52,6 @@ class Model:
         return HERE / self.name
 
     def cases(self) -> dict[str, dict[str, Any]]:
-        """The recorded configurations by name."""
         sizes = {
             "plain": {},
             f"TP {self.tp}": {"tp": self.tp},
@@ -99,7 +98,6 @@ def write(model: Model, version: str, found: dict[str, Any]) -> None:
 
 @cache
 def answers(name: str) -> dict[str, dict[str, Any]]:
-    """The recorded answers of a model by version and case."""
     whole = json.loads((HERE / name / "answers.json").read_text())
     names = whole["names"]
     found: dict[str, dict[str, Any]] = {}
@@ -218,7 +216,6 @@ def _model_config(numbers: dict[str, Any], text: Any) -> Any:
 
 
 def kv_cache_config(answer: dict[str, Any]) -> KVCacheConfig:
-    """vLLM's own objects of an answer."""
     groups = []
     for group in answer["groups"]:
         more = {"host_resident": True} if group.get("host_resident") else {}

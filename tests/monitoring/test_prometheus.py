@@ -149,7 +149,6 @@ def test_every_panel_has_something_to_show(server: Prometheus) -> None:
 
 
 def states(server: Prometheus) -> dict[str, tuple[str, str]]:
-    """Health and state of every alert."""
     (group,) = server.get("rules")["groups"]
     return {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
 

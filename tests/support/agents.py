@@ -77,7 +77,6 @@ class AgentProcess:
 
     @property
     def url(self) -> str:
-        """The setting ``agent`` of its replicas."""
         return f"unix://{self.path}"
 
     def log(self) -> str:
@@ -141,7 +140,6 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _nursery() -> Nursery:
-    """What this process forks agents off."""
     modules = (
         "objkv.cli.agent",
         "objkv.stores.s3.client",

@@ -175,7 +175,6 @@ class Worker:
 
     @property
     def leased(self) -> int:
-        """How many payloads its loader, or a fetch, holds."""
         return self.inside.core.arena_cache.leased()
 
     def forget(self) -> None:
@@ -206,8 +205,6 @@ class Worker:
 
 
 class Replica(Worker):
-    """One worker over a paged cache of its own."""
-
     def __init__(
         self,
         store: WriteStore,
@@ -225,7 +222,6 @@ class Replica(Worker):
         room: Any = None,
         **options: Any,
     ) -> None:
-        """``options``: of ``Worker``."""
         paged, self.caches = paged_group(
             group, chunk_tokens=CHUNK, num_blocks=num_blocks, seed=seed
         )

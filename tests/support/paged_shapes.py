@@ -45,8 +45,6 @@ def truth(layers: range, heads: range, tokens: range) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShapeOfReplica:
-    """How one replica is cut."""
-
     tp: int = 1
     pp: int = 1
     block_size: int = 4
@@ -64,8 +62,6 @@ class ShapeOfReplica:
 
 @dataclass(frozen=True)
 class Model:
-    """What all replicas agree on."""
-
     heads: int = 4
     layers: int = 4
     chunk: int = 16
@@ -159,7 +155,6 @@ class ShapedRank(Worker):
         return torch.from_numpy(np.ascontiguousarray(cut.swapaxes(1, 2)))
 
     def save_plan(self, number: int = 0) -> tuple[SavePlan]:
-        """Every chunk of the prompt."""
         each = self.model.chunk // self.shape.block_tokens
         digest, moves = token_digest(self.model.tokens), []
         for chunk in range(self.model.chunks):

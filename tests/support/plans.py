@@ -35,7 +35,6 @@ def move_of(
 
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:
-    """Return these moves in columns."""
     hashes, places = list[bytes](), dict[tuple[bytes, bytes], int]()
     sources = dict[Source, int]()
     ids = array("q")
@@ -76,7 +75,6 @@ def packed(moves: Iterable[LoadMove]) -> LoadMoves:
 
 
 def unpacked(moves: LoadMoves) -> list[LoadMove]:
-    """Return the moves of these columns."""
     found = []
     claims, columns = moves.claims("0" * 32, range(len(moves))), moves.table.T.tolist()
     for n, (claim, column) in enumerate(zip(claims, columns, strict=True)):

@@ -97,8 +97,6 @@ class Listener:
 
 
 class Scripted(Listener):
-    """Each connection is served by a function."""
-
     def __init__(self, serve: Serve) -> None:
         self._script = serve
         super().__init__()

@@ -182,7 +182,6 @@ def is_open(client: socket.socket) -> bool:
 
 
 def wait_for(reached: Callable[[], bool], *, bound_s: float = 30.0) -> bool:
-    """Poll until ``reached()``, at most so long; whether it was."""
     end = time.monotonic() + bound_s
     while not reached():
         if time.monotonic() > end:
