@@ -148,23 +148,6 @@ def test_every_panel_has_something_to_show(server: Prometheus) -> None:
     assert found["value"][1] == "3"
 
 
-def states(server: Prometheus) -> dict[str, tuple[str, str]]:
-    (group,) = server.get("rules")["groups"]
-    return {rule["name"]: (rule["health"], rule["state"]) for rule in group["rules"]}
-
-
-def test_the_one_alert_that_does_not_wait_fires(server: Prometheus) -> None:
-    def evaluated() -> bool:
-        found = states(server)
-        return all(health == "ok" for health, _ in found.values()) and "firing" in {
-            state for _, state in found.values()
-        }
-
-    wait_until(evaluated, "the rules to be evaluated", bound_s=ANSWERS_S)
-    firing = [name for name, (_, state) in states(server).items() if state == "firing"]
-    assert firing == ["ObjkvCorruptPayloads"]  # the replica told of one
-
-
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 OF_A_REPLICA = {"model_name", "engine", "instance", "job", "le"}

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.app import app
-from objkv.config import Config, Role, load_config
+from objkv.config import Config, Role
 from objkv.errors import StoreDenied
 from objkv.ops.doctor.access import COMMAND_ROLES, ROLES, access_of
 from objkv.stores.s3.client import S3Access, open_s3_access
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from tests.cli.conftest import Run, home, run
+from tests.cli.conftest import home
 from tests.contracts.store_contract import StoreContract
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
 from tests.services.access_roles import save as save_chunk
@@ -28,18 +28,12 @@ from tests.support.samples import TOKENS, save, save_identity
 from tests.support.servers.ceph import CephUsers, S3Server
 from tests.support.servers.fixtures import (
     BUCKET,
-    OpenS3Store,
     s3_config,
-    use_servers,
 )
 from tests.support.servers.redis import RedisServer, valkey_server
 from tests.support.servers.s3_stores import store_of
-from tests.support.upkeep import (
-    check_that_a_wiped_index_is_restored,
-    check_that_all_is_found_and_mended,
-)
 
-__all__ = ["home", "run"]
+__all__ = ["home"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ceph")]
 
@@ -92,23 +86,6 @@ def test_requests_for_values_are_signed_as_it_expects(
         assert store.put_if_absent("large", b"x" * len(value)) is False
     finally:
         store.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"s3_secret_access_key": "wrong"}, "s3_secret_access_key"),
-        ({"s3_access_key_id": "nobody"}, "s3_access_key_id"),
-        ({"bucket": "no-such-bucket"}, "the bucket does not exist"),
-    ],
-)
-def test_what_the_operator_got_wrong_is_denied_with_what_to_do(
-    open_s3_store: OpenS3Store, changes: dict[str, str], words: str
-) -> None:
-    store = open_s3_store(**changes)
-    for call in (store.check, lambda: store.get("k"), lambda: store.put_if_absent("k", b"")):
-        with pytest.raises(StoreDenied, match=words):
-            call()
 
 
 @pytest.fixture(scope="module")
@@ -416,16 +393,3 @@ def test_lifecycle_rules_and_missing_payloads_are_seen_with_a_sweepers_rights(
     for role, sees in (("reader", False), ("sweeper", True)):
         verified = json.loads(run_as(fleet, role, "verify", "--json"))
         assert verified["missing_seen"] is sees, "a reader cannot tell missing from refused"
-
-
-def test_all_defects_are_found_and_mended_on_real_servers(
-    run: Run,
-    s3_server: S3Server,
-    s3_prefixes: Iterator[str],
-    own_valkey: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    use_servers(monkeypatch, s3_server, next(s3_prefixes), own_valkey)
-    with open_backends(load_config({}), NullRecorder()) as ends:
-        check_that_all_is_found_and_mended(run, ends)
-        check_that_a_wiped_index_is_restored(run, ends)
