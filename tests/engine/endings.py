@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import objkv
 from objkv.stores.base import Buffer
 from tests.engine.job import Call
-from tests.engine.loglines import PACKAGE
 from tests.support.servers.redis import wait_until
 
 if TYPE_CHECKING:
@@ -40,6 +40,18 @@ SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"second
 _BEGINS_THREAD = re.compile(r'threading\.py", line \d+ in _bootstrap$')
 _JOINS_THREADS = re.compile(r" in (_shutdown|_python_exit)$", re.MULTILINE)
 EXIT = "tests.engine.endings:end_of_script"
+PACKAGE = f"{Path(objkv.__file__).parent}/"
+_LINE = re.compile(
+    r"\([^()]+ pid=\d+\) (?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d "
+    r"\[[^\[\]]+:\d+\] (?P<message>.*)"
+)
+"""``_FORMAT`` in ``vllm/logger.py``, without colours. It has a logger's file and not its name;
+``objkv.connector.guard`` puts objkv's name in front of each message."""
+_OWN = re.compile(r"objkv(: | |$)")
+"""What objkv logged. A folder may be called objkv as well."""
+_SHOWN = re.compile(rf'[ |]*(File "{re.escape(PACKAGE)}|objkv(\.\w+)+(: |$))')
+"""A traceback's line with a frame in objkv's code, or an exception of objkv's, whoever logged it.
+"""
 
 
 def time_to_end(*, told: bool) -> Call:
@@ -165,6 +177,16 @@ def waits_for_objkv(stacks: str) -> bool:
     main = [thread for thread in threads if not _BEGINS_THREAD.search("\n".join(thread))]
     joins = [thread for thread in main if _JOINS_THREADS.search("\n".join(thread))]
     return any(thread in main for thread in ours) or bool(joins and ours)
+
+
+def objkv_errors(log: str) -> list[str]:
+    """What went wrong in objkv. Raises ValueError if the log has no line of objkv's: then it is in
+    another format, or objkv did not run."""
+    lines = [found for line in log.splitlines() if (found := _LINE.match(line))]
+    if not any(_OWN.match(line["message"]) for line in lines):
+        raise ValueError("no line of this log is objkv's")
+    errors = [line["message"] for line in lines if line["level"] in ("ERROR", "CRITICAL")]
+    return [message for message in errors if _OWN.match(message) or _SHOWN.match(message)]
 
 
 def session_processes(leader: int) -> list[int]:

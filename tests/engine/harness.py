@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -121,17 +120,6 @@ def run_replica(job: Job, folder: Path) -> Result:
     """Run one replica from start to exit. Raises ``ReplicaFailed``."""
     with Replica(job, folder) as replica:
         return replica.wait()
-
-
-def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
-    """Run several replicas side by side. Raises ``ReplicaFailed`` for the first that failed."""
-    replicas: list[Replica] = []
-    try:
-        replicas += (Replica(job, folder) for job in jobs)
-        return [replica.wait() for replica in replicas]
-    finally:
-        for replica in replicas:
-            replica.__exit__(None, None, None)
 
 
 def _agent_of(job: Job) -> AgentProcess | None:

@@ -9,13 +9,12 @@ from random import Random
 from typing import Any, Literal
 
 from tests.engine import model
-from tests.engine.fleet import BLOCK, CHUNK, SharedStore
+from tests.engine.fleet import BLOCK, CHUNK, SharedStore, offloading
 from tests.engine.fp8_kernels import FP8_ENGINE
 from tests.engine.job import Prompt
 from tests.engine.model import ModelName
 from tests.engine.prompts import prompt_of, tokens_of
 from tests.engine.speculation import make_pair
-from tests.engine.tiered import offloading
 
 Cached = tuple[int, ...]
 Connect = Callable[[SharedStore], dict[str, Any]]

@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from tests.engine.fleet import SharedStore
+from tests.engine.fleet import SharedStore, offloading
 from tests.engine.harness import run_replica
 from tests.engine.job import Generate, Job, Settle
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
-from tests.engine.tiered import offloading
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow

@@ -11,10 +11,9 @@ import pytest
 from objkv.index.redis.index import RedisIndex
 from objkv.keys.prefix import PromptExtras, prefix_hashes
 from tests.engine.collector import Collector, collecting
-from tests.engine.endings import DRAIN_S
+from tests.engine.endings import DRAIN_S, objkv_errors
 from tests.engine.harness import run_replica
 from tests.engine.job import Generate, Job, Prompt
-from tests.engine.loglines import objkv_errors
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
 from tests.engine.servers import PATIENT, Answer, Server
