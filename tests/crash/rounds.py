@@ -31,8 +31,6 @@ SCENARIOS = {"save": 4, "moment": 2, "race": 2, "sweep": 2, "rebuild": 2, "serve
 
 @dataclass
 class Seen:
-    """What the rounds of one place were, and what they left."""
-
     rounds: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     steps: dict[str, int] = field(default_factory=dict)
@@ -85,13 +83,11 @@ class Rounds:
         self._step_kill("save", lambda: save_all(self._place.fresh, wanted, "killed"))
 
     def _moment(self) -> None:
-        """A saver that is killed at any moment."""
         wanted = self._some()
         child = Child(lambda: save_all(self._place.fresh, wanted, "killed"))
         self._kill_later(child)
 
     def _race(self) -> None:
-        """Two savers of one prompt, one of which is killed."""
         wanted = self._some()
         first = Child(lambda: save_all(self._place.fresh, wanted, "first"))
         at = self._random.randint(1, max(1, self.seen.steps.get("save", 60)))
@@ -212,7 +208,6 @@ class Rounds:
             raise Violation(f"not indexed again: {sorted(stored)}")
 
     def _left_over(self) -> set[str]:
-        """What is either stored or indexed."""
         stored = {e.key for e in self._place.view.bulk.scan("")}
         return stored - {identity_path(NAMESPACE)} ^ _payloads(_records(self._place))
 

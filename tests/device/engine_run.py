@@ -196,12 +196,8 @@ class Engine:
         salt: str | None = None,
         aborted: int | None = None,
     ) -> "Answers":
-        """Run prompts at once. At the end all blocks are free, and nonsense.
-
-        Args:
-            salt: shares with prompts of the same salt only.
-            aborted: index of the prompt that is aborted after some steps.
-        """
+        """Run prompts at once. At the end all blocks are free, and nonsense. ``aborted``: index of
+        the prompt that is aborted after some steps."""
         params = copy(self._params)
         params.max_tokens = answer_tokens
         requests = {}

@@ -47,15 +47,8 @@ def run_scenarios(
     patience_s: float | None = None,
     way: str = REGISTERED,
 ) -> Iterator[Verdict]:
-    """Run scenarios on ``device``, which nothing else may use meanwhile.
-
-    Args:
-        scenarios: the scenarios to run.
-        delay: keeps a stream busy. By default by matrix products.
-        seed: of random choices.
-        patience_s: bound of each wait, instead of that of each scenario.
-        way: how the device reads the node agent's memory.
-    """
+    """Run scenarios on ``device``, which nothing else may use meanwhile. ``delay``: keeps a stream
+    busy, by default by matrix products. ``patience_s``: instead of each scenario's."""
     delay = delay or busy_kernel(device)
     for scenario in scenarios:
         setup = replace(scenario.setup, way=way)
@@ -103,7 +96,6 @@ def _seconds(api: Any, device: torch.device, work: Callable[[], object]) -> floa
 
 
 def main(kind: str, way: str) -> int:
-    """Run all scenarios, and print a line for each. Return 1 if one failed."""
     device = open_device(kind)
     delay = simulated_delay if kind == SIMULATED else None
     failed = False

@@ -63,7 +63,6 @@ class CacheForm:
         return _LAYERS * _BLOCKS * heads * size * content * self.dtype.itemsize
 
     def group(self, memory: torch.Tensor) -> PagedGroup:
-        """Return the group that a worker would make of these ``[nbytes]`` uint8."""
         heads, size, _ = self.shape
         rank = Topology(1, heads, (_LAYERS,)).held(0)
         assert rank is not None
@@ -107,7 +106,6 @@ def one_way(
 
 
 def run_self_test(device: torch.device) -> Iterator[LaneCase]:
-    """Test each layout in each way, on free memory of ``device``."""
     driver = driver_of(device)
     for form in FORMS:
         for name, way in _ways(driver):
@@ -142,7 +140,6 @@ def _case(name: str, work: Callable[[], None]) -> LaneCase:
 
 
 def _start(form: CacheForm, device: torch.device) -> None:
-    """Make the check that a worker makes before it serves."""
     check_pages(form.group(_random(form.nbytes, 0).to(device)), open_lane(device))
 
 
@@ -213,7 +210,6 @@ def _random(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def main(kind: str) -> int:
-    """Run all cases, and print a line for each. Return 1 if one failed."""
     device = open_device(kind)
     use_batched_copies(device)
     if kind == SIMULATED:

@@ -74,7 +74,6 @@ def built_device() -> Path:
 
 
 def load() -> None:
-    """Make the device available in this process. Further calls do nothing."""
     if "sim" in vars(torch):
         return
     torch.ops.load_library(str(built_device()))
@@ -317,7 +316,6 @@ _names: dict[int | None, str] = {}
 
 
 def _name_threads() -> None:
-    """Note the name of each thread that is started from now on."""
     start = threading.Thread.start
 
     def noted(thread: threading.Thread) -> None:

@@ -92,14 +92,12 @@ def encode(one: Replica, *names: str) -> None:
 
 
 def stored(place: Place, name: str) -> torch.Tensor:
-    """The output that a replica on the host loads."""
     with started(place, "cpu") as other:
         assert other.see(request("b", name, embeds=ROWS)) == [], "not saved"
         return other.cache[name]
 
 
 def calls(counts: Counter[tuple[str, str]], thread: str) -> dict[str, int]:
-    """Calls of the driver by threads of that name."""
     found: Counter[str] = Counter()
     for (call, name), number in counts.items():
         if name.startswith(thread):

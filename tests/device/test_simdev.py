@@ -33,7 +33,6 @@ def device(sim: ModuleType) -> torch.device:
 
 @pytest.fixture
 def compute(device: torch.device) -> torch.Stream:
-    """The stream that tests compute on."""
     return torch.sim.current_stream(device)
 
 

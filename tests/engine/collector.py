@@ -16,8 +16,6 @@ Spans = list[dict[str, Any]]
 
 
 class Collector:
-    """Spans as plain values, in the order in which they came."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: Spans = []

@@ -38,8 +38,6 @@ PATIENT = {
 
 @dataclass(frozen=True)
 class SharedStore:
-    """A folder with a bulk store and an index in SQLite."""
-
     folder: Path
 
     @property
@@ -75,7 +73,6 @@ class SharedStore:
         return Job(steps=steps, connector=connector | (transfer or {}), engine=engine or {})
 
     def copy(self, folder: Path) -> "SharedStore":
-        """The same content in another folder; nobody may be writing."""
         shutil.copytree(self.folder, folder)
         return SharedStore(folder)
 
@@ -86,12 +83,10 @@ class SharedStore:
         return sorted(self.bulk.glob("*/*/*/*.safetensors"))
 
     def hashes(self, prompt: Prompt) -> list[bytes]:
-        """The prefix hashes of the prompt's chunks in the store's one namespace."""
         (namespace,) = self.namespaces()
         return prefix_hashes(namespace, prompt.tokens, CHUNK, PromptExtras(salt=prompt.cache_salt))
 
     def payload(self, prompt: Prompt, chunk: int) -> Path:
-        """The file of one chunk of a prompt that was saved."""
         digest = self.hashes(prompt)[chunk].hex()
         (found,) = self.bulk.glob(f"*/{digest[:2]}/{digest}/*.safetensors")
         return found
@@ -111,7 +106,6 @@ _SETTINGS = ("admission", "codec", "lookup_deadline_ms", "load_deadline_ms", "sa
 def offloading(
     store: SharedStore, *, chunk_tokens: int = BLOCK, canonical: bool = False, **settings: Any
 ) -> dict[str, Any]:
-    """vLLM's configuration of the connector. ``settings`` are the tier's."""
     tier = {name: PATIENT[name] for name in (*_SETTINGS, "drain_deadline_ms")} | {
         "type": "ObjKVTier",
         "module_path": "objkv.connector.tier",
@@ -151,7 +145,6 @@ _drain.objkv_keeps_weights = True  # type: ignore[attr-defined]
 
 
 def free_blocks(llm: Any) -> int:
-    """Blocks of the paged cache that no request holds."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 

@@ -117,7 +117,6 @@ class Replica:
 
 
 def run_replica(job: Job, folder: Path) -> Result:
-    """Run one replica from start to exit. Raises ``ReplicaFailed``."""
     with Replica(job, folder) as replica:
         return replica.wait()
 

@@ -13,8 +13,6 @@ class _Value(BaseModel):
 
 
 class Prompt(_Value):
-    """One request."""
-
     tokens: tuple[int, ...]
     max_tokens: int = 8
     cache_salt: str | None = None
@@ -100,8 +98,6 @@ class Job(_Value):
 
 
 class Output(_Value):
-    """What came of one prompt."""
-
     tokens: tuple[int, ...]
     cached_tokens: int | None
     """Prompt tokens that were not computed, from the replica's own cache or a connector."""

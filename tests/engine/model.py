@@ -91,7 +91,6 @@ def _save(name: ModelName, target: Path) -> None:
 
 
 def _qwen3_next() -> Any:
-    """Three layers of linear attention to one of full attention."""
     import transformers
 
     return transformers.Qwen3NextConfig(
@@ -111,7 +110,6 @@ def _qwen3_next() -> Any:
 
 
 def _deepseek() -> Any:
-    """Multi-head latent attention, dense."""
     import transformers
 
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}

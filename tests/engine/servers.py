@@ -77,10 +77,8 @@ class Server:
         with_tokenizer: Path | None = None,
         arguments: tuple[str, ...] = (),
     ) -> None:
-        """Start it. ``settings`` are environment variables, ``folder`` has its log.
-
-        ``with_tokenizer``: the folder of a model that has a tokenizer, which is used then.
-        """
+        """``settings`` are environment variables, ``folder`` has its log. ``with_tokenizer``: the
+        folder of a model that has one, which is used then."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log_file = folder / "server.log"
         self.url = f"http://127.0.0.1:{(port := free_port())}"

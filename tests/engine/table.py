@@ -22,8 +22,6 @@ Connect = Callable[[SharedStore], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two replicas."""
-
     settings: dict[str, Any] = field(default_factory=dict)
     """objkv's; ``{folder}`` in a text is the row's folder."""
     also: dict[str, Any] = field(default_factory=dict)

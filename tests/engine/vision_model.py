@@ -109,7 +109,6 @@ def _save(target: Path) -> None:
 
 
 def extra(store: Path, **settings: Any) -> dict[str, Any]:
-    """objkv's settings for a folder that replicas share."""
     places = {
         "bulk_url": f"file://{store / 'chunks'}",
         "index_url": f"sqlite://{store / 'index.sqlite'}",
@@ -132,7 +131,6 @@ def job(
 
 
 def encoder(store: Path, role: str = "ec_both", **settings: Any) -> dict[str, Any]:
-    """An ``ec_transfer_config`` on a folder that replicas share."""
     return {
         "ec_connector": CONNECTOR,
         "ec_role": role,

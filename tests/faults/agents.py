@@ -159,12 +159,10 @@ class AgentPlace(Place):
         ]
 
     def _renew(self) -> None:
-        """Another agent has this one's place."""
         shutil.rmtree(self.agent.folder)
         self.agent = self._start()
 
     def _revive(self) -> None:
-        """The same, if it is dead."""
         if self.agent.process.poll() is not None:
             self._renew()
 
@@ -271,7 +269,6 @@ def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
 
 
 def _opened(client: AgentConnection, wanted: list[Claim]) -> list[ArenaLease]:
-    """Leases of payloads whose fetch has ended."""
     answer = client.open(Claims.of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
     leases = leases_of(answer, client.arena.board)
     for lease in leases:
@@ -280,8 +277,6 @@ def _opened(client: AgentConnection, wanted: list[Claim]) -> list[ArenaLease]:
 
 
 def _state(holder: AgentConnection, cell: int) -> CellState:
-    """The state of a payload when its fetch has ended."""
-
     def state() -> CellState:
         return holder.arena.board.read(cell).state
 

@@ -137,8 +137,6 @@ class S3Process:
 
 @dataclass
 class Servers:
-    """What a test session has running."""
-
     s3: S3Process
     s3_proxy: SpoilS3
     redis: RedisServer
@@ -170,8 +168,6 @@ def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
 
 
 class Place:
-    """Bulk store and index of one row in one mode, and the faults that they can have."""
-
     def __init__(self, servers: Servers, world: str, *, direct: bool = False) -> None:
         """``direct``: clients go to the servers themselves, not through the proxies."""
         self.servers = servers
@@ -203,7 +199,6 @@ class Place:
         return self.folder / "index.sqlite"
 
     def mend(self) -> None:
-        """Let nothing be spoiled any more, whatever happened."""
         self.servers.clock.ahead_s = 0.0
         self.servers.s3_proxy.mend()
         self.servers.redis_proxy.mend()
@@ -226,7 +221,6 @@ class Place:
         return sum(count for verb, count in proxy.asked.items() if verb != "CLIENT")
 
     def spoiled(self) -> int:
-        """Of these, how many were spoiled."""
         proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
         return sum(proxy.spoiled.values())
 
@@ -236,7 +230,6 @@ class Place:
 
     @contextmanager
     def bulk(self) -> Iterator[PruneStore]:
-        """The bulk store itself, past all proxies."""
         settings = self.settings | {"s3_endpoint_url": self.servers.s3.url}
         with closing(open_bulk(load_config(settings), NullRecorder())) as store:
             yield store

@@ -240,8 +240,6 @@ class WatchedLane:
 
 
 class _PlannedMoves(LoadMoves):
-    """Moves whose blocks are whose they are now."""
-
     def __init__(self, moves: LoadMoves, hands: Hands) -> None:
         super().__init__(*moves.__reduce__()[1])
         self._block_ids = hands.plan(self._block_ids)
@@ -259,8 +257,6 @@ class WatchedLoader(Loader):
 
 
 class WatchedSaver(Saver):
-    """A saver whose lane knows which step it copies."""
-
     _lane: Any
 
     def _gather(self, step: Any) -> None:
@@ -313,8 +309,6 @@ class WatchedConnection(CanBeLost, InsideConnection):
 
 
 class WatchedArenaCache(SpoilingArenaCache):
-    """Payloads that are found by their place."""
-
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **how)
         self._placed: dict[int, CachedPayload] = {}
@@ -326,7 +320,6 @@ class WatchedArenaCache(SpoilingArenaCache):
         return taken
 
     def leased_at(self, offset: int) -> CachedPayload | None:
-        """The payload there, if it is leased."""
         for one in self._placed.values():
             if one.leases and one.offset <= offset < one.offset + one.nbytes:
                 return one
@@ -364,7 +357,6 @@ class WatchedInside(InsideAgent):
             connection.drop_outbox()
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
-        """The device may read this part."""
         the_stage().wait("register", lambda: False, self._register_s)
         part = (address, address + nbytes)
         self.registered.append(part)

@@ -53,8 +53,6 @@ class Task:
 
 
 class Schedule(Protocol):
-    """Decides who goes on."""
-
     def choose(self, options: Sequence[Task | None], current: Task | None) -> int:
         """Which of ``options``; the first is the default: ``current`` where it can go on. None is
         no thread: the next deadline passes."""
@@ -114,7 +112,6 @@ class Stage:
         return task
 
     def pause(self, where: str) -> None:
-        """Others may go on here."""
         if (task := self._current) is not None:
             task.where = where
             self._hub.switch()

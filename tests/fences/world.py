@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -38,7 +37,6 @@ from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.stores.base import Arrived, Buffer, PruneStore
 from objkv.stores.guarded import GuardedStore
-from objkv.stores.local import LocalStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
@@ -190,8 +188,6 @@ class Knobs:
     """With which the agent saves."""
     spans: int = 1
     faults_of_100: int = 0
-    folder: Path | None = None
-    """Where the bulk store is; None: in memory."""
 
 
 @dataclass
@@ -226,7 +222,7 @@ class Engine:
         self.compute = Stream("compute", late=knobs.late)
         self.hands = Hands(NUM_BLOCKS)
         self.recorder = MemoryRecorder()
-        self.inner: PruneStore = MemoryStore() if knobs.folder is None else LocalStore(knobs.folder)
+        self.inner = MemoryStore()
         self.store = GateStore(self.inner, knobs.faults_of_100, dice)
         self.index = MemoryIndex(clock=lambda: the_stage().now)
         self.group, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
@@ -352,7 +348,6 @@ class Engine:
     # What the worker does.
 
     def step(self) -> None:
-        """One step of everything that is there to do."""
         side, knobs = self.sides[-1], self.knobs
         plan = self._plan()
         if knobs.writes_early:
@@ -386,11 +381,9 @@ class Engine:
         the_stage().wait("tokens", lambda: self.compute.done >= position or not self.knobs.late)
 
     def busy(self) -> bool:
-        """Whether a step may bring anything on."""
         return any(r.state in ("new", "loading", "held") for r in self.requests.values())
 
     def running(self) -> list[str]:
-        """Requests that hold computed blocks."""
         return [r.name for r in self.requests.values() if r.state == "running"]
 
     def _plan(self) -> StepPlan:

@@ -38,8 +38,6 @@ VERSIONS = ("0.31", "0.32", "0.33")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One row of ``models.toml``."""
-
     name: str
     title: str
     source: str
@@ -158,7 +156,6 @@ def geometry(answer: dict[str, Any], case: dict[str, Any]) -> Geometry | str:
 
 
 def vllm_config(answer: dict[str, Any], case: dict[str, Any]) -> Any:
-    """The part of vLLM's configuration that decides on groups."""
     model, draft = answer["model"], answer["draft"]
     text = SimpleNamespace()
     if answer.get("layer_types"):

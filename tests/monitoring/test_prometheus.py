@@ -68,10 +68,7 @@ def alert_queries() -> Iterator[tuple[str, str]]:
 
 
 def selectors(expression: str) -> list[tuple[str | None, str | None, set[str]]]:
-    """The metrics that an expression reads: name, or pattern of the name, and labels compared.
-
-    Raises ``ValueError`` for what is no PromQL.
-    """
+    """The metrics that an expression reads: name, or pattern of the name, and labels compared."""
     found: list[tuple[str | None, str | None, set[str]]] = []
 
     def visit(node: Any) -> bool:

@@ -135,7 +135,6 @@ def raw(config: Config) -> RedisIndex:
 
 
 def refused(config: Config, *calls: Callable[[RedisIndex], object]) -> None:
-    """Every call is refused by the server, for want of rights."""
     index = raw(config)
     try:
         for call in calls:

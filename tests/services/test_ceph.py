@@ -93,8 +93,6 @@ def test_who_may_get_but_not_list_is_refused_what_is_missing(
 
 
 class Fleet:
-    """Both stores, and a user of both for each role."""
-
     def __init__(self, s3: S3Server, redis: RedisServer) -> None:
         self._s3 = s3
         place = {"bulk_url": f"s3://{BUCKET}/commands", "index_url": redis.url}
@@ -122,7 +120,6 @@ class Fleet:
         return s3_config(self._s3, lookup_deadline_ms=20_000, **changes)
 
     def everything(self) -> Backends:
-        """The tenant's stores, with all rights."""
         mine = self.settings["writer"]
         names = ("bulk_url", "index_url", "redis_prefix")
         return open_backends(self.config(**{name: mine[name] for name in names}), NullRecorder())
@@ -149,14 +146,12 @@ class Fleet:
         return store_of(access, bucket=BUCKET, prefix=prefix)
 
     def empty(self, tenant: str = "a") -> None:
-        """Nothing of the tenant is left in the bucket, and nothing at all in Redis."""
         self._admin.flushall()
         store = self.place(None, tenant)
         for entry in store.scan(""):
             store.delete(entry.key)
 
     def fill(self, tenant: str = "a") -> None:
-        """One chunk, saved with all rights."""
         self.empty(tenant)
         if tenant == "a":
             with self.everything() as ends:

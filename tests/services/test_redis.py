@@ -107,7 +107,6 @@ class TestRedisStoreOnCluster(ValuesContract):
 
 
 def pass_directly(store: RedisStore, index: RedisIndex) -> None:
-    """Payloads that are got, and finds, go past the clients."""
     fill(index)
     buffer, told = memoryview(bytearray(len(VALUE))), list[int]()
     for number in range(20):

@@ -123,7 +123,6 @@ class AgentProcess:
 
 
 def metrics_of(path: Path) -> dict[str, float]:
-    """The metrics of the agent that listens at ``path``, without the prefix."""
     with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.sock.settimeout(PATIENCE_S)

@@ -69,7 +69,6 @@ class Browser:
         return list(self.driver.execute_script(script, selector))
 
     def boxes(self) -> list[str]:
-        """The sentences of the boxes that the tree's picture shows."""
         script = """
             return [...document.querySelectorAll(".box")].filter((b) => !b.hidden)
               .map((b) => b.getAttribute("aria-label"));

@@ -212,8 +212,6 @@ _JOINING = Lock()
 
 
 class InsideJoin(Join):
-    """A payload that ranks join, and its memory."""
-
     def __init__(self, header: Header, place: PartPosition) -> None:
         super().__init__(header, place)
         self.memory = bytearray(self.nbytes)

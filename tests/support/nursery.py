@@ -196,7 +196,6 @@ def _become(told: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     _preload(sys.argv[2:])
     if told := _serve(listener):

@@ -92,8 +92,6 @@ def layer_range(model: Model, shape: ShapeOfReplica, pp_rank: int) -> range:
 
 
 class ShapedRank(Worker):
-    """One worker: its pages hold nothing until it computes or loads."""
-
     def __init__(
         self,
         model: Model,
@@ -163,7 +161,6 @@ class ShapedRank(Worker):
         return (SavePlan("r", NAMESPACE, tuple(moves), number=number),)
 
     def save(self, number: int = 0) -> None:
-        """Save every chunk of the prompt, the ones that this rank writes."""
         self.saver.gather(self.save_plan(number))
         assert self.saver.drain(PATIENCE_S)
         assert not self.saver.take_dropped()
@@ -193,7 +190,6 @@ class ShapedRank(Worker):
         return self.outcome(self.plan(index, skip=skip, sync=sync))
 
     def loaded(self) -> torch.Tensor:
-        """What is in the blocks that ``load`` fills, as ``expected``."""
         return self.memory[:, 1 + self.blocks :].contiguous()
 
     def close(self) -> None:

@@ -13,8 +13,6 @@ from objkv.transfer.plan import ChunkMove, LoadMoves, MoveColumn, Source
 
 @dataclass(frozen=True, slots=True)
 class LoadMove:
-    """The load of one payload of one chunk."""
-
     move: ChunkMove
     shard: Shard | None
     """What the payload has of the group. None: all of it."""

@@ -230,18 +230,15 @@ def _read(rig: OrderRig) -> Pages:
 
 
 def _write(rig: OrderRig) -> None:
-    """Let the blocks' next owner write them."""
     rig.write(*_blocks(rig), _OWNER)
 
 
 def _is_loaded(rig: OrderRig) -> bool:
-    """Whether the blocks contain the load when nothing is left to do."""
     rig.synchronize()
     return equal(_read(rig), rig.expected(_CHUNKS))
 
 
 def _stays_written(rig: OrderRig) -> bool:
-    """Whether the blocks keep what their next owner writes now."""
     _write(rig)
     rig.synchronize()
     return rig.holds(_read(rig), _OWNER)
@@ -273,13 +270,11 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
 
 
 def _until_fetched(rig: OrderRig, before: float = 0.0) -> None:
-    """Wait until all payloads were fetched, whether or not their copies have finished."""
     nbytes = len(_CHUNKS) * rig.pages.raw_bytes
     rig.wait_until(lambda: rig.recorder.value("load_bytes") - before >= nbytes)
 
 
 def _load_late(rig: OrderRig, request: str) -> None:
-    """Load with all copies queued behind a delay."""
     rig.delay_loads(SLOW_S)
     rig.step(_plan(rig, request=request))
     _until_fetched(rig)

@@ -259,7 +259,6 @@ class OrderRig:
         return ChunkCache(self.bulk, None, self._index, settings, self.recorder)
 
     def _open_worker(self) -> None:
-        """Open the worker over ``caches``, as the connector does after ``register_kv_caches``."""
         shape = self.geometry.shape(0, 0)
         assert shape is not None
         self.pages = PagedGroup(shape, self.caches)
@@ -383,7 +382,6 @@ class OrderRig:
 
     @contextmanager
     def other_device(self) -> Iterator[bool]:
-        """Select another device for this thread. The result is False if there is none."""
         api = torch.get_device_module(self.device) if self.is_asynchronous else None
         if api is None or api.device_count() < 2:
             yield False
@@ -580,7 +578,6 @@ class OrderRig:
         return all(map(torch.equal, before, memory))
 
     def close(self) -> None:
-        """Stop the worker and wait for the device. Nothing may be leased then."""
         try:
             self.worker.close()
             self.synchronize()

@@ -246,7 +246,6 @@ def _plan(rig: OrderRig) -> StepPlan:
 
 
 def _save_late(rig: OrderRig, seconds: float = SLOW_S) -> None:
-    """Run a step that saves, with its copies queued behind a delay."""
     _write(rig, _THEN)
     rig.synchronize()
     rig.delay_saves(seconds)
@@ -258,7 +257,6 @@ def _write(rig: OrderRig, value: float) -> None:
 
 
 def _are_stored(rig: OrderRig) -> bool:
-    """Whether all chunks are stored as they were when they were saved."""
     return all(rig.holds(rig.stored(chunk), _THEN) for chunk in _CHUNKS)
 
 

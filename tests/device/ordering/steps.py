@@ -262,7 +262,6 @@ class _Storm:
 
 @contextmanager
 def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
-    """One that has saved everything when the block has ended."""
     copies, patience_s = OutputCopies(rig.device), rig.setup.patience_s
     agent = InsideAgent(
         rig.open_cache("encoder"), _OUTPUT_BYTES_MAX, CoreLimits(1, 64), rig.recorder

@@ -85,7 +85,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def redis_tls(
     tmp_path_factory: pytest.TempPathFactory, certificates: Path
 ) -> Iterator[RedisServer]:
-    """One redis-server that speaks TLS only."""
     need(redis_missing())
     with redis_server(tmp_path_factory.mktemp("redis-tls"), tls=certificates) as server:
         yield server
@@ -117,7 +116,7 @@ def sentinel(tmp_path: Path) -> Iterator[ServerGroup]:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One radosgw with the bucket ``BUCKET``. A test that kills it starts it again."""
+    """One radosgw with the bucket ``BUCKET``."""
     need(ceph_missing())
     with ceph_radosgw(tmp_path_factory.mktemp("ceph") / "data") as server:
         access = open_s3_access(s3_config(server))

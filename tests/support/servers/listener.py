@@ -106,13 +106,11 @@ class Scripted(Listener):
 
 
 def silent(connection: socket.socket) -> None:
-    """Take in everything, and never answer."""
     while connection.recv(1 << 20):
         pass
 
 
 def reluctant(connection: socket.socket) -> None:
-    """Take a few bytes at a time, and answer nothing."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     while connection.recv(512):
         time.sleep(DROP_S)
