@@ -57,10 +57,13 @@ class TestS3StoreOnCeph(StoreContract):
     """This server checks signatures, also those of a prefix with characters that are escaped."""
 
     @pytest.fixture
-    def store(self, access: S3Access, s3_prefixes: Any) -> S3Store:
+    def store(self, s3_server: S3Server, s3_prefixes: Any) -> Iterator[S3Store]:
         prefix = f"{next(s3_prefixes)}/a b+c%/ü&=?"
+        access = open_s3_access(s3_config(s3_server))
         ranges = {"range_bytes": 3 << 20, "ranges_max": 4}
-        return store_of(access, bucket=BUCKET, prefix=prefix, **ranges)
+        store = store_of(access, bucket=BUCKET, prefix=prefix, **ranges)
+        yield store
+        store.close()
 
 
 @pytest.fixture(scope="module")
