@@ -6,5 +6,4 @@ from benchmarks.harness import BenchSetting
 
 
 def quick(folder: Path, *, rounds: int = 1) -> BenchSetting:
-    """Small sizes, without progress."""
     return BenchSetting(rounds, True, folder, lambda name, stage: None, folder / "models")

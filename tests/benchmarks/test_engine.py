@@ -16,8 +16,6 @@ SECONDS = {"none": 1.0, "objkv": 1.25, "objkv-loads": 0.1, "example": 0.3, "exam
 
 
 class FakeEngine:
-    """Takes as long as its name says."""
-
     def __init__(self, name: str, spoiled: dict[str, Any]) -> None:
         self.name, self.spoiled = name, spoiled
         self.ready = Ready(engine="vLLM 0", device="nothing")

@@ -74,7 +74,6 @@ def _line(child: Client) -> str:
 
 
 def _await_line(child: Client) -> None:
-    """It is connected."""
     if _line(child) != "connected":
         raise Violation(f"a client ended with {child.wait()}")
 
@@ -85,8 +84,6 @@ def _accepted(child: Client) -> list[str]:
 
 
 class AgentRounds:
-    """One agent after another, and a worker that loads by them."""
-
     def __init__(self, folder: Path, seed: int, stack: ExitStack) -> None:
         self.seen: Counter[str] = Counter()
         self._random = random.Random(seed)
@@ -126,7 +123,6 @@ class AgentRounds:
         self._agent.kill()
 
     def run(self) -> None:
-        """One round. Raises ``Violation``."""
         kinds = {
             "agent": self._kill_agent,
             "worker": self._kill_worker,
@@ -224,7 +220,6 @@ class AgentRounds:
                 self.seen[name.removesuffix("_total")] += int(value - before.get(name, 0.0))
 
     def _kill_saving_worker(self) -> None:
-        """All that the agent has accepted is stored soon."""
         child = self._saving()
         child.kill()
         self._await_stored(_accepted(child))
@@ -245,7 +240,6 @@ class AgentRounds:
         self._check_stored()
 
     def _check_stored(self) -> None:
-        """Every stored payload is whole, and every record has one."""
         hashes = []
         for entry in self._store.scan(f"{samples.NAMESPACE}/"):
             if entry.key not in self._checked:
@@ -289,8 +283,6 @@ class AgentRounds:
         child.stdout.close()
 
     def _load_all(self) -> None:
-        """A load must come right again, soon."""
-
         def is_loaded() -> bool:
             return not self._reader.load(range(CHUNKS), 1).failed_blocks
 

@@ -44,7 +44,6 @@ class Violation(Exception):
 
 
 def hold(path: str, message: str) -> None:
-    """Open and release payloads for ever."""
     opening = unpack_open_request(bytes.fromhex(message))
     agent = AgentConnection(Path(path), wants_arena=True)
     print("connected", flush=True)
@@ -54,7 +53,6 @@ def hold(path: str, message: str) -> None:
 
 
 def commit(path: str, batch: int) -> None:
-    """Hand payloads over until killed, or until the agent is."""
     memory, agent = _connected(path)
     for claim in claims_of(batch):
         payload = _payload(claim, range(LAYERS), "")
@@ -146,7 +144,6 @@ def check_right(payload: bytes) -> Header:
 
 
 def verified(payload: bytes) -> Header:
-    """The header of a whole payload. Raises ``Violation``."""
     try:
         header = read_header(payload)
         if header.nbytes != len(payload):

@@ -43,7 +43,6 @@ class Place:
         return self.view_of(self.used)
 
     def view_of(self, backends: Backends) -> BackendsView:
-        """As operators' commands see them."""
         view = BackendsView.of(
             self.config,
             (backends.bulk, backends.hot),
@@ -55,11 +54,9 @@ class Place:
         return replace(view, owner=f"crash-{os.getpid()}", lease_ms=LEASE_MS)
 
     def wipe(self) -> None:
-        """Begin a round with nothing."""
         raise NotImplementedError
 
     def kill(self, server: str) -> None:
-        """Kill one of ``kills`` and start it again."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -67,8 +64,6 @@ class Place:
 
 
 class FolderPlace(Place):
-    """A directory, and an SQLite file or the directory itself as its index."""
-
     def __init__(self, folder: Path, *, own_index: bool) -> None:
         self._folder = folder
         index = "bulk:" if own_index else f"sqlite://{folder}/index.sqlite"

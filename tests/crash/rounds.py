@@ -31,8 +31,6 @@ SCENARIOS = {"save": 4, "moment": 2, "race": 2, "sweep": 2, "rebuild": 2, "serve
 
 @dataclass
 class Seen:
-    """What the rounds of one place were, and what they left."""
-
     rounds: Counter[str] = field(default_factory=Counter)
     kills: int = 0
     steps: dict[str, int] = field(default_factory=dict)
@@ -43,8 +41,6 @@ class Seen:
 
 
 class Rounds:
-    """Rounds in one place."""
-
     def __init__(self, place: Place, seed: int) -> None:
         self._place = place
         self._random = random.Random(seed)
@@ -87,13 +83,11 @@ class Rounds:
         self._step_kill("save", lambda: save_all(self._place.fresh, wanted, "killed"))
 
     def _moment(self) -> None:
-        """A saver that is killed at any moment."""
         wanted = self._some()
         child = Child(lambda: save_all(self._place.fresh, wanted, "killed"))
         self._kill_later(child)
 
     def _race(self) -> None:
-        """Two savers of one prompt, one of which is killed."""
         wanted = self._some()
         first = Child(lambda: save_all(self._place.fresh, wanted, "first"))
         at = self._random.randint(1, max(1, self.seen.steps.get("save", 60)))
@@ -115,7 +109,6 @@ class Rounds:
         self._step_kill("sweep", lambda: sweep_all(self._place.view_of(self._place.fresh)).counts)
 
     def _rebuild(self) -> None:
-        """A rebuild that is killed."""
         wanted = saves(next(self._tokens), 3)
         self._wanted += wanted
         save_all(self._place.used, wanted, "before")
@@ -215,7 +208,6 @@ class Rounds:
             raise Violation(f"not indexed again: {sorted(stored)}")
 
     def _left_over(self) -> set[str]:
-        """What is either stored or indexed."""
         stored = {e.key for e in self._place.view.bulk.scan("")}
         return stored - {identity_path(NAMESPACE)} ^ _payloads(_records(self._place))
 

@@ -23,7 +23,6 @@ PLACES: dict[str, Open] = {
 
 
 def run_place(name: str, rounds: int, seed: int) -> Seen:
-    """Raises ``Violation``."""
     with PLACES[name]() as place:
         work = Rounds(place, seed)
         for number in range(rounds):

@@ -36,7 +36,6 @@ class Save:
     is_large: bool = False
 
     def payload(self) -> bytes:
-        """The same in every process."""
         items = LARGE_ITEMS if self.is_large else 32
         return make_payload(self.key, self.chunk, self.tokens, codec="none", layer_items=items)
 

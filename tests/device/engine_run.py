@@ -79,7 +79,6 @@ class Cache:
         return allocated
 
     def spoil(self) -> None:
-        """Fill all blocks with nonsense."""
         for tensor in self.in_model.values():
             tensor.view(torch.uint8).fill_(NONSENSE)
 
@@ -105,7 +104,6 @@ class Witness:
         self.compared = self.wrong = 0
 
     def open_saver(self, target: Any, groups: Any, *given: Any, lane: Any, **named: Any) -> Saver:
-        """Make the saver of what is watched."""
         self._layers = {g: group.shape.layers for g, group in groups.items()}
         self._lane = lane
         self._saver = Saver(target, groups, *given, lane=lane, **named)
@@ -154,8 +152,6 @@ class Witness:
 
 
 class Engine:
-    """The engine, and its rounds."""
-
     def __init__(self, agent: AgentProcess) -> None:
         import vllm
         from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -200,12 +196,8 @@ class Engine:
         salt: str | None = None,
         aborted: int | None = None,
     ) -> "Answers":
-        """Run prompts at once. At the end all blocks are free, and nonsense.
-
-        Args:
-            salt: shares with prompts of the same salt only.
-            aborted: index of the prompt that is aborted after some steps.
-        """
+        """Run prompts at once. At the end all blocks are free, and nonsense. ``aborted``: index of
+        the prompt that is aborted after some steps."""
         params = copy(self._params)
         params.max_tokens = answer_tokens
         requests = {}
@@ -299,8 +291,6 @@ def _arguments(agent: AgentProcess) -> dict[str, Any]:
 
 @dataclass
 class Verdict:
-    """Counts of rounds that were right, and of wrong pages."""
-
     mutant: str = ""
     rounds: int = 0
     equal: int = 0
@@ -315,7 +305,6 @@ class Verdict:
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing was wrong."""
         return self.equal == self.rounds and not self.wrong and not self.fault
 
 
@@ -352,7 +341,6 @@ def judge(engine: Engine, rounds: int, *, seed: int, name: str = "") -> Verdict:
 
 
 def main() -> None:
-    """See the module."""
     count, *names = sys.argv[1:]
     simulated.load()
     simulated.seed(1)

@@ -15,12 +15,10 @@ import torch
 
 from tests.device import simulated
 from tests.device.devices import SIMULATED, open_device
-from tests.device.ordering import agent, loads, saves, steps
-from tests.device.ordering.rig import Delay, OrderRig, Scenario
-from tests.device.ordering.setup import REGISTERED
+from tests.device.ordering import loads, saves, steps
+from tests.device.ordering.rig import REGISTERED, Delay, OrderRig, Scenario
 
 SCENARIOS: Final = (
-    *agent.SCENARIOS,
     *loads.SCENARIOS,
     *saves.SCENARIOS,
     *steps.SCENARIOS,
@@ -31,8 +29,6 @@ _PRODUCTS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of a scenario."""
-
     name: str
     description: str
     is_right: bool
@@ -51,15 +47,8 @@ def run_scenarios(
     patience_s: float | None = None,
     way: str = REGISTERED,
 ) -> Iterator[Verdict]:
-    """Run scenarios on ``device``, which nothing else may use meanwhile.
-
-    Args:
-        scenarios: the scenarios to run.
-        delay: keeps a stream busy. By default by matrix products.
-        seed: of random choices.
-        patience_s: bound of each wait, instead of that of each scenario.
-        way: how the device reads the node agent's memory.
-    """
+    """Run scenarios on ``device``, which nothing else may use meanwhile. ``delay``: keeps a stream
+    busy, by default by matrix products. ``patience_s``: instead of each scenario's."""
     delay = delay or busy_kernel(device)
     for scenario in scenarios:
         setup = replace(scenario.setup, way=way)
@@ -77,7 +66,6 @@ def run_scenarios(
 
 
 def busy_kernel(device: torch.device) -> Delay:
-    """Return a function that keeps a stream of ``device`` busy for a given time."""
     if device.type == "cpu":
         return lambda stream, seconds: None
     api = torch.get_device_module(device)
@@ -108,9 +96,8 @@ def _seconds(api: Any, device: torch.device, work: Callable[[], object]) -> floa
 
 
 def main(kind: str, way: str) -> int:
-    """Run all scenarios, and print a line for each. Return 1 if one failed."""
     device = open_device(kind)
-    delay = _simulated_delay if kind == SIMULATED else None
+    delay = simulated_delay if kind == SIMULATED else None
     failed = False
     for verdict in run_scenarios(device, delay=delay, way=way):
         failed = failed or not verdict.is_right
@@ -121,7 +108,7 @@ def main(kind: str, way: str) -> int:
     return int(failed)
 
 
-def _simulated_delay(stream: Any, seconds: float) -> None:
+def simulated_delay(stream: Any, seconds: float) -> None:
     with torch.get_device_module(SIMULATED).stream(stream):
         simulated.sleep(round(seconds * 1e6))
 

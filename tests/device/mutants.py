@@ -20,9 +20,8 @@ from unittest.mock import patch
 import torch
 
 from tests.device import simulated
-from tests.device.gpu_order import SCENARIOS, run_scenarios
-from tests.device.ordering.rig import Scenario
-from tests.device.ordering.setup import REGISTERED
+from tests.device.gpu_order import SCENARIOS, run_scenarios, simulated_delay
+from tests.device.ordering.rig import REGISTERED, Scenario
 
 CATALOGUE = Path(__file__).with_suffix(".toml")
 PATIENCE_S = 4.0
@@ -90,7 +89,6 @@ class Mutant:
 
 
 def read_mutants() -> tuple[Mutant, ...]:
-    """Return those of the catalogue."""
     found = []
     for entry in tomllib.loads(CATALOGUE.read_text())["mutant"]:
         keys = entry.keys() & {"place", "find", "replace"}
@@ -110,18 +108,14 @@ def play(scenario: Scenario, way: str, seed: int) -> str:
     simulated.seed(seed)
     simulated.slow(device, 0, DELAY_US_MAX)
     simulated.DRIVER.use_batch_copy(scenario.setup.layout.contiguous)
-    (verdict,) = run_scenarios(device, scenarios=(scenario,), delay=delay, seed=seed, way=way)
+    (verdict,) = run_scenarios(
+        device, scenarios=(scenario,), delay=simulated_delay, seed=seed, way=way
+    )
     fault = simulated.take_error()
     simulated.reset()
     if fault:
         return f"the device reports: {fault}"
     return "" if verdict.is_right else verdict.fault or "wrong bytes"
-
-
-def delay(stream: torch.Stream, seconds: float) -> None:
-    """Keep a stream of the simulated device busy."""
-    with torch.get_device_module("sim").stream(stream):
-        simulated.sleep(round(seconds * 1e6))
 
 
 def rounds_to_find(mutant: Mutant) -> int:

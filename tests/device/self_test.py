@@ -49,8 +49,6 @@ def _layers_in_blocks(memory: torch.Tensor, shape: Shape) -> Sequence[torch.Tens
 
 @dataclass(frozen=True, slots=True)
 class CacheForm:
-    """A form of the paged cache."""
-
     name: str
     layers: Callable[[torch.Tensor, Shape], Sequence[torch.Tensor]]
     """Makes each layer's ``[blocks, heads, block size, content]`` of all memory."""
@@ -61,12 +59,10 @@ class CacheForm:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all memory."""
         heads, size, content = self.shape
         return _LAYERS * _BLOCKS * heads * size * content * self.dtype.itemsize
 
     def group(self, memory: torch.Tensor) -> PagedGroup:
-        """Return the group that a worker would make of these ``[nbytes]`` uint8."""
         heads, size, _ = self.shape
         rank = Topology(1, heads, (_LAYERS,)).held(0)
         assert rank is not None
@@ -94,8 +90,6 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class LaneCase:
-    """One thing that was tested."""
-
     name: str
     ok: bool | None
     """None if it cannot be tested here."""
@@ -106,14 +100,12 @@ class LaneCase:
 def one_way(
     driver: DeviceDriver, kernels: PageKernels, batch_copy: BatchCopy | None
 ) -> DeviceDriver:
-    """Return a device's driver that copies in one way only."""
     way = copy(driver)
     way.kernels, way.batch_copy = kernels, batch_copy
     return way
 
 
 def run_self_test(device: torch.device) -> Iterator[LaneCase]:
-    """Test each layout in each way, on free memory of ``device``."""
     driver = driver_of(device)
     for form in FORMS:
         for name, way in _ways(driver):
@@ -148,7 +140,6 @@ def _case(name: str, work: Callable[[], None]) -> LaneCase:
 
 
 def _start(form: CacheForm, device: torch.device) -> None:
-    """Make the check that a worker makes before it serves."""
     check_pages(form.group(_random(form.nbytes, 0).to(device)), open_lane(device))
 
 
@@ -219,7 +210,6 @@ def _random(nbytes: int, seed: int) -> torch.Tensor:
 
 
 def main(kind: str) -> int:
-    """Run all cases, and print a line for each. Return 1 if one failed."""
     device = open_device(kind)
     use_batched_copies(device)
     if kind == SIMULATED:

@@ -84,7 +84,7 @@ void raise_fault() {
 }
 
 struct Costs {
-  std::atomic<int64_t> launch_ns{0}, piece_ns{0};
+  std::atomic<int64_t> launch_ns{0};
   std::atomic<double> copy_gbps{0}, kernel_gbps{0};  // 0: no time
   std::atomic<bool> dry{false};                      // copies and page kernels move no bytes
 };
@@ -804,7 +804,7 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
                  if (!is_dry && !(use && use->fails())) b.copy_(a);
                  use.reset();
                },
-               lasting(costs.copy_gbps, to.nbytes()) + Nanos(costs.piece_ns.load()),
+               lasting(costs.copy_gbps, to.nbytes()),
                &engine(device.index(), is_up ? TO_DEVICE : TO_HOST)});
   if (is_async)
     host_memory().record_event(const_cast<void*>(host.const_data_ptr()),
@@ -1132,7 +1132,7 @@ void batch_copy(const at::Tensor& src, const at::Tensor& dst, const at::Tensor& 
                   piece.size);
          uses.clear();
        },
-       lasting(costs().copy_gbps, total) + Nanos(costs().piece_ns * src.numel()),
+       lasting(costs().copy_gbps, total),
        &engine(t_device, is_up ? TO_DEVICE : TO_HOST)});
 }
 void sleep(int64_t us) {
@@ -1141,9 +1141,8 @@ void sleep(int64_t us) {
 }
 
 // ---- Controls, for tests -----------------------------------------------------------------------
-void set_cost(double launch_us, double copy_gbps, double kernel_gbps, double piece_us, bool dry) {
+void set_cost(double launch_us, double copy_gbps, double kernel_gbps, bool dry) {
   costs().launch_ns = int64_t(launch_us * 1000);
-  costs().piece_ns = int64_t(piece_us * 1000);
   costs().copy_gbps = copy_gbps;
   costs().kernel_gbps = kernel_gbps;
   costs().dry = dry;
@@ -1232,8 +1231,8 @@ TORCH_LIBRARY(simdev, m) {
   m.def("batch_copy(Tensor src, Tensor dst, Tensor sizes, bool any_order) -> ()",
         simdev::batch_copy);
   m.def("sleep(int us) -> ()", simdev::sleep);
-  m.def("set_cost(float launch_us, float copy_gbps, float kernel_gbps, float piece_us, bool dry)"
-        " -> ()", simdev::set_cost);
+  m.def("set_cost(float launch_us, float copy_gbps, float kernel_gbps, bool dry) -> ()",
+        simdev::set_cost);
   m.def("slow(int device, int stream, int low_us, int high_us) -> ()", simdev::slow);
   m.def("hold(int device, int stream, bool on) -> ()", simdev::hold);
   m.def("set_seed(int seed) -> ()", simdev::set_seed);

@@ -74,7 +74,6 @@ def built_device() -> Path:
 
 
 def load() -> None:
-    """Make the device available in this process. Further calls do nothing."""
     if "sim" in vars(torch):
         return
     torch.ops.load_library(str(built_device()))
@@ -163,19 +162,15 @@ class SimKernels(PageKernels):
     def scatter(
         self, staged: torch.Tensor, layers: PagedLayers, ids: torch.Tensor, recast: Recast
     ) -> None:
-        """See ``PageKernels.scatter``."""
         torch.ops.simdev.scatter_pages(
             staged, layers.caches, ids, recast.first_block, *recast.heads
         )
 
     def gather(self, layers: PagedLayers, ids: torch.Tensor, staged: torch.Tensor) -> None:
-        """See ``PageKernels.gather``."""
         torch.ops.simdev.gather_pages(layers.caches, ids, staged)
 
 
 class SimDriver(DeviceDriver):
-    """See ``objkv.transfer.devices.DeviceDriver``."""
-
     def __init__(self) -> None:
         super().__init__("sim")
         self.kernels = SimKernels()
@@ -225,7 +220,6 @@ def hold(stream: torch.Stream, on: bool = True) -> None:
 
 
 def seed(number: int) -> None:
-    """Restart all random delays from here."""
     torch.ops.simdev.set_seed(number)
 
 
@@ -234,7 +228,6 @@ def cost(
     launch_us: float = 3.0,
     copy_gbps: float = 50.0,
     kernel_gbps: float = 1000.0,
-    piece_us: float = 0.0,
     dry: bool = False,
 ) -> None:
     """Make operations take their time on a device of these speeds, at least.
@@ -244,15 +237,13 @@ def cost(
         copy_gbps: speed of copies between host and device in GB/s (10^9 bytes), in each direction,
             for all streams of a device together.
         kernel_gbps: how fast kernels write, for all streams of a device together.
-        piece_us: added to each copy, and for each piece of a batch.
         dry: copies and page kernels take time but move no bytes, and nothing is poisoned. Real
             copies can be slower than the model on this machine.
     """
-    torch.ops.simdev.set_cost(launch_us, copy_gbps, kernel_gbps, piece_us, dry)
+    torch.ops.simdev.set_cost(launch_us, copy_gbps, kernel_gbps, dry)
 
 
 def relax() -> None:
-    """No stream is slow or held any more."""
     torch.ops.simdev.relax()
 
 
@@ -261,7 +252,7 @@ def reset() -> None:
     has been freed, and give that memory back to the system."""
     relax()
     torch.ops.simdev.settle()
-    torch.ops.simdev.set_cost(0.0, 0.0, 0.0, 0.0, False)
+    torch.ops.simdev.set_cost(0.0, 0.0, 0.0, False)
     allow_read_only(True)
     DRIVER.use_batch_copy(False)
     torch.ops.simdev.take_error()
@@ -271,7 +262,6 @@ def reset() -> None:
 
 
 def sleep(us: int) -> None:
-    """Keep the current stream of the current device busy for that long."""
     torch.ops.simdev.sleep(us)
 
 
@@ -316,7 +306,6 @@ def kernel_view(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def default_stream(device: torch.device | str | int | None = None) -> torch.Stream:
-    """Return the stream that a device has by default."""
     return _Stream(stream_id=0, device_index=_device(device).index, device_type=_PRIVATE_USE_1)
 
 
@@ -327,7 +316,6 @@ _names: dict[int | None, str] = {}
 
 
 def _name_threads() -> None:
-    """Note the name of each thread that is started from now on."""
     start = threading.Thread.start
 
     def noted(thread: threading.Thread) -> None:

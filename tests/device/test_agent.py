@@ -10,9 +10,8 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.transfer.loading import connection
 from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.slabs import Slab
-from tests.device.mutants import delay
-from tests.device.ordering.rig import OrderRig
-from tests.device.ordering.setup import REFUSED, REGISTERED, REGISTERING, WAYS, Setup
+from tests.device.gpu_order import simulated_delay
+from tests.device.ordering.rig import REFUSED, REGISTERED, REGISTERING, WAYS, OrderRig, Setup
 from tests.support.paged_cache import wait_until
 
 DEVICE = "sim:0"
@@ -30,7 +29,7 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
         return found
 
     monkeypatch.setattr(ArenaRegistration, "readable", counted)
-    with OrderRig(torch.device(DEVICE), delay, Setup(way=way)) as rig:
+    with OrderRig(torch.device(DEVICE), simulated_delay, Setup(way=way)) as rig:
 
         def load(request: str) -> bool:
             slabs.clear()
@@ -46,7 +45,7 @@ def test_registered_memory_is_read_in_place_and_other_memory_by_way_of_slabs(
 
 def test_two_slabs_are_enough_for_any_load_and_a_hung_device_is_a_miss(sim: ModuleType) -> None:
     setup = Setup(way=REFUSED, load_slabs=2, deadline_s=0.3)
-    with OrderRig(torch.device(DEVICE), delay, setup) as rig:
+    with OrderRig(torch.device(DEVICE), simulated_delay, setup) as rig:
         stream: Any = rig.load_lane
         sim.hold(stream.stream)
         rig.step(StepPlan(loads=(rig.load_plan(range(4), 8),)))
@@ -70,7 +69,7 @@ def test_a_device_that_hangs_keeps_its_arena_registered_and_mapped(
         return undos[-1]
 
     monkeypatch.setattr(sim.DRIVER, "pin_read_only", pinned)
-    with OrderRig(torch.device(DEVICE), delay, Setup(deadline_s=0.3)) as rig:
+    with OrderRig(torch.device(DEVICE), simulated_delay, Setup(deadline_s=0.3)) as rig:
         stream: Any = rig.load_lane
         arena = rig.agent.arena
         sim.hold(stream.stream)

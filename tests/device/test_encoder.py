@@ -69,7 +69,6 @@ def output_of(name: str) -> torch.Tensor:
 
 
 def loading(names: list[str]) -> EncoderPlan:
-    """A step that loads outputs."""
     output = EncoderOutput(IDENTITY.namespace(), b"n" * 20, ROWS, WIDTH, "BF16")
     pages = (output_of(name).view(torch.uint8).view(-1).numpy().copy() for name in names)
     return EncoderPlan({name: (output, one) for name, one in zip(names, pages, strict=True)})
@@ -81,7 +80,6 @@ def worker(copies: OutputCopies) -> EncoderWorkerSide:
 
 
 def encode(one: Replica, *names: str) -> None:
-    """A step that encodes images, whose outputs are saved."""
     seen = request("a", *names, embeds=ROWS)
     one.wait(seen)
     for index in range(len(names)):
@@ -94,14 +92,12 @@ def encode(one: Replica, *names: str) -> None:
 
 
 def stored(place: Place, name: str) -> torch.Tensor:
-    """The output that a replica on the host loads."""
     with started(place, "cpu") as other:
         assert other.see(request("b", name, embeds=ROWS)) == [], "not saved"
         return other.cache[name]
 
 
 def calls(counts: Counter[tuple[str, str]], thread: str) -> dict[str, int]:
-    """Calls of the driver by threads of that name."""
     found: Counter[str] = Counter()
     for (call, name), number in counts.items():
         if name.startswith(thread):

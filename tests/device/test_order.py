@@ -15,16 +15,14 @@ import pytest
 import torch
 
 from objkv.connector.kv.metadata import StepPlan
-from tests.device.gpu_order import SCENARIOS, run_scenarios
+from tests.device.gpu_order import SCENARIOS, run_scenarios, simulated_delay
 from tests.device.mutants import (
     BY_NAME,
     MUTANTS,
-    delay,
     play,
     rounds_to_find,
 )
-from tests.device.ordering.rig import OrderRig
-from tests.device.ordering.setup import (
+from tests.device.ordering.rig import (
     REFUSED,
     REGISTERED,
     REGISTERING,
@@ -32,6 +30,7 @@ from tests.device.ordering.setup import (
     WAYS,
     WHOLE,
     CacheLayout,
+    OrderRig,
     Setup,
 )
 
@@ -97,7 +96,7 @@ def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout, way:
     """No copy is from pageable memory, and no thread synchronises. Memory of an agent is registered
     by a thread of its own."""
     sim.DRIVER.use_batch_copy(True)
-    with OrderRig(torch.device(SIM), delay, Setup(layout=layout, way=way)) as rig:
+    with OrderRig(torch.device(SIM), simulated_delay, Setup(layout=layout, way=way)) as rig:
         rig.write(8, 32, 5.0)
         loads = [
             rig.load_plan(range(4, 7), 50, request=name, sync=name == "s", blank=(80, 82))
@@ -127,7 +126,7 @@ def test_nothing_waits_for_the_device(sim: ModuleType, layout: CacheLayout, way:
     ],
 )
 def test_a_step_without_work_does_not_call_the_driver(sim: ModuleType, plan: StepPlan) -> None:
-    with OrderRig(torch.device(SIM), delay, Setup()) as rig:
+    with OrderRig(torch.device(SIM), simulated_delay, Setup()) as rig:
         rig.write(8, 32, 5.0)
         rig.step(StepPlan(saves=(rig.save_plan(range(3), 8),)))
         rig.until_sent()

@@ -16,8 +16,6 @@ Spans = list[dict[str, Any]]
 
 
 class Collector:
-    """Spans as plain values, in the order in which they came."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._spans: Spans = []
@@ -25,12 +23,10 @@ class Collector:
         """What ``OTEL_EXPORTER_OTLP_TRACES_ENDPOINT`` is to be."""
 
     def spans(self, beginning: str = "") -> Spans:
-        """Those whose names begin so."""
         with self._lock:
             return [span for span in self._spans if span["name"].startswith(beginning)]
 
     def take(self, body: bytes) -> None:
-        """One request of an exporter."""
         request = ExportTraceServiceRequest.FromString(body)
         found = [
             {
@@ -56,7 +52,6 @@ def _value(value: Any) -> Any:
 
 @contextmanager
 def collecting() -> Iterator[Collector]:
-    """A collector on loopback."""
     collector = Collector()
 
     class Handler(BaseHTTPRequestHandler):

@@ -14,9 +14,9 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import objkv
 from objkv.stores.base import Buffer
 from tests.engine.job import Call
-from tests.engine.loglines import PACKAGE
 from tests.support.servers.redis import wait_until
 
 if TYPE_CHECKING:
@@ -40,6 +40,18 @@ SLOW_SAVES = Call(function="tests.engine.endings:slow_saves", arguments={"second
 _BEGINS_THREAD = re.compile(r'threading\.py", line \d+ in _bootstrap$')
 _JOINS_THREADS = re.compile(r" in (_shutdown|_python_exit)$", re.MULTILINE)
 EXIT = "tests.engine.endings:end_of_script"
+PACKAGE = f"{Path(objkv.__file__).parent}/"
+_LINE = re.compile(
+    r"\([^()]+ pid=\d+\) (?P<level>[A-Z]+) \d\d-\d\d \d\d:\d\d:\d\d "
+    r"\[[^\[\]]+:\d+\] (?P<message>.*)"
+)
+"""``_FORMAT`` in ``vllm/logger.py``, without colours. It has a logger's file and not its name;
+``objkv.connector.guard`` puts objkv's name in front of each message."""
+_OWN = re.compile(r"objkv(: | |$)")
+"""What objkv logged. A folder may be called objkv as well."""
+_SHOWN = re.compile(rf'[ |]*(File "{re.escape(PACKAGE)}|objkv(\.\w+)+(: |$))')
+"""A traceback's line with a frame in objkv's code, or an exception of objkv's, whoever logged it.
+"""
 
 
 def time_to_end(*, told: bool) -> Call:
@@ -167,6 +179,16 @@ def waits_for_objkv(stacks: str) -> bool:
     return any(thread in main for thread in ours) or bool(joins and ours)
 
 
+def objkv_errors(log: str) -> list[str]:
+    """What went wrong in objkv. Raises ValueError if the log has no line of objkv's: then it is in
+    another format, or objkv did not run."""
+    lines = [found for line in log.splitlines() if (found := _LINE.match(line))]
+    if not any(_OWN.match(line["message"]) for line in lines):
+        raise ValueError("no line of this log is objkv's")
+    errors = [line["message"] for line in lines if line["level"] in ("ERROR", "CRITICAL")]
+    return [message for message in errors if _OWN.match(message) or _SHOWN.match(message)]
+
+
 def session_processes(leader: int) -> list[int]:
     """Processes of the session that ``leader`` began which still run, whoever their parent is."""
     numbers = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
@@ -174,7 +196,6 @@ def session_processes(leader: int) -> list[int]:
 
 
 def kill_session(leader: int) -> None:
-    """End at once whatever is left of the session."""
     for pid in session_processes(leader):
         os.kill(pid, signal.SIGKILL)
 
@@ -188,7 +209,6 @@ def dump_stacks(pid: int) -> None:
 
 
 def wait_for_end(leader: int, bound_s: float) -> None:
-    """Wait until nothing of the session runs. Raises TimeoutError."""
     wait_until(
         lambda: not session_processes(leader), f"all of session {leader} to end", bound_s=bound_s
     )

@@ -38,18 +38,14 @@ PATIENT = {
 
 @dataclass(frozen=True)
 class SharedStore:
-    """A folder with a bulk store and an index in SQLite."""
-
     folder: Path
 
     @property
     def bulk(self) -> Path:
-        """The folder of the payloads."""
         return self.folder / "chunks"
 
     @property
     def index_file(self) -> Path:
-        """The file of the index."""
         return self.folder / "index.sqlite"
 
     def job(
@@ -77,25 +73,20 @@ class SharedStore:
         return Job(steps=steps, connector=connector | (transfer or {}), engine=engine or {})
 
     def copy(self, folder: Path) -> "SharedStore":
-        """The same content in another folder; nobody may be writing."""
         shutil.copytree(self.folder, folder)
         return SharedStore(folder)
 
     def namespaces(self) -> list[str]:
-        """Namespaces that hold something, sorted."""
         return sorted(path.name for path in self.bulk.iterdir())
 
     def payloads(self) -> list[Path]:
-        """The files of all payloads."""
         return sorted(self.bulk.glob("*/*/*/*.safetensors"))
 
     def hashes(self, prompt: Prompt) -> list[bytes]:
-        """The prefix hashes of the prompt's chunks in the store's one namespace."""
         (namespace,) = self.namespaces()
         return prefix_hashes(namespace, prompt.tokens, CHUNK, PromptExtras(salt=prompt.cache_salt))
 
     def payload(self, prompt: Prompt, chunk: int) -> Path:
-        """The file of one chunk of a prompt that was saved."""
         digest = self.hashes(prompt)[chunk].hex()
         (found,) = self.bulk.glob(f"*/{digest[:2]}/{digest}/*.safetensors")
         return found
@@ -107,6 +98,33 @@ def one_by_one(prompts: Iterable[Prompt]) -> tuple[Step, ...]:
     for prompt in prompts:
         steps += (Generate(prompts=(prompt,)), SAVED, Settle(), ResetPrefixCache())
     return tuple(steps)
+
+
+_SETTINGS = ("admission", "codec", "lookup_deadline_ms", "load_deadline_ms", "save_deadline_ms")
+
+
+def offloading(
+    store: SharedStore, *, chunk_tokens: int = BLOCK, canonical: bool = False, **settings: Any
+) -> dict[str, Any]:
+    tier = {name: PATIENT[name] for name in (*_SETTINGS, "drain_deadline_ms")} | {
+        "type": "ObjKVTier",
+        "module_path": "objkv.connector.tier",
+        "bulk_url": f"file://{store.bulk}",
+        "index_url": f"sqlite://{store.index_file}",
+    }
+    extra = {
+        "spec_name": "HostTieringSpec",
+        "spec_module_path": "tests.engine.host_offload",
+        "cpu_bytes_to_use": 64 << 20,
+        "block_size": chunk_tokens,
+        "canonical_layout": canonical,
+        "secondary_tiers": [tier | settings],
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def drain_saves(llm: Any) -> bool:
@@ -127,7 +145,6 @@ _drain.objkv_keeps_weights = True  # type: ignore[attr-defined]
 
 
 def free_blocks(llm: Any) -> int:
-    """Blocks of the paged cache that no request holds."""
     scheduler = llm.llm_engine.engine_core.engine_core.scheduler
     return int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 

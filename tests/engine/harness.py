@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -118,24 +117,11 @@ class Replica:
 
 
 def run_replica(job: Job, folder: Path) -> Result:
-    """Run one replica from start to exit. Raises ``ReplicaFailed``."""
     with Replica(job, folder) as replica:
         return replica.wait()
 
 
-def run_replicas(jobs: Sequence[Job], folder: Path) -> list[Result]:
-    """Run several replicas side by side. Raises ``ReplicaFailed`` for the first that failed."""
-    replicas: list[Replica] = []
-    try:
-        replicas += (Replica(job, folder) for job in jobs)
-        return [replica.wait() for replica in replicas]
-    finally:
-        for replica in replicas:
-            replica.__exit__(None, None, None)
-
-
 def _agent_of(job: Job) -> AgentProcess | None:
-    """Start the agent of a replica that names none."""
     encoder, kind = job.engine.get("ec_transfer_config") or {}, ""
     given: dict[str, Any] = {}
     if job.connector is not None:
@@ -180,7 +166,6 @@ def _start(
 
 @functools.cache
 def nursery() -> Nursery:
-    """What this process forks replicas off."""
     return Nursery(ROOT, _environment_of(Job(steps=())), ("tests.engine.preloaded",))
 
 

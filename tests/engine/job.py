@@ -13,8 +13,6 @@ class _Value(BaseModel):
 
 
 class Prompt(_Value):
-    """One request."""
-
     tokens: tuple[int, ...]
     max_tokens: int = 8
     cache_salt: str | None = None
@@ -100,8 +98,6 @@ class Job(_Value):
 
 
 class Output(_Value):
-    """What came of one prompt."""
-
     tokens: tuple[int, ...]
     cached_tokens: int | None
     """Prompt tokens that were not computed, from the replica's own cache or a connector."""
@@ -141,10 +137,8 @@ class Result(_Value):
 
     @property
     def tokens(self) -> list[tuple[int, ...]]:
-        """The generated tokens of all prompts, in order."""
         return [output.tokens for outputs in self.outputs for output in outputs]
 
     @property
     def cached(self) -> list[int | None]:
-        """The cached prompt tokens of all prompts, in order."""
         return [output.cached_tokens for outputs in self.outputs for output in outputs]

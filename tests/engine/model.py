@@ -49,7 +49,6 @@ def make(name: ModelName) -> Path:
 
 
 def make_once(target: Path, save: Callable[[Path], None]) -> Path:
-    """Have ``save`` make ``target``, unless it is there."""
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -92,7 +91,6 @@ def _save(name: ModelName, target: Path) -> None:
 
 
 def _qwen3_next() -> Any:
-    """Three layers of linear attention to one of full attention."""
     import transformers
 
     return transformers.Qwen3NextConfig(
@@ -112,7 +110,6 @@ def _qwen3_next() -> Any:
 
 
 def _deepseek() -> Any:
-    """Multi-head latent attention, dense."""
     import transformers
 
     sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
@@ -144,7 +141,6 @@ def adapter(name: str, seed: int) -> Path:
 
 
 def make_adapters() -> None:
-    """Make all that were asked for, unless they are there."""
     for place, seed in ADAPTERS.items():
         make_once(place, lambda target, seed=seed: make_adapter(target, seed=seed))  # type: ignore
 

@@ -15,7 +15,6 @@ _ENVIRONMENT = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
 
 
 def on_ranks(job: Job, ranks: int = 1, stages: int = 1) -> Job:
-    """The same replica, of so many workers."""
     if ranks == stages == 1:
         return job
     engine: dict[str, Any] = {"distributed_executor_backend": "mp"}

@@ -60,8 +60,6 @@ class _Running:
 
 
 class Driver:
-    """Takes a job's steps with one engine."""
-
     def __init__(self, llm: Any, *, inside: bool) -> None:
         """``inside``: the engine core lives in this process and steps when it is told to."""
         self._llm = llm
@@ -73,7 +71,6 @@ class Driver:
         self.answers: list[Any] = []
 
     def take(self, step: Step) -> None:
-        """Take one step; blocks until it is done."""
         match step:
             case Generate():
                 self.outputs.append(self._generate(step.prompts))
@@ -151,7 +148,6 @@ class Driver:
 
 
 def run(job: Job) -> Result:
-    """Live the job's whole life in this process."""
     clock = time.perf_counter
     moments = [clock()]
     warnings = keep_warnings()

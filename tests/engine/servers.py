@@ -61,8 +61,6 @@ _FLAGS = ("--skip-tokenizer-init", "--enforce-eager", "--enable-prompt-tokens-de
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server answered to one prompt."""
-
     tokens: tuple[int, ...]
     cached_tokens: int
     seconds: float
@@ -79,10 +77,8 @@ class Server:
         with_tokenizer: Path | None = None,
         arguments: tuple[str, ...] = (),
     ) -> None:
-        """Start it. ``settings`` are environment variables, ``folder`` has its log.
-
-        ``with_tokenizer``: the folder of a model that has a tokenizer, which is used then.
-        """
+        """``settings`` are environment variables, ``folder`` has its log. ``with_tokenizer``: the
+        folder of a model that has one, which is used then."""
         folder.mkdir(parents=True, exist_ok=True)
         self.log_file = folder / "server.log"
         self.url = f"http://127.0.0.1:{(port := free_port())}"
@@ -114,7 +110,6 @@ class Server:
 
     @property
     def log(self) -> str:
-        """Everything it printed so far."""
         return self.log_file.read_text(errors="replace")
 
     def wait_until_ready(self) -> None:
@@ -132,7 +127,6 @@ class Server:
         wait_until(is_ready, f"{self.url} to serve, see {self.log_file}", bound_s=READY_S)
 
     def complete(self, prompt: Prompt, **headers: str) -> Answer:
-        """Its greedy answer."""
         asked: dict[str, Any] = {
             "model": NAME,
             "prompt": list(prompt.tokens),

@@ -9,13 +9,12 @@ from random import Random
 from typing import Any, Literal
 
 from tests.engine import model
-from tests.engine.fleet import BLOCK, CHUNK, SharedStore
+from tests.engine.fleet import BLOCK, CHUNK, SharedStore, offloading
 from tests.engine.fp8_kernels import FP8_ENGINE
 from tests.engine.job import Prompt
 from tests.engine.model import ModelName
 from tests.engine.prompts import prompt_of, tokens_of
 from tests.engine.speculation import make_pair
-from tests.engine.tiered import offloading
 
 Cached = tuple[int, ...]
 Connect = Callable[[SharedStore], dict[str, Any]]
@@ -23,8 +22,6 @@ Connect = Callable[[SharedStore], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two replicas."""
-
     settings: dict[str, Any] = field(default_factory=dict)
     """objkv's; ``{folder}`` in a text is the row's folder."""
     also: dict[str, Any] = field(default_factory=dict)
@@ -76,7 +73,6 @@ class Row:
 
 
 def prompts(*lengths: int, **more: Any) -> tuple[Prompt, ...]:
-    """One of each length, all different."""
     return tuple(prompt_of(n, seed=n, **more) for n in lengths)
 
 
@@ -110,7 +106,6 @@ def salted(salt: str) -> Prompt:
 
 
 def adapted(name: str, seed: int) -> Prompt:
-    """``PLAIN`` with an adapter, which is made of a seed."""
     return PLAIN.model_copy(update={"lora": model.adapter(name, seed)})
 
 
@@ -271,7 +266,7 @@ def _scale(folder: Path, name: str) -> None:
 
 def _drafts() -> list[Row]:
     rows = []
-    for method in ("draft_model", "eagle", "dflash", "mtp"):
+    for method in ("draft_model", "eagle"):
         # vLLM drops the last block of each match of its own for drafts that continue hidden states.
         loaded = tuple(n - BLOCK * (method != "draft_model") for n in TWO_LOADED)
         rows.append(
@@ -281,7 +276,7 @@ def _drafts() -> list[Row]:
                 prompts(300, 600, max_tokens=24),
                 engine=lambda method=method: make_pair(method),
                 stems=("0", "draft"),
-                accepts=0.9 if method in ("draft_model", "eagle") else 0.0,
+                accepts=0.9,
             )
         )
     plain = Side(engine={"speculative_config": None})
@@ -381,7 +376,6 @@ def _tiers() -> list[Row]:
 
 
 def rows() -> dict[str, Row]:
-    """All of them, by name."""
     made = (
         *(*_plain(), *_shared_or_not(), *_sealed(), *_dtypes()),
         *(*_drafts(), *_hybrids(), *_shapes(), *_tiers()),

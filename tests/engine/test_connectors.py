@@ -7,12 +7,11 @@ from typing import Any
 import pytest
 from safetensors.numpy import load_file
 
-from tests.engine.fleet import SharedStore
+from tests.engine.fleet import SharedStore, offloading
 from tests.engine.harness import run_replica
 from tests.engine.job import Generate, Job, Settle
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
-from tests.engine.tiered import offloading
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -23,14 +22,12 @@ RECOMPUTE = {"kv_load_failure_policy": "recompute"}
 
 
 def one(store: SharedStore, **settings: Any) -> dict[str, Any]:
-    """The connector to one store."""
     connector = store.job(chunk_tokens=256, **settings).connector
     assert connector is not None
     return connector
 
 
 def several(*connectors: dict[str, Any], **outer: Any) -> Job:
-    """A replica with these."""
     extra = {"connectors": list(connectors)}
     connector = {"kv_connector": "MultiConnector", "kv_role": "kv_both", **outer}
     return Job(steps=STEPS, connector=connector | {"kv_connector_extra_config": extra})

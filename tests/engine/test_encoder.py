@@ -13,7 +13,7 @@ from tests.engine import fleet
 from tests.engine.harness import run_replica
 from tests.engine.job import Call, Generate, Prompt, Result
 from tests.engine.scenario import Values, scenario
-from tests.engine.vision_model import CONNECTOR, encoder, extra, job, see
+from tests.engine.vision_model import encoder, extra, job, see
 
 pytestmark = pytest.mark.slow
 ONE, OTHER, THIRD, BOTH = (1,), (2,), (3,), (1, 2)
@@ -123,12 +123,3 @@ def test_an_image_that_the_kv_covers_is_neither_encoded_nor_loaded_and_another_i
     assert answer(covered)["encoded"] == 1
     assert count(covered, "loads") == 0
     assert answer(covered)["tokens"] == answer(beside_kv()["alone"], 2)["tokens"]
-
-
-def test_the_plugin_knows_the_connector_by_name() -> None:
-    from vllm.distributed.ec_transfer.ec_connector.factory import ECConnectorFactory
-
-    from objkv.connector.plugin import register
-
-    register()
-    assert ECConnectorFactory._registry[CONNECTOR]().__name__ == CONNECTOR

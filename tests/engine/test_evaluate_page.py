@@ -20,7 +20,6 @@ PREFIX_TOKENS, PROMPTS = 2560, 8
 
 
 def fence(begin: str) -> str:
-    """The commands that begin so."""
     [found] = [text for _, text in FENCE.findall(PAGE) if text.startswith(begin)]
     return str(found)
 

@@ -28,14 +28,12 @@ def listen(llm: Any) -> None:
 
 
 def heard(_llm: Any) -> list[dict[str, Any]]:
-    """All that was published since the last call."""
     batches = list(_BATCHES)
     _BATCHES.clear()
     return [plain(event) for batch in batches for event in batch.events]
 
 
 def plain(event: Any) -> dict[str, Any]:
-    """An event as JSON."""
     values = {"kind": type(event).__name__}
     for name in ("medium", "group_idx", "block_hashes", "parent_block_hash", "token_ids"):
         values[name] = getattr(event, name, None)

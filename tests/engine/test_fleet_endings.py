@@ -16,13 +16,13 @@ from tests.engine.endings import (
     EngineTold,
     exit_status,
     kill_session,
+    objkv_errors,
     session_processes,
     time_to_end,
 )
 from tests.engine.fleet import SharedStore
 from tests.engine.harness import Replica, run_replica
 from tests.engine.job import Call, Generate, Job, Touch, WaitFor
-from tests.engine.loglines import objkv_errors
 from tests.engine.prompts import prompt_of
 from tests.engine.scenario import Values, scenario
 from tests.support.servers.redis import wait_until

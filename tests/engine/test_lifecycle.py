@@ -245,7 +245,6 @@ LARGE = tuple(prompt_of(9 * BLOCK, seed=200 + i, max_tokens=60) for i in range(3
 
 
 def drawn(source: random.Random) -> Prompt:
-    """A prompt on one of three stems, that may be late, and may be aborted."""
     stem = tokens_of(4 * CHUNK, seed=100 + source.randrange(3))
     fork = source.choice([0, CHUNK - 1, CHUNK, 2 * CHUNK, 2 * CHUNK + 50, 4 * CHUNK])
     tail = tokens_of(source.randrange(1, 60), seed=source.randrange(4))
@@ -258,7 +257,6 @@ def drawn(source: random.Random) -> Prompt:
 
 
 def damage(store: SharedStore, prompts: list[Prompt], seed: int) -> None:
-    """Remove, cut or change in turn every third chunk that prompts ask for."""
     source = random.Random(seed)
     stored = {path.parent.name: path for path in store.payloads()}
     wanted = dict.fromkeys(digest.hex() for prompt in prompts for digest in store.hashes(prompt))

@@ -88,7 +88,6 @@ def test_interrupting_it_leaves_no_replica_behind(tmp_path: Path, number: signal
 
 
 def _running(models: Path) -> list[str]:
-    """Processes that were started with this folder."""
     found = []
     for cmdline in Path("/proc").glob("[0-9]*/cmdline"):
         try:

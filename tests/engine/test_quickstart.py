@@ -37,13 +37,11 @@ def commands() -> str:
 
 
 def shown() -> list[str]:
-    """What the page shows as output."""
     return [text for kind, text in FENCE.findall(PAGE.read_text()) if not kind]
 
 
 @scenario
 def run_page(folder: Path, script: str, model: str) -> dict[str, Any]:
-    """Run the page; ``model`` is the name of the model's folder."""
     assert tiny.make().name == model
     assert PORTS in script
     script = script.replace(PORTS, f"PORT_A={free_port()} PORT_B={free_port()}\n")
@@ -51,7 +49,6 @@ def run_page(folder: Path, script: str, model: str) -> dict[str, Any]:
 
 
 def run_script(folder: Path, script: str) -> str:
-    """Run ``script`` as a user does in a clone, and return what it printed."""
     file = folder / "page.sh"
     file.write_text(f"set -eo pipefail\n{script}")
     path = f"{Path(sys.executable).parent}:{environment()['PATH']}"

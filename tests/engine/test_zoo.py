@@ -79,7 +79,6 @@ def cached_of(row: Row) -> dict[Prompt, int]:
 
 @contextmanager
 def saved(row: Row) -> Iterator[tuple[SharedStore, Result]]:
-    """A store with all that A saved."""
     with tempfile.TemporaryDirectory(prefix="objkv-zoo-") as folder:
         for name, text in row.files.items():
             path = Path(folder, name)
@@ -169,7 +168,6 @@ def check_tokens(
 
 
 def pages_of(row: Row, run: Result, prompts: Sequence[Prompt]) -> dict[Prompt, Any]:
-    """What a replica's looks have found."""
     cached = cached_of(row)
     found = [
         pages

@@ -109,7 +109,6 @@ def _save(target: Path) -> None:
 
 
 def extra(store: Path, **settings: Any) -> dict[str, Any]:
-    """objkv's settings for a folder that replicas share."""
     places = {
         "bulk_url": f"file://{store / 'chunks'}",
         "index_url": f"sqlite://{store / 'index.sqlite'}",
@@ -132,10 +131,8 @@ def job(
 
 
 def encoder(store: Path, role: str = "ec_both", **settings: Any) -> dict[str, Any]:
-    """An ``ec_transfer_config`` on a folder that replicas share."""
     return {
         "ec_connector": CONNECTOR,
-        "ec_connector_module_path": "objkv.connector",
         "ec_role": role,
         "ec_connector_extra_config": extra(store, **settings),
     }
@@ -172,7 +169,6 @@ def look_at(llm: Any, prompts: list[list[int]], head: int, tail: int) -> dict[st
 
 
 def picture(seed: int) -> Any:
-    """An image of noise."""
     import numpy as np
     from PIL import Image
 

@@ -48,7 +48,6 @@ def helm(*arguments: str) -> str:
 
 @cache
 def rendered(values: str) -> tuple[dict[str, Any], ...]:
-    """The objects that the chart makes of the values, a JSON document."""
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         file.write(values)
         file.flush()

@@ -24,7 +24,6 @@ SETTINGS = ". /etc/objkv/settings.env\n"
 
 
 def started(unit: str) -> str:
-    """What systemd does for a unit, as a script."""
     text = (EXAMPLES / "systemd" / f"objkv-{unit}.service").read_text()
     lines = dict(line.split("=", 1) for line in text.splitlines() if "=" in line)
     program, words = lines["ExecStart"].split(" ", 1)

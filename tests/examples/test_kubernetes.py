@@ -259,7 +259,6 @@ def replica(**values: Any) -> dict[str, Any]:
 
 
 def environment(spec: dict[str, Any], **values: Any) -> dict[str, str]:
-    """The environment of a pod's container, without what comes from Secrets."""
     (one,) = spec["containers"]
     found: dict[str, str] = {}
     for source in one["envFrom"]:

@@ -95,7 +95,6 @@ class Cluster:
         return given | self._secrets[secret["secretRef"]["name"]] | self._here
 
     def run(self, pod: str, *more: str, words: list[str] | None = None) -> Result:
-        """Run the pod's own command, or these words in it."""
         (container,) = self._pods[pod]["spec"]["containers"]
         words = [*(words or container["args"]), *more]
         return CliRunner().invoke(app, words, env=self.environment(pod))

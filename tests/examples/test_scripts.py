@@ -138,7 +138,6 @@ def run(folder: Path, *command: str, **variables: str) -> str:
 
 
 def shares(out: str) -> list[tuple[int, int]]:
-    """(tokens not computed, all tokens) of each line that tells them."""
     return [(int(a), int(b)) for a, b in re.findall(r"(\d+) of (\d+)", out)]
 
 

@@ -8,7 +8,6 @@ trained on sentences like those of the examples, so their prompts are a few thou
 
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 
@@ -28,19 +27,15 @@ def make() -> Path:
     weights = model.make("llama")
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:8]
     target = weights.with_name(f"{weights.name}-{recipe}-text")
-    if target.exists():
-        return target
-    partial = target.with_suffix(f".{os.getpid()}")
-    shutil.copytree(weights, partial)
-    config = json.loads((partial / "config.json").read_text())
+    return model.make_once(target, lambda folder: _save(weights, folder))
+
+
+def _save(weights: Path, folder: Path) -> None:
+    shutil.copytree(weights, folder)
+    config = json.loads((folder / "config.json").read_text())
     config["max_position_embeddings"] = _POSITIONS
-    (partial / "config.json").write_text(json.dumps(config))
-    _add_tokenizer(partial)
-    try:
-        partial.rename(target)
-    except OSError:  # Another process was first; both made the same.
-        shutil.rmtree(partial)
-    return target
+    (folder / "config.json").write_text(json.dumps(config))
+    _add_tokenizer(folder)
 
 
 def _add_tokenizer(folder: Path) -> None:

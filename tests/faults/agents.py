@@ -44,8 +44,6 @@ _WIDTH = 8192
 
 
 class AgentPlace(Place):
-    """The agent, its stores, and the faults that they can have."""
-
     def __init__(
         self, servers: Servers, *, arena_bytes: int = ARENA_BYTES, processes: int = 0
     ) -> None:
@@ -82,11 +80,9 @@ class AgentPlace(Place):
 
     @property
     def is_serving(self) -> bool:
-        """Whether the agent answers."""
         return not self._is_frozen and self.agent.process.poll() is None
 
     def close(self) -> None:
-        """End the agent."""
         self.agent.__exit__(None, None, None)
         shutil.rmtree(self._sockets)
         super().close()
@@ -130,7 +126,6 @@ class AgentPlace(Place):
         }
 
     def _metrics(self) -> dict[str, float]:
-        """The agent's metrics; nothing if it is away."""
         if not self.is_serving:
             return {}
         try:
@@ -164,12 +159,10 @@ class AgentPlace(Place):
         ]
 
     def _renew(self) -> None:
-        """Another agent has this one's place."""
         shutil.rmtree(self.agent.folder)
         self.agent = self._start()
 
     def _revive(self) -> None:
-        """The same, if it is dead."""
         if self.agent.process.poll() is not None:
             self._renew()
 
@@ -276,7 +269,6 @@ def _claim(key: ChunkKey, parent_hash: bytes, number: int) -> Claim:
 
 
 def _opened(client: AgentConnection, wanted: list[Claim]) -> list[ArenaLease]:
-    """Leases of payloads whose fetch has ended."""
     answer = client.open(Claims.of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
     leases = leases_of(answer, client.arena.board)
     for lease in leases:
@@ -285,8 +277,6 @@ def _opened(client: AgentConnection, wanted: list[Claim]) -> list[ArenaLease]:
 
 
 def _state(holder: AgentConnection, cell: int) -> CellState:
-    """The state of a payload when its fetch has ended."""
-
     def state() -> CellState:
         return holder.arena.board.read(cell).state
 

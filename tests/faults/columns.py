@@ -3,9 +3,8 @@
 Each is vLLM's own code as far as the worlds of ``tests/connector`` have it, over real stores.
 """
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import LookupResult
@@ -18,19 +17,6 @@ from tests.connector.handoff.model import model_folder, prompts
 from tests.connector.tier import world as tier
 
 SAVED_S = 60.0
-
-
-class Column(Protocol):
-    """A replica that saves things by number, and is asked for them."""
-
-    def save(self, number: int) -> None:
-        """Compute and save; whatever happens, it returns."""
-
-    def ask(self, number: int) -> bool:
-        """Whether it was loaded, which the replica never did before. Asserts that it is right."""
-
-    def close(self) -> None:
-        """End it."""
 
 
 class Tier:
@@ -61,8 +47,6 @@ class Tier:
 
 
 class Handoff:
-    """One rank of a V0 engine, whose caches are random, and the same in all of them."""
-
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         if not (folder / "model").exists():
             model_folder(folder)
@@ -100,8 +84,6 @@ class Handoff:
 
 
 class Encoder:
-    """Both sides of the encoder cache."""
-
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         model = folder / "vision"
         if not model.exists():
@@ -127,8 +109,7 @@ class Encoder:
         self._engine.shutdown()
 
 
-COLUMNS: dict[str, Callable[[Path, dict[str, Any]], Column]] = {
-    "tier": Tier,
-    "handoff": Handoff,
-    "encoder": Encoder,
-}
+Column = Tier | Handoff | Encoder
+"""A replica that saves things by number, and is asked for them: whether it was loaded, which the
+replica never did before. Asserts that it is right."""
+COLUMNS = {"tier": Tier, "handoff": Handoff, "encoder": Encoder}

@@ -59,15 +59,12 @@ class Clock:
         self.pauses_ahead_s = 0.0
 
     def wall(self) -> float:
-        """Seconds since the epoch, more or less."""
         return time.time() + self.ahead_s
 
     def now(self) -> datetime:
-        """The same for botocore."""
         return datetime.fromtimestamp(self.wall(), UTC)
 
     def pauses(self) -> float:
-        """Seconds, monotonic."""
         return time.monotonic() + self.pauses_ahead_s
 
 
@@ -79,8 +76,6 @@ class Calls:
         self._lock = Lock()
 
     def counting(self, call: Callable[P, T]) -> Callable[P, T]:
-        """``call``, counted."""
-
         def counted(*args: P.args, **kwargs: P.kwargs) -> T:
             with self._lock:
                 self.made += 1
@@ -127,26 +122,21 @@ class S3Process:
         self.start()
 
     def start(self) -> None:
-        """Start it, and wait until it listens."""
         self._process, _ = start_server("quick_s3", "--port", str(self.address[1]))
 
     def kill(self) -> None:
-        """SIGKILL. Idempotent."""
         self._process.send_signal(signal.SIGKILL)
         self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
 
     def restart(self) -> None:
-        """Start it again on its port."""
         self.kill()
         self.start()
 
 
 @dataclass
 class Servers:
-    """What a test session has running."""
-
     s3: S3Process
     s3_proxy: SpoilS3
     redis: RedisServer
@@ -165,7 +155,6 @@ class Servers:
 
 @contextmanager
 def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
-    """Start everything, end everything."""
     s3 = S3Process()
     try:
         with (
@@ -179,8 +168,6 @@ def running_servers(folder: Path, clock: Clock) -> Iterator[Servers]:
 
 
 class Place:
-    """Bulk store and index of one row in one mode, and the faults that they can have."""
-
     def __init__(self, servers: Servers, world: str, *, direct: bool = False) -> None:
         """``direct``: clients go to the servers themselves, not through the proxies."""
         self.servers = servers
@@ -209,17 +196,14 @@ class Place:
 
     @property
     def index_file(self) -> Path:
-        """Of SQLite."""
         return self.folder / "index.sqlite"
 
     def mend(self) -> None:
-        """Let nothing be spoiled any more, whatever happened."""
         self.servers.clock.ahead_s = 0.0
         self.servers.s3_proxy.mend()
         self.servers.redis_proxy.mend()
 
     def close(self) -> None:
-        """End what this place alone has running."""
         self.mend()
         for server in self.extra:
             server.kill()
@@ -237,7 +221,6 @@ class Place:
         return sum(count for verb, count in proxy.asked.items() if verb != "CLIENT")
 
     def spoiled(self) -> int:
-        """Of these, how many were spoiled."""
         proxy = self.servers.s3_proxy if self.world == "s3" else self.servers.redis_proxy
         return sum(proxy.spoiled.values())
 
@@ -247,7 +230,6 @@ class Place:
 
     @contextmanager
     def bulk(self) -> Iterator[PruneStore]:
-        """The bulk store itself, past all proxies."""
         settings = self.settings | {"s3_endpoint_url": self.servers.s3.url}
         with closing(open_bulk(load_config(settings), NullRecorder())) as store:
             yield store
@@ -260,7 +242,6 @@ class Place:
         return {}
 
     def payloads(self) -> list[str]:
-        """Paths of all payloads."""
         with self.bulk() as store:
             return [e.key for e in store.scan("") if e.key.endswith(".safetensors")]
 

@@ -24,8 +24,6 @@ AWAY = (AGENT_LOADS.removesuffix(" failing"), AGENT_CALLS, SAVES_TOLD)
 
 @dataclass(frozen=True)
 class Cell:
-    """The outcome of one verb during the fault."""
-
     outcome: Outcome
     """A lookup and a load end in ``hit`` or ``miss``. A save ends in ``saved`` (a hit for the next
     reader), ``kept`` (a hit for those of this node, who have it saved) or ``drop``."""
@@ -46,8 +44,6 @@ UNTOUCHED_SAVE = Cell("saved", touched=False)
 
 @dataclass(frozen=True)
 class Row:
-    """One fault."""
-
     name: str
     what: str
     world: World
@@ -64,7 +60,6 @@ class Row:
     """The node agent fetches with a process, and payloads are large enough for it."""
 
     def cell(self, verb: Verb) -> Cell:
-        """Return the cell of ``verb``."""
         cell: Cell = getattr(self, verb)
         return cell
 

@@ -10,7 +10,6 @@ BEGIN, END = f"<!-- matrix: {WRITTEN}", "<!-- end of the matrix -->"
 
 
 def page() -> str:
-    """Return the page with the current table."""
     before, begin, rest = PAGE.read_text().partition(BEGIN)
     _, end, after = rest.partition(END)
     return f"{before}{begin}\n{matrix()}{end}{after}"
@@ -34,7 +33,6 @@ def _cell(cell: Cell) -> str:
 
 
 def main() -> None:
-    """Write the page."""
     PAGE.write_text(page())
 
 

@@ -9,6 +9,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,12 +17,12 @@ from unittest.mock import patch
 import pytest
 
 from objkv.assembly import agent, backends
+from objkv.cache.switch import SWITCH_PATH
 from objkv.net.breaker import BreakerLimits
 from tests.faults.agents import LARGE_ARENA_BYTES, AgentPlace
 from tests.faults.columns import COLUMNS, Column
 from tests.faults.places import Place, Servers
-from tests.faults.rows import BY_NAME, MODES, ROWS, VERBS, Row
-from tests.faults.seen import Lines, Seen
+from tests.faults.rows import BY_NAME, MODES, ROWS, VERBS, Cell, Row
 from tests.faults.toy import (
     CHUNKS,
     LARGE,
@@ -77,7 +78,57 @@ HURRIED: dict[str, dict[str, int]] = {
 FULL = {"arena_bytes": CHUNKS * PAYLOAD_BYTES}
 """An arena with room for one prompt."""
 
+UNEXPECTED = ("unexpectedly", "continuing without it", "not taken out", "Traceback (most")
 _engines: dict[tuple[str, str], tuple[Place, ShakenEngine]] = {}
+
+
+class Lines(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@dataclass
+class Seen:
+    outcome: str = ""
+    right: bool = False
+    """Whether the tokens are those of a model without a connector, and all KV that was read what
+    was computed for it."""
+    counted: dict[str, float] = field(default_factory=dict)
+    lines: list[str] = field(default_factory=list)
+    asked: int = 0
+    """Requests to the end with the fault, while it was there."""
+    ended: bool = False
+    """Whether the request ended while the fault was there: nobody waited for its end."""
+
+    def check(self, cell: Cell) -> None:
+        assert self.right
+        assert self.ended
+        assert self.outcome == cell.outcome, (self.counted, self.lines)
+        if not cell.touched:
+            assert self.asked == 0
+        if cell.counted:
+            assert self.counted.get(cell.counted, 0) >= 1, (self.counted, self.lines)
+        self.check_lines(cell)
+
+    def check_lines(self, cell: Cell) -> None:
+        """That the log tells the fault, each change of state once, and nothing unforeseen."""
+        for words in UNEXPECTED:
+            assert not [line for line in self.lines if words in line]
+        kinds = Counter(line.partition(" reason=")[0] for line in self.lines)
+        repeated = {line: n for line, n in kinds.items() if n > 1 and "payload refused" not in line}
+        assert not repeated, self.lines
+        told = [line for line in kinds if not (cell.beside and line.startswith(cell.beside))]
+        if cell.told:
+            assert [line for line in told if line.startswith(cell.told)], self.lines
+        elif any(SWITCH_PATH in line for line in self.lines):
+            # The operator's switch is read by the clock, so it may meet the fault of any verb.
+            assert not [line for line in told if not line.startswith("bulk reads ")], self.lines
+        else:
+            assert not told, self.lines
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -145,8 +196,6 @@ def _open(place: Place, row: Row, mode: str, revision: int = 1) -> ShakenEngine:
 
 
 class _Shake:
-    """One engine, one fault, each verb once."""
-
     def __init__(
         self, servers: Servers, row: Row, mode: str, place: Place, engine: ShakenEngine
     ) -> None:

@@ -36,7 +36,6 @@ def prompt(seed: int) -> list[int]:
 
 
 def expected(tokens: list[int]) -> list[int]:
-    """What the model says to a prompt, without any connector."""
     return said(tokens, ANSWER_TOKENS)
 
 
@@ -85,7 +84,6 @@ class ShakenEngine(Engine):
         return found
 
     def is_attached(self) -> bool:
-        """Whether loads have a node agent to go to."""
         agent = self.worker.worker.loader.link.agent
         return agent is not None and not agent.has_ended()
 

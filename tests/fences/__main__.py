@@ -6,15 +6,11 @@ seeds that are told. ``--seed 17`` plays that one again.
 
 import argparse
 import sys
-import tempfile
 import time
-from pathlib import Path
 
 import objkv.connector.kv.worker  # noqa: F401  # before clocks are replaced
 from tests.fences.explorer import Found, Tally, listening, play_seed, play_situations
 
-FOLDER_EVERY = 8
-"""Of lives at random, one of so many has its bulk store in files."""
 SYSTEMATIC_SHARE = 0.5
 
 
@@ -27,11 +23,11 @@ def main() -> int:
     arguments = parser.parse_args()
     tally = Tally()
     try:
-        with listening(), tempfile.TemporaryDirectory() as folder:
+        with listening():
             if arguments.seed is not None:
-                _one(arguments.seed, tally, Path(folder))
+                play_seed(arguments.seed, tally)
             else:
-                _many(arguments.minutes * 60, arguments.first_seed, tally, Path(folder))
+                _many(arguments.minutes * 60, arguments.first_seed, tally)
     except Found as found:
         print(f"broken: {found}")
         return 1
@@ -42,7 +38,7 @@ def main() -> int:
     return 0
 
 
-def _many(seconds: float, first_seed: int, tally: Tally, folder: Path) -> None:
+def _many(seconds: float, first_seed: int, tally: Tally) -> None:
     since = time.monotonic()
     for preemptions, stride in ((1, 1), (2, 997)):
         for _ in play_situations(
@@ -53,12 +49,8 @@ def _many(seconds: float, first_seed: int, tally: Tally, folder: Path) -> None:
     print(f"{tally.plays} interleavings by system; at random from --seed {first_seed} on")
     seed = first_seed
     while time.monotonic() - since < seconds:
-        _one(seed, tally, folder)
+        play_seed(seed, tally)
         seed += 1
-
-
-def _one(seed: int, tally: Tally, folder: Path) -> None:
-    play_seed(seed, tally, folder if seed % FOLDER_EVERY == 0 else None)
 
 
 if __name__ == "__main__":

@@ -74,7 +74,6 @@ class Hands:
                 self.say(f"{what} block {block} of {planned}, which {self.now[block]} has")
 
     def say(self, what: str) -> NoReturn:
-        """Something must not be."""
         self.broken.append(what)
         raise Broken(what)
 
@@ -95,7 +94,6 @@ class Stream:
 
     @property
     def given(self) -> int:
-        """How many things."""
         return len(self._given)
 
     def do(self, work: Callable[[], None]) -> None:
@@ -114,7 +112,6 @@ class Stream:
             self._given.append(lambda: other.done >= number)
 
     def end(self) -> None:
-        """It is given nothing any more."""
         self._closed = True
 
     def _take_time(self) -> None:
@@ -243,8 +240,6 @@ class WatchedLane:
 
 
 class _PlannedMoves(LoadMoves):
-    """Moves whose blocks are whose they are now."""
-
     def __init__(self, moves: LoadMoves, hands: Hands) -> None:
         super().__init__(*moves.__reduce__()[1])
         self._block_ids = hands.plan(self._block_ids)
@@ -262,8 +257,6 @@ class WatchedLoader(Loader):
 
 
 class WatchedSaver(Saver):
-    """A saver whose lane knows which step it copies."""
-
     _lane: Any
 
     def _gather(self, step: Any) -> None:
@@ -316,8 +309,6 @@ class WatchedConnection(CanBeLost, InsideConnection):
 
 
 class WatchedArenaCache(SpoilingArenaCache):
-    """Payloads that are found by their place."""
-
     def __init__(self, *given: Any, **how: Any) -> None:
         super().__init__(*given, **how)
         self._placed: dict[int, CachedPayload] = {}
@@ -329,7 +320,6 @@ class WatchedArenaCache(SpoilingArenaCache):
         return taken
 
     def leased_at(self, offset: int) -> CachedPayload | None:
-        """The payload there, if it is leased."""
         for one in self._placed.values():
             if one.leases and one.offset <= offset < one.offset + one.nbytes:
                 return one
@@ -354,7 +344,6 @@ class WatchedInside(InsideAgent):
         WatchedInside._all.append(self)
 
     def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> Any:
-        """See ``InsideAgent``."""
         connection: Any = super().connect(wants_arena=wants_arena, outbox=outbox)
         (self.connections if wants_arena else self.writers).append(connection)
         return connection
@@ -368,7 +357,6 @@ class WatchedInside(InsideAgent):
             connection.drop_outbox()
 
     def register(self, address: int, nbytes: int) -> Callable[[], None]:
-        """The device may read this part."""
         the_stage().wait("register", lambda: False, self._register_s)
         part = (address, address + nbytes)
         self.registered.append(part)

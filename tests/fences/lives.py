@@ -14,7 +14,6 @@ Life = Callable[[Engine], None]
 
 
 def settle(engine: Engine) -> None:
-    """Steps until nothing waits for a transfer."""
     for number in range(STEPS_MAX):
         if not engine.busy():
             return
@@ -25,7 +24,6 @@ def settle(engine: Engine) -> None:
 
 
 def _stored(engine: Engine) -> None:
-    """Two chunks are in the store."""
     stage = the_stage()
     stage.calm = True
     request = engine.arrive(2)
@@ -45,7 +43,6 @@ def _to_the_end(engine: Engine) -> None:
 
 
 def _go_on(engine: Engine) -> None:
-    """Others come, and take the blocks that are free again."""
     for _ in range(3):
         engine.arrive(2, stored=0)
         engine.step()
@@ -107,7 +104,6 @@ def _happen(engine: Engine, event: str, name: str) -> None:
 
 
 def situations() -> dict[str, Life]:
-    """Every event, at every step of a load and of a save."""
     found: dict[str, Life] = {}
     for event in EVENTS:
         for steps in (0, 1):
@@ -120,7 +116,6 @@ def situations() -> dict[str, Life]:
 
 
 def knobs_of(seed: int) -> Knobs:
-    """A world at random."""
     dice = random.Random(seed)
     return Knobs(
         late=dice.random() < 0.75,
@@ -140,7 +135,6 @@ def knobs_of(seed: int) -> Knobs:
 
 
 def at_random(seed: int) -> Life:
-    """Requests that come and go, and everything that can happen to them."""
     dice = random.Random(seed)
 
     def life(engine: Engine) -> None:

@@ -32,8 +32,6 @@ class Broken(AssertionError):
 
 
 class Task:
-    """One thread on the stage."""
-
     def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
@@ -55,16 +53,12 @@ class Task:
 
 
 class Schedule(Protocol):
-    """Decides who goes on."""
-
     def choose(self, options: Sequence[Task | None], current: Task | None) -> int:
         """Which of ``options``; the first is the default: ``current`` where it can go on. None is
         no thread: the next deadline passes."""
 
 
 class Stage:
-    """The threads of one interleaving."""
-
     def __init__(self, schedule: Schedule) -> None:
         self.now = 1000.0
         self.tasks: list[Task] = []
@@ -118,7 +112,6 @@ class Stage:
         return task
 
     def pause(self, where: str) -> None:
-        """Others may go on here."""
         if (task := self._current) is not None:
             task.where = where
             self._hub.switch()
@@ -209,7 +202,6 @@ _stage: Stage | None = None
 
 
 def the_stage() -> Stage:
-    """The one that is set."""
     assert _stage is not None
     return _stage
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -33,10 +32,11 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.connector.kv.wiring import Pools, make_worker_side, plan_pools
 from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
+from objkv.errors import StoreUnavailable
 from objkv.keys.identity import GroupIdentity
 from objkv.keys.prefix import prefix_hashes, token_digest
-from objkv.stores.base import PruneStore
-from objkv.stores.local import LocalStore
+from objkv.stores.base import Arrived, Buffer, PruneStore
+from objkv.stores.guarded import GuardedStore
 from objkv.telemetry import MemoryRecorder
 from objkv.transfer.loading import loader
 from objkv.transfer.loading.loader import Loader
@@ -59,7 +59,6 @@ from tests.fences.device import (
     WatchedSaver,
 )
 from tests.fences.stage import Broken, Stage, the_stage
-from tests.fences.stores import GateStore
 from tests.support import inside as in_test
 from tests.support.paged_cache import paged_group
 from tests.support.payloads import open_payload
@@ -106,10 +105,66 @@ def _few_slabs(*given: Any) -> Pools:
     return replace(plan_pools(*given), save_slabs=5, save_queue_max=4)
 
 
+UPLOAD_S = 0.05
+FAULTS = ("refused", "lost", "flipped", "short", "broken off", "hangs")
+
+
+class GateStore(GuardedStore):
+    """Others go on before, within and after each call; some calls fail, as the dice say."""
+
+    def __init__(self, inner: PruneStore, faults_of_100: int, dice: random.Random) -> None:
+        super().__init__(inner)
+        self._faults_of_100, self._dice = faults_of_100, dice
+
+    def get_into(
+        self, key: str, buffer: memoryview, arrived: Arrived | None = None, start: int | None = None
+    ) -> int | None:
+        return self._got(key, start or 0, buffer, arrived)
+
+    def put_if_absent(self, key: str, value: Buffer) -> bool:
+        fault = self._begin("put")
+        written = False if fault == "lost" else self.inner.put_if_absent(key, value)
+        the_stage().wait("sent", lambda: False, UPLOAD_S)
+        if fault is not None:
+            raise StoreUnavailable("the answer did not come")
+        return written
+
+    def _got(self, key: str, start: int, buffer: memoryview, arrived: Arrived | None) -> int | None:
+        fault = self._begin("get")
+        if fault == "lost":
+            return None
+        value = (self.inner.get(key) or b"")[start : start + len(buffer)]
+        if not value:
+            return None
+        if fault == "flipped":
+            value = bytearray(value)
+            value[self._dice.randrange(len(value))] ^= 1 << self._dice.randrange(8)
+        if fault == "short":
+            value = value[: self._dice.randrange(len(value))]
+        half = len(value) * 3 // 4
+        for first, end in ((0, half), (half, len(value))):
+            buffer[first:end] = value[first:end]
+            the_stage().pause("half")
+            if arrived is not None and end:
+                arrived(end)
+            if fault == "broken off":
+                raise StoreUnavailable("broken off")
+        return len(value)
+
+    def _begin(self, verb: str) -> str | None:
+        fault = None
+        if self._dice.randrange(100) < self._faults_of_100:
+            fault = self._dice.choice(FAULTS)
+        the_stage().pause(verb)
+        if fault == "hangs":
+            the_stage().wait("hangs", lambda: False, 20.0)
+        if fault == "refused":
+            raise StoreUnavailable("refused")
+        return fault
+
+
 @dataclass(frozen=True)
 class Knobs:
-    """How a world is."""
-
     late: bool = True
     """Whether copies are late, as on a GPU, or made at once, as on a CPU."""
     copy_s: float = 0.0
@@ -133,14 +188,10 @@ class Knobs:
     """With which the agent saves."""
     spans: int = 1
     faults_of_100: int = 0
-    folder: Path | None = None
-    """Where the bulk store is; None: in memory."""
 
 
 @dataclass
 class Request:
-    """As the scheduler knows it."""
-
     name: str
     chunks: int
     epoch: int
@@ -158,7 +209,6 @@ class Request:
     saved: bool = False
 
     def of(self, chunk: int) -> list[int]:
-        """Its blocks of a chunk."""
         return self.blocks[chunk * BLOCKS : (chunk + 1) * BLOCKS]
 
 
@@ -172,7 +222,7 @@ class Engine:
         self.compute = Stream("compute", late=knobs.late)
         self.hands = Hands(NUM_BLOCKS)
         self.recorder = MemoryRecorder()
-        self.inner: PruneStore = MemoryStore() if knobs.folder is None else LocalStore(knobs.folder)
+        self.inner = MemoryStore()
         self.store = GateStore(self.inner, knobs.faults_of_100, dice)
         self.index = MemoryIndex(clock=lambda: the_stage().now)
         self.group, self.caches = paged_group(GROUP, chunk_tokens=CHUNK, num_blocks=NUM_BLOCKS)
@@ -272,7 +322,6 @@ class Engine:
         self._open()
 
     def shut_down(self) -> None:
-        """The end, whatever was under way."""
         if self.awake:
             self._close_side()
         self._lose_memory()
@@ -299,7 +348,6 @@ class Engine:
     # What the worker does.
 
     def step(self) -> None:
-        """One step of everything that is there to do."""
         side, knobs = self.sides[-1], self.knobs
         plan = self._plan()
         if knobs.writes_early:
@@ -333,11 +381,9 @@ class Engine:
         the_stage().wait("tokens", lambda: self.compute.done >= position or not self.knobs.late)
 
     def busy(self) -> bool:
-        """Whether a step may bring anything on."""
         return any(r.state in ("new", "loading", "held") for r in self.requests.values())
 
     def running(self) -> list[str]:
-        """Requests that hold computed blocks."""
         return [r.name for r in self.requests.values() if r.state == "running"]
 
     def _plan(self) -> StepPlan:
@@ -426,7 +472,6 @@ class Engine:
                     self._write(request, chunk, layer)
 
     def _write(self, request: Request, chunk: int, layer: int) -> None:
-        """The model computes."""
         epoch, blocks = self.epoch, request.of(chunk)
 
         def work() -> None:
@@ -436,7 +481,6 @@ class Engine:
         self.compute.do(work)
 
     def _look(self, request: Request, chunk: int, layer: int, epoch: int) -> None:
-        """The model reads."""
         blocks, name = request.of(chunk), request.name
 
         def work() -> None:

@@ -84,7 +84,6 @@ def _record(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def _planned(config: Any, specs: list[dict[str, Any]]) -> Any:
-    """Return the cache of the first stage, as the engine plans it."""
     memory = [_MEMORY] * len(specs)
     try:
         from vllm.v1.core import kv_cache_planning as since_033
@@ -133,7 +132,6 @@ def _vllm_config(folder: Path, case: dict[str, Any]) -> Any:
 
 
 def _specs(config: Any, case: dict[str, Any], stage: int) -> dict[str, Any]:
-    """Return the cache of each layer of one stage."""
     import torch
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -175,7 +173,6 @@ def _add_draft(config: Any, draft: Any) -> None:
 
 @contextmanager
 def _ranks(case: dict[str, Any], stage: int) -> Iterator[None]:
-    """Set the rank and sizes that layers see."""
     from vllm.distributed import parallel_state
 
     tp, pp = parallel_state._TP, parallel_state._PP

@@ -38,8 +38,6 @@ VERSIONS = ("0.31", "0.32", "0.33")
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One row of ``models.toml``."""
-
     name: str
     title: str
     source: str
@@ -52,7 +50,6 @@ class Model:
         return HERE / self.name
 
     def cases(self) -> dict[str, dict[str, Any]]:
-        """The recorded configurations by name."""
         sizes = {
             "plain": {},
             f"TP {self.tp}": {"tp": self.tp},
@@ -99,7 +96,6 @@ def write(model: Model, version: str, found: dict[str, Any]) -> None:
 
 @cache
 def answers(name: str) -> dict[str, dict[str, Any]]:
-    """The recorded answers of a model by version and case."""
     whole = json.loads((HERE / name / "answers.json").read_text())
     names = whole["names"]
     found: dict[str, dict[str, Any]] = {}
@@ -160,7 +156,6 @@ def geometry(answer: dict[str, Any], case: dict[str, Any]) -> Geometry | str:
 
 
 def vllm_config(answer: dict[str, Any], case: dict[str, Any]) -> Any:
-    """The part of vLLM's configuration that decides on groups."""
     model, draft = answer["model"], answer["draft"]
     text = SimpleNamespace()
     if answer.get("layer_types"):
@@ -218,7 +213,6 @@ def _model_config(numbers: dict[str, Any], text: Any) -> Any:
 
 
 def kv_cache_config(answer: dict[str, Any]) -> KVCacheConfig:
-    """vLLM's own objects of an answer."""
     groups = []
     for group in answer["groups"]:
         more = {"host_resident": True} if group.get("host_resident") else {}

@@ -54,7 +54,6 @@ class Prometheus:
         return bool(counts) and all(float(one["value"][1]) >= times for one in counts)
 
     def targets(self) -> list[tuple[str, str, str]]:
-        """Job, health and last error of each."""
         active = self.get("targets")["activeTargets"]
         return [(one["labels"]["job"], one["health"], one["lastError"]) for one in active]
 

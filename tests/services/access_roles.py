@@ -43,7 +43,6 @@ def no_errors(recorder: MemoryRecorder) -> None:
 
 
 def save(ends: Backends, recorder: MemoryRecorder, name: str) -> bool:
-    """As a replica saves a chunk, with its identity document."""
     ends.bulk.put_if_absent(identity_path(NAMESPACE), DOCUMENT)
     cache = open_cache(ends, recorder, name)
     assert cache.in_flight.begin(KEY.path())
@@ -75,7 +74,6 @@ def load(ends: Backends, recorder: MemoryRecorder) -> bool:
 
 
 def read(config: Config) -> None:
-    """A replica that loads the saves of another, and finds no chunk that was never saved."""
     recorder = MemoryRecorder()
     with open_backends(config, recorder) as ends:
         check_backends(ends, config)
@@ -98,7 +96,6 @@ def read(config: Config) -> None:
 
 
 def write(config: Config) -> None:
-    """A replica that saves, is beaten to it, loads, and finds something corrupt."""
     read_first = config.model_copy(update={"role": "reader"})
     recorder = MemoryRecorder()
     with open_backends(config, recorder) as ends:
@@ -129,7 +126,6 @@ def write(config: Config) -> None:
 
 
 def sweep(config: Config) -> None:
-    """Operators' commands: look at everything, pin, rebuild, remove."""
     recorder = MemoryRecorder()
     with open_backends(config, recorder) as ends:
         ends.bulk.check()

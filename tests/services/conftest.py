@@ -8,8 +8,6 @@ from tests.support.servers.fixtures import (
     certificates,
     cluster,
     mortal_cluster,
-    open_s3_store,
-    own_valkey,
     redis_alone,
     redis_tls,
     s3_prefixes,
@@ -22,8 +20,6 @@ __all__ = [
     "certificates",
     "cluster",
     "mortal_cluster",
-    "open_s3_store",
-    "own_valkey",
     "redis_alone",
     "redis_tls",
     "s3_prefixes",
@@ -38,7 +34,6 @@ TIMEOUT_S = 1_800
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Give the tests of this folder more time than others."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.timeout(TIMEOUT_S))

@@ -1,26 +1,22 @@
 """The Redis rights of each role on real servers: enough for its work, no command too many, and
 nothing of another tenant's."""
 
-import itertools
 import json
 import re
 import shutil
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 
-from objkv.assembly.backends import check_backends, open_backends
+from objkv.assembly.backends import open_backends
 from objkv.assembly.redis import connect_redis
-from objkv.cache.lookup import LookupLimits, LookupService
 from objkv.config import Config, Role, load_config
 from objkv.errors import ConfigError, StoreDenied, StoreError
 from objkv.index.base import Usage
 from objkv.index.redis.index import RedisIndex
-from objkv.net.breaker import BreakerLimits
 from objkv.ops.doctor.access import ROLES, access_of
 from objkv.telemetry import MemoryRecorder, NullRecorder
 from scripts.write_rights import FILE
@@ -28,7 +24,7 @@ from tests.codec.payloads import CLAIM
 from tests.contracts.index_contract import LONG_S, chunk, shard
 from tests.services.access_roles import FIELD, HASH, NAMESPACE, WORK, save
 from tests.support.servers.fixtures import PATIENT
-from tests.support.servers.redis import RedisServer, valkey_server, wait_until
+from tests.support.servers.redis import RedisServer, valkey_server
 
 pytestmark = pytest.mark.slow
 
@@ -139,7 +135,6 @@ def raw(config: Config) -> RedisIndex:
 
 
 def refused(config: Config, *calls: Callable[[RedisIndex], object]) -> None:
-    """Every call is refused by the server, for want of rights."""
     index = raw(config)
     try:
         for call in calls:
@@ -180,15 +175,6 @@ def test_a_reader_can_write_nothing_though_it_tries(server: Place) -> None:
         assert ends.index.lookup(NAMESPACE, [HASH]) != [None]
 
 
-def test_a_reader_that_was_not_told_so_is_refused_at_start_with_what_to_set(
-    server: Place,
-) -> None:
-    server.prepare()
-    config = server.granted("reader").model_copy(update={"role": "writer"})
-    with open_backends(config, NullRecorder()) as ends, pytest.raises(ConfigError, match="role"):
-        check_backends(ends, config)
-
-
 def test_a_writer_cannot_walk_what_others_have(server: Place) -> None:
     """The names of keys are the one thing that key patterns do not hide."""
     refused(server.granted("writer"), lambda index: index.namespaces())
@@ -221,41 +207,6 @@ def test_no_role_of_a_tenant_reads_or_writes_anothers(server: Place, role: Role)
     if role == "sweeper":
         assert index.namespaces() == []
     index.close()
-
-
-def test_rights_that_are_taken_away_are_misses_until_they_are_back(
-    server: Place, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On connections that stay open: only the replies inform a replica."""
-    server.prepare()
-    hasty = partial(BreakerLimits, reset_s=0.001, reset_max_s=0.001)
-    monkeypatch.setattr("objkv.assembly.backends.BreakerLimits", hasty)
-    config = server.granted("reader")
-    recorder = MemoryRecorder()
-    with open_backends(config, recorder) as ends:
-        lookups = LookupService(ends.index, (FIELD,), recorder, LookupLimits(120.0, 8))
-        asked = itertools.count()
-
-        def hit() -> bool:
-            request = str(next(asked))
-            while (found := lookups.ask(request, NAMESPACE, (HASH,))) is None:
-                lookups.wait(120.0)
-            return found[0] is not None
-
-        assert hit()
-        admin = server.admin
-        admin.execute_command("ACL", "SETUSER", "objkv-a-reader", "resetkeys")
-        recorder.drain()
-        assert not hit()
-        assert recorder.drain()["lookup_errors"] == 1
-        admin.execute_command("ACL", "SETUSER", "objkv-a-reader", "~objkv-a:*")
-        wait_until(hit, "hits again")
-        admin.execute_command("ACL", "SETUSER", "objkv-a-reader", "off")
-        admin.client_kill_filter(_type="normal", skipme=True)
-        assert not hit()
-        admin.execute_command("ACL", "SETUSER", "objkv-a-reader", "on")
-        wait_until(hit, "hits again")
-        lookups.close()
 
 
 @pytest.mark.parametrize("role", ROLES)

@@ -13,13 +13,13 @@ from typer.testing import CliRunner
 
 from objkv.assembly.backends import Backends, open_backends
 from objkv.cli.app import app
-from objkv.config import Config, Role, load_config
+from objkv.config import Config, Role
 from objkv.errors import StoreDenied
 from objkv.ops.doctor.access import COMMAND_ROLES, ROLES, access_of
 from objkv.stores.s3.client import S3Access, open_s3_access
 from objkv.stores.s3.store import S3Store
 from objkv.telemetry import MemoryRecorder, NullRecorder
-from tests.cli.conftest import Run, home, run
+from tests.cli.conftest import home
 from tests.contracts.store_contract import StoreContract
 from tests.services.access_roles import KEY, NAMESPACE, PAYLOAD, WORK
 from tests.services.access_roles import save as save_chunk
@@ -28,18 +28,12 @@ from tests.support.samples import TOKENS, save, save_identity
 from tests.support.servers.ceph import CephUsers, S3Server
 from tests.support.servers.fixtures import (
     BUCKET,
-    OpenS3Store,
     s3_config,
-    use_servers,
 )
 from tests.support.servers.redis import RedisServer, valkey_server
 from tests.support.servers.s3_stores import store_of
-from tests.support.upkeep import (
-    check_that_a_wiped_index_is_restored,
-    check_that_all_is_found_and_mended,
-)
 
-__all__ = ["home", "run"]
+__all__ = ["home"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("ceph")]
 
@@ -60,55 +54,16 @@ def client(access: S3Access) -> Any:
 
 
 class TestS3StoreOnCeph(StoreContract):
-    @pytest.fixture
-    def store(self, access: S3Access, s3_prefixes: Any) -> S3Store:
-        prefix = next(s3_prefixes)
-        return store_of(access, bucket=BUCKET, prefix=prefix)
-
-
-def test_requests_for_values_are_signed_as_it_expects(
-    s3_server: S3Server, s3_prefixes: Any
-) -> None:
     """This server checks signatures, also those of a prefix with characters that are escaped."""
-    prefix = f"{next(s3_prefixes)}/a b+c%/ü&=?"
-    access = open_s3_access(s3_config(s3_server))
-    store = store_of(
-        access, bucket=BUCKET, prefix=prefix,
-        range_bytes=3 << 20, ranges_max=4,
-    )  # fmt: skip
-    assert store.put_if_absent("first", b"1") is True
-    assert store.put_if_absent("first", b"2") is False
-    try:
-        value = bytes(range(256)) * (13 << 12)
-        store.put("large", value)
-        store.put("k", value[:100])
-        assert store.put_if_absent("k", b"x") is False
-        buffer = memoryview(bytearray(len(value)))
-        assert store.get_into("large", buffer) == len(value)
-        assert buffer == value
-        assert store.get_into("large", buffer, start=7) == len(value) - 7
-        assert buffer[:-7] == value[7:]
-        assert store.get_into("absent", buffer) is None
-        assert store.put_if_absent("large", b"x" * len(value)) is False
-    finally:
+
+    @pytest.fixture
+    def store(self, s3_server: S3Server, s3_prefixes: Any) -> Iterator[S3Store]:
+        prefix = f"{next(s3_prefixes)}/a b+c%/ü&=?"
+        access = open_s3_access(s3_config(s3_server))
+        ranges = {"range_bytes": 3 << 20, "ranges_max": 4}
+        store = store_of(access, bucket=BUCKET, prefix=prefix, **ranges)
+        yield store
         store.close()
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"s3_secret_access_key": "wrong"}, "s3_secret_access_key"),
-        ({"s3_access_key_id": "nobody"}, "s3_access_key_id"),
-        ({"bucket": "no-such-bucket"}, "the bucket does not exist"),
-    ],
-)
-def test_what_the_operator_got_wrong_is_denied_with_what_to_do(
-    open_s3_store: OpenS3Store, changes: dict[str, str], words: str
-) -> None:
-    store = open_s3_store(**changes)
-    for call in (store.check, lambda: store.get("k"), lambda: store.put_if_absent("k", b"")):
-        with pytest.raises(StoreDenied, match=words):
-            call()
 
 
 @pytest.fixture(scope="module")
@@ -141,8 +96,6 @@ def test_who_may_get_but_not_list_is_refused_what_is_missing(
 
 
 class Fleet:
-    """Both stores, and a user of both for each role."""
-
     def __init__(self, s3: S3Server, redis: RedisServer) -> None:
         self._s3 = s3
         place = {"bulk_url": f"s3://{BUCKET}/commands", "index_url": redis.url}
@@ -170,7 +123,6 @@ class Fleet:
         return s3_config(self._s3, lookup_deadline_ms=20_000, **changes)
 
     def everything(self) -> Backends:
-        """The tenant's stores, with all rights."""
         mine = self.settings["writer"]
         names = ("bulk_url", "index_url", "redis_prefix")
         return open_backends(self.config(**{name: mine[name] for name in names}), NullRecorder())
@@ -197,14 +149,12 @@ class Fleet:
         return store_of(access, bucket=BUCKET, prefix=prefix)
 
     def empty(self, tenant: str = "a") -> None:
-        """Nothing of the tenant is left in the bucket, and nothing at all in Redis."""
         self._admin.flushall()
         store = self.place(None, tenant)
         for entry in store.scan(""):
             store.delete(entry.key)
 
     def fill(self, tenant: str = "a") -> None:
-        """One chunk, saved with all rights."""
         self.empty(tenant)
         if tenant == "a":
             with self.everything() as ends:
@@ -416,16 +366,3 @@ def test_lifecycle_rules_and_missing_payloads_are_seen_with_a_sweepers_rights(
     for role, sees in (("reader", False), ("sweeper", True)):
         verified = json.loads(run_as(fleet, role, "verify", "--json"))
         assert verified["missing_seen"] is sees, "a reader cannot tell missing from refused"
-
-
-def test_all_defects_are_found_and_mended_on_real_servers(
-    run: Run,
-    s3_server: S3Server,
-    s3_prefixes: Iterator[str],
-    own_valkey: RedisServer,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    use_servers(monkeypatch, s3_server, next(s3_prefixes), own_valkey)
-    with open_backends(load_config({}), NullRecorder()) as ends:
-        check_that_all_is_found_and_mended(run, ends)
-        check_that_a_wiped_index_is_restored(run, ends)

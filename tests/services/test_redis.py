@@ -29,7 +29,7 @@ from tests.contracts.index_contract import (
 )
 from tests.contracts.store_contract import ValuesContract
 from tests.support.servers.fixtures import PATIENT, flushed
-from tests.support.servers.redis import START_S, RedisServer, redis_server, wait_until
+from tests.support.servers.redis import START_S, RedisServer, wait_until
 from tests.support.servers.redis_groups import ServerGroup
 from tests.support.servers.round_trips import RoundTrips
 
@@ -107,7 +107,6 @@ class TestRedisStoreOnCluster(ValuesContract):
 
 
 def pass_directly(store: RedisStore, index: RedisIndex) -> None:
-    """Payloads that are got, and finds, go past the clients."""
     fill(index)
     buffer, told = memoryview(bytearray(len(VALUE))), list[int]()
     for number in range(20):
@@ -154,37 +153,6 @@ def test_tls_needs_the_right_authority_and_takes_a_certificate(
     for settings in ({"redis_ca_file": certificates / "other-ca.pem"}, {}):
         with pytest.raises(StoreDenied, match="set redis_ca_file to the PEM file of the CA"):
             index_at(redis_tls.url, **settings).check()
-
-
-@pytest.fixture
-def mortal(tmp_path: Path, redis_alone: RedisServer) -> Iterator[RedisServer]:
-    """A server that a test may kill, freeze or fill."""
-    with redis_server(tmp_path / "mortal") as server:
-        yield server
-
-
-def test_a_server_that_comes_back_is_used_again(mortal: RedisServer) -> None:
-    index = index_at(mortal.url)
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-    mortal.client().client_kill_filter(_type="normal", skipme=True)
-    assert get(index) is not None, "a connection that was closed is mended unseen"
-    mortal.kill()
-    with pytest.raises(StoreUnavailable) as caught:
-        get(index)
-    assert isinstance(caught.value.__cause__, redis.RedisError)
-    mortal.start()
-    assert get(index) is None
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-    assert get(index) is not None
-
-
-def test_a_full_server_still_answers_lookups(mortal: RedisServer) -> None:
-    index = index_at(mortal.url)
-    index.publish(chunk(), {FIELD: shard()}, ttl_s=LONG_S)
-    mortal.client().config_set("maxmemory", "1")
-    with pytest.raises(StoreUnavailable, match="raise the server's maxmemory"):
-        index.publish(chunk(2), {FIELD: shard()}, ttl_s=LONG_S)
-    assert get(index) is not None
 
 
 def test_lookup_and_touch_are_one_round_trip_to_each_primary(cluster: ServerGroup) -> None:

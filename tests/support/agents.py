@@ -77,7 +77,6 @@ class AgentProcess:
 
     @property
     def url(self) -> str:
-        """The setting ``agent`` of its replicas."""
         return f"unix://{self.path}"
 
     def log(self) -> str:
@@ -124,7 +123,6 @@ class AgentProcess:
 
 
 def metrics_of(path: Path) -> dict[str, float]:
-    """The metrics of the agent that listens at ``path``, without the prefix."""
     with closing(HTTPConnection("agent", timeout=PATIENCE_S)) as connection:
         connection.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         connection.sock.settimeout(PATIENCE_S)
@@ -141,7 +139,6 @@ def _environment() -> dict[str, str]:
 
 @functools.cache
 def _nursery() -> Nursery:
-    """What this process forks agents off."""
     modules = (
         "objkv.cli.agent",
         "objkv.stores.s3.client",

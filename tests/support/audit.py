@@ -53,8 +53,6 @@ def ways_on(chunks: set[Prompt], prompt: Prompt) -> int:
 
 
 class Auditor:
-    """One audit whose steps can be run one by one."""
-
     def __init__(
         self,
         bulk: ReadStore,
@@ -85,7 +83,6 @@ class Auditor:
         self.pool.run(self.walk.payloads(headers=self.walk.view.is_own_index))
 
     def again(self) -> None:
-        """List leftovers and recheck suspected faults."""
         self.pool.run((*self.walk.leftovers(), *self.walk.pins()))
         self.pool.run(self.walk.second_looks())
 

@@ -31,7 +31,6 @@ def browser_programs() -> tuple[str, str] | None:
 
 @contextmanager
 def open_browser() -> Iterator["Browser"]:
-    """A browser with a profile of its own."""
     programs = browser_programs()
     assert programs is not None
     with TemporaryDirectory(prefix="objkv-browser-") as profile:
@@ -70,7 +69,6 @@ class Browser:
         return list(self.driver.execute_script(script, selector))
 
     def boxes(self) -> list[str]:
-        """The sentences of the boxes that the tree's picture shows."""
         script = """
             return [...document.querySelectorAll(".box")].filter((b) => !b.hidden)
               .map((b) => b.getAttribute("aria-label"));
@@ -78,7 +76,6 @@ class Browser:
         return list(self.driver.execute_script(script))
 
     def until(self, what: str) -> None:
-        """Wait until the script ``what`` returns true."""
         wait = WebDriverWait(self.driver, PATIENCE_S, poll_frequency=0.05)
         wait.until(lambda driver: driver.execute_script(f"return {what}"))
 

@@ -15,13 +15,11 @@ _device = HOST
 
 
 def current_device() -> torch.device:
-    """Where caches of this test are."""
     return _device
 
 
 @contextmanager
 def caches_on(device: torch.device) -> Iterator[None]:
-    """Keep caches on ``device`` meanwhile."""
     global _device
     before, _device = _device, device
     try:

@@ -16,8 +16,6 @@ from objkv.stores.processes import run
 
 
 class HeldStore(LocalStore):
-    """See the module."""
-
     def __init__(self, folder: Path, gates: Path) -> None:
         super().__init__(folder)
         self._gates = gates

@@ -27,8 +27,6 @@ _OF_READERS = frozenset(("load_bytes", "load_corrupt", "load_ghosts", "load_erro
 
 
 class InsideAgent:
-    """A core and its arena."""
-
     opened: ClassVar[list["InsideAgent"]] = []
 
     def __init__(
@@ -63,7 +61,6 @@ class InsideAgent:
         return ended
 
     def count(self, more: int) -> None:
-        """Note a connection that began or ended."""
         self._open += more
         if self._closed and not self._open and not threads_of(self.core):
             self.arena.close()
@@ -215,8 +212,6 @@ _JOINING = Lock()
 
 
 class InsideJoin(Join):
-    """A payload that ranks join, and its memory."""
-
     def __init__(self, header: Header, place: PartPosition) -> None:
         super().__init__(header, place)
         self.memory = bytearray(self.nbytes)

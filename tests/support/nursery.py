@@ -47,7 +47,6 @@ class Fork:
         self.pid = int(pid)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Its exit status, negative for a signal. Raises ``subprocess.TimeoutExpired``."""
         end = None if timeout is None else time.monotonic() + timeout
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             raise subprocess.TimeoutExpired(self._what, timeout or 0.0)
@@ -77,7 +76,6 @@ class Fork:
                 os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """SIGKILL. ``wait`` returns when it has ended."""
         self.send_signal(signal.SIGKILL)
 
 
@@ -198,7 +196,6 @@ def _become(told: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Serve until standard input ends."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     _preload(sys.argv[2:])
     if told := _serve(listener):

@@ -175,11 +175,9 @@ class Worker:
 
     @property
     def leased(self) -> int:
-        """How many payloads its loader, or a fetch, holds."""
         return self.inside.core.arena_cache.leased()
 
     def forget(self) -> None:
-        """Empty its arena, so that the next load fetches."""
         forget_all(self.inside.core.arena_cache)
 
     def outcome(self, plan: LoadPlan | None = None) -> LoadOutcome:
@@ -206,8 +204,6 @@ class Worker:
 
 
 class Replica(Worker):
-    """One worker over a paged cache of its own."""
-
     def __init__(
         self,
         store: WriteStore,
@@ -225,7 +221,6 @@ class Replica(Worker):
         room: Any = None,
         **options: Any,
     ) -> None:
-        """``options``: of ``Worker``."""
         paged, self.caches = paged_group(
             group, chunk_tokens=CHUNK, num_blocks=num_blocks, seed=seed
         )
@@ -258,7 +253,6 @@ class Replica(Worker):
     def load_plan(
         self, chunks: range, first_block: int, *, skip: int = 0, sync: bool = False
     ) -> LoadPlan:
-        """A plan whose blocks follow each other."""
         moves = []
         for c in chunks:
             cut = skip if c == chunks[0] else 0
@@ -273,7 +267,6 @@ class Replica(Worker):
         return move_of(chunk, HASHES, NAMESPACE, CHUNK, ids, cut)
 
     def path(self, chunk: int) -> str:
-        """Where this rank's payload of a chunk is."""
         digest = HASHES[chunk].hex()
         return f"{NAMESPACE}/{digest[:2]}/{digest}/0.safetensors"
 

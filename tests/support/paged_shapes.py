@@ -45,8 +45,6 @@ def truth(layers: range, heads: range, tokens: range) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ShapeOfReplica:
-    """How one replica is cut."""
-
     tp: int = 1
     pp: int = 1
     block_size: int = 4
@@ -64,8 +62,6 @@ class ShapeOfReplica:
 
 @dataclass(frozen=True)
 class Model:
-    """What all replicas agree on."""
-
     heads: int = 4
     layers: int = 4
     chunk: int = 16
@@ -96,8 +92,6 @@ def layer_range(model: Model, shape: ShapeOfReplica, pp_rank: int) -> range:
 
 
 class ShapedRank(Worker):
-    """One worker: its pages hold nothing until it computes or loads."""
-
     def __init__(
         self,
         model: Model,
@@ -159,7 +153,6 @@ class ShapedRank(Worker):
         return torch.from_numpy(np.ascontiguousarray(cut.swapaxes(1, 2)))
 
     def save_plan(self, number: int = 0) -> tuple[SavePlan]:
-        """Every chunk of the prompt."""
         each = self.model.chunk // self.shape.block_tokens
         digest, moves = token_digest(self.model.tokens), []
         for chunk in range(self.model.chunks):
@@ -168,7 +161,6 @@ class ShapedRank(Worker):
         return (SavePlan("r", NAMESPACE, tuple(moves), number=number),)
 
     def save(self, number: int = 0) -> None:
-        """Save every chunk of the prompt, the ones that this rank writes."""
         self.saver.gather(self.save_plan(number))
         assert self.saver.drain(PATIENCE_S)
         assert not self.saver.take_dropped()
@@ -198,7 +190,6 @@ class ShapedRank(Worker):
         return self.outcome(self.plan(index, skip=skip, sync=sync))
 
     def loaded(self) -> torch.Tensor:
-        """What is in the blocks that ``load`` fills, as ``expected``."""
         return self.memory[:, 1 + self.blocks :].contiguous()
 
     def close(self) -> None:

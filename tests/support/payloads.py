@@ -9,7 +9,6 @@ from objkv.errors import PayloadError
 def open_payload(
     payload: Buffer, claim: Claim, layers: tuple[LayerSpec, ...], *, seal: Seal | None = None
 ) -> Header:
-    """The header of a complete payload, compared as a reader does."""
     header = read_claimed(payload, claim, layers, seal=seal)
     check_layers(header.frames.layers, layers)
     nbytes = memoryview(payload).nbytes

@@ -13,8 +13,6 @@ from objkv.transfer.plan import ChunkMove, LoadMoves, MoveColumn, Source
 
 @dataclass(frozen=True, slots=True)
 class LoadMove:
-    """The load of one payload of one chunk."""
-
     move: ChunkMove
     shard: Shard | None
     """What the payload has of the group. None: all of it."""
@@ -35,7 +33,6 @@ def move_of(
 
 
 def packed(moves: Iterable[LoadMove]) -> LoadMoves:
-    """Return these moves in columns."""
     hashes, places = list[bytes](), dict[tuple[bytes, bytes], int]()
     sources = dict[Source, int]()
     ids = array("q")
@@ -76,7 +73,6 @@ def packed(moves: Iterable[LoadMove]) -> LoadMoves:
 
 
 def unpacked(moves: LoadMoves) -> list[LoadMove]:
-    """Return the moves of these columns."""
     found = []
     claims, columns = moves.claims("0" * 32, range(len(moves))), moves.table.T.tolist()
     for n, (claim, column) in enumerate(zip(claims, columns, strict=True)):

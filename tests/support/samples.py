@@ -45,12 +45,10 @@ TOKENS = tuple(range(100, 100 + 3 * CHUNK))
 
 
 def save_identity(bulk: WriteStore, identity: Identity = IDENTITY) -> None:
-    """As a replica does at its first save."""
     bulk.put(identity_path(identity.namespace()), identity.canonical())
 
 
 def save_in_format(bulk: WriteStore, number: int, *, tenant: str = "default") -> str:
-    """Save an identity and a payload of another format; return the namespace."""
     document = canonical_json({**IDENTITY.document(), "format": number, "tenant": tenant})
     namespace = sha256(document).hexdigest()[:NAMESPACE_HEX]
     bulk.put(identity_path(namespace), document)
@@ -110,7 +108,6 @@ def view_of(
 
 
 def walked(view: BackendsView, only: str | None = None) -> Walk:
-    """Everything in these backends, judged."""
     seen = read_view(view)
     walk = Walk(seen, Inventory(), find_scope(seen, only), 2)
     for units in (walk.records(), walk.payloads(), walk.leftovers()):

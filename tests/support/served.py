@@ -38,7 +38,6 @@ class ServedAgent:
             self.core.arena_cache.forget(key)
 
     def settle(self) -> None:
-        """Wait until everything that it took is stored, or could not be."""
         assert self.node.saves.drain(PATIENCE_S)
 
     def close(self) -> None:

@@ -91,14 +91,12 @@ def publish_prompt(index: MemoryIndex, tokens: Sequence[int], record: ShardRecor
 
 
 def ask(side: SchedulerSide, one: Any, computed: int = 0) -> tuple[int | None, bool]:
-    """Track a request and match it as vLLM does, until there is an answer."""
     side.track(one)
     wait_until(lambda: side.match(one, computed)[0] is not None)
     return side.match(one, computed)
 
 
 def breaks(fault: pytest.MonkeyPatch, owner: object, *names: str) -> None:
-    """Have some methods raise, its own and those of its parts."""
     for name in names:
         part, _, method = name.rpartition(".")
         target = getattr(owner, part) if part else owner

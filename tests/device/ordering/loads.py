@@ -1,14 +1,11 @@
-"""Scenarios of loads: what they must follow, and what must wait for them."""
+"""Scenarios of loads: what they must follow, what must wait for them, and the agent's memory."""
 
 from collections.abc import Callable
 from threading import Event, Lock
 
 from objkv.connector.kv.metadata import StepPlan
-from tests.device.ordering.rig import OrderRig, Scenario
-from tests.device.ordering.setup import LAYERS, WHOLE, Pages, Setup, equal
+from tests.device.ordering.rig import LAYERS, SLOW_S, WHOLE, OrderRig, Pages, Scenario, Setup, equal
 
-_SLOW_S = 0.1
-"""How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
 _LINGER_S = 0.5
 """How long a thread of a load stands still before it queues copies. Longer than the other thread
 takes to write on a busy machine."""
@@ -23,7 +20,7 @@ _OWNER = 7.0
 
 def follows_compute(rig: OrderRig) -> bool:
     """A load into blocks that an earlier kernel still writes"""
-    rig.delay_compute(_SLOW_S)
+    rig.delay_compute(SLOW_S)
     _write(rig)
     rig.step(_plan(rig))
     rig.until_received()
@@ -53,7 +50,7 @@ def does_not_follow_forward(rig: OrderRig) -> bool:
 
 def is_complete_when_reported(rig: OrderRig) -> bool:
     """A load whose blocks are read as soon as it is reported"""
-    rig.delay_loads(_SLOW_S)
+    rig.delay_loads(SLOW_S)
     rig.step(_plan(rig))
     rig.until_received()
     return equal(_read(rig), rig.expected(_CHUNKS))
@@ -63,7 +60,7 @@ def holds_each_layer(rig: OrderRig) -> bool:
     """Layers that are computed as soon as each of them is loaded"""
     plan = _plan(rig, sync=True)
     rig.begin(plan)
-    rig.delay_loads(_SLOW_S)
+    rig.delay_loads(SLOW_S)
     rig.worker.start_loads(plan)
     found: Pages = []
     for number, layer in enumerate(LAYERS):
@@ -77,7 +74,7 @@ def holds_the_next_step(rig: OrderRig) -> bool:
     """A step that loads layer by layer, and a next one that reads the blocks"""
     plan = _plan(rig, sync=True)
     rig.begin(plan)
-    rig.delay_loads(_SLOW_S)
+    rig.delay_loads(SLOW_S)
     rig.worker.start_loads(plan)
     rig.end(plan)
     return _has_no_failure(rig) and equal(_read(rig), rig.expected(_CHUNKS))
@@ -87,7 +84,7 @@ def holds_speculation(rig: OrderRig) -> bool:
     """A step that loads layer by layer, and whose results are read before it ends"""
     plan = _plan(rig, sync=True)
     rig.begin(plan)
-    rig.delay_loads(_SLOW_S)
+    rig.delay_loads(SLOW_S)
     rig.worker.start_loads(plan)
     rig.report(plan)
     found = _read(rig)
@@ -107,8 +104,8 @@ def aborted_meanwhile(rig: OrderRig) -> bool:
 
 def keeps_its_slabs(rig: OrderRig) -> bool:
     """Slabs that are overwritten as soon as they are free, while copies and kernels are queued"""
-    rig.delay_loads(_SLOW_S)
-    rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
+    rig.delay_loads(SLOW_S)
+    rig.step(_plan(rig), lambda: rig.delay_compute(2 * SLOW_S))
     _until_fetched(rig)
     taken = rig.take_all_slabs(rig.load_slabs)
     rig.until_received()
@@ -117,8 +114,8 @@ def keeps_its_slabs(rig: OrderRig) -> bool:
 
 def keeps_its_memory(rig: OrderRig) -> bool:
     """Memory that is overwritten as soon as no load has it, while copies and kernels are queued"""
-    rig.delay_loads(_SLOW_S)
-    rig.step(_plan(rig), lambda: rig.delay_compute(2 * _SLOW_S))
+    rig.delay_loads(SLOW_S)
+    rig.step(_plan(rig), lambda: rig.delay_compute(2 * SLOW_S))
     _until_fetched(rig)
     rig.settle()
     rig.until_received()
@@ -149,7 +146,7 @@ def follows_its_own_step(rig: OrderRig) -> bool:
     size = len(_CHUNKS) * rig.setup.layout.chunk_blocks
     earlier = StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST + size, request="earlier"),))
     rig.step(earlier)
-    rig.delay_compute(_SLOW_S)
+    rig.delay_compute(SLOW_S)
     _write(rig)
     rig.step(_plan(rig))
     for request in ("earlier", "r"):  # they may end in any order
@@ -162,7 +159,7 @@ def follows_its_own_step(rig: OrderRig) -> bool:
 def zeroes(rig: OrderRig) -> bool:
     """A load that zeroes blocks which an earlier kernel still writes"""
     first = _FIRST + _blocks(rig)[1]
-    rig.delay_compute(_SLOW_S)
+    rig.delay_compute(SLOW_S)
     rig.write(first, _BLANK, _OWNER)
     blank = range(first, first + _BLANK)
     rig.step(StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, blank=blank),)))
@@ -198,12 +195,33 @@ def on_another_device(rig: OrderRig) -> bool:
         return not has_another or (holds_each_layer(rig) and _stays_written(rig))
 
 
-def _plan(rig: OrderRig, *, sync: bool = False) -> StepPlan:
-    return StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, sync=sync),))
+def connection_is_lost(rig: OrderRig) -> bool:
+    """Copies from the arena that are queued when the connection to its agent is lost"""
+    _load_late(rig, "r")
+    before = rig.agent
+    before.is_lost = True
+    rig.loader.cancel("unknown")  # wakes its thread
+    rig.until_received("r")
+    if rig.worker.take_failed_blocks() and not _stays_written(rig):
+        return False
+    rig.wait_until(lambda: rig.loader.link.agent not in (None, before))
+    return _is_right(rig, "again")
+
+
+def memory_is_reused(rig: OrderRig) -> bool:
+    """An arena with room for few payloads, whose memory is overwritten when its leases end"""
+    for number in range(6):
+        rig.delay_loads(SLOW_S / 4)
+        if not _is_right(rig, f"r{number}", sync=bool(number % 2)):
+            return False
+    return True
+
+
+def _plan(rig: OrderRig, *, request: str = "r", sync: bool = False) -> StepPlan:
+    return StepPlan(loads=(rig.load_plan(_CHUNKS, _FIRST, request=request, sync=sync),))
 
 
 def _blocks(rig: OrderRig) -> tuple[int, int]:
-    """Return the first block of the load and their number."""
     return _FIRST, len(_CHUNKS) * rig.setup.layout.chunk_blocks
 
 
@@ -212,18 +230,15 @@ def _read(rig: OrderRig) -> Pages:
 
 
 def _write(rig: OrderRig) -> None:
-    """Let the blocks' next owner write them."""
     rig.write(*_blocks(rig), _OWNER)
 
 
 def _is_loaded(rig: OrderRig) -> bool:
-    """Whether the blocks contain the load when nothing is left to do."""
     rig.synchronize()
     return equal(_read(rig), rig.expected(_CHUNKS))
 
 
 def _stays_written(rig: OrderRig) -> bool:
-    """Whether the blocks keep what their next owner writes now."""
     _write(rig)
     rig.synchronize()
     return rig.holds(_read(rig), _OWNER)
@@ -237,7 +252,7 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
     def linger(call: str) -> None:
         # One thread only: lanes share a GPU, so that what several add would exceed a bound.
         if call == "scatter" and lingers.acquire(blocking=False):
-            rig.delay_loads(3 * _SLOW_S)
+            rig.delay_loads(3 * SLOW_S)
             has_entered.set()
             is_written.wait(_LINGER_S)
         if call == "mark":
@@ -255,9 +270,26 @@ def _stays_written_after(rig: OrderRig, stop: Callable[[], object]) -> bool:
 
 
 def _until_fetched(rig: OrderRig, before: float = 0.0) -> None:
-    """Wait until all payloads were fetched, whether or not their copies have finished."""
     nbytes = len(_CHUNKS) * rig.pages.raw_bytes
     rig.wait_until(lambda: rig.recorder.value("load_bytes") - before >= nbytes)
+
+
+def _load_late(rig: OrderRig, request: str) -> None:
+    rig.delay_loads(SLOW_S)
+    rig.step(_plan(rig, request=request))
+    _until_fetched(rig)
+
+
+def _is_right(rig: OrderRig, request: str, *, sync: bool = False) -> bool:
+    plan = _plan(rig, request=request, sync=sync)
+    if sync:
+        rig.begin(plan)
+        rig.worker.start_loads(plan)
+        rig.end(plan)
+    else:
+        rig.step(plan)
+        rig.until_received(request)
+    return not rig.worker.take_failed_blocks() and equal(_read(rig), rig.expected(_CHUNKS))
 
 
 def _has_no_failure(rig: OrderRig) -> bool:
@@ -281,4 +313,7 @@ SCENARIOS = (
     Scenario("load that zeroes blocks", zeroes),
     Scenario("fetching during device work", goes_on_fetching, Setup(load_threads=1)),
     Scenario("load on another device", on_another_device),
+    Scenario("connection lost", connection_is_lost),
+    Scenario("memory reused", memory_is_reused, Setup(load_slabs=2)),
+    Scenario("memory reused, whole blocks", memory_is_reused, Setup(WHOLE, load_slabs=2)),
 )

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from random import Random
 from tempfile import TemporaryDirectory
@@ -41,7 +41,7 @@ from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import GroupIdentity
-from objkv.keys.prefix import token_digest
+from objkv.keys.prefix import prefix_hashes, token_digest
 from objkv.telemetry import MemoryRecorder
 from objkv.tracing import NO_TRACING
 from objkv.transfer.devices import DeviceLane, driver_of, open_lane
@@ -53,23 +53,122 @@ from objkv.transfer.registration import ArenaRegistration
 from objkv.transfer.saver import SaveLimits, Saver
 from objkv.transfer.slabs import Slab, SlabPool, SlabsExhaustedError
 from tests.agent.consistency import is_consistent, waiting_of
-from tests.device.ordering.setup import (
-    CHUNK_TOKENS,
-    LAYERS,
-    NAMESPACE,
-    REFUSED,
-    REGISTERED,
-    Pages,
-    Setup,
-    content_of,
-    hashes_of,
-)
 from tests.support.arenas import LossyConnection, SpoilingArenaCache
 from tests.support.payloads import open_payload
 from tests.support.plans import LoadMove, move_of, packed
 
+NAMESPACE: Final = "0123456789abcdef" * 2
+LAYERS: Final = ("layers.0", "layers.1", "layers.2")
+CHUNK_TOKENS: Final = 64
+CHUNKS: Final = 8
+"""Stored chunks of the prompt."""
+Pages = list[torch.Tensor]
+"""One tensor per layer, ``[blocks, heads, block_size, content]``."""
+
+
+REGISTERED, REGISTERING, REFUSED = WAYS = ("registered", "registering", "refused")
+"""How a device reads the memory of a node agent: in place, in place once the driver has registered
+it, or by way of slabs, because the device registers no read-only memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLayout:
+    heads: int = 2
+    block_size: int = 16
+    content: int = 64
+    contiguous: bool = False
+    """Whether the bytes of a block are contiguous (HND). If not, all heads of a token are (NHD)."""
+
+    @property
+    def chunk_blocks(self) -> int:
+        return CHUNK_TOKENS // self.block_size
+
+    def caches(self, device: torch.device, blocks: int) -> Pages:
+        sizes = (blocks, self.heads, self.block_size, self.content)
+        if self.contiguous:
+            return [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
+        sizes = (blocks, self.block_size, self.heads, self.content)
+        plain = [torch.zeros(sizes, dtype=torch.bfloat16, device=device) for _ in LAYERS]
+        return [cache.transpose(1, 2) for cache in plain]
+
+
+STRIDED: Final = CacheLayout()
+"""Heads of a block are apart, and blocks are small: kernels distribute them."""
+WHOLE: Final = CacheLayout(heads=8, block_size=32, contiguous=True)
+"""Blocks are contiguous and of 32 KiB: each is copied directly where the device can."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    layout: CacheLayout = STRIDED
+    blocks: int = 96
+    load_threads: int = 2
+    way: str = REGISTERED
+    """How the device reads the memory of the node agent, one of ``WAYS``."""
+    load_slabs: int = 4
+    save_slabs: int = 16
+    deadline_s: float = 60.0
+    """Of loads."""
+    save_deadline_s: float = 600.0
+    drain_deadline_ms: int = 60_000
+    windowed: bool = False
+    """Whether layers attend to a window, so that blocks leave running requests."""
+    writes_early: bool = False
+    """See ``Rank.writes_early``."""
+    watched: bool = False
+    """Whether ``OrderRig.on_call`` is called."""
+    attempts_s: tuple[float, ...] = (0.2, 0.8, 3.2)
+    """How long the device is busy in each attempt to show that something does not wait for it. The
+    machine may be too busy for the first ones."""
+    slowness: float = 1.0
+    """Factor of the other delays of the device. A busy machine needs longer ones to show an edge
+    that is missing."""
+    patience_s: float = 20.0
+    """Bound of every wait for another thread or for the device."""
+
+
+@lru_cache
+def content_of(chunk: int, shapes: tuple[tuple[int, ...], ...]) -> Pages:
+    pages = []
+    for number, shape in enumerate(shapes):
+        generator = torch.Generator().manual_seed(1000 * chunk + number)
+        pages.append(torch.randn(shape, generator=generator).to(torch.bfloat16))
+    return pages
+
+
+@lru_cache
+def hashes_of(namespace: str) -> Sequence[bytes]:
+    return prefix_hashes(namespace, range(CHUNKS * CHUNK_TOKENS), CHUNK_TOKENS)
+
+
+def equal(found: Pages, expected: Pages) -> bool:
+    return all(
+        torch.equal(a.cpu().contiguous().view(torch.uint8), b.cpu().contiguous().view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+def difference(found: Pages, expected: Pages) -> str:
+    """Return where two sets of pages first differ: layer, block and bytes. Empty if nowhere."""
+    for layer, (a, b) in enumerate(zip(found, expected, strict=True)):
+        ours, theirs = (pages.cpu().contiguous().view(torch.uint8) for pages in (a, b))
+        differs = (ours != theirs).flatten(1).any(1)
+        if bool(differs.any()):
+            blocks = differs.nonzero().flatten().tolist()
+            block = blocks[0]
+            at = int((ours[block] != theirs[block]).flatten().nonzero()[0])
+            heads = [pages[block].flatten()[at : at + 8].tolist() for pages in (ours, theirs)]
+            return (
+                f"layer {layer}, blocks {blocks} of {len(ours)}, from byte {at} on: "
+                f"{bytes(heads[0]).hex()} instead of {bytes(heads[1]).hex()}"
+            )
+    return ""
+
+
 ARENA_BYTES: Final = 32 << 20
 """Room for all that a scenario saves, if the disk is slow."""
+SLOW_S: Final = 0.1
+"""How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
 WINDOW_BYTES: Final = 256 << 10
 """More than a payload of the rig. Some lie across two windows."""
 _BEHIND_MAX: Final = 8
@@ -81,8 +180,6 @@ _LOOK_S: Final = 5e-4
 
 
 class WatchedLane:
-    """A lane that reports its calls."""
-
     def __init__(self, lane: Lane, watch: Callable[[str], object]) -> None:
         self._lane, self._watch = lane, watch
 
@@ -112,7 +209,6 @@ class OrderRig:
     """A worker, its paged cache, and the stores. Closed once, by the end of ``with``."""
 
     def __init__(self, device: torch.device, delay: Delay, setup: Setup, seed: int = 0) -> None:
-        """``seed``: of random choices."""
         self.device, self.setup = device, setup
         self.random = Random(seed)  # not a secret
         self.is_asynchronous = device.type != "cpu"
@@ -159,12 +255,10 @@ class OrderRig:
             return NodeAgent(self._agent_config, self._agent_path, MemoryRecorder())
 
     def open_cache(self, writer: str) -> ChunkCache:
-        """Return a client of the agent's stores."""
         settings = CacheSettings(writer, ttl_s=600, lease_ms=60_000, hot_save_bytes_max=0)
         return ChunkCache(self.bulk, None, self._index, settings, self.recorder)
 
     def _open_worker(self) -> None:
-        """Open the worker over ``caches``, as the connector does after ``register_kv_caches``."""
         shape = self.geometry.shape(0, 0)
         assert shape is not None
         self.pages = PagedGroup(shape, self.caches)
@@ -232,12 +326,10 @@ class OrderRig:
         return self.loader
 
     def connect(self, **options: Any) -> LossyConnection:
-        """Return a new connection to the agent."""
         return LossyConnection(self._agent_path, call_s=self.setup.patience_s, **options)
 
     @property
     def agent(self) -> LossyConnection:
-        """The loader's connection."""
         agent = self.loader.link.agent
         assert isinstance(agent, LossyConnection)
         return agent
@@ -270,17 +362,14 @@ class OrderRig:
         return [cache[first : first + count].clone() for cache in self.caches]
 
     def delay_compute(self, seconds: float) -> None:
-        """Keep the compute stream busy."""
         if self.is_asynchronous:
             stream = torch.get_device_module(self.device).current_stream(self.device)
             self._delay(stream, self.setup.slowness * seconds)
 
     def delay_loads(self, seconds: float) -> None:
-        """Keep the lane of loads busy."""
         self._delay_lane(self.load_lane, seconds)
 
     def delay_saves(self, seconds: float) -> None:
-        """Keep the lane of saves busy."""
         self._delay_lane(self.save_lane, seconds)
 
     def _delay_lane(self, lane: Lane, seconds: float) -> None:
@@ -288,13 +377,11 @@ class OrderRig:
             self._delay(cast("DeviceLane", lane).stream, self.setup.slowness * seconds)
 
     def synchronize(self) -> None:
-        """Wait for all work on the device."""
         if self.is_asynchronous:
             torch.get_device_module(self.device).synchronize(self.device)
 
     @contextmanager
     def other_device(self) -> Iterator[bool]:
-        """Select another device for this thread. The result is False if there is none."""
         api = torch.get_device_module(self.device) if self.is_asynchronous else None
         if api is None or api.device_count() < 2:
             yield False
@@ -314,12 +401,10 @@ class OrderRig:
         self.worker.before_forward(plan)
 
     def end(self, plan: StepPlan) -> None:
-        """End a step after the forward pass was launched."""
         self.worker.end_forward(plan)
         self.report(plan)
 
     def report(self, plan: StepPlan, finished: Collection[str] = ()) -> None:
-        """Let the worker report what ended."""
         results = self.worker.results(plan, set(finished))
         self._received |= results.finished_recving
         self._sent |= results.finished_sending
@@ -343,7 +428,6 @@ class OrderRig:
         self.wait_until(lambda: self._is_reported(plan, self._sent, request))
 
     def is_received(self, request: str) -> bool:
-        """Whether a request's load was reported."""
         return request in self._received
 
     def is_sent(self, request: str) -> bool:
@@ -393,14 +477,12 @@ class OrderRig:
     def save_plan(
         self, chunks: Sequence[int], first: int, *, request: str = "r", namespace: str = NAMESPACE
     ) -> SavePlan:
-        """Return a plan that saves consecutive blocks from ``first`` on."""
         count = self.setup.layout.chunk_blocks
         moves = [self._move(namespace, c, first + at * count) for at, c in enumerate(chunks)]
         saves = tuple(SaveMove(move, token_digest(()), None) for move in moves)
         return SavePlan(request, namespace, saves)
 
     def expected(self, chunks: Sequence[int]) -> Pages:
-        """Return the stored bytes of chunks, in host memory."""
         return [
             torch.cat([self._content(chunk)[layer] for chunk in chunks])
             for layer in range(len(LAYERS))
@@ -431,7 +513,6 @@ class OrderRig:
         )
 
     def key(self, chunk: int) -> ChunkKey:
-        """Return the key of a chunk's payload."""
         return self._claim(NAMESPACE, chunk).key
 
     def _claim(self, namespace: str, chunk: int) -> Claim:
@@ -447,7 +528,6 @@ class OrderRig:
         return content_of(chunk, tuple(layer.shape for layer in self.pages.layers))
 
     def _store(self, chunk: int) -> None:
-        """Store a chunk if it is not stored yet."""
         if chunk not in self._stored:
             claim = self._claim(NAMESPACE, chunk)
             pages = [page.view(torch.uint8).numpy().data for page in self._content(chunk)]
@@ -498,7 +578,6 @@ class OrderRig:
         return all(map(torch.equal, before, memory))
 
     def close(self) -> None:
-        """Stop the worker and wait for the device. Nothing may be leased then."""
         try:
             self.worker.close()
             self.synchronize()

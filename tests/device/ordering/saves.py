@@ -7,14 +7,14 @@ from objkv.connector.kv.metadata import StepPlan
 from objkv.errors import TransferError
 from objkv.transfer.plan import SavePlan
 from objkv.transfer.saver import COPIES_S
-from tests.device.ordering.rig import OrderRig, Scenario
-from tests.device.ordering.setup import (
+from tests.device.ordering.rig import (
+    SLOW_S,
     WHOLE,
+    OrderRig,
+    Scenario,
     Setup,
 )
 
-_SLOW_S = 0.1
-"""How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
 _CLOSING_S = 0.4
 """Longer than all else takes that is closed with a saver, and shorter than a saver waits."""
 _FIRST = 8
@@ -28,7 +28,7 @@ def follows_forward(rig: OrderRig) -> bool:
     """A save of blocks that the forward pass still writes"""
     _write(rig, 1.0)
     rig.synchronize()
-    rig.delay_compute(_SLOW_S)
+    rig.delay_compute(SLOW_S)
     _write(rig, _THEN)
     rig.end(_plan(rig))
     return _are_stored(rig)
@@ -39,7 +39,7 @@ def does_not_run_between_kernels(rig: OrderRig) -> bool:
 
     def launch(call: str) -> None:
         if call == "follow":
-            rig.delay_compute(_SLOW_S)
+            rig.delay_compute(SLOW_S)
 
     _write(rig, _THEN)
     rig.on_call = launch
@@ -65,7 +65,7 @@ def is_read_in_each_step(rig: OrderRig) -> bool:
     _write(rig, _THEN)
     rig.synchronize()
     for chunk, request in zip(_CHUNKS, ("a", "b", "a"), strict=True):
-        rig.delay_saves(_SLOW_S / 2)
+        rig.delay_saves(SLOW_S / 2)
         first = _FIRST + chunk * rig.setup.layout.chunk_blocks
         rig.end(StepPlan(saves=(rig.save_plan([chunk], first, request=request),)))
     rig.step(StepPlan(reused=frozenset({"a", "b"})), lambda: _write(rig, _LATER))
@@ -83,7 +83,7 @@ def is_read_before_zeroed(rig: OrderRig) -> bool:
     """Blocks that a model runner zeroes for the next step before it reports preemptions"""
     _write(rig, _THEN)
     rig.synchronize()
-    rig.delay_saves(_SLOW_S)
+    rig.delay_saves(SLOW_S)
     rig.end(StepPlan(saves=(_save_plan(rig),), may_reuse=True))
     _write(rig, _LATER)
     return _are_stored(rig)
@@ -111,7 +111,6 @@ class _Held:
             assert self._came.wait(self._rig.setup.patience_s)
 
     def let_go(self, seconds: float = 0.0) -> None:
-        """Let the thread go on, after so long."""
         if seconds:
             Timer(seconds, self._go.set).start()
         else:
@@ -122,10 +121,10 @@ def is_submitted_before_preempted(rig: OrderRig) -> bool:
     """Blocks of requests that are preempted before copies of their chunks are submitted"""
     _write(rig, _THEN)
     rig.synchronize()
-    rig.delay_saves(_SLOW_S)
+    rig.delay_saves(SLOW_S)
     held = _Held(rig)
     held.save("abc")
-    held.let_go(_SLOW_S)
+    held.let_go(SLOW_S)
     rig.step(StepPlan(reused=frozenset("abc")), lambda: _write(rig, _LATER))
     return _are_stored(rig)
 
@@ -134,10 +133,10 @@ def is_submitted_before_window(rig: OrderRig) -> bool:
     """Blocks that leave a window before copies of their chunks are submitted"""
     _write(rig, _THEN)
     rig.synchronize()
-    rig.delay_saves(_SLOW_S)
+    rig.delay_saves(SLOW_S)
     held = _Held(rig)
     rig.end(_plan(rig))
-    held.let_go(_SLOW_S)
+    held.let_go(SLOW_S)
     rig.step(StepPlan(), lambda: _write(rig, _LATER))
     return _are_stored(rig)
 
@@ -160,7 +159,7 @@ def is_read_while_queued(rig: OrderRig) -> bool:
     held.save("abc")
     for request in "abc":
         rig.report(StepPlan(held=frozenset({request})))
-    held.let_go(_SLOW_S)
+    held.let_go(SLOW_S)
     rig.until_sent("c")
     _write(rig, _LATER)
     return _are_stored(rig)
@@ -171,7 +170,7 @@ def is_not_read_after_closing(rig: OrderRig) -> bool:
     _write(rig, _THEN)
     held, closed, late = _Held(rig), Event(), list[str]()
     held.save("ab")
-    held.let_go(_SLOW_S)
+    held.let_go(SLOW_S)
 
     def note(call: str) -> None:
         if call == "follow":
@@ -246,8 +245,7 @@ def _plan(rig: OrderRig) -> StepPlan:
     return StepPlan(saves=(_save_plan(rig),))
 
 
-def _save_late(rig: OrderRig, seconds: float = _SLOW_S) -> None:
-    """Run a step that saves, with its copies queued behind a delay."""
+def _save_late(rig: OrderRig, seconds: float = SLOW_S) -> None:
     _write(rig, _THEN)
     rig.synchronize()
     rig.delay_saves(seconds)
@@ -259,7 +257,6 @@ def _write(rig: OrderRig, value: float) -> None:
 
 
 def _are_stored(rig: OrderRig) -> bool:
-    """Whether all chunks are stored as they were when they were saved."""
     return all(rig.holds(rig.stored(chunk), _THEN) for chunk in _CHUNKS)
 
 

@@ -19,20 +19,20 @@ from objkv.errors import TransferError
 from objkv.keys.encoder import encoder_hash
 from objkv.transfer.lanes import Mark
 from objkv.transfer.paging import check_pages
-from tests.device.ordering.rig import OrderRig, Scenario
-from tests.device.ordering.setup import (
+from tests.device.ordering.rig import (
     CHUNKS,
     NAMESPACE,
+    SLOW_S,
     WHOLE,
+    OrderRig,
     Pages,
+    Scenario,
     Setup,
     difference,
 )
 from tests.support.inside import InsideAgent
 from tests.support.payloads import open_payload
 
-_SLOW_S = 0.1
-"""How long one side of an edge is delayed. Longer than the other side takes on a busy machine."""
 _SHARE_MAX = 1 / 4
 """Largest part of the time in which the device is busy that the calling thread may take."""
 _SAVED, _LOADED = 8, 40
@@ -85,13 +85,13 @@ def tests_itself(rig: OrderRig) -> bool:
 
     def wait(call: str) -> None:
         if call == "follow":
-            rig.delay_saves(_SLOW_S)
+            rig.delay_saves(SLOW_S)
 
     rig.on_call = wait
-    rig.delay_compute(_SLOW_S)
+    rig.delay_compute(SLOW_S)
     rig.write(0, rig.setup.blocks, _THEN)
     check_pages(rig.pages, rig.save_lane)
-    rig.delay_compute(_SLOW_S)
+    rig.delay_compute(SLOW_S)
     rig.write(*_blocks(rig), _LATER)
     found = rig.read(0, rig.setup.blocks)
     first, count = _blocks(rig)
@@ -104,7 +104,7 @@ def adds_outputs(rig: OrderRig) -> bool:
     """Encoder outputs that are read by a busy model, while the plan's memory changes"""
     outputs: dict[str, torch.Tensor] = {}
     with _encoder_worker(rig) as worker:
-        rig.delay_compute(_SLOW_S)
+        rig.delay_compute(SLOW_S)
         for number in range(_OUTPUTS):
             name = f"image {number}"
             pages = np.full(_output(name).layer.nbytes, number, dtype=np.uint8)
@@ -122,7 +122,7 @@ def saves_outputs(rig: OrderRig) -> bool:
     }
     rig.synchronize()
     with _encoder_worker(rig) as worker:
-        rig.delay_compute(_SLOW_S)
+        rig.delay_compute(SLOW_S)
         for number, (name, output) in enumerate(outputs.items()):
             output.fill_(number + 1)
             worker.save(EncoderPlan(saves={name: _output(name)}), outputs, name)
@@ -262,7 +262,6 @@ class _Storm:
 
 @contextmanager
 def _encoder_worker(rig: OrderRig) -> Iterator[EncoderWorkerSide]:
-    """One that has saved everything when the block has ended."""
     copies, patience_s = OutputCopies(rig.device), rig.setup.patience_s
     agent = InsideAgent(
         rig.open_cache("encoder"), _OUTPUT_BYTES_MAX, CoreLimits(1, 64), rig.recorder
@@ -306,7 +305,6 @@ def _loads(rig: OrderRig, request: str = "r") -> StepPlan:
 
 
 def _blocks(rig: OrderRig) -> tuple[int, int]:
-    """Return the first loaded block and their number."""
     return _LOADED, len(_STORED) * rig.setup.layout.chunk_blocks
 
 

@@ -6,7 +6,6 @@ a test run starts one and shares it; the daemons die with this process.
 
 import json
 import shutil
-import signal
 import socket
 import subprocess
 import uuid
@@ -90,25 +89,11 @@ def ceph_missing() -> str | None:
 
 @dataclass
 class S3Server:
-    """A running radosgw. What it stores outlives its own death, not the end of ``with``."""
-
     endpoint_url: str
     access_key: str
     secret_key: str
     _folder: Path = field(repr=False)
     _gateway: "_Daemon" = field(repr=False)
-
-    def stop(self) -> None:
-        self._gateway.end(signal.SIGTERM)
-
-    def kill(self) -> None:
-        self._gateway.end(signal.SIGKILL)
-
-    def restart(self) -> None:
-        """Start the gateway again on the same port, and wait until it answers."""
-        self.stop()
-        self._gateway.start()
-        self.wait_until_ready()
 
     def admin(self, *arguments: str) -> None:
         """Run ``radosgw-admin``; again if a busy monitor refused it."""
@@ -156,12 +141,9 @@ class CephUsers:
             *("user", "create", f"--uid={name}", f"--display-name={name}"),
             *(f"--access-key={access_key}", f"--secret-key={secret_key}"),
         )
-        self.allow(name, policy)
-        return access_key, secret_key
-
-    def allow(self, name: str, policy: dict[str, Any]) -> None:
         document = json.dumps(policy)
         self._iam.put_user_policy(UserName=name, PolicyName="objkv", PolicyDocument=document)
+        return access_key, secret_key
 
 
 @contextmanager
@@ -200,12 +182,10 @@ def ceph_radosgw(folder: Path) -> Iterator[S3Server]:
         yield server
     finally:
         for running in reversed(daemons):
-            # Nothing is kept, so nothing needs an orderly end, which takes seconds.
-            running.end(signal.SIGKILL)
+            running.kill()
 
 
 def _start_cluster(folder: Path, daemon: Callable[..., "_Daemon"]) -> None:
-    """One monitor and one storage daemon, made and started."""
     monmap, osd_uuid, given = f"{folder}/monmap", str(uuid.uuid4()), ("-c", f"{folder}/ceph.conf")
     _run(folder, "ceph-mon", *given, "-i", "a", "--mkfs", "--monmap", monmap)
     daemon("ceph-mon", "-i", "a")
@@ -224,8 +204,6 @@ def _start_cluster(folder: Path, daemon: Callable[..., "_Daemon"]) -> None:
 
 
 class _Daemon:
-    """One process in the foreground, its output in ``<program>.out``."""
-
     def __init__(self, command: tuple[str, ...], folder: Path) -> None:
         self._command = command
         self._folder = folder
@@ -249,16 +227,11 @@ class _Daemon:
             out = (self._folder / f"{self._command[0]}.out").read_text(errors="replace")
             raise RuntimeError(f"{' '.join(self._command)} ended: {out[-2000:]}")
 
-    def end(self, how: signal.Signals) -> None:
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.send_signal(how)
-        try:
-            process.wait(START_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+    def kill(self) -> None:
+        """Nothing is kept, so nothing needs an orderly end, which takes seconds."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
 
 
 def _run(folder: Path, *command: str, bound_s: float = START_S) -> str:

@@ -2,7 +2,7 @@
 no test kills are started once per run."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ import redis
 
 from objkv.config import Config
 from objkv.stores.s3.client import open_s3_access
-from objkv.stores.s3.store import S3Store
 from tests.contracts.clock import ManualClock
 from tests.support.needs import need
 from tests.support.servers.ceph import S3Server, ceph_missing, ceph_radosgw
@@ -24,19 +23,15 @@ from tests.support.servers.redis import (
     valkey_server,
 )
 from tests.support.servers.redis_groups import ServerGroup, redis_cluster, redis_sentinel
-from tests.support.servers.s3_stores import store_of
 
 BUCKET = "kv-cache"
 PATIENT = {"lookup_deadline_ms": 20_000}
 """A client that gives a server on a busy machine 40 s for an answer; for all tests but of that."""
 NOBODY_DIES_MS = 120_000
 
-OpenS3Store = Callable[..., S3Store]
-
 
 @pytest.fixture(scope="session")
 def valkey(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    """One Valkey for all tests, which flush it."""
     with valkey_server(tmp_path_factory.mktemp("valkey")) as server:
         yield server
 
@@ -46,12 +41,6 @@ def client(valkey: RedisServer) -> Iterator[redis.Redis]:
     with valkey.client() as opened:
         opened.flushall()
         yield opened
-
-
-@pytest.fixture
-def own_valkey(tmp_path: Path) -> Iterator[RedisServer]:
-    with valkey_server(tmp_path / "valkey") as server:
-        yield server
 
 
 class ServerClock(ManualClock):
@@ -96,7 +85,6 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def redis_tls(
     tmp_path_factory: pytest.TempPathFactory, certificates: Path
 ) -> Iterator[RedisServer]:
-    """One redis-server that speaks TLS only."""
     need(redis_missing())
     with redis_server(tmp_path_factory.mktemp("redis-tls"), tls=certificates) as server:
         yield server
@@ -128,7 +116,7 @@ def sentinel(tmp_path: Path) -> Iterator[ServerGroup]:
 
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """One radosgw with the bucket ``BUCKET``. A test that kills it starts it again."""
+    """One radosgw with the bucket ``BUCKET``."""
     need(ceph_missing())
     with ceph_radosgw(tmp_path_factory.mktemp("ceph") / "data") as server:
         access = open_s3_access(s3_config(server))
@@ -154,38 +142,3 @@ def s3_config(server: S3Server, **changes: Any) -> Config:
 def s3_prefixes() -> Iterator[str]:
     """Endless prefixes that no other test uses."""
     return (f"test/{number}" for number in itertools.count())
-
-
-@pytest.fixture
-def open_s3_store(s3_server: S3Server, s3_prefixes: Iterator[str]) -> Iterator[OpenS3Store]:
-    """Opens stores under a prefix of this test; keywords change the settings, ``bucket`` too."""
-    prefix, opened = next(s3_prefixes), []
-
-    def open_store(*, bucket: str = BUCKET, **changes: Any) -> S3Store:
-        access = open_s3_access(s3_config(s3_server, **changes))
-        opened.append(store_of(access, bucket=bucket, prefix=prefix))
-        return opened[-1]
-
-    yield open_store
-    for store in opened:
-        store.close()
-
-
-def use_servers(
-    monkeypatch: pytest.MonkeyPatch, s3_server: S3Server, prefix: str, valkey: RedisServer
-) -> None:
-    """Both ends, for commands and for ``load_config``; patient, because the machine may be busy."""
-    settings = {
-        "BULK_URL": f"s3://{BUCKET}/{prefix}",
-        "INDEX_URL": f"{valkey.url}/0",
-        "S3_ENDPOINT_URL": s3_server.endpoint_url,
-        "S3_ADDRESSING": "path",
-        "S3_REGION": "us-east-1",
-        "S3_ACCESS_KEY_ID": s3_server.access_key,
-        "S3_SECRET_ACCESS_KEY": s3_server.secret_key,
-        "ROLE": "sweeper",
-        "LOOKUP_DEADLINE_MS": "20000",
-        "LOAD_DEADLINE_MS": "300000",
-    }
-    for name, value in settings.items():
-        monkeypatch.setenv(f"OBJKV_{name}", value)

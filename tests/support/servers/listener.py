@@ -97,8 +97,6 @@ class Listener:
 
 
 class Scripted(Listener):
-    """Each connection is served by a function."""
-
     def __init__(self, serve: Serve) -> None:
         self._script = serve
         super().__init__()
@@ -108,13 +106,11 @@ class Scripted(Listener):
 
 
 def silent(connection: socket.socket) -> None:
-    """Take in everything, and never answer."""
     while connection.recv(1 << 20):
         pass
 
 
 def reluctant(connection: socket.socket) -> None:
-    """Take a few bytes at a time, and answer nothing."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     while connection.recv(512):
         time.sleep(DROP_S)

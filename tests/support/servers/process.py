@@ -41,7 +41,6 @@ def freeze(pid: int) -> None:
 
 
 def has_ended(pid: int) -> bool:
-    """Whether a process has ended, also if nothing has collected it."""
     return _state(Path(f"/proc/{pid}/stat")) in ("", "Z", "X")
 
 

@@ -44,7 +44,6 @@ class Request:
 
     @property
     def key(self) -> str:
-        """``bucket/key``."""
         return unquote(self.target.partition("?")[0]).lstrip("/")
 
     @property
@@ -278,8 +277,6 @@ class QuickS3(Listener):
 
 
 class _Reader:
-    """Requests of one connection. What came with a head belongs to the body after it."""
-
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._rest = b""
@@ -338,8 +335,6 @@ def _send(connection: socket.socket, request: Request, answer: Answer) -> None:
 
 @dataclass(frozen=True, slots=True)
 class QuickS3Process:
-    """Where the server of another process listens."""
-
     url: str
     pid: int
 
@@ -356,7 +351,6 @@ def quick_s3_process(*, tls: Path | None = None) -> Iterator[QuickS3Process]:
 
 
 def main() -> None:
-    """Serve until killed; print the URL."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--tls", type=Path)

@@ -33,8 +33,6 @@ def redis_missing() -> str | None:
 
 
 class RedisServer:
-    """One server process. ``with`` stops it at the end."""
-
     def __init__(self, binary: str, folder: Path, *, port: int, args: Sequence[str] = ()) -> None:
         self.port = port
         self.url = f"redis://127.0.0.1:{port}"

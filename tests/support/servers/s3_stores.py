@@ -35,7 +35,6 @@ def store_of(
     prefix: str = "p",
     **settings: Any,
 ) -> S3Store:
-    """Without ranges, unless the settings say so."""
     limits = {name: settings.pop(name) for name in ("range_bytes",) if name in settings}
     limits["ranges_max"] = settings.pop("ranges_max", 0)
     config = Config().model_copy(update={"load_deadline_ms": 30_000, **settings})

@@ -29,8 +29,6 @@ _POLL_S = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Spoil:
-    """One fault, and whom it meets."""
-
     fault: str
     """One of ``FAULTS``.
 
@@ -135,8 +133,6 @@ class Spoiler(Listener):
 
 
 class Upstream:
-    """The server's end of a client's connection, connected when it is needed."""
-
     def __init__(self, target: tuple[str, int]) -> None:
         self._target = target
         self.socket: socket.socket | None = None
@@ -182,7 +178,6 @@ def is_open(client: socket.socket) -> bool:
 
 
 def wait_for(reached: Callable[[], bool], *, bound_s: float = 30.0) -> bool:
-    """Poll until ``reached()``, at most so long; whether it was."""
     end = time.monotonic() + bound_s
     while not reached():
         if time.monotonic() > end:
@@ -371,13 +366,10 @@ def _refusal(error: str) -> bytes:
     return head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
-_TLS = b"\x16"
-
-
 class SpoilRedis(Spoiler):
     """A proxy of RESP 2, one command and its answer at a time: what a client sends in one go is
-    answered in order, and a turn is a command. Verbs are commands, in capitals. Subscriptions do
-    not go through it."""
+    answered in order. Verbs are commands, in capitals. It knows no ``unanswered``, ``stall`` nor
+    ``hook``, and no subscriptions."""
 
     def __init__(self, target: tuple[str, int], *, port: int = 0) -> None:
         self._kept: OrderedDict[tuple[str, bytes], bytes] = OrderedDict()
@@ -393,20 +385,13 @@ class SpoilRedis(Spoiler):
         verb = words[0].decode("latin-1").upper()
         rule = self._rule_for(verb, b" ".join(words[1:4]))
         fault = rule.fault if rule is not None else ""
-        if rule is not None and fault == "hook":
-            rule.hook()
         if rule is not None and fault == "error":
             connection.sendall(f"-{rule.error}\r\n".encode())
             return True
-        if fault == "stall":
-            self._stall(connection)
-        if fault in ("stall", "reset"):
+        if fault == "reset":
             reset(connection)
             return False
         answer = _read_resp(upstream.send((raw,)))
-        if fault == "unanswered":
-            reset(connection)
-            return False
         if rule is not None and fault == "lag":
             self._lag(rule.lag_s)
         if fault == "truncate":
@@ -441,13 +426,10 @@ class SpoilRedis(Spoiler):
 
 
 def _read_command(client: BinaryIO) -> tuple[bytes, list[bytes]] | None:
-    """The bytes of the next command, and its words; None at the end, and for a greeting of TLS:
-    the server would wait for the rest of it."""
+    """The bytes of the next command, and its words; None at the end."""
     line = client.readline(HEAD_BYTES_MAX)
-    if not line or line[:1] == _TLS:
+    if not line:
         return None
-    if line[:1] != b"*":
-        return line, line.split() or [b""]
     raw, words = [line], []
     for _ in range(int(line[1:])):
         size = client.readline(HEAD_BYTES_MAX)
