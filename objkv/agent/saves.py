@@ -477,7 +477,7 @@ class NodeSaves:
                     return request.waiting
                 self._count_held_back(path)
                 return CommitStatus.HELD_BACK
-            refusal = self._refusal() if self._limits.may_save else CommitStatus.REPEATED
+            refusal = self._refusal()
             if refusal is not CommitStatus.ACCEPTED:
                 self._cache.in_flight.end(path)
                 self._arena_cache.release(resident)
@@ -547,8 +547,11 @@ class NodeSaves:
         return has_room and self._pool.waiting < self._limits.queue_max
 
     def _refusal(self) -> CommitStatus:
-        """Return why nothing can be saved now, or ACCEPTED."""
-        if not (self._limits.may_save and self._cache.has_room()):
+        """Return why nothing can be saved now, or ACCEPTED. Of an agent that may only read, nothing
+        is ever to be saved."""
+        if not self._limits.may_save:
+            return CommitStatus.REPEATED
+        if not self._cache.has_room():
             self._recorder.count("save_over_quota")
             return CommitStatus.OVER_QUOTA
         if self.is_shedding:
