@@ -14,7 +14,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from sys import byteorder
-from typing import Literal
+from typing import Literal, TypeGuard
 
 PREFIX_HASH_BYTES = 20
 _SCHEME = b"objkv-prefix-1"
@@ -27,6 +27,11 @@ _PIECE_CHUNKS = 16
 prompt at once would block other threads until it ends."""
 
 ExtraKind = Literal["lora", "salt", "mm", "embeds"]
+
+
+def is_token(value: object) -> TypeGuard[int]:
+    """Whether a value of JSON can be hashed as a token id. ``True``, an int in Python, cannot."""
+    return type(value) is int and 0 <= value < 1 << 8 * _TOKEN_BYTES
 
 
 @dataclass(frozen=True, slots=True)

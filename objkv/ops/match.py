@@ -9,10 +9,9 @@ from objkv.cache.match import covered, shards_to_read, usable_chunks
 from objkv.errors import ConfigError
 from objkv.index.base import ReadIndex, Record
 from objkv.keys.identity import Identity
-from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.keys.prefix import PromptExtras, is_token, prefix_hashes
 
 _SEPARATORS = re.compile(r"[\s,]+")
-_TOKEN_END = 1 << 32
 _WRITTEN = re.compile(r"[0-9]{1,20}")
 
 
@@ -35,10 +34,9 @@ def parse_tokens(text: str) -> list[int]:
 
 
 def _token(value: object) -> int:
-    # ``bool`` is an int in Python, but JSON's true is not a token id.
     if isinstance(value, str) and _WRITTEN.fullmatch(value):
         value = int(value)
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < _TOKEN_END:
+    if not is_token(value):
         shown = repr(value)[:80]
         raise ConfigError(f"{shown} is not a token id; token ids are integers below 2**32")
     return value

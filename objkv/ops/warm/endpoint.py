@@ -16,6 +16,7 @@ import httpx
 from objkv.config.aws import is_plain
 from objkv.config.urls import Url, parse_endpoint
 from objkv.errors import ConfigError, ObjkvError
+from objkv.keys.prefix import is_token
 from objkv.ops.warm.prompts import WarmPrompt
 from objkv.ops.warm.report import EndpointReport
 
@@ -28,7 +29,6 @@ _ANSWER_S: Final = 1800.0
 """A request that takes longer has failed: a long prompt may wait for users' requests."""
 _ANSWER_BYTES_MAX: Final = 64 << 20
 """Ids of a million tokens are 8 MB."""
-_TOKENS: Final = 1 << 32
 _ERROR_MAX: Final = 300
 _FIRST_PAUSE_S: Final = 0.5
 _PAUSE_MAX_S: Final = 30.0
@@ -112,7 +112,7 @@ class Endpoint:
             request["prompt"] = prompt.text
         answer = await self._call("POST", "/tokenize", request)
         tokens = answer.get("tokens")
-        if not isinstance(tokens, list) or not all(map(_is_token, tokens)):
+        if not isinstance(tokens, list) or not all(map(is_token, tokens)):
             raise EndpointError("refused", f"{self.name} does not tokenize: give token ids")
         return tokens
 
@@ -200,10 +200,6 @@ class Endpoint:
             return found
         why = f"{what}: the answer is not a JSON object: check that the server is OpenAI-compatible"
         raise EndpointError("refused", why)
-
-
-def _is_token(value: object) -> bool:
-    return type(value) is int and 0 <= value < _TOKENS
 
 
 def _error(answer: httpx.Response, content: bytes, what: str) -> ObjkvError:

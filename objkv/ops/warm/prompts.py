@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from objkv.errors import ConfigError
+from objkv.keys.prefix import is_token
 
 LINE_BYTES_MAX: Final = 64 << 20
-_TOKEN_END: Final = 1 << 32
 _OF_A_TEMPLATE: Final = ("documents", "reasoning_effort")
 """Request fields that vLLM passes to the chat template in addition to ``chat_template_kwargs``."""
 _OF_A_CHAT: Final = (
@@ -165,8 +165,7 @@ def _tokens(values: object, name: str) -> tuple[int, ...]:
         raise ConfigError(f"{name}: token ids must be a list of integers")
     tokens = tuple(values)
     for token in tokens:
-        # ``bool`` is an int in Python, but JSON's true is not a token id.
-        if type(token) is not int or not 0 <= token < _TOKEN_END:
+        if not is_token(token):
             raise ConfigError(f"{name}: {str(token)[:40]!r} is not a token id")
     if not tokens:
         raise ConfigError(f"{name}: has no token ids")
