@@ -118,7 +118,7 @@ class Printer:
         ) as progress:
             task = progress.add_task(what, total=None)
             yield lambda done, total: progress.update(
-                task, completed=done, total=total and max(done, total)
+                task, completed=done, total=None if total is None else max(done, total)
             )
 
     @contextmanager
@@ -160,7 +160,7 @@ def rich_table(
         table.add_column(
             name.lstrip(_MARKS),
             justify="right" if is_number else "left",
-            no_wrap=not is_prose,
+            no_wrap=name.startswith((">", "=")) or (width is None and not is_prose),
             overflow="fold" if is_prose or width is None else "ellipsis",
         )
     for row in cells:

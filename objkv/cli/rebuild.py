@@ -22,7 +22,6 @@ _MEANS = {
     "written": "were being written by others",
     "corrupt": "are damaged or of another key; verify --all --quarantine --apply (or a sweep, "
     "without a record) removes them",
-    "unreadable": "were refused by the store; nothing is known of their records",
 }
 
 
@@ -60,8 +59,7 @@ def rebuild(
             _show(run, len(found), apply=apply)
         counts = run.counters.counts
         is_left = not apply and (counts["restored"] or counts["corrected"])
-        is_bad = counts["corrupt"] or counts["unreadable"]
-        return run.code(FOUND if is_left or is_bad else FINE)
+        return run.code(FOUND if is_left or counts["corrupt"] else FINE)
 
 
 def _nothing_to_do(session: Session) -> int:

@@ -17,13 +17,12 @@ from objkv.ops.backends_view import without_retries
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import find_doubts
-from objkv.ops.runs import Counters
 from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify, choose_sample
 
 SAMPLE = 200
 _MEMORY_BYTES = 1 << 30
 """For all payloads in flight."""
-_WRONG = ("missing", "corrupt", "unreadable", "mismatch", "hot")
+_WRONG = ("missing", "corrupt", "mismatch", "hot")
 _DONE = {
     "quarantined": "quarantined",
     "forgotten": "removed from the index (payload missing)",
@@ -113,7 +112,8 @@ def verify(
             run.report_nothing()
         else:
             _show(run, shown, every=every)
-        is_left = _is_bad_left(run.counters) or _is_index_lost(run.counters)
+        counts = run.counters.counts
+        is_left = counts["unreadable"] or _is_bad_left(counts) or _is_index_lost(counts)
         return run.code(FOUND if is_left else FINE)
 
 
@@ -147,15 +147,14 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
-def _is_bad_left(counters: Counters) -> bool:
+def _is_bad_left(counts: Mapping[str, int]) -> bool:
     """Whether bad payloads were found that this run did not repair."""
-    counts = counters.counts
     return sum(counts[kind] for kind in _WRONG) > sum(counts[kind] for kind in _DONE)
 
 
-def _is_index_lost(counters: Counters) -> bool:
+def _is_index_lost(counts: Mapping[str, int]) -> bool:
     """Whether most of the listed payloads have no record."""
-    return counters.counts["orphan"] > counters.counts["recorded"]
+    return counts["orphan"] > counts["recorded"]
 
 
 def _plan(counts: Mapping[str, int]) -> str:
@@ -184,7 +183,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             missing_seen=not is_listed(without_retries(run.view.index)),
             **{
                 kind: counts[kind]
-                for kind in ("ok", *_WRONG, "orphan", "expired", "changed", *_DONE)
+                for kind in ("ok", *_WRONG, "unreadable", "orphan", "expired", "changed", *_DONE)
             },
         )
         out.document(document)
@@ -200,7 +199,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
         out.line("--all checks all payloads")
     if unrecorded := counts["orphan"] + counts["expired"]:
         out.line(f"{unrecorded:,} more have no record: objkv sweep lists them")
-    if _is_index_lost(counters):
+    if _is_index_lost(counts):
         out.line(
             "most payloads have no record: the index was lost, or index_url or redis_prefix is "
             "wrong; objkv rebuild --apply restores the records",
@@ -211,14 +210,11 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
     out.table(("", "", "~"), [(one.kind, one.key, one.detail) for one in counters.findings])
     done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]
     if unreadable := counts["unreadable"]:
-        out.line(
-            f"{counted(unreadable, 'payload')} could not be read, so nothing is known of them: "
-            "give this user the right to read them, or look at the disk",
-            "yellow",
-        )
+        what = "payload was refused", "payloads were refused"
+        out.line(f"{counted(unreadable, *what)} by the store and not checked", "yellow")
     if done:
         out.line(", ".join(done))
-    elif wrong > unreadable and not shown.applied:
+    elif wrong and not shown.applied:
         options = "--apply" if shown.quarantine else "--quarantine --apply"
         if shown.refusal:
             out.line(
@@ -226,7 +222,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             )
         else:
             out.line(f"nothing was changed: {options} would {_plan(counts)}")
-    elif wrong > unreadable:
+    elif wrong:
         out.line("nothing was changed: quarantining starts only after everything is checked")
     if shown.applied and counters.omitted:
         out.line(

@@ -40,8 +40,8 @@ _MEMORY_SHARE = 8
 def agent_socket(config: Config) -> Path | None:
     """Return where the agent for these settings listens; None if each replica has its own.
 
-    With ``auto``, replicas have an agent in common if they would use the same stores with the same
-    credentials and keys. Raises ``ConfigError`` without a private folder for the socket.
+    With ``auto``, replicas have an agent in common if all settings but ``_REPLICAS_OWN``, and AWS's
+    variables, are the same. Raises ``ConfigError`` without a private folder for the socket.
     """
     if config.agent == "private":
         return None

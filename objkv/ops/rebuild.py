@@ -15,7 +15,7 @@ from objkv.cache.chunks import publish_record, shard_record, stored_header
 from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
-from objkv.errors import PayloadError, StoreError
+from objkv.errors import PayloadError
 from objkv.index.base import Record, ShardRecord
 from objkv.index.guarded import for_operators
 from objkv.ops.backends_view import (
@@ -50,9 +50,9 @@ class Rebuild:
         lost: bool = False,
     ) -> Iterator[Unit]:
         """Restore the records of payloads. Counts ``restored``, ``corrected`` (wrong records),
-        ``present`` and ``written`` (by others meanwhile). Findings are ``corrupt``, also if a
-        payload claims another key, and ``unreadable``: the store refuses to return it. Leaves out
-        what nothing reads: payloads of an earlier format, or without an identity document.
+        ``present`` and ``written`` (by others meanwhile). Findings are ``corrupt``: unreadable, or
+        claiming another key. Leaves out what nothing reads: payloads of an earlier format, or
+        without an identity document.
 
         ``lost``: afterwards, only records missing again, because the index may have lost them
         during this run. Counts only ``restored``, and reads no headers of payloads with a record.
@@ -97,11 +97,6 @@ class Rebuild:
             header = stored_header(self._view.bulk, entry, seal)
         except PayloadError as exc:
             counters.find("corrupt", entry.key, entry.nbytes, str(exc))
-            return
-        except StoreError as exc:
-            if exc.transient:
-                raise
-            counters.find("unreadable", entry.key, entry.nbytes, str(exc))
             return
         if header is None:  # deleted meanwhile
             return

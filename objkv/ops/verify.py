@@ -54,6 +54,7 @@ COPY_BYTES_MAX = 1 << 30
 MOST_AT_LEAST = 20
 """The minimum number of bad payloads before they can count as most of them."""
 _FINDINGS_AT_ONCE = 100
+_UNREADABLE_NAMED = 100
 _NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 
@@ -141,7 +142,10 @@ class Checker:
             record, shard = recorded(self._view.index, key)
             if shard is None:
                 return Checked("changed", 0), None
-        entry = self._view.bulk.head(key.path())
+        try:
+            entry = self._view.bulk.head(key.path())
+        except StoreError as exc:
+            return _unreadable(exc, 0), record
         if entry is None:
             if record is None:
                 return Checked("changed", 0), None
@@ -166,9 +170,7 @@ class Checker:
                 of_other_keys = isinstance(exc, KeyMismatch)
                 return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
             except StoreError as exc:
-                if exc.transient:
-                    raise
-                return Checked("unreadable", nbytes, str(exc))
+                return _unreadable(exc, nbytes)
             if header.claim.key != key:
                 return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
             if record is None:
@@ -203,6 +205,13 @@ class Checker:
     def _is_copy_wrong(self, key: ChunkKey, payload: bytes) -> bool:
         copy = None if self._view.hot is None else self._view.hot.get(key.path())
         return copy is not None and copy != payload
+
+
+def _unreadable(error: StoreError, nbytes: int) -> Checked:
+    """Return the result for a payload that the store refuses. Raises an error that may pass."""
+    if error.transient:
+        raise error
+    return Checked("unreadable", nbytes, str(error))
 
 
 @dataclass(slots=True)
@@ -249,6 +258,7 @@ class Verify:
         self._force = force
         self._lock = Lock()
         self._payloads, self._records = _Share(), _Share()
+        self._unreadable = 0
         self.refusal: str | None = None
         """Why bad payloads must not be quarantined without ``force``; None if they may be."""
 
@@ -274,15 +284,14 @@ class Verify:
         """
         if not self._force and (why := self.other_keys(found)):
             raise ConfigError(why)
-        for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
-            some = found.findings[start : start + _FINDINGS_AT_ONCE]
+        findings = [one for one in found.findings if one.kind != "unreadable"]
+        for start in range(0, len(findings), _FINDINGS_AT_ONCE):
+            some = findings[start : start + _FINDINGS_AT_ONCE]
             yield Unit(partial(self._settle, some), items=len(some))
 
     def _settle(self, findings: Sequence[Finding], counters: Counters, check: Check) -> None:
         for finding in findings:
             check()
-            if finding.kind == "unreadable":
-                continue
             done = self._set_right(ChunkKey.parse(finding.key), finding.kind)
             if done is not None:
                 counters.count(done, finding.nbytes)
@@ -313,6 +322,9 @@ class Verify:
         self, key: ChunkKey, counters: Counters, check: Check, *, is_listed: bool = True
     ) -> None:
         checked, _ = self._checker.check(key, self._seal_of(key.namespace))
+        if checked.verdict == "unreadable":
+            self._find_unreadable(key, checked, counters)
+            return
         if is_listed:
             is_wrong = checked.verdict in ("corrupt", "missing")
             self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
@@ -324,6 +336,17 @@ class Verify:
             counters.count(checked.verdict, checked.nbytes)
             return
         counters.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
+
+    def _find_unreadable(self, key: ChunkKey, checked: Checked, counters: Counters) -> None:
+        """Count a payload of which nothing is known. The first are findings: no run repairs them,
+        so they must not take the room of others."""
+        with self._lock:
+            self._unreadable += 1
+            is_named = self._unreadable <= _UNREADABLE_NAMED
+        if is_named:
+            counters.find("unreadable", key.path(), checked.nbytes, checked.detail)
+        else:
+            counters.count("unreadable", checked.nbytes)
 
     def _judge_all(self, share: _Share, seen: int, wrong: int, why: str) -> None:
         """Raise ``ConfigError`` if most payloads are bad, because the cause is then elsewhere."""

@@ -5,6 +5,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,19 +17,37 @@ from hypothesis import strategies as st
 from objkv.agent import disk as module
 from objkv.agent import spill as spill_module
 from objkv.agent.arena_cache import CachedPayload
+from objkv.agent.client import AgentConnection
 from objkv.agent.disk import Disk, DiskFolder
 from objkv.agent.fill import PayloadRequest
 from objkv.agent.memory.arena import PAGE, CellState
 from objkv.agent.messages import CommitStatus, Urgency
+from objkv.assembly.backends import open_backends
 from objkv.codec.payload import read_header
 from objkv.codec.seal import Seal
+from objkv.config import Config
 from objkv.errors import ConfigError, PayloadError, StoreUnavailable
 from objkv.net.breaker import BreakerLimits
+from objkv.telemetry import NullRecorder
 from tests.agent.consistency import is_consistent
 from tests.agent.test_core import fetch, right
 from tests.agent.test_http import Router
-from tests.agent.world import PATIENCE_S, RIGHT, Node, WatchedStore, http_of, making, payloads
+from tests.agent.world import (
+    PATIENCE_S,
+    RIGHT,
+    Node,
+    WatchedStore,
+    ended,
+    http_of,
+    making,
+    opened,
+    pages_at,
+    payloads,
+    wanted_of,
+)
 from tests.codec.seals import SEALS
+from tests.support.agents import AgentProcess
+from tests.support.samples import save
 from tests.support.waiting import wait_until
 
 BOUND = 1 << 20
@@ -483,3 +502,26 @@ def test_errors_of_the_file_system_are_translated(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="disk, remove 222"):
         folder.remove("2" * 40 + ".plain")
     folder.close()
+
+
+def test_a_killed_agent_leaves_its_files_to_the_next(tmp_path: Path) -> None:
+    config = Config(bulk_url=f"file://{tmp_path}/bulk")
+    urls = {"bulk_url": config.bulk_url, "agent_disk_url": f"file://{tmp_path}/disk"}
+    with closing(open_backends(config, NullRecorder())) as backends:
+        wanted = wanted_of(backends.index, save(backends.bulk, backends.index))
+    with AgentProcess(urls) as agent:
+        load_all(agent, wanted)
+        wait_until(lambda: len(files(tmp_path)) == 3)
+        agent.kill()
+    with AgentProcess(urls) as agent:
+        load_all(agent, wanted)
+        numbers = agent.end()
+    assert (numbers["disk_hits"], numbers["load_bytes"]) == (3, 0)
+
+
+def load_all(agent: AgentProcess, wanted: list[PayloadRequest]) -> None:
+    with closing(AgentConnection(agent.path, wants_arena=True)) as client:
+        for lease in opened(client, wanted):
+            progress = ended(client, lease)
+            assert progress.state is CellState.READY
+            assert pages_at(client.arena.view, progress) == RIGHT

@@ -583,14 +583,15 @@ def test_an_agent_that_ends_puts_what_is_due_within_its_deadline(
     node.commit(made)
     wanted = node.find(made)
     assert {read(node.reader, one) for one in wanted[:2]} == {MissReason.NONE}
+    node.core.close(PATIENCE_S)  # as an agent that ends does before
     ending = threading.Thread(target=node.saves.close, args=(PATIENCE_S if is_in_time else 0.1,))
     ending.start()
     if is_in_time:
         store.gate.set()
     ending.join(PATIENCE_S)
-    lost = node.held
+    lost, stored = node.held, node.stored
     store.gate.set()
-    assert (node.stored == set(paths(made[:2]))) is is_in_time
+    assert (stored == set(paths(made[:2]))) is is_in_time
     assert lost == set(paths(made[2:] if is_in_time else made))
     assert read(node.reader, wanted[2]) is MissReason.NONE, "too late to be put, and harmless"
     assert paths(made)[2] not in node.stored

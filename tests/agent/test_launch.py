@@ -259,6 +259,7 @@ def test_an_agent_answers_at_its_address(config: Config, path: Path) -> None:
 
 def test_the_first_replica_starts_an_agent_for_all(config: Config, path: Path) -> None:
     """Although the folder was removed, as that of a user who has logged out."""
+    assert "OBJKV_AGENT" not in agent_environment(config)
     shutil.rmtree(path.parent)
     links = [AgentLink(config, REPLICA) for _ in range(3)]
     assert all(link.await_agent(PATIENCE_S) for link in links)

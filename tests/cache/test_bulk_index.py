@@ -14,11 +14,13 @@ from objkv.cache.bulk_index import BulkIndex
 from objkv.cache.chunks import shard_record
 from objkv.cache.lookup import OtherShapesIndex
 from objkv.cache.match import covered
+from objkv.cache.pins import Pin
 from objkv.codec.payload import read_header
 from objkv.index.base import ShardRecord
 from objkv.keys.chunk import payload_path
 from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.stores.local import LocalStore
+from tests.contracts.clock import ManualClock
 from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import (
     CHUNK,
@@ -174,3 +176,15 @@ def test_usage_is_what_lies_there(store: LocalStore, index: BulkIndex) -> None:
     assert usage.nbytes == sum(entry.nbytes for entry in entries if entry is not None)
     index.set_usage(replace(usage, nbytes=1))
     assert index.usage()[0].nbytes == usage.nbytes
+
+
+def test_pins_are_read_from_their_documents_until_they_end(store: LocalStore) -> None:
+    clock = ManualClock(1000.0)
+    index = BulkIndex(store, clock=clock)
+    save(store, None)
+    pin = Pin(NAMESPACE, tuple(HASHES[:2]), 2 * CHUNK, 2000, 0)
+    store.put(pin.path(), pin.document())
+    for until_s in (2000, 0):
+        found = index.lookup(NAMESPACE, HASHES)
+        assert [one.pinned_until_s for one in found if one] == [until_s, until_s, 0]
+        clock.advance(1000)

@@ -56,8 +56,7 @@ JSON_KEYS = {
         " namespace prompt_tokens waited arrived arrived_bytes seconds"
     ],
     "rebuild": [
-        f"{RUN} applied own_index namespaces restored corrected present written corrupt"
-        " unreadable pins",
+        f"{RUN} applied own_index namespaces restored corrected present written corrupt pins",
         "command ending complete own_index",
     ],
     "show": ["key verdict payloads"],

@@ -9,11 +9,14 @@ import struct
 import subprocess
 import sys
 import termios
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from objkv.assembly.backends import Backends
+from objkv.cli.output import rich_table
 from tests.cli.conftest import Machine, Run
 from tests.contracts.damage import DamagedStore, Defects
 from tests.support.samples import NAMESPACE, TOKENS
@@ -68,6 +71,17 @@ def on_terminal(lines: list[list[str]], home: Path) -> dict[str, list[list[str]]
         ]
         for part in text.split("$ ")[1:]
     }
+
+
+def test_numbers_are_whole_beside_long_names() -> None:
+    columns = ("namespace", "model", "tenant", ">bytes", ">payloads")
+    row = ("a" * 32, "organisation/a-model-with-a-very-long-name", "search-team", "129 KiB", 1_234)
+    shown = Console(width=60, file=StringIO())
+    shown.print(rich_table(columns, [row], 60))
+    assert isinstance(shown.file, StringIO)
+    head, first, *_ = shown.file.getvalue().splitlines()
+    assert head.split()[-2:] == ["bytes", "payloads"]
+    assert first.split()[-3:] == ["129", "KiB", "1,234"]
 
 
 @pytest.mark.slow

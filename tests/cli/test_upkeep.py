@@ -293,14 +293,14 @@ def test_a_payload_that_the_store_refuses_ends_no_run(
     monkeypatch.setattr(LocalStore, "get", refuse)
     ran = run("verify", "--all", "--json")
     assert (ran.code, ran.document["unreadable"], ran.document["ok"]) == (1, 1, 7)
+    assert ran.document["checked"] == 8
     ran = run("verify", "--all", "--quarantine", "--apply")
     assert (ran.code, f"unreadable  {denied}" in ran.out) == (1, True)
-    assert "1 payload could not be read" in ran.out
+    assert "1 payload was refused by the store" in ran.out
     assert "1 quarantined" in ran.out
     ran = run("verify", "--all", "--quarantine")
     assert (ran.code, "nothing was changed" in ran.out) == (1, False)
-    ran = run("rebuild")
-    assert (ran.code, f"unreadable {denied}" in ran.out) == (1, True)
+    assert run("rebuild", "--apply").code == 2, "a sweep by force may follow one that ends with 1"
     assert sum(len(record.shards) for record in ends.index.scan(NAMESPACE)) == 8
 
 

@@ -102,6 +102,7 @@ class IndexContract:
         assert index.lookup(NAMESPACE, []) == index.find(NAMESPACE, [], [FIELD]) == []
         assert index.find(NAMESPACE, [prefix_hash(7)], []) == [None]
         assert get(index, 7, OTHER) is None
+        assert index.find(OTHER, [prefix_hash(7)], [FIELD]) == [None]
         assert list(index.scan(OTHER)) == []
         assert get(index, 7) == Record(
             prefix_hash=prefix_hash(7),

@@ -36,6 +36,15 @@ def compute(device: torch.device) -> torch.Stream:
     return torch.sim.current_stream(device)
 
 
+def test_registered_memory_is_not_freed(sim: ModuleType) -> None:
+    memory = torch.zeros(4, 1000)
+    undo = sim.DRIVER.pin(memory)
+    assert not sim.take_error()
+    del memory
+    assert "freed while registered" in sim.take_error()
+    undo()  # still mapped: an owner may do that while its memory is freed
+
+
 def test_a_read_only_mapping_is_registered_for_reading_alone(
     sim: ModuleType, device: torch.device, compute: torch.Stream
 ) -> None:

@@ -266,7 +266,7 @@ def _scale(folder: Path, name: str) -> None:
 
 def _drafts() -> list[Row]:
     rows = []
-    for method in ("draft_model", "eagle"):
+    for method in ("draft_model", "eagle", "dflash", "mtp"):
         # vLLM drops the last block of each match of its own for drafts that continue hidden states.
         loaded = tuple(n - BLOCK * (method != "draft_model") for n in TWO_LOADED)
         rows.append(
@@ -276,7 +276,7 @@ def _drafts() -> list[Row]:
                 prompts(300, 600, max_tokens=24),
                 engine=lambda method=method: make_pair(method),
                 stems=("0", "draft"),
-                accepts=0.9,
+                accepts=0.9 if method in ("draft_model", "eagle") else 0.0,
             )
         )
     plain = Side(engine={"speculative_config": None})

@@ -13,7 +13,7 @@ from tests.engine.fleet import CHUNK, SAVED, SharedStore
 from tests.engine.harness import ReplicaFailed, run_replica
 from tests.engine.job import Call, Generate, Job, ResetPrefixCache, Settle, Step
 from tests.engine.prompts import prompt_of
-from tests.support.agents import AgentProcess
+from tests.support.agents import AgentProcess, agent_folder
 from tests.support.waiting import wait_until
 
 pytestmark = pytest.mark.slow
@@ -52,8 +52,36 @@ def test_a_kill_of_the_engine_loses_no_payload_and_one_of_the_agent_no_token(
         with pytest.raises(ReplicaFailed, match="exit status -9"):
             run_replica(job(*GENERATE, SAVED, Call(function=here)), tmp_path)
         wait_until(lambda: sum(one.payloads for one in index.usage()) >= CHUNKS)
-        assert agent.metrics()["fills_total"] == 0
         end = Call(function=here, arguments={"pid": agent.process.pid})
         run = run_replica(job(*GENERATE, end, ResetPrefixCache(), *GENERATE), tmp_path)
     assert run.cached == [*LOADED, 0, 0]
     assert run.tokens == alone * 2
+
+
+def test_a_replica_without_its_stores_serves_or_refuses_and_shows_no_secret(
+    tmp_path: Path,
+) -> None:
+    far: dict[str, Any] = {
+        "bulk_url": "s3://chunks/fleet",
+        "s3_endpoint_url": "http://127.0.0.1:9",
+        "index_url": "redis://127.0.0.1:9/0",
+        "agent": "private",
+        "drain_deadline_ms": 3_000,
+    }
+    # In the environment, because vLLM prints the settings that it is given.
+    names = ("S3_ACCESS_KEY_ID", "S3_SECRET_ACCESS_KEY", "REDIS_PASSWORD")
+    store = SharedStore(tmp_path / "store")
+    with agent_folder() as sockets:
+        env = {f"OBJKV_{name}": "open-sesame" for name in names}
+        env["XDG_RUNTIME_DIR"] = str(sockets)
+
+        def lived(**more: Any) -> Any:
+            job = store.job(*GENERATE, **far, **more).model_copy(update={"env": env})
+            return run_replica(job, tmp_path)
+
+        run = lived()
+        with pytest.raises(ReplicaFailed, match=r"objkv\.errors\.") as refused:
+            lived(at_start="strict")
+    assert run.tokens == run_replica(Job(steps=GENERATE), tmp_path).tokens
+    assert "s3://chunks" in str(refused.value)
+    assert "open-sesame" not in run.log + str(refused.value)

@@ -305,14 +305,17 @@ LEASE_S = 10
 
 def test_calls_that_time_may_mend_are_repeated_for_a_while_and_refusals_and_scans_are_not() -> None:
     inner, slept = FlakyStore(MemoryStore()), list[float]()
-    inner.put("a", b"")
+    for key in "ab":
+        inner.put(key, b"")
     store = retrying(inner, sleep=slept.append)
     inner.fail_next(StoreDenied("403"))
     with pytest.raises(StoreDenied):
         store.get("a")
+    scan = store.scan("")
+    next(scan)
     inner.fail_next(StoreUnavailable("gone"))
     with pytest.raises(StoreUnavailable):
-        list(store.scan(""))
+        list(scan)
     assert not slept, "a scan that ends early would look whole"
     inner.fail_until_mended(StoreUnavailable("gone"))
     with pytest.raises(StoreUnavailable):

@@ -78,6 +78,7 @@ CALLS: dict[str, Call] = {
     "put": lambda store: store.put("k", b"value"),
     "put_if_absent": lambda store: store.put_if_absent("k", b"value"),
     "large": lambda store: store.put("k", bytes(4 * MIB)),
+    "large, if absent": lambda store: store.put_if_absent("k", bytes(4 * MIB)),
     "delete": lambda store: store.delete("k"),
     "check": lambda store: store.check(),
 }

@@ -135,6 +135,7 @@ def test_blocks_are_gathered_by_chunk_layer_and_block(
     kernels: PageKernels, data: st.DataObject
 ) -> None:
     paged = data.draw(paged_caches())
+    kernels.prepare(paged.layers)  # which moves nothing
     layers, blocks, *page = paged.shape
     chunks, each = data.draw(st.sampled_from([(1, 1), (1, 5), (2, 2), (3, 1)]))
     ids = data.draw(st.permutations(range(blocks)))[: chunks * each]

@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -9,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockStored
 from vllm.lora.request import LoRARequest
 from vllm.utils.hashing import sha256
@@ -17,6 +19,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.request import Request
 
 from objkv.cache.admission import LoadTime
+from objkv.config import Config
 from objkv.connector.kv import events
 from objkv.connector.kv.events import EventLog
 from objkv.connector.kv.loads import PromisedLoads
@@ -34,6 +37,18 @@ CHUNK = 64
 FULL = GroupIdentity("full", None, ("a", "b", "c", "d"), heads=4, content=8, block_size=16)
 WINDOW = GroupIdentity("sliding_window", 32, ("e", "f"), heads=2, content=8, block_size=32)
 RECORD = ShardRecord(10, 10, True, False, "0" * 32, 1)
+
+
+@pytest.mark.parametrize("wanted", [None, False, True])
+def test_a_log_is_opened_only_where_vllm_wants_events(
+    wanted: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "read_hash_tokens", lambda *_: 16)
+    told = None if wanted is None else KVEventsConfig(wanted, publisher="null")
+    given: Any = SimpleNamespace(kv_events_config=told)
+    nothing: Any = None
+    log = events.open_event_log(given, nothing, ONE, Config(bulk_url="file:///b"))
+    assert (log is None) is (not wanted)
 
 
 def request(name: str = "r", tokens: int = 4 * CHUNK + 3, unit: int = 16, **more: Any) -> Request:

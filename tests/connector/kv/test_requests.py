@@ -62,6 +62,7 @@ def test_prompts_that_differ_in_more_than_tokens_share_nothing() -> None:
         alike.append(hashes_of(TOKENS, mm_features=[image(*place)]))
         assert alike[-1][0:1] == WHOLE[:1], "nothing before an image differs"
     assert len({name for hashes in alike for name in hashes[1:4]}) == 3 * len(alike)
+    assert len({hashes[0:1][0] for hashes in alike[:5]}) == 5
 
 
 def test_what_becomes_of_a_request_does_not_change_its_hashes() -> None:
