@@ -56,6 +56,11 @@ class Switch:
         """Return whom it is for, in words."""
         return "all replicas" if self.namespace is None else f"replicas of {self.namespace[:8]}"
 
+    def end(self) -> str:
+        """Return the command that ends it."""
+        of = "" if self.namespace is None else f" -n {self.namespace[:8]}"
+        return f"objkv admission clear{of}"
+
     def describe(self) -> str:
         """Return the order in words, without its namespace."""
         until = strftime("%Y-%m-%d %H:%M UTC", gmtime(self.until_s))

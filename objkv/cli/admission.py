@@ -58,7 +58,7 @@ def admission(
     if mode in (None, _CLEAR) and for_ is not None:
         raise ConfigError("--for needs a mode, such as: objkv admission never --for 1h")
     if mode is not None:
-        require_role(session, "admission never")
+        require_role(session, "admission never", f"admission {mode}")
     lasts_s = int(for_ or 3600)
     with session.backends() as backends:
         scope = None
@@ -80,7 +80,8 @@ def admission(
         session.out.line("no order: each replica's own settings decide about loads")
     for one in orders:
         left = span(one.until_s - now_s)
-        session.out.line(f"{one.scope()}: {one.describe()}, {left} left")
+        end = f"; {one.end()} ends it" if mode == _CLEAR else ""
+        session.out.line(f"{one.scope()}: {one.describe()}, {left} left{end}")
     if mode is not None:
         session.out.line("replicas follow within a minute")
     return FINE

@@ -129,10 +129,10 @@ class Session:
         return False
 
 
-def require_role(session: Session, doing: str) -> None:
+def require_role(session: Session, doing: str, typed: str = "") -> None:
     """Raise ``ConfigError``, which names the right role, if ``role`` may not do ``doing``, a key of
-    ``COMMAND_ROLES``. In a user's own folders everything is allowed unless a role is set: the file
-    system decides there."""
+    ``COMMAND_ROLES``; ``typed``: what the user typed. In a user's own folders everything is allowed
+    unless a role is set: the file system decides there."""
     from objkv.ops.doctor.access import COMMAND_ROLES
 
     config, roles = session.config, COMMAND_ROLES[doing]
@@ -141,8 +141,8 @@ def require_role(session: Session, doing: str) -> None:
     if config.role in roles or not (is_shared or is_set):
         return
     raise ConfigError(
-        f"{doing} needs the role {roles[0]}, and role is {config.role}: set OBJKV_ROLE={roles[0]}, "
-        f"with the rights that objkv access --role {roles[0]} prints"
+        f"{typed or doing} needs the role {roles[0]}, and role is {config.role}: set "
+        f"OBJKV_ROLE={roles[0]}, with the rights that objkv access --role {roles[0]} prints"
     )
 
 

@@ -20,7 +20,7 @@ _MEANS = {
     "corrected": "had a wrong record",
     "present": "had a correct record",
     "written": "were being written by others",
-    "corrupt": "are damaged or of another key; verify --all --quarantine --apply (or a sweep, "
+    "corrupt": "are unreadable or of another key; verify --all --quarantine --apply (or a sweep, "
     "without a record) removes them",
 }
 

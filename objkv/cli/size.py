@@ -121,7 +121,7 @@ def _shape(model: str | None, kv_dtype: str | None) -> ModelShape:
     if model is None:
         raise ConfigError("no model given; use --model with a directory or a name from --list")
     path = Path(model)
-    if not path.exists() and ("/" in model or model.startswith((".", "~"))):
+    if not path.exists() and model.startswith(("/", ".", "~")):
         raise ConfigError(f"--model {model}: no such directory")
     return read_model(path, kv_dtype) if path.exists() else preset(model, kv_dtype)
 

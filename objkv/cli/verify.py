@@ -17,6 +17,7 @@ from objkv.ops.backends_view import without_retries
 from objkv.ops.formats import size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import find_doubts
+from objkv.ops.runs import Counters
 from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify, choose_sample
 
 SAMPLE = 200
@@ -112,8 +113,7 @@ def verify(
             run.report_nothing()
         else:
             _show(run, shown, every=every)
-        counts = run.counters.counts
-        is_left = counts["unreadable"] or _is_bad_left(counts) or _is_index_lost(counts)
+        is_left = _is_bad_left(run.counters) or _is_index_lost(run.counters)
         return run.code(FOUND if is_left else FINE)
 
 
@@ -147,14 +147,15 @@ def _part(text: str) -> tuple[int, int]:
     return int(number), int(of)
 
 
-def _is_bad_left(counts: Mapping[str, int]) -> bool:
+def _is_bad_left(counters: Counters) -> bool:
     """Whether bad payloads were found that this run did not repair."""
+    counts = counters.counts
     return sum(counts[kind] for kind in _WRONG) > sum(counts[kind] for kind in _DONE)
 
 
-def _is_index_lost(counts: Mapping[str, int]) -> bool:
+def _is_index_lost(counters: Counters) -> bool:
     """Whether most of the listed payloads have no record."""
-    return counts["orphan"] > counts["recorded"]
+    return counters.counts["orphan"] > counters.counts["recorded"]
 
 
 def _plan(counts: Mapping[str, int]) -> str:
@@ -183,7 +184,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
             missing_seen=not is_listed(without_retries(run.view.index)),
             **{
                 kind: counts[kind]
-                for kind in ("ok", *_WRONG, "unreadable", "orphan", "expired", "changed", *_DONE)
+                for kind in ("ok", *_WRONG, "orphan", "expired", "changed", *_DONE)
             },
         )
         out.document(document)
@@ -198,8 +199,8 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
     if chosen_of is not None and chosen_of > checked:
         out.line("--all checks all payloads")
     if unrecorded := counts["orphan"] + counts["expired"]:
-        out.line(f"{unrecorded:,} more have no record: objkv sweep lists them")
-    if _is_index_lost(counts):
+        out.line(f"{unrecorded:,} more have no record: objkv audit lists them")
+    if _is_index_lost(counters):
         out.line(
             "most payloads have no record: the index was lost, or index_url or redis_prefix is "
             "wrong; objkv rebuild --apply restores the records",
@@ -209,9 +210,6 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
         out.line(MISSING_UNSEEN, "yellow")
     out.table(("", "", "~"), [(one.kind, one.key, one.detail) for one in counters.findings])
     done = [f"{counts[kind]:,} {words}" for kind, words in _DONE.items() if counts[kind]]
-    if unreadable := counts["unreadable"]:
-        what = "payload was refused", "payloads were refused"
-        out.line(f"{counted(unreadable, *what)} by the store and not checked", "yellow")
     if done:
         out.line(", ".join(done))
     elif wrong and not shown.applied:

@@ -37,8 +37,8 @@ def run_warm(
         raise ConfigError("prompts must be a list of prompts, not a single one")
     if bool(endpoints) + (model is not None) != 1 and not check:
         raise ConfigError(
-            "choose how to compute: an endpoint, or a model to start a server; or check, which "
-            "does not compute"
+            "choose how to compute: an endpoint (--endpoint URL), or a model to start a server "
+            "(--model MODEL); or check (--check), which does not compute"
         )
     settings = resolved.config
     with ExitStack() as stack:

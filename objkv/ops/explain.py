@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Final, Literal
 
 from objkv.cache.chunks import stored_header
-from objkv.cache.switch import in_force, read_switches
+from objkv.cache.switch import Switch, in_force, read_switches
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError, StoreError
 from objkv.index.base import ReadIndex, Record
@@ -123,8 +123,8 @@ def explain_match(question: Question) -> Explanation:
     if (order := _order(question)) is not None:
         return Explanation(
             "switched_off",
-            f"nothing is loaded now: {order}",
-            advice=["objkv admission clear ends the order"],
+            f"nothing is loaded now: {order.describe()}",
+            advice=[f"{order.end()} ends the order"],
         )
     usable, ends = report.usable_tokens // report.chunk_tokens, found_chunks(report, agent)
     spoilt = _first_spoilt(question, 0 if agent is None else agent.resident, usable)
@@ -158,14 +158,14 @@ def found_chunks(report: MatchReport, agent: "Matched | None") -> int:
     return usable
 
 
-def _order(question: Question) -> str | None:
+def _order(question: Question) -> Switch | None:
     """Return the operator's order that switches loads of this namespace off, if there is one."""
     try:
         orders = read_switches(question.bulk)
     except (PayloadError, StoreError):  # replicas follow none either
         return None
     order = in_force(orders, question.report.namespace, now_s=question.clock())
-    return order.describe() if order is not None and order.mode == "never" else None
+    return order if order is not None and order.mode == "never" else None
 
 
 def _whole(question: Question, *, is_held_back: bool) -> Explanation:

@@ -19,7 +19,7 @@ from objkv.cache.chunks import publish_record, stored_header
 from objkv.codec.payload import Header, check_frames, frame_pages, read_header
 from objkv.codec.seal import Seal
 from objkv.codec.values import ENCRYPTED
-from objkv.errors import ConfigError, KeyMismatch, PayloadError, StoreError
+from objkv.errors import ConfigError, KeyMismatch, PayloadError
 from objkv.index.base import Record
 from objkv.keys.chunk import ChunkKey
 from objkv.ops.backends_view import (
@@ -54,14 +54,12 @@ COPY_BYTES_MAX = 1 << 30
 MOST_AT_LEAST = 20
 """The minimum number of bad payloads before they can count as most of them."""
 _FINDINGS_AT_ONCE = 100
-_UNREADABLE_NAMED = 100
 _NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 
-Verdict = Literal["ok", "missing", "corrupt", "unreadable", "mismatch", "hot", "changed"]
-"""``unreadable``: the store refuses to return this payload, and nothing is known of its bytes.
-``mismatch``: the payload is right but differs from its record. ``hot``: the copy in the hot store
-differs. ``changed``: no longer stored."""
+Verdict = Literal["ok", "missing", "corrupt", "mismatch", "hot", "changed"]
+"""``mismatch``: the payload is right but differs from its
+record. ``hot``: the copy in the hot store differs. ``changed``: no longer stored."""
 
 LARGE_BYTES = 64 << 20
 """From this size on, the header is checked before the whole payload is read into memory."""
@@ -142,10 +140,7 @@ class Checker:
             record, shard = recorded(self._view.index, key)
             if shard is None:
                 return Checked("changed", 0), None
-        try:
-            entry = self._view.bulk.head(key.path())
-        except StoreError as exc:
-            return _unreadable(exc, 0), record
+        entry = self._view.bulk.head(key.path())
         if entry is None:
             if record is None:
                 return Checked("changed", 0), None
@@ -158,29 +153,28 @@ class Checker:
         self, key: ChunkKey, entry: Entry, record: Record | None, seal: Seal | None
     ) -> Checked:
         nbytes = entry.nbytes
-        with self._budget.taking(nbytes):
-            try:
-                if nbytes > LARGE_BYTES:
-                    stored_header(self._view.bulk, entry, seal)
+        try:
+            if nbytes > LARGE_BYTES:
+                stored_header(self._view.bulk, entry, seal)
+            with self._budget.taking(nbytes):
                 payload = self._view.bulk.get(key.path())
                 if payload is None:
                     return Checked("changed", 0)
                 header = self.read(payload, seal)
-            except PayloadError as exc:
-                of_other_keys = isinstance(exc, KeyMismatch)
-                return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
-            except StoreError as exc:
-                return _unreadable(exc, nbytes)
-            if header.claim.key != key:
-                return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
-            if record is None:
+                if header.claim.key != key:
+                    return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
+                if record is None:
+                    return Checked("ok", nbytes, header=header)
+                if not is_same(record.shards[key.field], header) or not is_chunk_same(
+                    record, header
+                ):
+                    return Checked("mismatch", nbytes, "its record differs", header)
+                if record.shards[key.field].hot and self._is_copy_wrong(key, payload):
+                    return Checked("hot", nbytes, "its copy in the hot store differs", header)
                 return Checked("ok", nbytes, header=header)
-            shard = record.shards[key.field]
-            if not is_same(shard, header) or not is_chunk_same(record, header):
-                return Checked("mismatch", nbytes, "its record differs", header)
-            if shard.hot and self._is_copy_wrong(key, payload):
-                return Checked("hot", nbytes, "its copy in the hot store differs", header)
-            return Checked("ok", nbytes, header=header)
+        except PayloadError as exc:
+            of_other_keys = isinstance(exc, KeyMismatch)
+            return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
 
     def read(self, payload: bytes, seal: Seal | None) -> Header:
         """Check every byte of a payload and return its header; the caller compares the key. Raises
@@ -205,13 +199,6 @@ class Checker:
     def _is_copy_wrong(self, key: ChunkKey, payload: bytes) -> bool:
         copy = None if self._view.hot is None else self._view.hot.get(key.path())
         return copy is not None and copy != payload
-
-
-def _unreadable(error: StoreError, nbytes: int) -> Checked:
-    """Return the result for a payload that the store refuses. Raises an error that may pass."""
-    if error.transient:
-        raise error
-    return Checked("unreadable", nbytes, str(error))
 
 
 @dataclass(slots=True)
@@ -258,7 +245,6 @@ class Verify:
         self._force = force
         self._lock = Lock()
         self._payloads, self._records = _Share(), _Share()
-        self._unreadable = 0
         self.refusal: str | None = None
         """Why bad payloads must not be quarantined without ``force``; None if they may be."""
 
@@ -284,9 +270,8 @@ class Verify:
         """
         if not self._force and (why := self.other_keys(found)):
             raise ConfigError(why)
-        findings = [one for one in found.findings if one.kind != "unreadable"]
-        for start in range(0, len(findings), _FINDINGS_AT_ONCE):
-            some = findings[start : start + _FINDINGS_AT_ONCE]
+        for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
+            some = found.findings[start : start + _FINDINGS_AT_ONCE]
             yield Unit(partial(self._settle, some), items=len(some))
 
     def _settle(self, findings: Sequence[Finding], counters: Counters, check: Check) -> None:
@@ -322,9 +307,6 @@ class Verify:
         self, key: ChunkKey, counters: Counters, check: Check, *, is_listed: bool = True
     ) -> None:
         checked, _ = self._checker.check(key, self._seal_of(key.namespace))
-        if checked.verdict == "unreadable":
-            self._find_unreadable(key, checked, counters)
-            return
         if is_listed:
             is_wrong = checked.verdict in ("corrupt", "missing")
             self._judge_all(self._payloads, 1, int(is_wrong), checked.detail)
@@ -336,17 +318,6 @@ class Verify:
             counters.count(checked.verdict, checked.nbytes)
             return
         counters.find(checked.verdict, key.path(), checked.nbytes, checked.detail)
-
-    def _find_unreadable(self, key: ChunkKey, checked: Checked, counters: Counters) -> None:
-        """Count a payload of which nothing is known. The first are findings: no run repairs them,
-        so they must not take the room of others."""
-        with self._lock:
-            self._unreadable += 1
-            is_named = self._unreadable <= _UNREADABLE_NAMED
-        if is_named:
-            counters.find("unreadable", key.path(), checked.nbytes, checked.detail)
-        else:
-            counters.count("unreadable", checked.nbytes)
 
     def _judge_all(self, share: _Share, seen: int, wrong: int, why: str) -> None:
         """Raise ``ConfigError`` if most payloads are bad, because the cause is then elsewhere."""

@@ -24,7 +24,6 @@ from objkv.keys.chunk import ChunkKey
 from objkv.keys.identity import identity_path
 from objkv.ops.inventory.walk import Walk
 from objkv.ops.runs import Unit
-from objkv.stores.local import LocalStore
 from objkv.telemetry import NullRecorder
 from tests.cli.conftest import Machine, Run, refused
 from tests.contracts.damage import IDENTITY, DamagedStore, Defects
@@ -276,32 +275,6 @@ def test_people_see_what_was_found(run: Run, ends: Backends) -> None:
     assert "nothing was deleted: add --apply to delete" in said
     assert "deleted 1, " in run("sweep", "--grace", "0", "--apply").out
     assert "had a correct record" in run("rebuild", "--apply").out
-
-
-def test_a_payload_that_the_store_refuses_ends_no_run(
-    run: Run, ends: Backends, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    planted = DamagedStore(ends).plant(Defects(good=8, frame=1))
-    [denied, *_] = planted["good"]
-    get = LocalStore.get
-
-    def refuse(store: LocalStore, key: str, *part: int | None) -> bytes | None:
-        if key == denied:
-            raise StoreDenied("get: Permission denied")
-        return get(store, key, *part)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(LocalStore, "get", refuse)
-    ran = run("verify", "--all", "--json")
-    assert (ran.code, ran.document["unreadable"], ran.document["ok"]) == (1, 1, 7)
-    assert ran.document["checked"] == 8
-    ran = run("verify", "--all", "--quarantine", "--apply")
-    assert (ran.code, f"unreadable  {denied}" in ran.out) == (1, True)
-    assert "1 payload was refused by the store" in ran.out
-    assert "1 quarantined" in ran.out
-    ran = run("verify", "--all", "--quarantine")
-    assert (ran.code, "nothing was changed" in ran.out) == (1, False)
-    assert run("rebuild", "--apply").code == 2, "a sweep by force may follow one that ends with 1"
-    assert sum(len(record.shards) for record in ends.index.scan(NAMESPACE)) == 8
 
 
 @pytest.mark.parametrize("options", [("--all",), ()])

@@ -76,7 +76,7 @@ def test_replicas_have_no_passwords_and_find_their_agent() -> None:
         assert replica["depends_on"]["agent"]["condition"] == "service_healthy"
         targets = {one["target"]: one["source"] for one in replica["volumes"]}
         assert targets[str(Path(path).parent)] == agent["volumes"][0]["source"] == "socket"
-    assert int(agent["mem_limit"]) == theirs.agent_memory_bytes + (1 << 30)
+    assert int(agent["mem_limit"]) == theirs.agent_memory_bytes * 5 // 4 + (256 << 20)
     assert agent["stop_grace_period"] == "1m0s"
     assert (Config().load_deadline_ms + Config().drain_deadline_ms) / 1000 < 60
     assert (agent["read_only"], agent["cap_drop"]) == (True, ["ALL"])

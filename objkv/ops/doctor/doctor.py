@@ -188,7 +188,10 @@ def _examine_match(openers: Openers) -> list[Check]:
         return [Check("index", "match", "not checked", str(exc))]
     count = len(recorded)
     detail = f"the bulk store has none of the {count} {noun(count, 'namespace')} in the index"
-    fix = "check bulk_url, index_url and, with Redis, redis_prefix: they do not belong together"
+    fix = (
+        "check bulk_url, index_url and, with Redis, redis_prefix: they do not belong together, or "
+        "the bucket was emptied (then objkv sweep --apply --force removes the records)"
+    )
     return [Check("index", "match", "warning", detail, fix)]
 
 

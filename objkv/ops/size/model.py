@@ -123,7 +123,8 @@ PRESETS: Final = {
 
 def preset(name: str, kv_dtype: str | None) -> ModelShape:
     """Return the built-in model ``name``, ignoring case. Raises ``ConfigError`` if not listed."""
-    found = PRESETS.get(name.lower())
+    of_source = (one for one in PRESETS.values() if one.source.lower() == name.lower())
+    found = PRESETS.get(name.lower()) or next(of_source, None)
     if found is None:
         beginning = [known for known in PRESETS if known.startswith(name.lower())]
         near = (beginning or get_close_matches(name.lower(), PRESETS, cutoff=0.4))[:_NEAREST]
