@@ -282,6 +282,7 @@ def test_a_load_ends_with_its_agent_and_not_with_its_deadline(world: World) -> N
     for name, sync in (("between", False), ("step", True)):
         loader.submit(replace(world.reader.load_plan(range(4), 1, sync=sync), request_id=name))
     assert begun.wait(PATIENCE_S)
+    wait_until(lambda: loader.link.leased == 8)  # the loader knows that all are under way
     assert world.node.server is not None
     world.node.server.close()
     try:
