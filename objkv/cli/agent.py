@@ -71,6 +71,7 @@ def agent(
     where = path or agent_socket(session.config)
     if where is None:
         raise ConfigError("no socket to serve: give --socket PATH, or set OBJKV_AGENT")
+    where = where.absolute()  # as OBJKV_AGENT needs it
     log = logging.StreamHandler()
     log.addFilter(LogLimit())
     form = "%(asctime)s %(levelname)s objkv: %(message)s"

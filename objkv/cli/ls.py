@@ -170,7 +170,8 @@ def _show_namespaces(
 
 
 def _tenant_line(usage: TenantTotals, quota_bytes: int) -> str:
-    of = f" of {size(quota_bytes)}" if quota_bytes else ""
+    has_quota = quota_bytes and usage.tenant is not None
+    of = f" of {size(quota_bytes)}" if has_quota else ""
     when = f"counted {age(usage.counted_s)} ago" if usage.counted_s else "never counted"
     name = "unknown tenant" if usage.tenant is None else f"tenant {usage.tenant}"
     return f"{name}: {size(usage.nbytes)}{of}, {counted(usage.payloads, 'payload')}; {when}"

@@ -24,6 +24,7 @@ SAMPLE = 200
 _MEMORY_BYTES = 1 << 30
 """For all payloads in flight."""
 _WRONG = ("missing", "corrupt", "mismatch", "hot")
+_UNRECORDED = ("orphan", "expired", "unidentified")
 _DONE = {
     "quarantined": "quarantined",
     "forgotten": "removed from the index (payload missing)",
@@ -39,7 +40,9 @@ def verify(
     sample: Annotated[
         int, typer.Option(min=1, help="Check this many payloads, chosen at random.", metavar="N")
     ] = SAMPLE,
-    every: Annotated[bool, typer.Option("--all", help="Check all payloads.")] = False,
+    every: Annotated[
+        bool, typer.Option("--all", help="Check all payloads that have a record.")
+    ] = False,
     one_of: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +135,7 @@ class _Shown:
 
 
 def _count_unrecorded(run: Upkeep, inventory: Inventory) -> None:
-    for kind in ("orphan", "expired"):
+    for kind in _UNRECORDED:
         # The records of newer ones may have been published after the records were read.
         old = f"kind = '{kind}' AND modified_s <= {inventory.begun_s}"
         run.counters.counts[kind] = inventory.count(old)
@@ -198,7 +201,7 @@ def _show(run: Upkeep, shown: _Shown, *, every: bool) -> None:
     out.line(f"checked {number}, {size(nbytes)}: {wrong:,} bad")
     if chosen_of is not None and chosen_of > checked:
         out.line("--all checks all payloads")
-    if unrecorded := counts["orphan"] + counts["expired"]:
+    if unrecorded := sum(counts[kind] for kind in _UNRECORDED):
         out.line(f"{unrecorded:,} more have no record: objkv audit lists them")
     if _is_index_lost(counters):
         out.line(

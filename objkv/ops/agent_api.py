@@ -81,8 +81,10 @@ class AgentApi:
             status, content = found.status, found.read(_ANSWER_BYTES_MAX)
         except (OSError, HTTPException) as exc:
             why = getattr(exc, "strerror", None) or str(exc) or type(exc).__name__
-            start = f"start one with objkv agent --socket {str(self._path).removesuffix('.http')}"
-            raise StoreUnavailable(f"no agent answers at {self._path} ({why}): {start}") from exc
+            place = str(self._path).removesuffix(".http")
+            raise StoreUnavailable(
+                f"no agent answers at {place} ({why}): start one with objkv agent --socket {place}"
+            ) from exc
         finally:
             connection.close()
         try:
