@@ -82,7 +82,7 @@ def test_without_an_agent_the_command_says_so(
     save_identity(machine.bulk)
     refused(run("prefetch", stdin=PROMPT), "no agent: give --socket PATH, or set OBJKV_AGENT")
     ran = run("prefetch", "--socket", NOBODY, stdin=PROMPT)
-    refused(ran, f"no agent answers at {NOBODY}.http", code=3)
+    refused(ran, f"no agent answers at {NOBODY} (", code=3)
     monkeypatch.setenv("OBJKV_AGENT", f"unix://{NOBODY}")
     machine.fill()
     found = run("match", "--json", stdin=PROMPT)
