@@ -150,8 +150,8 @@ def _roots(out: Printer, report: AuditReport, limit: int) -> None:
         return
     out.line()
     columns = (
-        "largest prefixes", "namespace", ">bytes", ">hits", ">last used", ">chunks", ">shared",
-        ">ends", "~notes",
+        "largest prefixes", "namespace", ">bytes", ">hits", "~notes", ">last used", ">chunks",
+        ">shared", ">ends",
     )  # fmt: skip
     rows = [_root_row(one, report.made_s) for one in report.roots[:limit]]
     out.table(columns, rows)
@@ -164,11 +164,11 @@ def _root_row(one: Branch, now_s: int) -> Sequence[object]:
         one.namespace,
         size(one.tree_bytes),
         one.tree_hits,
+        f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else "",
         age(one.last_used_s, now_s),
         one.tree_chunks,
         counted(one.token_end - one.token_start, "token"),
         one.leaves,
-        f"unusable: tokens before {one.token_start:,} are gone" if one.token_start else "",
     )
 
 

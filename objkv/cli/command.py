@@ -198,6 +198,7 @@ def guarded(work: Callable[[], int], *, debug: bool) -> int:
         if isinstance(exc, ObjkvError):
             code = exit_code(exc)
             hint = "; objkv doctor shows what works" if code == UNREACHABLE else ""
+            hint *= not str(exc).endswith("?")  # which is a hint itself
             if str(exc).endswith(" namespaces; choose one"):  # none was named
                 hint = " with --namespace"
             _say(f"{str(exc).rstrip('.')}{hint}".removeprefix("objkv "), code)

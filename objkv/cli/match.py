@@ -142,9 +142,11 @@ def _chunks_text(report: MatchReport) -> str:
     if not report.chunks:
         return f"a chunk is {report.chunk_tokens:,} tokens"
     verb = "is" if len(report.chunks) == 1 else "are"
+    parts = sum(bool(chunk.payloads and chunk.groups_missing) for chunk in report.chunks)
+    only = f", {parts:,} of them only in part" if parts else ""
     return (
         f"{report.stored_chunks:,} of {counted(len(report.chunks), 'chunk')} of "
-        f"{report.chunk_tokens:,} tokens {verb} stored"
+        f"{report.chunk_tokens:,} tokens {verb} stored{only}"
     )
 
 

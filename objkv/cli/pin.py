@@ -15,11 +15,11 @@ from objkv.cli.prompts import PromptOptions
 from objkv.errors import ConfigError, NotStored
 from objkv.index.base import Record
 from objkv.index.guarded import for_operators
-from objkv.keys.prefix import PREFIX_HASH_BYTES, prefix_hashes
+from objkv.keys.prefix import PREFIX_HASH_BYTES
 from objkv.ops.backends_view import stored_namespaces
 from objkv.ops.formats import moment, size
 from objkv.ops.listing import find_identity, find_namespace
-from objkv.ops.pin import PinList, PinnedPrefix, Pinner, chain_of, list_pins, stored_prefix
+from objkv.ops.pin import PinList, PinnedPrefix, Pinner, chain_of, list_pins, served_prefix
 from objkv.ops.show import choose_chunk, find_payloads
 
 _LASTS_S_MAX = 10**15
@@ -71,10 +71,12 @@ def pin(
         else:
             identity = find_identity(backends.bulk, backends.index, namespace)
             name = identity.namespace()
-            hashes = prefix_hashes(name, ids, identity.chunk_tokens, extras)
-            chain = stored_prefix(backends.index, name, hashes)
+            chain = served_prefix(backends.index, identity, ids, extras)
         if not chain:
-            raise NotStored("no chunk of this prompt is stored; send it to a replica first")
+            raise NotStored(
+                "no chunk of this prompt would be served; send it to a replica first, or see why "
+                "with objkv match --explain"
+            )
         until_s = int(time.time() + for_)
         done = _pinner(session, backends).pin(name, chain, until_s=until_s, by=author)
     if not session.out.document(done):
@@ -165,7 +167,7 @@ def _chain(backends: Backends, namespace: str, leaf: bytes) -> list[Record]:
     try:
         return chain_of(backends.index, namespace, leaf)
     except NotStored as exc:
-        listing = f"objkv ls {namespace[:8]} lists the leaves that can be pinned"
+        listing = f"objkv ls {namespace[:8]} lists the leaves and notes the unusable ones"
         raise NotStored(f"{exc}; {listing}") from None
 
 

@@ -56,7 +56,7 @@ def rebuild(
         if not found and run.pool.ending == "complete" and not session.out.machine:
             run.report_nothing()
         else:
-            _show(run, len(found), apply=apply)
+            _show(run, found, apply=apply)
         counts = run.counters.counts
         is_left = not apply and (counts["restored"] or counts["corrected"])
         return run.code(FOUND if is_left or counts["corrupt"] else FINE)
@@ -71,7 +71,7 @@ def _nothing_to_do(session: Session) -> int:
     return FINE
 
 
-def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
+def _show(run: Upkeep, found: Mapping[str, StoredNamespace], *, apply: bool) -> None:
     counters, out = run.counters, run.session.out
     numbers = {kind: counters.counts[kind] for kind in _MEANS}
     if out.machine:
@@ -79,7 +79,7 @@ def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
             "rebuild",
             applied=apply,
             own_index=False,
-            namespaces=namespaces,
+            namespaces=len(found),
             **numbers,
             pins=counters.counts["pins"],
         )
@@ -92,7 +92,10 @@ def _show(run: Upkeep, namespaces: int, *, apply: bool) -> None:
     ]
     out.table(("", ">payloads", ">bytes", "~"), rows)
     did = f"; {counted(counters.counts['pins'], 'chunk')} pinned"
-    out.line(f"{counted(namespaces, 'namespace')}{did if apply else ''}")
+    out.line(f"{counted(len(found), 'namespace')}{did if apply else ''}")
+    for one in found.values():
+        if not one.is_known:
+            out.line(f"{one.name} was left out: {one.problem}", "yellow")
     for finding in counters.findings:
         out.line(f"{finding.kind} {finding.key}: {finding.detail}", "yellow")
     if not apply:

@@ -156,6 +156,8 @@ def summary_lines(view: TopView, per: str) -> list[str]:
         ]
         if reasons := _reasons(total):
             lines.append(f"stored but computed{per}: {', '.join(reasons)}")
+    if any(row.state == "down" for row in view.agents):
+        lines.append("a node agent does not answer: is objkv agent running there?")
     if (stored := view.stored) is not None:
         lines.append(
             f"stored {size(stored.nbytes)} in {counted(stored.payloads, 'payload')} of "

@@ -22,7 +22,7 @@ from objkv.config.prices import audit_prices
 from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.base import ReadIndex, Record
 from objkv.index.guarded import for_operators
-from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
+from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras
 from objkv.ops.audit.audit import audit_stages, make_report
 from objkv.ops.audit.report import AuditReport
 from objkv.ops.backends_view import BackendsView, read_identity, stored_namespaces
@@ -30,7 +30,7 @@ from objkv.ops.chat import LocalTokenizer
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import Walk, find_scope, read_view
 from objkv.ops.listing import find_namespace
-from objkv.ops.pin import PinnedPrefix, Pinner, chain_of, list_pins, stored_prefix
+from objkv.ops.pin import PinnedPrefix, Pinner, chain_of, list_pins, served_prefix
 from objkv.ops.runs import WorkPool
 from objkv.ops.warm.prompts import to_prompt
 from objkv.telemetry import NullRecorder
@@ -247,10 +247,9 @@ class Client:
         else:
             assert prompt is not None
             tokens, extras = self._read(prompt, cache_salt, lora_digest)
-            hashes = prefix_hashes(name, tokens, identity.chunk_tokens, extras)
-            chain = stored_prefix(index, name, hashes)
+            chain = served_prefix(index, identity, tokens, extras)
             if not chain:
-                raise NotStored(f"{name}: no chunk of this prompt is stored")
+                raise NotStored(f"{name}: no chunk of this prompt would be served")
         return pinner.pin(name, chain, until_s=int(time.time() + for_s))
 
     def unpin(self, pin: PinnedPrefix | str, *, namespace: str | None = None) -> PinnedPrefix:

@@ -228,7 +228,10 @@ def _only_namespace(bulk: ReadStore, index: ReadIndex) -> str:
         raise UnclearName(_NOTHING)
     if len(names) > 1:
         every = [read_namespace(bulk, name) for name in names]
-        names = [one.name for one in every if _may_hold_chunks(one)]
+        # No prompt matches encoder outputs, hand-offs and earlier formats, nor a namespace without
+        # its document, which is a choice only if nothing else is.
+        names = [one.name for one in every if one.has_chunks and not one.is_old_format]
+        names = names or [one.name for one in every if not one.is_known]
         if not names and all(one.is_old_format for one in every):
             raise UnclearName(f"{len(every)} namespaces, all {_OLD}")
         if not names:
@@ -236,11 +239,6 @@ def _only_namespace(bulk: ReadStore, index: ReadIndex) -> str:
     if len(names) == 1:
         return names[0]
     raise _choose(f"{len(names)} namespaces; choose one", bulk, index, names)
-
-
-def _may_hold_chunks(found: StoredNamespace) -> bool:
-    """Return False for encoder outputs, hand-offs and earlier formats, which no prompt matches."""
-    return (found.has_chunks and not found.is_old_format) or not found.is_known
 
 
 def _choose(what: str, bulk: ReadStore, index: ReadIndex, names: Sequence[str]) -> UnclearName:

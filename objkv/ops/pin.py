@@ -9,11 +9,13 @@ read again; if they have changed, the update is repeated, so the last update ref
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 
 from objkv.cache.pins import UNTIL_S_MAX, Pin, pin_path, read_pin, scan_pins
 from objkv.errors import ConfigError, NotStored, PayloadError
 from objkv.index.base import PruneIndex, ReadIndex, Record
+from objkv.keys.identity import Identity
+from objkv.keys.prefix import PromptExtras, prefix_hashes
+from objkv.ops.match import look_up
 from objkv.stores.base import PruneStore, ReadStore
 
 _CHUNKS_MAX = 90_000
@@ -70,11 +72,13 @@ def chain_of(index: ReadIndex, namespace: str, leaf: bytes) -> list[Record]:
         wanted, end = record.parent_hash, record.token_start
 
 
-def stored_prefix(index: ReadIndex, namespace: str, hashes: Sequence[bytes]) -> list[Record]:
-    """Return the records of a prompt's stored prefix. ``hashes``: those of its whole chunks."""
-    records = index.lookup(namespace, hashes) if hashes else []
-    stored = takewhile(lambda record: record is not None and record.shards, records)
-    return [record for record in stored if record is not None]
+def served_prefix(
+    index: ReadIndex, identity: Identity, tokens: Sequence[int], extras: PromptExtras
+) -> list[Record]:
+    """Return the records of the chunks of a prompt that replicas would be served."""
+    hashes = prefix_hashes(identity.namespace(), tokens, identity.chunk_tokens, extras)
+    records, usable = look_up(index, identity, hashes)
+    return [record for record in records[:usable] if record is not None]
 
 
 @dataclass(frozen=True, slots=True)

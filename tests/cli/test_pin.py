@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.conftest import Machine, Run, refused
-from tests.support.samples import CHUNK, NAMESPACE, TOKENS
+from tests.support.samples import CHUNK, LEFT, NAMESPACE, TOKENS, save, save_identity
 
 DAY_S = 86_400
 
@@ -69,10 +69,23 @@ def test_a_prompt_is_pinned_as_far_as_it_is_stored(
 ) -> None:
     for options in ((), ("--json",)):
         ran = run("pin", *options, stdin=" ".join(map(str, range(40))))
-        told = "objkv: no chunk of this prompt is stored; send it to a replica first\n"
-        assert (ran.code, ran.out, ran.err) == (1, "", told)
+        assert (ran.code, ran.out) == (1, "")
+        assert "no chunk of this prompt would be served; send it to a replica first" in ran.err
     (tmp_path / "tokens.json").write_text(json.dumps([*TOKENS[: 2 * CHUNK], *range(900, 930)]))
     assert run("pin", "--tokens", str(tmp_path / "tokens.json")).code == 0
     assert pinned(machine) == [True, True, False]
     assert run("pin", stdin=json.dumps([*TOKENS, 1, 2])).code == 0
     assert pinned(machine) == [True] * 3
+
+
+def test_of_a_prompt_only_what_replicas_would_load_is_pinned(run: Run, machine: Machine) -> None:
+    save_identity(machine.bulk)
+    save(machine.bulk, machine.index, TOKENS[:CHUNK])
+    save(machine.bulk, machine.index, shards=(LEFT,))
+    tokens = json.dumps(TOKENS)
+    assert (
+        "3 of 3 chunks of 16 tokens are stored, 2 of them only in part"
+        in run("match", stdin=tokens).out
+    )
+    assert run("pin", stdin=tokens).out.startswith("pinned 16 tokens, 1 chunk,")
+    assert pinned(machine) == [True, False, False]

@@ -33,7 +33,7 @@ def agent(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[NodeAge
 def test_a_prompt_is_in_memory_when_the_command_ends(run: Run, agent: NodeAgent) -> None:
     ran = run("prefetch", stdin=PROMPT)
     assert ran.code == 0
-    assert "3 of 3 chunks are stored: 6 payloads to fetch" in ran.out
+    assert "3 of 3 chunks have a record: 6 payloads to fetch" in ran.out
     assert "6 payloads in memory" in ran.out
     assert len(agent.core.arena_cache) == 6
     again = run("prefetch", "--json", stdin=PROMPT).document

@@ -75,8 +75,10 @@ def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) ->
 
 def test_a_replica_that_is_down_is_a_row_and_1(run: Run, home: Path) -> None:
     with serving(PAGES) as url:
-        ran = run("top", "--once", "--endpoint", url, "--endpoint", "127.0.0.1:1")
+        gone = ("--endpoint", "127.0.0.1:1", "--agent", str(home / "gone"))
+        ran = run("top", "--once", "--endpoint", url, *gone)
     assert ran.code == 1
+    assert "a node agent does not answer: is objkv agent running there?" in ran.out
     assert "2 replicas, 1 down" in ran.out
     [row] = [line for line in ran.out.splitlines() if line.startswith("127.0.0.1:1 ")]
     assert "down" in row

@@ -434,6 +434,7 @@ def test_a_rebuild_leaves_out_what_nothing_reads(run: Run, ends: Backends) -> No
     ran = run("rebuild", "--apply", "--json")
     assert (ran.code, ran.document["restored"], ran.document["corrupt"]) == (0, 4, 0)
     assert old not in ends.index.namespaces()
+    assert re.search("^[0-9a-f]{32} was left out: no identity document$", run("rebuild").out, re.M)
 
 
 def advice(report: Any) -> dict[str, list[list[str]]]:

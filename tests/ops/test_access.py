@@ -107,8 +107,8 @@ def test_no_tenant_reaches_into_another(role: str, mine: str, theirs: str, rest:
 def test_a_tenants_settings_are_settings(role: str, tenant: str) -> None:
     """The printed settings lead to the places of the printed rights, with or without a tenant."""
     found = access(role, tenant)
-    again = access_of(load_config(PLACE | found.settings, environ={}), found.role)
-    assert (again.iam, again.acl) == (found.iam, found.acl)
+    again = access_of(load_config(found.settings, environ={}), found.role)
+    assert (again.iam, again.acl, again.settings) == (found.iam, found.acl, found.settings)
 
 
 def test_commands_follow_the_places() -> None:

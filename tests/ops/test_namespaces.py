@@ -126,6 +126,7 @@ def test_without_a_name_only_namespaces_with_kv_are_a_choice() -> None:
     save_identity(store)
     save_identity(store, replace(IDENTITY, page_layout=HANDOFF_LAYOUT))
     save_in_format(store, 1)
+    store.put(f"{GONE}/{'0' * 40}", b"without its identity document")
     assert find_namespace(store, MemoryIndex(), None) == NAMESPACE
 
 

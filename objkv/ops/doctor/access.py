@@ -121,6 +121,7 @@ def access_of(
                     statement["Action"].append("s3:PutObjectAcl")
     if config.index_url.startswith("redis"):
         index = parse_url("index_url", config.index_url)
+        settings["index_url"] = index.shown.replace("***@", "")
         settings["redis_prefix"] = "-".join(filter(None, (config.redis_prefix, tenant)))
         settings["redis_username"] = f"{settings['redis_prefix']}-{role}"
         rights = acl_rights(

@@ -21,6 +21,7 @@ from objkv.ops.doctor.probes import BAD, Area, Bad, Check, failure, probe_index,
 from objkv.ops.doctor.servers import ReadRules, check_lifecycle, check_server
 from objkv.ops.doctor.settings import (
     check_engine,
+    check_folder,
     check_login,
     check_privacy,
     check_reach,
@@ -135,7 +136,7 @@ def _examine_stores(resolved: Resolved, openers: Openers) -> list[Check]:
             return checks
         return [*checks, *_examine_contents(store, openers, config.ttl_s)]
 
-    checks = _probed("bulk", openers.bulk, bulk)
+    checks = [*check_folder(resolved), *_probed("bulk", openers.bulk, bulk)]
     if config.index_url == "bulk:":  # no records to probe
         return [*checks, Check("index", "check", "ok", "the bulk folder is its own index")]
     index = _probed("index", openers.index, lambda opened: probe_index(role, opened))

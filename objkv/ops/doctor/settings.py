@@ -73,6 +73,17 @@ def check_reach(resolved: Resolved) -> list[Check]:
     ]
 
 
+def check_folder(resolved: Resolved) -> list[Check]:
+    """A warning if the folder that is set as the bulk store does not exist: the first save, and
+    what doctor tries, creates it, also where its name was mistyped."""
+    url = resolved.config.bulk_url
+    is_set = resolved.sources["bulk_url"] != "default" and url.startswith("file:")
+    if not is_set or local_path(url).exists():
+        return []
+    fix = "check bulk_url if it should have payloads already"
+    return [Check("bulk", "folder", "warning", "it did not exist before this check", fix)]
+
+
 def check_privacy(config: Config) -> list[Check]:
     """A warning if other users of this machine can reach and read or change the folder of the bulk
     store or the file of the index: unless payloads are sealed, replicas would compute with their

@@ -223,7 +223,7 @@ class _Run:
 
         errors = await asyncio.gather(*map(error_of, self.job.endpoints))
         if all(errors):
-            raise StoreUnavailable("; ".join(map(str, errors)))
+            raise StoreUnavailable("; ".join(map(str, errors)) + ": is vllm serve running there?")
 
     async def add(self, prompts: Sequence[WarmPrompt]) -> None:
         """Tokenize and look up ``prompts``, and add those that are not stored to ``tasks``."""
