@@ -71,8 +71,7 @@ def admission(
             author = "".join(filter(str.isprintable, this_user()))[:AUTHOR_CHARS_MAX]
             order = Switch(cast("Mode", mode), scope, now_s + lasts_s, now_s, author)
             set_switch(backends.bulk, order)
-        there = session.has_bulk()
-        orders = read_switches(backends.bulk) if there else ()
+        orders = read_switches(backends.bulk)
     orders = tuple(one for one in orders if one.until_s > now_s and _covers(one, scope))
     if session.out.document(AdmissionOrders(orders)):
         return FINE
@@ -83,7 +82,8 @@ def admission(
         end = f"; {one.end()} ends it" if mode == _CLEAR else ""
         session.out.line(f"{one.scope()}: {one.describe()}, {left} left{end}")
     if mode is not None:
-        session.out.line("replicas follow within a minute")
+        where = session.config.public()["bulk_url"]
+        session.out.line(f"replicas that use {where} follow within a minute")
     return FINE
 
 

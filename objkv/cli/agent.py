@@ -13,7 +13,7 @@ import typer
 
 from objkv.assembly.agent import NodeAgent
 from objkv.cli.command import FINE, Session, command, end_signals
-from objkv.cli.options import time_option
+from objkv.cli.options import socket_option, time_option
 from objkv.config.node import agent_socket
 from objkv.errors import ConfigError
 from objkv.telemetry import MemoryRecorder
@@ -50,9 +50,7 @@ def agent(
     session: Session,
     path: Annotated[
         Path | None,
-        typer.Option(
-            "--socket", help="Socket to serve. Default: that of OBJKV_AGENT.", metavar="PATH"
-        ),
+        socket_option("Socket to serve. Default: that of OBJKV_AGENT.", "--socket"),
     ] = None,
     idle_exit: Annotated[
         float | None,

@@ -57,6 +57,7 @@ def bench(
     delete expires, and the next sweep deletes it.
     """
     require_role(session, "bench")
+    session.has_bulk()
     config, out = session.config, session.out
     socket = agent_socket(config)
     if socket is not None and not is_listening(socket):

@@ -110,15 +110,18 @@ class Session:
         """The settings."""
         return self.resolved.config
 
-    def backends(self) -> "Backends":
-        """Open the stores and the index, to be closed. Connects to neither: the first call does."""
+    def backends(self, *, may_lack_bulk: bool = False) -> "Backends":
+        """Open the stores and the index, to be closed. Connects to neither: the first call does.
+        Raises ``ConfigError`` as ``has_bulk``, unless the folder ``may_lack_bulk``."""
         from objkv.assembly.backends import open_backends
 
+        if not may_lack_bulk:
+            self.has_bulk()
         return open_backends(self.config, NullRecorder())
 
     def has_bulk(self) -> bool:
         """Return False while the default folder does not exist. Raises ``ConfigError`` if another
-        folder is configured and missing: a command that only reads creates none."""
+        folder is configured and missing: only replicas and ``doctor`` create it."""
         from objkv.config import local_path
 
         url = self.config.bulk_url

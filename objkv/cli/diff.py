@@ -38,7 +38,7 @@ def diff(
     """Explain why two namespaces or replicas do not share KV."""
     if a == b == "-":
         raise ConfigError("only one of A and B can be - (standard input)")
-    with session.backends() as backends:
+    with session.backends(may_lack_bulk=True) as backends:  # files need no store
         sides = [_read(backends, text) for text in (a, b)]
     report = compare(*sides)
     if not session.out.document(_document((a, b), sides, report)):

@@ -11,6 +11,7 @@ from objkv.cli.command import FINE, Session, command
 from objkv.cli.output import Printer, counted
 from objkv.cli.upkeep import WORKERS
 from objkv.errors import ConfigError
+from objkv.ops.backends_view import stored_namespaces
 from objkv.ops.formats import age, size
 from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.tree import Branch, PrefixSummary, branches, make_tree
@@ -68,25 +69,27 @@ def ls(
         if namespace is not None:
             raise ConfigError("give the namespace once: as NAMESPACE or with -n")
         namespace = namespace_option
-    session.has_bulk()
     with session.backends() as backends:
         if bulk:
             _show_namespaces(session, _counted(session, backends, namespace), limit, source="bulk")
         elif namespace is None and not (prefixes or tree):
             with session.out.waiting("reading the index"):
                 found = list_namespaces(backends.bulk, backends.index)
-            _check_bucket(session, backends, found)
+            _note_unrecorded(session, backends, found)
             _show_namespaces(session, found, limit, source="index")
         else:
             _show_chunks(session, backends, namespace, limit, tree=tree)
     return FINE
 
 
-def _check_bucket(session: Session, backends: "Backends", found: Sequence[object]) -> None:
-    """Raise ``StoreError`` if nothing was found and the bucket does not exist or is closed to this
-    command: "nothing is stored" would hide a wrong bulk_url."""
-    if not found and session.config.bulk_url.startswith("s3:"):
-        backends.bulk.check()
+def _note_unrecorded(session: Session, backends: "Backends", found: Sequence[object]) -> None:
+    """Print a note if the index has nothing and the bulk store has: "nothing is stored" alone would
+    hide a lost index or a wrong URL. Raises ``StoreError`` if the bulk store cannot be listed."""
+    if not found and (names := stored_namespaces(backends.bulk)):
+        session.out.note(
+            f"the index has no records, but the bulk store has {counted(len(names), 'namespace')}: "
+            "objkv audit compares them"
+        )
 
 
 def _counted(
@@ -116,7 +119,7 @@ def _show_chunks(
     """Show the tree of prefixes, or its chains, of one namespace or of all."""
     if namespace is None:
         names = backends.index.namespaces()
-        _check_bucket(session, backends, names)
+        _note_unrecorded(session, backends, names)
     else:
         names = [find_namespace(backends.bulk, backends.index, namespace)]
     view = ReadView(backends.bulk, backends.index, is_own_index=False)

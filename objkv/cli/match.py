@@ -111,7 +111,7 @@ def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:
     out.line(f"namespace {report.namespace}, model {report.model}")
     out.line()
     if report.chunks:
-        columns = (">tokens", "hash", "stored", "served", ">bytes", ">hits", ">age", "payloads")
+        columns = (">tokens", "hash", "recorded", "served", ">bytes", ">hits", ">age", "payloads")
         out.table(
             columns,
             [
@@ -141,12 +141,12 @@ def _print(out: Printer, report: MatchReport, served_tokens: int) -> None:
 def _chunks_text(report: MatchReport) -> str:
     if not report.chunks:
         return f"a chunk is {report.chunk_tokens:,} tokens"
-    verb = "is" if len(report.chunks) == 1 else "are"
+    verb = "has" if len(report.chunks) == 1 else "have"
     parts = sum(bool(chunk.payloads and chunk.groups_missing) for chunk in report.chunks)
-    only = f", {parts:,} of them only in part" if parts else ""
+    only = f", {parts:,} of them only of a part" if parts else ""
     return (
         f"{report.stored_chunks:,} of {counted(len(report.chunks), 'chunk')} of "
-        f"{report.chunk_tokens:,} tokens {verb} stored{only}"
+        f"{report.chunk_tokens:,} tokens {verb} a record{only}"
     )
 
 

@@ -92,6 +92,14 @@ def time_option(
     )
 
 
+def socket_option(text: str, *names: str) -> Any:
+    """Return an option that takes the path of a socket, also in the form of the setting ``agent``,
+    ``unix:///path``."""
+    return typer.Option(
+        *names, help=text, metavar="PATH", parser=lambda path: Path(path.removeprefix("unix://"))
+    )
+
+
 def read_text(file: Path) -> str:
     """Return the text of ``file``. Raises ``ConfigError``."""
     try:

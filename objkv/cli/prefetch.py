@@ -11,7 +11,7 @@ import typer
 from objkv.agent.messages import PREFETCH_S_MAX
 from objkv.agent.prefetch import NamespaceFacts, Prefetched
 from objkv.cli.command import FINE, FOUND, Session, command, ending_in_order
-from objkv.cli.options import time_option
+from objkv.cli.options import socket_option, time_option
 from objkv.cli.output import Printer, counted
 from objkv.cli.prompts import PromptOptions
 from objkv.config.node import agent_socket, http_path
@@ -46,9 +46,7 @@ def prefetch(
     prompt: PromptOptions,
     path: Annotated[
         Path | None,
-        typer.Option(
-            "--socket", help="Socket of the agent. Default: that of OBJKV_AGENT.", metavar="PATH"
-        ),
+        socket_option("Socket of the agent. Default: that of OBJKV_AGENT.", "--socket"),
     ] = None,
     no_wait: Annotated[
         bool, typer.Option("--no-wait", help="Return at once, without waiting for the payloads.")

@@ -38,6 +38,7 @@ def rebuild(
     Counts only; --apply writes the index.
     """
     if session.config.index_url.startswith("bulk:"):
+        session.has_bulk()
         return _nothing_to_do(session)
     with (
         upkeep(session, "rebuild", writes=apply, namespace=namespace) as run,

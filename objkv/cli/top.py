@@ -13,6 +13,7 @@ from rich.live import Live
 from rich.text import Text
 
 from objkv.cli.command import FINE, FOUND, UNREACHABLE, Session, command, ending_in_order
+from objkv.cli.options import socket_option
 from objkv.cli.output import Printer, counted, rich_table
 from objkv.config.node import agent_socket
 from objkv.config.schema import Config
@@ -50,10 +51,10 @@ def top(
     ] = None,
     agent: Annotated[
         list[Path] | None,
-        typer.Option(
-            help="Socket of a node agent; repeatable (default: that of OBJKV_AGENT). Without "
+        socket_option(
+            "Socket of a node agent; repeatable (default: that of OBJKV_AGENT). Without "
             "--endpoint, no replica is watched.",
-            metavar="PATH",
+            "--agent",
         ),
     ] = None,
     once: Annotated[

@@ -119,6 +119,18 @@ def test_where_nothing_is_stored_it_is_said_where_and_made_nothing(
     assert not (home / "none").exists()
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        *("admission never", "admission clear", "bench --quick", "pin --list", f"pin {'a' * 40}"),
+        *("unpin abcd", "show abcd", "match", "rebuild --apply --index-url bulk:"),
+    ],
+)
+def test_a_mistyped_folder_is_refused_and_not_created(run: Run, home: Path, words: str) -> None:
+    refused(run(*words.split(), "--bulk-url", f"file://{home}/typo", stdin="1"), "no such folder")
+    assert not (home / "typo").exists()
+
+
 INDEX = [
     *("ls", "ls --prefixes", "match", "show abcd", "diff ab cd", "audit"),
     *("verify --all", "sweep", "rebuild", "warm - --check"),

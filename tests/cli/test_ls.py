@@ -41,6 +41,15 @@ def test_prefixes_are_named_alike_in_a_tree_and_in_an_audit(run: Run, machine: M
         assert (branch["chunks"], prefix["chunks"], root["tree_chunks"]) == (3, 3, 3)
 
 
+def test_an_index_without_records_is_noted_if_payloads_are_stored(
+    run: Run, machine: Machine, home: Path
+) -> None:
+    machine.fill()
+    for words in ("ls", "ls --tree", "ls --prefixes --json"):
+        ran = run(*words.split(), "--index-url", f"sqlite://{home}/typo.sqlite")
+        assert "no records, but the bulk store has 1 namespace: objkv audit compares" in ran.err
+
+
 def test_rows_over_the_limit_are_counted(run: Run, machine: Machine) -> None:
     machine.fill()
     machine.bulk.put("ab" * 16 + "/identity.json", b"{}")

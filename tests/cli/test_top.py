@@ -64,7 +64,7 @@ def agent() -> Iterator[Path]:
 
 def test_a_nodes_agent_is_a_row_of_its_own(run: Run, home: Path, agent: Path) -> None:
     with serving(PAGES) as url:
-        words = ("top", "--endpoint", url, "--agent", str(agent))
+        words = ("top", "--endpoint", url, "--agent", f"unix://{agent}")
         ran, document = run(*words, "--once"), run(*words, "--json").document
     assert (ran.code, ran.err) == (0, "")
     [line] = [line for line in ran.out.splitlines() if str(agent) in line]
