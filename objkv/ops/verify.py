@@ -31,7 +31,7 @@ from objkv.ops.backends_view import (
     recorded,
 )
 from objkv.ops.inventory.file import Inventory, Slice
-from objkv.ops.rebuild import is_chunk_same, is_same
+from objkv.ops.rebuild import describes
 from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.stores.base import Entry
 
@@ -46,7 +46,7 @@ WHERE {where} ORDER BY random() LIMIT ?
 
 def choose_sample(inventory: Inventory, where: str, size: int) -> list[ChunkKey]:
     """Return ``size`` payloads for which ``where`` holds, chosen uniformly at random."""
-    return [ChunkKey.of(*row) for row in inventory.some(_SAMPLE.format(where=where), (size,))]
+    return [ChunkKey.of(*row) for row in inventory.run(_SAMPLE.format(where=where), (size,))]
 
 
 COPY_BYTES_MAX = 1 << 30
@@ -165,9 +165,7 @@ class Checker:
                     return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
                 if record is None:
                     return Checked("ok", nbytes, header=header)
-                if not is_same(record.shards[key.field], header) or not is_chunk_same(
-                    record, header
-                ):
+                if not describes(record, header):
                     return Checked("mismatch", nbytes, "its record differs", header)
                 if record.shards[key.field].hot and self._is_copy_wrong(key, payload):
                     return Checked("hot", nbytes, "its copy in the hot store differs", header)
@@ -180,21 +178,18 @@ class Checker:
         """Check every byte of a payload and return its header; the caller compares the key. Raises
         ``PayloadError``."""
         header = read_header(payload, seal=seal)
-        self._check_frames(header, payload)
-        return header
-
-    def _check_frames(self, header: Header, payload: bytes) -> None:
         if header.nbytes != len(payload):
             raise PayloadError(f"{len(payload)} bytes, but the header states {header.nbytes}")
         if not header.is_sealed and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
             check_frames(header, payload)  # without a key only the checksums can be checked
-            return
+            return header
         import numpy as np  # late: a command line that only prints does without
 
         coded = [f.layer.nbytes for f in header.frames if f.codec != "none"]
         scratch = np.empty(max(coded), np.uint8).data if coded else None
         for index in range(len(header.frames)):
             frame_pages(header, index, payload, scratch)
+        return header
 
     def _is_copy_wrong(self, key: ChunkKey, payload: bytes) -> bool:
         copy = None if self._view.hot is None else self._view.hot.get(key.path())
@@ -299,9 +294,9 @@ class Verify:
         self, inventory: Inventory, part: Slice, where: str, counters: Counters, check: Check
     ) -> None:
         for items in inventory.items(part, where):
-            for one in items:
+            for key, entry in items:
                 check()
-                self._verify(one.key, counters, check, is_listed=one.entry is not None)
+                self._verify(key, counters, check, is_listed=entry is not None)
 
     def _verify(
         self, key: ChunkKey, counters: Counters, check: Check, *, is_listed: bool = True

@@ -207,7 +207,7 @@ def test_numbers_that_no_record_can_have_do_no_harm() -> None:
     inventory = Inventory()
     record = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
     inventory.add_records(NAMESPACE, [record], has_hits=True)
-    [(start, hits)] = inventory.some("SELECT start, hits FROM chunks")
+    [(start, hits)] = inventory.run("SELECT start, hits FROM chunks")
     assert start is None
     assert hits == 1 << 32
     inventory.close()

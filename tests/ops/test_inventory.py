@@ -46,11 +46,11 @@ def payload(number: int) -> tuple[ChunkKey, Entry]:
 
 def test_a_full_disk_is_said_and_what_to_do() -> None:
     inventory = Inventory()
-    pages = inventory.some("PRAGMA page_count")[0][0]
+    pages = inventory.run("PRAGMA page_count")[0][0]
     inventory.run(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(ConfigError, match=r"full; .* free some space"):
         inventory.add_payloads(NAMESPACE, [payload(number) for number in range(10_000)])
-    assert inventory.some("SELECT count(*) FROM payloads") == [(0,)]
+    assert inventory.run("SELECT count(*) FROM payloads") == [(0,)]
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_every_payload_is_in_one_slice_and_comes_once() -> None:
         (bytes([fan]), len(keys) // 3) for fan in (0, 7, 255)
     ]
     found = [one for part in parts for items in inventory.items(part, WHERE) for one in items]
-    assert [one.key for one in found] == sorted(keys, key=lambda key: (key.prefix_hash, key.group))
-    assert {one.entry for one in found} == {Entry(key.path(), 5_000, 1.5) for key in keys}
+    every = sorted(keys, key=lambda key: (key.prefix_hash, key.group))
+    assert found == [(key, Entry(key.path(), 5_000, 1.5)) for key in every]
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])

@@ -53,10 +53,9 @@ class World:
         """All categories, whatever its age."""
         pool = WorkPool(workers=2)
         limits = SweepLimits(apply=True, grace_s=-1, unidentified=True)
-        remover = Remover(self.view, limits)
         walk = walked(self.view)
         after_the_walk()
-        work = Sweep(self.view, walk, limits, remover)
+        work = Sweep(self.view, walk, limits)
         quotas = work.quotas(quota_bytes)
         for units in (work.leftovers(), work.parts(), work.missing(), quotas, work.documents()):
             pool.run(units)
@@ -169,10 +168,10 @@ def test_old_epochs_that_are_in_use_stay() -> None:
     world.index._clock = lambda: time.time() + 500
     world.index.touch(used.namespace, [used.prefix_hash], ttl_s=10_000)
     limits = SweepLimits(apply=True, grace_s=1_000)
-    counters, remover = Counters(), Remover(world.view, limits)
+    counters = Counters()
     for late_s, left in ((900, [used, unused]), (1_100, [used]), (1_600, [])):
         clock = partial(lambda late_s: time.time() + late_s, late_s)
-        for unit in Sweep(world.view, walked(world.view), limits, remover, clock=clock).parts():
+        for unit in Sweep(world.view, walked(world.view), limits, clock=clock).parts():
             unit.work(counters, lambda: None)
         assert [key for key in (used, unused) if world.bulk.get(key.path())] == left
 
@@ -259,9 +258,7 @@ def test_totals_of_a_namespace_whose_records_have_all_expired_are_counted_again(
     world.view = replace(world.view, index=index, admin=index)
     for name in (NAMESPACE, gone):
         index.totals[name] = Usage(name, 10_000, 9, 0)
-    limits = SweepLimits(apply=True, grace_s=-1)
-    remover = Remover(world.view, limits)
-    work = Sweep(world.view, walked(world.view, only), limits, remover)
+    work = Sweep(world.view, walked(world.view, only), SweepLimits(apply=True, grace_s=-1))
     WorkPool(workers=1).run(work.totals())
     left = {usage.namespace: usage.nbytes for usage in index.usage()}
     assert left == {NAMESPACE: 0, gone: 10_000 if only else 0}
@@ -290,9 +287,8 @@ def test_a_sweep_of_one_namespace_leaves_the_leftovers_of_others_alone() -> None
         bulk.put(path, b"corrupt")
     view = view_of(bulk, MemoryIndex())
     limits = SweepLimits(apply=True, grace_s=-1, put_s=0)
-    remover = Remover(view, limits)
     pool = WorkPool(workers=1)
-    pool.run(Sweep(view, walked(view, mine), limits, remover).leftovers())
+    pool.run(Sweep(view, walked(view, mine), limits).leftovers())
     assert {finding.key for finding in pool.counters.findings} == {
         f"{mine}/00/~{mine}", quarantined[mine],
     }  # fmt: skip

@@ -129,7 +129,7 @@ def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tupl
                 "objkv sweep with --force to delete all",
             )
         ]
-    [(records, stored)] = inventory.some(_STORED)
+    [(records, stored)] = inventory.run(_STORED)
     if records and not stored:
         doubts.append(
             Doubt(
@@ -256,13 +256,13 @@ def _first(inventory: Inventory, kind: Any) -> list[Finding]:
         Finding(
             kind, payload_path(names[ns], prefix_hash, field), size, problem or _why(kind, *sizes)
         )
-        for ns, prefix_hash, field, size, problem, *sizes in inventory.some(
+        for ns, prefix_hash, field, size, problem, *sizes in inventory.run(
             _FIRST, (kind, FIRST_MAX)
         )
     ]
     return found + [
         Finding(kind, f"{key} ({name})" if name else key, nbytes, detail)
-        for key, name, nbytes, detail in inventory.some(_OTHERS, (kind, FIRST_MAX))
+        for key, name, nbytes, detail in inventory.run(_OTHERS, (kind, FIRST_MAX))
     ]
 
 

@@ -206,7 +206,7 @@ def make_tree(inventory: Inventory, of: Literal["nbytes", "recorded"]) -> None:
 
 
 def _level_by_level(inventory: Inventory, step: str, following: str, start: int) -> None:
-    while (found := inventory.some(following, (start,))[0][0]) is not None:
+    while (found := inventory.run(following, (start,))[0][0]) is not None:
         start = int(found)
         inventory.run(step, (start,))
 

@@ -275,7 +275,7 @@ class Walk:
 
     def _again(self, name: str, doubtful: Sequence[str], counters: Counters, check: Check) -> None:
         ns = self.inventory.namespace(name)
-        rows = [row for one in doubtful for row in self.inventory.some(one, (ns, LOOKED_TWICE_MAX))]
+        rows = [row for one in doubtful for row in self.inventory.run(one, (ns, LOOKED_TWICE_MAX))]
         keys = [ChunkKey.of(name, prefix_hash, text) for prefix_hash, text in rows]
         for start in range(0, len(keys), CHUNKS_AT_ONCE):
             some = keys[start : start + CHUNKS_AT_ONCE]
