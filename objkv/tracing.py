@@ -71,7 +71,9 @@ class Tracing:
                 if parent is not None:
                     headers = {"traceparent": parent}
                     context = TraceContextTextMapPropagator().extract(headers, context)
-                return _begun(self._tracer, name, context, attributes)
+                begun, named = time.time_ns(), _named(attributes)
+                span = self._tracer.start_span(name, context, attributes=named, start_time=begun)
+                return Span(span) if span.is_recording() else NO_SPAN
         return NO_SPAN
 
     def close(self) -> None:
@@ -97,13 +99,6 @@ def _logged() -> Iterator[None]:
         yield
     except Exception as exc:
         logger.debug("span lost reason=%s", exc)
-
-
-def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
-    span = tracer.start_span(
-        name, context, attributes=_named(attributes), start_time=time.time_ns()
-    )
-    return Span(span) if span.is_recording() else NO_SPAN
 
 
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:

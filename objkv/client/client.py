@@ -10,7 +10,6 @@ from inspect import getfullargspec
 from os import PathLike
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from objkv.assembly.backends import Backends, open_backends, read_lifecycle
@@ -100,12 +99,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -123,8 +117,7 @@ class Client:
 
         Takes one listing, and one get per namespace.
         """
-        bulk = self._backends.bulk
-        return [self._namespace(name) for name in stored_namespaces(bulk)]
+        return [self._namespace(name) for name in stored_namespaces(self._backends.bulk)]
 
     def match(
         self,

@@ -95,6 +95,7 @@ def make_report(
     wrong = count_findings(inventory, grace_s=grace_s)
     namespaces = _namespace_audits(inventory, scope.namespaces, scope.every, wrong)
     every = _totals(namespaces)
+    unused = every.unused_bytes
     pins = list_pins(view.bulk, view.index, list(scope.namespaces), now_s=now_s)
     report = AuditReport(
         made_s=int(now_s),
@@ -106,7 +107,11 @@ def make_report(
         namespaces=namespaces,
         tenants=_tenant_audits(namespaces, config.quota_bytes, prices),
         tree=largest_branches(inventory),
-        cost=_cost(every, prices),
+        cost=CostAudit(
+            prices=prices,
+            month=every.nbytes / _GB * prices.gb_month,
+            unused=None if unused is None else unused / _GB * prices.gb_month,
+        ),
         findings=read_findings(inventory, scope, doubts, wrong, grace_s),
         namespace=scope.only,
         savings=_savings_audit(
@@ -274,16 +279,6 @@ def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
         "newest_s": max(known("newest_s"), default=None),
         "last_used_s": max(known("last_used_s"), default=None),
     }
-
-
-def _cost(every: AuditTotals, prices: Prices) -> CostAudit:
-    """Return what storing all of this costs in a month."""
-    unused = every.unused_bytes
-    return CostAudit(
-        prices=prices,
-        month=every.nbytes / _GB * prices.gb_month,
-        unused=None if unused is None else unused / _GB * prices.gb_month,
-    )
 
 
 def _savings_audit(savings: Sequence[Savings], gpu_hour: float | None) -> SavingsAudit:

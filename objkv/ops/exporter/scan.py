@@ -77,18 +77,14 @@ class Scans:
                     pool.run(() if self._stopping.is_set() else units)
                 if self._stopping.is_set() or pool.ending != "complete":
                     return
-                self.last = self._scan(walk, begun_s)
+                walk.judge(ttl_s=self.view.ttl_s)
+                counted = counted_namespaces(inventory, walk.scope)
+                found = count_findings(inventory, grace_s=self.grace_s)
+                ended_s = self.clock()
+                self.last = Scan(counted, found, ended_s, ended_s - begun_s)
         except ObjkvError as exc:
             self.failures += 1
             logger.warning("scan not finished reason=%s", exc)
-            return
-
-    def _scan(self, walk: Walk, begun_s: float) -> Scan:
-        walk.judge(ttl_s=self.view.ttl_s)
-        counted = counted_namespaces(walk.inventory, walk.scope)
-        found = count_findings(walk.inventory, grace_s=self.grace_s)
-        ended_s = self.clock()
-        return Scan(counted, found, ended_s, ended_s - begun_s)
 
     def _go_on(self) -> None:
         while not self._stopping.is_set():

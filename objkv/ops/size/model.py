@@ -49,7 +49,8 @@ class ModelShape:
             parts = -(-len(numbers) // each)
             for part in range(parts):
                 names = tuple(_NAME.format(number) for number in numbers[part::parts])
-                groups.append(_group(layer, names, block_size))
+                kind, shape = cast("GroupKind", layer.kind), (layer.heads, layer.content)
+                groups.append(GroupIdentity(kind, layer.window, names, *shape, block_size))
         return tuple(groups)
 
 
@@ -70,17 +71,6 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
     if dtype not in KV_DTYPES:
         raise ConfigError(f"{file}: no dtype that a KV cache can have; give it with --kv-dtype")
     return ModelShape(file.parent.name or str(file), model.layers, dtype, str(file))
-
-
-def _group(layer: CacheLayer, names: tuple[str, ...], block_size: int) -> GroupIdentity:
-    return GroupIdentity(
-        kind=cast("GroupKind", layer.kind),
-        window=layer.window,
-        layers=names,
-        heads=layer.heads,
-        content=layer.content,
-        block_size=block_size,
-    )
 
 
 _DTYPE = "bfloat16"
