@@ -19,7 +19,7 @@ from objkv.client.results import Chunk, Match, Namespace
 from objkv.config import Resolved, resolve_config
 from objkv.config.prices import audit_prices
 from objkv.errors import ConfigError, NotStored, PayloadError
-from objkv.index.base import ReadIndex, Record
+from objkv.index.base import ReadIndex
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras, prefix_hashes
 from objkv.ops.audit.audit import audit_stages, make_report
@@ -388,26 +388,22 @@ def _chunks(index: ReadIndex, names: Iterable[str]) -> Iterator[Chunk]:
     for name in names:
         seen = set()
         for record in index.scan(name):
-            # A scan may repeat records.
-            if record.shards and record.prefix_hash not in seen:
-                seen.add(record.prefix_hash)
-                yield _chunk(name, record)
-
-
-def _chunk(namespace: str, record: Record) -> Chunk:
-    shards = record.shards.values()
-    return Chunk(
-        namespace=namespace,
-        prefix_hash=record.prefix_hash.hex(),
-        parent_hash=record.parent_hash.hex(),
-        token_start=record.token_start,
-        token_end=record.token_end,
-        payloads=len(shards),
-        nbytes=record.nbytes,
-        raw_bytes=sum(shard.raw_bytes for shard in shards),
-        hot=all(shard.hot for shard in shards),
-        hits=record.hits,
-        created_s=max(shard.created_s for shard in shards),
-        touched_s=record.touched_s,
-        pinned_until_s=record.pinned_until_s,
-    )
+            if not record.shards or record.prefix_hash in seen:  # a scan may repeat records
+                continue
+            seen.add(record.prefix_hash)
+            shards = record.shards.values()
+            yield Chunk(
+                namespace=name,
+                prefix_hash=record.prefix_hash.hex(),
+                parent_hash=record.parent_hash.hex(),
+                token_start=record.token_start,
+                token_end=record.token_end,
+                payloads=len(shards),
+                nbytes=record.nbytes,
+                raw_bytes=sum(shard.raw_bytes for shard in shards),
+                hot=all(shard.hot for shard in shards),
+                hits=record.hits,
+                created_s=max(shard.created_s for shard in shards),
+                touched_s=record.touched_s,
+                pinned_until_s=record.pinned_until_s,
+            )

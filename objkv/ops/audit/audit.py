@@ -29,7 +29,6 @@ from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import (
     FAULTS,
     Doubt,
-    FindingTotals,
     NamespaceFindings,
     count_findings,
     find_doubts,
@@ -204,20 +203,16 @@ def _namespace_audits(
     every = inventory.names()
     figures = {every[row.pop("ns")]: row for row in inventory.named(_BY_NAMESPACE)}
     audits = [
-        _namespace_audit(
-            known.get(name, _NO_FOLDER),
-            name,
-            figures.get(name, {}),
-            [found for (_, where), found in wrong.items() if where == name],
-        )
-        for name in sorted({*figures, *names})
+        _namespace_audit(known.get(name, _NO_FOLDER), name, figures.get(name, {}), wrong)
+        for name in {*figures, *names}
     ]
     return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.namespace)))
 
 
 def _namespace_audit(
-    space: StoredNamespace, name: str, row: dict[str, Any], found: Sequence[FindingTotals]
+    space: StoredNamespace, name: str, row: dict[str, Any], wrong: NamespaceFindings
 ) -> NamespaceAudit:
+    found = [one for (_, where), one in wrong.items() if where == name]
     values = {**_NOTHING, **_UNKNOWN, **row}
     unknown = values.pop("unknown_chunks", 0)
     if space.chunk_tokens is not None:

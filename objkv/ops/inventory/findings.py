@@ -6,7 +6,7 @@ removes or mends it.
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from objkv.keys.chunk import payload_path
 from objkv.ops.formats import span
@@ -232,25 +232,18 @@ def read_findings(
 ) -> Findings:
     """Return all findings with their remedies. ``wrong``: their numbers."""
     young_s = inventory.begun_s - grace_s
-    every = [
-        sum((found for (kind, _), found in wrong.items() if kind == one), start=FindingTotals(one))
-        for one in get_args(FindingKind)
-    ]
-    counts = tuple(
-        FindingCount(
-            kind,
-            one.count,
-            one.nbytes,
-            one.young,
-            _remedy(kind, one, doubts, scope, wrong, young_s),
-        )
-        for kind, one in zip(get_args(FindingKind), every, strict=True)
-    )
-    first = [finding for one in every if one.count for finding in _first(inventory, one.kind)]
-    return Findings(counts, tuple(first), sum(one.count for one in every) - len(first))
+    counts, first = list[FindingCount](), list[Finding]()
+    for kind in get_args(FindingKind):
+        alike = (found for (of, _), found in wrong.items() if of == kind)
+        one = sum(alike, start=FindingTotals(kind))
+        remedy = _remedy(kind, one, doubts, scope, wrong, young_s)
+        counts.append(FindingCount(kind, one.count, one.nbytes, one.young, remedy))
+        if one.count:
+            first += _first(inventory, kind)
+    return Findings(tuple(counts), tuple(first), sum(one.count for one in counts) - len(first))
 
 
-def _first(inventory: Inventory, kind: Any) -> list[Finding]:
+def _first(inventory: Inventory, kind: FindingKind) -> list[Finding]:
     names = inventory.names()
     found = [
         Finding(

@@ -179,10 +179,8 @@ class PrefixSummary:
 
 
 def make_tree(inventory: Inventory, of: Literal["nbytes", "recorded"]) -> None:
-    """Fill the temporary tables ``chunks`` and ``branches``: of the payloads in the bucket
+    """Make the temporary tables ``chunks`` and ``branches``: of the payloads in the bucket
     (``nbytes``), or of the records (``recorded``)."""
-    inventory.run("DROP TABLE IF EXISTS temp.chunks")
-    inventory.run("DROP TABLE IF EXISTS temp.branches")
     for step in (
         _CHUNKS,
         _FILL.format(of=of),

@@ -62,23 +62,21 @@ class TaskQueue:
     For one thread. Uses about 200 bytes per distinct chunk.
     """
 
-    def __init__(self, tasks: Iterable[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task]) -> None:
         self._stored: set[bytes] = set()
         self._claims: set[bytes] = set()
         self._waiting: defaultdict[bytes, list[Task]] = defaultdict(list)
         """The prompts that wait for each claimed chunk."""
         names: dict[bytes, bytes] = {}
         uses: Counter[bytes] = Counter()
-        ready = []
         for task in tasks:
             # One object for each chunk, however many prompts have it.
             task.hashes = [names.setdefault(name, name) for name in task.hashes]
             uses.update(task.hashes)
             self._stored.update(task.hashes[: task.stored])
-            ready.append(task)
-        ready.sort(key=lambda task: -sum(uses[name] - 1 for name in self._missing(task)))
-        self._ready = deque(ready)
-        self._left = len(ready)
+        most = sorted(tasks, key=lambda one: -sum(uses[name] - 1 for name in self._missing(one)))
+        self._ready = deque(most)
+        self._left = len(most)
 
     def __len__(self) -> int:
         """How many prompts have not ended."""
