@@ -111,10 +111,8 @@ def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
-    """Open tracing with the process's own provider, else with OpenTelemetry's variables.
-
-    If neither is set, spans are disabled. An invalid configuration is logged once.
-    """
+    """Open tracing with the process's own provider, else with OpenTelemetry's variables. Without
+    either, spans are disabled. An invalid configuration is logged once."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return NO_TRACING
     names = environ.get("OTEL_TRACES_EXPORTER", "otlp")

@@ -50,13 +50,11 @@ class Rebuild:
         *,
         lost: bool = False,
     ) -> Iterator[Unit]:
-        """Restore the records of payloads. Counts ``restored``, ``corrected`` (wrong records),
-        ``present`` and ``written`` (by others meanwhile). Findings are ``corrupt``: unreadable, or
-        claiming another key. Leaves out what nothing reads: payloads of an earlier format, or
-        without an identity document.
+        """Restore the records of payloads that replicas read. Counts ``restored``, ``corrected``
+        (wrong records), ``present`` and ``written`` (by others meanwhile). Findings are
+        ``corrupt``: unreadable, or claiming another key.
 
-        ``lost``: afterwards, only records missing again, because the index may have lost them
-        during this run. Counts only ``restored``, and reads no headers of payloads with a record.
+        ``lost``: afterwards, only records that the index may have lost during this run.
         """
         for part in inventory.slices(_PAYLOADS):
             namespace = namespaces[part.namespace]
@@ -112,7 +110,7 @@ class Rebuild:
         return "restored" if stored.shard is None else "corrected", ""
 
     def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
-        """Publish the record. False if another process writes or has changed payload or record."""
+        """Publish the record; False if another process writes or has changed either."""
         view, key = self._view, stored.key
         if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
             return False  # the writer that has the lease publishes the record

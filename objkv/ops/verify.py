@@ -1,10 +1,9 @@
 """Verifies all or some stored payloads, and moves bad ones to quarantine on request.
 
-Quarantining starts only after everything has been checked: if most payloads are bad, the cause is
-elsewhere. Each bad payload is copied to ``quarantine/`` under its own path, its record is
-forgotten, and then it is deleted. Replicas compute it again. A lease excludes writers meanwhile,
-but it may expire, and a folder that is its own index has no leases. Therefore the copied bytes are
-checked again, and an entry is deleted only if it is unchanged.
+That starts only after everything has been checked: if most payloads are bad, the cause is
+elsewhere. Each is copied to ``quarantine/`` under its own path, its record is forgotten, and then
+it is deleted. A lease excludes writers meanwhile, but it may expire, and a folder that is its own
+index has none: the copied bytes are checked again, and only an unchanged entry is deleted.
 """
 
 import time
@@ -58,8 +57,7 @@ _NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 
 Verdict = Literal["ok", "missing", "corrupt", "mismatch", "hot", "changed"]
-"""``mismatch``: the payload is right but differs from its
-record. ``hot``: the copy in the hot store differs. ``changed``: no longer stored."""
+"""``mismatch``: its record differs. ``hot``: its hot copy differs. ``changed``: it is gone."""
 
 LARGE_BYTES = 64 << 20
 """From this size on, the header is checked before the whole payload is read into memory."""
@@ -124,8 +122,8 @@ class Checker:
         self._sleep = sleep
 
     def check(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
-        """Check the payload of ``key``. Return the result and its record, or None without one. A
-        bad result is checked once more, because a writer may be at work."""
+        """Check the payload of ``key``. Return the result and its record. A bad payload is checked
+        once more, because a writer may be at work."""
         checked, record = self.look(key, seal)
         if checked.verdict in ("ok", "changed"):
             return checked, record
@@ -175,8 +173,7 @@ class Checker:
             return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
 
     def read(self, payload: bytes, seal: Seal | None) -> Header:
-        """Check every byte of a payload and return its header; the caller compares the key. Raises
-        ``PayloadError``."""
+        """Check every byte of a payload; the caller compares the key. Raises ``PayloadError``."""
         header = read_header(payload, seal=seal)
         if header.nbytes != len(payload):
             raise PayloadError(f"{len(payload)} bytes, but the header states {header.nbytes}")
@@ -218,9 +215,8 @@ class _Share:
 
 
 class Verify:
-    """Makes the units of work of ``objkv verify``. They count the verdicts ``ok`` and
-    ``changed``; every other verdict is a finding. ``settle`` also counts ``quarantined``,
-    ``forgotten`` and ``mended`` (repaired)."""
+    """Units of work that count the verdicts ``ok`` and ``changed``; any other is a finding.
+    ``settle`` also counts ``quarantined``, ``forgotten`` and ``mended`` (repaired)."""
 
     def __init__(
         self,
@@ -258,11 +254,8 @@ class Verify:
             yield Unit(partial(self._verify, key), items=1)
 
     def settle(self, found: Counters) -> Iterator[Unit]:
-        """Quarantine or repair the findings of the units above. Only findings
-        kept by the counters are handled; a later run finds the others again.
-
-        Raises ``ConfigError`` before anything is changed, see ``other_keys``.
-        """
+        """Quarantine or repair the findings that the counters keep; a later run finds the others.
+        Raises ``ConfigError`` before anything is changed, see ``other_keys``."""
         if not self._force and (why := self.other_keys(found)):
             raise ConfigError(why)
         for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):

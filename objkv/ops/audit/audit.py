@@ -1,7 +1,4 @@
-"""Reports contents, owners, usage, cost and faults of everything stored, from an inventory.
-
-An audit changes nothing and reads no payload.
-"""
+"""Reports contents, owners, usage, cost and faults of all that is stored, from an inventory."""
 
 import time
 from collections import defaultdict
@@ -82,10 +79,7 @@ def make_report(
     clock: Callable[[], float] = time.time,
 ) -> AuditReport:
     """Return the report of a walk that is done. ``version`` is objkv's; ``lifecycle`` reads the
-    bucket's rules.
-
-    Raises ``StoreError``, ``ConfigError``.
-    """
+    bucket's rules. Raises ``StoreError``, ``ConfigError``."""
     now_s, inventory, view, scope = clock(), walk.inventory, walk.view, walk.scope
     public, grace_s = config.public(), config.sweep_grace_s
     walk.judge(ttl_s=config.ttl_s)
@@ -132,8 +126,7 @@ def make_report(
 def _problems(
     report: AuditReport, walk: Walk, doubts: Collection[Doubt], unread: Collection[str]
 ) -> Iterator[str]:
-    """Yield what qualifies the numbers, in sentences, worst first. ``unread``: what could not be
-    read."""
+    """Yield what qualifies the numbers, worst first. ``unread``: what could not be read."""
     scope, payloads = walk.scope, report.totals.payloads
     yield from (one.why for one in doubts)
     missing = next(one.count for one in report.findings.counts if one.kind == "missing")
@@ -193,13 +186,8 @@ def _namespace_audits(
     names: Iterable[str],
     wrong: NamespaceFindings,
 ) -> tuple[NamespaceAudit, ...]:
-    """Return the namespaces, largest first, with a few hundred bytes of memory for each.
-
-    Args:
-        known: those that have a folder in the bulk store.
-        names: all, also those that only the index has.
-        wrong: findings by kind and namespace.
-    """
+    """Return the namespaces, largest first. ``known``: those that have a folder in the bulk store.
+    ``names``: all, also those that only the index has."""
     every = inventory.names()
     figures = {every[row.pop("ns")]: row for row in inventory.named(_BY_NAMESPACE)}
     audits = [
@@ -237,7 +225,6 @@ def _namespace_audit(
 def _tenant_audits(
     namespaces: Sequence[NamespaceAudit], quota_bytes: int, prices: Prices
 ) -> tuple[TenantAudit, ...]:
-    """Return the tenants, largest first."""
     groups: defaultdict[str | None, list[NamespaceAudit]] = defaultdict(list)
     for one in namespaces:
         groups[one.tenant].append(one)
@@ -255,7 +242,6 @@ def _tenant_audits(
 
 
 def _totals(namespaces: Sequence[NamespaceAudit]) -> AuditTotals:
-    """Return the sums over all namespaces."""
     tenants = {one.tenant for one in namespaces if one.tenant is not None}
     return AuditTotals(namespaces=len(namespaces), tenants=len(tenants), **_together(namespaces))
 

@@ -75,10 +75,10 @@ class BenchRow:
 
 
 def bench_store(store: HotStore, name: str, shape: Shape, effort: Effort) -> Iterator[BenchRow]:
-    """Measure a store with the rights of a writer. Payloads that it may not delete expire. Raises
-    ``StoreError``, and ``PayloadError`` if a payload differs from the one put."""
+    """Measure a store with the rights of a writer. Raises ``StoreError``, and ``PayloadError`` if
+    a payload differs from the one put."""
     samples = make_samples(shape, max(effort.at_once))
-    first, slab = samples[0], make_slab(samples[0])
+    first, slab = samples[0], _slab(samples[0])
     puts, gets, heads = [], [], []
     with stored_for_a_while(store, samples, expires=name == "hot"):
         for sample in samples[1:]:
@@ -92,7 +92,7 @@ def bench_store(store: HotStore, name: str, shape: Shape, effort: Effort) -> Ite
         yield latency(f"{name} get {shape.name}", gets)
         for count in effort.at_once:
             some = samples[:count]
-            works = [partial(get_verified, store, one, make_slab(one)) for one in some]
+            works = [partial(get_verified, store, one, _slab(one)) for one in some]
             took = at_once(works, effort.rounds)
             nbytes = sum(len(sample.payload) for sample in some)
             yield throughput(f"{name} get {shape.name}, {count} at once", nbytes, took)
@@ -108,8 +108,8 @@ def bench_index(index: WriteIndex, effort: Effort) -> Iterator[BenchRow]:
 
 
 class AgentReader:
-    """Reads payloads as a worker does: it opens them, checks their headers, copies their frames
-    from the agent's memory, and ends the leases."""
+    """Reads payloads as a worker does: checks their headers, and copies their frames out of the
+    agent's memory."""
 
     def __init__(
         self, socket: Path, samples: Sequence[PayloadSample], seals: Sequence[str]
@@ -118,7 +118,7 @@ class AgentReader:
         self._agent = AgentConnection(socket, wants_arena=True, seals=seals)
         self._layers, self._claims = samples[0].layers, [sample.claim for sample in samples]
         self._payloads = [sample.payload for sample in samples]
-        self._targets = [make_slab(sample) for sample in samples]
+        self._targets = [_slab(sample) for sample in samples]
 
     def load(self) -> None:
         """Load the payloads once. Raises ``TransferError`` if the agent cannot get one."""
@@ -206,8 +206,7 @@ def at_once(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     return took[1:]
 
 
-def make_slab(sample: PayloadSample) -> memoryview:
-    """Return memory for a payload."""
+def _slab(sample: PayloadSample) -> memoryview:
     return memoryview(bytearray(len(sample.payload)))
 
 

@@ -1,8 +1,5 @@
-"""Takes an inventory of store and index from time to time, for ``--scan-every`` only.
-
-A scan lists everything once, with one request per 1,000 payloads, reads all index records, and
-looks twice at payloads that seem missing. It changes nothing.
-"""
+"""Takes an inventory of store and index from time to time, for ``--scan-every`` only: one request
+per 1,000 payloads, and all index records."""
 
 import logging
 import threading

@@ -99,7 +99,8 @@ Item = tuple[ChunkKey, Entry | None]
 
 
 class Inventory:
-    """Safe from many threads, except ``rows``. Raises ``ConfigError`` if the disk is full."""
+    """Safe from many threads, except ``rows`` and ``named``. Raises ``ConfigError`` if the disk is
+    full."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._lock = RLock()
@@ -181,12 +182,11 @@ class Inventory:
 
     def slices(self, where: str) -> list[Slice]:
         """Return the parts of the payloads for which ``where`` holds, a condition on the columns of
-        ``found``: at most 256 for each namespace."""
+        ``found``."""
         return [Slice(*row) for row in self.run(_SLICES.format(where=where))]
 
     def items(self, part: Slice, where: str) -> Iterator[list[Item]]:
-        """Yield the payloads of ``part`` for which ``where`` holds, by key, a few hundred at a
-        time. Safe from many threads."""
+        """Yield the payloads of ``part`` for which ``where`` holds, by key, in batches."""
         ns = self.namespace(part.namespace)
         statement, after = _ITEMS.format(where=where), (part.fan, "")
         last = part.fan.ljust(PREFIX_HASH_BYTES, b"\xff")
@@ -204,12 +204,12 @@ class Inventory:
         return int(self.run(found)[0][0])
 
     def rows(self, statement: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of ``statement`` as SQLite reads them. For one thread."""
+        """Yield the rows of ``statement`` as SQLite reads them."""
         with self._translated():
             yield from self._db.execute(statement, values)
 
     def named(self, statement: str, values: Sequence[object] = ()) -> Iterator[dict[str, Any]]:
-        """Yield the rows of ``statement`` as dictionaries by column name. For one thread."""
+        """Yield the rows of ``statement`` as dictionaries by column name."""
         with self._translated():
             cursor = self._db.execute(statement, values)
             names = [column[0] for column in cursor.description]

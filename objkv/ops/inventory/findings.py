@@ -1,8 +1,4 @@
-"""What is wrong in an inventory: one word and one remedy for each finding, in all commands.
-
-The words are conditions in SQL (``found`` in ``file``). An item has one word: the one whose remedy
-removes or mends it.
-"""
+"""What is wrong in an inventory: one word (of ``found`` in ``file``) and one remedy per finding."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -99,13 +95,10 @@ _IF_RIGHT = "check bulk_url, index_url and redis_prefix; if they are right"
 
 
 def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tuple[Doubt, ...]:
-    """Return what seems useless only because the other backend lacks most of it: that backend was
-    probably wiped, or is the wrong one. Names that both have prove nothing: fleets with the same
-    models have the same.
-
-    A payload younger than ``ttl_s`` has a record, unless its writer was killed. Payloads of
-    unidentified namespaces are not judged by the index. Needs an index that was read.
-    """
+    """Return what seems useless only because the other backend lacks most of it: that was probably
+    wiped, or is the wrong one. Common names prove nothing: fleets with the same models have the
+    same. A payload younger than ``ttl_s`` has a record, unless its writer was killed. Needs an
+    index that was read, which does not judge unidentified namespaces."""
     begun_s = inventory.begun_s
     of = f" of {scope.only}" if scope.only else ""
     doubts, seen, known = [], 0, 0
@@ -156,8 +149,8 @@ class FindingCount:
     count: int
     nbytes: int
     young: int
-    """Orphans written after the walk began or up to ``sweep_grace_s`` before; their records may
-    still be published."""
+    """Orphans that are, or at the begin of the walk were, younger than ``sweep_grace_s``; their
+    records may still be published."""
     remedy: str
     """The command that fixes it, in a sentence."""
 
@@ -275,8 +268,7 @@ def _remedy(
     wrong: NamespaceFindings,
     young_s: float,
 ) -> str:
-    """Return the advice that a sweep follows, also where it would keep something for now, or
-    altogether unless forced."""
+    """Return the advice that a sweep follows, also on what it would keep."""
     remedy = REMEDIES[kind]
     if any(one.namespace is None for one in doubts):
         if "sweep --apply" in remedy:
@@ -306,8 +298,7 @@ def _number(part: int, whole: int) -> str:
 
 
 def _with_kept(remedy: str, count: int, kept: Mapping[str, int]) -> str:
-    """Return ``remedy`` with the command that also deletes what a sweep keeps. ``kept``: findings
-    of this kind by namespace."""
+    """Add the command that also deletes what a sweep keeps: findings by namespace."""
     if not kept:
         return remedy
     names = list(kept)

@@ -1,8 +1,7 @@
-"""The tree of prefixes of an inventory: chunks in a row are one branch, from one fork to the next.
+"""The tree of prefixes of an inventory, made on disk, level by level.
 
-It is made on disk, level by level, never with a tree in memory. Records are not trusted: a chunk is
-a parent only if it ends where its child begins, which rules out loops. A branch is named by the
-prefix hash of its last chunk, which is what ``show`` and ``pin`` take.
+Records are not trusted: a chunk is a parent only if it ends where its child begins, which rules out
+loops.
 """
 
 from collections.abc import Iterator
@@ -129,11 +128,11 @@ class Branch:
     """The branch that it continues; None for the beginning of a prefix."""
     namespace: str
     hash: str
-    """Prefix hash of its last chunk, at which it forks or ends: the name of the branch."""
+    """Prefix hash of its last chunk, at which it forks or ends: its name, as for ``pin``."""
     first: str
     """Prefix hash of its first chunk."""
     token_start: int
-    """More than 0 without a parent only if the first chunks are gone; then no reader can use it."""
+    """Above 0 without a parent, the first chunks are gone, and no reader can use it."""
     token_end: int
     chunks: int
     nbytes: int

@@ -35,9 +35,7 @@ from objkv.stores.base import Entry, ReadStore, Unfinished
 
 _FAN = re.compile(r"[0-9a-f]{2}")
 LOOKED_TWICE_MAX = 2_000
-"""Findings to look at again per kind and namespace, the newest: with more of them, a few changes do
-not matter."""
-# The newest first: replicas write meanwhile.
+"""Findings to look at again per kind and namespace, the newest. Among more, a few do not matter."""
 _DOUBTFUL = (
     "SELECT hash, field FROM payloads WHERE ns = ? AND recorded IS NOT NULL"
     " AND (nbytes IS NULL OR nbytes <> recorded) ORDER BY created_s DESC LIMIT ?",
@@ -156,8 +154,8 @@ class Walk:
             yield Unit(partial(self._records, name), items=self.scope.totals.get(name, 0))
 
     def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
-        """Yield units that list the payloads of the bulk store. ``headers``: read their headers
-        too, which describes the chunks of a store that is its own index."""
+        """Yield units that list the payloads of the bulk store. ``headers``: of a store that is its
+        own index, they describe the chunks."""
         for name in self.scope.namespaces:
             fans = [fan for fan in self.view.bulk.folders(name) if _FAN.fullmatch(fan)]
             for fan in fans:
@@ -174,7 +172,7 @@ class Walk:
             yield Unit(partial(self._pins, name))
 
     def second_looks(self, *, unrecorded: bool = True) -> Iterator[Unit]:
-        """Yield units that look again at what seems wrong, because replicas kept writing.
+        """Yield units that look again at what seems wrong, because replicas kept writing;
         ``unrecorded``: also at payloads without a record."""
         for name in () if self.view.is_own_index else self.scope.every:
             yield Unit(partial(self._again, name, _DOUBTFUL if unrecorded else _DOUBTFUL[:1]))
@@ -218,10 +216,7 @@ class Walk:
                 self._read_headers(name, found, check)
 
     def _read_headers(
-        self,
-        name: str,
-        found: Sequence[tuple[ChunkKey, Entry]],
-        check: Check,
+        self, name: str, found: Sequence[tuple[ChunkKey, Entry]], check: Check
     ) -> None:
         namespace = self.scope.namespaces[name]
         if namespace.is_old_format:

@@ -1,7 +1,4 @@
-"""The dimensions of a model's KV cache: from its ``config.json``, from options, or built in.
-
-Nothing here imports vllm.
-"""
+"""The dimensions of a model's KV cache: from its ``config.json``, or built in."""
 
 import json
 from dataclasses import dataclass
@@ -55,11 +52,8 @@ class ModelShape:
 
 
 def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
-    """Read the model in ``folder``, a directory or a ``config.json``.
-
-    The KV dtype is ``kv_dtype``, or the model's own. Raises ``ConfigError`` if the file lacks a
-    value, or the model has caches that are not divided by token.
-    """
+    """Read the model in ``folder``, a directory or a ``config.json``. Raises ``ConfigError`` if the
+    file lacks a value, or the model has caches that are not divided by token."""
     file = folder if folder.is_file() else folder / "config.json"
     model = read_layers(folder)
     if other := next((layer.kind for layer in model.layers if not layer.divisible), None):

@@ -1,8 +1,4 @@
-"""Estimates how much a fleet stores and transfers, by plain arithmetic.
-
-Chunks and the stored part of a window come from the code that saves, rates and prices from the
-caller. ``docs/operations/capacity.md`` has the formulas.
-"""
+"""Estimates what a fleet stores and transfers; ``docs/operations/capacity.md`` has the formulas."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -123,10 +119,7 @@ class _Payload:
     """Stored bytes, without the header of a few KiB."""
 
     def loaded_with(self, chunks: int, chunk_tokens: int) -> int:
-        """Return how many of these payloads a match of ``chunks`` loads.
-
-        For a window, only the chunks that it covers at the end of the match are loaded.
-        """
+        """Return how many of these a match of ``chunks`` loads: of a window, those at its end."""
         end = chunks * chunk_tokens
         return chunks - needed_from(self.group, end) // chunk_tokens if chunks else 0
 

@@ -47,11 +47,7 @@ class Sweep:
         doubts: Collection[Doubt] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
-        Args:
-            walk: done, and judged.
-            doubts: what to keep because it looks like a mistake.
-        """
+        """``walk``: done, and judged. ``doubts``: what to keep as it looks like a mistake."""
         # With a doubt about the whole store nothing at all is deleted.
         assert not (limits.apply and any(one.namespace is None for one in doubts))
         self._view = view
@@ -83,8 +79,7 @@ class Sweep:
         return self._units(_MISSING, self._forget)
 
     def documents(self) -> Iterator[Unit]:
-        """Remove documents of old epochs without payloads, and of ended pins. Counted as
-        ``documents``, not as findings."""
+        """Remove documents of old epochs without payloads, and of ended pins."""
         if not self._limits.apply:
             return
         for name in sorted(self._scope.namespaces):
@@ -214,8 +209,7 @@ class Sweep:
                 self._remover.payload("over_quota", key, entry, shard, counters)
 
     def _tenant(self, name: str) -> str | None:
-        """Return the namespace's tenant; None if no quota applies: unidentified namespaces, swept
-        epochs, and namespaces that look wrong."""
+        """Return the namespace's tenant; None if no quota applies."""
         if name in self._doubted or name in self._scope.old:
             return None
         return self._scope.namespaces[name].tenant

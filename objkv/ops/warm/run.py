@@ -54,12 +54,11 @@ class Task:
 
 
 class TaskQueue:
-    """The prompts to compute.
+    """The prompts to compute, those with the most shared chunks first. For one thread.
 
-    The prompts' chunks form a tree. A prompt in progress claims its missing chunks until they are
-    stored; another prompt that needs a claimed chunk waits. So the first prompt with a shared
-    prefix runs alone, and the others load its chunks. Prompts with the most shared chunks go first.
-    For one thread. Uses about 200 bytes per distinct chunk.
+    A prompt in progress claims its missing chunks until they are stored; another prompt that needs
+    a claimed chunk waits. So the first prompt with a shared prefix runs alone, and the others load
+    its chunks. Uses about 200 bytes per distinct chunk.
     """
 
     def __init__(self, tasks: Sequence[Task]) -> None:
@@ -133,8 +132,8 @@ def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str) -> WarmRepor
     """Compute the prompts that are not stored; in mode ``check`` only report them, and endpoints,
     if there are any, tokenize. Closes the endpoints.
 
-    An interrupt, endpoints that no longer answer and an unreachable index end it, and the report
-    shows that. Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
+    An interrupt, and endpoints or an index that do not answer any more, end it with a report.
+    Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
     """
     assert job.endpoints or (mode == "check" and job.identity is not None)
     every = iter(prompts)
@@ -279,8 +278,8 @@ class _Run:
         return report
 
     async def _tokens(self, prompt: WarmPrompt) -> "array[int] | str":
-        """Return the prompt's token ids, from the first endpoint that answers; or why there are
-        none. Raises ``ConfigError`` for a prompt of another model."""
+        """Return the prompt's token ids, from the first endpoint that answers, or why it has none.
+        Raises ``ConfigError`` for a prompt of another model."""
         endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
         served = {endpoint.model for endpoint in endpoints}
         if (identity := self.job.identity) is not None:
@@ -395,9 +394,8 @@ class _Run:
                 self._end(task, is_stored=True)
                 return None
             if monotonic() >= ends_s:
-                count = f"{usable} of {whole} chunks were stored"
-                why = f"{count} {limits.save_s:.0f} s after it was computed"
-                return EndpointError("failed", why)
+                when = f"{limits.save_s:.0f} s after it was computed"
+                return EndpointError("failed", f"{usable} of {whole} chunks were stored {when}")
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 10 * limits.pause_s)
 
