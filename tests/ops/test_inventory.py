@@ -32,7 +32,7 @@ from objkv.stores.base import Entry
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.audit import Auditor, Prompt, hash_of, save_prompts, ways_on
+from tests.support.audit import Auditor, Prompt, hash_of, save_prompts, stored, ways_on
 from tests.support.audit import prefixes as prefixes_of
 from tests.support.samples import CHUNK, CREATED_S, FIELD, NAMESPACE, save, save_identity
 
@@ -194,8 +194,7 @@ PROMPTS = st.lists(
 
 
 def audit_of(prompts: list[Prompt]) -> AuditReport:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, prompts)
+    bulk, index = stored(prompts)
     return Auditor(bulk, index).all()
 
 
@@ -258,8 +257,7 @@ def check_links(tree: tuple[Branch, ...]) -> None:
 @settings(max_examples=15, deadline=None)
 @given(PROMPTS)
 def test_each_branch_is_followed_by_those_that_continue_it(prompts: list[Prompt]) -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, prompts)
+    _, index = stored(prompts)
     inventory = tree_of(index)
     every = list(branches(inventory, NAMESPACE))
     above: list[Branch] = []
@@ -287,8 +285,7 @@ def test_each_branch_is_followed_by_those_that_continue_it(prompts: list[Prompt]
 
 
 def test_a_prefix_without_its_beginning_is_a_root_that_says_so() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0, 1, 2)])
+    bulk, index = stored([(0, 1, 2)])
     first = bytes.fromhex(hash_of((0,)))
     bulk.delete(ChunkKey(NAMESPACE, first, 0).path())
     index.drop(NAMESPACE, first)

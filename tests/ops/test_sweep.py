@@ -10,10 +10,10 @@ from functools import partial
 import pytest
 
 from objkv.assembly.backends import Backends
-from objkv.cache.chunks import CacheSettings, ChunkCache, shard_record
+from objkv.cache.chunks import CacheSettings, ChunkCache, publish_record
 from objkv.codec.payload import read_header
 from objkv.errors import StoreDenied, StoreUnavailable
-from objkv.index.base import ChunkEntry, Usage, WriteIndex
+from objkv.index.base import Usage, WriteIndex
 from objkv.index.guarded import GuardedIndex
 from objkv.keys.chunk import ChunkKey
 from objkv.keys.encoder import EncoderIdentity
@@ -82,15 +82,9 @@ class MeddledIndex(MemoryIndex):
 
 def publish(world: World, path: str) -> None:
     """What a saver does last."""
-    key = ChunkKey.parse(path)
     payload = world.bulk.get(path)
     assert payload is not None
-    header = read_header(payload)
-    claim = header.claim
-    chunk = ChunkEntry(
-        key.namespace, key.prefix_hash, claim.parent_hash, claim.token_start, claim.token_end
-    )
-    world.index.publish(chunk, {key.field: shard_record(header)}, ttl_s=100)
+    publish_record(world.index, read_header(payload), hot=False, ttl_s=100)
 
 
 @pytest.mark.parametrize("how", ["announced_meanwhile", "written_anew"])

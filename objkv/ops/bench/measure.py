@@ -15,7 +15,7 @@ from pathlib import Path
 from objkv.agent.client import AgentConnection, leases_of
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Urgency
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import publish_record, shard_record
 from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
 from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
@@ -165,11 +165,10 @@ def bench_agent(
         stack.enter_context(stored_for_a_while(bulk, samples, expires=False))
         for sample in samples:
             bulk.put(sample.key, sample.payload)
-            key, record = sample.claim.key, shard_record(read_header(sample.payload))
-            parent, end = sample.claim.parent_hash, sample.claim.token_end
-            entry = ChunkEntry(NAMESPACE, key.prefix_hash, parent, 0, end)
+            key, header = sample.claim.key, read_header(sample.payload)
+            record = shard_record(header)
             stack.callback(index.forget, NAMESPACE, key.prefix_hash, key.field, record)
-            index.publish(entry, {key.field: record}, ttl_s=_TTL_S)
+            publish_record(index, header, hot=False, ttl_s=_TTL_S)
         readers = [
             stack.enter_context(closing(AgentReader(socket, samples, seals)))
             for _ in range(max(_READERS))
@@ -191,8 +190,8 @@ def bench_agent(
 
 
 def at_once(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Do all ``works`` at once, ``rounds`` times and once to warm up. Return the seconds of each
-    round. An error of one is raised after all have ended."""
+    """Do all ``works`` at once, ``rounds`` times and once to warm up. Return each round's seconds.
+    An error is raised after all have ended."""
     took = []
     with ThreadPoolExecutor(len(works), thread_name_prefix="objkv-bench") as pool:
         for _ in range(1 + rounds):

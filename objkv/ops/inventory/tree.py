@@ -6,10 +6,11 @@ loops.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from objkv.ops.inventory.file import Inventory
 
+T = TypeVar("T")
 _CHUNKS = """
 CREATE TEMP TABLE chunks (
   id INTEGER PRIMARY KEY, ns INTEGER, hash BLOB, parent BLOB, start INTEGER, ends INTEGER,
@@ -211,19 +212,18 @@ def _level_by_level(inventory: Inventory, step: str, following: str, start: int)
 def largest_branches(inventory: Inventory) -> tuple[Branch, ...]:
     """Return the ``BRANCHES_MAX`` largest branches, largest first with all that continues them. A
     branch's parent is always among them, and comes before it."""
-    return tuple(_branch(row) for row in inventory.named(_LARGEST, (BRANCHES_MAX,)))
+    return tuple(_made(Branch, inventory.named(_LARGEST, (BRANCHES_MAX,))))
 
 
 def branches(inventory: Inventory, namespace: str) -> Iterator[Branch]:
     """Yield all branches, each followed by those that continue it, the largest first."""
-    return (_branch(row) for row in inventory.named(_TREE, (namespace,)))
+    return _made(Branch, inventory.named(_TREE, (namespace,)))
 
 
 def prefixes(inventory: Inventory, namespace: str) -> Iterator[PrefixSummary]:
     """Yield all chains of chunks, in the order in which ``branches`` yields their last branches."""
-    for row in inventory.named(_PREFIXES, (namespace,)):
-        yield PrefixSummary(**(row | {"pinned": bool(row["pinned"])}))
+    return _made(PrefixSummary, inventory.named(_PREFIXES, (namespace,)))
 
 
-def _branch(row: dict[str, Any]) -> Branch:
-    return Branch(**(row | {"pinned": bool(row["pinned"])}))
+def _made(kind: type[T], rows: Iterator[dict[str, Any]]) -> Iterator[T]:
+    return (kind(**(row | {"pinned": bool(row["pinned"])})) for row in rows)
