@@ -102,8 +102,7 @@ def _logged() -> Iterator[None]:
 
 
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Return the attributes under OpenTelemetry names. The request id has the name that vLLM's own
-    spans use."""
+    """Return attributes by OpenTelemetry's names; the request id is named as in vLLM's spans."""
     return {
         "gen_ai.request.id" if name == "request_id" else f"objkv.{name}": value
         for name, value in attributes.items()

@@ -93,8 +93,7 @@ class Rebuild:
                     counters.count(kind, entry.nbytes)
 
     def _restore(self, stored: StoredPayload, entry: Entry, seal: Seal | None) -> tuple[str, str]:
-        """Return what was done, by its counter, and what is wrong; nothing for a payload that is
-        gone."""
+        """Return what was done, as a counter, and what is wrong; nothing if it is gone."""
         try:
             header = stored_header(self._view.bulk, entry, seal)
         except PayloadError as exc:

@@ -108,8 +108,7 @@ def bench_index(index: WriteIndex, effort: Effort) -> Iterator[BenchRow]:
 
 
 class AgentReader:
-    """Reads payloads as a worker does: checks their headers, and copies their frames out of the
-    agent's memory."""
+    """Reads payloads as a worker does: checks headers, copies frames out of the agent's memory."""
 
     def __init__(
         self, socket: Path, samples: Sequence[PayloadSample], seals: Sequence[str]
@@ -190,8 +189,7 @@ def bench_agent(
 
 
 def at_once(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Do all ``works`` at once, ``rounds`` times and once to warm up. Return each round's seconds.
-    An error is raised after all have ended."""
+    """Return the seconds of each round of all ``works`` at once, without one that warms up."""
     took = []
     with ThreadPoolExecutor(len(works), thread_name_prefix="objkv-bench") as pool:
         for _ in range(1 + rounds):

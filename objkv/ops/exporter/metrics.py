@@ -178,8 +178,7 @@ class StoreCollector(Collector):
         by: str,
         first: tuple[str, ...] = (),
     ) -> None:
-        """Add the largest namespaces individually, and the others as one. ``first``: labels before
-        the namespace's."""
+        """Add the largest namespaces, and the others as one. ``first``: labels before these."""
         largest = sorted(rows, key=lambda name: (-rows[name][by], name))
         shown = largest[:NAMESPACES_MAX]
         for name in shown:

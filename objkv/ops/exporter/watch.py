@@ -176,8 +176,7 @@ class BackendsWatch:
             self.facts = None
 
     def _read_documents(self) -> None:
-        """Read some of the documents that are not known yet. They are chosen at random: a document
-        that is missing must not keep the others waiting."""
+        """Read some of the unknown documents, at random: a missing one must not block others."""
         usage = () if self.stored is None else self.stored.usage
         names = [one.namespace for one in usage if one.namespace not in self.origins]
         with suppress(ObjkvError):  # the next check reports the failure

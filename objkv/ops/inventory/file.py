@@ -99,8 +99,7 @@ Item = tuple[ChunkKey, Entry | None]
 
 
 class Inventory:
-    """Safe from many threads, except ``rows`` and ``named``. Raises ``ConfigError`` if the disk is
-    full."""
+    """Safe from many threads, but ``rows`` and ``named``. Raises ``ConfigError`` on a full disk."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._lock = RLock()
@@ -137,8 +136,7 @@ class Inventory:
         self._write(_ADD_PAYLOAD, rows)
 
     def add_records(self, namespace: str, records: Iterable[Record], *, has_hits: bool) -> None:
-        """Add records, or descriptions from headers, which count no hits. Impossible values are
-        omitted or clamped. Idempotent."""
+        """Add records, or what headers say. Wrong values are omitted or clamped. Idempotent."""
         ns = self.namespace(namespace)
         chunks, payloads = [], []
         for record in records:
@@ -181,8 +179,7 @@ class Inventory:
         self._write(_REMOVE[what], rows)
 
     def slices(self, where: str) -> list[Slice]:
-        """Return the parts of the payloads for which ``where`` holds, a condition on the columns of
-        ``found``."""
+        """Return the parts of the payloads for which ``where`` holds, a condition on ``found``."""
         return [Slice(*row) for row in self.run(_SLICES.format(where=where))]
 
     def items(self, part: Slice, where: str) -> Iterator[list[Item]]:

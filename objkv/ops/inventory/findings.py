@@ -141,8 +141,7 @@ class FindingCount:
     count: int
     nbytes: int
     young: int
-    """Orphans that are, or at the begin of the walk were, younger than ``sweep_grace_s``; their
-    records may still be published."""
+    """Orphans written since ``sweep_grace_s`` before the walk: their records may yet come."""
     remedy: str
     """The command that fixes it, in a sentence."""
 

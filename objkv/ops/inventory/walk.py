@@ -75,8 +75,7 @@ class WalkScope:
     namespaces: Mapping[str, StoredNamespace]
     """Those that have a folder in the bulk store."""
     old: frozenset[str]
-    """Namespaces of an earlier format, or with a successor of a later epoch, in the walk or outside
-    it."""
+    """Namespaces of an earlier format, or with a later epoch, which may be outside the walk."""
     indexed: Sequence[str]
     """Namespaces that have records in the index."""
     others: Sequence[str] = ()
@@ -126,8 +125,7 @@ def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
 
 
 def with_old_epochs(names: Collection[str], scope: WalkScope) -> frozenset[str]:
-    """Return the namespaces ``names`` with their earlier epochs: records show whether those are
-    still in use."""
+    """Return ``names`` with their earlier epochs: records show whether those are in use."""
     rests = {one.rest for name, one in scope.namespaces.items() if name in names}
     return frozenset(
         name

@@ -229,8 +229,7 @@ class _Shapes:
             yield CacheLayer("cross", heads, content)
 
     def _state(self) -> CacheLayer:
-        """Return a layer's state over all ranks: its convolution in bfloat16, the rest in
-        float32."""
+        """Return a state over all ranks: its convolution in bfloat16, the rest in float32."""
         conv, rest = self._state_shape()
         return CacheLayer("mamba", 1, conv * _BFLOAT16 + rest * _FLOAT32)
 

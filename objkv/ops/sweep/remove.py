@@ -70,8 +70,7 @@ class Remover:
         shard: ShardRecord | None,
         counters: Counters,
     ) -> None:
-        """Remove a payload after its record ``shard``. Neither is touched if one of them has
-        changed since."""
+        """Remove a payload after its record ``shard``, unless one of them has changed since."""
         self._under_lease(
             kind, key, entry.nbytes, lambda lease: self._remove(key, entry, shard, lease), counters
         )
