@@ -388,26 +388,21 @@ class Race:
         self.bulk.delete = lost  # type: ignore[method-assign]
 
 
-@pytest.mark.parametrize("failures", [1, 3])
-def test_a_delete_whose_answer_was_lost_is_not_repeated_on_what_was_saved_since(
-    failures: int,
+@pytest.mark.parametrize(("failures", "is_saved"), [(1, True), (3, True), (1, False)])
+def test_a_delete_whose_answer_was_lost_is_done_and_not_repeated_on_what_was_saved_since(
+    failures: int, is_saved: bool
 ) -> None:
     world = Race()
     world.lose_answers(failures)
 
     def sleep(pause_s: float) -> None:
-        world.clock.advance(pause_s + LEASE_S)
-        world.save(world.index)
+        world.sleep(pause_s)
+        if is_saved:
+            world.clock.advance(LEASE_S)
+            world.save(world.index)
 
-    assert world.remove(sleep) == (0, 1)
-    assert world.is_found() == (True, True)
-
-
-def test_a_delete_that_was_done_although_its_answer_was_lost_is_done() -> None:
-    world = Race()
-    world.lose_answers(1)
-    assert world.remove() == (1, 0)
-    assert (len(world.slept), world.is_found()) == (1, (False, False))
+    assert world.remove(sleep) == (not is_saved, is_saved)
+    assert (len(world.slept), world.is_found()) == (1, (is_saved, is_saved))
 
 
 @pytest.mark.parametrize("failures", [3, 10**9])
