@@ -143,7 +143,7 @@ class Client:
 
         Raises ``UnclearName`` with the choices if ``namespace`` fits none or several.
         """
-        self._check_open()
+        _ = self._backends  # raises after ``close``
         tokens, extras = self._read(prompt, cache_salt, lora_digest)
         return self._matcher.match(namespace, tokens, extras)
 
@@ -303,7 +303,7 @@ class Client:
         """
         from objkv.client.warming import run_warm  # late: a client of HTTP
 
-        self._check_open()
+        _ = self._backends  # raises after ``close``
         if unknown := options.keys() - set(getfullargspec(run_warm).kwonlyargs):
             raise ConfigError(f"warm has no option {', '.join(sorted(unknown))}")
         return run_warm(
@@ -315,10 +315,6 @@ class Client:
         if self._open is None:
             raise ConfigError("the client is closed")
         return self._open
-
-    def _check_open(self) -> None:
-        """Raise ``ConfigError`` after ``close``."""
-        assert self._backends
 
     def _namespace(self, name: str) -> Namespace:
         try:

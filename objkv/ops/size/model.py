@@ -67,10 +67,6 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
     return ModelShape(file.parent.name or str(file), model.layers, dtype, str(file))
 
 
-_DTYPE = "bfloat16"
-_NEAREST = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Preset:
     """One published model."""
@@ -111,7 +107,7 @@ def preset(name: str, kv_dtype: str | None) -> ModelShape:
     found = PRESETS.get(name.lower()) or next(of_source, None)
     if found is None:
         beginning = [known for known in PRESETS if known.startswith(name.lower())]
-        near = (beginning or get_close_matches(name.lower(), PRESETS, cutoff=0.4))[:_NEAREST]
+        near = (beginning or get_close_matches(name.lower(), PRESETS, cutoff=0.4))[:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list shows all names"
         raise ConfigError(f"{name} is neither a directory nor a built-in model name; {hint}")
-    return found.shape(name.lower(), kv_dtype or _DTYPE)
+    return found.shape(name.lower(), kv_dtype or "bfloat16")

@@ -154,7 +154,8 @@ def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str) -> WarmRepor
             if run.report.ending != "interrupted":  # nothing was computed
                 raise
         finally:
-            call(run.close())
+            for endpoint in job.endpoints:
+                call(endpoint.close())
         return run.ended()
 
 
@@ -260,11 +261,6 @@ class _Run:
             self.report.ending, self.report.why = "unreachable", str(errors.exceptions[0])
         finally:
             self.report.seconds = monotonic() - started_s
-
-    async def close(self) -> None:
-        """Close the endpoints."""
-        for endpoint in self.job.endpoints:
-            await endpoint.close()
 
     def ended(self) -> WarmReport:
         """Return the report, after the end."""
