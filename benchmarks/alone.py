@@ -3,7 +3,6 @@
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -38,12 +37,9 @@ def run_alone(work: Work) -> None:
     """Be ``python -m benchmarks.NAME``: measure ``work`` and print what it found."""
 
     def measure(
-        session: Session,
-        rounds: Rounds = 7,
-        quick: Quick = False,
-        check: Check = False,
+        session: Session, rounds: Rounds = 7, quick: Quick = False, check: Check = False
     ) -> int:
-        return run_work(session, work, BenchOptions(rounds, quick, check))
+        return run_work(session, work, rounds, quick=quick, check=check)
 
     run_command(measure, sys.modules[work.__module__].__doc__)
 
@@ -55,53 +51,42 @@ def run_command(measure: Callable[..., int], text: str | None) -> None:
     app()
 
 
-@dataclass(frozen=True, slots=True)
-class BenchOptions:
-    """The options that all benchmarks share."""
-
-    rounds: int
-    quick: bool
-    check: bool
-
-
-def run_work(session: Session, work: Work, options: BenchOptions) -> int:
+def run_work(session: Session, work: Work, rounds: int, *, quick: bool, check: bool) -> int:
     """Run ``work``, show its report and return the exit code."""
-    if options.check and options.quick:
+    if check and quick:
         raise ConfigError("--check needs full sizes: remove --quick")
     where = machine()
     with ending_in_order(), tempfile.TemporaryDirectory(prefix="objkv-bench-") as folder:
         models = cache_folder() / "demo" / "models"
         try:
             with session.out.stages() as report_stage:
-                section = work(
-                    BenchSetting(options.rounds, options.quick, Path(folder), report_stage, models)
-                )
+                section = work(BenchSetting(rounds, quick, Path(folder), report_stage, models))
         except ProgramFailed as exc:  # its log is deleted with the folder
             print_failure(exc.what, exc)
             return FOUND
     if session.out.machine:
         rows = [{**plain(row), "ok": row.ok} for row in section.rows]
-        report = {"machine": where, "rounds": options.rounds, "quick": options.quick}
+        report = {"machine": where, "rounds": rounds, "quick": quick}
         session.out.document(report | {"servers": dict(section.servers), "rows": rows})
     else:
-        print_report(session.out, section, options, where)
-    return FOUND if options.check and section.missed else FINE
+        print_report(session.out, section, rounds, where, quick=quick)
+    return FOUND if check and section.missed else FINE
 
 
-def print_report(out: Printer, section: Section, options: BenchOptions, where: str) -> None:
+def print_report(out: Printer, section: Section, rounds: int, where: str, *, quick: bool) -> None:
     """Print the table, the machine and the number of targets reached."""
-    cells = [_cells(row, judged=not options.quick) for row in section.rows]
+    cells = [_cells(row, judged=not quick) for row in section.rows]
     out.line(section.name, "bold")
     out.table(_COLUMNS, cells)
     for name, version in section.servers.items():
         out.line(f"{name}: {version}", "dim")
     out.line(where, "dim")
     out.line(
-        f"Medians of {options.rounds} rounds. Each round measures every side in turn. A ratio is "
+        f"Medians of {rounds} rounds. Each round measures every side in turn. A ratio is "
         "the median of the ratios of all rounds.",
         "dim",
     )
-    if options.quick:
+    if quick:
         out.line("--quick: the sizes are too small for meaningful figures.", "yellow")
         return
     if judged := sum(row.ok is not None for row in section.rows):

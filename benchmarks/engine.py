@@ -73,10 +73,7 @@ class _Engine:
 
     def __init__(self, program: Program) -> None:
         self._program = program
-        self.ready: Ready | None = None
-
-    def wait_until_ready(self) -> None:
-        self.ready = Ready.model_validate_json(self._program.answer(bound_s=_START_S))
+        self.ready = Ready.model_validate_json(program.answer(bound_s=_START_S))
 
     def do(self, order: Order) -> Took:
         line = self._program.ask(order.model_dump_json(), bound_s=_ANSWER_S)
@@ -95,7 +92,6 @@ def bench_engine(setting: BenchSetting) -> Section:
     places = _Places(setting)
     rows: list[BenchRow] = []
     with ExitStack() as stack:
-        # The model first: four makers would make it four times.
         engines: dict[str, _Engine] = {}
 
         def start(*connectors: Connector) -> None:
@@ -108,7 +104,6 @@ def bench_engine(setting: BenchSetting) -> Section:
         start("objkv-loads", "example", "example-loads")
         rows += _first_token(setting, scale, engines, places)
         ready = engines["none"].ready
-        assert ready is not None
     return Section("engine", tuple(rows), {"engine": f"{ready.engine} on {ready.device}"})
 
 
@@ -164,9 +159,7 @@ def _running(
     arguments = ("-m", "benchmarks.engine_child", str(file))
     log = file.with_suffix(".log")
     with Program(f"engine {connector}", arguments, log, settings, listens=True) as program:
-        engine = _Engine(program)
-        engine.wait_until_ready()
-        yield engine
+        yield _Engine(program)
 
 
 def _throughput(

@@ -119,9 +119,7 @@ class Engine:
 def _arguments(job: EngineJob) -> dict[str, Any]:
     """What ``vllm.LLM`` is called with."""
     model = make_model(job.models, job.size, job.longest)
-    arguments = engine_arguments(str(model), job.longest) | {
-        "disable_log_stats": True,
-    }
+    arguments = engine_arguments(str(model), job.longest) | {"disable_log_stats": True}
     if job.connector.startswith("example"):
         arguments["kv_transfer_config"] = {
             "kv_connector": "ExampleConnector",

@@ -28,7 +28,7 @@ import torch
 import typer
 from numpy.random import default_rng
 
-from benchmarks.alone import BenchOptions, Check, Quick, Rounds, run_command, run_work
+from benchmarks.alone import Check, Quick, Rounds, run_command, run_work
 from benchmarks.harness import (
     BenchRow,
     BenchSetting,
@@ -529,32 +529,29 @@ def _chunk_bytes(rank: GroupIdentity) -> int:
     return rank.heads * CHUNK * rank.content * len(LAYERS) * torch.bfloat16.itemsize
 
 
-def measure(device: torch.device, rank: GroupIdentity, chunks: int, rounds: int) -> GpuAnswer:
-    """Measure all sides of a device."""
-    use_batched_copies(device)
-    bench = Bench(device, rank, chunks, matrix_products(device))
-    seconds = bench.run(rounds, lambda on: None, in_place=False)
-    return GpuAnswer(device_name(device), rank, chunks, seconds)
+def simulated_layers(seconds: float) -> None:
+    """Take the time of a model's kernels on the simulated device."""
+    for _ in LAYERS:
+        simulated.sleep(round(seconds * 1e6 / len(LAYERS)))
 
 
-def measure_simulated(
-    device: torch.device, rank: GroupIdentity, chunks: int, rounds: int
-) -> GpuAnswer:
-    """Measure all sides of the simulated device. Checksums are constants from now on."""
-
-    def compute(seconds: float) -> None:
-        for _ in LAYERS:
-            simulated.sleep(round(seconds * 1e6 / len(LAYERS)))
-
-    for module in (payload, seal):
-        vars(module)["digest"] = lambda content: "0" * 32
+def measure(kind: str, rank: GroupIdentity, chunks: int, rounds: int) -> GpuAnswer:
+    """Measure all sides of a device. Of the simulated one, checksums are constants from now on."""
+    device, is_simulated = open_device(kind), kind == SIMULATED
+    if is_simulated:
+        for module in (payload, seal):
+            vars(module)["digest"] = lambda content: "0" * 32
+        name = (
+            f"simulated: {LAUNCH_US:g} µs a launch, copies at {COPY_GBPS:g} GB/s, kernels at "
+            f"{KERNEL_GBPS:,g} GB/s; no bytes are moved or verified"
+        )
+    else:
+        use_batched_copies(device)
+        name = device_name(device)
+    compute = simulated_layers if is_simulated else matrix_products(device)
+    clock = model_time if is_simulated else lambda on: None
     bench = Bench(device, rank, chunks, compute)
-    seconds = bench.run(rounds, model_time, in_place=True)
-    name = (
-        f"simulated: {LAUNCH_US:g} µs a launch, copies at {COPY_GBPS:g} GB/s, kernels at "
-        f"{KERNEL_GBPS:,g} GB/s; no bytes are moved or verified"
-    )
-    return GpuAnswer(name, rank, chunks, seconds)
+    return GpuAnswer(name, rank, chunks, bench.run(rounds, clock, in_place=is_simulated))
 
 
 def rows_of(answer: GpuAnswer, prefix: str = "") -> Iterator[BenchRow]:
@@ -615,13 +612,11 @@ def _forward_rows(timings: Timings, answer: GpuAnswer, prefix: str) -> Iterator[
 
 def bench_gpu(setting: BenchSetting, kind: str, chunks: int, tp_size: int) -> Section:
     """Measure a device, as a rank of ``tp_size``."""
-    device = open_device(kind)
-    is_simulated = kind == SIMULATED
-    setting.report_stage("simulated GPU" if is_simulated else "GPU", "measuring")
-    work = measure_simulated if is_simulated else measure
+    prefix = "simulated: " if kind == SIMULATED else ""
+    setting.report_stage(f"{prefix}GPU", "measuring")
     rank = replace(LLAMA_8B, heads=LLAMA_8B.heads // tp_size)
-    answer = work(device, rank, _QUICK_CHUNKS if setting.quick else chunks, setting.rounds)
-    rows = rows_of(answer, "simulated: " if is_simulated else "")
+    answer = measure(kind, rank, _QUICK_CHUNKS if setting.quick else chunks, setting.rounds)
+    rows = rows_of(answer, prefix)
     return Section("gpu", tuple(rows), {"GPU": answer.device})
 
 
@@ -642,7 +637,7 @@ def main(
     def measured(setting: BenchSetting) -> Section:
         return bench_gpu(setting, kind, chunks, tp)
 
-    return run_work(session, measured, BenchOptions(rounds, quick, check))
+    return run_work(session, measured, rounds, quick=quick, check=check)
 
 
 if __name__ == "__main__":

@@ -89,7 +89,9 @@ def _case(
     together are about ``_ROUND_BYTES``, more than CPU caches hold; a pass moves each of them once.
     Each thread has its own payloads, slab, and connection to the plain server."""
     wanted = _QUICK_ROUND_BYTES if setting.quick else _ROUND_BYTES
-    samples = make_samples(shape, max(1, wanted // (shape.raw_bytes * threads)) * threads)
+    samples = make_samples(
+        shape, max(1, wanted // (shape.layers * shape.layer_bytes * threads)) * threads
+    )
     slabs = [_slab(len(samples[0].payload)) for _ in range(threads)]
     passes = 1 if setting.quick else _PASSES
     pool = ThreadPoolExecutor(threads, thread_name_prefix="objkv-bench")

@@ -57,14 +57,8 @@ def bench_steps(setting: BenchSetting) -> Section:
 
 
 def _rows(steps: int) -> Iterator[BenchRow]:
-    config = load_config(
-        {
-            "bulk_url": "file:///kv",
-            "index_url": "sqlite:///i",
-            "lookup_deadline_ms": 10**9,
-        },
-        environ={},
-    )
+    urls = {"bulk_url": "file:///kv", "index_url": "sqlite:///i"}
+    config = load_config({**urls, "lookup_deadline_ms": 10**9}, environ={})
     index = _SilentIndex(open_index(config, NullRecorder()))
     side = _side(config, index)
     arrivals, in_steps = [], []

@@ -119,12 +119,9 @@ class MemoryRecorder:
             return self._levels.get(name, self._counters.get(name, 0.0))
 
     def drain(self) -> dict[str, float]:
-        """Return and clear everything since the last drain, in one flat dictionary.
-
-        Counters are under their name, observations under ``name_count``, ``name_sum`` and
-        ``name_max``. A level is included unless it was 0 at the last drain and still is. Empty if
-        nothing happened.
-        """
+        """Return and clear everything since the last drain: counters under their name, observations
+        under ``name_count``, ``name_sum`` and ``name_max``. A level is included unless it was 0 at
+        the last drain and still is."""
         with self._lock:
             out = self._read()
             self._levels = {name: value for name, value in self._levels.items() if value}

@@ -71,7 +71,9 @@ class Tracing:
                 if parent is not None:
                     headers = {"traceparent": parent}
                     context = TraceContextTextMapPropagator().extract(headers, context)
-                return _begun(self._tracer, name, context, attributes)
+                begun, named = time.time_ns(), _named(attributes)
+                span = self._tracer.start_span(name, context, attributes=named, start_time=begun)
+                return Span(span) if span.is_recording() else NO_SPAN
         return NO_SPAN
 
     def close(self) -> None:
@@ -99,16 +101,8 @@ def _logged() -> Iterator[None]:
         logger.debug("span lost reason=%s", exc)
 
 
-def _begun(tracer: "Tracer", name: str, context: Any, attributes: Mapping[str, Attribute]) -> Span:
-    span = tracer.start_span(
-        name, context, attributes=_named(attributes), start_time=time.time_ns()
-    )
-    return Span(span) if span.is_recording() else NO_SPAN
-
-
 def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Return the attributes under OpenTelemetry names. The request id has the name that vLLM's own
-    spans use."""
+    """Return attributes by OpenTelemetry's names; the request id is named as in vLLM's spans."""
     return {
         "gen_ai.request.id" if name == "request_id" else f"objkv.{name}": value
         for name, value in attributes.items()
@@ -116,10 +110,8 @@ def _named(attributes: Mapping[str, Attribute]) -> dict[str, Attribute]:
 
 
 def open_tracing(environ: Mapping[str, str] = os.environ) -> Tracing:
-    """Open tracing with the process's own provider, else with OpenTelemetry's variables.
-
-    If neither is set, spans are disabled. An invalid configuration is logged once.
-    """
+    """Open tracing with the process's own provider, else with OpenTelemetry's variables. Without
+    either, spans are disabled. An invalid configuration is logged once."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return NO_TRACING
     names = environ.get("OTEL_TRACES_EXPORTER", "otlp")

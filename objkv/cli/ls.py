@@ -128,7 +128,7 @@ def _show_chunks(
         _walked(session, "reading the index", Walk(view, inventory, scope).records())
         with session.out.waiting("joining chunks"):
             make_tree(inventory, "recorded")
-        [(every, ends)] = inventory.some(
+        [(every, ends)] = inventory.run(
             "SELECT count(*), count(CASE branches WHEN 0 THEN 1 END) FROM temp.branches"
         )
         if tree:

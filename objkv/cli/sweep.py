@@ -16,7 +16,7 @@ from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import MEANINGS, REMEDIES, Doubt, find_doubts
 from objkv.ops.inventory.walk import Walk
 from objkv.ops.runs import Counters
-from objkv.ops.sweep.remove import CATEGORIES, Category, Remover, SweepLimits
+from objkv.ops.sweep.remove import CATEGORIES, Category, SweepLimits
 from objkv.ops.sweep.sweep import Sweep
 
 _SHOWN = 3
@@ -87,8 +87,7 @@ def _sweep(run: Upkeep, walk: Walk, limits: SweepLimits, *, quota_bytes: int) ->
         doubts = find_doubts(walk.inventory, walk.scope, ttl_s=run.view.ttl_s)
     if any(one.namespace is None for one in doubts):
         limits = replace(limits, apply=False)
-    remover = Remover(run.view, limits)
-    work = Sweep(run.view, walk, limits, remover, doubts=doubts)
+    work = Sweep(run.view, walk, limits, doubts=doubts)
     run.run("sweeping leftovers", work.leftovers())
     run.run("sweeping payloads", work.parts())
     run.run("sweeping records", work.missing())

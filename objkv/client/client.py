@@ -10,7 +10,6 @@ from inspect import getfullargspec
 from os import PathLike
 from pathlib import Path
 from threading import Lock
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 from objkv.assembly.backends import Backends, open_backends, read_lifecycle
@@ -20,7 +19,7 @@ from objkv.client.results import Chunk, Match, Namespace
 from objkv.config import Resolved, resolve_config
 from objkv.config.prices import audit_prices
 from objkv.errors import ConfigError, NotStored, PayloadError
-from objkv.index.base import ReadIndex, Record
+from objkv.index.base import ReadIndex
 from objkv.index.guarded import for_operators
 from objkv.keys.prefix import PREFIX_HASH_BYTES, PromptExtras
 from objkv.ops.audit.audit import audit_stages, make_report
@@ -100,12 +99,7 @@ class Client:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -123,8 +117,7 @@ class Client:
 
         Takes one listing, and one get per namespace.
         """
-        bulk = self._backends.bulk
-        return [self._namespace(name) for name in stored_namespaces(bulk)]
+        return [self._namespace(name) for name in stored_namespaces(self._backends.bulk)]
 
     def match(
         self,
@@ -150,7 +143,7 @@ class Client:
 
         Raises ``UnclearName`` with the choices if ``namespace`` fits none or several.
         """
-        self._check_open()
+        _ = self._backends  # raises after ``close``
         tokens, extras = self._read(prompt, cache_salt, lora_digest)
         return self._matcher.match(namespace, tokens, extras)
 
@@ -309,7 +302,7 @@ class Client:
         """
         from objkv.client.warming import run_warm  # late: a client of HTTP
 
-        self._check_open()
+        _ = self._backends  # raises after ``close``
         if unknown := options.keys() - set(getfullargspec(run_warm).kwonlyargs):
             raise ConfigError(f"warm has no option {', '.join(sorted(unknown))}")
         return run_warm(
@@ -321,10 +314,6 @@ class Client:
         if self._open is None:
             raise ConfigError("the client is closed")
         return self._open
-
-    def _check_open(self) -> None:
-        """Raise ``ConfigError`` after ``close``."""
-        assert self._backends
 
     def _namespace(self, name: str) -> Namespace:
         try:
@@ -394,26 +383,22 @@ def _chunks(index: ReadIndex, names: Iterable[str]) -> Iterator[Chunk]:
     for name in names:
         seen = set()
         for record in index.scan(name):
-            # A scan may repeat records.
-            if record.shards and record.prefix_hash not in seen:
-                seen.add(record.prefix_hash)
-                yield _chunk(name, record)
-
-
-def _chunk(namespace: str, record: Record) -> Chunk:
-    shards = record.shards.values()
-    return Chunk(
-        namespace=namespace,
-        prefix_hash=record.prefix_hash.hex(),
-        parent_hash=record.parent_hash.hex(),
-        token_start=record.token_start,
-        token_end=record.token_end,
-        payloads=len(shards),
-        nbytes=record.nbytes,
-        raw_bytes=sum(shard.raw_bytes for shard in shards),
-        hot=all(shard.hot for shard in shards),
-        hits=record.hits,
-        created_s=max(shard.created_s for shard in shards),
-        touched_s=record.touched_s,
-        pinned_until_s=record.pinned_until_s,
-    )
+            if not record.shards or record.prefix_hash in seen:  # a scan may repeat records
+                continue
+            seen.add(record.prefix_hash)
+            shards = record.shards.values()
+            yield Chunk(
+                namespace=name,
+                prefix_hash=record.prefix_hash.hex(),
+                parent_hash=record.parent_hash.hex(),
+                token_start=record.token_start,
+                token_end=record.token_end,
+                payloads=len(shards),
+                nbytes=record.nbytes,
+                raw_bytes=sum(shard.raw_bytes for shard in shards),
+                hot=all(shard.hot for shard in shards),
+                hits=record.hits,
+                created_s=max(shard.created_s for shard in shards),
+                touched_s=record.touched_s,
+                pinned_until_s=record.pinned_until_s,
+            )

@@ -38,12 +38,9 @@ class Matcher:
         """By the name asked for, with the time until which it is used without another look."""
 
     def known(self, namespace: str | None) -> tuple[str, Identity]:
-        """Return name and identity of the namespace called ``namespace``, or of the only one. See
-        ``find_identity``.
-
-        It is read again after ``_KEEP_S``, by one thread while the others use the old one. If that
-        fails with a ``StoreError``, the old one stays.
-        """
+        """Return name and identity of the namespace called ``namespace``, or of the only one. They
+        are read again after ``_KEEP_S``, by one thread while the others use the old ones, which
+        stay if that fails with a ``StoreError``."""
         now, kept = self._clock(), self._known.get(namespace)
         # An end beyond the maximum means that the clock was set back meanwhile.
         if kept is not None and now < kept[0] <= now + _KEEP_S:

@@ -81,8 +81,7 @@ def _given(prompts: Iterable[Any]) -> Iterable[WarmPrompt]:
 
 
 def _environment(resolved: Resolved) -> dict[str, str]:
-    """Return the settings that differ from the defaults, as environment variables for another
-    process."""
+    """Return the settings that are given, as environment variables for another process."""
     values = resolved.config.model_dump(mode="json")
     given = (name for name, source in resolved.sources.items() if source != "default")
     passed = {name: values[name] for name in given if values[name] is not None}

@@ -16,7 +16,7 @@ from objkv.cache.pins import read_pins
 from objkv.codec.payload import Header
 from objkv.codec.seal import Seal
 from objkv.errors import PayloadError
-from objkv.index.base import Record, ShardRecord
+from objkv.index.base import Record
 from objkv.index.guarded import for_operators
 from objkv.ops.backends_view import (
     BackendsView,
@@ -27,6 +27,7 @@ from objkv.ops.backends_view import (
 )
 from objkv.ops.inventory.file import Inventory, Slice
 from objkv.ops.runs import Check, Counters, Unit, count_exactly
+from objkv.stores.base import Entry
 
 _PAYLOADS: Final = "nbytes IS NOT NULL"
 HOT_ASK_BYTES_MAX = 1 << 20
@@ -49,13 +50,11 @@ class Rebuild:
         *,
         lost: bool = False,
     ) -> Iterator[Unit]:
-        """Restore the records of payloads. Counts ``restored``, ``corrected`` (wrong records),
-        ``present`` and ``written`` (by others meanwhile). Findings are ``corrupt``: unreadable, or
-        claiming another key. Leaves out what nothing reads: payloads of an earlier format, or
-        without an identity document.
+        """Restore the records of payloads that replicas read. Counts ``restored``, ``corrected``
+        (wrong records), ``present`` and ``written`` (by others meanwhile). Findings are
+        ``corrupt``: unreadable, or claiming another key.
 
-        ``lost``: afterwards, only records missing again, because the index may have lost them
-        during this run. Counts only ``restored``, and reads no headers of payloads with a record.
+        ``lost``: afterwards, only records that the index may have lost during this run.
         """
         for part in inventory.slices(_PAYLOADS):
             namespace = namespaces[part.namespace]
@@ -79,41 +78,38 @@ class Rebuild:
         check: Check,
     ) -> None:
         for items in inventory.items(part, _PAYLOADS):
-            found = [(one.key, one.entry) for one in items]
-            for stored in with_records(self._view, part.namespace, found):
+            for stored in with_records(self._view, part.namespace, items):
                 check()
-                if not lost:
-                    self._restore(stored, seal, counters)
-                elif stored.shard is None:
-                    again = Counters()  # other counts and findings were reported already
-                    self._restore(stored, seal, again)
-                    counters.counts["restored"] += again.counts["restored"]
-                    counters.nbytes["restored"] += again.nbytes["restored"]
+                entry = stored.entry
+                assert entry is not None
+                if lost and stored.shard is not None:
+                    continue
+                kind, why = self._restore(stored, entry, seal)
+                if lost and kind != "restored":
+                    continue  # other counts and findings were reported already
+                if why:
+                    counters.find(kind, entry.key, entry.nbytes, why)
+                elif kind:
+                    counters.count(kind, entry.nbytes)
 
-    def _restore(self, stored: StoredPayload, seal: Seal | None, counters: Counters) -> None:
-        entry, known = stored.entry, stored.shard
-        assert entry is not None
+    def _restore(self, stored: StoredPayload, entry: Entry, seal: Seal | None) -> tuple[str, str]:
+        """Return what was done, as a counter, and what is wrong; nothing if it is gone."""
         try:
             header = stored_header(self._view.bulk, entry, seal)
         except PayloadError as exc:
-            counters.find("corrupt", entry.key, entry.nbytes, str(exc))
-            return
+            return "corrupt", str(exc)
         if header is None:  # deleted meanwhile
-            return
+            return "", ""
         if header.claim.key != stored.key:
-            claimed = f"claims to be {header.claim.key.path()}"
-            counters.find("corrupt", entry.key, entry.nbytes, claimed)
-            return
-        if known is not None and is_same(known, header) and is_chunk_same(stored.record, header):
-            counters.count("present", entry.nbytes)
-            return
+            return "corrupt", f"claims to be {header.claim.key.path()}"
+        if describes(stored.record, header):
+            return "present", ""
         if self._apply and not self._publish(stored, header, seal):
-            counters.count("written", entry.nbytes)
-            return
-        counters.count("restored" if known is None else "corrected", entry.nbytes)
+            return "written", ""
+        return "restored" if stored.shard is None else "corrected", ""
 
     def _publish(self, stored: StoredPayload, header: Header, seal: Seal | None) -> bool:
-        """Publish the record. False if another process writes or has changed payload or record."""
+        """Publish the record; False if another process writes or has changed either."""
         view, key = self._view, stored.key
         if not view.index.lease(key.path(), view.owner, ttl_ms=view.lease_ms):
             return False  # the writer that has the lease publishes the record
@@ -146,15 +142,11 @@ class Rebuild:
                 counters.count("pins")
 
 
-def is_same(record: ShardRecord, header: Header) -> bool:
-    """Whether the record describes this payload, ignoring the ``hot`` flag."""
-    return replace(record, hot=False) == shard_record(header)
-
-
-def is_chunk_same(record: Record | None, header: Header) -> bool:
-    """Whether the record describes this payload's chunk."""
-    if record is None:
-        return False
+def describes(record: Record | None, header: Header) -> bool:
+    """Whether the record has this payload and its chunk, ignoring the flag ``hot``."""
     claim = header.claim
-    recorded_chunk = record.parent_hash, record.token_start, record.token_end
-    return recorded_chunk == (claim.parent_hash, claim.token_start, claim.token_end)
+    shard = None if record is None else record.shards.get(claim.key.field)
+    if record is None or shard is None or replace(shard, hot=False) != shard_record(header):
+        return False
+    chunk = record.parent_hash, record.token_start, record.token_end
+    return chunk == (claim.parent_hash, claim.token_start, claim.token_end)

@@ -1,10 +1,9 @@
 """Verifies all or some stored payloads, and moves bad ones to quarantine on request.
 
-Quarantining starts only after everything has been checked: if most payloads are bad, the cause is
-elsewhere. Each bad payload is copied to ``quarantine/`` under its own path, its record is
-forgotten, and then it is deleted. Replicas compute it again. A lease excludes writers meanwhile,
-but it may expire, and a folder that is its own index has no leases. Therefore the copied bytes are
-checked again, and an entry is deleted only if it is unchanged.
+That starts only after everything has been checked: if most payloads are bad, the cause is
+elsewhere. Each is copied to ``quarantine/`` under its own path, its record is forgotten, and then
+it is deleted. A lease excludes writers meanwhile, but it may expire, and a folder that is its own
+index has none: the copied bytes are checked again, and only an unchanged entry is deleted.
 """
 
 import time
@@ -31,7 +30,7 @@ from objkv.ops.backends_view import (
     recorded,
 )
 from objkv.ops.inventory.file import Inventory, Slice
-from objkv.ops.rebuild import is_chunk_same, is_same
+from objkv.ops.rebuild import describes
 from objkv.ops.runs import Check, Counters, Finding, Unit
 from objkv.stores.base import Entry
 
@@ -46,7 +45,7 @@ WHERE {where} ORDER BY random() LIMIT ?
 
 def choose_sample(inventory: Inventory, where: str, size: int) -> list[ChunkKey]:
     """Return ``size`` payloads for which ``where`` holds, chosen uniformly at random."""
-    return [ChunkKey.of(*row) for row in inventory.some(_SAMPLE.format(where=where), (size,))]
+    return [ChunkKey.of(*row) for row in inventory.run(_SAMPLE.format(where=where), (size,))]
 
 
 COPY_BYTES_MAX = 1 << 30
@@ -58,8 +57,7 @@ _NO_NAMESPACE = StoredNamespace("", is_known=False)
 
 
 Verdict = Literal["ok", "missing", "corrupt", "mismatch", "hot", "changed"]
-"""``mismatch``: the payload is right but differs from its
-record. ``hot``: the copy in the hot store differs. ``changed``: no longer stored."""
+"""``mismatch``: its record differs. ``hot``: its hot copy differs. ``changed``: it is gone."""
 
 LARGE_BYTES = 64 << 20
 """From this size on, the header is checked before the whole payload is read into memory."""
@@ -124,8 +122,8 @@ class Checker:
         self._sleep = sleep
 
     def check(self, key: ChunkKey, seal: Seal | None) -> tuple[Checked, Record | None]:
-        """Check the payload of ``key``. Return the result and its record, or None without one. A
-        bad result is checked once more, because a writer may be at work."""
+        """Check the payload of ``key``. Return the result and its record. A bad payload is checked
+        once more, because a writer may be at work."""
         checked, record = self.look(key, seal)
         if checked.verdict in ("ok", "changed"):
             return checked, record
@@ -165,9 +163,7 @@ class Checker:
                     return Checked("corrupt", nbytes, f"claims to be {header.claim.key.path()}")
                 if record is None:
                     return Checked("ok", nbytes, header=header)
-                if not is_same(record.shards[key.field], header) or not is_chunk_same(
-                    record, header
-                ):
+                if not describes(record, header):
                     return Checked("mismatch", nbytes, "its record differs", header)
                 if record.shards[key.field].hot and self._is_copy_wrong(key, payload):
                     return Checked("hot", nbytes, "its copy in the hot store differs", header)
@@ -177,24 +173,20 @@ class Checker:
             return Checked("corrupt", nbytes, str(exc), is_of_other_keys=of_other_keys)
 
     def read(self, payload: bytes, seal: Seal | None) -> Header:
-        """Check every byte of a payload and return its header; the caller compares the key. Raises
-        ``PayloadError``."""
+        """Check every byte of a payload; the caller compares the key. Raises ``PayloadError``."""
         header = read_header(payload, seal=seal)
-        self._check_frames(header, payload)
-        return header
-
-    def _check_frames(self, header: Header, payload: bytes) -> None:
         if header.nbytes != len(payload):
             raise PayloadError(f"{len(payload)} bytes, but the header states {header.nbytes}")
         if not header.is_sealed and any(f.codec.endswith(ENCRYPTED) for f in header.frames):
             check_frames(header, payload)  # without a key only the checksums can be checked
-            return
+            return header
         import numpy as np  # late: a command line that only prints does without
 
         coded = [f.layer.nbytes for f in header.frames if f.codec != "none"]
         scratch = np.empty(max(coded), np.uint8).data if coded else None
         for index in range(len(header.frames)):
             frame_pages(header, index, payload, scratch)
+        return header
 
     def _is_copy_wrong(self, key: ChunkKey, payload: bytes) -> bool:
         copy = None if self._view.hot is None else self._view.hot.get(key.path())
@@ -223,9 +215,8 @@ class _Share:
 
 
 class Verify:
-    """Makes the units of work of ``objkv verify``. They count the verdicts ``ok`` and
-    ``changed``; every other verdict is a finding. ``settle`` also counts ``quarantined``,
-    ``forgotten`` and ``mended`` (repaired)."""
+    """Units of work that count the verdicts ``ok`` and ``changed``; any other is a finding.
+    ``settle`` also counts ``quarantined``, ``forgotten`` and ``mended`` (repaired)."""
 
     def __init__(
         self,
@@ -263,11 +254,8 @@ class Verify:
             yield Unit(partial(self._verify, key), items=1)
 
     def settle(self, found: Counters) -> Iterator[Unit]:
-        """Quarantine or repair the findings of the units above. Only findings
-        kept by the counters are handled; a later run finds the others again.
-
-        Raises ``ConfigError`` before anything is changed, see ``other_keys``.
-        """
+        """Quarantine or repair the findings that the counters keep; a later run finds the others.
+        Raises ``ConfigError`` before anything is changed, see ``other_keys``."""
         if not self._force and (why := self.other_keys(found)):
             raise ConfigError(why)
         for start in range(0, len(found.findings), _FINDINGS_AT_ONCE):
@@ -282,8 +270,7 @@ class Verify:
                 counters.count(done, finding.nbytes)
 
     def other_keys(self, found: Counters) -> str | None:
-        """Return why nothing may be quarantined if most payloads of a namespace are sealed with
-        other keys."""
+        """Return why nothing may be quarantined if most of a namespace are sealed otherwise."""
         for name in self._namespaces:
             seen, other = found.counts[f"seen {name}"], found.counts[f"other keys {name}"]
             if 2 * other > seen:
@@ -299,9 +286,9 @@ class Verify:
         self, inventory: Inventory, part: Slice, where: str, counters: Counters, check: Check
     ) -> None:
         for items in inventory.items(part, where):
-            for one in items:
+            for key, entry in items:
                 check()
-                self._verify(one.key, counters, check, is_listed=one.entry is not None)
+                self._verify(key, counters, check, is_listed=entry is not None)
 
     def _verify(
         self, key: ChunkKey, counters: Counters, check: Check, *, is_listed: bool = True

@@ -29,8 +29,7 @@ from objkv.ops.replica import (
 KV_CACHE_BYTES: Final = 256 << 20
 """Enough for several prompts, and small enough to leave most of the machine's memory free."""
 _MEMORY_SHARE = 0.6
-"""Share of a GPU's memory for an engine with vLLM's defaults, because other programs may use some.
-"""
+"""Of a GPU's memory, for an engine with vLLM's defaults: other programs may use some."""
 _SHAPES: Final[dict[Shape, dict[str, int]]] = {
     "normal": {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 4},
     "small": {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 3},
@@ -216,8 +215,7 @@ def run(setup: ReplicaSetup, send: Callable[[ReplicaEvent], None]) -> None:
 
 
 def main() -> None:
-    """Run a replica with standard output reserved for events, and vLLM's output on standard
-    error."""
+    """Run a replica with its events on standard output, and vLLM's on standard error."""
     with os.fdopen(os.dup(1), "w") as events:
         os.dup2(2, 1)
 

@@ -1,5 +1,5 @@
-"""What is checked about the repository itself: each module's ``findings`` yields lines
-``path:line: what is wrong and what to do``."""
+"""What is checked about the repository itself: ``findings`` and the functions of ``__main__`` yield
+lines ``path:line: what is wrong and what to do``."""
 
 import subprocess
 from pathlib import Path

@@ -5,7 +5,6 @@ another one."""
 import ast
 from collections import defaultdict
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,17 @@ from objkv.codec import compress
 from objkv.net import resp
 from scripts.checks import ROOT, name_of, tracked
 
-Table = dict[str, tuple[str, ...]]
-TABLES: dict[str, Table] = {
-    "codec": compress.PRIVATE_NAMES,
-    "net": resp.PRIVATE_NAMES,
-    "stores": {},
-    "index": {},
-    "keys": {},
-    "config": {},
+REDIS = {
+    "connection": redis.Connection(),
+    "connection class": redis.Connection,
+    "pool": redis.BlockingConnectionPool(),
 }
-"""By the packages that use them."""
+USED: dict[str, tuple[dict[str, tuple[str, ...]], dict[str, Any]]] = {
+    "codec": (compress.PRIVATE_NAMES, {"lz4.block": lz4.block}),
+    "net": (resp.PRIVATE_NAMES, REDIS),
+    **dict.fromkeys(("stores", "index", "keys", "config"), ({}, {})),
+}
+"""By the packages that use them: the table of names, and what has those of each row."""
 OTHERS = {
     ("tests/engine/endings.py", "_finalizer"): "vLLM's",
     ("tests/engine/preloaded.py", "_threads"): "torch's",
@@ -34,26 +34,14 @@ OTHERS = {
 """Names in tests that are private names of objkv as well, and here whose they are."""
 
 
-def owners() -> Iterator[tuple[str, str, Table, str, Any]]:
-    """Where a table is, the library, the table, and what has the names of one row."""
-    for owner, thing in (("connection", redis.Connection()), ("connection class", redis.Connection),
-                         ("pool", redis.BlockingConnectionPool())):  # fmt: skip
-        yield resp.__name__, "redis", resp.PRIVATE_NAMES, owner, thing
-    yield compress.__name__, "lz4", compress.PRIVATE_NAMES, "lz4.block", lz4.block
-
-
 def findings() -> Iterator[str]:
     """Each name that is gone or not listed."""
-    seen = []
-    for module, library, table, owner, thing in owners():
-        seen.append((id(table), owner))
-        for name in table[owner]:
-            if not hasattr(thing, name):
-                yield f"{module.replace('.', '/')}.py:1: {library} {version(library)} has no {name}"
-    for folder, table in TABLES.items():
-        for owner in table:
-            if (id(table), owner) not in seen:
+    for folder, (table, things) in USED.items():
+        for owner, names in table.items():
+            if owner not in things:
                 yield f"scripts/checks/private.py:1: look at {owner} of objkv/{folder}, too"
+            elif gone := [name for name in names if not hasattr(things[owner], name)]:
+                yield f"objkv/{folder}:1: the {owner} has no {', '.join(gone)}"
         listed = {name for names in table.values() for name in names}
         for name in sorted(unlisted(folder) - listed):
             yield f"objkv/{folder}:1: {name} is not ours: list it in PRIVATE_NAMES"

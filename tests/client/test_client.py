@@ -28,11 +28,8 @@ __all__ = ["tokenizer_folder"]
 
 class TestSqlite(ClientContract):
     @pytest.fixture
-    def settings(self, tmp_path: Path) -> dict[str, str]:
-        return {
-            "bulk_url": f"file://{tmp_path}/chunks",
-            "index_url": f"sqlite://{tmp_path}/index.sqlite",
-        }
+    def settings(self, urls: dict[str, str]) -> dict[str, str]:  # type: ignore[override] # a fixture
+        return urls
 
     @pytest.mark.parametrize("shards", [(None,), (LEFT, RIGHT)], ids=["one rank", "two ranks"])
     def test_hot_copies_are_counted(
@@ -88,13 +85,9 @@ def test_reading_a_default_store_that_is_empty_creates_nothing(
     assert not (tmp_path / "objkv" / "chunks").exists()
 
 
-def test_an_audit_has_the_prices_of_the_settings(tmp_path: Path) -> None:
-    places = {
-        "bulk_url": f"file://{tmp_path}/chunks",
-        "index_url": f"sqlite://{tmp_path}/index.sqlite",
-    }
+def test_an_audit_has_the_prices_of_the_settings(urls: dict[str, str]) -> None:
     for settings, gpu_hour in (({}, None), ({"price_gpu_hour": 2.5, "price_gb_month": 1.0}, 2.5)):
-        with objkv.open(**places, **settings) as client:
+        with objkv.open(**urls, **settings) as client:
             prices = client.audit().cost.prices
         assert (prices.gb_month == 1.0, prices.gpu_hour) == (bool(settings), gpu_hour)
 

@@ -17,14 +17,6 @@ FENCED = re.compile(r"^ *```.*?^ *```", re.MULTILINE | re.DOTALL)
 TOKENS = list(range(1_000, 2_000))
 
 
-@pytest.fixture
-def urls(tmp_path: Path) -> dict[str, str]:
-    return {
-        "bulk_url": f"file://{tmp_path}/chunks",
-        "index_url": f"sqlite://{tmp_path}/index.sqlite",
-    }
-
-
 def configured(monkeypatch: pytest.MonkeyPatch, urls: dict[str, str]) -> None:
     for name, value in urls.items():
         monkeypatch.setenv(f"OBJKV_{name.upper()}", value)

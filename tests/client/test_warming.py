@@ -23,11 +23,7 @@ def place(tmp_path: Path) -> Place:
 
 
 @pytest.fixture
-def client(tmp_path: Path, place: Place) -> Iterator[objkv.Client]:
-    urls = {
-        "bulk_url": f"file://{tmp_path}/chunks",
-        "index_url": f"sqlite://{tmp_path}/index.sqlite",
-    }
+def client(urls: dict[str, str], place: Place) -> Iterator[objkv.Client]:
     with objkv.open(**urls) as client:
         yield client
 

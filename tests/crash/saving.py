@@ -13,7 +13,7 @@ from objkv.keys.prefix import prefix_hashes, root_hash
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.rebuild import Rebuild
 from objkv.ops.runs import Counters, WorkPool
-from objkv.ops.sweep.remove import Remover, SweepLimits
+from objkv.ops.sweep.remove import SweepLimits
 from objkv.ops.sweep.sweep import Sweep
 from objkv.ops.verify import PAYLOADS, RECORDED, Budget, Verify
 from objkv.telemetry import NullRecorder
@@ -79,8 +79,7 @@ def sweep_all(view: BackendsView) -> Counters:
     """As ``objkv sweep --apply --force --grace 0``."""
     pool = WorkPool(workers=2)
     limits = SweepLimits(apply=True, grace_s=-60, put_s=-60, force=True)
-    remover = Remover(view, limits)
-    work = Sweep(view, walked(view), limits, remover)
+    work = Sweep(view, walked(view), limits)
     for units in (work.leftovers(), work.parts(), work.missing(), work.documents(), work.totals()):
         pool.run(units)
     return pool.counters

@@ -18,12 +18,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from objkv.agent.http.metrics import (
-    LEVELS,
-    PREFIX,
-    TOTALS,
-    metrics_page,
-)
+from objkv.agent.http.metrics import LEVELS, PREFIX, TOTALS, metrics_page
 from objkv.connector.counters import (
     COUNTERS,
     ENCODER_METRICS,
@@ -35,6 +30,7 @@ from objkv.connector.metrics import ObjKVPromMetrics
 from objkv.index.redis.index import RedisIndex
 from objkv.ops.exporter.metrics import METRICS
 from objkv.stores.local import LocalStore
+from scripts.checks.docs import anchors
 from tests.monitoring.prometheus import EXAMPLE, Prometheus, need_prometheus, prometheus, serving
 from tests.support.samples import IDENTITY, NAMESPACE, save, save_identity
 from tests.support.servers.redis import valkey_server, wait_until
@@ -62,11 +58,6 @@ def alerts() -> list[dict[str, Any]]:
     return [rule for group in groups for rule in group["rules"]]
 
 
-def alert_queries() -> Iterator[tuple[str, str]]:
-    for rule in alerts():
-        yield rule["alert"], rule["expr"]
-
-
 def selectors(expression: str) -> list[tuple[str | None, str | None, set[str]]]:
     """The metrics that an expression reads: name, or pattern of the name, and labels compared."""
     found: list[tuple[str | None, str | None, set[str]]] = []
@@ -83,19 +74,12 @@ def selectors(expression: str) -> list[tuple[str | None, str | None, set[str]]]:
     return found
 
 
-def matching(pattern: str, names: set[str]) -> set[str]:
-    """The names that a pattern means, anchored as Prometheus anchors it."""
-    return {name for name in names if re.fullmatch(pattern, name)}
-
-
 def test_every_alert_links_to_a_section_of_the_runbook() -> None:
-    page = (ROOT / "docs" / "operations" / "runbook.md").read_text()
-    titles = re.findall(r"^## (.+)$", page, re.MULTILINE)
-    anchors = {re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-") for title in titles}
+    known_anchors = anchors(ROOT / "docs" / "operations" / "runbook.md")
     for rule in alerts():
         url, _, anchor = rule["annotations"]["runbook_url"].partition("#")
         assert url.endswith("/docs/operations/runbook.md")
-        assert anchor in anchors | {""}, rule["alert"]
+        assert anchor in known_anchors | {""}, rule["alert"]
 
 
 def pages_of_a_replica() -> list[str]:
@@ -218,12 +202,13 @@ def known() -> dict[str, set[str]]:
 
 def test_every_query_asks_for_what_is_told() -> None:
     told = known()
-    for _, query in (*dashboard_queries(), *alert_queries()):
+    queries = [query for _, query in dashboard_queries()] + [rule["expr"] for rule in alerts()]
+    for query in queries:
         for name, pattern, labels in selectors(query):
-            names = {name} if name else matching(pattern or "", set(told))
+            # Patterns are anchored, as by Prometheus.
+            names = [name] if name else [one for one in told if re.fullmatch(pattern or "", one)]
             assert names, pattern
             for one in names:
-                assert one in told, one
                 assert labels <= told[one], (one, labels)
 
 

@@ -30,7 +30,7 @@ from tests.contracts.damage import IDENTITY as DAMAGED
 from tests.contracts.damage import DamagedStore, Defects
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.audit import Auditor, hash_of, save_prompts, tokens_of
+from tests.support.audit import Auditor, hash_of, save_prompts, stored, tokens_of
 from tests.support.samples import (
     IDENTITY,
     LEFT,
@@ -92,8 +92,7 @@ def test_a_folder_that_is_its_own_index_is_reported_by_its_headers() -> None:
 
 
 def test_a_payload_that_is_saved_while_the_audit_walks_is_neither_missing_nor_orphan() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0, 1)])
+    bulk, index = stored([(0, 1)])
     before, after = Auditor(bulk, index), Auditor(bulk, index)
     before.payloads()
     after.records()
@@ -135,8 +134,7 @@ def test_a_namespace_that_is_new_while_namespaces_are_read_is_left_to_the_next_w
 
 @pytest.mark.parametrize("first", ["records", "payloads"])
 def test_what_is_swept_while_the_audit_walks_is_not_found(first: str) -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0, 1), (2,)])
+    bulk, index = stored([(0, 1), (2,)])
     gone = ChunkKey(NAMESPACE, bytes.fromhex(hash_of((2,))), 0)
     auditor = Auditor(bulk, index)
     steps = {"records": auditor.records, "payloads": auditor.payloads}
@@ -166,8 +164,7 @@ def test_orphans_are_young_before_the_grace_and_expired_when_no_record_lives_so_
 
 
 def test_a_bulk_store_that_has_nothing_of_what_the_index_knows_is_reported_as_wrong() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0, 1)])
+    _, index = stored([(0, 1)])
     report = Auditor(MemoryStore(), index).all()
     assert "the bulk store has none of the payloads" in report.problems[0]
     assert counts(report) == {"missing": 2}
@@ -207,7 +204,7 @@ def test_numbers_that_no_record_can_have_do_no_harm() -> None:
     inventory = Inventory()
     record = Record(b"\1" * 20, bytes(20), 0, 1 << 90, {}, hits=1 << 90, touched_s=1 << 90)
     inventory.add_records(NAMESPACE, [record], has_hits=True)
-    [(start, hits)] = inventory.some("SELECT start, hits FROM chunks")
+    [(start, hits)] = inventory.run("SELECT start, hits FROM chunks")
     assert start is None
     assert hits == 1 << 32
     inventory.close()
@@ -253,8 +250,7 @@ def test_another_length_than_recorded_is_corrupt() -> None:
 
 
 def test_an_audit_of_one_namespace_tells_nothing_of_what_others_left() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(1,)])
+    bulk, index = stored([(1,)])
     own, other = f"{NAMESPACE}/ab/x", f"{'5' * 32}/ab/x"
     for key in (own, other):
         bulk.put(f"quarantine/{key}", b"taken out")
@@ -324,8 +320,7 @@ def pin(prompt: tuple[int, ...], until_s: int, by: str | None) -> Pin:
 
 
 def test_pins_name_who_made_them_and_their_end() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0,), (1,), (2,)])
+    bulk, index = stored([(0,), (1,), (2,)])
     for one in (pin((0,), 3_000, "ada@ops-1"), pin((1,), 2_000, None), pin((2,), 999, "gone")):
         bulk.put(one.path(), one.document())
     bulk.put(f"{NAMESPACE}/pins/{'0' * 40}.json", b"what")
@@ -371,8 +366,7 @@ def test_lifecycle_rules_are_judged_by_the_time_to_live(
 
 
 def test_a_rule_that_ends_before_a_pin_is_a_conflict_in_the_report() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0,)])
+    bulk, index = stored([(0,)])
     one = pin((0,), 900 + 30 * DAY_S, "ada")
     bulk.put(one.path(), one.document())
     report = Auditor(bulk, index, clock=ManualClock(1_000.0), lifecycle=rules(14)).all()

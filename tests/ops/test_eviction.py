@@ -2,7 +2,7 @@
 any order."""
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import pytest
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from objkv.ops.sweep import eviction
-from objkv.ops.sweep.eviction import Candidate, Worth, by_use, choose, usual_pause_s
+from objkv.ops.sweep.eviction import Candidate, by_use, choose, usual_pause_s
 
 NOW_S = 1_000_000
 SIZE = 256
@@ -167,7 +167,7 @@ def test_many_chunks_take_no_more_comparisons_than_sorting_them(
     """Counted, not timed: each chunk that may be evicted is ranked once."""
     asked = 0
 
-    def counting(candidates: Sequence[Candidate], now_s: float) -> Worth:
+    def counting(candidates: Sequence[Candidate], now_s: float) -> Callable[[Candidate], float]:
         worth = by_use(candidates, now_s)
 
         def counted(one: Candidate) -> float:

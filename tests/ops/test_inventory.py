@@ -32,7 +32,7 @@ from objkv.stores.base import Entry
 from tests.contracts.clock import ManualClock
 from tests.contracts.memory_index import MemoryIndex
 from tests.contracts.memory_store import MemoryStore
-from tests.support.audit import Auditor, Prompt, hash_of, save_prompts, ways_on
+from tests.support.audit import Auditor, Prompt, hash_of, save_prompts, stored, ways_on
 from tests.support.audit import prefixes as prefixes_of
 from tests.support.samples import CHUNK, CREATED_S, FIELD, NAMESPACE, save, save_identity
 
@@ -46,11 +46,11 @@ def payload(number: int) -> tuple[ChunkKey, Entry]:
 
 def test_a_full_disk_is_said_and_what_to_do() -> None:
     inventory = Inventory()
-    pages = inventory.some("PRAGMA page_count")[0][0]
+    pages = inventory.run("PRAGMA page_count")[0][0]
     inventory.run(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(ConfigError, match=r"full; .* free some space"):
         inventory.add_payloads(NAMESPACE, [payload(number) for number in range(10_000)])
-    assert inventory.some("SELECT count(*) FROM payloads") == [(0,)]
+    assert inventory.run("SELECT count(*) FROM payloads") == [(0,)]
 
 
 @pytest.mark.slow
@@ -157,8 +157,8 @@ def test_every_payload_is_in_one_slice_and_comes_once() -> None:
         (bytes([fan]), len(keys) // 3) for fan in (0, 7, 255)
     ]
     found = [one for part in parts for items in inventory.items(part, WHERE) for one in items]
-    assert [one.key for one in found] == sorted(keys, key=lambda key: (key.prefix_hash, key.group))
-    assert {one.entry for one in found} == {Entry(key.path(), 5_000, 1.5) for key in keys}
+    every = sorted(keys, key=lambda key: (key.prefix_hash, key.group))
+    assert found == [(key, Entry(key.path(), 5_000, 1.5)) for key in every]
 
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGKILL])
@@ -194,8 +194,7 @@ PROMPTS = st.lists(
 
 
 def audit_of(prompts: list[Prompt]) -> AuditReport:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, prompts)
+    bulk, index = stored(prompts)
     return Auditor(bulk, index).all()
 
 
@@ -258,8 +257,7 @@ def check_links(tree: tuple[Branch, ...]) -> None:
 @settings(max_examples=15, deadline=None)
 @given(PROMPTS)
 def test_each_branch_is_followed_by_those_that_continue_it(prompts: list[Prompt]) -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, prompts)
+    _, index = stored(prompts)
     inventory = tree_of(index)
     every = list(branches(inventory, NAMESPACE))
     above: list[Branch] = []
@@ -287,8 +285,7 @@ def test_each_branch_is_followed_by_those_that_continue_it(prompts: list[Prompt]
 
 
 def test_a_prefix_without_its_beginning_is_a_root_that_says_so() -> None:
-    bulk, index = MemoryStore(), MemoryIndex()
-    save_prompts(bulk, index, [(0, 1, 2)])
+    bulk, index = stored([(0, 1, 2)])
     first = bytes.fromhex(hash_of((0,)))
     bulk.delete(ChunkKey(NAMESPACE, first, 0).path())
     index.drop(NAMESPACE, first)

@@ -24,6 +24,8 @@ from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.walk import ReadView, Walk, find_scope
 from objkv.ops.runs import WorkPool
 from objkv.stores.base import PruneStore, ReadStore, Unfinished
+from tests.contracts.memory_index import MemoryIndex
+from tests.contracts.memory_store import MemoryStore
 from tests.support.samples import CHUNK, NAMESPACE, save, save_identity
 
 Prompt = tuple[int, ...]
@@ -42,6 +44,13 @@ def save_prompts(bulk: PruneStore, index: PruneIndex | None, prompts: Sequence[P
     save_identity(bulk)
     for prompt in prompts:
         save(bulk, index, tokens_of(prompt))
+
+
+def stored(prompts: Sequence[Prompt]) -> tuple[MemoryStore, MemoryIndex]:
+    """Both ends, with these prompts."""
+    bulk, index = MemoryStore(), MemoryIndex()
+    save_prompts(bulk, index, prompts)
+    return bulk, index
 
 
 def prefixes(prompts: Sequence[Prompt]) -> set[Prompt]:

@@ -15,7 +15,7 @@ from objkv.keys.identity import (
     canonical_json,
     identity_path,
 )
-from objkv.keys.prefix import prefix_hashes, root_hash, token_digest
+from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash, token_digest
 from objkv.keys.topology import Shard
 from objkv.ops.backends_view import BackendsView
 from objkv.ops.inventory.file import Inventory
@@ -64,16 +64,18 @@ def save(
     shards: Sequence[Shard | None] = (None,),
     codec: str = "none",
     width: int = 8,
+    namespace: str = NAMESPACE,
+    salt: str | None = None,
 ) -> list[ChunkKey]:
     """Save every whole chunk of ``tokens``; bulk first, then the record. A payload has
     64 bytes for each head and each of ``width``."""
-    hashes = prefix_hashes(NAMESPACE, tokens, CHUNK)
+    hashes = prefix_hashes(namespace, tokens, CHUNK, PromptExtras(salt=salt))
     keys = []
     for number, prefix_hash in enumerate(hashes):
-        parent = hashes[number - 1] if number else root_hash(NAMESPACE)
-        chunk = ChunkEntry(NAMESPACE, prefix_hash, parent, number * CHUNK, (number + 1) * CHUNK)
+        parent = hashes[number - 1] if number else root_hash(namespace)
+        chunk = ChunkEntry(namespace, prefix_hash, parent, number * CHUNK, (number + 1) * CHUNK)
         for shard in shards:
-            key = ChunkKey(NAMESPACE, prefix_hash, 0, shard)
+            key = ChunkKey(namespace, prefix_hash, 0, shard)
             payload = payload_of(key, chunk, tokens, codec, width=width)
             bulk.put_if_absent(key.path(), payload)
             if index is not None:

@@ -1,7 +1,4 @@
-"""Reports contents, owners, usage, cost and faults of everything stored, from an inventory.
-
-An audit changes nothing and reads no payload.
-"""
+"""Reports contents, owners, usage, cost and faults of all that is stored, from an inventory."""
 
 import time
 from collections import defaultdict
@@ -29,7 +26,6 @@ from objkv.ops.inventory.file import Inventory
 from objkv.ops.inventory.findings import (
     FAULTS,
     Doubt,
-    FindingTotals,
     NamespaceFindings,
     count_findings,
     find_doubts,
@@ -83,10 +79,7 @@ def make_report(
     clock: Callable[[], float] = time.time,
 ) -> AuditReport:
     """Return the report of a walk that is done. ``version`` is objkv's; ``lifecycle`` reads the
-    bucket's rules.
-
-    Raises ``StoreError``, ``ConfigError``.
-    """
+    bucket's rules. Raises ``StoreError``, ``ConfigError``."""
     now_s, inventory, view, scope = clock(), walk.inventory, walk.view, walk.scope
     public, grace_s = config.public(), config.sweep_grace_s
     walk.judge(ttl_s=config.ttl_s)
@@ -95,6 +88,7 @@ def make_report(
     wrong = count_findings(inventory, grace_s=grace_s)
     namespaces = _namespace_audits(inventory, scope.namespaces, scope.every, wrong)
     every = _totals(namespaces)
+    unused = every.unused_bytes
     pins = list_pins(view.bulk, view.index, list(scope.namespaces), now_s=now_s)
     report = AuditReport(
         made_s=int(now_s),
@@ -106,7 +100,11 @@ def make_report(
         namespaces=namespaces,
         tenants=_tenant_audits(namespaces, config.quota_bytes, prices),
         tree=largest_branches(inventory),
-        cost=_cost(every, prices),
+        cost=CostAudit(
+            prices=prices,
+            month=every.nbytes / _GB * prices.gb_month,
+            unused=None if unused is None else unused / _GB * prices.gb_month,
+        ),
         findings=read_findings(inventory, scope, doubts, wrong, grace_s),
         namespace=scope.only,
         savings=_savings_audit(
@@ -128,8 +126,7 @@ def make_report(
 def _problems(
     report: AuditReport, walk: Walk, doubts: Collection[Doubt], unread: Collection[str]
 ) -> Iterator[str]:
-    """Yield what qualifies the numbers, in sentences, worst first. ``unread``: what could not be
-    read."""
+    """Yield what qualifies the numbers, worst first. ``unread``: what could not be read."""
     scope, payloads = walk.scope, report.totals.payloads
     yield from (one.why for one in doubts)
     missing = next(one.count for one in report.findings.counts if one.kind == "missing")
@@ -189,30 +186,21 @@ def _namespace_audits(
     names: Iterable[str],
     wrong: NamespaceFindings,
 ) -> tuple[NamespaceAudit, ...]:
-    """Return the namespaces, largest first, with a few hundred bytes of memory for each.
-
-    Args:
-        known: those that have a folder in the bulk store.
-        names: all, also those that only the index has.
-        wrong: findings by kind and namespace.
-    """
+    """Return the namespaces, largest first. ``known``: those that have a folder in the bulk store.
+    ``names``: all, also those that only the index has."""
     every = inventory.names()
     figures = {every[row.pop("ns")]: row for row in inventory.named(_BY_NAMESPACE)}
     audits = [
-        _namespace_audit(
-            known.get(name, _NO_FOLDER),
-            name,
-            figures.get(name, {}),
-            [found for (_, where), found in wrong.items() if where == name],
-        )
-        for name in sorted({*figures, *names})
+        _namespace_audit(known.get(name, _NO_FOLDER), name, figures.get(name, {}), wrong)
+        for name in {*figures, *names}
     ]
     return tuple(sorted(audits, key=lambda one: (-one.nbytes, one.namespace)))
 
 
 def _namespace_audit(
-    space: StoredNamespace, name: str, row: dict[str, Any], found: Sequence[FindingTotals]
+    space: StoredNamespace, name: str, row: dict[str, Any], wrong: NamespaceFindings
 ) -> NamespaceAudit:
+    found = [one for (_, where), one in wrong.items() if where == name]
     values = {**_NOTHING, **_UNKNOWN, **row}
     unknown = values.pop("unknown_chunks", 0)
     if space.chunk_tokens is not None:
@@ -237,7 +225,6 @@ def _namespace_audit(
 def _tenant_audits(
     namespaces: Sequence[NamespaceAudit], quota_bytes: int, prices: Prices
 ) -> tuple[TenantAudit, ...]:
-    """Return the tenants, largest first."""
     groups: defaultdict[str | None, list[NamespaceAudit]] = defaultdict(list)
     for one in namespaces:
         groups[one.tenant].append(one)
@@ -255,7 +242,6 @@ def _tenant_audits(
 
 
 def _totals(namespaces: Sequence[NamespaceAudit]) -> AuditTotals:
-    """Return the sums over all namespaces."""
     tenants = {one.tenant for one in namespaces if one.tenant is not None}
     return AuditTotals(namespaces=len(namespaces), tenants=len(tenants), **_together(namespaces))
 
@@ -274,16 +260,6 @@ def _together(namespaces: Sequence[NamespaceAudit]) -> dict[str, Any]:
         "newest_s": max(known("newest_s"), default=None),
         "last_used_s": max(known("last_used_s"), default=None),
     }
-
-
-def _cost(every: AuditTotals, prices: Prices) -> CostAudit:
-    """Return what storing all of this costs in a month."""
-    unused = every.unused_bytes
-    return CostAudit(
-        prices=prices,
-        month=every.nbytes / _GB * prices.gb_month,
-        unused=None if unused is None else unused / _GB * prices.gb_month,
-    )
 
 
 def _savings_audit(savings: Sequence[Savings], gpu_hour: float | None) -> SavingsAudit:

@@ -64,15 +64,13 @@ class NamespaceAudit(StoredAudit):
     chunk_tokens: int | None
     weights_epoch: int | None
     is_known: bool
-    """Whether its identity document exists and matches its name; otherwise its payloads are
-    unidentified."""
+    """Whether its identity document is valid; otherwise its payloads are unidentified."""
     problem: str | None
-    """The problem with the identity document, in a sentence."""
+    """What is wrong with the identity document."""
     findings: Mapping[str, int]
-    """How many it has of each kind of finding, without those of which it has none."""
+    """How many it has of each kind that it has at all."""
     faults: int
-    """Those of them that should not exist: without young orphans, and without what the next sweep
-    removes."""
+    """Those that should not exist: no young orphans, and nothing that the next sweep removes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +87,7 @@ class TenantAudit(StoredAudit):
 
 
 JSON_FORMAT: Final = 3
-"""Format number of the JSON document. It increases when a field changes its meaning."""
+"""Of the JSON document. It increases when a field changes its meaning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,14 +114,13 @@ class SavingsAudit:
     loads: int | None
     tokens: int | None
     timed_tokens: int | None
-    """Loaded tokens of replicas that had measured how fast they compute; the following numbers
-    cover only these."""
+    """Those of replicas that had measured how fast they compute; the next numbers cover these."""
     compute_gpu_s: float | None
     """Computing time of these tokens, times the GPUs of the replica."""
     load_gpu_s: float | None
     """Duration of their loads, times the GPUs of the replica, as if all GPUs had waited."""
     gpu_s: float | None
-    """GPU seconds saved: the difference. Below 0, loading cost more than it saved."""
+    """The difference: GPU seconds saved."""
     usd: float | None
     """Price of ``gpu_s``; None without a price per GPU hour."""
 
@@ -188,8 +185,7 @@ class AuditReport:
 
 
 def verdict(report: AuditReport) -> AuditVerdict:
-    """Return the worst finding, for headlines and exit codes. Young orphans are no faults: their
-    records may still be published."""
+    """Return the worst finding. Young orphans are no faults: their records may yet come."""
     found = {one.kind: one.faults for one in report.findings.counts}
     if found["corrupt"]:
         return "corrupt"

@@ -15,7 +15,7 @@ from pathlib import Path
 from objkv.agent.client import AgentConnection, leases_of
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import Claims, Urgency
-from objkv.cache.chunks import shard_record
+from objkv.cache.chunks import publish_record, shard_record
 from objkv.codec.payload import header_bytes_needed, read_claimed, read_header
 from objkv.errors import TransferError
 from objkv.index.base import ChunkEntry, ShardRecord, WriteIndex
@@ -75,10 +75,10 @@ class BenchRow:
 
 
 def bench_store(store: HotStore, name: str, shape: Shape, effort: Effort) -> Iterator[BenchRow]:
-    """Measure a store with the rights of a writer. Payloads that it may not delete expire. Raises
-    ``StoreError``, and ``PayloadError`` if a payload differs from the one put."""
+    """Measure a store with the rights of a writer. Raises ``StoreError``, and ``PayloadError`` if
+    a payload differs from the one put."""
     samples = make_samples(shape, max(effort.at_once))
-    first, slab = samples[0], make_slab(samples[0])
+    first, slab = samples[0], _slab(samples[0])
     puts, gets, heads = [], [], []
     with stored_for_a_while(store, samples, expires=name == "hot"):
         for sample in samples[1:]:
@@ -92,7 +92,7 @@ def bench_store(store: HotStore, name: str, shape: Shape, effort: Effort) -> Ite
         yield latency(f"{name} get {shape.name}", gets)
         for count in effort.at_once:
             some = samples[:count]
-            works = [partial(get_verified, store, one, make_slab(one)) for one in some]
+            works = [partial(get_verified, store, one, _slab(one)) for one in some]
             took = at_once(works, effort.rounds)
             nbytes = sum(len(sample.payload) for sample in some)
             yield throughput(f"{name} get {shape.name}, {count} at once", nbytes, took)
@@ -108,8 +108,7 @@ def bench_index(index: WriteIndex, effort: Effort) -> Iterator[BenchRow]:
 
 
 class AgentReader:
-    """Reads payloads as a worker does: it opens them, checks their headers, copies their frames
-    from the agent's memory, and ends the leases."""
+    """Reads payloads as a worker does: checks headers, copies frames out of the agent's memory."""
 
     def __init__(
         self, socket: Path, samples: Sequence[PayloadSample], seals: Sequence[str]
@@ -118,7 +117,7 @@ class AgentReader:
         self._agent = AgentConnection(socket, wants_arena=True, seals=seals)
         self._layers, self._claims = samples[0].layers, [sample.claim for sample in samples]
         self._payloads = [sample.payload for sample in samples]
-        self._targets = [make_slab(sample) for sample in samples]
+        self._targets = [_slab(sample) for sample in samples]
 
     def load(self) -> None:
         """Load the payloads once. Raises ``TransferError`` if the agent cannot get one."""
@@ -165,11 +164,10 @@ def bench_agent(
         stack.enter_context(stored_for_a_while(bulk, samples, expires=False))
         for sample in samples:
             bulk.put(sample.key, sample.payload)
-            key, record = sample.claim.key, shard_record(read_header(sample.payload))
-            parent, end = sample.claim.parent_hash, sample.claim.token_end
-            entry = ChunkEntry(NAMESPACE, key.prefix_hash, parent, 0, end)
+            key, header = sample.claim.key, read_header(sample.payload)
+            record = shard_record(header)
             stack.callback(index.forget, NAMESPACE, key.prefix_hash, key.field, record)
-            index.publish(entry, {key.field: record}, ttl_s=_TTL_S)
+            publish_record(index, header, hot=False, ttl_s=_TTL_S)
         readers = [
             stack.enter_context(closing(AgentReader(socket, samples, seals)))
             for _ in range(max(_READERS))
@@ -191,8 +189,7 @@ def bench_agent(
 
 
 def at_once(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
-    """Do all ``works`` at once, ``rounds`` times and once to warm up. Return the seconds of each
-    round. An error of one is raised after all have ended."""
+    """Return the seconds of each round of all ``works`` at once, without one that warms up."""
     took = []
     with ThreadPoolExecutor(len(works), thread_name_prefix="objkv-bench") as pool:
         for _ in range(1 + rounds):
@@ -206,8 +203,7 @@ def at_once(works: Sequence[Callable[[], object]], rounds: int) -> list[float]:
     return took[1:]
 
 
-def make_slab(sample: PayloadSample) -> memoryview:
-    """Return memory for a payload."""
+def _slab(sample: PayloadSample) -> memoryview:
     return memoryview(bytearray(len(sample.payload)))
 
 

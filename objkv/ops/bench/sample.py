@@ -54,11 +54,6 @@ class Shape:
     def __post_init__(self) -> None:
         assert self.layer_bytes % (_BLOCK_TOKENS * _CONTENT * 2) == 0
 
-    @property
-    def raw_bytes(self) -> int:
-        """Bytes of all pages."""
-        return self.layers * self.layer_bytes
-
     def specs(self) -> list[LayerSpec]:
         """Return the layers' specs."""
         blocks = self.layer_bytes // (_BLOCK_TOKENS * _CONTENT * 2)

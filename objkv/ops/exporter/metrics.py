@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from objkv.config import Config
-from objkv.ops.exporter.scan import Scan, Scans
+from objkv.ops.exporter.scan import Scans
 from objkv.ops.exporter.watch import BackendsWatch, Origin
 from objkv.ops.inventory.findings import FAULTS
 
@@ -77,6 +77,8 @@ METRICS = {
 NAMESPACES_MAX = 200
 """Namespaces exposed individually, largest first; the others are summed."""
 _LABEL_CHARS_MAX = 200
+Rows = dict[str, dict[str, float]]
+"""Values by namespace and metric."""
 
 
 class StoreCollector(Collector):
@@ -119,11 +121,11 @@ class StoreCollector(Collector):
         if stored is None:
             return
         page.add("objkv_usage_timestamp_seconds", stored.read_s)
-        rows = {
+        rows: Rows = {
             one.namespace: {
-                "objkv_stored_bytes": float(one.nbytes),
-                "objkv_stored_payloads": float(one.payloads),
-                "objkv_counted_timestamp_seconds": float(one.counted_s),
+                "objkv_stored_bytes": one.nbytes,
+                "objkv_stored_payloads": one.payloads,
+                "objkv_counted_timestamp_seconds": one.counted_s,
             }
             for one in stored.usage
         }
@@ -140,32 +142,29 @@ class StoreCollector(Collector):
 
     def _scanned(self, page: "_Page", scans: Scans) -> None:
         page.add("objkv_scan_failures_total", scans.failures)
-        scan: Scan | None = scans.last
-        if scan is None:
+        if (scan := scans.last) is None:
             return
         page.add("objkv_scan_timestamp_seconds", scan.ended_s)
         page.add("objkv_scan_seconds", scan.seconds)
         origins = {
             one.namespace: Origin(one.tenant or "", one.model or "") for one in scan.namespaces
         }
-        rows = {
+        rows: Rows = {
             one.namespace: {
-                "objkv_scan_payloads": float(one.payloads),
-                "objkv_scan_bytes": float(one.nbytes),
-                "objkv_scan_oldest_timestamp_seconds": float(one.oldest_s),
+                "objkv_scan_payloads": one.payloads,
+                "objkv_scan_bytes": one.nbytes,
+                "objkv_scan_oldest_timestamp_seconds": one.oldest_s,
             }
             for one in scan.namespaces
             if one.oldest_s is not None
         }
         self._add_rows(page, rows, origins, by="objkv_scan_bytes")
         none = {"objkv_scan_findings": 0.0, "objkv_scan_finding_bytes": 0.0}
-        kinds: dict[str, dict[str, dict[str, float]]] = {
-            kind: dict.fromkeys(rows, none) for kind in (*FAULTS, "expired")
-        }
+        kinds: dict[str, Rows] = {kind: dict.fromkeys(rows, none) for kind in (*FAULTS, "expired")}
         for (kind, name), found in scan.findings.items():
             kinds.setdefault(kind, {})[name] = {
-                "objkv_scan_findings": float(found.count - found.young),
-                "objkv_scan_finding_bytes": float(found.nbytes - found.young_bytes),
+                "objkv_scan_findings": found.count - found.young,
+                "objkv_scan_finding_bytes": found.nbytes - found.young_bytes,
             }
         for kind, of in kinds.items():
             self._add_rows(page, of, origins, by="objkv_scan_finding_bytes", first=(kind,))
@@ -173,14 +172,13 @@ class StoreCollector(Collector):
     def _add_rows(
         self,
         page: "_Page",
-        rows: Mapping[str, dict[str, float]],
+        rows: Rows,
         origins: Mapping[str, Origin],
         *,
         by: str,
         first: tuple[str, ...] = (),
     ) -> None:
-        """Add the largest namespaces individually, and the others as one. ``first``: labels before
-        the namespace's."""
+        """Add the largest namespaces, and the others as one. ``first``: labels before these."""
         largest = sorted(rows, key=lambda name: (-rows[name][by], name))
         shown = largest[:NAMESPACES_MAX]
         for name in shown:

@@ -1,8 +1,5 @@
-"""Takes an inventory of store and index from time to time, for ``--scan-every`` only.
-
-A scan lists everything once, with one request per 1,000 payloads, reads all index records, and
-looks twice at payloads that seem missing. It changes nothing.
-"""
+"""Takes an inventory of store and index from time to time, for ``--scan-every`` only: one request
+per 1,000 payloads, and all index records."""
 
 import logging
 import threading
@@ -77,18 +74,14 @@ class Scans:
                     pool.run(() if self._stopping.is_set() else units)
                 if self._stopping.is_set() or pool.ending != "complete":
                     return
-                self.last = self._scan(walk, begun_s)
+                walk.judge(ttl_s=self.view.ttl_s)
+                counted = counted_namespaces(inventory, walk.scope)
+                found = count_findings(inventory, grace_s=self.grace_s)
+                ended_s = self.clock()
+                self.last = Scan(counted, found, ended_s, ended_s - begun_s)
         except ObjkvError as exc:
             self.failures += 1
             logger.warning("scan not finished reason=%s", exc)
-            return
-
-    def _scan(self, walk: Walk, begun_s: float) -> Scan:
-        walk.judge(ttl_s=self.view.ttl_s)
-        counted = counted_namespaces(walk.inventory, walk.scope)
-        found = count_findings(walk.inventory, grace_s=self.grace_s)
-        ended_s = self.clock()
-        return Scan(counted, found, ended_s, ended_s - begun_s)
 
     def _go_on(self) -> None:
         while not self._stopping.is_set():

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from objkv.errors import ObjkvError
@@ -66,12 +66,13 @@ class Asks:
     facts: Callable[[], ServerFacts | None] = lambda: None
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Asked:
+    """Of one backend. Its thread replaces it as a whole, so that readers need no lock."""
+
     answer: BackendHealth | None = None
     since: float | None = None
     """Monotonic start of the running check; None between checks."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 class BackendsWatch:
@@ -126,9 +127,8 @@ class BackendsWatch:
         """Return the last result for each backend. A late one is reported as down."""
         found: dict[End, BackendHealth] = {}
         for end, asked in self._asked.items():
-            with asked.lock:
-                answer, since = asked.answer, asked.since
-            waited = 0.0 if since is None else self._monotonic() - since
+            answer = asked.answer
+            waited = 0.0 if asked.since is None else self._monotonic() - asked.since
             if waited > self._late_s:
                 answer = BackendHealth(False, waited, self._clock() - waited)
             if answer is not None:
@@ -137,19 +137,17 @@ class BackendsWatch:
 
     def ask(self, end: End) -> None:
         """Check one backend once. Called by its thread, and by tests."""
-        asked = self._asked[end]
+        before = self._asked[end].answer
+        was_up = before is None or before.is_up
         begun, begun_s = self._monotonic(), self._clock()
-        with asked.lock:
-            was_up = asked.answer is None or asked.answer.is_up
-            asked.since = begun
+        self._asked[end] = _Asked(before, since=begun)
         error: ObjkvError | None = None
         try:
             self._asks.checks[end]()
         except ObjkvError as exc:
             error = exc
-        with asked.lock:
-            asked.answer = BackendHealth(error is None, self._monotonic() - begun, begun_s)
-            asked.since = None
+        answer = BackendHealth(error is None, self._monotonic() - begun, begun_s)
+        self._asked[end] = _Asked(answer)
         if was_up and error is not None:
             logger.warning("end down end=%s reason=%s", end, error)
         elif error is None and not was_up:
@@ -178,8 +176,7 @@ class BackendsWatch:
             self.facts = None
 
     def _read_documents(self) -> None:
-        """Read some of the documents that are not known yet. They are chosen at random: a document
-        that is missing must not keep the others waiting."""
+        """Read some of the unknown documents, at random: a missing one must not block others."""
         usage = () if self.stored is None else self.stored.usage
         names = [one.namespace for one in usage if one.namespace not in self.origins]
         with suppress(ObjkvError):  # the next check reports the failure

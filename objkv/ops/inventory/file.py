@@ -47,12 +47,11 @@ _ADD_RECORD = """
 INSERT INTO payloads (ns, hash, field, recorded, created_s) VALUES (?, ?, ?, ?, ?)
 ON CONFLICT DO UPDATE SET recorded = excluded.recorded, created_s = excluded.created_s
 """
+_SET = "UPDATE payloads SET {} WHERE ns = ? AND hash = ? AND field = ?"
 _REMOVE = {
-    "payload": "UPDATE payloads SET nbytes = NULL, modified_s = NULL"
-    " WHERE ns = ? AND hash = ? AND field = ?",
-    "record": "UPDATE payloads SET recorded = NULL WHERE ns = ? AND hash = ? AND field = ?",
+    "payload": _SET.format("nbytes = NULL, modified_s = NULL"),
+    "record": _SET.format("recorded = NULL"),
 }
-_PROBLEM = "UPDATE payloads SET problem = ? WHERE ns = ? AND hash = ? AND field = ?"
 # Only one word for each payload, and the one whose remedy removes or mends it: what a sweep deletes
 # with its namespace, or without a record, needs no other check. What is pinned has not expired.
 _FOUND = """
@@ -80,7 +79,7 @@ SELECT n.name, substr(f.hash, 1, 1) AS fan, count(*) FROM temp.found f
 JOIN main.namespaces n ON n.id = f.ns WHERE {where} GROUP BY f.ns, fan
 """
 _ITEMS = """
-SELECT hash, field, nbytes, modified_s, kind FROM temp.found f
+SELECT hash, field, nbytes, modified_s FROM temp.found f
 WHERE ns = ? AND (hash, field) > (?, ?) AND hash <= ? AND ({where})
 ORDER BY hash, field LIMIT ?
 """
@@ -95,18 +94,12 @@ class Slice(NamedTuple):
     """Of its payloads."""
 
 
-class Item(NamedTuple):
-    """One payload or its record."""
-
-    key: ChunkKey
-    entry: Entry | None
-    """The payload as the bucket listed it; None if only the index has it."""
-    kind: str
-    """The finding, or ``sound``."""
+Item = tuple[ChunkKey, Entry | None]
+"""A payload as the bucket listed it; None if only the index has it."""
 
 
 class Inventory:
-    """Safe from many threads, except ``rows``. Raises ``ConfigError`` if the disk is full."""
+    """Safe from many threads, but ``rows`` and ``named``. Raises ``ConfigError`` on a full disk."""
 
     def __init__(self, *, clock: Callable[[], float] = time.time) -> None:
         self._lock = RLock()
@@ -143,8 +136,7 @@ class Inventory:
         self._write(_ADD_PAYLOAD, rows)
 
     def add_records(self, namespace: str, records: Iterable[Record], *, has_hits: bool) -> None:
-        """Add records, or descriptions from headers, which count no hits. Impossible values are
-        omitted or clamped. Idempotent."""
+        """Add records, or what headers say. Wrong values are omitted or clamped. Idempotent."""
         ns = self.namespace(namespace)
         chunks, payloads = [], []
         for record in records:
@@ -166,7 +158,7 @@ class Inventory:
     def add_problem(self, key: ChunkKey, problem: str) -> None:
         """Note what is wrong with the header of a payload."""
         row = (problem, self.namespace(key.namespace), key.prefix_hash, key.field)
-        self._write(_PROBLEM, [row])
+        self._write(_SET.format("problem = ?"), [row])
 
     def add_other(
         self, kind: str, entry: Entry, detail: str, *, namespace: str = "", name: str = ""
@@ -187,44 +179,41 @@ class Inventory:
         self._write(_REMOVE[what], rows)
 
     def slices(self, where: str) -> list[Slice]:
-        """Return the parts of the payloads for which ``where`` holds, a condition on the columns of
-        ``found``: at most 256 for each namespace."""
-        return [Slice(*row) for row in self.some(_SLICES.format(where=where))]
+        """Return the parts of the payloads for which ``where`` holds, a condition on ``found``."""
+        return [Slice(*row) for row in self.run(_SLICES.format(where=where))]
 
     def items(self, part: Slice, where: str) -> Iterator[list[Item]]:
-        """Yield the payloads of ``part`` for which ``where`` holds, by key, a few hundred at a
-        time. Safe from many threads."""
+        """Yield the payloads of ``part`` for which ``where`` holds, by key, in batches."""
         ns = self.namespace(part.namespace)
         statement, after = _ITEMS.format(where=where), (part.fan, "")
         last = part.fan.ljust(PREFIX_HASH_BYTES, b"\xff")
-        while rows := self.some(statement, (ns, *after, last, CHUNKS_AT_ONCE)):
-            yield [_item(part.namespace, *row) for row in rows]
+        while rows := self.run(statement, (ns, *after, last, CHUNKS_AT_ONCE)):
+            keys = [ChunkKey.of(part.namespace, *row[:2]) for row in rows]
+            yield [
+                (key, None if nbytes is None else Entry(key.path(), nbytes, modified_s))
+                for key, (*_, nbytes, modified_s) in zip(keys, rows, strict=True)
+            ]
             after = rows[-1][:2]
 
     def count(self, where: str) -> int:
         """Return for how many payloads ``where`` holds."""
         found = f"SELECT count(*) FROM temp.found f WHERE {where}"  # noqa: S608  # our own conditions
-        return int(self.some(found)[0][0])
+        return int(self.run(found)[0][0])
 
     def rows(self, statement: str, values: Sequence[object] = ()) -> Iterator[tuple[Any, ...]]:
-        """Yield the rows of ``statement`` as SQLite reads them. For one thread."""
+        """Yield the rows of ``statement`` as SQLite reads them."""
         with self._translated():
             yield from self._db.execute(statement, values)
 
     def named(self, statement: str, values: Sequence[object] = ()) -> Iterator[dict[str, Any]]:
-        """Yield the rows of ``statement`` as dictionaries by column name. For one thread."""
+        """Yield the rows of ``statement`` as dictionaries by column name."""
         with self._translated():
             cursor = self._db.execute(statement, values)
             names = [column[0] for column in cursor.description]
             yield from (dict(zip(names, row, strict=True)) for row in cursor)
 
-    def run(self, statement: str, values: Sequence[object] = ()) -> None:
-        """Run ``statement``."""
-        with self._lock, self._translated():
-            self._db.execute(statement, values)
-
-    def some(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
-        """Return all rows of ``statement``. Safe from many threads; for few rows."""
+    def run(self, statement: str, values: Sequence[object] = ()) -> list[tuple[Any, ...]]:
+        """Run ``statement``, and return its rows, which must be few. Safe from many threads."""
         with self._lock, self._translated():
             return self._db.execute(statement, values).fetchall()
 
@@ -255,15 +244,3 @@ class Inventory:
                 f"the temporary directory: {exc}; an inventory needs about 400 bytes per chunk "
                 "there, so free some space or set TMPDIR to a directory with enough"
             ) from exc
-
-
-def _item(
-    namespace: str,
-    prefix_hash: bytes,
-    field: str,
-    nbytes: int | None,
-    modified_s: float,
-    kind: str,
-) -> Item:
-    key = ChunkKey.of(namespace, prefix_hash, field)
-    return Item(key, None if nbytes is None else Entry(key.path(), nbytes, modified_s), kind)

@@ -1,12 +1,8 @@
-"""What is wrong in an inventory: one word and one remedy for each finding, in all commands.
-
-The words are conditions in SQL (``found`` in ``file``). An item has one word: the one whose remedy
-removes or mends it.
-"""
+"""What is wrong in an inventory: one word (of ``found`` in ``file``) and one remedy per finding."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Literal, get_args
+from typing import Final, Literal, get_args
 
 from objkv.keys.chunk import payload_path
 from objkv.ops.formats import span
@@ -99,47 +95,36 @@ _IF_RIGHT = "check bulk_url, index_url and redis_prefix; if they are right"
 
 
 def find_doubts(inventory: Inventory, scope: WalkScope, *, ttl_s: float) -> tuple[Doubt, ...]:
-    """Return what seems useless only because the other backend lacks most of it: that backend was
-    probably wiped, or is the wrong one. Names that both have prove nothing: fleets with the same
-    models have the same.
-
-    A payload younger than ``ttl_s`` has a record, unless its writer was killed. Payloads of
-    unidentified namespaces are not judged by the index. Needs an index that was read.
-    """
+    """Return what seems useless only because the other backend lacks most of it: that was probably
+    wiped, or is the wrong one. Common names prove nothing: fleets with the same models have the
+    same. A payload younger than ``ttl_s`` has a record, unless its writer was killed. Needs an
+    index that was read, which does not judge unidentified namespaces."""
     begun_s = inventory.begun_s
     of = f" of {scope.only}" if scope.only else ""
     doubts, seen, known = [], 0, 0
     for name, payloads, recorded, young, lost in inventory.rows(_KNOWN, (begun_s - ttl_s, begun_s)):
         seen, known = seen + payloads, known + recorded
         if young >= _YOUNG_MIN and lost > _MOST * young:
-            doubts.append(
-                Doubt(
-                    name,
-                    f"the index has no record of most payloads in {name} that are younger than "
-                    f"ttl_s ({lost:,} of {young:,}): it looks wiped, or belongs to another bucket; "
-                    "run objkv rebuild --apply, or objkv sweep with --force to delete them",
-                )
+            why = (
+                f"the index has no record of most payloads in {name} that are younger than ttl_s "
+                f"({lost:,} of {young:,}): it looks wiped, or belongs to another bucket; "
+                "run objkv rebuild --apply, or objkv sweep with --force to delete them"
             )
+            doubts.append(Doubt(name, why))
     if seen and not known:
-        doubts = [
-            Doubt(
-                None,
-                f"the index has no record of any payload{of}: it was wiped, belongs to another "
-                f"bucket, or all records have expired; {_IF_RIGHT}, run objkv rebuild --apply, or "
-                "objkv sweep with --force to delete all",
-            )
-        ]
-    [(records, stored)] = inventory.some(_STORED)
-    if records and not stored:
-        doubts.append(
-            Doubt(
-                None,
-                f"the bulk store has none of the payloads{of} in the index: it belongs to "
-                f"another index, or was emptied; {_IF_RIGHT}, objkv sweep with --force removes the "
-                "records",
-                is_of_bulk=True,
-            )
+        why = (
+            f"the index has no record of any payload{of}: it was wiped, belongs to another "
+            f"bucket, or all records have expired; {_IF_RIGHT}, run objkv rebuild --apply, or "
+            "objkv sweep with --force to delete all"
         )
+        doubts = [Doubt(None, why)]
+    [(records, stored)] = inventory.run(_STORED)
+    if records and not stored:
+        why = (
+            f"the bulk store has none of the payloads{of} in the index: it belongs to another "
+            f"index, or was emptied; {_IF_RIGHT}, objkv sweep with --force removes the records"
+        )
+        doubts.append(Doubt(None, why, is_of_bulk=True))
     return tuple(doubts)
 
 
@@ -156,8 +141,7 @@ class FindingCount:
     count: int
     nbytes: int
     young: int
-    """Orphans written after the walk began or up to ``sweep_grace_s`` before; their records may
-    still be published."""
+    """Orphans written since ``sweep_grace_s`` before the walk: their records may yet come."""
     remedy: str
     """The command that fixes it, in a sentence."""
 
@@ -232,37 +216,30 @@ def read_findings(
 ) -> Findings:
     """Return all findings with their remedies. ``wrong``: their numbers."""
     young_s = inventory.begun_s - grace_s
-    every = [
-        sum((found for (kind, _), found in wrong.items() if kind == one), start=FindingTotals(one))
-        for one in get_args(FindingKind)
-    ]
-    counts = tuple(
-        FindingCount(
-            kind,
-            one.count,
-            one.nbytes,
-            one.young,
-            _remedy(kind, one, doubts, scope, wrong, young_s),
-        )
-        for kind, one in zip(get_args(FindingKind), every, strict=True)
-    )
-    first = [finding for one in every if one.count for finding in _first(inventory, one.kind)]
-    return Findings(counts, tuple(first), sum(one.count for one in every) - len(first))
+    counts, first = list[FindingCount](), list[Finding]()
+    for kind in get_args(FindingKind):
+        alike = (found for (of, _), found in wrong.items() if of == kind)
+        one = sum(alike, start=FindingTotals(kind))
+        remedy = _remedy(kind, one, doubts, scope, wrong, young_s)
+        counts.append(FindingCount(kind, one.count, one.nbytes, one.young, remedy))
+        if one.count:
+            first += _first(inventory, kind)
+    return Findings(tuple(counts), tuple(first), sum(one.count for one in counts) - len(first))
 
 
-def _first(inventory: Inventory, kind: Any) -> list[Finding]:
+def _first(inventory: Inventory, kind: FindingKind) -> list[Finding]:
     names = inventory.names()
     found = [
         Finding(
             kind, payload_path(names[ns], prefix_hash, field), size, problem or _why(kind, *sizes)
         )
-        for ns, prefix_hash, field, size, problem, *sizes in inventory.some(
+        for ns, prefix_hash, field, size, problem, *sizes in inventory.run(
             _FIRST, (kind, FIRST_MAX)
         )
     ]
     return found + [
         Finding(kind, f"{key} ({name})" if name else key, nbytes, detail)
-        for key, name, nbytes, detail in inventory.some(_OTHERS, (kind, FIRST_MAX))
+        for key, name, nbytes, detail in inventory.run(_OTHERS, (kind, FIRST_MAX))
     ]
 
 
@@ -282,8 +259,7 @@ def _remedy(
     wrong: NamespaceFindings,
     young_s: float,
 ) -> str:
-    """Return the advice that a sweep follows, also where it would keep something for now, or
-    altogether unless forced."""
+    """Return the advice that a sweep follows, also on what it would keep."""
     remedy = REMEDIES[kind]
     if any(one.namespace is None for one in doubts):
         if "sweep --apply" in remedy:
@@ -313,8 +289,7 @@ def _number(part: int, whole: int) -> str:
 
 
 def _with_kept(remedy: str, count: int, kept: Mapping[str, int]) -> str:
-    """Return ``remedy`` with the command that also deletes what a sweep keeps. ``kept``: findings
-    of this kind by namespace."""
+    """Add the command that also deletes what a sweep keeps: findings by namespace."""
     if not kept:
         return remedy
     names = list(kept)

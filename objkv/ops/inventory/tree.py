@@ -1,16 +1,16 @@
-"""The tree of prefixes of an inventory: chunks in a row are one branch, from one fork to the next.
+"""The tree of prefixes of an inventory, made on disk, level by level.
 
-It is made on disk, level by level, never with a tree in memory. Records are not trusted: a chunk is
-a parent only if it ends where its child begins, which rules out loops. A branch is named by the
-prefix hash of its last chunk, which is what ``show`` and ``pin`` take.
+Records are not trusted: a chunk is a parent only if it ends where its child begins, which rules out
+loops.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from objkv.ops.inventory.file import Inventory
 
+T = TypeVar("T")
 _CHUNKS = """
 CREATE TEMP TABLE chunks (
   id INTEGER PRIMARY KEY, ns INTEGER, hash BLOB, parent BLOB, start INTEGER, ends INTEGER,
@@ -129,11 +129,11 @@ class Branch:
     """The branch that it continues; None for the beginning of a prefix."""
     namespace: str
     hash: str
-    """Prefix hash of its last chunk, at which it forks or ends: the name of the branch."""
+    """Prefix hash of its last chunk, at which it forks or ends: its name, as for ``pin``."""
     first: str
     """Prefix hash of its first chunk."""
     token_start: int
-    """More than 0 without a parent only if the first chunks are gone; then no reader can use it."""
+    """Above 0 without a parent, the first chunks are gone, and no reader can use it."""
     token_end: int
     chunks: int
     nbytes: int
@@ -179,10 +179,8 @@ class PrefixSummary:
 
 
 def make_tree(inventory: Inventory, of: Literal["nbytes", "recorded"]) -> None:
-    """Fill the temporary tables ``chunks`` and ``branches``: of the payloads in the bucket
+    """Make the temporary tables ``chunks`` and ``branches``: of the payloads in the bucket
     (``nbytes``), or of the records (``recorded``)."""
-    inventory.run("DROP TABLE IF EXISTS temp.chunks")
-    inventory.run("DROP TABLE IF EXISTS temp.branches")
     for step in (
         _CHUNKS,
         _FILL.format(of=of),
@@ -206,7 +204,7 @@ def make_tree(inventory: Inventory, of: Literal["nbytes", "recorded"]) -> None:
 
 
 def _level_by_level(inventory: Inventory, step: str, following: str, start: int) -> None:
-    while (found := inventory.some(following, (start,))[0][0]) is not None:
+    while (found := inventory.run(following, (start,))[0][0]) is not None:
         start = int(found)
         inventory.run(step, (start,))
 
@@ -214,19 +212,18 @@ def _level_by_level(inventory: Inventory, step: str, following: str, start: int)
 def largest_branches(inventory: Inventory) -> tuple[Branch, ...]:
     """Return the ``BRANCHES_MAX`` largest branches, largest first with all that continues them. A
     branch's parent is always among them, and comes before it."""
-    return tuple(_branch(row) for row in inventory.named(_LARGEST, (BRANCHES_MAX,)))
+    return tuple(_made(Branch, inventory.named(_LARGEST, (BRANCHES_MAX,))))
 
 
 def branches(inventory: Inventory, namespace: str) -> Iterator[Branch]:
     """Yield all branches, each followed by those that continue it, the largest first."""
-    return (_branch(row) for row in inventory.named(_TREE, (namespace,)))
+    return _made(Branch, inventory.named(_TREE, (namespace,)))
 
 
 def prefixes(inventory: Inventory, namespace: str) -> Iterator[PrefixSummary]:
     """Yield all chains of chunks, in the order in which ``branches`` yields their last branches."""
-    for row in inventory.named(_PREFIXES, (namespace,)):
-        yield PrefixSummary(**(row | {"pinned": bool(row["pinned"])}))
+    return _made(PrefixSummary, inventory.named(_PREFIXES, (namespace,)))
 
 
-def _branch(row: dict[str, Any]) -> Branch:
-    return Branch(**(row | {"pinned": bool(row["pinned"])}))
+def _made(kind: type[T], rows: Iterator[dict[str, Any]]) -> Iterator[T]:
+    return (kind(**(row | {"pinned": bool(row["pinned"])})) for row in rows)

@@ -35,9 +35,7 @@ from objkv.stores.base import Entry, ReadStore, Unfinished
 
 _FAN = re.compile(r"[0-9a-f]{2}")
 LOOKED_TWICE_MAX = 2_000
-"""Findings to look at again per kind and namespace, the newest: with more of them, a few changes do
-not matter."""
-# The newest first: replicas write meanwhile.
+"""Findings to look at again per kind and namespace, the newest. Among more, a few do not matter."""
 _DOUBTFUL = (
     "SELECT hash, field FROM payloads WHERE ns = ? AND recorded IS NOT NULL"
     " AND (nbytes IS NULL OR nbytes <> recorded) ORDER BY created_s DESC LIMIT ?",
@@ -77,8 +75,7 @@ class WalkScope:
     namespaces: Mapping[str, StoredNamespace]
     """Those that have a folder in the bulk store."""
     old: frozenset[str]
-    """Namespaces of an earlier format, or with a successor of a later epoch, in the walk or outside
-    it."""
+    """Namespaces of an earlier format, or with a later epoch, which may be outside the walk."""
     indexed: Sequence[str]
     """Namespaces that have records in the index."""
     others: Sequence[str] = ()
@@ -128,8 +125,7 @@ def old_epochs(namespaces: Iterable[StoredNamespace]) -> frozenset[str]:
 
 
 def with_old_epochs(names: Collection[str], scope: WalkScope) -> frozenset[str]:
-    """Return the namespaces ``names`` with their earlier epochs: records show whether those are
-    still in use."""
+    """Return ``names`` with their earlier epochs: records show whether those are in use."""
     rests = {one.rest for name, one in scope.namespaces.items() if name in names}
     return frozenset(
         name
@@ -156,8 +152,8 @@ class Walk:
             yield Unit(partial(self._records, name), items=self.scope.totals.get(name, 0))
 
     def payloads(self, *, headers: bool = False) -> Iterator[Unit]:
-        """Yield units that list the payloads of the bulk store. ``headers``: read their headers
-        too, which describes the chunks of a store that is its own index."""
+        """Yield units that list the payloads of the bulk store. ``headers``: of a store that is its
+        own index, they describe the chunks."""
         for name in self.scope.namespaces:
             fans = [fan for fan in self.view.bulk.folders(name) if _FAN.fullmatch(fan)]
             for fan in fans:
@@ -174,7 +170,7 @@ class Walk:
             yield Unit(partial(self._pins, name))
 
     def second_looks(self, *, unrecorded: bool = True) -> Iterator[Unit]:
-        """Yield units that look again at what seems wrong, because replicas kept writing.
+        """Yield units that look again at what seems wrong, because replicas kept writing;
         ``unrecorded``: also at payloads without a record."""
         for name in () if self.view.is_own_index else self.scope.every:
             yield Unit(partial(self._again, name, _DOUBTFUL if unrecorded else _DOUBTFUL[:1]))
@@ -218,10 +214,7 @@ class Walk:
                 self._read_headers(name, found, check)
 
     def _read_headers(
-        self,
-        name: str,
-        found: Sequence[tuple[ChunkKey, Entry]],
-        check: Check,
+        self, name: str, found: Sequence[tuple[ChunkKey, Entry]], check: Check
     ) -> None:
         namespace = self.scope.namespaces[name]
         if namespace.is_old_format:
@@ -275,7 +268,7 @@ class Walk:
 
     def _again(self, name: str, doubtful: Sequence[str], counters: Counters, check: Check) -> None:
         ns = self.inventory.namespace(name)
-        rows = [row for one in doubtful for row in self.inventory.some(one, (ns, LOOKED_TWICE_MAX))]
+        rows = [row for one in doubtful for row in self.inventory.run(one, (ns, LOOKED_TWICE_MAX))]
         keys = [ChunkKey.of(name, prefix_hash, text) for prefix_hash, text in rows]
         for start in range(0, len(keys), CHUNKS_AT_ONCE):
             some = keys[start : start + CHUNKS_AT_ONCE]

@@ -20,14 +20,9 @@ CacheKind = Literal[
 ]
 """Kinds of ``GroupIdentity``, and those whose pages cannot be divided by token."""
 KV_DTYPES: Final = {
-    "bfloat16": ("BF16", 2),
-    "float16": ("F16", 2),
-    "float32": ("F32", 4),
-    "fp8": ("F8_E4M3", 1),
-    "fp8_e4m3": ("F8_E4M3", 1),
-    "fp8_e5m2": ("F8_E5M2", 1),
-}
-"""KV cache dtypes by vLLM's names: their names in payloads, and bytes of an element."""
+    "bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1,
+}  # fmt: skip
+"""Bytes of an element, by vLLM's names of KV cache dtypes."""
 _CONFIG_BYTES_MAX = 16 << 20
 _COUNT_MAX = 1 << 24
 _BFLOAT16, _FLOAT32 = 2, 4
@@ -106,11 +101,9 @@ def read_layers(folder: Path) -> ModelLayers:
             + ": start vLLM with the connector, which reads the cache groups that vLLM makes and "
             "refuses those that it cannot share; docs/models.md lists the kinds that it can"
         )
-    shapes = _Shapes(folder, model_type, config)
-    dtype = config.get("dtype") or config.get("torch_dtype") or document.get("dtype")
-    dtype = dtype or document.get("torch_dtype") or "bfloat16"
-    layers = tuple(shapes.layers())
-    dtype = str(dtype).removeprefix("torch.")
+    layers = tuple(_Shapes(folder, model_type, config).layers())
+    named = (where.get(key) for where in (config, document) for key in ("dtype", "torch_dtype"))
+    dtype = str(next(filter(None, named), "bfloat16")).removeprefix("torch.")
     # vLLM 0.31-0.33, ``_resolve_auto_dtype`` in ``config/model.py``: the first dtype of the
     # platform, which is bfloat16, or float16 on GPUs and CPUs without it.
     is_float32 = dtype == "float32"
@@ -225,9 +218,8 @@ class _Shapes:
 
     def _latents(self) -> Iterator[CacheLayer]:
         latent = self._count("kv_lora_rank") + self._count("qk_rope_head_dim")
-        indexed = self._type in INDEXED
-        for _ in range(self._count("num_hidden_layers")):
-            yield CacheLayer("indexed") if indexed else CacheLayer("mla", 1, latent)
+        layer = CacheLayer("indexed") if self._type in INDEXED else CacheLayer("mla", 1, latent)
+        yield from [layer] * self._count("num_hidden_layers")
 
     def _whisper(self) -> Iterator[CacheLayer]:
         heads = self._count("decoder_attention_heads")
@@ -237,8 +229,7 @@ class _Shapes:
             yield CacheLayer("cross", heads, content)
 
     def _state(self) -> CacheLayer:
-        """Return a layer's state over all ranks: its convolution in bfloat16, the rest in
-        float32."""
+        """Return a state over all ranks: its convolution in bfloat16, the rest in float32."""
         conv, rest = self._state_shape()
         return CacheLayer("mamba", 1, conv * _BFLOAT16 + rest * _FLOAT32)
 
@@ -246,11 +237,8 @@ class _Shapes:
         if self._type.startswith("lfm2"):
             return (self._count("conv_L_cache") - 1) * self._count("hidden_size"), 0
         if self._type.startswith(("qwen3", "olmo")):
-            keys, values = (
-                self._count("linear_num_key_heads"),
-                self._count("linear_num_value_heads"),
-            )
-            key, value = self._count("linear_key_head_dim"), self._count("linear_value_head_dim")
+            keys, values = (self._count(f"linear_num_{of}_heads") for of in ("key", "value"))
+            key, value = (self._count(f"linear_{of}_head_dim") for of in ("key", "value"))
             width = self._count("linear_conv_kernel_dim") - 1
             return width * (2 * keys * key + values * value), values * key * value
         if self._type == "jamba":

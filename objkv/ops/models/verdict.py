@@ -5,7 +5,6 @@ at start, from what vLLM has made of the model.
 """
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -74,7 +73,7 @@ def judge(
     dtype = model.dtype if kv_dtype == "auto" else kv_dtype
     if dtype not in KV_DTYPES:
         raise ConfigError(f"--kv-dtype {dtype}: choose auto, {', '.join(KV_DTYPES)}")
-    item = KV_DTYPES[dtype][1]
+    item = KV_DTYPES[dtype]
     _check_ranks(model, tp)
     is_refused = any(layer.kind == "cross" for layer in model.layers)
     states = sum(layer.content for layer in model.layers if layer.kind == "mamba")
@@ -89,7 +88,7 @@ def judge(
         model=model.name,
         model_type=model.model_type,
         kv_dtype=dtype,
-        layers=dict(_counted(model)),
+        layers=_counted(model),
         use="tier" if is_refused else "connector",
         refused=_CROSS if is_refused else None,
         token_bytes=token_bytes if divisible else None,
@@ -135,7 +134,5 @@ def _chunk_tokens(model: ModelLayers, tp: int, item: int) -> int:
     return -(-tokens // _BLOCK_STEP) * _BLOCK_STEP
 
 
-def _counted(model: ModelLayers) -> Iterator[tuple[str, int]]:
-    counts = Counter((layer.kind, layer.window) for layer in model.layers)
-    for (kind, window), count in counts.items():
-        yield _NAMES[kind].format(window), count
+def _counted(model: ModelLayers) -> dict[str, int]:
+    return dict(Counter(_NAMES[layer.kind].format(layer.window) for layer in model.layers))

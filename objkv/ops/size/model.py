@@ -1,7 +1,4 @@
-"""The dimensions of a model's KV cache: from its ``config.json``, from options, or built in.
-
-Nothing here imports vllm.
-"""
+"""The dimensions of a model's KV cache: from its ``config.json``, or built in."""
 
 import json
 from dataclasses import dataclass
@@ -49,16 +46,14 @@ class ModelShape:
             parts = -(-len(numbers) // each)
             for part in range(parts):
                 names = tuple(_NAME.format(number) for number in numbers[part::parts])
-                groups.append(_group(layer, names, block_size))
+                kind, shape = cast("GroupKind", layer.kind), (layer.heads, layer.content)
+                groups.append(GroupIdentity(kind, layer.window, names, *shape, block_size))
         return tuple(groups)
 
 
 def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
-    """Read the model in ``folder``, a directory or a ``config.json``.
-
-    The KV dtype is ``kv_dtype``, or the model's own. Raises ``ConfigError`` if the file lacks a
-    value, or the model has caches that are not divided by token.
-    """
+    """Read the model in ``folder``, a directory or a ``config.json``. Raises ``ConfigError`` if the
+    file lacks a value, or the model has caches that are not divided by token."""
     file = folder if folder.is_file() else folder / "config.json"
     model = read_layers(folder)
     if other := next((layer.kind for layer in model.layers if not layer.divisible), None):
@@ -70,21 +65,6 @@ def read_model(folder: Path, kv_dtype: str | None = None) -> ModelShape:
     if dtype not in KV_DTYPES:
         raise ConfigError(f"{file}: no dtype that a KV cache can have; give it with --kv-dtype")
     return ModelShape(file.parent.name or str(file), model.layers, dtype, str(file))
-
-
-def _group(layer: CacheLayer, names: tuple[str, ...], block_size: int) -> GroupIdentity:
-    return GroupIdentity(
-        kind=cast("GroupKind", layer.kind),
-        window=layer.window,
-        layers=names,
-        heads=layer.heads,
-        content=layer.content,
-        block_size=block_size,
-    )
-
-
-_DTYPE = "bfloat16"
-_NEAREST = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +107,7 @@ def preset(name: str, kv_dtype: str | None) -> ModelShape:
     found = PRESETS.get(name.lower()) or next(of_source, None)
     if found is None:
         beginning = [known for known in PRESETS if known.startswith(name.lower())]
-        near = (beginning or get_close_matches(name.lower(), PRESETS, cutoff=0.4))[:_NEAREST]
+        near = (beginning or get_close_matches(name.lower(), PRESETS, cutoff=0.4))[:3]
         hint = f"did you mean {' or '.join(near)}?" if near else "objkv size --list shows all names"
         raise ConfigError(f"{name} is neither a directory nor a built-in model name; {hint}")
-    return found.shape(name.lower(), kv_dtype or _DTYPE)
+    return found.shape(name.lower(), kv_dtype or "bfloat16")

@@ -1,8 +1,4 @@
-"""Estimates how much a fleet stores and transfers, by plain arithmetic.
-
-Chunks and the stored part of a window come from the code that saves, rates and prices from the
-caller. ``docs/operations/capacity.md`` has the formulas.
-"""
+"""Estimates what a fleet stores and transfers; ``docs/operations/capacity.md`` has the formulas."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -123,10 +119,7 @@ class _Payload:
     """Stored bytes, without the header of a few KiB."""
 
     def loaded_with(self, chunks: int, chunk_tokens: int) -> int:
-        """Return how many of these payloads a match of ``chunks`` loads.
-
-        For a window, only the chunks that it covers at the end of the match are loaded.
-        """
+        """Return how many of these a match of ``chunks`` loads: of a window, those at its end."""
         end = chunks * chunk_tokens
         return chunks - needed_from(self.group, end) // chunk_tokens if chunks else 0
 
@@ -134,8 +127,19 @@ class _Payload:
 def size_fleet(model: ModelShape, layout: ReplicaLayout, load: Load, prices: Prices) -> Sizing:
     """Return the estimate. Raises ``ConfigError`` for a model that ``layout`` cannot divide."""
     groups = model.groups(layout.block_size)
-    payloads = _payloads(model, groups, layout)
-    chunk = _chunk(groups, payloads, layout)
+    tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
+    payloads = _payloads(model, groups, layout, tokens)
+    stored = [payload.nbytes for payload in payloads]
+    chunk = ChunkSizing(
+        tokens=tokens,
+        groups=len(groups),
+        payloads=len(payloads),
+        raw_bytes=sum(payload.raw_bytes for payload in payloads),
+        nbytes=sum(stored),
+        largest_payload_bytes=max(stored),
+        token_bytes=sum(stored) / tokens,
+        record_bytes=RECORD_BYTES + GROUP_BYTES * (len(payloads) - 1),
+    )
     per_prompt = load.prompt_tokens // chunk.tokens
     loaded = min(per_prompt, int(load.prompt_tokens * load.stored_share) // chunk.tokens)
     loads = [(p, p.loaded_with(loaded, chunk.tokens)) for p in payloads]
@@ -174,11 +178,9 @@ def size_fleet(model: ModelShape, layout: ReplicaLayout, load: Load, prices: Pri
 
 
 def _payloads(
-    model: ModelShape, groups: tuple[GroupIdentity, ...], layout: ReplicaLayout
+    model: ModelShape, groups: tuple[GroupIdentity, ...], layout: ReplicaLayout, tokens: int
 ) -> list[_Payload]:
     """Return the payloads of one chunk: one for each group, whatever the number of ranks."""
-    tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
-    item = KV_DTYPES[model.kv_dtype][1]
     found = []
     for group in groups:
         blocks = stored_blocks(group, tokens)
@@ -189,24 +191,8 @@ def _payloads(
         except ValueError as exc:
             raise ConfigError(str(exc)) from exc
         cells = len(group.layers) * group.heads * group.content * group.block_size * blocks
-        found.append(_Payload(group, cells * item, int(cells * item / layout.codec_ratio)))
+        nbytes = cells * KV_DTYPES[model.kv_dtype]
+        found.append(_Payload(group, nbytes, int(nbytes / layout.codec_ratio)))
     if not found:
         raise ConfigError(f"{model.name} has nothing to share in chunks of {tokens} tokens")
     return found
-
-
-def _chunk(
-    groups: tuple[GroupIdentity, ...], payloads: list[_Payload], layout: ReplicaLayout
-) -> ChunkSizing:
-    tokens = effective_chunk_tokens(layout.chunk_tokens, tuple(g.block_size for g in groups))
-    stored = [payload.nbytes for payload in payloads]
-    return ChunkSizing(
-        tokens=tokens,
-        groups=len(groups),
-        payloads=len(payloads),
-        raw_bytes=sum(payload.raw_bytes for payload in payloads),
-        nbytes=sum(stored),
-        largest_payload_bytes=max(stored),
-        token_bytes=sum(stored) / tokens,
-        record_bytes=RECORD_BYTES + GROUP_BYTES * (len(payloads) - 1),
-    )

@@ -43,18 +43,12 @@ class Candidate:
         return max(self.touched_s, self.created_s)
 
 
-Worth = Callable[[Candidate], float]
-"""Returns the value of a chunk; among the last chunks of chains, the least valuable is evicted
-first."""
-
-
 def choose(candidates: Iterable[Candidate], *, free_bytes: int, now_s: float) -> list[Candidate]:
-    """Return the chunks to evict, in this order, to free ``free_bytes``, or all that may be
-    evicted.
+    """Return the chunks to evict, in this order, to free ``free_bytes``, or all that may be.
 
-    A chunk is evicted only after every chunk that continues it. Pinned chunks, and chunks that a
-    pinned one continues, are never evicted. Chunks whose predecessors are not among the candidates
-    are useless and come first. The order of candidates does not matter. O(n log n).
+    A chunk is evicted after every chunk that continues it. Pinned chunks, and those that a pinned
+    one continues, never are. Chunks whose predecessors are not among the candidates are useless and
+    come first. The order of candidates does not matter. O(n log n).
     """
     if free_bytes <= 0:
         return []
@@ -90,9 +84,8 @@ def choose(candidates: Iterable[Candidate], *, free_bytes: int, now_s: float) ->
     return chosen
 
 
-def by_use(candidates: Sequence[Candidate], now_s: float) -> Worth:
-    """Value by recency, frequency, size and depth, in proportion to the usual pause between
-    hits."""
+def by_use(candidates: Sequence[Candidate], now_s: float) -> Callable[[Candidate], float]:
+    """Value by recency, frequency, size and depth, by the usual pause between hits."""
     pause_s = usual_pause_s(candidates)
 
     def worth(one: Candidate) -> float:

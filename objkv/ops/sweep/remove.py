@@ -6,8 +6,7 @@ take the lease may publish a payload just before its deletion; that record is fo
 """
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -71,52 +70,53 @@ class Remover:
         shard: ShardRecord | None,
         counters: Counters,
     ) -> None:
-        """Remove a payload after its record ``shard``. Neither is touched if one of them has
-        changed since."""
-        if not self._may(kind):
-            counters.find(kind, entry.key, entry.nbytes)
-            return
-        with self._leased(key, counters) as lease:
-            if lease is None:
-                return
-            if self._remove(key, entry, shard, lease):
-                counters.find(kind, entry.key, entry.nbytes)
-                counters.count("removed", entry.nbytes)
-            else:
-                counters.count("changed")
+        """Remove a payload after its record ``shard``, unless one of them has changed since."""
+        self._under_lease(
+            kind, key, entry.nbytes, lambda lease: self._remove(key, entry, shard, lease), counters
+        )
 
     def record(self, key: ChunkKey, shard: ShardRecord, counters: Counters) -> None:
         """Forget the record of a missing payload."""
-        view, path = self._view, key.path()
-        if not self._may("missing"):
-            counters.find("missing", path, shard.nbytes)
-            return
-        with self._leased(key, counters) as lease:
-            if lease is None:
-                return
-            if (
-                view.bulk.head(path) is None
-                and lease.renew()
-                and view.index.forget(key.namespace, key.prefix_hash, key.field, shard)
-            ):
-                self._remove_copy(path, shard)
-                counters.find("missing", path, shard.nbytes)
-                counters.count("removed")
-            else:
-                counters.count("changed")
+        self._under_lease(
+            "missing", key, shard.nbytes, lambda lease: self._forget(key, shard, lease), counters
+        )
 
-    @contextmanager
-    def _leased(self, key: ChunkKey, counters: Counters) -> Iterator[Lease | None]:
-        """Hold the lease within the block; None if another process has it, which is counted."""
-        lease = Lease(self._view, key.path(), clock=self._clock)
+    def _under_lease(
+        self,
+        kind: Category,
+        key: ChunkKey,
+        nbytes: int,
+        remove: Callable[[Lease], bool],
+        counters: Counters,
+    ) -> None:
+        """Count what is found. If the limits allow it, do ``remove``, which returns False for what
+        has changed, unless another process has the lease."""
+        path = key.path()
+        if not self._may(kind):
+            counters.find(kind, path, nbytes)
+            return
+        lease = Lease(self._view, path, clock=self._clock)
         if not lease.acquire():
             counters.count("busy")
-            yield None
             return
         try:
-            yield lease
+            if remove(lease):
+                counters.find(kind, path, nbytes)
+                # A record alone takes no bytes of the bulk store.
+                counters.count("removed", 0 if kind == "missing" else nbytes)
+            else:
+                counters.count("changed")
         finally:
             lease.release()
+
+    def _forget(self, key: ChunkKey, shard: ShardRecord, lease: Lease) -> bool:
+        view, path = self._view, key.path()
+        if view.bulk.head(path) is not None or not lease.renew():
+            return False
+        if not view.index.forget(key.namespace, key.prefix_hash, key.field, shard):
+            return False
+        self._remove_copy(path, shard)
+        return True
 
     def leftover(self, found: Unfinished, counters: Counters) -> None:
         """Discard the leftover of a killed writer."""

@@ -43,16 +43,11 @@ class Sweep:
         view: BackendsView,
         walk: Walk,
         limits: SweepLimits,
-        remover: Remover,
         *,
         doubts: Collection[Doubt] = (),
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """
-        Args:
-            walk: done, and judged.
-            doubts: what to keep because it looks like a mistake.
-        """
+        """``walk``: done, and judged. ``doubts``: what to keep as it looks like a mistake."""
         # With a doubt about the whole store nothing at all is deleted.
         assert not (limits.apply and any(one.namespace is None for one in doubts))
         self._view = view
@@ -60,7 +55,7 @@ class Sweep:
         self._scope: WalkScope = walk.scope
         self._limits = limits
         self._doubted = doubted(doubts, walk.scope)
-        self._remover = remover
+        self._remover = Remover(view, limits)
         self._clock = clock
         now_s = clock()
         self._pins = {
@@ -77,17 +72,14 @@ class Sweep:
 
     def parts(self) -> Iterator[Unit]:
         """Sweep payloads, by their namespace and their records."""
-        for part in self._inventory.slices(_PAYLOADS):
-            yield Unit(partial(self._part, part), items=part.number)
+        return self._units(_PAYLOADS, self._judge)
 
     def missing(self) -> Iterator[Unit]:
         """Forget records without payloads."""
-        for part in self._inventory.slices(_MISSING):
-            yield Unit(partial(self._missing, part), items=part.number)
+        return self._units(_MISSING, self._forget)
 
     def documents(self) -> Iterator[Unit]:
-        """Remove documents of old epochs without payloads, and of ended pins. Counted as
-        ``documents``, not as findings."""
+        """Remove documents of old epochs without payloads, and of ended pins."""
         if not self._limits.apply:
             return
         for name in sorted(self._scope.namespaces):
@@ -104,27 +96,29 @@ class Sweep:
             if self._is_old(modified_s):
                 self._remover.entry("quarantined", Entry(key, nbytes, modified_s), counters)
 
-    def _part(self, part: Slice, counters: Counters, check: Check) -> None:
-        for stored in self._now(part, _PAYLOADS):
-            check()
-            self._judge(part.namespace, stored, counters)
+    def _units(
+        self, where: str, judge: Callable[[StoredPayload, Counters], None]
+    ) -> Iterator[Unit]:
+        """Let ``judge`` see what the inventory found, with its records of now."""
 
-    def _missing(self, part: Slice, counters: Counters, check: Check) -> None:
-        for stored in self._now(part, _MISSING):
-            check()
-            if stored.shard is not None and part.namespace in self._doubted:
-                counters.count("doubted")
-            elif stored.shard is not None:
-                self._remover.record(stored.key, stored.shard, counters)
+        def work(part: Slice, counters: Counters, check: Check) -> None:
+            for items in self._inventory.items(part, where):
+                for stored in with_records(self._view, part.namespace, items):
+                    check()
+                    judge(stored, counters)
 
-    def _now(self, part: Slice, where: str) -> Iterator[StoredPayload]:
-        """Yield what the inventory found, with its records of now."""
-        for items in self._inventory.items(part, where):
-            found = [(one.key, one.entry) for one in items]
-            yield from with_records(self._view, part.namespace, found)
+        for part in self._inventory.slices(where):
+            yield Unit(partial(work, part), items=part.number)
 
-    def _judge(self, namespace: str, stored: StoredPayload, counters: Counters) -> None:
+    def _forget(self, stored: StoredPayload, counters: Counters) -> None:
+        if stored.shard is not None and stored.key.namespace in self._doubted:
+            counters.count("doubted")
+        elif stored.shard is not None:
+            self._remover.record(stored.key, stored.shard, counters)
+
+    def _judge(self, stored: StoredPayload, counters: Counters) -> None:
         key, entry, record = stored.key, stored.entry, stored.record
+        namespace = key.namespace
         assert entry is not None
         kind = self._kind(namespace, entry, is_recorded=stored.shard is not None)
         if kind is None:
@@ -194,7 +188,7 @@ class Sweep:
         for name in self._scope.namespaces:
             if self._tenant(name) == tenant:
                 ns = self._inventory.namespace(name)
-                for *values, pinned in self._inventory.some(_CANDIDATES, (ns,)):
+                for *values, pinned in self._inventory.run(_CANDIDATES, (ns,)):
                     is_pinned = bool(pinned) or values[0] in self._pins[name]
                     candidates.append(Candidate(*(*values, is_pinned)))
                     homes[values[0]] = name
@@ -215,8 +209,7 @@ class Sweep:
                 self._remover.payload("over_quota", key, entry, shard, counters)
 
     def _tenant(self, name: str) -> str | None:
-        """Return the namespace's tenant; None if no quota applies: unidentified namespaces, swept
-        epochs, and namespaces that look wrong."""
+        """Return the namespace's tenant; None if no quota applies."""
         if name in self._doubted or name in self._scope.old:
             return None
         return self._scope.namespaces[name].tenant

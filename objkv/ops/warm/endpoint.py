@@ -47,8 +47,8 @@ class EndpointError(ObjkvError):
 
 
 class Endpoint:
-    """Computes prompts, and knows how it fares: it pauses after errors. Raises ``EndpointError``,
-    and ``ConfigError`` for a model that it does not serve and a key that it does not accept."""
+    """Computes prompts, and pauses after errors. Raises ``EndpointError``, and ``ConfigError`` for
+    a model that it does not serve and a key that it does not accept."""
 
     def __init__(
         self,
@@ -60,9 +60,8 @@ class Endpoint:
         allow_plaintext: bool = False,
         socket: Path | None = None,
     ) -> None:
-        """``url``: with or without ``/v1``. ``at_once``: concurrent requests. ``model``: the one to
-        use of several. ``socket``: the Unix socket to connect to, whatever host the URL names.
-        Raises ``ConfigError``."""
+        """``url``: with or without ``/v1``. ``at_once``: concurrent requests. ``model``: the one of
+        several. ``socket``: where to connect, whatever host the URL names."""
         place = _place(url, api_key is not None and not allow_plaintext)
         if not is_plain(api_key or ""):
             raise ConfigError(
@@ -117,11 +116,8 @@ class Endpoint:
         return tokens
 
     async def compute(self, tokens: Sequence[int], salt: str | None) -> int:
-        """Compute a prompt and one token after it. Its saves may still be in flight afterwards.
-
-        Return how many prompt tokens were loaded or in the engine's own cache; 0 if that is not
-        reported.
-        """
+        """Compute a prompt and one token after it; its saves go on afterwards. Return how many
+        prompt tokens were loaded or in the engine's own cache, 0 if that is not reported."""
         if not self.model:
             await self.check()
         request: dict[str, Any] = {

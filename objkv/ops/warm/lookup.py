@@ -28,14 +28,12 @@ def hashes_of(identity: Identity, tokens: Sequence[int], salt: str | None) -> li
 
 
 def known_identities(bulk: ReadStore) -> dict[str, Identity]:
-    """Return the identities of all namespaces that hold KV chunks, which excludes encoder outputs
-    and hand-offs."""
+    """Return the identities of all namespaces with KV of prompts, without hand-offs."""
     every = read_identities(bulk, stored_namespaces(bulk))
     return {name: one for name, one in every if one.page_layout != HANDOFF_LAYOUT}
 
 
 def nothing_saved(endpoint: str, wait_s: float) -> str:
-    """Return a sentence with what to check."""
     return (
         f"{endpoint} saved nothing here within {wait_s:.0f} s: check that it uses the objkv "
         "connector, that it may save (kv_role, role, quota), and that its bulk_url and index_url "
@@ -54,12 +52,9 @@ async def find_identity_of(
 ) -> Identity:
     """Return the common identity of all endpoints, and verify that they save to this store.
 
-    Each endpoint computes a chunk under a random salt, so it cannot be stored yet; the endpoint's
-    namespace is the one in which the chunk appears. Other namespaces of the same model may have
-    other weights, another tenant or another layout.
-
-    ``tokens``: token ids of any prompt. Raises ``ConfigError`` if a chunk does not appear within
-    ``wait_s``, or if the endpoints' namespaces differ, and ``EndpointError`` if a request fails.
+    Each computes a chunk of ``tokens`` under a random salt, which cannot be stored yet; its
+    namespace is the one in which that appears. Raises ``ConfigError`` if it does not within
+    ``wait_s``, or if namespaces differ, and ``EndpointError`` if a request fails.
     """
     found = {one.name: await _find(one, tokens, bulk, index, wait_s) for one in endpoints}
     if len({identity.namespace() for identity in found.values()}) > 1:

@@ -54,31 +54,28 @@ class Task:
 
 
 class TaskQueue:
-    """The prompts to compute.
+    """The prompts to compute, those with the most shared chunks first. For one thread.
 
-    The prompts' chunks form a tree. A prompt in progress claims its missing chunks until they are
-    stored; another prompt that needs a claimed chunk waits. So the first prompt with a shared
-    prefix runs alone, and the others load its chunks. Prompts with the most shared chunks go first.
-    For one thread. Uses about 200 bytes per distinct chunk.
+    A prompt in progress claims its missing chunks until they are stored; another prompt that needs
+    a claimed chunk waits. So the first prompt with a shared prefix runs alone, and the others load
+    its chunks. Uses about 200 bytes per distinct chunk.
     """
 
-    def __init__(self, tasks: Iterable[Task]) -> None:
+    def __init__(self, tasks: Sequence[Task]) -> None:
         self._stored: set[bytes] = set()
         self._claims: set[bytes] = set()
         self._waiting: defaultdict[bytes, list[Task]] = defaultdict(list)
         """The prompts that wait for each claimed chunk."""
         names: dict[bytes, bytes] = {}
         uses: Counter[bytes] = Counter()
-        ready = []
         for task in tasks:
             # One object for each chunk, however many prompts have it.
             task.hashes = [names.setdefault(name, name) for name in task.hashes]
             uses.update(task.hashes)
             self._stored.update(task.hashes[: task.stored])
-            ready.append(task)
-        ready.sort(key=lambda task: -sum(uses[name] - 1 for name in self._missing(task)))
-        self._ready = deque(ready)
-        self._left = len(ready)
+        most = sorted(tasks, key=lambda one: -sum(uses[name] - 1 for name in self._missing(one)))
+        self._ready = deque(most)
+        self._left = len(most)
 
     def __len__(self) -> int:
         """How many prompts have not ended."""
@@ -135,8 +132,8 @@ def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str) -> WarmRepor
     """Compute the prompts that are not stored; in mode ``check`` only report them, and endpoints,
     if there are any, tokenize. Closes the endpoints.
 
-    An interrupt, endpoints that no longer answer and an unreachable index end it, and the report
-    shows that. Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
+    An interrupt, and endpoints or an index that do not answer any more, end it with a report.
+    Raises ``ConfigError``, and ``StoreError`` if it cannot begin.
     """
     assert job.endpoints or (mode == "check" and job.identity is not None)
     every = iter(prompts)
@@ -157,7 +154,8 @@ def warm_by(job: WarmJob, prompts: Iterable[WarmPrompt], mode: str) -> WarmRepor
             if run.report.ending != "interrupted":  # nothing was computed
                 raise
         finally:
-            call(run.close())
+            for endpoint in job.endpoints:
+                call(endpoint.close())
         return run.ended()
 
 
@@ -264,11 +262,6 @@ class _Run:
         finally:
             self.report.seconds = monotonic() - started_s
 
-    async def close(self) -> None:
-        """Close the endpoints."""
-        for endpoint in self.job.endpoints:
-            await endpoint.close()
-
     def ended(self) -> WarmReport:
         """Return the report, after the end."""
         report = self.report
@@ -281,8 +274,8 @@ class _Run:
         return report
 
     async def _tokens(self, prompt: WarmPrompt) -> "array[int] | str":
-        """Return the prompt's token ids, from the first endpoint that answers; or why there are
-        none. Raises ``ConfigError`` for a prompt of another model."""
+        """Return the prompt's token ids, from the first endpoint that answers, or why it has none.
+        Raises ``ConfigError`` for a prompt of another model."""
         endpoints = [endpoint for endpoint in self.job.endpoints if endpoint.model]
         served = {endpoint.model for endpoint in endpoints}
         if (identity := self.job.identity) is not None:
@@ -397,9 +390,8 @@ class _Run:
                 self._end(task, is_stored=True)
                 return None
             if monotonic() >= ends_s:
-                count = f"{usable} of {whole} chunks were stored"
-                why = f"{count} {limits.save_s:.0f} s after it was computed"
-                return EndpointError("failed", why)
+                when = f"{limits.save_s:.0f} s after it was computed"
+                return EndpointError("failed", f"{usable} of {whole} chunks were stored {when}")
             await asyncio.sleep(pause_s)
             pause_s = min(1.5 * pause_s, 10 * limits.pause_s)
 

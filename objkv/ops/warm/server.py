@@ -33,9 +33,8 @@ def serving(
 ) -> Iterator[Path]:
     """Serve ``model`` within the block, and yield the path of the Unix socket once it answers.
 
-    ``settings``: all objkv settings as environment variables. ``arguments``: further arguments of
-    ``vllm serve``. Raises ``ConfigError`` without vLLM, and ``StoreUnavailable`` with the path of
-    the log if it does not start.
+    ``settings``: of objkv, as environment variables. ``arguments``: of ``vllm serve``. Raises
+    ``ConfigError`` without vLLM, and ``StoreUnavailable`` with the log if it does not start.
     """
     if find_spec(module.partition(".")[0]) is None:
         raise ConfigError(

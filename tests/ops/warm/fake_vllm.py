@@ -10,14 +10,11 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Self
 
-from objkv.cache.chunks import shard_record
-from objkv.codec.payload import read_header
-from objkv.index.base import ChunkEntry, WriteIndex
-from objkv.keys.chunk import ChunkKey
+from objkv.index.base import WriteIndex
 from objkv.keys.identity import Identity
-from objkv.keys.prefix import PromptExtras, prefix_hashes, root_hash
+from objkv.keys.prefix import PromptExtras, prefix_hashes
 from objkv.stores.base import WriteStore
-from tests.support.samples import CHUNK, IDENTITY, payload_of, save_identity
+from tests.support.samples import CHUNK, IDENTITY, save, save_identity
 
 MODEL = "tiny"
 LONGEST = 40 * CHUNK
@@ -45,25 +42,14 @@ class Place:
     identity: Identity = IDENTITY
 
     def stored(self, tokens: Sequence[int], salt: str | None = None) -> int:
-        hashes = self.hashes(tokens, salt)
-        found = self.index.lookup(self.identity.namespace(), hashes) if hashes else []
+        namespace = self.identity.namespace()
+        hashes = prefix_hashes(namespace, tokens, CHUNK, PromptExtras(salt=salt))
+        found = self.index.lookup(namespace, hashes) if hashes else []
         return sum(record is not None for record in found)
-
-    def hashes(self, tokens: Sequence[int], salt: str | None = None) -> list[bytes]:
-        extras = PromptExtras(salt=salt)
-        return prefix_hashes(self.identity.namespace(), tokens, CHUNK, extras)
 
     def save(self, tokens: Sequence[int], salt: str | None = None) -> None:
         save_identity(self.bulk, self.identity)
-        namespace = self.identity.namespace()
-        parent = root_hash(namespace)
-        for number, name in enumerate(self.hashes(tokens, salt)):
-            chunk = ChunkEntry(namespace, name, parent, number * CHUNK, (number + 1) * CHUNK)
-            key = ChunkKey(namespace, name, 0)
-            payload = payload_of(key, chunk, tokens, "none")
-            self.bulk.put_if_absent(key.path(), payload)
-            self.index.publish(chunk, {key.field: shard_record(read_header(payload))}, ttl_s=3_600)
-            parent = name
+        save(self.bulk, self.index, tokens, namespace=self.identity.namespace(), salt=salt)
 
 
 class FakeVllm:
@@ -196,8 +182,8 @@ class Handler(BaseHTTPRequestHandler):
                 return
             if fake.saves and request.get("kv_transfer_params") == {"objkv_put": True}:
                 fake.place.save(tokens, salt)
-            usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": {"cached_tokens": 0}}
-            usage["prompt_tokens_details"] = {"cached_tokens": stored * CHUNK}
+            details = {"cached_tokens": stored * CHUNK}
+            usage = {"prompt_tokens": len(tokens), "prompt_tokens_details": details}
             self.answer(200, {"choices": [], "usage": usage})
         finally:
             with fake.lock:
@@ -228,8 +214,7 @@ def reset(handler: Handler) -> bool:
 
 def dropped(handler: Handler) -> bool:
     """Computes it, and does not save it."""
-    request_tokens = handler.server.fake.under_way[-1]
-    usage = {"prompt_tokens": len(request_tokens)}
+    usage = {"prompt_tokens": len(handler.server.fake.under_way[-1])}
     return handler.answer(200, {"choices": [], "usage": usage})
 
 

@@ -263,10 +263,8 @@ def task_of(hashes: Sequence[bytes]) -> Task:
 def test_no_chunk_is_ever_computed_by_two_and_all_prompts_get_their_turn() -> None:
     source = random.Random(5)
     for _ in range(50):
-        order = TaskQueue(
-            task_of(names(*(source.choice("ab") for _ in range(source.randint(1, 6)))))
-            for _ in range(40)
-        )
+        lengths = [source.randint(1, 6) for _ in range(40)]
+        order = TaskQueue([task_of(names(*source.choices("ab", k=n))) for n in lengths])
         under_way, computed, done = list[Task](), set[bytes](), 0
         while order:
             while (task := order.next()) is not None:
