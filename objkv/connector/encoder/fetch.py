@@ -114,9 +114,7 @@ class EncoderFetcher:
         self.queue: dict[str, float] = {}
         """Requests that wait for memory, and until when."""
         self._thread = StepThread(
-            "objkv-lookup-outputs",
-            answer_s=CALL_S,
-            failed=self._note_failure,
+            "objkv-lookup-outputs", answer_s=CALL_S, failed=self._note_failure
         )
 
     def want(self, owner: str, outputs: Sequence[EncoderOutput]) -> bool:

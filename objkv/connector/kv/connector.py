@@ -118,9 +118,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
                 manager=lambda: self._kv_cache_manager,
             )
             self._hooks = EngineHooks(
-                self.scheduler,
-                lambda: self._kv_cache_manager,
-                patches=self._config.vllm_patches,
+                self.scheduler, lambda: self._kv_cache_manager, patches=self._config.vllm_patches
             )
 
     # Worker's side.

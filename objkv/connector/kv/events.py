@@ -15,12 +15,7 @@ from math import gcd
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.distributed.kv_events import (
-    MEDIUM_STORAGE,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-)
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
 from objkv.cache.match import covered, stored_blocks
@@ -308,10 +303,7 @@ class EventLog:
 
 
 def open_event_log(
-    vllm_config: "VllmConfig",
-    kv_cache_config: "KVCacheConfig",
-    geometry: Geometry,
-    config: Config,
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", geometry: Geometry, config: Config
 ) -> EventLog | None:
     """Return a log, or None unless vLLM has KV events enabled."""
     if not events_enabled(vllm_config):

@@ -229,10 +229,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(
-    form: tuple[GroupIdentity, int, int],
-    blocks: Sequence[int],
-    chunks: Ints,
-    span: tuple[int, int],
+    form: tuple[GroupIdentity, int, int], blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
 ) -> _Runs:
     """``form``: the group, tokens per chunk, and how many blocks before its chunk's end a payload
     ends. ``chunks``: the loaded chunks. ``span``: the loaded tokens."""
@@ -299,10 +296,7 @@ def save_moves(
 
 
 def states_after(
-    geometry: Geometry,
-    blocks: BlockTable,
-    end: int | None,
-    offered: Iterable[tuple[int, int, int]],
+    geometry: Geometry, blocks: BlockTable, end: int | None, offered: Iterable[tuple[int, int, int]]
 ) -> dict[tuple[int, int], int]:
     """Return the blocks that contain a state at a block's end after the step, as in ``Computed``.
 

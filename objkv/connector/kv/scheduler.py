@@ -129,10 +129,7 @@ class SchedulerSide:
         self._config, self._roles, self._geometry = config, roles, geometry
         self._index, self._recorder, self._tracing = index, recorder, tracing
         payloads = StoredPayloads(geometry)
-        limits = LookupLimits(
-            config.lookup_deadline_ms / 1000,
-            age_max_s=LOOKUP_TTL_S,
-        )
+        limits = LookupLimits(config.lookup_deadline_ms / 1000, age_max_s=LOOKUP_TTL_S)
         found, fields = OtherShapesIndex(index, payloads.is_loadable), sorted(geometry.all_fields())
         self.lookups = LookupService(found, fields, recorder, limits, tracing=tracing)
         submit = self.lookups.submit
@@ -140,11 +137,7 @@ class SchedulerSide:
         self._namespace.announce()
         self.switch = AdmissionSwitch(config.admission, bulk, self._namespace, recorder, submit)
         self.requests = requests = RequestTracker(
-            geometry,
-            self.lookups,
-            recorder,
-            payloads,
-            prefetch=prefetch,
+            geometry, self.lookups, recorder, payloads, prefetch=prefetch
         )
         self._timing = Timing(
             AdmissionPolicy(lambda: self.switch.mode, recorder),

@@ -256,10 +256,7 @@ class Pools:
 
 
 def plan_pools(
-    config: Config,
-    groups: Mapping[int, PagedGroup],
-    chunk_tokens: int,
-    rank: Rank,
+    config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, rank: Rank
 ) -> Pools:
     """Divide the pinned memory: a few slabs for loads by a device, the rest for saves, which should
     have slabs for two full steps: one that is being copied, and one that is being handed over.

@@ -239,9 +239,7 @@ def _parted(kinds: Sequence[str], groups: "Sequence[KVCacheGroupSpec]") -> list[
     return parted
 
 
-def _own_layers(
-    groups: "Sequence[KVCacheGroupSpec]",
-) -> tuple[list[str], list[list[int]]]:
+def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[list[str], list[list[int]]]:
     """Return each group's pattern of layer names, with ``{}`` for the number, and its numbers."""
     found: list[set[str]] = []
     numbers: list[list[int]] = []

@@ -14,9 +14,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -55,12 +53,7 @@ from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_offload.base import (
-        OffloadingSpec,
-        OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-    )
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
 
@@ -148,10 +141,7 @@ class ObjKVTier(SecondaryTierManager):
                 Only rows of a load in progress are written.
         """
         super().__init__(
-            offloading_spec,
-            primary_kv_view,
-            tier_type,
-            backpressure_detector=backpressure_detector,
+            offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )
         log_through_vllm()
         own, resolved = read_options(options)
@@ -177,10 +167,7 @@ class ObjKVTier(SecondaryTierManager):
         # of both resumes the tier.
         self._hooks = EngineHooks(self, lambda: None, patches=config.vllm_patches)
         logger.info(
-            "objkv tier ready rows=%d row_bytes=%d weights=%s",
-            rows,
-            row_bytes,
-            identity.weights,
+            "objkv tier ready rows=%d row_bytes=%d weights=%s", rows, row_bytes, identity.weights
         )
 
     def _set_events(self, options: TierOptions, spec: "OffloadingSpec") -> None:

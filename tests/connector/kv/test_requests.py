@@ -144,11 +144,7 @@ def lookups(index: MemoryIndex) -> Iterator[LookupService]:
 
 def tracker_of(lookups: LookupService) -> RequestTracker:
     return RequestTracker(
-        GEOMETRY,
-        lookups,
-        MemoryRecorder(),
-        StoredPayloads(GEOMETRY),
-        prefetch=lambda *_: 0,
+        GEOMETRY, lookups, MemoryRecorder(), StoredPayloads(GEOMETRY), prefetch=lambda *_: 0
     )
 
 

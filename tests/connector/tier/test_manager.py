@@ -106,9 +106,7 @@ def core() -> Any:
     """An EngineCore without a model; every tier of this process hears it."""
     engine: Any = object.__new__(EngineCore)
     engine.model_executor = SimpleNamespace(
-        collective_rpc=lambda *_: ["done"],
-        add_lora=lambda *_: True,
-        remove_lora=lambda *_: True,
+        collective_rpc=lambda *_: ["done"], add_lora=lambda *_: True, remove_lora=lambda *_: True
     )
     return engine
 
