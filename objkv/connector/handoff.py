@@ -51,7 +51,6 @@ T = TypeVar("T")
 Agreement = Callable[[bool], bool]
 """A vote of the ranks that compute together, since one that computes would wait for ever for one
 that skips: whether all vote True. All call it equally often. Bounded, and never raises."""
-_NOTHING: Any = None
 _PROMPT_BYTES_MAX, _REASONS_MAX = 1 << 30, 16
 """Largest payload unless ``pinned_bytes_max`` is set, and most different reasons to log."""
 _STORED_S, _PAUSE_S, _LOOK_S = 5.0, 30.0, 0.005
@@ -399,7 +398,7 @@ class HandoffConnector:
         except ObjkvError as exc:
             self._skip(exc)
 
-    @guarded(_NOTHING)
+    @guarded(None)
     def _receive(self, executable: Any, model_input: Any, caches: Any) -> Any:
         deadline, received = monotonic() + self._load_s, list[Pages]()
         try:

@@ -123,11 +123,10 @@ class EventLog:
     ) -> None:
         """
         Args:
-            hash_tokens: tokens per block hash of vLLM. Every group's block size is a multiple of
-                it.
+            hash_tokens: tokens per block hash of vLLM, a divisor of every group's block size.
             locality: of the bulk store.
-            ttl_s: life of a record. A chunk that this replica has not saved or loaded for this long
-                is reported as removed.
+            ttl_s: after this long without a save or load by this replica, a chunk is reported as
+                removed.
         """
         self._of_table = [_table_groups(geometry, group) for group in range(geometry.target_count)]
         self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
@@ -143,10 +142,9 @@ class EventLog:
         for save in plan.saves:
             if (tracked := find(save.request_id)) is None:
                 continue
-            for move in save.moves:
-                self._save_planned(
-                    tracked.request, (save.namespace, move.move.prefix_hash), move.move
-                )
+            for one in save.moves:
+                name = save.namespace, one.move.prefix_hash
+                self._save_planned(tracked.request, name, one.move)
         for load in plan.loads:
             if (tracked := find(load.request_id)) is None:
                 continue
@@ -173,7 +171,10 @@ class EventLog:
         for request_id in ended:
             for name, group, event in self._loads.pop(request_id, ()):
                 self._report(name, group, event)
-        self._reject(report.rejected)
+        for name in report.rejected:
+            if (pending := self._pending.get(name)) is not None:
+                pending.shards.clear()  # its shards are stored again, or not at all
+        self._report_removed(report.rejected)
 
     @guarded(None)
     def reset(self) -> None:
@@ -182,7 +183,7 @@ class EventLog:
         self._loads.clear()
         self._report_removed(list(self._reported))
 
-    @guarded(tuple[KVCacheEvent, ...]())
+    @guarded(())
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call in the order in which they happened."""
         now, overdue = self._clock(), []
@@ -204,11 +205,7 @@ class EventLog:
         """
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
-        if (
-            group is None
-            or self._geometry.is_draft(group)
-            or not self._geometry.is_first_of_table(group)
-        ):
+        if group is None or not self._geometry.is_first_of_table(group):
             return None
         identity, unit = self._geometry.groups[group], self._hash_tokens
         size = identity.block_size
@@ -276,13 +273,6 @@ class EventLog:
             self._events.append(event)
         if (over := len(self._reported) - _CHUNKS_MAX) > 0:
             self._report_removed(list(self._reported)[:over])
-
-    def _reject(self, names: Iterable[Name]) -> None:
-        names = list(names)
-        for name in names:
-            if (pending := self._pending.get(name)) is not None:
-                pending.shards.clear()  # its shards are stored again, or not at all
-        self._report_removed(names)
 
     def _report_removed(self, names: Iterable[Name]) -> None:
         gone: dict[int, list[Any]] = {}

@@ -27,10 +27,8 @@ from objkv.transfer.plan import BlocksToZero, ChunkMove, LoadMoves, MoveColumn, 
 BlockTable = Sequence[Sequence[int]]
 """The request's physical blocks per group, in token order. 0, the null block, stands for a block
 that a window has passed, or for a state that was not kept."""
-_NULL_BLOCK = 0
+NULL_BLOCK = 0
 Ints = npt.NDArray[np.int64]
-
-
 _CHOICES_KEPT = 4096
 """Bound of remembered choices. A fleet has few shapes, but an index may contain anything."""
 
@@ -44,12 +42,11 @@ class StoredPayloads:
         self._geometry, self._target_count = geometry, geometry.target_count
         self._numbers = [geometry.number(group) for group in groups]
         self._has_payloads = [bool(geometry.fields(group)) for group in groups]
-        # None: a replica that divides the tokens in a way of its own reads only that.
-        self._wholes = [
-            str(number) if geometry.reads(group, ALL_TOKENS) else None
+        # A replica that divides the tokens in a way of its own reads only that.
+        self._whole = [
+            ((Source(number), str(number)),) if geometry.reads(group, ALL_TOKENS) else ()
             for group, number in enumerate(self._numbers)
         ]
-        self._whole = [((Source(number), str(number)),) for number in self._numbers]
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
     def is_readable(self, shards: ShardRecords, group: int) -> bool:
@@ -76,16 +73,14 @@ class StoredPayloads:
     def size(self, shards: ShardRecords) -> tuple[int, bool]:
         """Return how many bytes a load of the chunk fetches, and whether all of them are hot."""
         groups = [group for group, has_payloads in enumerate(self._has_payloads) if has_payloads]
-        fields = [field for group in groups for _, field in self._payloads(shards, group)]
-        records = [shards[field] for field in fields]
+        records = [shards[name] for group in groups for _, name in self._payloads(shards, group)]
         return sum(record.nbytes for record in records), all(record.hot for record in records)
 
     def _payloads(self, shards: ShardRecords, group: int) -> tuple[tuple[Source, str], ...]:
         """Return the payloads that together have a whole group, and their fields; none if they do
         not suffice."""
-        if self._wholes[group] in shards:
-            return self._whole[group]
-        return self._chosen(group, frozenset(shards))
+        whole = self._whole[group]
+        return whole if whole and whole[0][1] in shards else self._chosen(group, frozenset(shards))
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[tuple[Source, str], ...]:
         number, geometry = self._numbers[group], self._geometry
@@ -246,7 +241,7 @@ def _runs(
     table = np.frombuffer(array("q", blocks[first[0] : last[-1]]), np.int64)
     ids = table[place - first[0]]
     if not ids.all():
-        held = np.flatnonzero(ids != _NULL_BLOCK)
+        held = np.flatnonzero(ids != NULL_BLOCK)
         of_chunk, place, ids = of_chunk[held], place[held], ids[held]
     begins = np.ones(len(ids), np.bool_)
     begins[1:] = (np.diff(of_chunk) != 0) | (np.diff(place) != 1)
@@ -279,7 +274,7 @@ def save_moves(
         digest = chain.token_digest(chunk)
         for group in range(len(geometry.groups)):
             table = _held(geometry, group, computed, chunk)
-            if not table or _NULL_BLOCK in table or is_stored(chunk, group):
+            if not table or NULL_BLOCK in table or is_stored(chunk, group):
                 continue
             move = ChunkMove(
                 chunk=chunk,

@@ -203,7 +203,7 @@ class SavePlanner:
         saved again."""
         self._due.add(tracked)
 
-    @guarded(tuple[SavePlan, ...]())
+    @guarded(())
     def plan(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
         """Return the save plans of the chunks that this step completes, one per request."""
         plans = []

@@ -107,9 +107,9 @@ class Geometry:
         return self.target_count + at if 0 <= at < self.drafted.count else None
 
     def is_first_of_table(self, group: int) -> bool:
-        """Whether a group is the first of the target's with its block table."""
-        first = [self.table(g) for g in range(self.target_count)].index(self.table(group))
-        return group == first
+        """Whether a group is the target's, and the first of these with its block table."""
+        tables = [self.table(g) for g in range(self.target_count)]
+        return not self.is_draft(group) and group == tables.index(self.table(group))
 
     def is_draft(self, group: int) -> bool:
         """Whether a group is a draft's: a chunk can be loaded without it."""

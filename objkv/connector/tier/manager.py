@@ -246,7 +246,7 @@ class ObjKVTier(SecondaryTierManager):
                 one.settle(done=False)
         self._reader.read(loads)
 
-    @guarded(tuple[JobResult, ...]())
+    @guarded(())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
         """Return the jobs that ended since the last call, including those past their deadline."""
         loads, saves = self._loads.take_finished(), self._saves.take_finished()
@@ -294,7 +294,7 @@ class ObjKVTier(SecondaryTierManager):
 
     # Events and metrics.
 
-    @guarded(tuple[OffloadingEvent, ...]())
+    @guarded(())
     def take_events(self) -> tuple[OffloadingEvent, ...]:
         """Return events of saved and missing chunks, if the tier reports events."""
         events, self._events = tuple(self._events), []
