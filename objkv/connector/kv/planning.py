@@ -2,8 +2,7 @@
 fills and a save reads.
 
 One payload has all of a group, unless the replica that wrote it runs on several nodes, which have
-one each, or divides the tokens in a way of its own. The scheduler decides for all ranks together,
-on its own thread, for every chunk of every prompt.
+one each, or divides the tokens in a way of its own. The scheduler decides for all ranks together.
 """
 
 from array import array
@@ -167,9 +166,8 @@ def load_moves(
     draft_end: int | None = None,
 ) -> tuple[LoadMoves, list[ShardRecord]]:
     """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order, and
-    the index record of each of their payloads.
-
-    ``draft_end``: the end of the tokens whose draft is stored. Default: ``end``.
+    the index record of each of their payloads. ``draft_end``: the end of the tokens whose draft is
+    stored. Default: ``end``.
 
     Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
     allocated the blocks that tokens after ``end`` need, and null blocks for the others.
@@ -260,12 +258,9 @@ def save_moves(
     is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
     again: frozenset[int] = frozenset(),
 ) -> list[SaveMove]:
-    """Return moves that save whole chunks.
-
-    A group of a chunk is skipped if its blocks do not contain it, or if ``is_stored`` returns True
-    for (chunk, group). ``again``: see ``SaveMove.again``. ``chain`` must have ``digests`` and reach
-    the last of ``chunks``.
-    """
+    """Return moves that save whole chunks, except groups that their blocks do not contain, or for
+    which ``is_stored(chunk, group)``. ``again``: see ``SaveMove.again``. ``chain`` must have
+    ``digests`` and reach the last of ``chunks``."""
     size = geometry.chunk_tokens
     moves = []
     for chunk in chunks:

@@ -2,8 +2,7 @@
 
 It never uses the network. It polls lookups that run in the background, waits for new ones at most
 1 ms per scheduling pass, and makes one plan per step from their answers and vLLM's block tables.
-Source of the call order: vLLM 0.31-0.33,
-``v1/core/sched/scheduler.py``.
+Source of the call order: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``.
 """
 
 import logging
@@ -49,10 +48,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MATCH_WAIT_S = 1e-3
-"""How long a scheduling pass waits for lookups of new requests, all of them together. A request
-whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
-the device computes the step before it, which takes many times longer. All requests share one limit,
-because a burst of them would otherwise use up that time. Their lookups run in parallel anyway."""
+"""How long a scheduling pass waits for lookups of new requests, all together, so that a burst takes
+no longer: their lookups run in parallel. A request whose lookup is late waits a whole step. The
+wait costs nothing while the device computes the step before, which takes many times longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +68,9 @@ class Roles:
 
 
 def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
-    """Count vLLM's query for a match when it allocates blocks to the request: vLLM may repeat a
-    query. The second allocation after a load between steps has no query and is not counted. Source:
-    vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``."""
+    """Count vLLM's query for a match when it allocates blocks to the request, because it may repeat
+    the query. The second allocation, after a load between steps, has no query. Source: vLLM
+    0.31-0.33, ``v1/core/sched/scheduler.py``."""
     if tracked.queried:
         tracked.queried = False
         recorder.count("queries")
@@ -87,9 +85,8 @@ def count_load(
     span: tuple[int, int],
     draft_end: int,
 ) -> None:
-    """Count a planned load of tokens ``[start, end)`` by the store that has them: the hot store or
-    the bulk store. ``records``: of the payload of each move. ``draft_end``: the end of those whose
-    draft KV is stored."""
+    """Count a planned load of tokens ``[start, end)`` by the store that has them. ``records``: of
+    the payload of each move. ``draft_end``: the end of those whose draft KV is stored."""
     start, end = span
     spans = moves.token_spans
     # A chunk is only as fast as its slowest group.
@@ -171,12 +168,9 @@ class SchedulerSide:
         self._namespace.announce()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond ``computed`` can be loaded, and whether between steps.
-
-        The number is None while the lookup is in progress. vLLM calls this in a hot loop, so it is
-        cheap and repeatable. For a new request it may wait, at most ``_MATCH_WAIT_S`` in a
-        scheduling pass.
-        """
+        """Return how many tokens beyond ``computed`` can be loaded, and whether between steps. The
+        number is None while the lookup is in progress. vLLM calls this in a hot loop, so it is
+        cheap and repeatable. It may wait at most ``_MATCH_WAIT_S`` in a scheduling pass."""
         found = self._match(request, computed)
         if found[0] is None and self._await_lookup(request.request_id):
             found = self._match(request, computed)
@@ -184,11 +178,8 @@ class SchedulerSide:
         return found
 
     def _await_lookup(self, request_id: str) -> bool:
-        """Wait for the lookup of a new request. Returns whether it has ended.
-
-        Only while no other request is delayed: while the device computes an earlier step, or if no
-        request has begun.
-        """
+        """Wait for the lookup of a new request, unless that delays others: while the device
+        computes an earlier step, or if no request has begun. Returns whether it has ended."""
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.awaited:
             return False
@@ -230,10 +221,8 @@ class SchedulerSide:
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated ``blocks``.
-
-        Never raises. vLLM already relies on the load, so one that cannot be planned is sent to the
-        workers as lost, which report that it failed.
-        """
+        Never raises: vLLM already relies on the load, so one that cannot be planned is sent to the
+        workers as lost, which report that it failed."""
         name = request.request_id
         try:
             self._plan_load(request, blocks, tokens)
@@ -283,12 +272,9 @@ class SchedulerSide:
         self._loads.plan(plan, tokens, records)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
-        """Return the plan of everything that the workers do in this step.
-
-        Never raises. vLLM relies on the loads that were planned, and waits for their end: whatever
-        else fails, the plan contains them. It saves nothing then, because it is not known which
-        blocks can be trusted.
-        """
+        """Return the plan of everything that the workers do in this step. Never raises: whatever
+        fails, it contains the planned loads, for whose end vLLM waits. It saves nothing then,
+        because it is not known which blocks can be trusted."""
         loads, failed = self._loads.send()
         plan = StepPlan(loads, held=frozenset(self._held), failed_loads=failed)
         try:
@@ -328,7 +314,7 @@ class SchedulerSide:
         return () if self._events is None else self._events.take_events()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Process the workers' reports. Returns the requests whose whole load failed. Never
+        """Process the workers' reports. Returns the requests whose load failed as a whole. Never
         raises."""
         if output.finished_sending:
             self._held -= output.finished_sending
@@ -363,7 +349,11 @@ class SchedulerSide:
         # a save too.
         loads = request_id in self._loads
         try:
-            held = self._finish(request, blocks)
+            if self._sync_loads and len(blocks) == 1:
+                self.tables_ended.append(blocks[0])
+            self._loads.request_ended(request_id)
+            tracked = self.requests.end(request_id)
+            held = tracked is not None and tracked.saved
         except Exception:
             logger.exception("keeping the blocks of an ended request for a step")
             held = not loads  # its saves may read them, and the workers know when none does
@@ -371,24 +361,15 @@ class SchedulerSide:
             self._held.add(request_id)
         return held
 
-    def _finish(self, request: "Request", blocks: BlockTable) -> bool:
-        if self._sync_loads and len(blocks) == 1:
-            self.tables_ended.append(blocks[0])
-        self._loads.request_ended(request.request_id)
-        tracked = self.requests.end(request.request_id)
-        return tracked is not None and tracked.saved
-
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of ended requests are kept for saves that may still read them. They are
-        free after a few steps at most."""
+        """Whether blocks of ended requests are kept for saves that may still read them, for a few
+        steps at most."""
         return bool(self._held)
 
     def reset(self, *, clean: bool) -> bool:
-        """Stop using everything stored so far, because weights may have changed.
-
-        Requests in progress no longer load or save. See ``ReplicaNamespace.renew``.
-        """
+        """Stop using everything stored so far, because weights may have changed. Requests in
+        progress no longer load or save. See ``ReplicaNamespace.renew``."""
         self.requests.distrust()
         if self._events is not None:
             self._events.reset()
@@ -407,8 +388,8 @@ class SchedulerSide:
     def _match_result(
         self, tracked: TrackedRequest, records: Records, computed: int
     ) -> MatchResult:
-        """Return the part of a request with ``computed`` tokens that should be loaded. Decided once
-        per lookup."""
+        """Return the part of a request with ``computed`` tokens to load, decided once per
+        lookup."""
         known, num_tokens = tracked.match_result, tracked.request.num_tokens
         if (
             known is None
@@ -425,11 +406,9 @@ class SchedulerSide:
     def _usable_tokens(
         self, records: Sequence[ShardRecords | None], num_tokens: int, computed: int
     ) -> tuple[int, bool]:
-        """Return the end of the match in tokens, and whether to load it within the step.
-
-        A load between steps may cover the whole prompt, because vLLM then recomputes the last
-        token. Within a step, and with sliding windows, at least one token must remain to compute.
-        """
+        """Return the end of the match in tokens, and whether to load it within the step. A load
+        between steps may cover the whole prompt, because vLLM then recomputes the last token.
+        Within a step, and with sliding windows, at least one token must remain to compute."""
         size = self._geometry.chunk_tokens
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
@@ -449,8 +428,8 @@ class SchedulerSide:
         return matched_end(self._geometry, self.requests.payloads, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
-        """Whether to load within the step. In mode ``auto`` that needs at least as many tokens to
-        compute as to load."""
+        """Whether to load within the step: in mode ``auto`` if no fewer tokens are computed than
+        loaded."""
         mode = self._config.load_mode
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False
