@@ -75,11 +75,7 @@ def open_scheduler_side(
     manager: Callable[[], "KVCacheManager | None"],
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models.
-
-    ``link``: the way to its agent. ``manager``: returns vLLM's manager, or None until the connector
-    is bound to it.
-    """
+    models. ``manager``: returns vLLM's manager, or None until the connector is bound to it."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     # vLLM reads this after it has made the connector. Its default fails the request. In objkv a
@@ -133,10 +129,8 @@ def open_worker_side(
     accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
-
     ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: receives
-    the payloads that the agent saves, until they are reported.
-    """
+    the payloads that the agent saves, until they are reported."""
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
     parallel = vllm_config.parallel_config
@@ -323,11 +317,9 @@ def read_pages(
     kv_caches: Mapping[str, torch.Tensor],
     quantised: Mapping[str, Quantised] = NOT_QUANTISED,
 ) -> dict[int, PagedGroup]:
-    """Return the groups that have layers on this rank, and check their layout.
-
-    The check writes to free blocks and restores their contents. Raises ``ConfigError`` for a layout
-    that objkv cannot use. ``ranks``: TP rank and PP rank.
-    """
+    """Return the groups that have layers on this rank, and check their layout, which writes to free
+    blocks and restores them. Raises ``ConfigError`` for a layout that objkv cannot use. ``ranks``:
+    TP rank and PP rank."""
     groups = {}
     for g in range(len(geometry.groups)):
         shape = geometry.shape(g, *ranks)

@@ -71,8 +71,8 @@ class Draft:
 
     def number(self, groups: Sequence[GroupIdentity]) -> int:
         """Return the number of its first group: a hash, so that different drafts of one target have
-        different fields in the records that they share. Two drafts with the same number would
-        propose worse tokens, but the target decides on each."""
+        different fields in the records that they share. Two with the same number would propose
+        worse tokens, but the target decides on each."""
         digest = hashlib.sha256(canonical_json(self.document(groups))).digest()
         return FIRST_DRAFT_GROUP + int.from_bytes(digest[:8], "big") % _NUMBERS
 

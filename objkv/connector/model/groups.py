@@ -1,7 +1,5 @@
-"""Converts vLLM's KV cache groups to objkv's, and refuses unsupported ones.
-
-Read against vLLM 0.31-0.33, ``v1/kv_cache_interface.py``.
-"""
+"""Converts vLLM's KV cache groups to objkv's, and refuses unsupported ones. Read against vLLM
+0.31-0.33, ``v1/kv_cache_interface.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -140,13 +138,10 @@ class Geometry:
 
     @property
     def windowed(self) -> bool:
-        """Whether any group drops tokens.
-
-        Then a match ends at a chunk's end, leaves a token to compute, and fails as a whole: the
-        tokens kept for its end cannot be used for another end. The same is true if vLLM has groups
-        that are not stored, such as the ring of tokens that are still to be compressed: it is empty
-        at the end of a block, but not one token earlier.
-        """
+        """Whether any group drops tokens. Then a match ends at a chunk's end, leaves a token to
+        compute, and fails as a whole: the tokens kept for its end are of no use for another. So
+        also if vLLM has groups that are not stored, such as the ring of tokens that are still to
+        be compressed: it is empty at the end of a block, but not one token earlier."""
         left_out = self.table_count > len(set(self.tables))
         return left_out or not all(keeps_all(group) for group in self.groups)
 
@@ -160,11 +155,9 @@ class Geometry:
 
     def joined(self, group: int, rank: int) -> tuple[Shard | None, int]:
         """Return what the payload has that a rank writes of a group, None for all, and how many
-        different shards of ranks become that payload. The rank must hold a shard.
-
-        The ranks of a node write one payload, unless others could not take its tokens apart, or
-        ``Topology.joined`` forbids it.
-        """
+        different shards of ranks become that payload. The rank must hold a shard. The ranks of a
+        node write one payload, unless others could not take its tokens apart, or
+        ``Topology.joined`` forbids it."""
         topology, identity = self.topology(group), self.groups[group]
         share = topology.held(rank)
         assert share is not None
@@ -204,11 +197,8 @@ class Geometry:
         return frozenset().union(wholes, *(self.fields(group) for group in groups))
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
-        """Return the expected shape of a group's tensors on a rank.
-
-        None if the rank's stage has no layer of the group, or if the group has no payloads. The
-        rank then ignores the group.
-        """
+        """Return the expected shape of a group's tensors on a rank, None if its stage has no layer
+        of the group, or if the group has no payloads."""
         identity = self.groups[group]
         rank = pp_rank * self.tp_size + tp_rank
         share = self.topology(group).held(rank)
@@ -254,8 +244,8 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
 def read_group(
     vllm_config: "VllmConfig", subgroup: SubGroup, draft: Draft | None = None
 ) -> GroupIdentity:
-    """Convert a part of a group. Raises ``ConfigError``, which names the fix, for an unsupported
-    one. ``draft``: of the engine, if it has one."""
+    """Convert a part of a group. ``draft``: of the engine, if it has one. Raises
+    ``ConfigError``."""
     layers, spec = list(subgroup.layers), subgroup.spec
     kind = _KINDS.get(type(spec))
     if kind is None:
@@ -264,12 +254,8 @@ def read_group(
             f"{_INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
             "of full, sliding-window, chunked local, MLA and linear attention or Mamba layers only"
         )
-    if (
-        subgroup.draft
-        and subgroup.page is not None
-        and draft is not None
-        and kind in ("full", "mla")
-    ):
+    is_paged_draft = subgroup.draft and subgroup.page is not None
+    if is_paged_draft and draft is not None and kind in ("full", "mla"):
         kind = "mla" if draft.latent else "full"  # the spec is that of the target's first layer
     if isinstance(spec, MambaSpec):
         return _state(vllm_config, layers, spec)
@@ -340,12 +326,9 @@ def _page_shape(
 
 
 def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
-    """Return the effective chunk size of these groups, see ``docs/keyspace.md``.
-
-    A model with Mamba groups gets the smallest size: a state can be saved only where a step of vLLM
-    ends, at the end of a block, and larger chunks rarely end there. Raises ``ConfigError`` if no
-    group would have a payload.
-    """
+    """Return the effective chunk size of these groups, see ``docs/keyspace.md``. With Mamba groups
+    it is the smallest: a state can be saved only where a step of vLLM ends, at the end of a block,
+    and larger chunks rarely end there. Raises ``ConfigError`` if no group would have a payload."""
     if any(group.kind == "mamba" for group in groups):
         wish = 1
     size = effective_chunk_tokens(wish, tuple(group.block_size for group in groups))
@@ -398,11 +381,9 @@ _Parts = list[tuple[int, bool]]
 
 
 def _read_split(vllm_config: "VllmConfig", spec: "MambaSpec") -> SplitState | None:
-    """Return the state over all ranks, or None if it is not known how ranks split it.
-
-    Source: vLLM 0.31-0.33, ``MambaStateShapeCalculator`` in
-    ``model_executor/layers/mamba/mamba_utils.py`` and the layers that use it.
-    """
+    """Return the state over all ranks, or None if it is not known how ranks split it. Source: vLLM
+    0.31-0.33, ``MambaStateShapeCalculator`` in ``model_executor/layers/mamba/mamba_utils.py`` and
+    the layers that use it."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     parts = _parts_of(vllm_config, spec)
     if parts is None or getattr(spec, "tp_replicated", False) or not set(dtypes) <= {*ITEM_BYTES}:
@@ -446,11 +427,8 @@ def _parts_of(vllm_config: "VllmConfig", spec: "MambaSpec") -> list[tuple[int, _
 
 
 def _total_groups(vllm_config: "VllmConfig", groups: int) -> int | None:
-    """Return the groups of a Mamba 2 layer over all ranks. ``groups``: those of one rank.
-
-    A single group is on all ranks; more groups are split. Only the configuration can say which of
-    both it is if each rank has one.
-    """
+    """Return the groups of a Mamba 2 layer over all ranks. ``groups``: those of one rank. If each
+    rank has one, only the configuration says whether all have the same."""
     ranks: int = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1 or groups != 1:
         return groups * ranks
