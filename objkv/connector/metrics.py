@@ -1,8 +1,5 @@
 """The connectors' numbers in vLLM's statistics: logged per interval, and as Prometheus metrics.
-
-vLLM requires its own classes from each connector. They share the implementation here and differ in
-their ``MetricTable``.
-"""
+vLLM requires classes of its own from each connector, which differ in their ``MetricTable``."""
 
 from typing import Any, ClassVar, Self
 

@@ -1,8 +1,8 @@
 """How long a step with nothing to compute may wait for what its requests need.
 
 While requests wait for a lookup or a load and nothing else can run, vLLM makes empty steps in a
-loop. On a machine with few cores that loop takes the processor from the agent and the threads that
-it waits for. So an empty step sleeps until a lookup has ended or, without one, a load.
+loop, which takes the processor from the agent and the threads that it waits for. So an empty step
+sleeps until a lookup has ended or, without one, a load.
 """
 
 from typing import Final

@@ -28,10 +28,8 @@ def replica_of(vllm_config: "VllmConfig") -> Replica:
 
 def count_nodes(parallel: "ParallelConfig") -> int:
     """Return on how many nodes the ranks of a replica are. Ray places them where it likes: at least
-    on as many as have a device for each, if they are like this one.
-
-    Source: vLLM 0.31-0.33, ``config/parallel.py``.
-    """
+    on as many as have a device for each, if they are like this one. Source: vLLM 0.31-0.33,
+    ``config/parallel.py``."""
     if parallel.world_size == 1:
         return 1
     if parallel.use_ray:

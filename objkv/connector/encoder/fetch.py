@@ -1,9 +1,8 @@
 """Fetches stored encoder outputs into the scheduler's memory before the connector promises them.
 
-vLLM does not encode outputs that a connector has promised, and the engine stops if a promise is
-broken. An output is therefore either held here, every byte verified and no longer the agent's, or
-treated as missing. One thread looks outputs up, another reads them by the agent. The scheduler's
-thread polls and never waits for either.
+vLLM does not encode outputs that a connector has promised, and stops if a promise is broken. An
+output is therefore either held here, every byte verified and no longer the agent's, or treated as
+missing. One thread looks outputs up, another reads them by the agent.
 """
 
 import logging
@@ -78,12 +77,9 @@ class WantedOutput(PayloadTransfer):
 
 
 class EncoderFetcher:
-    """Fetches outputs. Only the scheduler's thread calls public methods.
-
-    vLLM queries for all of its waiting requests in one step, and frees memory request by request. A
-    request gets memory for all outputs that it is the first to need at once, after those that asked
-    before it, and has none while it waits. So requests do not wait for each other for ever.
-    """
+    """Fetches outputs. Only the scheduler's thread calls public methods. A request gets memory for
+    all outputs that it is the first to need at once, after those that asked before it, and has none
+    while it waits. So requests do not wait for each other for ever."""
 
     def __init__(
         self,
@@ -232,11 +228,8 @@ class EncoderFetcher:
             logger.error("encoder job failed unexpectedly", exc_info=error)
 
     def _look_up(self, entry: WantedOutput) -> Steps[None]:
-        """Look an output up, and have it read if it is stored.
-
-        By itself: a folder that is its own index ends its answer at the first missing key of
-        several, as is right for prefixes.
-        """
+        """Look an output up, by itself, because a folder that is its own index ends its answer at
+        the first missing key of several. Have it read if it is stored."""
         key = entry.claim.key
         try:
             (found,) = yield from self._index.find(key.namespace, [key.prefix_hash], [key.field])

@@ -64,9 +64,8 @@ class EncoderPlan(ECConnectorMetadata):
 
 @dataclass
 class EncoderReport(ECConnectorWorkerMetadata):
-    """From the workers to the scheduler: numbers. vLLM's first model runner does not collect an
-    encoder connector's statistics from workers. Source: vLLM 0.32,
-    ``v1/worker/ec_connector_model_runner_mixin.py``."""
+    """From the workers to the scheduler: numbers, which vLLM's first model runner does not collect.
+    Source: vLLM 0.32, ``v1/worker/ec_connector_model_runner_mixin.py``."""
 
     numbers: dict[str, float]
 

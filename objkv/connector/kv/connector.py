@@ -65,11 +65,9 @@ _ACCEPTED_MAX = 65_536
 
 
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Shares the KV of prompts with every replica that uses the same stores and the same model.
-
-    The settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
-    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix.
-    """
+    """Shares the KV of prompts with every replica that uses the same stores and the same model. The
+    settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix."""
 
     @starts
     def __init__(

@@ -1,11 +1,10 @@
 """KV events: reports the chunks that this replica has found in the store, in vLLM's format.
 
 A chunk is reported as ``BlockStored`` when payloads with all of one of its groups are stored, or
-when a load of it succeeded. The event has the hashes that vLLM gives the same blocks on the device.
-A chunk is reported as ``BlockRemoved`` when it is found missing, or when this replica no longer
-tracks it. Both have their own medium, so they do not affect the device's blocks. vLLM must have KV
-events enabled. Source: vLLM 0.31-0.33, ``distributed/kv_events.py`` and ``v1/core/block_pool.py``.
-Described in ``docs/routers.md``.
+when a load of it succeeded, with the hashes that vLLM gives the same blocks on the device. It is
+reported as ``BlockRemoved`` when it is found missing, or when this replica no longer tracks it.
+Both have their own medium, so they do not affect the device's blocks. Source: vLLM 0.31-0.33,
+``distributed/kv_events.py`` and ``v1/core/block_pool.py``. Described in ``docs/routers.md``.
 """
 
 from collections import OrderedDict
@@ -24,7 +23,6 @@ from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
-from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -109,8 +107,7 @@ reported."""
 
 
 class EventLog:
-    """The KV events that vLLM has not taken. For the scheduler's thread only. Never waits, never
-    raises."""
+    """The KV events that vLLM has not taken. For the scheduler's thread only. Never raises."""
 
     def __init__(
         self,
@@ -143,21 +140,25 @@ class EventLog:
             if (tracked := find(save.request_id)) is None:
                 continue
             for one in save.moves:
-                name = save.namespace, one.move.prefix_hash
-                self._save_planned(tracked.request, name, one.move)
+                name, group = (save.namespace, one.move.prefix_hash), one.move.group
+                event = self._event(tracked.request, name, group, one.move.token_end)
+                if event is not None:
+                    self._pending.setdefault(name, _Pending()).events[group] = event
+                    self._pending.move_to_end(name)
+                    _shrink(self._pending)
         for load in plan.loads:
             if (tracked := find(load.request_id)) is None:
                 continue
-            moves, request = load.moves, tracked.request
+            moves = load.moves
             ends = {
-                (prefix_hash, moves.sources[source].group): end
+                ((load.namespace, prefix_hash), moves.sources[source].group): end
                 for prefix_hash, _, _, end, source in moves.claims(
                     load.namespace, range(len(moves))
                 )
             }
             self._loads[load.request_id] = [
-                self._load_planned(request, (load.namespace, prefix_hash), group, end)
-                for (prefix_hash, group), end in ends.items()
+                (name, group, self._event(tracked.request, name, group, end))
+                for (name, group), end in ends.items()
             ]
             _shrink(self._loads)
 
@@ -195,17 +196,17 @@ class EventLog:
         events, self._events = tuple(self._events), []
         return events
 
-    def _event(self, request: "Request", number: int, end: int) -> BlockStored | None:
-        """Return the event that a chunk is stored, or None if vLLM has not hashed its blocks.
-        ``number``: of its group. ``end``: after its last token.
-
-        Except for medium, locality and ownership, every field equals that of the event for the same
-        blocks on the device. Source: vLLM 0.31-0.33, ``cache_full_blocks`` in
-        ``v1/core/block_pool.py``, ``resolve_block_hashes`` in ``v1/core/kv_cache_utils.py``.
-        """
+    def _event(self, request: "Request", name: Name, number: int, end: int) -> BlockStored | None:
+        """Return the event that a chunk is stored, or None if it is reported, or if vLLM has not
+        hashed its blocks. ``number``: of its group. ``end``: after its last token. But for medium,
+        locality and ownership it equals that for the same blocks on the device. Source: vLLM
+        0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
+        ``v1/core/kv_cache_utils.py``."""
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
         if group is None or not self._geometry.is_first_of_table(group):
+            return None
+        if self._is_reported(name, number):
             return None
         identity, unit = self._geometry.groups[group], self._hash_tokens
         size = identity.block_size
@@ -231,21 +232,6 @@ class EventLog:
             locality=self._locality,
             ownership=OWNERSHIP,
         )
-
-    def _save_planned(self, request: "Request", name: Name, move: ChunkMove) -> None:
-        if self._is_reported(name, move.group):
-            return
-        if (event := self._event(request, move.group, move.token_end)) is None:
-            return
-        self._pending.setdefault(name, _Pending()).events[move.group] = event
-        self._pending.move_to_end(name)
-        _shrink(self._pending)
-
-    def _load_planned(
-        self, request: "Request", name: Name, group: int, end: int
-    ) -> tuple[Name, int, BlockStored | None]:
-        known = self._is_reported(name, group)
-        return name, group, None if known else self._event(request, group, end)
 
     def _is_reported(self, name: Name, group: int) -> bool:
         return (known := self._reported.get(name)) is not None and group in known.hashes

@@ -36,13 +36,10 @@ class StartedLoad:
 
 
 class PromisedLoads:
-    """For the scheduler's thread only. No method raises.
-
-    A load within the step to which no store answers blocks every request of the replica until its
-    deadline, also when it is a circuit breaker's probe. A load between steps blocks only its own
-    request. After such a load all are therefore to be between steps, until one succeeds within the
-    time that a step would wait.
-    """
+    """For the scheduler's thread only. No method raises. A load within the step to which no store
+    answers blocks every request of the replica until its deadline, also when it is a circuit
+    breaker's probe. A load between steps blocks only its own request. After such a load all are
+    therefore to be between steps, until one succeeds within the time that a step would wait."""
 
     def __init__(
         self,

@@ -92,12 +92,9 @@ def matched_end(
     geometry: Geometry, payloads: StoredPayloads, records: Sequence[ShardRecords | None]
 ) -> int:
     """Return how many leading tokens the replica can load, whether or not the draft's KV is stored
-    too.
-
-    A draft that needs the next token has no KV for the last block of a match, so the match ends
-    before it, as in vLLM's own prefix cache; or one chunk earlier, if a window's payloads do not
-    reach so far back.
-    """
+    too. A draft that needs the next token has no KV for the last block of a match, so the match
+    ends before it, as in vLLM's own prefix cache; or one chunk earlier, if a window's payloads do
+    not reach so far back."""
 
     def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
         return payloads.is_readable(shards, group)
@@ -167,11 +164,9 @@ def load_moves(
 ) -> tuple[LoadMoves, list[ShardRecord]]:
     """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order, and
     the index record of each of their payloads. ``draft_end``: the end of the tokens whose draft is
-    stored. Default: ``end``.
-
-    Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
-    allocated the blocks that tokens after ``end`` need, and null blocks for the others.
-    """
+    stored. Default: ``end``. Blocks before ``start`` were computed or found locally, and other
+    requests may share them. vLLM allocated the blocks that tokens after ``end`` need, and null
+    blocks for the others."""
     start, end = span
     size = geometry.chunk_tokens
     # A draft's blocks before the end may be in the payload of one more chunk.

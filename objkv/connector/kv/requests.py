@@ -132,9 +132,7 @@ class RequestHashes:
 
     def ready(self, count: int, submit: Callable[[Callable[[], None]], bool]) -> int:
         """Return how many of the first ``count`` hashes are computed, and start computing the rest.
-
-        ``submit`` runs a job on another thread, or returns False if too many are queued.
-        """
+        ``submit`` runs a job on another thread, or returns False if too many are queued."""
         done = self.done
         if done >= count or self.failed:
             return min(done, count)

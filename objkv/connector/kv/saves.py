@@ -131,13 +131,11 @@ _GAPS_MAX = 65_536
 
 
 class DraftGaps:
-    """Decides whether a request's draft KV may be stored. For the scheduler's thread only.
-
-    A replica with the draft also loads what replicas without it store, and zeroes the draft's
-    blocks. The output does not change, because the target decides on every proposed token. But what
-    the draft computes afterwards depends on those zeros, also in requests that find the blocks in
-    vLLM's own prefix cache. None of it may be stored, or every replica would load it.
-    """
+    """Decides whether a request's draft KV may be stored. For the scheduler's thread only. A
+    replica with the draft also loads what replicas without it store, and zeroes the draft's blocks.
+    The output does not change, because the target decides on every proposed token. But what the
+    draft computes afterwards depends on those zeros, also in requests that find the blocks in
+    vLLM's own prefix cache. None of it may be stored, or every replica would load it."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._chunk_tokens = geometry.chunk_tokens
@@ -167,12 +165,9 @@ class DraftGaps:
 
 class SavePlanner:
     """Plans the saves of the chunks that each step completes. For the scheduler's thread only.
-    Never waits.
-
-    Each chunk is considered once, in the step that completes it, because a window's blocks and a
-    state may be gone in the next step. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
-    ``v1/core/sched/output.py``.
-    """
+    Never waits. Each chunk is considered once, in the step that completes it, because a window's
+    blocks and a state may be gone in the next step. Source: vLLM 0.31-0.33,
+    ``kv_connector_block_state`` of ``v1/core/sched/output.py``."""
 
     def __init__(
         self,

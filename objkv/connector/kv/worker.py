@@ -89,13 +89,10 @@ class WorkerSide:
 
     def before_forward(self, plan: StepPlan) -> None:
         """Mark the point that this step's loads follow. Never raises. vLLM starts most loads when
-        it has launched the forward pass, and they must not wait for that.
-
-        Their blocks are free of earlier work here: vLLM frees a block only after the steps that may
-        write it, clears and copies blocks before it binds the plan, and ``before_reuse`` has made
-        computing wait for saves. Source: vLLM 0.31-0.33, ``defer_block_free`` in
-        ``v1/core/sched/scheduler.py``.
-        """
+        it has launched the forward pass, and they must not wait for that. Their blocks are free of
+        earlier work here: vLLM frees a block only after the steps that may write it, clears and
+        copies blocks before it binds the plan, and ``before_reuse`` has made computing wait for
+        saves. Source: vLLM 0.31-0.33, ``defer_block_free`` in ``v1/core/sched/scheduler.py``."""
         self._before_forward, self._is_unmarked = None, False
         if plan.loads:
             try:

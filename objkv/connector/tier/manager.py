@@ -1,10 +1,8 @@
 """objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector.
 
-It is for operators who run ``OffloadingConnector`` with ``TieringOffloadingSpec`` and want its
-chunks, and those of other replicas, in objkv's stores. vLLM calls every method on the scheduler's
-thread. Only the constructor and ``shutdown`` wait for the node's agent. Only the constructor
-raises. Read against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Described in
-``docs/models.md``.
+vLLM calls every method on the scheduler's thread. Only the constructor and ``shutdown`` wait for
+the node's agent. Only the constructor raises. Read against vLLM 0.32-0.33,
+``v1/kv_offload/tiering/base.py``. Described in ``docs/models.md``.
 """
 
 import logging
@@ -121,8 +119,7 @@ class ObjKVTier(SecondaryTierManager):
     """The secondary tier, configured by an entry of ``secondary_tiers``: ``{"type": "ObjKVTier",
     "module_path": "objkv.connector.tier", "bulk_url": …, "index_url": …}``. The entry may contain
     every setting of ``Config`` and of ``TierOptions``. Raises ``ConfigError`` at start, which names
-    the fix.
-    """
+    the fix."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -135,11 +132,8 @@ class ObjKVTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """
-        Args:
-            primary_kv_view: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte elements.
-                Only rows of a load in progress are written.
-        """
+        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte
+        elements. Only rows of a load in progress are written."""
         super().__init__(
             offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )
@@ -226,8 +220,7 @@ class ObjKVTier(SecondaryTierManager):
     # Jobs.
 
     def submit_store(self, job_metadata: "TransferJob") -> None:
-        """Save rows in the background, unless they are stored. Rows without room in the queue are
-        dropped. A reader saves nothing."""
+        """Save rows that are not stored, in the background. A reader saves nothing."""
         saves = self._begin(self._saves, job_metadata)
         if self._config.role == "reader":
             for one in saves:
@@ -236,8 +229,7 @@ class ObjKVTier(SecondaryTierManager):
             self._save(saves)
 
     def submit_load(self, job_metadata: "TransferJob") -> None:
-        """Load chunks that were found into rows, in the background. Each key succeeds or fails
-        separately."""
+        """Load chunks that were found into rows, in the background. Each may fail by itself."""
         loads = []
         for one in self._begin(self._loads, job_metadata):
             if self._lookups.has_found(job_metadata.req_context.req_id, one.key):
@@ -248,7 +240,7 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
-        """Return the jobs that ended since the last call, including those past their deadline."""
+        """See ``TierJobs.take_finished``."""
         loads, saves = self._loads.take_finished(), self._saves.take_finished()
         for job in loads:
             self._lookups.deny(job.failed)  # later lookups must not wait for the same load again
@@ -260,8 +252,8 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def drain_jobs(self) -> None:
-        """End all jobs at once and leave the namespace, because vLLM calls this when it resets its
-        caches and weights may have changed. Earlier KV is never loaded or saved again."""
+        """End all jobs at once and leave the namespace: vLLM calls this when it resets its caches,
+        and weights may have changed."""
         connector = self._connector()
         self.reset(clean=holds_nothing(getattr(connector, "_kv_cache_manager", None)))
 
