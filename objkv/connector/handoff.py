@@ -65,8 +65,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by element size. Elements are copied as integers, because some devices cannot copy
 fp8 by index, and copying floats may change the bits of a NaN."""
 _LAST, _BETWEEN = "hidden_states", "intermediate."
-"""Name of the last stage's output, and prefix of the names of another's, which the model chooses.
-"""
+"""Name of the last stage's output, and prefix of those of others, which the model chooses."""
 
 
 class SkippedError(TransferError):
@@ -84,10 +83,9 @@ class HandoffPrompt(NamedTuple):
 
 
 def read_prompts(model_input: Any) -> tuple[list[HandoffPrompt], bool]:
-    """Return the prompts that this step computes from the first token to the last, and whether it
-    consists of them only, so that their states are its whole output. Waits for the device. Raises
-    ``SkippedError`` if they cannot be separated, or if token ids alone do not determine their
-    KV."""
+    """Return the prompts that this step computes whole, and whether it consists of them only, so
+    that their states are its whole output. Waits for the device. Raises ``SkippedError`` if they
+    cannot be separated, or if token ids alone do not determine their KV."""
     attention, ids = model_input.attn_metadata, model_input.input_tokens
     if attention is None or ids is None or attention.num_prefill_tokens <= 0:
         return [], False
@@ -117,9 +115,8 @@ def read_prompts(model_input: Any) -> tuple[list[HandoffPrompt], bool]:
 
 
 def read_handoff_identity(config: Any, settings: Config) -> Identity:
-    """Return the identity of hand-offs for V0's ``VllmConfig``, equal on every rank and on every
-    engine that may receive them. Reads the model's files, which may take seconds. Raises
-    ``ConfigError``."""
+    """Return the identity of hand-offs for V0's ``VllmConfig``, equal on every rank and engine that
+    may receive them. Reads the model's files, which may take seconds. Raises ``ConfigError``."""
     model = config.model_config
     if getattr(config.cache_config, "calculate_kv_scales", False):  # not every version has it
         raise ConfigError("objkv cannot hand over KV with calculate_kv_scales: turn it off")

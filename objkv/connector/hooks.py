@@ -203,8 +203,7 @@ class EngineHooks:
 
 
 def follow_sleep(sleeper: "ObjKVConnector", *, patches: bool = True) -> None:
-    """Call a worker's connector before its paged cache is unmapped and after it is mapped again, as
-    vLLM 0.33 does itself."""
+    """Call a worker's connector before its cache is unmapped and after it is mapped again."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     def discards(sleeper: "ObjKVConnector", tags: Iterable[str] = (), **_more: Any) -> None:

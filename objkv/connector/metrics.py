@@ -60,8 +60,7 @@ class TableStats:
 
 
 class TableMetrics:
-    """A table's Prometheus metrics per engine. A mix-in for vLLM's classes, whose constructor sets
-    these attributes."""
+    """A table's Prometheus metrics. A mix-in for vLLM's classes, which set its attributes."""
 
     table: ClassVar[MetricTable]
     per_engine_labelvalues: dict[int, list[object]]

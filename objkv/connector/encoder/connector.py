@@ -199,8 +199,7 @@ class ObjKVECConnector(ECConnectorBase):
     # Both.
 
     def get_ec_connector_stats(self) -> ObjKVECStats | None:
-        """Return the numbers of this process and the workers since the last call. None on a
-        worker."""
+        """Return all numbers since the last call, on the scheduler's side only."""
         if self.role is not ECConnectorRole.SCHEDULER:
             return None
         numbers = self._scheduler.take_numbers()
@@ -208,8 +207,7 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(None)
     def shutdown(self) -> None:
-        """Hand saves over within ``drain_deadline_ms``, stop threads, close connections.
-        Idempotent."""
+        """Hand saves over within ``drain_deadline_ms``, then stop. Idempotent."""
         self._close()
         self.worker = None
         self._link.calls.close()

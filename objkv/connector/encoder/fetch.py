@@ -91,14 +91,10 @@ class EncoderFetcher:
         held_bytes_max: int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
-        Args:
-            reader: on the same clock; ``close`` closes it. None: outputs are looked up only.
-            config: its ``encoder_deadline_ms`` is for an output. Requests are refused while
-                ``LOOKUP_QUEUE_MAX`` outputs wait, and other jobs while as many are in progress.
-            held_bytes_max: memory for outputs that are held or fetched, without one copy of an
-                output that is not needed any more.
-        """
+        """``reader``: on the same clock; ``close`` closes it. None: outputs are looked up only.
+        ``config``: its ``encoder_deadline_ms`` is for an output. ``held_bytes_max``: memory for
+        outputs that are held or fetched, without one copy of an output that is not needed any
+        more."""
         self._index, self._reader = index, reader
         self._config, self._recorder, self._clock = config, recorder, clock
         self._failure_log = FailureLog(logger, "lookups of encoder outputs")
@@ -114,8 +110,7 @@ class EncoderFetcher:
         )
 
     def want(self, owner: str, outputs: Sequence[EncoderOutput]) -> bool:
-        """Fetch outputs for ``owner``, except those already fetched or in progress. Returns whether
-        nothing is waited for."""
+        """Fetch outputs that are not fetched yet. Returns whether nothing is waited for."""
         known = [self._entries.get(output) for output in outputs]
         if not all(entry is not None and owner in entry.owners for entry in known):
             # New, or preempted since: it queues for memory with all that it needs, and holds none.
@@ -164,8 +159,7 @@ class EncoderFetcher:
         return not is_full and self._thread.run(job)
 
     def wait(self, seconds: float) -> None:
-        """Block until a state changes, for at most ``seconds``. Returns at once if nothing
-        waits."""
+        """Block until a state changes, at most for ``seconds``, if anything waits."""
         with self._changed:
             if self.queue or any(entry.is_needed for entry in self._entries.values()):
                 self._changed.wait(seconds)
@@ -184,9 +178,8 @@ class EncoderFetcher:
                     self.forget(output)
 
     def _fetch(self, owner: str, outputs: Iterable[EncoderOutput]) -> bool:
-        """Fetch what no other request needs, once there is memory for all of it. Returns False
-        until then. What exceeds all memory is treated as missing, and everything after the
-        deadline."""
+        """Fetch what no other request needs, once there is memory for all of it; False until then.
+        What exceeds all memory is treated as missing, and everything after the deadline."""
         now, wait_s = self._clock(), self._config.encoder_deadline_ms / 1000
         deadline = self.queue.setdefault(owner, now + wait_s)
         is_late = now >= deadline

@@ -1,6 +1,5 @@
 """Reads the identity and the form of encoder outputs from vLLM's configuration, equal on all
-replicas that encode alike, whether or not they run the language model. Read against vLLM
-0.32-0.33."""
+replicas that encode alike. Read against vLLM 0.32-0.33."""
 
 import hashlib
 import json
@@ -84,9 +83,8 @@ def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
 
 
 def _width(vllm_config: "VllmConfig", modality: str) -> int | None:
-    """Return the row width of a modality's outputs, which vLLM measures if this replica encodes.
-    Otherwise it is the width of token embeddings, times the number of vision layers passed on
-    (DeepStack)."""
+    """Return the row width of a modality's outputs: measured by vLLM if this replica encodes, else
+    that of token embeddings, times the vision layers passed on (DeepStack)."""
     transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
     assert transfer is not None
     if transfer.is_ec_producer:

@@ -1,9 +1,8 @@
 """The worker's side of the encoder cache: adds the plan's outputs and saves encoded ones.
 
-Every rank adds the same bytes to vLLM's encoder cache, which relies on them, so a load may fail
-only if memory is short. All ranks encode the same outputs, and one saves them. Source of the call
-order: vLLM 0.32-0.33, ``v1/worker/ec_connector_model_runner_mixin.py`` and
-``v1/worker/gpu/ec_connector.py``.
+vLLM relies on the outputs of a plan, so a load may fail only if memory is short. All ranks encode
+the same outputs, and one saves them. Source of the call order: vLLM 0.32-0.33,
+``v1/worker/ec_connector_model_runner_mixin.py`` and ``v1/worker/gpu/ec_connector.py``.
 """
 
 import logging
@@ -145,13 +144,9 @@ class EncoderWorkerSide:
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
-        Args:
-            copies: of the device of vLLM's encoder cache.
-            writer: on the same clock; ``close`` closes it. None if this rank saves nothing.
-            item_bytes_max: for one output that is saved.
-            held_bytes_max: for tensors kept alive until they are saved.
-        """
+        """``writer``: on the same clock; ``close`` closes it. None if this rank saves nothing.
+        ``item_bytes_max``: for one output. ``held_bytes_max``: for tensors kept alive until they
+        are saved."""
         self.copies, self.writer, self._config = copies, writer, config
         self._recorder, self._clock = recorder, clock
         self._item_bytes_max, self._held_bytes_max = item_bytes_max, held_bytes_max

@@ -1,9 +1,7 @@
-"""The connector class that vLLM loads. It forwards to the scheduler's or the worker's side.
-
-Faults of a running connector never reach the engine, see ``objkv.connector.guard``. It waits long
-only for a layer or a load that the forward pass needs now, and for in-flight saves when the cache
-is unregistered or the engine shuts down. All these waits have deadlines.
-"""
+"""The connector class that vLLM loads. It forwards to the scheduler's or the worker's side. Faults
+of a running connector never reach the engine, see ``objkv.connector.guard``. It waits long only for
+a layer or a load that the forward pass needs now, and for saves when the cache is unregistered or
+the engine shuts down, always with a deadline."""
 
 import logging
 import weakref

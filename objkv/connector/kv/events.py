@@ -74,8 +74,7 @@ def events_enabled(vllm_config: "VllmConfig") -> bool:
 _CHUNKS_MAX = 32_768
 """Reported chunks to track, about 1 KiB each. Beyond this the oldest are reported as removed."""
 _PENDING_MAX = 1_024
-"""Saves and loads in progress to track, each with its tokens. Beyond this the oldest are not
-reported."""
+"""Saves and loads in progress to track. Beyond this the oldest are not reported."""
 Name = tuple[str, bytes]
 """Namespace and prefix hash of a chunk."""
 Find = Callable[[str], TrackedRequest | None]
@@ -102,8 +101,7 @@ class _Reported:
 
 
 _LoadEvents = list[tuple[Name, int, BlockStored | None]]
-"""Chunk, group and event of a load in progress. The event is None if the chunk is already
-reported."""
+"""Chunk, group and event of a load in progress, None if the chunk is already reported."""
 
 
 class EventLog:
@@ -118,13 +116,9 @@ class EventLog:
         ttl_s: float,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
-        Args:
-            hash_tokens: tokens per block hash of vLLM, a divisor of every group's block size.
-            locality: of the bulk store.
-            ttl_s: after this long without a save or load by this replica, a chunk is reported as
-                removed.
-        """
+        """``hash_tokens``: tokens per block hash of vLLM, a divisor of every group's block size.
+        ``locality``: of the bulk store. ``ttl_s``: after this long without a save or load by this
+        replica, a chunk is reported as removed."""
         self._of_table = [_table_groups(geometry, group) for group in range(geometry.target_count)]
         self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
         self._ttl_s, self._clock = ttl_s, clock
@@ -197,10 +191,10 @@ class EventLog:
         return events
 
     def _event(self, request: "Request", name: Name, number: int, end: int) -> BlockStored | None:
-        """Return the event that a chunk is stored, or None if it is reported, or if vLLM has not
-        hashed its blocks. ``number``: of its group. ``end``: after its last token. But for medium,
-        locality and ownership it equals that for the same blocks on the device. Source: vLLM
-        0.31-0.33, ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
+        """Return the event that a chunk is stored, or None if it is reported, or not hashed by
+        vLLM. ``number``: of its group. ``end``: after its last token. But for medium, locality and
+        ownership it equals that for the blocks on the device. Source: vLLM 0.31-0.33,
+        ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
         ``v1/core/kv_cache_utils.py``."""
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.

@@ -2,7 +2,7 @@
 
 vLLM holds a request back until its load between steps is reported as ended, and lets the model read
 the blocks of a load within the step. A load must therefore never be lost between two calls: if it
-cannot be planned, the workers report that it failed. Source: vLLM 0.31-0.33, ``schedule`` and
+cannot be planned, it is reported as failed. Source: vLLM 0.31-0.33, ``schedule`` and
 ``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``.
 """
 
@@ -73,8 +73,7 @@ class PromisedLoads:
         return bool(self._started)
 
     def plan(self, plan: LoadPlan, tokens: int, records: Sequence[ShardRecord]) -> None:
-        """Record the load of ``tokens`` for which vLLM has allocated blocks. ``records``: of its
-        payloads."""
+        """Record a load for which vLLM has allocated blocks. ``records``: of its payloads."""
         hot = sum([record.nbytes for record in records if record.hot])
         bulk = sum([record.nbytes for record in records]) - hot
         self._planned[plan.request_id] = StartedLoad(plan, tokens, hot, bulk)
@@ -180,8 +179,7 @@ class Timing:
         self._ended = now
 
     def loaded(self, load: StartedLoad) -> Savings | None:
-        """Record a load that succeeded. Returns what it saved: None if its request has ended, or no
-        worker reported it."""
+        """Record a load that succeeded. Returns what it saved, None if that is not known."""
         if (took := load.slowest) is None or not load.tokens:
             return None
         # A load from both tiers measures bulk, which determines when it ends. If mixed loads were

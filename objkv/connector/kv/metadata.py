@@ -18,8 +18,7 @@ class FailedLoad:
     request_id: str
     sync: bool
     blocks: frozenset[int] = frozenset()
-    """Physical blocks that it would have filled, at least; none for a load between steps that
-    failed as a whole."""
+    """Physical blocks, at least. None between steps: the load failed as a whole."""
 
 
 @dataclass

@@ -1,9 +1,6 @@
 """Which stored payloads a replica loads, where a match ends, and the physical blocks that a load
-fills and a save reads.
-
-One payload has all of a group, unless the replica that wrote it runs on several nodes, which have
-one each, or divides the tokens in a way of its own. The scheduler decides for all ranks together.
-"""
+fills and a save reads. One payload has all of a group, unless the replica that wrote it runs on
+several nodes, which have one each, or divides the tokens in a way of its own."""
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -33,8 +30,7 @@ _CHOICES_KEPT = 4096
 
 
 class StoredPayloads:
-    """Chooses payloads. Thread-safe for the scheduler's and lookup threads, which may compute the
-    same choice twice."""
+    """Chooses payloads. Thread-safe: two threads may compute the same choice."""
 
     def __init__(self, geometry: Geometry) -> None:
         groups = range(len(geometry.groups))
@@ -61,8 +57,7 @@ class StoredPayloads:
         return all(self.is_readable(shards, group) for group in range(len(self._numbers)))
 
     def of(self, shards: ShardRecords | None, group: int) -> list[tuple[Source, ShardRecord]]:
-        """Return the payloads that have a whole group, and their records. Raises ``LookupError`` if
-        none have."""
+        """Return the payloads of a whole group, and their records. Raises ``LookupError``."""
         shards = shards or {}
         payloads = self._payloads(shards, group)
         if not payloads:
@@ -76,8 +71,7 @@ class StoredPayloads:
         return sum(record.nbytes for record in records), all(record.hot for record in records)
 
     def _payloads(self, shards: ShardRecords, group: int) -> tuple[tuple[Source, str], ...]:
-        """Return the payloads that together have a whole group, and their fields; none if they do
-        not suffice."""
+        """Return the payloads that together have a whole group, and their fields, or none."""
         whole = self._whole[group]
         return whole if whole and whole[0][1] in shards else self._chosen(group, frozenset(shards))
 
@@ -91,10 +85,10 @@ class StoredPayloads:
 def matched_end(
     geometry: Geometry, payloads: StoredPayloads, records: Sequence[ShardRecords | None]
 ) -> int:
-    """Return how many leading tokens the replica can load, whether or not the draft's KV is stored
-    too. A draft that needs the next token has no KV for the last block of a match, so the match
-    ends before it, as in vLLM's own prefix cache; or one chunk earlier, if a window's payloads do
-    not reach so far back."""
+    """Return how many leading tokens the replica can load, with or without the draft's KV. A draft
+    that needs the next token has none for the last block of a match, so the match ends before it,
+    as in vLLM's prefix cache; or one chunk earlier, if a window's payloads do not reach so far
+    back."""
 
     def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
         return payloads.is_readable(shards, group)
@@ -164,9 +158,8 @@ def load_moves(
 ) -> tuple[LoadMoves, list[ShardRecord]]:
     """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order, and
     the index record of each of their payloads. ``draft_end``: the end of the tokens whose draft is
-    stored. Default: ``end``. Blocks before ``start`` were computed or found locally, and other
-    requests may share them. vLLM allocated the blocks that tokens after ``end`` need, and null
-    blocks for the others."""
+    stored. Blocks before ``start`` may be shared with other requests. vLLM allocated the blocks
+    that tokens after ``end`` need, and null blocks for the others."""
     start, end = span
     size = geometry.chunk_tokens
     # A draft's blocks before the end may be in the payload of one more chunk.
@@ -284,15 +277,13 @@ def states_after(
     geometry: Geometry, blocks: BlockTable, end: int | None, offered: Iterable[tuple[int, int, int]]
 ) -> dict[tuple[int, int], int]:
     """Return the blocks that contain a state at a block's end after the step, as in ``Computed``.
-
-    Args:
-        end: tokens computed after the step. None if some of them may be rejected.
-        offered: (group, block, tokens) of states that vLLM reports.
+    ``end``: tokens computed after it, None if some may be rejected. ``offered``: (group, block,
+    tokens) of states that vLLM reports.
 
     The block table alone is not enough: its blocks are reused, moved and emptied while a request
-    runs. Only one is certain: the state after a step's last token is in that token's block.
-    Source: vLLM 0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``,
-    ``preprocess_mamba`` in ``v1/worker/mamba_utils.py``.
+    runs. Only the state after a step's last token is certainly in that token's block. Source: vLLM
+    0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``, ``preprocess_mamba``
+    in ``v1/worker/mamba_utils.py``.
     """
     states = {}
     for group, identity in enumerate(geometry.groups):

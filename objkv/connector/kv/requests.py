@@ -86,8 +86,7 @@ _PIECE_CHUNKS = 8
 """A thread lets others run after this many chunks: 2048 tokens take 65 µs, but the interpreter
 alone would switch threads only after 5 ms (2-core x86, 2026-11)."""
 _AT_ONCE_CHUNKS = 4
-"""Most chunks that the scheduler's thread hashes itself, such as the next one while a request
-generates tokens."""
+"""Most chunks that the scheduler's thread hashes itself, as while a request generates."""
 
 
 class RequestHashes:

@@ -96,8 +96,7 @@ class DueSaves:
         """Number of each queued request's entry. Entries with other numbers are outdated."""
 
     def add(self, tracked: TrackedRequest, lacking: int = 0) -> None:
-        """Examine a request when it may have ``lacking`` more computed tokens; 0: in the next
-        step."""
+        """Examine a request when it may have ``lacking`` more computed tokens."""
         name = tracked.request.request_id
         self._entries += 1
         self._valid[name] = self._entries
@@ -185,8 +184,7 @@ class SavePlanner:
         self._number = 0
 
     def add(self, tracked: TrackedRequest) -> None:
-        """Examine a request in the next step: vLLM has admitted it, or some of its chunks must be
-        saved again."""
+        """Examine a request in the next step: it is admitted, or chunks are saved again."""
         self._due.add(tracked)
 
     @guarded(())

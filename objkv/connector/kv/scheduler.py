@@ -1,9 +1,6 @@
-"""The scheduler's side: matches prompts with stored chunks and plans loads and saves.
-
-It never uses the network. It polls lookups that run in the background, waits for new ones at most
-1 ms per scheduling pass, and makes one plan per step from their answers and vLLM's block tables.
-Source of the call order: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``.
-"""
+"""The scheduler's side: matches prompts with stored chunks and plans loads and saves. It never uses
+the network: it polls lookups that run in the background, and waits for new ones at most 1 ms per
+scheduling pass. Source of the call order: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -117,12 +114,9 @@ class SchedulerSide:
         events: EventLog | None = None,
         may_reuse: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Stores the identity document. ``switch`` is read once it is started.
-
-        Args:
-            events: the log, if vLLM has KV events enabled.
-            may_reuse: whether the next step may give blocks of running requests to others.
-        """
+        """Stores the identity document. ``switch`` is read once it is started. ``events``: the log,
+        if vLLM has KV events enabled. ``may_reuse``: whether the next step may give blocks of
+        running requests to others."""
         self._config, self._roles, self._geometry = config, roles, geometry
         self._index, self._recorder, self._tracing = index, recorder, tracing
         payloads = StoredPayloads(geometry)
@@ -314,7 +308,7 @@ class SchedulerSide:
         return () if self._events is None else self._events.take_events()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Process the workers' reports. Returns the requests whose load failed as a whole. Never
+        """Process the workers' reports. Returns the requests whose load failed whole. Never
         raises."""
         if output.finished_sending:
             self._held -= output.finished_sending
@@ -342,8 +336,7 @@ class SchedulerSide:
         return [tracked.request for tracked in whole if tracked is not None]
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:
-        """Forget a request that ended. Returns whether its blocks must be kept until its saves have
-        read them. Never raises."""
+        """Forget a request. Returns whether saves may still read its blocks. Never raises."""
         request_id = request.request_id
         # Blocks of a load in progress are kept for the load alone: vLLM does not expect the end of
         # a save too.
@@ -363,8 +356,7 @@ class SchedulerSide:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of ended requests are kept for saves that may still read them, for a few
-        steps at most."""
+        """Whether blocks of ended requests are kept for saves, for a few steps at most."""
         return bool(self._held)
 
     def reset(self, *, clean: bool) -> bool:
@@ -388,8 +380,7 @@ class SchedulerSide:
     def _match_result(
         self, tracked: TrackedRequest, records: Records, computed: int
     ) -> MatchResult:
-        """Return the part of a request with ``computed`` tokens to load, decided once per
-        lookup."""
+        """Return the part of a request that should be loaded, decided once per lookup."""
         known, num_tokens = tracked.match_result, tracked.request.num_tokens
         if (
             known is None
@@ -428,8 +419,7 @@ class SchedulerSide:
         return matched_end(self._geometry, self.requests.payloads, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
-        """Whether to load within the step: in mode ``auto`` if no fewer tokens are computed than
-        loaded."""
+        """Whether to load within the step; in mode ``auto`` only if as much is computed."""
         mode = self._config.load_mode
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False

@@ -60,8 +60,7 @@ misses: they would wait until their deadline."""
 _SAVE_QUEUE_MIN = 64
 """Chunks of a worker that may wait to be saved, if two steps have fewer."""
 _BOUNCE_SLABS = 4
-"""Slabs for what a device cannot read in an agent's memory: while some are read, others are
-filled."""
+"""For what a device cannot read in an arena: while some are read, others are filled."""
 
 
 def open_scheduler_side(
@@ -318,8 +317,7 @@ def read_pages(
     quantised: Mapping[str, Quantised] = NOT_QUANTISED,
 ) -> dict[int, PagedGroup]:
     """Return the groups that have layers on this rank, and check their layout, which writes to free
-    blocks and restores them. Raises ``ConfigError`` for a layout that objkv cannot use. ``ranks``:
-    TP rank and PP rank."""
+    blocks and restores them. Raises ``ConfigError``. ``ranks``: TP rank and PP rank."""
     groups = {}
     for g in range(len(geometry.groups)):
         shape = geometry.shape(g, *ranks)

@@ -1,8 +1,6 @@
-"""The worker's side: executes plans on this rank's paged cache, and reports failures.
-
-Every failure becomes a miss or a drop and raises nothing to the connector. Source of the call
-order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
-"""
+"""The worker's side: executes plans on this rank's paged cache, and reports failures, each of which
+is a miss or a drop. Source of the call order: vLLM 0.31-0.33,
+``v1/worker/kv_connector_model_runner_mixin.py``."""
 
 import logging
 from collections import deque
@@ -139,8 +137,7 @@ class WorkerSide:
             self._layers_failed = True
 
     def end_forward(self, plan: StepPlan) -> None:
-        """Settle loads within the step, then save finished chunks. Called after the forward
-        pass."""
+        """Settle loads within the step, then save. Called after the forward pass."""
         self._settle_step(plan)
         if self._tainted_steps:
             # These chunks depend on blocks that were not loaded, or were computed in a step that
@@ -172,8 +169,7 @@ class WorkerSide:
 
     def results(self, plan: StepPlan, finished: set[str]) -> KVConnectorTransferResults:
         """Return the transfers that ended, each once. With speculation vLLM calls this before
-        ``end_forward``. Failures within the step must still be reported in that step, otherwise
-        vLLM uses its tokens."""
+        ``end_forward``, and uses a step's tokens unless its failures are reported here."""
         self._settle_step(plan)
         for request_id in finished:
             guarded(None)(self.loader.cancel)(request_id, request_ended=True)

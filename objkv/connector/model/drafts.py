@@ -78,8 +78,7 @@ class Draft:
 
 
 def has_draft_kv(vllm_config: "VllmConfig") -> bool:
-    """Whether the engine has a draft with KV of its own. Raises ``ConfigError`` for methods that
-    objkv does not support."""
+    """Whether the engine has a draft with KV. Raises ``ConfigError`` for unsupported methods."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in WITHOUT_KV:
         return False

@@ -59,8 +59,7 @@ class Geometry:
     """Number of layers of each PP rank, per group. () without pipeline parallelism."""
 
     canonical: bool = False
-    """Whether each token's content is contiguous in its page, so that tokens can be moved into
-    blocks of another size."""
+    """Whether a token's content is contiguous, so that it can move into blocks of another size."""
     tables: tuple[int, ...] = ()
     """Number of vLLM's group, and so of the block table, of each group. (): they are the same."""
     table_count: int = 0
@@ -154,10 +153,9 @@ class Geometry:
         )
 
     def joined(self, group: int, rank: int) -> tuple[Shard | None, int]:
-        """Return what the payload has that a rank writes of a group, None for all, and how many
-        different shards of ranks become that payload. The rank must hold a shard. The ranks of a
-        node write one payload, unless others could not take its tokens apart, or
-        ``Topology.joined`` forbids it."""
+        """Return what the payload has that a rank, which must hold a shard, writes of a group, None
+        for all, and how many different shards of ranks become that payload: those of a node, unless
+        others could not take its tokens apart, or ``Topology.joined`` forbids it."""
         topology, identity = self.topology(group), self.groups[group]
         share = topology.held(rank)
         assert share is not None
@@ -175,8 +173,7 @@ class Geometry:
         return self._is_combinable(group, TokenPart(0, self.dcp_size, self.dcp_interleave))
 
     def _is_combinable(self, group: int, tokens: TokenPart) -> bool:
-        """Whether ranks can combine these tokens with those of any division of which this is
-        true."""
+        """Whether ranks can combine these tokens with any others of which this is true."""
         is_dealt = tokens.interleave == 1 and not _BLOCK_TOKENS % tokens.size
         return tokens == ALL_TOKENS or (is_dealt and self.is_divisible(group))
 
@@ -244,8 +241,7 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
 def read_group(
     vllm_config: "VllmConfig", subgroup: SubGroup, draft: Draft | None = None
 ) -> GroupIdentity:
-    """Convert a part of a group. ``draft``: of the engine, if it has one. Raises
-    ``ConfigError``."""
+    """Convert a part of a group. ``draft``: of the engine. Raises ``ConfigError``."""
     layers, spec = list(subgroup.layers), subgroup.spec
     kind = _KINDS.get(type(spec))
     if kind is None:
@@ -303,8 +299,7 @@ def read_group(
 def _page_shape(
     vllm_config: "VllmConfig", subgroup: SubGroup, draft: Draft | None
 ) -> tuple[int, int, int | None]:
-    """Return heads over all ranks, elements per head and token, and bytes of a page that cannot be
-    divided by token."""
+    """Return heads of all ranks, elements per head and token, and bytes of an indivisible page."""
     spec = subgroup.spec
     assert isinstance(spec, AttentionSpec)
     item = torch.empty((), dtype=spec.dtype).element_size()

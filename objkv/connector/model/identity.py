@@ -1,6 +1,5 @@
-"""Reads identity and groups from vLLM's configuration, and refuses unsupported configurations. All
-comes from the model's configuration, so it is equal on the scheduler and on every rank. Read
-against vLLM 0.31-0.33."""
+"""Reads identity and groups from vLLM's configuration, equal on the scheduler and on every rank,
+and refuses unsupported ones. Read against vLLM 0.31-0.33."""
 
 import hashlib
 import json
@@ -230,7 +229,7 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
 
 def names_media(vllm_config: "VllmConfig") -> bool:
     """Whether the name of an image, sound or video identifies its encoder output. With both of its
-    caches off, vLLM numbers media in order of arrival. Source: vLLM 0.32, ``_process_mm_uuids`` in
+    caches off, vLLM numbers media. Source: vLLM 0.32, ``_process_mm_uuids`` in
     ``renderers/base.py``."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if has_fp8_encoder(multimodal):
@@ -322,8 +321,7 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
 
 
 def _adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
-    """Return LoRA settings that change KV, in addition to the adapter's files. Rank and number of
-    adapters do not."""
+    """Return LoRA settings, other than the adapter's files, that change KV."""
     if lora is None:
         return {}
     found = {}

@@ -125,8 +125,8 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
 
 
 def _content(path: Path, *, full: bool) -> bytes:
-    """Return the SHA-256 of samples of a file's tensors; of all its bytes if ``full``, or without
-    an index of tensors."""
+    """Return the SHA-256 of a file, or of samples if it has an index of tensors and not
+    ``full``."""
     spans = None if full else _tensor_spans(path)
     with path.open("rb", buffering=0) as file:
         if spans is None:

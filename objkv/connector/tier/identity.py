@@ -1,6 +1,5 @@
-"""The identity of a secondary tier, which determines who shares its chunks. Its keys are vLLM's own
-block hashes, so its namespaces differ from those of ``ObjKVConnector``. Read against vLLM
-0.32-0.33."""
+"""The identity of a secondary tier. Its keys are vLLM's own block hashes, so its namespaces differ
+from those of ``ObjKVConnector``. Read against vLLM 0.32-0.33."""
 
 import platform
 import sys
@@ -155,8 +154,7 @@ class TierIdentity(NamespaceIdentity):
     none_hash: str
     """First hash of vLLM's chain of block hashes. It depends on algorithm and seed."""
     engine: tuple[tuple[str, str], ...]
-    """Sorted (name, value) pairs of other vLLM settings. ``extra`` is the operator's ``settings``.
-    """
+    """Other settings of vLLM, sorted. ``extra`` is the operator's ``settings``."""
 
     def __post_init__(self) -> None:
         NamespaceIdentity.__post_init__(self)
@@ -228,8 +226,8 @@ def _layout(spec: "OffloadingSpec") -> str:
 
 def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
     """Return the sizes of parallel groups. Empty only with vLLM's ``canonical_layout``: in its
-    direct layout, which it also declares independent of ranks, each rank's layers are
-    contiguous."""
+    direct layout each rank's layers are contiguous, although it is declared independent of
+    ranks."""
     parallel = spec.config.parallel
     if spec.config.canonical_layout and parallel.is_parallelism_agnostic:
         return ()

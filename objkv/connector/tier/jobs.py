@@ -106,8 +106,7 @@ class Job:
 
 
 class TierJobs:
-    """The jobs of one direction. For the scheduler's thread, but for ``settle``. Only ``close``
-    waits for rows."""
+    """The jobs of one direction. For the scheduler's thread, but for ``settle``."""
 
     def __init__(
         self,
@@ -246,8 +245,7 @@ class JobRow(PayloadTransfer):
         self.jobs.settle(self.job, self.key, done=done, noted=noted)
 
     def end(self, outcome: ReadOutcome | WriteOutcome, nbytes: int) -> None:
-        """See ``PayloadTransfer``. Notes payloads that were missing or corrupt, and those that the
-        agent saves."""
+        """Notes payloads that were missing or corrupt, and those that the agent saves."""
         counter: str = outcome.value
         if isinstance(outcome, ReadOutcome):
             is_done = outcome is ReadOutcome.READ
@@ -272,9 +270,8 @@ class _Verdict:
 
 class TierLookups:
     """Lookups by key. For the scheduler's thread only. Never waits. vLLM queries one key after
-    another in each step until it gets a miss. The new keys of a step are looked up in the
-    background when it is planned, with one question for each request and group. A late, failed or
-    refused one is a miss."""
+    another in each step until it gets a miss. New keys are looked up when the step is planned, with
+    one question for each request and group. A late, failed or refused one is a miss."""
 
     def __init__(
         self,
@@ -327,8 +324,7 @@ class TierLookups:
         return verdict is not None and verdict.is_stored
 
     def deny(self, keys: Sequence[bytes]) -> None:
-        """Make further lookups of these keys by present requests miss, because their load
-        failed."""
+        """Make lookups of these keys by present requests miss: their load failed."""
         for verdicts in self._asked.values():
             self._miss([verdicts[key] for key in keys if key in verdicts])
 

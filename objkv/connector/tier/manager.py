@@ -1,9 +1,7 @@
-"""objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector.
-
-vLLM calls every method on the scheduler's thread. Only the constructor and ``shutdown`` wait for
-the node's agent. Only the constructor raises. Read against vLLM 0.32-0.33,
-``v1/kv_offload/tiering/base.py``. Described in ``docs/models.md``.
-"""
+"""objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector,
+described in ``docs/models.md``. vLLM calls every method on the scheduler's thread. Only the
+constructor raises; it and ``shutdown`` wait for the node's agent. Read against vLLM 0.32-0.33,
+``v1/kv_offload/tiering/base.py``."""
 
 import logging
 import weakref
@@ -59,8 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class TierNamespace(ReplicaNamespace[TierIdentity]):
-    """A namespace that begins with the first request and excludes requests from before a
-    renewal."""
+    """Begins with the first request, and excludes requests from before a renewal."""
 
     def __init__(
         self,
@@ -205,8 +202,7 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(LookupResult.MISS)
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
-        """Return whether the chunk is stored, or RETRY while that is unknown, at most until the
-        deadline."""
+        """Return whether the chunk is stored, or RETRY until that is known or the deadline."""
         namespace = self.namespace.of(req_context.req_id)
         if namespace is None or self._switch.mode == "never":
             return LookupResult.MISS
