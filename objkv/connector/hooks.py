@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from objkv.connector.encoder.scheduler import EncoderSchedulerSide
     from objkv.connector.kv.connector import ObjKVConnector
+    from objkv.connector.kv.scheduler import SchedulerSide
     from objkv.connector.model.weights import Adapters
 
 logger = logging.getLogger(__name__)
@@ -117,6 +118,14 @@ def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
     return len(manager.block_pool.cached_block_hash_to_block) == 0
 
 
+@guarded(None)
+def reopen(side: "SchedulerSide", manager: "KVCacheManager | None") -> None:
+    """Resume loads and saves if vLLM has dropped its blocks of old weights, as it may without a
+    call to the connector."""
+    if not side.open and holds_no_prefix(manager):
+        side.reset(clean=True)
+
+
 _CHANGES = re.compile(r"weight|param|apply_model|load_|checkpoint|state_dict|refit", re.IGNORECASE)
 """Names of calls on all workers that may change weights: vLLM's own calls, and those of training
 frameworks (``update_weights_from_ipc``, ``load_weights``)."""
@@ -139,10 +148,6 @@ class Listener(Protocol):
     @property
     def adapters(self) -> "Adapters | None":
         """The adapters in use. None if they do not matter."""
-
-    @property
-    def open(self) -> bool:
-        """False while loads and saves are stopped, because vLLM may have blocks of old weights."""
 
     def reset(self, *, clean: bool) -> bool:
         """Stop using everything stored so far."""
@@ -183,13 +188,6 @@ class EngineHooks:
         how = method if isinstance(method, str) else getattr(method, "__qualname__", type(method))
         logger.warning("weights may have changed in place by=%s", how)
         self._side.reset(clean=holds_no_prefix(self._manager()))
-
-    @guarded(None)
-    def reopen(self) -> None:
-        """Resume loads and saves if vLLM has dropped its blocks of old weights. vLLM may do so
-        without a call to the connector."""
-        if not self._side.open and holds_no_prefix(self._manager()):
-            self._side.reset(clean=True)
 
     def adapter_loaded(self, lora_request: Any, **_more: Any) -> None:
         """Forward that vLLM is about to read an adapter's files."""

@@ -171,11 +171,6 @@ class EncoderSchedulerSide:
     def adapters(self) -> None:
         """Outputs that adapters change are not shared."""
 
-    @property
-    def open(self) -> bool:
-        """Whether requests may load and save."""
-        return self.namespace.open
-
     def reset(self, *, clean: bool = True) -> bool:
         """Stop using everything stored so far. Requests in progress no longer load or save.
         ``clean`` has no effect: outputs are saved only when they are encoded, and vLLM does not

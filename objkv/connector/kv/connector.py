@@ -31,6 +31,7 @@ from objkv.connector.hooks import (
     free_failed,
     holds_nothing,
     release_worker,
+    reopen,
 )
 from objkv.connector.kv.events import events_enabled
 from objkv.connector.kv.metadata import StepPlan
@@ -268,7 +269,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup of the request's prompt."""
         if self.scheduler is not None:
-            self._hooks.reopen()
+            reopen(self.scheduler, self._kv_cache_manager)
             self.scheduler.track(request)
 
     @guarded((0, False))

@@ -27,7 +27,7 @@ WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods that keep no KV of their own."""
 LIKE_EAGLE = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 """Methods that continue the target's hidden states."""
-_INSTEAD = "run it without the objkv connector, or"
+INSTEAD = "run it without the objkv connector, or"
 _NUMBERS = 1 << 30
 """How many numbers there are for a draft's first group."""
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
@@ -85,20 +85,20 @@ def has_draft_kv(vllm_config: "VllmConfig") -> bool:
     method = speculative.method
     if method != "draft_model" and method not in LIKE_EAGLE:
         raise ConfigError(
-            f"objkv does not support speculative decoding with {method!r}: {_INSTEAD} use one of "
+            f"objkv does not support speculative decoding with {method!r}: {INSTEAD} use one of "
             f"{', '.join(('draft_model', *LIKE_EAGLE, *WITHOUT_KV))}"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
             f"objkv does not support {method!r} together with pipeline parallelism, because only "
-            f"the last stage has the draft: {_INSTEAD} set pipeline_parallel_size to 1"
+            f"the last stage has the draft: {INSTEAD} set pipeline_parallel_size to 1"
         )
     tp_size = speculative.draft_tensor_parallel_size or parallel.tensor_parallel_size
     if tp_size != parallel.tensor_parallel_size:
         raise ConfigError(
             f"objkv does not support a draft on {tp_size} of {parallel.tensor_parallel_size} "
-            f"ranks: {_INSTEAD} remove draft_tensor_parallel_size"
+            f"ranks: {INSTEAD} remove draft_tensor_parallel_size"
         )
     return True
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from objkv.cache.match import keeps_all, stored_blocks
-from objkv.connector.model.drafts import Draft
+from objkv.connector.model.drafts import INSTEAD, Draft
 from objkv.connector.model.subgroups import SubGroup
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens, field_of
@@ -226,7 +226,6 @@ class Geometry:
 _BLOCK_TOKENS = 16
 """Blocks of vLLM are multiples of this many tokens. Sizes of context parallelism that divide it can
 be combined with each other in any of them."""
-_INSTEAD = "run it without the objkv connector, or"
 _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: "full",
     MLAAttentionSpec: "mla",
@@ -247,7 +246,7 @@ def read_group(
     if kind is None:
         raise ConfigError(
             f"objkv does not support the KV cache of {layers[0]} ({type(spec).__name__}): "
-            f"{_INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
+            f"{INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
             "of full, sliding-window, chunked local, MLA and linear attention or Mamba layers only"
         )
     is_paged_draft = subgroup.draft and subgroup.page is not None
@@ -259,18 +258,18 @@ def read_group(
     if getattr(spec, "non_causal", False):
         raise ConfigError(
             f"objkv cannot share the KV of {layers[0]}, because it depends on later tokens: "
-            f"{_INSTEAD} use another model"
+            f"{INSTEAD} use another model"
         )
     # Two planes of two heads have the same shape as two heads, so any value is refused.
     if getattr(spec, "num_head_slots", None) is not None:
         raise ConfigError(
             f"objkv cannot share the KV of {layers[0]}, because its attention backend keeps K and "
-            f"V in separate planes, which no other backend can read: {_INSTEAD} choose another "
+            f"V in separate planes, which no other backend can read: {INSTEAD} choose another "
             "attention backend or KV cache dtype"
         )
     if subgroup.draft and kind not in ("full", "mla"):
         raise ConfigError(
-            f"objkv does not support a draft with {kind} layers ({layers[0]}): {_INSTEAD} use "
+            f"objkv does not support a draft with {kind} layers ({layers[0]}): {INSTEAD} use "
             "ObjKVTier, or a draft with full attention"
         )
     window = None
@@ -282,7 +281,7 @@ def read_group(
             # vLLM 0.32 treats a block across such a boundary as one that is never read.
             raise ConfigError(
                 f"the local attention of {layers[0]} restarts every {window} tokens, inside blocks "
-                f"of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"
+                f"of {spec.block_size}: {INSTEAD} set --block-size to a divisor of {window}"
             )
     heads, content, page = _page_shape(vllm_config, subgroup, draft)
     return GroupIdentity(
@@ -316,7 +315,7 @@ def _page_shape(
         return model_heads, subgroup.page // (here * spec.block_size * item), None
     raise ConfigError(
         f"objkv does not support the KV cache of {subgroup.layers[0]}, because layers of its group "
-        f"have other heads: {_INSTEAD} use ObjKVTier"
+        f"have other heads: {INSTEAD} use ObjKVTier"
     )
 
 
@@ -330,7 +329,7 @@ def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
     if not any(stored_blocks(group, size) for group in groups):
         raise ConfigError(
             f"objkv cannot share this model in chunks of {size} tokens, because its local "
-            f"attention restarts at the end of each chunk: {_INSTEAD} lower chunk_tokens"
+            f"attention restarts at the end of each chunk: {INSTEAD} lower chunk_tokens"
         )
     return size
 
@@ -339,14 +338,14 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
             f"objkv can share the states of {layers[0]} only if vLLM keeps them at block ends, but "
-            f"mamba_cache_mode is {spec.mamba_cache_mode!r}, not 'align': {_INSTEAD} start vLLM "
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}, not 'align': {INSTEAD} start vLLM "
             "with --enable-prefix-caching"
         )
     cache = vllm_config.cache_config
     for name in ("use_replayssm", "use_kda_recoverssm"):
         if getattr(cache, name, False):
             raise ConfigError(
-                f"objkv cannot share states that vLLM does not write at every step: {_INSTEAD} "
+                f"objkv cannot share states that vLLM does not write at every step: {INSTEAD} "
                 f"turn {name} off"
             )
     tensors = " ".join(
@@ -457,5 +456,5 @@ def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any, model_heads: 
         return int(model_heads)
     raise ConfigError(
         f"objkv does not support the layout of {layer}, {heads} of {model_heads} KV heads on each "
-        f"of {tp_size} ranks: {_INSTEAD} set tensor_parallel_size to 1"
+        f"of {tp_size} ranks: {INSTEAD} set tensor_parallel_size to 1"
     )

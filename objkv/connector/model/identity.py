@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 
 from objkv.codec.values import scales_text
 from objkv.config import Config
-from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
+from objkv.connector.model.drafts import INSTEAD, Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.subgroups import PipelineStages, SubGroup, read_subgroups, whole_groups
 from objkv.connector.model.weights import read_weights
@@ -54,7 +54,6 @@ def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
 
 
 logger = logging.getLogger(__name__)
-_INSTEAD = "run it without the objkv connector, or"
 
 
 def read_geometry(
@@ -101,7 +100,7 @@ def _divided(
         if group.kind not in ("full", "mla") or group.page or subgroup.draft or not sharded:
             raise ConfigError(
                 f"objkv does not support decode_context_parallel_size={size} for the KV cache of "
-                f"{group.layers[0]} ({group.kind}): {_INSTEAD} set it to 1, or use ObjKVTier"
+                f"{group.layers[0]} ({group.kind}): {INSTEAD} set it to 1, or use ObjKVTier"
             )
     divided = tuple(replace(group, block_size=group.block_size * size) for group in groups)
     return divided, size, int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
@@ -114,13 +113,13 @@ def _draft_groups(
     if not own or len(own) == len(groups):
         raise ConfigError(
             f"objkv cannot separate the layers of the draft ({draft.method}) from the target's: "
-            f"{_INSTEAD} use ObjKVTier"
+            f"{INSTEAD} use ObjKVTier"
         )
     size = min(group.block_size for group in own)
     if draft.lags and draft.tokens >= size:
         raise ConfigError(
             f"objkv does not support {draft.tokens} speculative tokens in blocks of {size}: "
-            f"{_INSTEAD} set fewer, or a larger --block-size"
+            f"{INSTEAD} set fewer, or a larger --block-size"
         )
     return DraftGroups(len(own), draft.number(own), draft.lags)
 
@@ -134,7 +133,7 @@ def _whole_subgroups(
     ):
         raise ConfigError(
             "objkv does not support pipeline parallelism for caches of several shapes in one "
-            f"group: {_INSTEAD} set pipeline_parallel_size to 1, or use ObjKVTier"
+            f"group: {INSTEAD} set pipeline_parallel_size to 1, or use ObjKVTier"
         )
     whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
     layers = [tuple(group.layer_names) for group in whole]
@@ -256,18 +255,18 @@ def _refuse_unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConf
     parallel = vllm_config.parallel_config
     if (size := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
         raise ConfigError(
-            f"objkv does not support prefill_context_parallel_size={size}: {_INSTEAD} set it to 1"
+            f"objkv does not support prefill_context_parallel_size={size}: {INSTEAD} set it to 1"
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.31
         raise ConfigError(
             "objkv cannot share KV if each replica calculates its own scales: "
-            f"{_INSTEAD} turn calculate_kv_scales off"
+            f"{INSTEAD} turn calculate_kv_scales off"
         )
     for group in kv_cache_config.kv_cache_groups:
         if getattr(group, "host_resident", False):
             raise ConfigError(
                 f"objkv does not support the KV cache of {group.layer_names[0]}, which vLLM keeps "
-                f"in host memory: {_INSTEAD} turn hisparse off"
+                f"in host memory: {INSTEAD} turn hisparse off"
             )
 
 
@@ -344,7 +343,7 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-_E4M3 = ("fp8", "fp8_e4m3")
+_FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 
 def read_quantised(
@@ -375,11 +374,8 @@ def kv_dtype_name(cache_dtype: str) -> str:
 def _dtype(layer: Any, cache: torch.Tensor) -> str | None:
     if cache.dtype != torch.uint8:
         return None
-    suffix = "FNUZ" if current_platform.is_fp8_fnuz() else ""
-    name = getattr(layer, "kv_cache_dtype", "")
-    if name in _E4M3:
-        return f"F8_E4M3{suffix}"
-    return f"F8_E5M2{suffix}" if name == "fp8_e5m2" else None
+    name = _FP8.get(getattr(layer, "kv_cache_dtype", ""))
+    return name and name + ("FNUZ" if current_platform.is_fp8_fnuz() else "")
 
 
 def _layer_scales(name: str, layer: Any) -> str:

@@ -253,11 +253,6 @@ class ObjKVTier(SecondaryTierManager):
         connector = self._connector()
         self.reset(clean=holds_nothing(getattr(connector, "_kv_cache_manager", None)))
 
-    @property
-    def open(self) -> bool:
-        """Whether requests may load and save. False while vLLM may have KV of old weights."""
-        return self.namespace.open
-
     def reset(self, *, clean: bool) -> bool:
         """Stop using everything stored so far; see ``TierNamespace``. Does not wait for a store."""
         try:
