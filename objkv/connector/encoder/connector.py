@@ -35,7 +35,7 @@ from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide, Outp
 from objkv.connector.guard import guarded, log_through_vllm, starts
 from objkv.connector.hooks import EngineHooks, follow_encoder_resets
 from objkv.connector.metrics import TableMetrics, TableStats
-from objkv.connector.model.identity import tensor_rank
+from objkv.connector.model.identity import ranks_of_worker
 from objkv.connector.pacing import EmptySteps
 from objkv.connector.wiring import may_save, replica_of, writer_name
 from objkv.stores.base import WriteStore
@@ -128,7 +128,7 @@ class ObjKVECConnector(ECConnectorBase):
     def _open_worker(self, config: Config, *, saves: bool) -> EncoderWorkerSide:
         """Open the worker's side, on the thread that runs the model."""
         copies, writer = OutputCopies(_device()), None
-        if saves and tensor_rank(self._vllm_config) == 0:
+        if saves and ranks_of_worker(self._vllm_config.parallel_config)[0] == 0:
             writer = PayloadWriter(
                 self._link.connect,
                 ITEM_BYTES_MAX + HEADER_BYTES_MAX,

@@ -153,8 +153,7 @@ def load_moves(
     records: Sequence[ShardRecords | None],
     blocks: BlockTable,
     span: tuple[int, int],
-    *,
-    draft_end: int | None = None,
+    draft_end: int,
 ) -> tuple[LoadMoves, list[ShardRecord]]:
     """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order, and
     the index record of each of their payloads. ``draft_end``: the end of the tokens whose draft is
@@ -168,7 +167,7 @@ def load_moves(
     tables, ids, ids_before = [], [], 0
     sources, found = dict[Source, int](), list[ShardRecord]()
     for group, identity in enumerate(geometry.groups):
-        until = end if draft_end is None or not geometry.is_draft(group) else draft_end
+        until = draft_end if geometry.is_draft(group) else end
         form = identity, size, geometry.draft_lag_blocks(group)
         runs = _runs(form, blocks[geometry.table(group)], chunks, (start, max(start, until)))
         table = np.zeros((len(MoveColumn), len(runs.starts)), np.int32)

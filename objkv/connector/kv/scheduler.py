@@ -243,14 +243,9 @@ class SchedulerSide:
         tracked.accounted = span[1]
         payloads = self.requests.payloads
         draft_end = stored_draft_end(self._geometry, payloads, usable.records, span)
-        moves, records = load_moves(
-            self._geometry,
-            payloads,
-            tracked.hashes.chain,
-            usable.records,
-            blocks,
-            span,
-            draft_end=draft_end,
+        chain, records = tracked.hashes.chain, usable.records
+        moves, shards = load_moves(
+            self._geometry, payloads, chain, records, blocks, span, draft_end
         )
         plan = LoadPlan(
             request.request_id,
@@ -262,8 +257,8 @@ class SchedulerSide:
         )
         if plan.blocks_to_zero:
             self._saves.drafts.lost(tracked, draft_end)
-        count_load(self._recorder, moves, records, span, draft_end)
-        self._loads.plan(plan, tokens, records)
+        count_load(self._recorder, moves, shards, span, draft_end)
+        self._loads.plan(plan, tokens, shards)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
         """Return the plan of everything that the workers do in this step. Never raises: whatever

@@ -23,12 +23,11 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     names_media,
-    pipeline_rank,
     placed,
+    ranks_of_worker,
     read_identity,
     read_quantised,
     safe_load_mode,
-    tensor_rank,
 )
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
@@ -133,12 +132,13 @@ def open_worker_side(
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
     parallel = vllm_config.parallel_config
+    tp_rank, pp_rank = ranks_of_worker(parallel)
     rank = Rank(
-        tensor_rank(vllm_config),
+        tp_rank,
         writer,
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
-        pp_rank=pipeline_rank(vllm_config),
+        pp_rank=pp_rank,
         workers=parallel.world_size * max(1, parallel.data_parallel_size_local),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         quantised=read_quantised(vllm_config, kv_caches),

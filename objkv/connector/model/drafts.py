@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, canonical_json
@@ -59,21 +59,19 @@ class Draft:
         found = _LAYER.search(layer)
         return found is not None and int(found[1]) >= self.target_layers
 
-    def document(self, groups: Sequence[GroupIdentity]) -> dict[str, Any]:
-        """Return everything that determines the draft's KV, other than the target's identity."""
+    def number(self, groups: Sequence[GroupIdentity]) -> int:
+        """Return the number of its first group: a hash, so that different drafts of one target have
+        different fields in the records that they share. Two with the same number would propose
+        worse tokens, but the target decides on each."""
         shapes = [{k: v for k, v in asdict(group).items() if v is not None} for group in groups]
-        return {
+        # Everything that determines the draft's KV, other than the target's identity.
+        document = {
             "method": self.method,
             "tokens": self.tokens,
             "names": [list(pair) for pair in self.names],
             "groups": shapes,
         }
-
-    def number(self, groups: Sequence[GroupIdentity]) -> int:
-        """Return the number of its first group: a hash, so that different drafts of one target have
-        different fields in the records that they share. Two with the same number would propose
-        worse tokens, but the target decides on each."""
-        digest = hashlib.sha256(canonical_json(self.document(groups))).digest()
+        digest = hashlib.sha256(canonical_json(document)).digest()
         return FIRST_DRAFT_GROUP + int.from_bytes(digest[:8], "big") % _NUMBERS
 
 

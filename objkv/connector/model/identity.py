@@ -25,7 +25,7 @@ from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extr
 from objkv.transfer.paging import Quantised
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -159,22 +159,13 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     )
 
 
-def tensor_rank(vllm_config: "VllmConfig") -> int:
-    """Return this worker's TP rank, or 0 without tensor parallelism."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+def ranks_of_worker(parallel: "ParallelConfig") -> tuple[int, int]:
+    """Return this worker's TP rank and pipeline stage, each 0 without such parallelism."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
-        return 0
-    return int(get_tensor_model_parallel_rank())
-
-
-def pipeline_rank(vllm_config: "VllmConfig") -> int:
-    """Return this worker's pipeline stage, or 0 without pipeline parallelism."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        return 0
-    return int(get_pp_group().rank_in_group)
+    tensor = parallel.tensor_parallel_size > 1 and get_tensor_model_parallel_rank()
+    stage = parallel.pipeline_parallel_size > 1 and get_pp_group().rank_in_group
+    return int(tensor), int(stage)
 
 
 def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:

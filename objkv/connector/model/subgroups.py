@@ -76,7 +76,9 @@ def _subgroups_of(
     group: "KVCacheGroupSpec",
     is_draft: Callable[[str], bool],
 ) -> Iterator[SubGroup]:
-    spec = first_spec(group)
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):  # as the scheduler sees it
+        spec = spec.first_spec
     shapes = _by_tensor(kv_cache_config, group.layer_names)
     of_target = sum(not all(map(is_draft, layers)) for layers, _ in shapes)
     for layers, page in shapes:
@@ -84,12 +86,6 @@ def _subgroups_of(
         for draft in (False, True):
             if own := tuple(layer for layer in layers if is_draft(layer) == draft):
                 yield SubGroup(table, own, spec, None if divisible else page, draft)
-
-
-def first_spec(group: "KVCacheGroupSpec") -> KVCacheSpec:
-    """Return the spec of the group's first layer, as the scheduler sees it."""
-    spec = group.kv_cache_spec
-    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _by_tensor(
