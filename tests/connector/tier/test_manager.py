@@ -99,8 +99,6 @@ def test_of_a_window_the_end_may_be_missing_and_the_rest_found(engines: Any) -> 
 
 # Weights and adapters that change with no cache being reset.
 
-MISS = LookupResult.MISS
-
 
 def core() -> Any:
     """An EngineCore without a model; every tier of this process hears it."""
