@@ -206,12 +206,12 @@ class Adapters:
 
     def digest(self, request_id: str, lora_request: Any) -> bytes | None:
         """Return the digest, or None while it is being computed. Raises ``UnknownAdapterError``."""
-        answer = self._answers.get(request_id)
+        answer = self._answers.get(request_id) or self._ask(request_id, lora_request)
         if answer is None:
-            answer = self._ask(request_id, lora_request)
-        if answer is not None and answer.failed:
+            return None
+        if answer.failed:
             raise UnknownAdapterError(lora_request.lora_path)
-        return None if answer is None else answer.digest
+        return answer.digest
 
     def loaded(self, lora_request: Any) -> None:
         """Compute the digest now, because vLLM is about to load the adapter."""
