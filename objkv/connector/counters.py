@@ -1,9 +1,6 @@
-"""The metrics of the connectors, with their help texts.
-
-This module imports no vLLM, so pages and dashboards can be generated without an engine. A counter
-is exported as the connector's prefix plus ``<name>_total``, a gauge or histogram without
-``_total``.
-"""
+"""The metrics of the connectors, with their help texts. Imports no vLLM, so that pages and
+dashboards can be generated without an engine. A counter is exported as the connector's prefix plus
+``<name>_total``, a gauge or histogram without ``_total``."""
 
 from dataclasses import dataclass
 

@@ -12,18 +12,16 @@ logger = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 R = TypeVar("R")
+S = TypeVar("S")
 
 
-def guarded(instead: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Wrap a method so that it logs any exception and returns ``instead``.
+def guarded(instead: S) -> Callable[[Callable[P, R]], Callable[P, R | S]]:
+    """Wrap a method so that it logs any exception and returns ``instead``. Only for methods that
+    may safely do nothing: a load on which vLLM already relies must become a failed one."""
 
-    Only for methods that may safely do nothing. In a load on which vLLM already relies, an error
-    must become a failed block instead.
-    """
-
-    def wrap(method: Callable[P, R]) -> Callable[P, R]:
+    def wrap(method: Callable[P, R]) -> Callable[P, R | S]:
         @functools.wraps(method)
-        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        def call(*args: P.args, **kwargs: P.kwargs) -> R | S:
             try:
                 return method(*args, **kwargs)
             except Exception:  # no error of objkv may stop the engine
@@ -36,8 +34,8 @@ def guarded(instead: R) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def starts(method: Callable[P, R]) -> Callable[P, R]:
-    """Wrap a step of the start. If it fails, the last line that objkv logs says why, with the fix:
-    vLLM shows a traceback after it, and those of other processes."""
+    """Wrap a step of the start, so that the last line that objkv logs says why it failed: vLLM
+    shows a traceback after it, and those of other processes."""
 
     @functools.wraps(method)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,9 +1,9 @@
 """The connector for vLLM's old V0 interface: one process stores the KV and hidden states of whole
 prompts, and another uses them as input. The node's agent reads and saves them, as it does chunks.
 
-Legacy: vLLM removed this interface with its V0 engine, and V0's objects have no types here, because
-current vLLM has none of their classes. No other module imports this one, and nothing here imports
-vLLM. ``docs/models.md`` specifies names and frames. Source: vLLM 0.6-0.10,
+Legacy: vLLM removed this interface with its V0 engine, so V0's objects have no types here. No other
+module imports this one, and nothing here imports vLLM. ``docs/models.md`` specifies names and
+frames. Source: vLLM 0.6-0.10,
 ``worker/model_runner.py``, ``attention/backends/abstract.py``, and ``get_kv_cache_shape`` in
 ``attention/backends/flash_attn.py`` and ``mla/common.py``.
 """
@@ -51,7 +51,6 @@ T = TypeVar("T")
 Agreement = Callable[[bool], bool]
 """A vote of the ranks that compute together, since one that computes would wait for ever for one
 that skips: whether all vote True. All call it equally often. Bounded, and never raises."""
-_NOTHING: Any = None
 _PROMPT_BYTES_MAX, _REASONS_MAX = 1 << 30, 16
 """Largest payload unless ``pinned_bytes_max`` is set, and most different reasons to log."""
 _STORED_S, _PAUSE_S, _LOOK_S = 5.0, 30.0, 0.005
@@ -66,8 +65,7 @@ _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer types by element size. Elements are copied as integers, because some devices cannot copy
 fp8 by index, and copying floats may change the bits of a NaN."""
 _LAST, _BETWEEN = "hidden_states", "intermediate."
-"""Name of the last stage's output, and prefix of the names of another's, which the model chooses.
-"""
+"""Name of the last stage's output, and prefix of those of others, which the model chooses."""
 
 
 class SkippedError(TransferError):
@@ -85,10 +83,9 @@ class HandoffPrompt(NamedTuple):
 
 
 def read_prompts(model_input: Any) -> tuple[list[HandoffPrompt], bool]:
-    """Return the prompts that this step computes from the first token to the last, and whether the
-    step consists of them only, so that their states are its whole output. Waits for the device,
-    because the host needs the token ids. Raises ``SkippedError`` if the prompts cannot be
-    separated, or if token ids alone do not determine their KV."""
+    """Return the prompts that this step computes whole, and whether it consists of them only, so
+    that their states are its whole output. Waits for the device. Raises ``SkippedError`` if they
+    cannot be separated, or if token ids alone do not determine their KV."""
     attention, ids = model_input.attn_metadata, model_input.input_tokens
     if attention is None or ids is None or attention.num_prefill_tokens <= 0:
         return [], False
@@ -118,9 +115,8 @@ def read_prompts(model_input: Any) -> tuple[list[HandoffPrompt], bool]:
 
 
 def read_handoff_identity(config: Any, settings: Config) -> Identity:
-    """Return the identity document of hand-offs for V0's ``VllmConfig``, equal on every rank and on
-    every engine that may receive them. Reads the model's files, which may take seconds. Raises
-    ``ConfigError``, which names the fix."""
+    """Return the identity of hand-offs for V0's ``VllmConfig``, equal on every rank and engine that
+    may receive them. Reads the model's files, which may take seconds. Raises ``ConfigError``."""
     model = config.model_config
     if getattr(config.cache_config, "calculate_kv_scales", False):  # not every version has it
         raise ConfigError("objkv cannot hand over KV with calculate_kv_scales: turn it off")
@@ -324,9 +320,9 @@ class HandoffConnector:
     def __init__(
         self, rank: int, local_rank: int, config: Any, *, agree: Agreement | None = None
     ) -> None:
-        """Raises ``ConfigError``, which names the fix. ``config``: V0's ``VllmConfig``. ``rank``:
-        in the world; tensor-parallel ranks of one stage are consecutive. ``agree``: by default by
-        torch.distributed, which must be initialized if there are several ranks."""
+        """``config``: V0's ``VllmConfig``. ``rank``: in the world; tensor-parallel ranks of one
+        stage are consecutive. ``agree``: by default by torch.distributed, which must be initialized
+        if there are several ranks. Raises ``ConfigError``."""
         transfer, self._model = config.kv_transfer_config, config.model_config
         settings = load_config(transfer.kv_connector_extra_config)
         self._identity = read_handoff_identity(config, settings)
@@ -362,8 +358,7 @@ class HandoffConnector:
         hidden_or_intermediate_states: Any,
     ) -> None:
         """Store every whole prompt of the step that was just computed. When it returns, all
-        tensor-parallel ranks have stored or dropped each prompt, so a receiver can start at once,
-        and nothing is read any more."""
+        tensor-parallel ranks have stored or dropped each prompt, and nothing is read any more."""
         self._send(model_executable, model_input, kv_caches, hidden_or_intermediate_states)
         self._agree(True)  # only to wait for the others
 
@@ -372,8 +367,8 @@ class HandoffConnector:
     ) -> tuple[Any, bool, Any]:
         """Receive the prompts of the step that is about to be computed. Writes only their slots,
         each prompt's after all its KV and states were verified. Returns the states of all tokens
-        and True, if the step consists of whole prompts and every rank of the group received all of
-        them, otherwise None and False: compute the whole step. ``model_input`` is unchanged."""
+        and True if the step is of whole prompts and every rank of the group received all of them,
+        otherwise None and False: compute the whole step. ``model_input`` is unchanged."""
         states = self._receive(model_executable, model_input, kv_caches)
         is_whole = self._agree(states is not None)
         return states if is_whole else None, is_whole, model_input
@@ -399,7 +394,7 @@ class HandoffConnector:
         except ObjkvError as exc:
             self._skip(exc)
 
-    @guarded(_NOTHING)
+    @guarded(None)
     def _receive(self, executable: Any, model_input: Any, caches: Any) -> Any:
         deadline, received = monotonic() + self._load_s, list[Pages]()
         try:

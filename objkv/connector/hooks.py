@@ -1,11 +1,10 @@
 """The methods that objkv patches in vLLM, and its changes to blocks.
 
 EngineCore executes calls that change weights or adapters between steps, on the scheduler's thread.
-It informs a connector only if it also drops its own prefix cache: ``sleep`` and a pause call
-``reset_cache``. After a weight update without a pause (``collective_rpc("reload_weights")``,
-``update_weights``, or any function sent to the workers) KV of the old weights would still be
-loaded. objkv therefore wraps these methods of vLLM's classes. The wrappers never raise into them.
-``vllm_patches=false`` wraps none.
+It informs a connector only if it also drops its own prefix cache, as ``sleep`` and a pause do.
+After a weight update without a pause (``collective_rpc("reload_weights")``, ``update_weights``, or
+any function sent to the workers) KV of the old weights would still be loaded. The wrappers never
+raise into vLLM. ``vllm_patches=false`` wraps none.
 """
 
 import functools
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
 
     from objkv.connector.encoder.scheduler import EncoderSchedulerSide
     from objkv.connector.kv.connector import ObjKVConnector
+    from objkv.connector.kv.scheduler import SchedulerSide
     from objkv.connector.model.weights import Adapters
 
 logger = logging.getLogger(__name__)
@@ -61,8 +61,7 @@ def evict_failed(
     vLLM 0.31-0.33, ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``; ``step`` in
     ``v1/engine/core.py`` executes aborts that came during a step before it processes the output.
 
-    ``ended``: blocks of requests that ended in the failed step. The blocks of other requests stay
-    with them.
+    ``ended``: blocks of requests that ended in the failed step.
     """
     evicted = set(failed)
     tables = [manager.get_block_ids(request_id)[0] for request_id in request_ids]
@@ -75,13 +74,11 @@ def evict_failed(
 
 
 def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> None:
-    """Free the blocks of requests whose whole load failed, and ended on all workers.
-
-    vLLM frees them too, but only when it schedules each request again. The first request may need
-    more blocks than are free, because it computes tokens whose load a window could skip. It would
-    then wait for ever for the requests behind it. Source: vLLM 0.31-0.33, ``schedule`` and
-    ``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``. Freeing twice is harmless.
-    """
+    """Free the blocks of requests whose whole load failed, and ended on all workers. vLLM frees
+    them too, but only when it schedules each request again. The first may need more blocks than are
+    free, because it computes tokens whose load a window could skip, and would wait for ever for
+    those behind it. Freeing twice is harmless. Source: vLLM 0.31-0.33, ``schedule`` and
+    ``_update_waiting_for_remote_kv`` in ``v1/core/sched/scheduler.py``."""
     for request in requests:
         # vLLM itself frees aborted requests, and requests that the failed load has ended.
         waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -90,9 +87,8 @@ def free_failed(manager: "KVCacheManager", requests: Iterable["Request"]) -> Non
 
 
 def engine_of(vllm_config: "VllmConfig | None") -> object:
-    """Return an object that identifies the engine: the configuration of its cache. Copies of the
-    engine's configuration share it, as inside another connector. Other engines have their own,
-    although they may share other parts."""
+    """Return an object that identifies the engine: the configuration of its cache, which copies of
+    its configuration share, as inside another connector."""
     return None if vllm_config is None else vllm_config.cache_config
 
 
@@ -122,6 +118,14 @@ def holds_no_prefix(manager: "KVCacheManager | None") -> bool:
     return len(manager.block_pool.cached_block_hash_to_block) == 0
 
 
+@guarded(None)
+def reopen(side: "SchedulerSide", manager: "KVCacheManager | None") -> None:
+    """Resume loads and saves if vLLM has dropped its blocks of old weights, as it may without a
+    call to the connector."""
+    if not side.open and holds_no_prefix(manager):
+        side.reset(clean=True)
+
+
 _CHANGES = re.compile(r"weight|param|apply_model|load_|checkpoint|state_dict|refit", re.IGNORECASE)
 """Names of calls on all workers that may change weights: vLLM's own calls, and those of training
 frameworks (``update_weights_from_ipc``, ``load_weights``)."""
@@ -144,10 +148,6 @@ class Listener(Protocol):
     @property
     def adapters(self) -> "Adapters | None":
         """The adapters in use. None if they do not matter."""
-
-    @property
-    def open(self) -> bool:
-        """False while loads and saves are stopped, because vLLM may have blocks of old weights."""
 
     def reset(self, *, clean: bool) -> bool:
         """Stop using everything stored so far."""
@@ -189,13 +189,6 @@ class EngineHooks:
         logger.warning("weights may have changed in place by=%s", how)
         self._side.reset(clean=holds_no_prefix(self._manager()))
 
-    @guarded(None)
-    def reopen(self) -> None:
-        """Resume loads and saves if vLLM has dropped its blocks of old weights. vLLM may do so
-        without a call to the connector."""
-        if not self._side.open and holds_no_prefix(self._manager()):
-            self._side.reset(clean=True)
-
     def adapter_loaded(self, lora_request: Any, **_more: Any) -> None:
         """Forward that vLLM is about to read an adapter's files."""
         if self._side.adapters is not None:
@@ -208,10 +201,7 @@ class EngineHooks:
 
 
 def follow_sleep(sleeper: "ObjKVConnector", *, patches: bool = True) -> None:
-    """Call a worker's connector before its paged cache is unmapped and after it is mapped again.
-
-    vLLM 0.33 makes these calls itself.
-    """
+    """Call a worker's connector before its cache is unmapped and after it is mapped again."""
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
     def discards(sleeper: "ObjKVConnector", tags: Iterable[str] = (), **_more: Any) -> None:
@@ -236,16 +226,10 @@ def follow_encoder_resets(side: "EncoderSchedulerSide", *, patches: bool = True)
 
 
 def may_change_weights(method: Any, args: Any = ()) -> bool:
-    """Whether a call on all workers may change the model's weights.
-
-    Args:
-        method: a name, a function, or a pickled function. A function is treated as a change unless
-            its ``objkv_keeps_weights`` is True.
-        args: the call's arguments. ``apply_model`` has one, which is such a function.
-
-    Source: vLLM 0.31-0.33, ``run_method`` in ``v1/serial_utils.py`` and ``apply_model`` in
-    ``v1/engine/llm_engine.py``.
-    """
+    """Whether a call on all workers may change the model's weights. ``method``: a name, a function,
+    which is taken for a change unless its ``objkv_keeps_weights`` is True, or a pickled one.
+    ``args``: ``apply_model`` has one, such a function. Source: vLLM 0.31-0.33, ``run_method`` in
+    ``v1/serial_utils.py`` and ``apply_model`` in ``v1/engine/llm_engine.py``."""
     if method == "apply_model" and isinstance(args, tuple | list) and len(args) == 1:
         (method,) = args
         if isinstance(method, str):
@@ -262,10 +246,9 @@ def wrap(
     before: Callable[..., Any] | None = None,
     after: Callable[..., Any] | None = None,
 ) -> bool:
-    """Wrap a method in ``PATCHED``, once per class, so that ``before`` and ``after`` are called
-    with each follower and the method's arguments, even if it raises. All followers of a method,
-    which are not kept alive, have the same. Returns False if this version of vLLM lacks the
-    method."""
+    """Wrap a method in ``PATCHED``, once per class, so that ``before`` and ``after``, the same of
+    all its followers, are called with each follower and the method's arguments, even if it raises.
+    Keeps no follower alive. Returns False if this version of vLLM lacks the method."""
     _followers[name].add(follower)
     module, owner_name = PATCHED[name]
     owner = getattr(import_module(module), owner_name)

@@ -1,8 +1,5 @@
 """The connectors' numbers in vLLM's statistics: logged per interval, and as Prometheus metrics.
-
-vLLM requires its own classes from each connector. They share the implementation here and differ in
-their ``MetricTable``.
-"""
+vLLM requires classes of its own from each connector, which differ in their ``MetricTable``."""
 
 from typing import Any, ClassVar, Self
 
@@ -63,8 +60,7 @@ class TableStats:
 
 
 class TableMetrics:
-    """A table's Prometheus metrics per engine. A mix-in for vLLM's classes, whose constructor sets
-    these attributes."""
+    """A table's Prometheus metrics. A mix-in for vLLM's classes, which set its attributes."""
 
     table: ClassVar[MetricTable]
     per_engine_labelvalues: dict[int, list[object]]

@@ -27,10 +27,8 @@ class ReplicaNamespace(Generic[IdentityT]):
         writes: bool,
     ) -> None:
         """``submit`` runs a job in the background, or returns False if too many are queued."""
-        self.identity = identity
-        self._bulk = bulk
-        self._submit = submit
-        self._writes = writes
+        self.identity, self._writes = identity, writes
+        self._bulk, self._submit = bulk, submit
         self._stored: set[str] = set()
         self._storing = False
         self._logged = ""
@@ -42,17 +40,13 @@ class ReplicaNamespace(Generic[IdentityT]):
     def announce(self) -> None:
         """Log the identity document, which ``objkv diff`` reads from any replica's log, and store
         it in the background, unless that was done or has begun. A replica that only loads may lack
-        the rights to store it.
-        """
+        the rights to store it."""
         name = self.name
         if name != self._logged:
             self._logged = name
             logged = self.identity.canonical().decode()
             logger.info("objkv identity namespace=%s document=%s", name, logged)
-        if self._storing or name in self._stored:
-            return
-        if not self._writes:
-            self._stored.add(name)
+        if not self._writes or self._storing or name in self._stored:
             return
         document = self.identity.canonical()
 
@@ -70,10 +64,9 @@ class ReplicaNamespace(Generic[IdentityT]):
     def renew(self, *, clean: bool) -> bool:
         """Leave the namespace because weights may have changed. True if there is a new namespace.
 
-        The new namespace contains a random number, so it is private to this replica. A counter
-        alone would not identify the weights: replicas that were updated a different number of times
-        would read each other's KV. Sharing resumes when the operator sets ``weights_epoch``, or
-        after a restart with the new weights on disk.
+        It contains a random number, so it is private to this replica: a counter would not identify
+        the weights. Sharing resumes when the operator sets ``weights_epoch``, or after a restart
+        with the new weights on disk.
 
         ``clean``: whether vLLM dropped every block of its own prefix cache. If not, requests may
         still hit blocks of the old weights, so nothing is loaded or saved until a clean renewal.

@@ -1,9 +1,6 @@
-"""How long a step with nothing to compute may wait for what its requests need.
-
-While requests wait for a lookup or a load and nothing else can run, vLLM makes empty steps in a
-loop. On a machine with few cores that loop takes the processor from the agent and the threads that
-it waits for. So an empty step sleeps until a lookup has ended or, without one, a load.
-"""
+"""How long a step with nothing to compute may wait for what its requests need. vLLM makes empty
+steps in a loop, which takes the processor from the agent and the threads that it waits for. So an
+empty step sleeps until a lookup has ended or, without one, a load."""
 
 from typing import Final
 
@@ -16,14 +13,13 @@ _BESIDE_STEPS_S: Final = 1e-4
 
 
 class EmptySteps:
-    """For the scheduler's thread only. vLLM may plan several steps before the first one ends, and
-    then waits for the oldest. Source: vLLM 0.31-0.33, ``step_with_batch_queue`` in
-    ``v1/engine/core.py``."""
+    """For the scheduler's thread only. vLLM may plan several steps, and then waits for the oldest.
+    Source: vLLM 0.31-0.33, ``step_with_batch_queue`` in ``v1/engine/core.py``."""
 
     def __init__(self, steps_in_flight: int, *, has_peers: bool = False) -> None:
         """``steps_in_flight``: how many steps may be planned before the first one ends.
         ``has_peers``: whether other engines wait for each step of this one, as data-parallel ranks
-        of a model with experts do."""
+        do."""
         self._steps_in_flight, self._has_peers = steps_in_flight, has_peers
         self._since_busy = steps_in_flight
 

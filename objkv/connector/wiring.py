@@ -27,11 +27,8 @@ def replica_of(vllm_config: "VllmConfig") -> Replica:
 
 
 def count_nodes(parallel: "ParallelConfig") -> int:
-    """Return on how many nodes the ranks of a replica are. Ray places them where it likes: at least
-    on as many as have a device for each, if they are like this one.
-
-    Source: vLLM 0.31-0.33, ``config/parallel.py``.
-    """
+    """Return on how many nodes the ranks of a replica are. Ray places them where it likes, at least
+    on as many as have a device for each. Source: vLLM 0.31-0.33, ``config/parallel.py``."""
     if parallel.world_size == 1:
         return 1
     if parallel.use_ray:
@@ -40,8 +37,7 @@ def count_nodes(parallel: "ParallelConfig") -> int:
 
 
 def _count_gpus() -> int:
-    """Return how many devices this machine or container has, whichever of them vLLM may use; 0 if
-    that is not known."""
+    """Return how many devices this machine or container has, 0 if that is not known."""
     try:
         return len(os.listdir("/proc/driver/nvidia/gpus"))
     except OSError:
@@ -49,14 +45,9 @@ def _count_gpus() -> int:
 
 
 def may_save(config: Config, *, producer: bool, consumer: bool) -> bool:
-    """Whether this replica saves. A reader does not.
-
-    Args:
-        producer: whether vLLM's role of the replica (``kv_role``, ``ec_role``) includes saving.
-        consumer: whether that role includes loading.
-
-    Raises ``ConfigError`` if the replica would neither save nor load.
-    """
+    """Whether this replica saves. ``producer``, ``consumer``: whether vLLM's role of the replica
+    (``kv_role``, ``ec_role``) includes saving and loading. Raises ``ConfigError`` if it would do
+    neither."""
     if config.role != "reader":
         return producer
     if producer and not consumer:

@@ -166,9 +166,9 @@ def test_while_vllm_keeps_blocks_of_the_old_weights_nothing_is_shared(
     engine: Any, kept: Any
 ) -> None:
     side = Side()
-    hooks = hooks_of(side, kept)
+    _hooks = hooks_of(side, kept)
     engine.collective_rpc("update_weights")
-    hooks.reopen()
+    module.reopen(cast("Any", side), kept)
     assert side.resets == [False]
     assert not side.open
 
@@ -176,11 +176,11 @@ def test_while_vllm_keeps_blocks_of_the_old_weights_nothing_is_shared(
 def test_sharing_with_itself_begins_again_once_vllm_has_dropped_them(engine: Any) -> None:
     """By ``reset_prefix_cache`` without ``reset_connector``, of which a connector hears nothing."""
     side, kept = Side(), manager(blocks=3)
-    hooks = hooks_of(side, kept)
+    _hooks = hooks_of(side, kept)
     engine.collective_rpc("update_weights")
     kept.block_pool.cached_block_hash_to_block.clear()
-    hooks.reopen()
-    hooks.reopen()
+    module.reopen(cast("Any", side), kept)
+    module.reopen(cast("Any", side), kept)
     assert side.resets == [False, True]
 
 

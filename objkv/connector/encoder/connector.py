@@ -1,8 +1,8 @@
 """The encoder cache's connector class that vLLM loads. It forwards to one of the two sides.
 
-Methods of a running connector raise nothing into the engine and never wait, except ``shutdown``,
-which has a deadline. An error is raised only if it breaks a promise on which vLLM relies: the
-engine stops then in any case, and the error shows why. Source of the interface: vLLM 0.32-0.33,
+Methods of a running connector never wait, except ``shutdown``, which has a deadline. They raise
+nothing into the engine, except for a promise that cannot be kept: the engine stops then in any
+case, and the error shows why. Source of the interface: vLLM 0.32-0.33,
 ``distributed/ec_transfer/ec_connector/base.py``.
 """
 
@@ -35,7 +35,7 @@ from objkv.connector.encoder.worker import EncoderCache, EncoderWorkerSide, Outp
 from objkv.connector.guard import guarded, log_through_vllm, starts
 from objkv.connector.hooks import EngineHooks, follow_encoder_resets
 from objkv.connector.metrics import TableMetrics, TableStats
-from objkv.connector.model.identity import tensor_rank
+from objkv.connector.model.identity import ranks_of_worker
 from objkv.connector.pacing import EmptySteps
 from objkv.connector.wiring import may_save, replica_of, writer_name
 from objkv.stores.base import WriteStore
@@ -80,11 +80,9 @@ class ObjKVECPromMetrics(TableMetrics, ECConnectorPromMetrics):
 
 class ObjKVECConnector(ECConnectorBase):
     """Shares encoder outputs for images, sounds and videos with every replica that uses the same
-    stores and the same model.
-
-    The settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
-    ``ec_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix.
-    """
+    stores and the same model. The settings are those of ``objkv.config.Config``, from ``OBJKV_*``,
+    a TOML file, and ``ec_connector_extra_config``. Raises ``ConfigError`` at start, which names the
+    fix."""
 
     @starts
     def __init__(self, vllm_config: "VllmConfig", role: ECConnectorRole) -> None:
@@ -130,7 +128,7 @@ class ObjKVECConnector(ECConnectorBase):
     def _open_worker(self, config: Config, *, saves: bool) -> EncoderWorkerSide:
         """Open the worker's side, on the thread that runs the model."""
         copies, writer = OutputCopies(_device()), None
-        if saves and tensor_rank(self._vllm_config) == 0:
+        if saves and ranks_of_worker(self._vllm_config.parallel_config)[0] == 0:
             writer = PayloadWriter(
                 self._link.connect,
                 ITEM_BYTES_MAX + HEADER_BYTES_MAX,
@@ -171,8 +169,7 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(False)
     def has_cache_item(self, identifier: str) -> bool:
-        """Whether the item's verified output is in memory, so that the step's plan can send it; for
-        an ``ec_producer``, whether it is stored."""
+        """See ``EncoderSchedulerSide.has_item``."""
         return self._scheduler.has_item(identifier)
 
     def update_state_after_alloc(self, request: "Request", index: int) -> None:
@@ -180,7 +177,7 @@ class ObjKVECConnector(ECConnectorBase):
         self._scheduler.allocate(request, index)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ECConnectorMetadata:
-        """Return the step's plan, which contains the outputs to load."""
+        """See ``EncoderSchedulerSide.plan_step``."""
         return self._scheduler.plan_step(scheduler_output)
 
     @guarded(None)
@@ -202,8 +199,7 @@ class ObjKVECConnector(ECConnectorBase):
     # Both.
 
     def get_ec_connector_stats(self) -> ObjKVECStats | None:
-        """Return the numbers of this process and the workers since the last call. None on a
-        worker."""
+        """Return all numbers since the last call, on the scheduler's side only."""
         if self.role is not ECConnectorRole.SCHEDULER:
             return None
         numbers = self._scheduler.take_numbers()
@@ -211,8 +207,7 @@ class ObjKVECConnector(ECConnectorBase):
 
     @guarded(None)
     def shutdown(self) -> None:
-        """Hand saves over within ``drain_deadline_ms``, stop threads, close connections.
-        Idempotent."""
+        """Hand saves over within ``drain_deadline_ms``, then stop. Idempotent."""
         self._close()
         self.worker = None
         self._link.calls.close()

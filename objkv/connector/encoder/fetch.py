@@ -1,9 +1,8 @@
 """Fetches stored encoder outputs into the scheduler's memory before the connector promises them.
 
-vLLM does not encode outputs that a connector has promised, and the engine stops if a promise is
-broken. An output is therefore either held here, every byte verified and no longer the agent's, or
-treated as missing. One thread looks outputs up, another reads them by the agent. The scheduler's
-thread polls and never waits for either.
+vLLM does not encode outputs that a connector has promised, and stops if a promise is broken. An
+output is therefore either held here, every byte verified and no longer the agent's, or treated as
+missing. One thread looks outputs up, another reads them by the agent.
 """
 
 import logging
@@ -78,12 +77,9 @@ class WantedOutput(PayloadTransfer):
 
 
 class EncoderFetcher:
-    """Fetches outputs. Only the scheduler's thread calls public methods.
-
-    vLLM queries for all of its waiting requests in one step, and frees memory request by request. A
-    request gets memory for all outputs that it is the first to need at once, after those that asked
-    before it, and has none while it waits. So requests do not wait for each other for ever.
-    """
+    """Fetches outputs. Only the scheduler's thread calls public methods. A request gets memory for
+    all outputs that it is the first to need at once, after those that asked before it, and has none
+    while it waits. So requests do not wait for each other for ever."""
 
     def __init__(
         self,
@@ -95,14 +91,10 @@ class EncoderFetcher:
         held_bytes_max: int,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
-        Args:
-            reader: on the same clock; ``close`` closes it. None: outputs are looked up only.
-            config: its ``encoder_deadline_ms`` is for an output. Requests are refused while
-                ``LOOKUP_QUEUE_MAX`` outputs wait, and other jobs while as many are in progress.
-            held_bytes_max: memory for outputs that are held or fetched, without one copy of an
-                output that is not needed any more.
-        """
+        """``reader``: on the same clock; ``close`` closes it. None: outputs are looked up only.
+        ``config``: its ``encoder_deadline_ms`` is for an output. ``held_bytes_max``: memory for
+        outputs that are held or fetched, without one copy of an output that is not needed any
+        more."""
         self._index, self._reader = index, reader
         self._config, self._recorder, self._clock = config, recorder, clock
         self._failure_log = FailureLog(logger, "lookups of encoder outputs")
@@ -114,14 +106,11 @@ class EncoderFetcher:
         self.queue: dict[str, float] = {}
         """Requests that wait for memory, and until when."""
         self._thread = StepThread(
-            "objkv-lookup-outputs",
-            answer_s=CALL_S,
-            failed=self._note_failure,
+            "objkv-lookup-outputs", answer_s=CALL_S, failed=self._note_failure
         )
 
     def want(self, owner: str, outputs: Sequence[EncoderOutput]) -> bool:
-        """Fetch outputs for ``owner``, except those already fetched or in progress. Returns whether
-        nothing is waited for."""
+        """Fetch outputs that are not fetched yet. Returns whether nothing is waited for."""
         known = [self._entries.get(output) for output in outputs]
         if not all(entry is not None and owner in entry.owners for entry in known):
             # New, or preempted since: it queues for memory with all that it needs, and holds none.
@@ -170,8 +159,7 @@ class EncoderFetcher:
         return not is_full and self._thread.run(job)
 
     def wait(self, seconds: float) -> None:
-        """Block until a state changes, for at most ``seconds``. Returns at once if nothing
-        waits."""
+        """Block until a state changes, at most for ``seconds``, if anything waits."""
         with self._changed:
             if self.queue or any(entry.is_needed for entry in self._entries.values()):
                 self._changed.wait(seconds)
@@ -190,9 +178,8 @@ class EncoderFetcher:
                     self.forget(output)
 
     def _fetch(self, owner: str, outputs: Iterable[EncoderOutput]) -> bool:
-        """Fetch what no other request needs, once there is memory for all of it. Returns False
-        until then. What exceeds all memory is treated as missing, and everything after the
-        deadline."""
+        """Fetch what no other request needs, once there is memory for all of it; False until then.
+        What exceeds all memory is treated as missing, and everything after the deadline."""
         now, wait_s = self._clock(), self._config.encoder_deadline_ms / 1000
         deadline = self.queue.setdefault(owner, now + wait_s)
         is_late = now >= deadline
@@ -234,11 +221,8 @@ class EncoderFetcher:
             logger.error("encoder job failed unexpectedly", exc_info=error)
 
     def _look_up(self, entry: WantedOutput) -> Steps[None]:
-        """Look an output up, and have it read if it is stored.
-
-        By itself: a folder that is its own index ends its answer at the first missing key of
-        several, as is right for prefixes.
-        """
+        """Look an output up, by itself, because a folder that is its own index ends its answer at
+        the first missing key of several. Have it read if it is stored."""
         key = entry.claim.key
         try:
             (found,) = yield from self._index.find(key.namespace, [key.prefix_hash], [key.field])

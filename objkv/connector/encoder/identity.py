@@ -1,8 +1,5 @@
-"""Reads the identity and the form of encoder outputs from vLLM's configuration.
-
-Everything comes from the model's configuration, so it is equal on all replicas that encode alike,
-whether or not they run the language model. Read against vLLM 0.32-0.33.
-"""
+"""Reads the identity and the form of encoder outputs from vLLM's configuration, equal on all
+replicas that encode alike. Read against vLLM 0.32-0.33."""
 
 import hashlib
 import json
@@ -39,11 +36,8 @@ Source: vLLM 0.32, ``_resolve_mm_processor_device`` in ``config/vllm.py``."""
 
 
 def read_encoder_identity(vllm_config: "VllmConfig", config: Config) -> EncoderIdentity:
-    """Return the identity document of this replica's encoder outputs.
-
-    Reads the model's files, which may take seconds. Raises ``ConfigError`` for models whose outputs
-    cannot be shared.
-    """
+    """Return the identity of this replica's encoder outputs. Reads the model's files, which may
+    take seconds. Raises ``ConfigError`` for models whose outputs cannot be shared."""
     model = vllm_config.model_config
     if model.multimodal_config is None:
         raise ConfigError(
@@ -89,11 +83,8 @@ def read_form(vllm_config: "VllmConfig", *, item_bytes_max: int) -> OutputForm:
 
 
 def _width(vllm_config: "VllmConfig", modality: str) -> int | None:
-    """Return the row width of a modality's outputs.
-
-    vLLM measures it if this replica encodes. Otherwise it is derived from the configuration: the
-    width of token embeddings, times the number of vision layers passed on (DeepStack).
-    """
+    """Return the row width of a modality's outputs: measured by vLLM if this replica encodes, else
+    that of token embeddings, times the vision layers passed on (DeepStack)."""
     transfer, model = vllm_config.ec_transfer_config, vllm_config.model_config
     assert transfer is not None
     if transfer.is_ec_producer:

@@ -1,9 +1,9 @@
 """The images, sounds and videos of requests, and the plans with their outputs.
 
-A plan contains the verified outputs themselves. Once vLLM relies on a promise not to encode an
-item, no fetch on a worker may fail. vLLM sends arrays of 1 MiB and more separately from its pickle,
-and messages above its ring's 24 MiB through a socket. Source: vLLM 0.32, ``MessageQueue.enqueue``
-in ``distributed/device_communicators/shm_broadcast.py``.
+A plan contains the verified outputs themselves: once vLLM relies on a promise not to encode an
+item, no fetch may fail. vLLM sends arrays of 1 MiB and more beside its pickle, and messages above
+its ring's 24 MiB through a socket. Source: vLLM 0.32, ``MessageQueue.enqueue`` in
+``distributed/device_communicators/shm_broadcast.py``.
 """
 
 from collections.abc import Callable, Mapping
@@ -34,8 +34,7 @@ class EncoderOutput:
     embeds: int
     """Rows."""
     width: int
-    """Elements of a row. 0 if the output cannot be loaded, because its width is unknown or it is
-    too large."""
+    """Elements of a row. 0 if it is unknown or the output too large, so that it is not loaded."""
     dtype: str
     """A safetensors dtype name."""
 
@@ -64,9 +63,8 @@ class EncoderPlan(ECConnectorMetadata):
 
 @dataclass
 class EncoderReport(ECConnectorWorkerMetadata):
-    """From the workers to the scheduler: numbers. vLLM's first model runner does not collect an
-    encoder connector's statistics from workers. Source: vLLM 0.32,
-    ``v1/worker/ec_connector_model_runner_mixin.py``."""
+    """From the workers to the scheduler: numbers, which vLLM's first model runner does not collect.
+    Source: vLLM 0.32, ``v1/worker/ec_connector_model_runner_mixin.py``."""
 
     numbers: dict[str, float]
 
@@ -83,8 +81,7 @@ class OutputForm:
     dtype: str
     """A safetensors dtype name."""
     width: Callable[[str], int | None]
-    """Returns the elements per row of a modality's outputs. None: unknown, so they cannot be
-    verified."""
+    """Returns the elements per row of a modality's outputs, None if they are unknown."""
     item_bytes_max: int
     """Larger outputs are neither loaded nor saved."""
     media_named: bool

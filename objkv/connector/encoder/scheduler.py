@@ -1,9 +1,9 @@
 """The scheduler's side of the encoder cache: it promises outputs and plans loads and saves.
 
 An output is promised only while it is verified and held in this process's memory. It is sent with
-the plan of the step that needs it. Workers fetch nothing, so no agent can break a promise, and all
-ranks get the same bytes. Never waits for one. Source of the call order: vLLM 0.32-0.33,
-``_try_schedule_encoder_inputs`` in ``v1/core/sched/scheduler.py``.
+the plan of the step that needs it, so no agent can break a promise, and all ranks get the same
+bytes. Source of the call order: vLLM 0.32-0.33, ``_try_schedule_encoder_inputs`` in
+``v1/core/sched/scheduler.py``.
 """
 
 import logging
@@ -51,8 +51,7 @@ class _Tracked:
 
 
 class EncoderSchedulerSide:
-    """The scheduler's half of the encoder cache. All methods are called by the scheduler's
-    thread."""
+    """The scheduler's half of the encoder cache. For the scheduler's thread only."""
 
     def __init__(
         self,
@@ -89,12 +88,9 @@ class EncoderSchedulerSide:
         )
 
     def is_ready(self, request: "Request", computed: int) -> bool:
-        """Whether all stored outputs that the request still needs are held or have failed. For a
-        replica that only encodes: whether it is known which are stored.
-
-        vLLM calls it in a hot loop, also for generating requests. True after the deadline at the
-        latest.
-        """
+        """Whether all stored outputs that the request still needs are held or have failed, after
+        the deadline at the latest. For a replica that only encodes: whether it is known which are
+        stored. vLLM calls it in a hot loop, also for generating requests."""
         self._asking = None
         tracked = self._asking = self._track(request)
         if computed >= tracked.end or not self._asks:
@@ -108,11 +104,9 @@ class EncoderSchedulerSide:
         return self._fetcher.want(request.request_id, needed)
 
     def has_item(self, identifier: str) -> bool:
-        """Whether an item's output is held, for the request of the last ``is_ready``.
-
-        True is a promise for this step: the output stays held until it is taken. A replica that
-        only encodes puts nothing into vLLM's cache, and need not encode what is stored.
-        """
+        """Whether an item's output is held, for the request of the last ``is_ready``. True is a
+        promise for this step: the output stays held until it is taken. For a replica that only
+        encodes: whether it is stored, and need not be encoded."""
         tracked = self._asking
         self._local.pop(identifier, None)  # vLLM does not query for outputs that it has
         if tracked is None or (item := tracked.items.get(identifier)) is None:
@@ -126,11 +120,8 @@ class EncoderSchedulerSide:
         return True
 
     def allocate(self, request: "Request", index: int) -> None:
-        """Plan the load of a promised output, or the save of one that is encoded in this step.
-
-        vLLM has allocated its place. Raises only if a promised output cannot be provided. A failed
-        save raises nothing.
-        """
+        """Plan the load of a promised output, or the save of one that is encoded in this step. vLLM
+        has allocated its place. Raises only if a promised output cannot be provided."""
         identifier = request.mm_features[index].identifier
         output = self._promised.pop((request.request_id, identifier), None)
         self._local[identifier] = None
@@ -180,25 +171,17 @@ class EncoderSchedulerSide:
     def adapters(self) -> None:
         """Outputs that adapters change are not shared."""
 
-    @property
-    def open(self) -> bool:
-        """Whether requests may load and save."""
-        return self.namespace.open
-
     def reset(self, *, clean: bool = True) -> bool:
         """Stop using everything stored so far. Requests in progress no longer load or save.
-
         ``clean`` has no effect: outputs are saved only when they are encoded, and vLLM does not
-        query for outputs that it has. See ``ReplicaNamespace.renew``.
-        """
+        query for outputs that it has. See ``ReplicaNamespace.renew``."""
         for tracked in self._tracked.values():
             self._drop(tracked)
         self._promised.clear()
         return self.namespace.renew(clean=True)
 
     def outputs_dropped(self) -> bool:
-        """Record that vLLM dropped all of its own outputs, as it does when weights changed, and
-        ``reset``."""
+        """``reset``, because vLLM dropped its own outputs, as it does when weights changed."""
         self._local.clear()
         self._loads.clear()
         return self.reset()

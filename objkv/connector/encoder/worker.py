@@ -1,8 +1,7 @@
 """The worker's side of the encoder cache: adds the plan's outputs and saves encoded ones.
 
-Every rank adds the same bytes to vLLM's encoder cache, which has a place for them and relies on
-them, so a load may fail only if memory is short. All ranks encode the same outputs, and one rank
-saves them. Source of the call order: vLLM 0.32-0.33,
+vLLM relies on the outputs of a plan, so a load may fail only if memory is short. All ranks encode
+the same outputs, and one saves them. Source of the call order: vLLM 0.32-0.33,
 ``v1/worker/ec_connector_model_runner_mixin.py`` and ``v1/worker/gpu/ec_connector.py``.
 """
 
@@ -41,11 +40,8 @@ class OutputCopies:
 
     Nothing here blocks the forward thread: outputs are copied from page-locked memory, on the
     compute stream, so that the model reads them afterwards. The thread that saves copies on a
-    stream of its own, so that it and the model do not wait for each other.
-
-    Page-locked memory is PyTorch's: it records the streams that read or write a piece, and reuses
-    the piece only when they have passed. Memory of our own would need an event for each copy. vLLM
-    copies the pixels of each image in the same way, from the same pool.
+    stream of its own, so that it and the model do not wait for each other. PyTorch records the
+    streams that use a piece of its page-locked memory, and reuses it only when they have passed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -81,9 +77,8 @@ class OutputCopies:
         return event
 
     def to_host(self, tensor: torch.Tensor, computed: Any, pages: memoryview) -> None:
-        """Copy the bytes of ``tensor`` to ``pages``, which has as many. Waits for the device, but
-        only for work before ``computed``, a mark. Raises ``TransferError`` if that takes too
-        long."""
+        """Copy the bytes of ``tensor`` to ``pages``, which has as many. Waits for the device's work
+        before ``computed``, a mark. Raises ``TransferError`` if that takes too long."""
         memory = _bytes_of(tensor) if self._on_host else self._copied(tensor, computed)
         np.copyto(np.frombuffer(pages, np.uint8), memory.numpy())  # without the GIL
 
@@ -149,13 +144,9 @@ class EncoderWorkerSide:
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
-        Args:
-            copies: of the device of vLLM's encoder cache.
-            writer: on the same clock; ``close`` closes it. None if this rank saves nothing.
-            item_bytes_max: for one output that is saved.
-            held_bytes_max: for tensors kept alive until they are saved.
-        """
+        """``writer``: on the same clock; ``close`` closes it. None if this rank saves nothing.
+        ``item_bytes_max``: for one output. ``held_bytes_max``: for tensors kept alive until they
+        are saved."""
         self.copies, self.writer, self._config = copies, writer, config
         self._recorder, self._clock = recorder, clock
         self._item_bytes_max, self._held_bytes_max = item_bytes_max, held_bytes_max

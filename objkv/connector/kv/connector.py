@@ -1,9 +1,7 @@
-"""The connector class that vLLM loads. It forwards to the scheduler's or the worker's side.
-
-Faults of a running connector never reach the engine, see ``objkv.connector.guard``. It waits long
-only for a layer or a load that the forward pass needs now, and for in-flight saves when the cache
-is unregistered or the engine shuts down. All these waits have deadlines.
-"""
+"""The connector class that vLLM loads. It forwards to the scheduler's or the worker's side. Faults
+of a running connector never reach the engine, see ``objkv.connector.guard``. It waits long only for
+a layer or a load that the forward pass needs now, and for saves when the cache is unregistered or
+the engine shuts down, always with a deadline."""
 
 import logging
 import weakref
@@ -33,6 +31,7 @@ from objkv.connector.hooks import (
     free_failed,
     holds_nothing,
     release_worker,
+    reopen,
 )
 from objkv.connector.kv.events import events_enabled
 from objkv.connector.kv.metadata import StepPlan
@@ -60,18 +59,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_NO_MATCH: tuple[int | None, bool] = (0, False)
-_NO_STATS: ObjKVStats | None = None
 _ACCEPTED_MAX = 65_536
 """Payloads to keep until the next report. Older ones are not reported."""
 
 
 class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
-    """Shares the KV of prompts with every replica that uses the same stores and the same model.
-
-    The settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
-    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix.
-    """
+    """Shares the KV of prompts with every replica that uses the same stores and the same model. The
+    settings are those of ``objkv.config.Config``, from ``OBJKV_*``, a TOML file, and
+    ``kv_connector_extra_config``. Raises ``ConfigError`` at start, which names the fix."""
 
     @starts
     def __init__(
@@ -118,17 +113,14 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
                 manager=lambda: self._kv_cache_manager,
             )
             self._hooks = EngineHooks(
-                self.scheduler,
-                lambda: self._kv_cache_manager,
-                patches=self._config.vllm_patches,
+                self.scheduler, lambda: self._kv_cache_manager, patches=self._config.vllm_patches
             )
 
     # Worker's side.
 
     @starts
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Open the worker's side with this rank's paged cache. Raises ``ConfigError`` for a layout
-        that objkv cannot read."""
+        """Open the worker's side with this rank's paged cache. Raises ``ConfigError``."""
         self._refuse_other_engine()
         if not self._shares:
             return
@@ -169,12 +161,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def unregister_kv_caches(self) -> None:
-        """Drain saves within ``drain_deadline_ms``, then never touch the paged cache again.
-
-        vLLM is about to unmap its memory. vLLM 0.33 calls this before it sleeps; for other versions
-        see ``follow_sleep``. No request waits for a load then, because vLLM sleeps only when no
-        request has a block.
-        """
+        """Drain saves within ``drain_deadline_ms``, then never touch the paged cache again, because
+        vLLM is about to unmap it. vLLM 0.33 calls this before it sleeps; for other versions see
+        ``follow_sleep``. vLLM sleeps only when no request has a block, so none waits for a load."""
         if self.worker is not None:
             self._asleep = True  # the closed worker saves nothing and fails all its loads
             self._finalizer.detach()
@@ -182,25 +171,19 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def restore_kv_caches(self) -> None:
-        """Reopen the worker: the paged cache is mapped again at the same addresses. See
-        ``unregister_kv_caches``."""
+        """Reopen the worker: the paged cache is mapped again at the same addresses."""
         if self.worker is not None and self._asleep:
             self._open_worker()
             self._asleep = False
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:
-        """Return True: the cache is unregistered before its memory is unmapped. Used by vLLM
-        0.33."""
+        """True: the cache is unregistered before its memory is unmapped. For vLLM 0.33."""
         return True
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Receive the step's plan, before the forward pass. See the base class."""
         super().bind_connector_metadata(connector_metadata)
-        self._mark_step()
-
-    @guarded(None)
-    def _mark_step(self) -> None:
         if self.worker is not None:
             self.worker.before_forward(self._plan())
 
@@ -211,8 +194,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.start_loads(self._plan())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Block until the layer's blocks are loaded or have failed. See the base class. If objkv
-        fails, the step's loads have failed, see ``WorkerSide.wait_layer``."""
+        """See ``WorkerSide.wait_layer``."""
         if self.worker is not None:
             self.worker.wait_layer(layer_name)
 
@@ -233,7 +215,7 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @guarded(None)
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """Let in-flight saves read their blocks before anything overwrites them."""
+        """See ``WorkerSide.before_reuse``."""
         if self.worker is not None:
             assert isinstance(kv_connector_metadata, StepPlan)
             self.worker.before_reuse(kv_connector_metadata)
@@ -246,18 +228,15 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.results(self._plan(), finished_req_ids)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks to recompute. See the base class.
-
-        Not guarded: it only hands over a set. An empty set in its place would let the model use
-        blocks that were not loaded.
-        """
+        """Return the blocks to recompute. Not guarded: an empty set in its place would let the
+        model use blocks that were not loaded."""
         return self.worker.take_failed_blocks() if self.worker is not None else set()
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        """Return this worker's report: failures, durations and new records."""
+        """See the base class."""
         return None if self.worker is None else self.worker.take_report()
 
-    @guarded(_NO_STATS)
+    @guarded(None)
     def get_kv_connector_stats(self) -> ObjKVStats | None:
         """Return this side's numbers since the last call."""
         data: dict[str, Any] = {**self.recorder.drain(), **self.recorder.samples()}
@@ -282,46 +261,40 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
         return False
 
     def has_pending_block_frees(self) -> bool:
-        """Whether blocks of ended requests will be free soon, so that vLLM waits for them for a
-        step instead of preempting a request, which would have to be computed again."""
+        """Whether blocks of ended requests will be free soon, so that vLLM waits a step for them
+        instead of preempting a request."""
         return self.scheduler is not None and self.scheduler.holds_blocks
 
     @guarded(None)
     def on_new_request(self, request: "Request") -> None:
         """Start the lookup of the request's prompt."""
         if self.scheduler is not None:
-            self._hooks.reopen()
+            reopen(self.scheduler, self._kv_cache_manager)
             self.scheduler.track(request)
 
-    @guarded(_NO_MATCH)
+    @guarded((0, False))
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return the number of stored tokens beyond the computed ones, or None while it is unknown.
-        See the base class."""
-        if self.scheduler is None:
-            return _NO_MATCH
-        return self.scheduler.match(request, num_computed_tokens)
+        """See ``SchedulerSide.match``."""
+        return (
+            (0, False)
+            if self.scheduler is None
+            else self.scheduler.match(request, num_computed_tokens)
+        )
 
     def update_state_after_alloc(
         self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
     ) -> None:
-        """Plan the load into the allocated blocks, if there is one. See the base class.
-
-        If objkv fails, the load has failed, see ``SchedulerSide.plan_load``.
-        """
+        """Plan the load into the allocated blocks, if there is one. See
+        ``SchedulerSide.plan_load``."""
         if self.scheduler is not None:
             ids = blocks.get_block_ids() if num_external_tokens else ()
             self.scheduler.plan_load(request, ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """Return the step's plan. See the base class.
-
-        Whatever fails, the plan contains the loads on which vLLM relies.
-        """
-        if self.scheduler is None:
-            return StepPlan()
-        return self.scheduler.plan_step(scheduler_output)
+        """See ``SchedulerSide.plan_step``."""
+        return StepPlan() if self.scheduler is None else self.scheduler.plan_step(scheduler_output)
 
     @guarded(None)
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
@@ -336,10 +309,9 @@ class ObjKVConnector(KVConnectorBase_V1, SupportsHMA):
             failed = connector_output.invalid_block_ids
             evict_failed(manager, side.requests.ids(), side.tables_ended, failed)
 
-    @guarded(tuple["KVCacheEvent", ...]())
+    @guarded(())
     def take_events(self) -> "tuple[KVCacheEvent, ...]":
-        """Return the KV events if vLLM has them enabled. vLLM calls this once per step, with the
-        step's result."""
+        """Return the KV events. vLLM calls this once per step, with the step's result."""
         return () if self.scheduler is None else self.scheduler.end_step()
 
     def request_finished(

@@ -1,11 +1,10 @@
 """KV events: reports the chunks that this replica has found in the store, in vLLM's format.
 
 A chunk is reported as ``BlockStored`` when payloads with all of one of its groups are stored, or
-when a load of it succeeded. The event has the hashes that vLLM gives the same blocks on the device.
-A chunk is reported as ``BlockRemoved`` when it is found missing, or when this replica no longer
-tracks it. Both have their own medium, so they do not affect the device's blocks. vLLM must have KV
-events enabled. Source: vLLM 0.31-0.33, ``distributed/kv_events.py`` and ``v1/core/block_pool.py``.
-Described in ``docs/routers.md``.
+when a load of it succeeded, with the hashes that vLLM gives the same blocks on the device. It is
+reported as ``BlockRemoved`` when it is found missing, or when this replica no longer tracks it.
+Both have their own medium, so they do not affect the device's blocks. Source: vLLM 0.31-0.33,
+``distributed/kv_events.py`` and ``v1/core/block_pool.py``. Described in ``docs/routers.md``.
 """
 
 from collections import OrderedDict
@@ -15,12 +14,7 @@ from math import gcd
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
-from vllm.distributed.kv_events import (
-    MEDIUM_STORAGE,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-)
+from vllm.distributed.kv_events import MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core import kv_cache_utils
 
 from objkv.cache.match import covered, stored_blocks
@@ -29,7 +23,6 @@ from objkv.connector.guard import guarded
 from objkv.connector.kv.metadata import StepPlan, StepReport
 from objkv.connector.kv.requests import TrackedRequest
 from objkv.connector.model.groups import Geometry
-from objkv.transfer.plan import ChunkMove
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -81,8 +74,7 @@ def events_enabled(vllm_config: "VllmConfig") -> bool:
 _CHUNKS_MAX = 32_768
 """Reported chunks to track, about 1 KiB each. Beyond this the oldest are reported as removed."""
 _PENDING_MAX = 1_024
-"""Saves and loads in progress to track, each with its tokens. Beyond this the oldest are not
-reported."""
+"""Saves and loads in progress to track. Beyond this the oldest are not reported."""
 Name = tuple[str, bytes]
 """Namespace and prefix hash of a chunk."""
 Find = Callable[[str], TrackedRequest | None]
@@ -109,13 +101,11 @@ class _Reported:
 
 
 _LoadEvents = list[tuple[Name, int, BlockStored | None]]
-"""Chunk, group and event of a load in progress. The event is None if the chunk is already
-reported."""
+"""Chunk, group and event of a load in progress, None if the chunk is already reported."""
 
 
 class EventLog:
-    """The KV events that vLLM has not taken. For the scheduler's thread only. Never waits, never
-    raises."""
+    """The KV events that vLLM has not taken. For the scheduler's thread only. Never raises."""
 
     def __init__(
         self,
@@ -126,14 +116,9 @@ class EventLog:
         ttl_s: float,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
-        Args:
-            hash_tokens: tokens per block hash of vLLM. Every group's block size is a multiple of
-                it.
-            locality: of the bulk store.
-            ttl_s: life of a record. A chunk that this replica has not saved or loaded for this long
-                is reported as removed.
-        """
+        """``hash_tokens``: tokens per block hash of vLLM, a divisor of every group's block size.
+        ``locality``: of the bulk store. ``ttl_s``: after this long without a save or load by this
+        replica, a chunk is reported as removed."""
         self._of_table = [_table_groups(geometry, group) for group in range(geometry.target_count)]
         self._geometry, self._hash_tokens, self._locality = geometry, hash_tokens, locality
         self._ttl_s, self._clock = ttl_s, clock
@@ -148,23 +133,26 @@ class EventLog:
         for save in plan.saves:
             if (tracked := find(save.request_id)) is None:
                 continue
-            for move in save.moves:
-                self._save_planned(
-                    tracked.request, (save.namespace, move.move.prefix_hash), move.move
-                )
+            for one in save.moves:
+                name, group = (save.namespace, one.move.prefix_hash), one.move.group
+                event = self._event(tracked.request, name, group, one.move.token_end)
+                if event is not None:
+                    self._pending.setdefault(name, _Pending()).events[group] = event
+                    self._pending.move_to_end(name)
+                    _shrink(self._pending)
         for load in plan.loads:
             if (tracked := find(load.request_id)) is None:
                 continue
-            moves, request = load.moves, tracked.request
+            moves = load.moves
             ends = {
-                (prefix_hash, moves.sources[source].group): end
+                ((load.namespace, prefix_hash), moves.sources[source].group): end
                 for prefix_hash, _, _, end, source in moves.claims(
                     load.namespace, range(len(moves))
                 )
             }
             self._loads[load.request_id] = [
-                self._load_planned(request, (load.namespace, prefix_hash), group, end)
-                for (prefix_hash, group), end in ends.items()
+                (name, group, self._event(tracked.request, name, group, end))
+                for (name, group), end in ends.items()
             ]
             _shrink(self._loads)
 
@@ -178,7 +166,10 @@ class EventLog:
         for request_id in ended:
             for name, group, event in self._loads.pop(request_id, ()):
                 self._report(name, group, event)
-        self._reject(report.rejected)
+        for name in report.rejected:
+            if (pending := self._pending.get(name)) is not None:
+                pending.shards.clear()  # its shards are stored again, or not at all
+        self._report_removed(report.rejected)
 
     @guarded(None)
     def reset(self) -> None:
@@ -187,7 +178,7 @@ class EventLog:
         self._loads.clear()
         self._report_removed(list(self._reported))
 
-    @guarded(tuple[KVCacheEvent, ...]())
+    @guarded(())
     def take_events(self) -> tuple[KVCacheEvent, ...]:
         """Return the events since the last call in the order in which they happened."""
         now, overdue = self._clock(), []
@@ -199,21 +190,17 @@ class EventLog:
         events, self._events = tuple(self._events), []
         return events
 
-    def _event(self, request: "Request", number: int, end: int) -> BlockStored | None:
-        """Return the event that a chunk is stored, or None if vLLM has not hashed its blocks.
-        ``number``: of its group. ``end``: after its last token.
-
-        Except for medium, locality and ownership, every field equals that of the event for the same
-        blocks on the device. Source: vLLM 0.31-0.33, ``cache_full_blocks`` in
-        ``v1/core/block_pool.py``, ``resolve_block_hashes`` in ``v1/core/kv_cache_utils.py``.
-        """
+    def _event(self, request: "Request", name: Name, number: int, end: int) -> BlockStored | None:
+        """Return the event that a chunk is stored, or None if it is reported, or not hashed by
+        vLLM. ``number``: of its group. ``end``: after its last token. But for medium, locality and
+        ownership it equals that for the blocks on the device. Source: vLLM 0.31-0.33,
+        ``cache_full_blocks`` in ``v1/core/block_pool.py``, ``resolve_block_hashes`` in
+        ``v1/core/kv_cache_utils.py``."""
         group = self._geometry.position(number)
         # Blocks are reported once, whatever caches they have, and a draft's do not count.
-        if (
-            group is None
-            or self._geometry.is_draft(group)
-            or not self._geometry.is_first_of_table(group)
-        ):
+        if group is None or not self._geometry.is_first_of_table(group):
+            return None
+        if self._is_reported(name, number):
             return None
         identity, unit = self._geometry.groups[group], self._hash_tokens
         size = identity.block_size
@@ -239,21 +226,6 @@ class EventLog:
             locality=self._locality,
             ownership=OWNERSHIP,
         )
-
-    def _save_planned(self, request: "Request", name: Name, move: ChunkMove) -> None:
-        if self._is_reported(name, move.group):
-            return
-        if (event := self._event(request, move.group, move.token_end)) is None:
-            return
-        self._pending.setdefault(name, _Pending()).events[move.group] = event
-        self._pending.move_to_end(name)
-        _shrink(self._pending)
-
-    def _load_planned(
-        self, request: "Request", name: Name, group: int, end: int
-    ) -> tuple[Name, int, BlockStored | None]:
-        known = self._is_reported(name, group)
-        return name, group, None if known else self._event(request, group, end)
 
     def _is_reported(self, name: Name, group: int) -> bool:
         return (known := self._reported.get(name)) is not None and group in known.hashes
@@ -282,13 +254,6 @@ class EventLog:
         if (over := len(self._reported) - _CHUNKS_MAX) > 0:
             self._report_removed(list(self._reported)[:over])
 
-    def _reject(self, names: Iterable[Name]) -> None:
-        names = list(names)
-        for name in names:
-            if (pending := self._pending.get(name)) is not None:
-                pending.shards.clear()  # its shards are stored again, or not at all
-        self._report_removed(names)
-
     def _report_removed(self, names: Iterable[Name]) -> None:
         gone: dict[int, list[Any]] = {}
         for name in names:
@@ -308,10 +273,7 @@ class EventLog:
 
 
 def open_event_log(
-    vllm_config: "VllmConfig",
-    kv_cache_config: "KVCacheConfig",
-    geometry: Geometry,
-    config: Config,
+    vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", geometry: Geometry, config: Config
 ) -> EventLog | None:
     """Return a log, or None unless vLLM has KV events enabled."""
     if not events_enabled(vllm_config):

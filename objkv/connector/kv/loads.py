@@ -2,7 +2,7 @@
 
 vLLM holds a request back until its load between steps is reported as ended, and lets the model read
 the blocks of a load within the step. A load must therefore never be lost between two calls: if it
-cannot be planned, the workers report that it failed. Source: vLLM 0.31-0.33, ``schedule`` and
+cannot be planned, it is reported as failed. Source: vLLM 0.31-0.33, ``schedule`` and
 ``_update_from_kv_xfer_finished`` in ``v1/core/sched/scheduler.py``.
 """
 
@@ -13,13 +13,11 @@ from time import gmtime, monotonic, strftime, time
 
 from objkv.cache.admission import STEP_TOKENS_MIN, AdmissionPolicy, ChunkSize, LoadTime, Tier
 from objkv.connector.kv.metadata import FailedLoad, StepReport
-from objkv.connector.kv.planning import BlockTable, StoredPayloads
+from objkv.connector.kv.planning import NULL_BLOCK, BlockTable, StoredPayloads
 from objkv.connector.kv.requests import MatchResult
 from objkv.connector.model.groups import Geometry
 from objkv.index.base import Savings, ShardRecord, ShardRecords
 from objkv.transfer.plan import LoadPlan
-
-_NULL_BLOCK = 0
 
 
 @dataclass(slots=True)
@@ -38,14 +36,10 @@ class StartedLoad:
 
 
 class PromisedLoads:
-    """For the scheduler's thread only. No method raises.
-
-    A load within the step to which no store answers blocks every request of the replica until its
-    deadline. A circuit breaker alone does not help: it lets a probe through every few seconds, and
-    the model would wait for each one. A load between steps blocks only its own request. After such
-    a load, all loads are therefore to be of that kind, until one succeeds within the time that a
-    step would wait.
-    """
+    """For the scheduler's thread only. No method raises. A load within the step to which no store
+    answers blocks every request of the replica until its deadline, also when it is a circuit
+    breaker's probe. A load between steps blocks only its own request. After such a load all are
+    therefore to be between steps, until one succeeds within the time that a step would wait."""
 
     def __init__(
         self,
@@ -55,9 +49,9 @@ class PromisedLoads:
         steps_in_flight: int = 1,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``block_tokens``: tokens per block, if there is only one group. ``bound_s``: how long the
-        forward pass waits for a load within the step. ``steps_in_flight``: how many steps may be
-        planned before the report of the first one comes."""
+        """``block_tokens``: of a group, if there is only one. ``bound_s``: how long the forward
+        pass waits for a load within the step. ``steps_in_flight``: how many steps may be planned
+        before the report of the first one comes."""
         self._block_tokens, self._bound_s, self._clock = block_tokens, bound_s, clock
         self._planned: dict[str, StartedLoad] = {}
         self._failed: dict[str, FailedLoad] = {}
@@ -79,8 +73,7 @@ class PromisedLoads:
         return bool(self._started)
 
     def plan(self, plan: LoadPlan, tokens: int, records: Sequence[ShardRecord]) -> None:
-        """Record the load of ``tokens`` for which vLLM has allocated blocks. ``records``: of its
-        payloads."""
+        """Record a load for which vLLM has allocated blocks. ``records``: of its payloads."""
         hot = sum([record.nbytes for record in records if record.hot])
         bulk = sum([record.nbytes for record in records]) - hot
         self._planned[plan.request_id] = StartedLoad(plan, tokens, hot, bulk)
@@ -94,7 +87,7 @@ class PromisedLoads:
         if len(blocks) == 1:  # block ids of several groups are not unique
             # The blocks before these were computed, and other requests may share them.
             first = computed // self._block_tokens
-            lost = frozenset(blocks[0][first:]) - {_NULL_BLOCK}
+            lost = frozenset(blocks[0][first:]) - {NULL_BLOCK}
         self._failed[request_id] = FailedLoad(request_id, sync, lost)
 
     def request_ended(self, request_id: str) -> None:
@@ -138,20 +131,16 @@ class PromisedLoads:
         return within + between
 
 
-_HOT: Tier = "hot"
-_BULK: Tier = "bulk"
-
-
 class Timing:
     """Measures loading and computing on this replica for ``AdmissionPolicy``. For the scheduler's
     thread only. Never waits.
 
     Steps are timed from plan to result. Several may be in progress, so each is measured from the
-    end of the previous one. Only steps that mostly compute prompts are used. Steps in which
-    requests mostly generate, one token each, are ignored, and so are steps whose forward pass
-    waited for loads. The workers time loads. Source of the call order: vLLM 0.31-0.33,
-    ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every step's events, and
-    ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes results in order.
+    end of the previous one. Steps in which requests mostly generate, one token each, or whose
+    forward pass waited for loads, are ignored. The workers time loads. Source of the call order:
+    vLLM 0.31-0.33, ``update_from_output`` in ``v1/core/sched/scheduler.py``, which takes every
+    step's events, and ``step_with_batch_queue`` in ``v1/engine/core.py``, which takes results in
+    order.
     """
 
     def __init__(
@@ -165,14 +154,11 @@ class Timing:
         wall: Callable[[], float] = time,
     ) -> None:
         """``wall`` returns seconds since the epoch, for the month of savings."""
-        self._admission = admission
-        self._geometry = geometry
-        self._clock = clock
-        self._wall = wall
+        self._admission, self._geometry, self._payloads = admission, geometry, payloads
+        self._clock, self._wall = clock, wall
         # One more than possible: a step that vLLM never ended must not shift all later ones.
         self._steps: deque[tuple[int, float]] = deque(maxlen=steps_in_flight + 1)
         self._ended = 0.0
-        self._payloads = payloads
 
     @property
     def steps(self) -> int:
@@ -180,8 +166,7 @@ class Timing:
         return len(self._steps)
 
     def step_planned(self, scheduled: Collection[int], *, waits: bool) -> None:
-        """Record a planned step: ``scheduled`` tokens per request, and whether it waits for
-        loads."""
+        """``scheduled``: tokens per request. ``waits``: whether the step waits for loads."""
         self._steps.append((0 if waits else _prompt_tokens(scheduled), self._clock()))
 
     def step_ended(self) -> None:
@@ -194,14 +179,13 @@ class Timing:
         self._ended = now
 
     def loaded(self, load: StartedLoad) -> Savings | None:
-        """Record a load that succeeded. Returns what it saved: None if its request has ended, or no
-        worker reported it."""
+        """Record a load that succeeded. Returns what it saved, None if that is not known."""
         if (took := load.slowest) is None or not load.tokens:
             return None
         # A load from both tiers measures bulk, which determines when it ends. If mixed loads were
         # ignored and every prompt began with hot chunks, bulk would never be measured.
-        tier, nbytes = (_BULK, load.bulk_bytes) if load.bulk_bytes else (_HOT, load.hot_bytes)
-        self._admission.loaded(tier, nbytes, took)
+        tier: Tier = "bulk" if load.bulk_bytes else "hot"
+        self._admission.loaded(tier, load.bulk_bytes or load.hot_bytes, took)
         month = strftime("%Y-%m", gmtime(self._wall()))
         token_s, gpus = self._admission.seconds_per_token, self._geometry.ranks
         savings = Savings(load.plan.namespace, month, loads=1, tokens=load.tokens)
@@ -217,12 +201,9 @@ class Timing:
     def admit(
         self, found: Sequence[ShardRecords | None], computed: int, end: int, *, waiting: int = 0
     ) -> int:
-        """Return the token at which the load of ``[computed, end)`` should end. ``computed``: load
-        nothing.
-
-        ``found``: records per chunk of the prompt, complete for this replica up to ``end``.
-        ``waiting``: number of requests behind this one.
-        """
+        """Return the token at which the load of ``[computed, end)`` should end; ``computed``: load
+        nothing. ``found``: records per chunk of the prompt, complete for this replica up to
+        ``end``. ``waiting``: number of requests behind this one."""
         if (decided := self._admission.decided) is not None:
             return end if decided else computed
         size = self._geometry.chunk_tokens
@@ -237,7 +218,7 @@ class Timing:
 
     def _chunk(self, shards: ShardRecords, start: int, end: int) -> ChunkSize:
         nbytes, hot = self._payloads.size(shards)
-        return ChunkSize(nbytes, end - start, _HOT if hot else _BULK)
+        return ChunkSize(nbytes, end - start, "hot" if hot else "bulk")
 
 
 def _prompt_tokens(scheduled: Collection[int]) -> int:

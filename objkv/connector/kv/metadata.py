@@ -18,8 +18,7 @@ class FailedLoad:
     request_id: str
     sync: bool
     blocks: frozenset[int] = frozenset()
-    """Physical blocks that it would have filled, at least. For a load between steps, empty means
-    that the whole load failed."""
+    """Physical blocks, at least. None between steps: the load failed as a whole."""
 
 
 @dataclass
@@ -56,7 +55,7 @@ class StepReport(KVConnectorWorkerMetadata):
     if vLLM has KV events enabled."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "StepReport":
-        """Merge two reports. Failures add up, and a load took as long as on the slowest worker."""
+        """Failures add up, and a load took as long as on the slowest worker."""
         assert isinstance(other, StepReport)
         return StepReport(
             self.dropped | other.dropped,

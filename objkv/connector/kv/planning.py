@@ -1,10 +1,6 @@
 """Which stored payloads a replica loads, where a match ends, and the physical blocks that a load
-fills and a save reads.
-
-One payload has all of a group, unless the replica that wrote it runs on several nodes, which have
-one each, or divides the tokens in a way of its own. The scheduler decides for all ranks together,
-on its own thread, for every chunk of every prompt.
-"""
+fills and a save reads. One payload has all of a group, unless the replica that wrote it runs on
+several nodes, which have one each, or divides the tokens in a way of its own."""
 
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,29 +23,25 @@ from objkv.transfer.plan import BlocksToZero, ChunkMove, LoadMoves, MoveColumn, 
 BlockTable = Sequence[Sequence[int]]
 """The request's physical blocks per group, in token order. 0, the null block, stands for a block
 that a window has passed, or for a state that was not kept."""
-_NULL_BLOCK = 0
+NULL_BLOCK = 0
 Ints = npt.NDArray[np.int64]
-
-
 _CHOICES_KEPT = 4096
 """Bound of remembered choices. A fleet has few shapes, but an index may contain anything."""
 
 
 class StoredPayloads:
-    """Chooses payloads. Thread-safe for the scheduler's and lookup threads, which may compute the
-    same choice twice."""
+    """Chooses payloads. Thread-safe: two threads may compute the same choice."""
 
     def __init__(self, geometry: Geometry) -> None:
         groups = range(len(geometry.groups))
         self._geometry, self._target_count = geometry, geometry.target_count
         self._numbers = [geometry.number(group) for group in groups]
         self._has_payloads = [bool(geometry.fields(group)) for group in groups]
-        # None: a replica that divides the tokens in a way of its own reads only that.
-        self._wholes = [
-            str(number) if geometry.reads(group, ALL_TOKENS) else None
+        # A replica that divides the tokens in a way of its own reads only that.
+        self._whole = [
+            ((Source(number), str(number)),) if geometry.reads(group, ALL_TOKENS) else ()
             for group, number in enumerate(self._numbers)
         ]
-        self._whole = [((Source(number), str(number)),) for number in self._numbers]
         self._chosen = lru_cache(_CHOICES_KEPT)(self._choose)
 
     def is_readable(self, shards: ShardRecords, group: int) -> bool:
@@ -65,8 +57,7 @@ class StoredPayloads:
         return all(self.is_readable(shards, group) for group in range(len(self._numbers)))
 
     def of(self, shards: ShardRecords | None, group: int) -> list[tuple[Source, ShardRecord]]:
-        """Return the payloads that have a whole group, and their records. Raises ``LookupError`` if
-        none have."""
+        """Return the payloads of a whole group, and their records. Raises ``LookupError``."""
         shards = shards or {}
         payloads = self._payloads(shards, group)
         if not payloads:
@@ -76,16 +67,13 @@ class StoredPayloads:
     def size(self, shards: ShardRecords) -> tuple[int, bool]:
         """Return how many bytes a load of the chunk fetches, and whether all of them are hot."""
         groups = [group for group, has_payloads in enumerate(self._has_payloads) if has_payloads]
-        fields = [field for group in groups for _, field in self._payloads(shards, group)]
-        records = [shards[field] for field in fields]
+        records = [shards[name] for group in groups for _, name in self._payloads(shards, group)]
         return sum(record.nbytes for record in records), all(record.hot for record in records)
 
     def _payloads(self, shards: ShardRecords, group: int) -> tuple[tuple[Source, str], ...]:
-        """Return the payloads that together have a whole group, and their fields; none if they do
-        not suffice."""
-        if self._wholes[group] in shards:
-            return self._whole[group]
-        return self._chosen(group, frozenset(shards))
+        """Return the payloads that together have a whole group, and their fields, or none."""
+        whole = self._whole[group]
+        return whole if whole and whole[0][1] in shards else self._chosen(group, frozenset(shards))
 
     def _choose(self, group: int, fields: frozenset[str]) -> tuple[tuple[Source, str], ...]:
         number, geometry = self._numbers[group], self._geometry
@@ -97,13 +85,10 @@ class StoredPayloads:
 def matched_end(
     geometry: Geometry, payloads: StoredPayloads, records: Sequence[ShardRecords | None]
 ) -> int:
-    """Return how many leading tokens the replica can load, whether or not the draft's KV is stored
-    too.
-
-    A draft that needs the next token has no KV for the last block of a match, so the match ends
-    before it, as in vLLM's own prefix cache; or one chunk earlier, if a window's payloads do not
-    reach so far back.
-    """
+    """Return how many leading tokens the replica can load, with or without the draft's KV. A draft
+    that needs the next token has none for the last block of a match, so the match ends before it,
+    as in vLLM's prefix cache; or one chunk earlier, if a window's payloads do not reach so far
+    back."""
 
     def is_readable(shards: ShardRecords, group: int, _identity: GroupIdentity) -> bool:
         return payloads.is_readable(shards, group)
@@ -168,17 +153,12 @@ def load_moves(
     records: Sequence[ShardRecords | None],
     blocks: BlockTable,
     span: tuple[int, int],
-    *,
-    draft_end: int | None = None,
+    draft_end: int,
 ) -> tuple[LoadMoves, list[ShardRecord]]:
     """Return the moves that fill exactly the blocks of tokens ``[start, end)``, in chunk order, and
-    the index record of each of their payloads.
-
-    ``draft_end``: the end of the tokens whose draft is stored. Default: ``end``.
-
-    Blocks before ``start`` were computed or found locally, and other requests may share them. vLLM
-    allocated the blocks that tokens after ``end`` need, and null blocks for the others.
-    """
+    the index record of each of their payloads. ``draft_end``: the end of the tokens whose draft is
+    stored. Blocks before ``start`` may be shared with other requests. vLLM allocated the blocks
+    that tokens after ``end`` need, and null blocks for the others."""
     start, end = span
     size = geometry.chunk_tokens
     # A draft's blocks before the end may be in the payload of one more chunk.
@@ -187,7 +167,7 @@ def load_moves(
     tables, ids, ids_before = [], [], 0
     sources, found = dict[Source, int](), list[ShardRecord]()
     for group, identity in enumerate(geometry.groups):
-        until = end if draft_end is None or not geometry.is_draft(group) else draft_end
+        until = draft_end if geometry.is_draft(group) else end
         form = identity, size, geometry.draft_lag_blocks(group)
         runs = _runs(form, blocks[geometry.table(group)], chunks, (start, max(start, until)))
         table = np.zeros((len(MoveColumn), len(runs.starts)), np.int32)
@@ -229,10 +209,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(
-    form: tuple[GroupIdentity, int, int],
-    blocks: Sequence[int],
-    chunks: Ints,
-    span: tuple[int, int],
+    form: tuple[GroupIdentity, int, int], blocks: Sequence[int], chunks: Ints, span: tuple[int, int]
 ) -> _Runs:
     """``form``: the group, tokens per chunk, and how many blocks before its chunk's end a payload
     ends. ``chunks``: the loaded chunks. ``span``: the loaded tokens."""
@@ -249,7 +226,7 @@ def _runs(
     table = np.frombuffer(array("q", blocks[first[0] : last[-1]]), np.int64)
     ids = table[place - first[0]]
     if not ids.all():
-        held = np.flatnonzero(ids != _NULL_BLOCK)
+        held = np.flatnonzero(ids != NULL_BLOCK)
         of_chunk, place, ids = of_chunk[held], place[held], ids[held]
     begins = np.ones(len(ids), np.bool_)
     begins[1:] = (np.diff(of_chunk) != 0) | (np.diff(place) != 1)
@@ -268,12 +245,9 @@ def save_moves(
     is_stored: Callable[[int, int], bool] = lambda chunk, group: False,
     again: frozenset[int] = frozenset(),
 ) -> list[SaveMove]:
-    """Return moves that save whole chunks.
-
-    A group of a chunk is skipped if its blocks do not contain it, or if ``is_stored`` returns True
-    for (chunk, group). ``again``: see ``SaveMove.again``. ``chain`` must have ``digests`` and reach
-    the last of ``chunks``.
-    """
+    """Return moves that save whole chunks, except groups that their blocks do not contain, or for
+    which ``is_stored(chunk, group)``. ``again``: see ``SaveMove.again``. ``chain`` must have
+    ``digests`` and reach the last of ``chunks``."""
     size = geometry.chunk_tokens
     moves = []
     for chunk in chunks:
@@ -282,7 +256,7 @@ def save_moves(
         digest = chain.token_digest(chunk)
         for group in range(len(geometry.groups)):
             table = _held(geometry, group, computed, chunk)
-            if not table or _NULL_BLOCK in table or is_stored(chunk, group):
+            if not table or NULL_BLOCK in table or is_stored(chunk, group):
                 continue
             move = ChunkMove(
                 chunk=chunk,
@@ -299,21 +273,16 @@ def save_moves(
 
 
 def states_after(
-    geometry: Geometry,
-    blocks: BlockTable,
-    end: int | None,
-    offered: Iterable[tuple[int, int, int]],
+    geometry: Geometry, blocks: BlockTable, end: int | None, offered: Iterable[tuple[int, int, int]]
 ) -> dict[tuple[int, int], int]:
     """Return the blocks that contain a state at a block's end after the step, as in ``Computed``.
-
-    Args:
-        end: tokens computed after the step. None if some of them may be rejected.
-        offered: (group, block, tokens) of states that vLLM reports.
+    ``end``: tokens computed after it, None if some may be rejected. ``offered``: (group, block,
+    tokens) of states that vLLM reports.
 
     The block table alone is not enough: its blocks are reused, moved and emptied while a request
-    runs. Only one is certain: the state after a step's last token is in that token's block.
-    Source: vLLM 0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``,
-    ``preprocess_mamba`` in ``v1/worker/mamba_utils.py``.
+    runs. Only the state after a step's last token is certainly in that token's block. Source: vLLM
+    0.31-0.33, ``MambaManager`` in ``v1/core/single_type_kv_cache_manager.py``, ``preprocess_mamba``
+    in ``v1/worker/mamba_utils.py``.
     """
     states = {}
     for group, identity in enumerate(geometry.groups):

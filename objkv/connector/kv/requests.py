@@ -1,7 +1,5 @@
 """Per-request state of the scheduler's side: limits, hashes, and the records of stored chunks.
-
-While a lookup is in progress, calls take the same time for prompts of any length.
-"""
+While a lookup is in progress, calls take the same time for prompts of any length."""
 
 import hashlib
 import logging
@@ -23,7 +21,6 @@ from objkv.connector.kv.metadata import StepReport
 from objkv.connector.kv.planning import StoredPayloads
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.weights import Adapters, UnknownAdapterError
-from objkv.index.base import ShardRecords
 from objkv.keys.prefix import MultimodalItem, PrefixChain, PromptExtras
 from objkv.telemetry import Recorder
 
@@ -60,19 +57,16 @@ Prefetch = Callable[[str, Sequence[bytes], PrefetchOrder], Steps[int] | int]
 
 
 class LimitReader:
-    """Reads the limits of requests. For the scheduler's thread only. Never raises.
-
-    Names and meanings are those of vLLM's own ``OffloadingConnector``, so that a router can send
-    the same parameters whatever stores the KV. Values of another type are ignored. Source: vLLM
-    0.33, ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``.
-    """
+    """Reads the limits of requests. For the scheduler's thread only. Never raises. Names and
+    meanings are those of vLLM's own ``OffloadingConnector``, so that a router can send the same
+    parameters whatever stores the KV. Source: vLLM 0.33,
+    ``distributed/kv_transfer/kv_connector/v1/offloading/scheduler.py``."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._logged = recorder, set[str]()
 
     def read(self, params: object) -> RequestLimits:
-        """Return the limits of a request. ``params``: its ``kv_transfer_params``, as a client has
-        sent them."""
+        """``params``: a request's ``kv_transfer_params``, as its client has sent them."""
         if not isinstance(params, dict):
             return NO_LIMITS
         loads, saves, puts = (self._valid(name, params.get(name)) for name in _KINDS)
@@ -92,24 +86,19 @@ _PIECE_CHUNKS = 8
 """A thread lets others run after this many chunks: 2048 tokens take 65 µs, but the interpreter
 alone would switch threads only after 5 ms (2-core x86, 2026-11)."""
 _AT_ONCE_CHUNKS = 4
-"""Most chunks that the scheduler's thread hashes itself, such as the next one while a request
-generates tokens."""
+"""Most chunks that the scheduler's thread hashes itself, as while a request generates."""
 
 
 class RequestHashes:
     """Hashes of the whole chunks of a request, computed on lookup threads because a long prompt
-    takes milliseconds.
-
-    vLLM only appends to a request's tokens, except in resumable sessions, which objkv does not
-    support. Source: vLLM 0.31-0.33, ``v1/request.py``. ``ready`` is for the scheduler's thread and
-    takes microseconds. Slices are for other threads.
-    """
+    takes milliseconds. ``ready`` is for the scheduler's thread and takes microseconds; slices are
+    for other threads. vLLM only appends to a request's tokens, except in resumable sessions, which
+    objkv does not support. Source: vLLM 0.31-0.33, ``v1/request.py``."""
 
     def __init__(
         self, request: "Request", namespace: str, lora_digest: bytes | None, chunk_tokens: int
     ) -> None:
-        # References to the parts of the prompt as they are now. They are read on another thread,
-        # and later changes to the request do not affect its hashes.
+        # The parts of the prompt as they are now: another thread reads them later.
         self._salt, self._features = request.cache_salt, tuple(request.mm_features)
         self._embeds = request.prompt_embeds  # [tokens, hidden] on the CPU, never changed here
         self._is_token_ids = None if self._embeds is None else request.prompt_is_token_ids
@@ -142,9 +131,7 @@ class RequestHashes:
 
     def ready(self, count: int, submit: Callable[[Callable[[], None]], bool]) -> int:
         """Return how many of the first ``count`` hashes are computed, and start computing the rest.
-
-        ``submit`` runs a job on another thread, or returns False if too many are queued.
-        """
+        ``submit`` runs a job on another thread, or returns False if too many are queued."""
         done = self.done
         if done >= count or self.failed:
             return min(done, count)
@@ -265,20 +252,6 @@ class TrackedRequest:
         headers = self.request.trace_headers
         return headers.get("traceparent") if headers else None
 
-    def due(self, computed: int, is_complete: Callable[[ShardRecords], bool]) -> list[int]:
-        """Return the chunks to save after ``computed`` leading chunks are complete, each once.
-        ``is_complete``: whether nothing remains to save of a chunk with these shards."""
-        if computed <= self.planned and not self.again:
-            return []
-        again = set(sorted(chunk for chunk in self.again if chunk < computed)[:_RETRIES_MAX])
-        self.again -= again
-        for chunk in range(self.planned, computed):
-            shards = self.records[chunk] if chunk < len(self.records) else None
-            if shards is None or not is_complete(shards):
-                again.add(chunk)
-        self.planned = max(self.planned, computed)
-        return sorted(again)
-
 
 @dataclass(frozen=True, slots=True)
 class MatchResult:
@@ -305,20 +278,15 @@ class RequestTracker:
         prefetch: Prefetch,
     ) -> None:
         """``prefetch``: of the node's agent."""
-        self._geometry = geometry
-        self._lookups = lookups
-        self._recorder = recorder
-        self.adapters = Adapters(lookups.submit)
-        self._limits, self._prefetch = LimitReader(recorder), prefetch
+        self._geometry, self._lookups, self._recorder = geometry, lookups, recorder
+        self.payloads, self._prefetch = payloads, prefetch
+        self.adapters, self._limits = Adapters(lookups.submit), LimitReader(recorder)
         self._tracked: dict[str, TrackedRequest] = {}
         self._has_met_session = False
-        self.payloads = payloads
 
     def add(self, request: "Request", namespace: str, *, trusted: bool = True) -> TrackedRequest:
-        """Track a request and start the lookup of its prompt.
-
-        ``trusted``: whether the weights and images that determine its KV are identified.
-        """
+        """Track a request and start the lookup of its prompt. ``trusted``: whether the weights and
+        images that determine its KV are identified."""
         tracked = TrackedRequest(request, namespace)
         if request.lora_request is not None:
             tracked.deadline = self._lookups.deadline()
@@ -336,7 +304,6 @@ class RequestTracker:
         return tracked
 
     def __len__(self) -> int:
-        """Return the number of requests that have not ended."""
         return len(self._tracked)
 
     def ids(self) -> tuple[str, ...]:
@@ -359,8 +326,7 @@ class RequestTracker:
         return self._tracked.pop(request_id, None)
 
     def save_nothing(self) -> None:
-        """Stop saves of all requests in progress, because their blocks may not be what objkv takes
-        them for."""
+        """Stop saves of all requests, because their blocks may not be what objkv takes them for."""
         for tracked in self._tracked.values():
             tracked.may_save = False
 
@@ -428,11 +394,17 @@ class RequestTracker:
     def due(self, tracked: TrackedRequest, computed: int) -> list[int]:
         """Return the chunks to save after ``computed`` leading chunks are complete, each once.
         Chunks whose hashes are still being computed follow in a later step."""
-        hashes = self.hashes(tracked)
-        if hashes is None:
+        if (hashes := self.hashes(tracked)) is None:
             return []
-        ready = hashes.ready(computed, self._lookups.submit)
-        return tracked.due(ready, self.payloads.is_complete)
+        ready, records = hashes.ready(computed, self._lookups.submit), tracked.records
+        due = set(sorted(chunk for chunk in tracked.again if chunk < ready)[:_RETRIES_MAX])
+        tracked.again -= due
+        for chunk in range(tracked.planned, ready):
+            shards = records[chunk] if chunk < len(records) else None
+            if shards is None or not self.payloads.is_complete(shards):
+                due.add(chunk)
+        tracked.planned = max(tracked.planned, ready)
+        return sorted(due)
 
     def hashes(self, tracked: TrackedRequest) -> RequestHashes | None:
         """Return the request's hashes. None if its adapter is not identified yet, or cannot be."""

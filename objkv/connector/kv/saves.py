@@ -26,25 +26,23 @@ logger = logging.getLogger(__name__)
 class BlockTrust:
     """Decides whose blocks may be saved. For the scheduler's thread only.
 
-    A load within the step may still fail. Its outcome is known only after its step and the steps
+    A load within the step may still fail, which is known only after its step and the steps
     scheduled in the meantime. Until then, blocks allocated in these steps may contain anything. A
-    worker sees the outcome of its own loads but not of other ranks' loads, and under vLLM's
+    worker sees the outcome of its own loads but not of other ranks', and under vLLM's
     ``MultiConnector`` another connector may load. Source: vLLM 0.31-0.33,
     ``v1/core/sched/scheduler.py``, where blocks loaded within a step are in the prefix cache before
     they are filled.
     """
 
     def __init__(self, steps_in_flight: int, *, ranks: int = 1) -> None:
-        self._steps_in_flight = steps_in_flight
-        self._ranks = ranks
-        self._step = 0
-        self._no_saves_before_step = 0
+        self._steps_in_flight, self._ranks = steps_in_flight, ranks
+        self._step = self._no_saves_before_step = 0
         self._admitted: list[TrackedRequest] = []
 
     def add(self, tracked: TrackedRequest) -> None:
         """Record that vLLM allocated blocks to the request, in a step that is being scheduled."""
-        # No save has read these blocks yet. If the request ends while they are being filled, only
-        # the load keeps them, because vLLM does not expect the end of a save too.
+        # No save reads these blocks yet. If the request ends while they are being filled, only the
+        # load keeps them, because vLLM does not expect the end of a save too.
         tracked.saved = False
         self._admitted.append(tracked)
 
@@ -81,12 +79,11 @@ class DueSaves:
     scheduler's thread only.
 
     Hundreds of requests generate at once, and each completes a chunk once in hundreds of steps. A
-    request's computed tokens grow by the tokens that it is scheduled, so by no more than the most
-    that any request got in each step. The sum of these bounds the growth of all. A request that
-    lacks n tokens is therefore due when the sum has grown by n: usually exactly then, and after
-    rejected tokens or a preemption too early, so that it is examined once more. vLLM sets the
-    computed tokens forward in one other case: when it admits a request, see ``add``. Source: vLLM
-    0.31-0.33, ``num_computed_tokens`` in ``v1/core/sched/scheduler.py``.
+    request's computed tokens grow in each step by no more than the most that any request got. A
+    request that lacks n tokens is therefore due when the sum of these has grown by n: usually
+    exactly then, and after rejected tokens or a preemption too early, so that it is examined once
+    more. vLLM sets the computed tokens forward in one other case: when it admits a request, see
+    ``add``. Source: vLLM 0.31-0.33, ``num_computed_tokens`` in ``v1/core/sched/scheduler.py``.
     """
 
     def __init__(self, requests: RequestTracker) -> None:
@@ -99,8 +96,7 @@ class DueSaves:
         """Number of each queued request's entry. Entries with other numbers are outdated."""
 
     def add(self, tracked: TrackedRequest, lacking: int = 0) -> None:
-        """Examine a request when it may have ``lacking`` more computed tokens; 0: in the next
-        step."""
+        """Examine a request when it may have ``lacking`` more computed tokens."""
         name = tracked.request.request_id
         self._entries += 1
         self._valid[name] = self._entries
@@ -134,14 +130,11 @@ _GAPS_MAX = 65_536
 
 
 class DraftGaps:
-    """Decides whether a request's draft KV may be stored. For the scheduler's thread only.
-
-    Replicas without the draft store the target's layers alone. A replica with the draft loads
-    these, and zeroes the draft's blocks. The output does not change, because the target decides on
-    every proposed token. But what the draft computes afterwards depends on those zeros, also in
-    requests that find the blocks in vLLM's own prefix cache. None of it may be stored, or every
-    replica would load it.
-    """
+    """Decides whether a request's draft KV may be stored. For the scheduler's thread only. A
+    replica with the draft also loads what replicas without it store, and zeroes the draft's blocks.
+    The output does not change, because the target decides on every proposed token. But what the
+    draft computes afterwards depends on those zeros, also in requests that find the blocks in
+    vLLM's own prefix cache. None of it may be stored, or every replica would load it."""
 
     def __init__(self, geometry: Geometry) -> None:
         self._chunk_tokens = geometry.chunk_tokens
@@ -171,12 +164,9 @@ class DraftGaps:
 
 class SavePlanner:
     """Plans the saves of the chunks that each step completes. For the scheduler's thread only.
-    Never waits.
-
-    Each chunk is considered once, in the step that completes it, because a window's blocks and a
-    state may be gone in the next step. Source: vLLM 0.31-0.33, ``kv_connector_block_state`` of
-    ``v1/core/sched/output.py``.
-    """
+    Never waits. Each chunk is considered once, in the step that completes it, because a window's
+    blocks and a state may be gone in the next step. Source: vLLM 0.31-0.33,
+    ``kv_connector_block_state`` of ``v1/core/sched/output.py``."""
 
     def __init__(
         self,
@@ -188,22 +178,16 @@ class SavePlanner:
         loads: bool,
     ) -> None:
         """``loads``: whether this replica also loads, so that every prompt is looked up anyway."""
-        self._config = config
-        self._geometry = geometry
-        self._requests = requests
-        self._trust = trust
+        self._config, self._geometry, self._loads = config, geometry, loads
+        self._requests, self._trust, self._due = requests, trust, DueSaves(requests)
         self.drafts = DraftGaps(geometry)
-        """Prefixes whose draft KV is missing."""
-        self._loads = loads
-        self._due = DueSaves(requests)
         self._number = 0
 
     def add(self, tracked: TrackedRequest) -> None:
-        """Examine a request in the next step: vLLM has admitted it, or some of its chunks must be
-        saved again."""
+        """Examine a request in the next step: it is admitted, or chunks are saved again."""
         self._due.add(tracked)
 
-    @guarded(tuple[SavePlan, ...]())
+    @guarded(())
     def plan(self, output: "SchedulerOutput") -> tuple[SavePlan, ...]:
         """Return the save plans of the chunks that this step completes, one per request."""
         plans = []
@@ -282,8 +266,8 @@ class SavePlanner:
     def _is_stored(
         self, tracked: TrackedRequest, again: frozenset[int], chunk: int, group: int
     ) -> bool:
-        """Whether a group of a chunk is stored. For chunks in ``again`` the records found earlier
-        are ignored, because their payload was missing or corrupt."""
+        """Whether a group of a chunk is stored. Payloads of chunks in ``again`` were missing or
+        corrupt, whatever their records."""
         if self._geometry.is_draft(group) and not self.drafts.is_complete(tracked, chunk):
             return True  # it may not be stored
         if chunk in again or chunk >= len(tracked.records):
@@ -298,11 +282,11 @@ class BlockHeadroom:
     Model runners that zero and copy blocks before they pass on which requests a step preempts must
     wait for saves one step earlier. vLLM preempts a request only if a running one needs more blocks
     than are free, and only running requests take blocks of preempted ones in the same step. Between
-    two steps blocks only become free. If as many blocks are free after a step as all running
-    requests could need in the next one, that step preempts none. A reset of the prefix cache
-    preempts all requests, whatever is free. That only matters if blocks are zeroed, because then no
-    prefix is left to copy. Source: vLLM 0.31-0.33, ``schedule`` and ``reset_prefix_cache`` in
-    ``v1/core/sched/scheduler.py``, ``update_requests`` in ``v1/worker/gpu/model_runner.py``.
+    steps blocks only become free. So a step preempts none if as many are free before it as all
+    running requests could need. A reset of the prefix cache preempts all, whatever is free, but
+    leaves no prefix to copy, so that only matters if blocks are zeroed. Source: vLLM 0.31-0.33,
+    ``schedule`` and ``reset_prefix_cache`` in ``v1/core/sched/scheduler.py``, ``update_requests``
+    in ``v1/worker/gpu/model_runner.py``.
     """
 
     def __init__(

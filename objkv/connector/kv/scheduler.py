@@ -1,10 +1,6 @@
-"""The scheduler's side: matches prompts with stored chunks and plans loads and saves.
-
-It never uses the network. It polls lookups that run in the background, waits for new ones at most
-1 ms per scheduling pass, and makes one plan per step from their answers and vLLM's block tables.
-Source of the call order: vLLM 0.31-0.33,
-``v1/core/sched/scheduler.py``.
-"""
+"""The scheduler's side: matches prompts with stored chunks and plans loads and saves. It never uses
+the network: it polls lookups that run in the background, and waits for new ones at most 1 ms per
+scheduling pass. Source of the call order: vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -49,10 +45,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _MATCH_WAIT_S = 1e-3
-"""How long a scheduling pass waits for lookups of new requests, all of them together. A request
-whose lookup is late waits for the next pass, which is a whole step. The wait costs nothing while
-the device computes the step before it, which takes many times longer. All requests share one limit,
-because a burst of them would otherwise use up that time. Their lookups run in parallel anyway."""
+"""How long a scheduling pass waits for lookups of new requests, all together, so that a burst takes
+no longer: their lookups run in parallel. A request whose lookup is late waits a whole step. The
+wait costs nothing while the device computes the step before, which takes many times longer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +65,9 @@ class Roles:
 
 
 def count_query(recorder: Recorder, tracked: TrackedRequest) -> None:
-    """Count vLLM's query for a match when it allocates blocks to the request: vLLM may repeat a
-    query. The second allocation after a load between steps has no query and is not counted. Source:
-    vLLM 0.31-0.33, ``v1/core/sched/scheduler.py``."""
+    """Count vLLM's query for a match when it allocates blocks to the request, because it may repeat
+    the query. The second allocation, after a load between steps, has no query. Source: vLLM
+    0.31-0.33, ``v1/core/sched/scheduler.py``."""
     if tracked.queried:
         tracked.queried = False
         recorder.count("queries")
@@ -87,9 +82,8 @@ def count_load(
     span: tuple[int, int],
     draft_end: int,
 ) -> None:
-    """Count a planned load of tokens ``[start, end)`` by the store that has them: the hot store or
-    the bulk store. ``records``: of the payload of each move. ``draft_end``: the end of those whose
-    draft KV is stored."""
+    """Count a planned load of tokens ``[start, end)`` by the store that has them. ``records``: of
+    the payload of each move. ``draft_end``: the end of those whose draft KV is stored."""
     start, end = span
     spans = moves.token_spans
     # A chunk is only as fast as its slowest group.
@@ -120,19 +114,13 @@ class SchedulerSide:
         events: EventLog | None = None,
         may_reuse: Callable[[], bool] = lambda: True,
     ) -> None:
-        """Stores the identity document. ``switch`` is read once it is started.
-
-        Args:
-            events: the log, if vLLM has KV events enabled.
-            may_reuse: whether the next step may give blocks of running requests to others.
-        """
+        """Stores the identity document. ``switch`` is read once it is started. ``events``: the log,
+        if vLLM has KV events enabled. ``may_reuse``: whether the next step may give blocks of
+        running requests to others."""
         self._config, self._roles, self._geometry = config, roles, geometry
         self._index, self._recorder, self._tracing = index, recorder, tracing
         payloads = StoredPayloads(geometry)
-        limits = LookupLimits(
-            config.lookup_deadline_ms / 1000,
-            age_max_s=LOOKUP_TTL_S,
-        )
+        limits = LookupLimits(config.lookup_deadline_ms / 1000, age_max_s=LOOKUP_TTL_S)
         found, fields = OtherShapesIndex(index, payloads.is_loadable), sorted(geometry.all_fields())
         self.lookups = LookupService(found, fields, recorder, limits, tracing=tracing)
         submit = self.lookups.submit
@@ -140,11 +128,7 @@ class SchedulerSide:
         self._namespace.announce()
         self.switch = AdmissionSwitch(config.admission, bulk, self._namespace, recorder, submit)
         self.requests = requests = RequestTracker(
-            geometry,
-            self.lookups,
-            recorder,
-            payloads,
-            prefetch=prefetch,
+            geometry, self.lookups, recorder, payloads, prefetch=prefetch
         )
         self._timing = Timing(
             AdmissionPolicy(lambda: self.switch.mode, recorder),
@@ -178,12 +162,9 @@ class SchedulerSide:
         self._namespace.announce()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Return how many tokens beyond ``computed`` can be loaded, and whether between steps.
-
-        The number is None while the lookup is in progress. vLLM calls this in a hot loop, so it is
-        cheap and repeatable. For a new request it may wait, at most ``_MATCH_WAIT_S`` in a
-        scheduling pass.
-        """
+        """Return how many tokens beyond ``computed`` can be loaded, and whether between steps. The
+        number is None while the lookup is in progress. vLLM calls this in a hot loop, so it is
+        cheap and repeatable. It may wait at most ``_MATCH_WAIT_S`` in a scheduling pass."""
         found = self._match(request, computed)
         if found[0] is None and self._await_lookup(request.request_id):
             found = self._match(request, computed)
@@ -191,11 +172,8 @@ class SchedulerSide:
         return found
 
     def _await_lookup(self, request_id: str) -> bool:
-        """Wait for the lookup of a new request. Returns whether it has ended.
-
-        Only while no other request is delayed: while the device computes an earlier step, or if no
-        request has begun.
-        """
+        """Wait for the lookup of a new request, unless that delays others: while the device
+        computes an earlier step, or if no request has begun. Returns whether it has ended."""
         tracked = self.requests.get(request_id)
         if tracked is None or tracked.awaited:
             return False
@@ -237,10 +215,8 @@ class SchedulerSide:
 
     def plan_load(self, request: "Request", blocks: BlockTable, tokens: int) -> None:
         """Plan the load of ``tokens`` external tokens, possibly 0, into the allocated ``blocks``.
-
-        Never raises. vLLM already relies on the load, so one that cannot be planned is sent to the
-        workers as lost, which report that it failed.
-        """
+        Never raises: vLLM already relies on the load, so one that cannot be planned is sent to the
+        workers as lost, which report that it failed."""
         name = request.request_id
         try:
             self._plan_load(request, blocks, tokens)
@@ -267,14 +243,9 @@ class SchedulerSide:
         tracked.accounted = span[1]
         payloads = self.requests.payloads
         draft_end = stored_draft_end(self._geometry, payloads, usable.records, span)
-        moves, records = load_moves(
-            self._geometry,
-            payloads,
-            tracked.hashes.chain,
-            usable.records,
-            blocks,
-            span,
-            draft_end=draft_end,
+        chain, records = tracked.hashes.chain, usable.records
+        moves, shards = load_moves(
+            self._geometry, payloads, chain, records, blocks, span, draft_end
         )
         plan = LoadPlan(
             request.request_id,
@@ -286,16 +257,13 @@ class SchedulerSide:
         )
         if plan.blocks_to_zero:
             self._saves.drafts.lost(tracked, draft_end)
-        count_load(self._recorder, moves, records, span, draft_end)
-        self._loads.plan(plan, tokens, records)
+        count_load(self._recorder, moves, shards, span, draft_end)
+        self._loads.plan(plan, tokens, shards)
 
     def plan_step(self, output: "SchedulerOutput") -> StepPlan:
-        """Return the plan of everything that the workers do in this step.
-
-        Never raises. vLLM relies on the loads that were planned, and waits for their end: whatever
-        else fails, the plan contains them. It saves nothing then, because it is not known which
-        blocks can be trusted.
-        """
+        """Return the plan of everything that the workers do in this step. Never raises: whatever
+        fails, it contains the planned loads, for whose end vLLM waits. It saves nothing then,
+        because it is not known which blocks can be trusted."""
         loads, failed = self._loads.send()
         plan = StepPlan(loads, held=frozenset(self._held), failed_loads=failed)
         try:
@@ -335,7 +303,7 @@ class SchedulerSide:
         return () if self._events is None else self._events.take_events()
 
     def update(self, output: "KVConnectorOutput") -> "list[Request]":
-        """Process the workers' reports. Returns the requests whose whole load failed. Never
+        """Process the workers' reports. Returns the requests whose load failed whole. Never
         raises."""
         if output.finished_sending:
             self._held -= output.finished_sending
@@ -363,14 +331,17 @@ class SchedulerSide:
         return [tracked.request for tracked in whole if tracked is not None]
 
     def finish(self, request: "Request", blocks: BlockTable) -> bool:
-        """Forget a request that ended. Returns whether its blocks must be kept until its saves have
-        read them. Never raises."""
+        """Forget a request. Returns whether saves may still read its blocks. Never raises."""
         request_id = request.request_id
         # Blocks of a load in progress are kept for the load alone: vLLM does not expect the end of
         # a save too.
         loads = request_id in self._loads
         try:
-            held = self._finish(request, blocks)
+            if self._sync_loads and len(blocks) == 1:
+                self.tables_ended.append(blocks[0])
+            self._loads.request_ended(request_id)
+            tracked = self.requests.end(request_id)
+            held = tracked is not None and tracked.saved
         except Exception:
             logger.exception("keeping the blocks of an ended request for a step")
             held = not loads  # its saves may read them, and the workers know when none does
@@ -378,24 +349,14 @@ class SchedulerSide:
             self._held.add(request_id)
         return held
 
-    def _finish(self, request: "Request", blocks: BlockTable) -> bool:
-        if self._sync_loads and len(blocks) == 1:
-            self.tables_ended.append(blocks[0])
-        self._loads.request_ended(request.request_id)
-        tracked = self.requests.end(request.request_id)
-        return tracked is not None and tracked.saved
-
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks of ended requests are kept for saves that may still read them. They are
-        free after a few steps at most."""
+        """Whether blocks of ended requests are kept for saves, for a few steps at most."""
         return bool(self._held)
 
     def reset(self, *, clean: bool) -> bool:
-        """Stop using everything stored so far, because weights may have changed.
-
-        Requests in progress no longer load or save. See ``ReplicaNamespace.renew``.
-        """
+        """Stop using everything stored so far, because weights may have changed. Requests in
+        progress no longer load or save. See ``ReplicaNamespace.renew``."""
         self.requests.distrust()
         if self._events is not None:
             self._events.reset()
@@ -414,8 +375,7 @@ class SchedulerSide:
     def _match_result(
         self, tracked: TrackedRequest, records: Records, computed: int
     ) -> MatchResult:
-        """Return the part of a request with ``computed`` tokens that should be loaded. Decided once
-        per lookup."""
+        """Return the part of a request that should be loaded, decided once per lookup."""
         known, num_tokens = tracked.match_result, tracked.request.num_tokens
         if (
             known is None
@@ -432,11 +392,9 @@ class SchedulerSide:
     def _usable_tokens(
         self, records: Sequence[ShardRecords | None], num_tokens: int, computed: int
     ) -> tuple[int, bool]:
-        """Return the end of the match in tokens, and whether to load it within the step.
-
-        A load between steps may cover the whole prompt, because vLLM then recomputes the last
-        token. Within a step, and with sliding windows, at least one token must remain to compute.
-        """
+        """Return the end of the match in tokens, and whether to load it within the step. A load
+        between steps may cover the whole prompt, because vLLM then recomputes the last token.
+        Within a step, and with sliding windows, at least one token must remain to compute."""
         size = self._geometry.chunk_tokens
         if self._geometry.windowed:
             records = records[: (num_tokens - 1) // size]
@@ -456,8 +414,7 @@ class SchedulerSide:
         return matched_end(self._geometry, self.requests.payloads, records)
 
     def _loads_within_step(self, num_tokens: int, matched: int, computed: int) -> bool:
-        """Whether to load within the step. In mode ``auto`` that needs at least as many tokens to
-        compute as to load."""
+        """Whether to load within the step; in mode ``auto`` only if as much is computed."""
         mode = self._config.load_mode
         if mode == "auto" and num_tokens - matched < matched - computed:
             return False

@@ -23,12 +23,11 @@ from objkv.connector.kv.worker import Rank, WorkerSide
 from objkv.connector.model.groups import Geometry
 from objkv.connector.model.identity import (
     names_media,
-    pipeline_rank,
     placed,
+    ranks_of_worker,
     read_identity,
     read_quantised,
     safe_load_mode,
-    tensor_rank,
 )
 from objkv.connector.wiring import may_save
 from objkv.errors import ConfigError
@@ -60,8 +59,7 @@ misses: they would wait until their deadline."""
 _SAVE_QUEUE_MIN = 64
 """Chunks of a worker that may wait to be saved, if two steps have fewer."""
 _BOUNCE_SLABS = 4
-"""Slabs for what a device cannot read in an agent's memory: while some are read, others are
-filled."""
+"""For what a device cannot read in an arena: while some are read, others are filled."""
 
 
 def open_scheduler_side(
@@ -75,11 +73,7 @@ def open_scheduler_side(
     manager: Callable[[], "KVCacheManager | None"],
 ) -> SchedulerSide:
     """Open the scheduler's side. Reads the model's files. Raises ``ConfigError`` for unsupported
-    models.
-
-    ``link``: the way to its agent. ``manager``: returns vLLM's manager, or None until the connector
-    is bound to it.
-    """
+    models. ``manager``: returns vLLM's manager, or None until the connector is bound to it."""
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
     # vLLM reads this after it has made the connector. Its default fails the request. In objkv a
@@ -133,19 +127,18 @@ def open_worker_side(
     accepted: deque[ChunkKey] | None = None,
 ) -> WorkerSide:
     """Open the worker's side. Raises ``ConfigError`` for a cache layout that objkv cannot read.
-
     ``kv_caches``: vLLM's paged cache by layer, never freed or resized here. ``accepted``: receives
-    the payloads that the agent saves, until they are reported.
-    """
+    the payloads that the agent saves, until they are reported."""
     for device in {cache.device for cache in kv_caches.values()}:
         use_batched_copies(device)
     parallel = vllm_config.parallel_config
+    tp_rank, pp_rank = ranks_of_worker(parallel)
     rank = Rank(
-        tensor_rank(vllm_config),
+        tp_rank,
         writer,
         max(1, vllm_config.max_concurrent_batches),
         writes_early=getattr(vllm_config, "use_v2_model_runner", False),
-        pp_rank=pipeline_rank(vllm_config),
+        pp_rank=pp_rank,
         workers=parallel.world_size * max(1, parallel.data_parallel_size_local),
         step_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         quantised=read_quantised(vllm_config, kv_caches),
@@ -256,10 +249,7 @@ class Pools:
 
 
 def plan_pools(
-    config: Config,
-    groups: Mapping[int, PagedGroup],
-    chunk_tokens: int,
-    rank: Rank,
+    config: Config, groups: Mapping[int, PagedGroup], chunk_tokens: int, rank: Rank
 ) -> Pools:
     """Divide the pinned memory: a few slabs for loads by a device, the rest for saves, which should
     have slabs for two full steps: one that is being copied, and one that is being handed over.
@@ -326,11 +316,8 @@ def read_pages(
     kv_caches: Mapping[str, torch.Tensor],
     quantised: Mapping[str, Quantised] = NOT_QUANTISED,
 ) -> dict[int, PagedGroup]:
-    """Return the groups that have layers on this rank, and check their layout.
-
-    The check writes to free blocks and restores their contents. Raises ``ConfigError`` for a layout
-    that objkv cannot use. ``ranks``: TP rank and PP rank.
-    """
+    """Return the groups that have layers on this rank, and check their layout, which writes to free
+    blocks and restores them. Raises ``ConfigError``. ``ranks``: TP rank and PP rank."""
     groups = {}
     for g in range(len(geometry.groups)):
         shape = geometry.shape(g, *ranks)

@@ -1,8 +1,6 @@
-"""The worker's side: executes plans on this rank's paged cache, and reports failures.
-
-Every failure becomes a miss or a drop and raises nothing to the connector. Source of the call
-order: vLLM 0.31-0.33, ``v1/worker/kv_connector_model_runner_mixin.py``.
-"""
+"""The worker's side: executes plans on this rank's paged cache, and reports failures, each of which
+is a miss or a drop. Source of the call order: vLLM 0.31-0.33,
+``v1/worker/kv_connector_model_runner_mixin.py``."""
 
 import logging
 from collections import deque
@@ -39,9 +37,8 @@ class Rank:
     writer: str
     batches_in_flight: int
     writes_early: bool = False
-    """Whether the model runner zeroes and copies blocks for a step before it calls
-    ``handle_preemptions``. Source: vLLM 0.32, ``update_requests`` in
-    ``v1/worker/gpu/model_runner.py``."""
+    """Whether the model runner writes to blocks for a step before it calls ``handle_preemptions``.
+    Source: vLLM 0.32, ``update_requests`` in ``v1/worker/gpu/model_runner.py``."""
     pp_rank: int = 0
     workers: int = 1
     """How many workers this host may have, those of data-parallel replicas included."""
@@ -68,10 +65,9 @@ class WorkerSide:
         tracing: Tracing,
         accepted: deque[ChunkKey] | None = None,
     ) -> None:
-        """``target``: where ``saver`` saves. ``accepted``: payloads that the agent saves, to be
-        reported. It holds back others, which no other replica finds."""
-        self._config, self._rank = config, rank
-        self._tracing, self._groups = tracing, groups
+        """``target``: where ``saver`` saves. ``accepted``: payloads that the agent saves and does
+        not hold back, to be reported."""
+        self._config, self._rank, self._tracing, self._groups = config, rank, tracing, groups
         self.loader, self.saver, self._target = loader, saver, target
         self._layers = {
             name: (g, i) for g, group in groups.items() for i, name in enumerate(group.shape.layers)
@@ -90,14 +86,11 @@ class WorkerSide:
         self._pid = getpid()
 
     def before_forward(self, plan: StepPlan) -> None:
-        """Mark the point that this step's loads follow. vLLM starts most loads when it has launched
-        the forward pass, and they must not wait for that.
-
-        Their blocks are free of earlier work at this point: vLLM frees a block only after the steps
-        that may write it, clears and copies blocks before it binds the plan, and ``before_reuse``
-        has made computing wait for saves. Source: vLLM 0.31-0.33, ``defer_block_free`` in
-        ``v1/core/sched/scheduler.py``.
-        """
+        """Mark the point that this step's loads follow. Never raises. vLLM starts most loads when
+        it has launched the forward pass, and they must not wait for that. Their blocks are free of
+        earlier work here: vLLM frees a block only after the steps that may write it, clears and
+        copies blocks before it binds the plan, and ``before_reuse`` has made computing wait for
+        saves. Source: vLLM 0.31-0.33, ``defer_block_free`` in ``v1/core/sched/scheduler.py``."""
         self._before_forward, self._is_unmarked = None, False
         if plan.loads:
             try:
@@ -132,10 +125,8 @@ class WorkerSide:
 
     def wait_layer(self, layer_name: str) -> None:
         """Block until a layer's blocks are loaded or have failed. Called before its attention.
-
         Never raises: if it fails, all loads within the step have failed, so that vLLM discards what
-        the model computes from their blocks.
-        """
+        the model computes from their blocks."""
         if not self._in_layers or self._layers_failed:
             return
         try:
@@ -146,8 +137,7 @@ class WorkerSide:
             self._layers_failed = True
 
     def end_forward(self, plan: StepPlan) -> None:
-        """Settle loads within the step, then have finished chunks saved. Called after the forward
-        pass."""
+        """Settle loads within the step, then save. Called after the forward pass."""
         self._settle_step(plan)
         if self._tainted_steps:
             # These chunks depend on blocks that were not loaded, or were computed in a step that
@@ -157,17 +147,13 @@ class WorkerSide:
                 (s.request_id, m.move.chunk) for s in plan.saves for m in s.moves
             }
         elif plan.saves:
-            self._save(plan)
+            guarded(None)(self.saver.gather)(plan.saves)
         if self._rank.writes_early and plan.may_reuse:
             self._fence()  # this model runner writes to blocks before ``before_reuse``
 
-    @guarded(None)
-    def _save(self, plan: StepPlan) -> None:
-        self.saver.gather(plan.saves)
-
     def before_reuse(self, plan: StepPlan) -> None:
         """Make computing wait until saves have read those blocks that this step may write. Others
-        stay with their requests until ``results`` has reported their saves."""
+        stay with their requests until ``results`` reports their saves."""
         if self._drops_tokens:
             self._fence()  # any block may have left a window, any state may be overwritten
         elif plan.reused:
@@ -182,13 +168,11 @@ class WorkerSide:
                 torch.get_device_module(self._device).synchronize(self._device)
 
     def results(self, plan: StepPlan, finished: set[str]) -> KVConnectorTransferResults:
-        """Return the transfers that ended, each once.
-
-        With speculation vLLM calls this before ``end_forward``. Failures within the step must still
-        be reported in that step, otherwise vLLM uses its tokens.
-        """
+        """Return the transfers that ended, each once. With speculation vLLM calls this before
+        ``end_forward``, and uses a step's tokens unless its failures are reported here."""
         self._settle_step(plan)
-        self._end_requests(finished)
+        for request_id in finished:
+            guarded(None)(self.loader.cancel)(request_id, request_ended=True)
         self._take_loads(plan)
         self._sent &= plan.held
         sent = set[str]()
@@ -201,11 +185,6 @@ class WorkerSide:
         return KVConnectorTransferResults(
             finished_sending=sent, finished_recving=received, failed_recving=failed
         )
-
-    @guarded(None)
-    def _end_requests(self, finished: set[str]) -> None:
-        for request_id in finished:
-            self.loader.cancel(request_id, request_ended=True)
 
     @guarded(None)
     def _take_loads(self, plan: StepPlan) -> None:

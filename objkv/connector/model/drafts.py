@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from objkv.errors import ConfigError
 from objkv.keys.identity import FIRST_DRAFT_GROUP, GroupIdentity, canonical_json
@@ -27,7 +27,7 @@ WITHOUT_KV = ("ngram", "ngram_gpu", "suffix", "medusa", "mlp_speculator")
 """Methods that keep no KV of their own."""
 LIKE_EAGLE = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 """Methods that continue the target's hidden states."""
-_INSTEAD = "run it without the objkv connector, or"
+INSTEAD = "run it without the objkv connector, or"
 _NUMBERS = 1 << 30
 """How many numbers there are for a draft's first group."""
 _LAYER = re.compile(r"(?:^|\.)layers\.([0-9]+)\.")
@@ -59,47 +59,44 @@ class Draft:
         found = _LAYER.search(layer)
         return found is not None and int(found[1]) >= self.target_layers
 
-    def document(self, groups: Sequence[GroupIdentity]) -> dict[str, Any]:
-        """Return everything that determines the draft's KV, other than the target's identity."""
+    def number(self, groups: Sequence[GroupIdentity]) -> int:
+        """Return the number of its first group: a hash, so that different drafts of one target have
+        different fields in the records that they share. Two with the same number would propose
+        worse tokens, but the target decides on each."""
         shapes = [{k: v for k, v in asdict(group).items() if v is not None} for group in groups]
-        return {
+        # Everything that determines the draft's KV, other than the target's identity.
+        document = {
             "method": self.method,
             "tokens": self.tokens,
             "names": [list(pair) for pair in self.names],
             "groups": shapes,
         }
-
-    def number(self, groups: Sequence[GroupIdentity]) -> int:
-        """Return the number of its first group: a hash, so that different drafts of one target have
-        different fields in the records that they share. Two drafts with the same number would
-        propose worse tokens, but the target decides on each."""
-        digest = hashlib.sha256(canonical_json(self.document(groups))).digest()
+        digest = hashlib.sha256(canonical_json(document)).digest()
         return FIRST_DRAFT_GROUP + int.from_bytes(digest[:8], "big") % _NUMBERS
 
 
 def has_draft_kv(vllm_config: "VllmConfig") -> bool:
-    """Whether the engine has a draft with KV of its own. Raises ``ConfigError`` for methods that
-    objkv does not support."""
+    """Whether the engine has a draft with KV. Raises ``ConfigError`` for unsupported methods."""
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in WITHOUT_KV:
         return False
     method = speculative.method
     if method != "draft_model" and method not in LIKE_EAGLE:
         raise ConfigError(
-            f"objkv does not support speculative decoding with {method!r}: {_INSTEAD} use one of "
+            f"objkv does not support speculative decoding with {method!r}: {INSTEAD} use one of "
             f"{', '.join(('draft_model', *LIKE_EAGLE, *WITHOUT_KV))}"
         )
     parallel = vllm_config.parallel_config
     if parallel.pipeline_parallel_size > 1:
         raise ConfigError(
             f"objkv does not support {method!r} together with pipeline parallelism, because only "
-            f"the last stage has the draft: {_INSTEAD} set pipeline_parallel_size to 1"
+            f"the last stage has the draft: {INSTEAD} set pipeline_parallel_size to 1"
         )
     tp_size = speculative.draft_tensor_parallel_size or parallel.tensor_parallel_size
     if tp_size != parallel.tensor_parallel_size:
         raise ConfigError(
             f"objkv does not support a draft on {tp_size} of {parallel.tensor_parallel_size} "
-            f"ranks: {_INSTEAD} remove draft_tensor_parallel_size"
+            f"ranks: {INSTEAD} remove draft_tensor_parallel_size"
         )
     return True
 

@@ -1,7 +1,5 @@
-"""Converts vLLM's KV cache groups to objkv's, and refuses unsupported ones.
-
-Read against vLLM 0.31-0.33, ``v1/kv_cache_interface.py``.
-"""
+"""Converts vLLM's KV cache groups to objkv's, and refuses unsupported ones. Read against vLLM
+0.31-0.33, ``v1/kv_cache_interface.py``."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from objkv.cache.match import keeps_all, stored_blocks
-from objkv.connector.model.drafts import Draft
+from objkv.connector.model.drafts import INSTEAD, Draft
 from objkv.connector.model.subgroups import SubGroup
 from objkv.errors import ConfigError
 from objkv.keys.chunk import effective_chunk_tokens, field_of
@@ -61,8 +59,7 @@ class Geometry:
     """Number of layers of each PP rank, per group. () without pipeline parallelism."""
 
     canonical: bool = False
-    """Whether each token's content is contiguous in its page, so that tokens can be moved into
-    blocks of another size."""
+    """Whether a token's content is contiguous, so that it can move into blocks of another size."""
     tables: tuple[int, ...] = ()
     """Number of vLLM's group, and so of the block table, of each group. (): they are the same."""
     table_count: int = 0
@@ -107,9 +104,9 @@ class Geometry:
         return self.target_count + at if 0 <= at < self.drafted.count else None
 
     def is_first_of_table(self, group: int) -> bool:
-        """Whether a group is the first of the target's with its block table."""
-        first = [self.table(g) for g in range(self.target_count)].index(self.table(group))
-        return group == first
+        """Whether a group is the target's, and the first of these with its block table."""
+        tables = [self.table(g) for g in range(self.target_count)]
+        return not self.is_draft(group) and group == tables.index(self.table(group))
 
     def is_draft(self, group: int) -> bool:
         """Whether a group is a draft's: a chunk can be loaded without it."""
@@ -140,13 +137,10 @@ class Geometry:
 
     @property
     def windowed(self) -> bool:
-        """Whether any group drops tokens.
-
-        Then a match ends at a chunk's end, leaves a token to compute, and fails as a whole: the
-        tokens kept for its end cannot be used for another end. The same is true if vLLM has groups
-        that are not stored, such as the ring of tokens that are still to be compressed: it is empty
-        at the end of a block, but not one token earlier.
-        """
+        """Whether any group drops tokens. Then a match ends at a chunk's end, leaves a token to
+        compute, and fails as a whole: the tokens kept for its end are of no use for another. So
+        also if vLLM has groups that are not stored, such as the ring of tokens that are still to
+        be compressed: it is empty at the end of a block, but not one token earlier."""
         left_out = self.table_count > len(set(self.tables))
         return left_out or not all(keeps_all(group) for group in self.groups)
 
@@ -159,12 +153,9 @@ class Geometry:
         )
 
     def joined(self, group: int, rank: int) -> tuple[Shard | None, int]:
-        """Return what the payload has that a rank writes of a group, None for all, and how many
-        different shards of ranks become that payload. The rank must hold a shard.
-
-        The ranks of a node write one payload, unless others could not take its tokens apart, or
-        ``Topology.joined`` forbids it.
-        """
+        """Return what the payload has that a rank, which must hold a shard, writes of a group, None
+        for all, and how many different shards of ranks become that payload: those of a node, unless
+        others could not take its tokens apart, or ``Topology.joined`` forbids it."""
         topology, identity = self.topology(group), self.groups[group]
         share = topology.held(rank)
         assert share is not None
@@ -182,8 +173,7 @@ class Geometry:
         return self._is_combinable(group, TokenPart(0, self.dcp_size, self.dcp_interleave))
 
     def _is_combinable(self, group: int, tokens: TokenPart) -> bool:
-        """Whether ranks can combine these tokens with those of any division of which this is
-        true."""
+        """Whether ranks can combine these tokens with any others of which this is true."""
         is_dealt = tokens.interleave == 1 and not _BLOCK_TOKENS % tokens.size
         return tokens == ALL_TOKENS or (is_dealt and self.is_divisible(group))
 
@@ -204,11 +194,8 @@ class Geometry:
         return frozenset().union(wholes, *(self.fields(group) for group in groups))
 
     def shape(self, group: int, tp_rank: int, pp_rank: int = 0) -> GroupShape | None:
-        """Return the expected shape of a group's tensors on a rank.
-
-        None if the rank's stage has no layer of the group, or if the group has no payloads. The
-        rank then ignores the group.
-        """
+        """Return the expected shape of a group's tensors on a rank, None if its stage has no layer
+        of the group, or if the group has no payloads."""
         identity = self.groups[group]
         rank = pp_rank * self.tp_size + tp_rank
         share = self.topology(group).held(rank)
@@ -239,7 +226,6 @@ class Geometry:
 _BLOCK_TOKENS = 16
 """Blocks of vLLM are multiples of this many tokens. Sizes of context parallelism that divide it can
 be combined with each other in any of them."""
-_INSTEAD = "run it without the objkv connector, or"
 _KINDS: dict[type[KVCacheSpec], GroupKind] = {
     FullAttentionSpec: "full",
     MLAAttentionSpec: "mla",
@@ -254,22 +240,17 @@ _KINDS: dict[type[KVCacheSpec], GroupKind] = {
 def read_group(
     vllm_config: "VllmConfig", subgroup: SubGroup, draft: Draft | None = None
 ) -> GroupIdentity:
-    """Convert a part of a group. Raises ``ConfigError``, which names the fix, for an unsupported
-    one. ``draft``: of the engine, if it has one."""
+    """Convert a part of a group. ``draft``: of the engine. Raises ``ConfigError``."""
     layers, spec = list(subgroup.layers), subgroup.spec
     kind = _KINDS.get(type(spec))
     if kind is None:
         raise ConfigError(
             f"objkv does not support the KV cache of {layers[0]} ({type(spec).__name__}): "
-            f"{_INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
+            f"{INSTEAD} use ObjKVTier, which takes every cache that vLLM can offload, or a model "
             "of full, sliding-window, chunked local, MLA and linear attention or Mamba layers only"
         )
-    if (
-        subgroup.draft
-        and subgroup.page is not None
-        and draft is not None
-        and kind in ("full", "mla")
-    ):
+    is_paged_draft = subgroup.draft and subgroup.page is not None
+    if is_paged_draft and draft is not None and kind in ("full", "mla"):
         kind = "mla" if draft.latent else "full"  # the spec is that of the target's first layer
     if isinstance(spec, MambaSpec):
         return _state(vllm_config, layers, spec)
@@ -277,18 +258,18 @@ def read_group(
     if getattr(spec, "non_causal", False):
         raise ConfigError(
             f"objkv cannot share the KV of {layers[0]}, because it depends on later tokens: "
-            f"{_INSTEAD} use another model"
+            f"{INSTEAD} use another model"
         )
     # Two planes of two heads have the same shape as two heads, so any value is refused.
     if getattr(spec, "num_head_slots", None) is not None:
         raise ConfigError(
             f"objkv cannot share the KV of {layers[0]}, because its attention backend keeps K and "
-            f"V in separate planes, which no other backend can read: {_INSTEAD} choose another "
+            f"V in separate planes, which no other backend can read: {INSTEAD} choose another "
             "attention backend or KV cache dtype"
         )
     if subgroup.draft and kind not in ("full", "mla"):
         raise ConfigError(
-            f"objkv does not support a draft with {kind} layers ({layers[0]}): {_INSTEAD} use "
+            f"objkv does not support a draft with {kind} layers ({layers[0]}): {INSTEAD} use "
             "ObjKVTier, or a draft with full attention"
         )
     window = None
@@ -300,7 +281,7 @@ def read_group(
             # vLLM 0.32 treats a block across such a boundary as one that is never read.
             raise ConfigError(
                 f"the local attention of {layers[0]} restarts every {window} tokens, inside blocks "
-                f"of {spec.block_size}: {_INSTEAD} set --block-size to a divisor of {window}"
+                f"of {spec.block_size}: {INSTEAD} set --block-size to a divisor of {window}"
             )
     heads, content, page = _page_shape(vllm_config, subgroup, draft)
     return GroupIdentity(
@@ -317,8 +298,7 @@ def read_group(
 def _page_shape(
     vllm_config: "VllmConfig", subgroup: SubGroup, draft: Draft | None
 ) -> tuple[int, int, int | None]:
-    """Return heads over all ranks, elements per head and token, and bytes of a page that cannot be
-    divided by token."""
+    """Return heads of all ranks, elements per head and token, and bytes of an indivisible page."""
     spec = subgroup.spec
     assert isinstance(spec, AttentionSpec)
     item = torch.empty((), dtype=spec.dtype).element_size()
@@ -335,24 +315,21 @@ def _page_shape(
         return model_heads, subgroup.page // (here * spec.block_size * item), None
     raise ConfigError(
         f"objkv does not support the KV cache of {subgroup.layers[0]}, because layers of its group "
-        f"have other heads: {_INSTEAD} use ObjKVTier"
+        f"have other heads: {INSTEAD} use ObjKVTier"
     )
 
 
 def read_chunk_tokens(wish: int, groups: "Sequence[GroupIdentity]") -> int:
-    """Return the effective chunk size of these groups, see ``docs/keyspace.md``.
-
-    A model with Mamba groups gets the smallest size: a state can be saved only where a step of vLLM
-    ends, at the end of a block, and larger chunks rarely end there. Raises ``ConfigError`` if no
-    group would have a payload.
-    """
+    """Return the effective chunk size of these groups, see ``docs/keyspace.md``. With Mamba groups
+    it is the smallest: a state can be saved only where a step of vLLM ends, at the end of a block,
+    and larger chunks rarely end there. Raises ``ConfigError`` if no group would have a payload."""
     if any(group.kind == "mamba" for group in groups):
         wish = 1
     size = effective_chunk_tokens(wish, tuple(group.block_size for group in groups))
     if not any(stored_blocks(group, size) for group in groups):
         raise ConfigError(
             f"objkv cannot share this model in chunks of {size} tokens, because its local "
-            f"attention restarts at the end of each chunk: {_INSTEAD} lower chunk_tokens"
+            f"attention restarts at the end of each chunk: {INSTEAD} lower chunk_tokens"
         )
     return size
 
@@ -361,14 +338,14 @@ def _state(vllm_config: "VllmConfig", layers: list[str], spec: MambaSpec) -> Gro
     if spec.mamba_cache_mode != "align":
         raise ConfigError(
             f"objkv can share the states of {layers[0]} only if vLLM keeps them at block ends, but "
-            f"mamba_cache_mode is {spec.mamba_cache_mode!r}, not 'align': {_INSTEAD} start vLLM "
+            f"mamba_cache_mode is {spec.mamba_cache_mode!r}, not 'align': {INSTEAD} start vLLM "
             "with --enable-prefix-caching"
         )
     cache = vllm_config.cache_config
     for name in ("use_replayssm", "use_kda_recoverssm"):
         if getattr(cache, name, False):
             raise ConfigError(
-                f"objkv cannot share states that vLLM does not write at every step: {_INSTEAD} "
+                f"objkv cannot share states that vLLM does not write at every step: {INSTEAD} "
                 f"turn {name} off"
             )
     tensors = " ".join(
@@ -398,11 +375,9 @@ _Parts = list[tuple[int, bool]]
 
 
 def _read_split(vllm_config: "VllmConfig", spec: "MambaSpec") -> SplitState | None:
-    """Return the state over all ranks, or None if it is not known how ranks split it.
-
-    Source: vLLM 0.31-0.33, ``MambaStateShapeCalculator`` in
-    ``model_executor/layers/mamba/mamba_utils.py`` and the layers that use it.
-    """
+    """Return the state over all ranks, or None if it is not known how ranks split it. Source: vLLM
+    0.31-0.33, ``MambaStateShapeCalculator`` in ``model_executor/layers/mamba/mamba_utils.py`` and
+    the layers that use it."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in spec.dtypes]
     parts = _parts_of(vllm_config, spec)
     if parts is None or getattr(spec, "tp_replicated", False) or not set(dtypes) <= {*ITEM_BYTES}:
@@ -446,11 +421,8 @@ def _parts_of(vllm_config: "VllmConfig", spec: "MambaSpec") -> list[tuple[int, _
 
 
 def _total_groups(vllm_config: "VllmConfig", groups: int) -> int | None:
-    """Return the groups of a Mamba 2 layer over all ranks. ``groups``: those of one rank.
-
-    A single group is on all ranks; more groups are split. Only the configuration can say which of
-    both it is if each rank has one.
-    """
+    """Return the groups of a Mamba 2 layer over all ranks. ``groups``: those of one rank. If each
+    rank has one, only the configuration says whether all have the same."""
     ranks: int = vllm_config.parallel_config.tensor_parallel_size
     if ranks == 1 or groups != 1:
         return groups * ranks
@@ -484,5 +456,5 @@ def _total_heads(vllm_config: "VllmConfig", layer: str, spec: Any, model_heads: 
         return int(model_heads)
     raise ConfigError(
         f"objkv does not support the layout of {layer}, {heads} of {model_heads} KV heads on each "
-        f"of {tp_size} ranks: {_INSTEAD} set tensor_parallel_size to 1"
+        f"of {tp_size} ranks: {INSTEAD} set tensor_parallel_size to 1"
     )

@@ -1,8 +1,5 @@
-"""Reads identity and groups from vLLM's configuration, and refuses unsupported configurations.
-
-Everything comes from the model's configuration, so it is equal on the scheduler and on every rank.
-Read against vLLM 0.31-0.33.
-"""
+"""Reads identity and groups from vLLM's configuration, equal on the scheduler and on every rank,
+and refuses unsupported ones. Read against vLLM 0.31-0.33."""
 
 import hashlib
 import json
@@ -18,7 +15,7 @@ from vllm.platforms import current_platform
 
 from objkv.codec.values import scales_text
 from objkv.config import Config
-from objkv.connector.model.drafts import Draft, has_draft_kv, read_draft
+from objkv.connector.model.drafts import INSTEAD, Draft, has_draft_kv, read_draft
 from objkv.connector.model.groups import DraftGroups, Geometry, read_chunk_tokens, read_group
 from objkv.connector.model.subgroups import PipelineStages, SubGroup, read_subgroups, whole_groups
 from objkv.connector.model.weights import read_weights
@@ -28,7 +25,7 @@ from objkv.keys.identity import GroupIdentity, Identity, name_model, sealed_extr
 from objkv.transfer.paging import Quantised
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import ParallelConfig, VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 
@@ -37,14 +34,11 @@ _SCHEDULES_FOR_ALL = ("mp", "ray", "uni", None)
 
 
 def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
-    """Raise ``ConfigError``, which names the fix, if several ranks each have a scheduler.
-
-    If a launcher like torchrun starts the ranks, each has a whole engine, and the ranks stay in
-    step only if they decide equally. A connector's decision depends on the timing of a store. One
-    rank would load a block that another computes, and their collective operations would hang.
-    Source: vLLM 0.31-0.33, ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``.
-    ``world_size`` includes its data-parallel ranks, see ``ParallelConfig.__post_init__``.
-    """
+    """Raise ``ConfigError`` if several ranks each have a scheduler, as a launcher like torchrun
+    starts them. Their decisions depend on the timing of a store: one would load a block that
+    another computes, and their collective operations would hang. Source: vLLM 0.31-0.33,
+    ``ExecutorWithExternalLauncher`` in ``v1/executor/uniproc_executor.py``. ``world_size`` includes
+    its data-parallel ranks, see ``ParallelConfig.__post_init__``."""
     parallel = vllm_config.parallel_config
     if parallel.world_size == 1 or parallel.distributed_executor_backend in _SCHEDULES_FOR_ALL:
         return
@@ -60,14 +54,12 @@ def refuse_external_launcher(vllm_config: "VllmConfig") -> None:
 
 
 logger = logging.getLogger(__name__)
-_INSTEAD = "run it without the objkv connector, or"
 
 
 def read_geometry(
     vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", config: Config
 ) -> Geometry:
-    """Read the geometry of the model. Raises ``ConfigError``, which names the fix, for unsupported
-    configurations."""
+    """Read the geometry of the model. Raises ``ConfigError`` for unsupported configurations."""
     _refuse_unsupported(vllm_config, kv_cache_config)
     draft = None
     if has_draft_kv(vllm_config):
@@ -108,7 +100,7 @@ def _divided(
         if group.kind not in ("full", "mla") or group.page or subgroup.draft or not sharded:
             raise ConfigError(
                 f"objkv does not support decode_context_parallel_size={size} for the KV cache of "
-                f"{group.layers[0]} ({group.kind}): {_INSTEAD} set it to 1, or use ObjKVTier"
+                f"{group.layers[0]} ({group.kind}): {INSTEAD} set it to 1, or use ObjKVTier"
             )
     divided = tuple(replace(group, block_size=group.block_size * size) for group in groups)
     return divided, size, int(getattr(parallel, "cp_kv_cache_interleave_size", 1))
@@ -121,13 +113,13 @@ def _draft_groups(
     if not own or len(own) == len(groups):
         raise ConfigError(
             f"objkv cannot separate the layers of the draft ({draft.method}) from the target's: "
-            f"{_INSTEAD} use ObjKVTier"
+            f"{INSTEAD} use ObjKVTier"
         )
     size = min(group.block_size for group in own)
     if draft.lags and draft.tokens >= size:
         raise ConfigError(
             f"objkv does not support {draft.tokens} speculative tokens in blocks of {size}: "
-            f"{_INSTEAD} set fewer, or a larger --block-size"
+            f"{INSTEAD} set fewer, or a larger --block-size"
         )
     return DraftGroups(len(own), draft.number(own), draft.lags)
 
@@ -141,7 +133,7 @@ def _whole_subgroups(
     ):
         raise ConfigError(
             "objkv does not support pipeline parallelism for caches of several shapes in one "
-            f"group: {_INSTEAD} set pipeline_parallel_size to 1, or use ObjKVTier"
+            f"group: {INSTEAD} set pipeline_parallel_size to 1, or use ObjKVTier"
         )
     whole, stages = whole_groups(vllm_config, kv_cache_config.kv_cache_groups)
     layers = [tuple(group.layer_names) for group in whole]
@@ -151,8 +143,7 @@ def _whole_subgroups(
 
 
 def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Identity:
-    """Return the identity document of this replica. Reads the model's files, which may take
-    seconds."""
+    """Return this replica's identity. Reads the model's files, which may take seconds."""
     model = vllm_config.model_config
     return Identity(
         model=name_model(model.model, config.model_id),
@@ -168,29 +159,19 @@ def read_identity(vllm_config: "VllmConfig", geometry: Geometry, config: Config)
     )
 
 
-def tensor_rank(vllm_config: "VllmConfig") -> int:
-    """Return this worker's TP rank, or 0 without tensor parallelism."""
-    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+def ranks_of_worker(parallel: "ParallelConfig") -> tuple[int, int]:
+    """Return this worker's TP rank and pipeline stage, each 0 without such parallelism."""
+    from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 
-    if vllm_config.parallel_config.tensor_parallel_size == 1:
-        return 0
-    return int(get_tensor_model_parallel_rank())
-
-
-def pipeline_rank(vllm_config: "VllmConfig") -> int:
-    """Return this worker's pipeline stage, or 0 without pipeline parallelism."""
-    from vllm.distributed.parallel_state import get_pp_group
-
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        return 0
-    return int(get_pp_group().rank_in_group)
+    tensor = parallel.tensor_parallel_size > 1 and get_tensor_model_parallel_rank()
+    stage = parallel.pipeline_parallel_size > 1 and get_pp_group().rank_in_group
+    return int(tensor), int(stage)
 
 
 def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:
     """Return the geometry of this worker. Ray may put any number of ranks on a node. If they are on
     several nodes, each rank therefore counts as alone on its own, because an agent would wait for
-    parts that go to another. All ranks decide alike.
-    """
+    parts that go to another."""
     from vllm.distributed.parallel_state import get_node_count
 
     if geometry.ranks == 1 or not vllm_config.parallel_config.use_ray:
@@ -199,10 +180,8 @@ def placed(vllm_config: "VllmConfig", geometry: Geometry) -> Geometry:
 
 
 def warn_of_outer_policy(vllm_config: "VllmConfig") -> None:
-    """Log a warning if another connector wraps this one and a failed load would fail its request.
-
-    The outermost ``kv_transfer_config`` decides, and only workers can read it.
-    """
+    """Warn if another connector wraps this one and a failed load would fail its request. The
+    outermost ``kv_transfer_config`` decides, and only workers can read it."""
     from vllm.config import get_current_vllm_config_or_none
 
     outer = get_current_vllm_config_or_none()
@@ -219,12 +198,9 @@ def warn_of_outer_policy(vllm_config: "VllmConfig") -> None:
 
 def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config) -> Config:
     """Return the settings, with ``load_mode`` async if vLLM cannot recover from a load that fails
-    within a step.
-
-    vLLM then uses the tokens of steps that were scheduled before the failure was known, and stops
-    if block ids could belong to several groups. Source: vLLM 0.31-0.33, ``update_from_output`` and
-    ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``.
-    """
+    within a step: it uses the tokens of steps that were scheduled before the failure was known, and
+    stops if block ids could belong to several groups. Source: vLLM 0.31-0.33,
+    ``update_from_output`` and ``_handle_invalid_blocks`` in ``v1/core/sched/scheduler.py``."""
     several = geometry.several_tables
     if config.load_mode == "async" or (vllm_config.max_concurrent_batches == 1 and not several):
         return config
@@ -242,12 +218,9 @@ def safe_load_mode(vllm_config: "VllmConfig", geometry: Geometry, config: Config
 
 
 def names_media(vllm_config: "VllmConfig") -> bool:
-    """Whether the name of an image, sound or video identifies its encoder output.
-
-    With both of its caches off, vLLM numbers media in order of arrival, so the same name means
-    another image in another process. Source: vLLM 0.32, ``_process_mm_uuids`` in
-    ``renderers/base.py``.
-    """
+    """Whether the name of an image, sound or video identifies its encoder output. With both of its
+    caches off, vLLM numbers media. Source: vLLM 0.32, ``_process_mm_uuids`` in
+    ``renderers/base.py``."""
     multimodal = getattr(vllm_config.model_config, "multimodal_config", None)
     if has_fp8_encoder(multimodal):
         logger.warning(
@@ -273,18 +246,18 @@ def _refuse_unsupported(vllm_config: "VllmConfig", kv_cache_config: "KVCacheConf
     parallel = vllm_config.parallel_config
     if (size := getattr(parallel, "prefill_context_parallel_size", 1)) > 1:
         raise ConfigError(
-            f"objkv does not support prefill_context_parallel_size={size}: {_INSTEAD} set it to 1"
+            f"objkv does not support prefill_context_parallel_size={size}: {INSTEAD} set it to 1"
         )
     if getattr(vllm_config.cache_config, "calculate_kv_scales", False):  # until vLLM 0.31
         raise ConfigError(
             "objkv cannot share KV if each replica calculates its own scales: "
-            f"{_INSTEAD} turn calculate_kv_scales off"
+            f"{INSTEAD} turn calculate_kv_scales off"
         )
     for group in kv_cache_config.kv_cache_groups:
         if getattr(group, "host_resident", False):
             raise ConfigError(
                 f"objkv does not support the KV cache of {group.layer_names[0]}, which vLLM keeps "
-                f"in host memory: {_INSTEAD} turn hisparse off"
+                f"in host memory: {INSTEAD} turn hisparse off"
             )
 
 
@@ -296,8 +269,7 @@ def _kv_dtype(vllm_config: "VllmConfig") -> str:
 
 
 def _page_layout(vllm_config: "VllmConfig", geometry: Geometry) -> str:
-    """Return the layout of a page. On the CPU it depends on the attention kernel's instruction
-    set."""
+    """Return the layout of a page, which depends on the kernel's instruction set on a CPU."""
     if not current_platform.is_cpu():
         return "canonical"
     from vllm.v1.attention.backends import cpu_attn
@@ -317,8 +289,7 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
     extra = {"dtype": str(model.dtype).removeprefix("torch.")}
     rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
     if rope.get("rope_type") == "longrope":
-        # The engine's maximum length selects the factors that rotate all keys, also for short
-        # prompts.
+        # The engine's maximum length selects the factors that rotate all keys, whatever the prompt.
         long = model.max_model_len > rope["original_max_position_embeddings"]
         extra["longrope"] = "long" if long else "short"
     if isinstance(model.hf_overrides, dict) and model.hf_overrides:
@@ -340,11 +311,7 @@ def further_settings(vllm_config: "VllmConfig") -> tuple[tuple[str, str], ...]:
 
 
 def _adapter_settings(lora: Any, dtype: Any) -> dict[str, str]:
-    """Return LoRA settings that change KV, in addition to the adapter's files.
-
-    Rank and number of adapters do not change KV, so a replica that sets none of these shares with
-    replicas without LoRA.
-    """
+    """Return LoRA settings, other than the adapter's files, that change KV."""
     if lora is None:
         return {}
     found = {}
@@ -367,21 +334,17 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True, default=str)
 
 
-_E4M3 = ("fp8", "fp8_e4m3")
+_FP8 = {"fp8": "F8_E4M3", "fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}
 
 
 def read_quantised(
     vllm_config: "VllmConfig", kv_caches: Mapping[str, torch.Tensor]
 ) -> dict[str, Quantised]:
-    """Return the element format and the scales of K and V of quantised KV caches, by layer.
-
-    vLLM registers such caches as plain bytes. It keeps the scales in each layer, where only a
-    worker can read them, once the weights are loaded: the checkpoint's scales, or 1.0. Source: vLLM
-    0.31-0.33, ``process_weights_after_loading`` in
-    ``model_executor/layers/quantization/kv_cache.py``.
-
-    Raises ``ConfigError`` unless there is one scale for K and one for V.
-    """
+    """Return the element format and the scales of K and V of quantised KV caches, by layer. Raises
+    ``ConfigError`` unless there is one scale for K and one for V. vLLM registers such caches as
+    plain bytes. It keeps the scales in each layer, where only a worker can read them, once the
+    weights are loaded: the checkpoint's scales, or 1.0. Source: vLLM 0.31-0.33,
+    ``process_weights_after_loading`` in ``model_executor/layers/quantization/kv_cache.py``."""
     layers = vllm_config.compilation_config.static_forward_context
     found = {}
     for name, cache in kv_caches.items():
@@ -393,11 +356,8 @@ def read_quantised(
 
 
 def kv_dtype_name(cache_dtype: str) -> str:
-    """Return vLLM's name of a KV dtype, with a suffix for AMD's fp8.
-
-    Under the same name, AMD MI300 and MI325 use another number format. Source: vLLM 0.32,
-    ``is_fp8_fnuz``.
-    """
+    """Return vLLM's name of a KV dtype, with a suffix for the other number format that AMD MI300
+    and MI325 use under the same name. Source: vLLM 0.32, ``is_fp8_fnuz``."""
     fnuz = cache_dtype.startswith("fp8") and current_platform.is_fp8_fnuz()
     return f"{cache_dtype}_fnuz" if fnuz else cache_dtype
 
@@ -405,11 +365,8 @@ def kv_dtype_name(cache_dtype: str) -> str:
 def _dtype(layer: Any, cache: torch.Tensor) -> str | None:
     if cache.dtype != torch.uint8:
         return None
-    suffix = "FNUZ" if current_platform.is_fp8_fnuz() else ""
-    name = getattr(layer, "kv_cache_dtype", "")
-    if name in _E4M3:
-        return f"F8_E4M3{suffix}"
-    return f"F8_E5M2{suffix}" if name == "fp8_e5m2" else None
+    name = _FP8.get(getattr(layer, "kv_cache_dtype", ""))
+    return name and name + ("FNUZ" if current_platform.is_fp8_fnuz() else "")
 
 
 def _layer_scales(name: str, layer: Any) -> str:
@@ -426,10 +383,8 @@ def _layer_scales(name: str, layer: Any) -> str:
 
 
 def has_fp8_encoder(multimodal: Any) -> bool:
-    """Whether an encoder's output for an image may depend on earlier images. ``multimodal``: vLLM's
-    ``MultiModalConfig`` or None.
-
-    Unless an fp8 encoder takes its scales from a file, it uses the largest values of its last 16
-    calls, so the output depends on the earlier images of the same process. Source: vLLM 0.32,
-    ``MMEncoderAttention`` in ``model_executor/layers/attention/mm_encoder_attention.py``."""
+    """Whether an encoder's output for an image may depend on earlier images, as with the scales of
+    an fp8 encoder, which uses the largest values of its last 16 calls. ``multimodal``: vLLM's
+    ``MultiModalConfig`` or None. Source: vLLM 0.32, ``MMEncoderAttention`` in
+    ``model_executor/layers/attention/mm_encoder_attention.py``."""
     return getattr(multimodal, "mm_encoder_attn_dtype", None) is not None  # not every version

@@ -58,11 +58,9 @@ def _is_shared(group: "KVCacheGroupSpec") -> bool:
 def read_subgroups(
     kv_cache_config: "KVCacheConfig", is_draft: Callable[[str], bool]
 ) -> list[SubGroup]:
-    """Return the subgroups of all groups that can be shared, the target's before the draft's.
-
-    Rings and windows that vLLM itself does not cache by prefix are left out: vLLM computes them
-    again after each hit. Source: ``prefix_cacheable``, ``v1/kv_cache_interface.py``.
-    """
+    """Return the subgroups of all groups that can be shared, the target's before the draft's. Rings
+    and windows that vLLM does not cache by prefix are left out: it computes them again after each
+    hit. Source: ``prefix_cacheable``, ``v1/kv_cache_interface.py``."""
     subgroups = [
         subgroup
         for table, group in enumerate(kv_cache_config.kv_cache_groups)
@@ -78,7 +76,9 @@ def _subgroups_of(
     group: "KVCacheGroupSpec",
     is_draft: Callable[[str], bool],
 ) -> Iterator[SubGroup]:
-    spec = first_spec(group)
+    spec = group.kv_cache_spec
+    if isinstance(spec, UniformTypeKVCacheSpecs):  # as the scheduler sees it
+        spec = spec.first_spec
     shapes = _by_tensor(kv_cache_config, group.layer_names)
     of_target = sum(not all(map(is_draft, layers)) for layers, _ in shapes)
     for layers, page in shapes:
@@ -86,12 +86,6 @@ def _subgroups_of(
         for draft in (False, True):
             if own := tuple(layer for layer in layers if is_draft(layer) == draft):
                 yield SubGroup(table, own, spec, None if divisible else page, draft)
-
-
-def first_spec(group: "KVCacheGroupSpec") -> KVCacheSpec:
-    """Return the spec of the group's first layer, as the scheduler sees it."""
-    spec = group.kv_cache_spec
-    return spec.first_spec if isinstance(spec, UniformTypeKVCacheSpecs) else spec
 
 
 def _by_tensor(
@@ -132,16 +126,12 @@ def whole_groups(
     vllm_config: "VllmConfig", groups: "Sequence[KVCacheGroupSpec]"
 ) -> "tuple[list[KVCacheGroupSpec], PipelineStages]":
     """Return the groups with the layers of all ranks in forward order, and the number per rank.
+    ``groups``: of one rank. Raises ``ConfigError`` if the layers of others cannot be derived.
 
-    Read against vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
     With pipeline parallelism vLLM gives each rank only its own layers, and the scheduler those of
     rank 0. But the groups determine the names of payloads, so they must be equal everywhere. Each
-    rank checks its own layers against the derived ones, and a mismatch stops the engine.
-
-    Args:
-        groups: the groups of one rank, as vLLM passes them to that rank or to the scheduler.
-
-    Raises ``ConfigError`` if the layers of other ranks cannot be derived.
+    rank checks its own layers against the derived ones, and a mismatch stops the engine. Read
+    against vLLM 0.31-0.33, ``get_kv_cache_configs`` in ``v1/core/kv_cache_utils.py``.
     """
     pp_size = vllm_config.parallel_config.pipeline_parallel_size
     total = vllm_config.model_config.get_total_num_hidden_layers()
@@ -211,12 +201,10 @@ def _kinds(vllm_config: "VllmConfig", total: int) -> list[str]:
 
 
 def _parted(kinds: Sequence[str], groups: "Sequence[KVCacheGroupSpec]") -> list[list[int]]:
-    """Return the layers of each group.
-
-    All groups have one size, about the number of layers of the rarest kind. The layers of each kind
-    are distributed over its own groups. Attention or states come first as in ``groups``, which is
-    the same for all stages. Source: vLLM 0.31-0.33, ``_get_kv_cache_groups_uniform_page_size``.
-    """
+    """Return the layers of each group. All groups have one size, about the number of layers of the
+    rarest kind. The layers of each kind are distributed over its own groups. Attention or states
+    come first as in ``groups``, which is the same for all stages. Source: vLLM 0.31-0.33,
+    ``_get_kv_cache_groups_uniform_page_size``."""
     alike: dict[str, list[int]] = {}
     for layer, kind in enumerate(kinds):
         for each in ("mamba", "attention") if kind in _BOTH else (kind,):
@@ -239,9 +227,7 @@ def _parted(kinds: Sequence[str], groups: "Sequence[KVCacheGroupSpec]") -> list[
     return parted
 
 
-def _own_layers(
-    groups: "Sequence[KVCacheGroupSpec]",
-) -> tuple[list[str], list[list[int]]]:
+def _own_layers(groups: "Sequence[KVCacheGroupSpec]") -> tuple[list[str], list[list[int]]]:
     """Return each group's pattern of layer names, with ``{}`` for the number, and its numbers."""
     found: list[set[str]] = []
     numbers: list[list[int]] = []

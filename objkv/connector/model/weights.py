@@ -1,4 +1,4 @@
-"""Identifies weights, and LoRA adapters, by digests of their files, which are the same on every
+"""Identifies weights, and LoRA adapters, by digests of their files.
 
 By default the digest is sampled, because hashing 140 GB at every start is slow. Every tensor of a
 safetensors file contributes its name, dtype, shape and up to eight of its pages. A fine-tune, a
@@ -14,6 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,7 @@ from objkv.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 _SCHEMES = {False: "objkv-weights-sampled-2", True: "objkv-weights-full-1"}
-"""Names of the recipes for digests: sampled (False) and full (True). A new recipe needs a new
-name."""
+"""Names of the recipes for digests, full or not. A new recipe needs a new name."""
 _PAGE = 4096
 _PAGES_PER_TENSOR = 8
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -51,7 +51,8 @@ def weights_digest(folder: Path, *, full: bool = False) -> str | None:
     for path in (folder / name for name in _CONFIG_FILES):
         if path.is_file():
             _add(digest, path.name.encode(), path.read_bytes())
-    contents = _whole(weights) if full else _sampled(weights)
+    with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
+        contents = list(pool.map(partial(_content, full=full), weights))
     for path, content in zip(weights, contents, strict=True):
         _add(digest, path.name.encode(), str(path.stat().st_size).encode(), content)
     return f"{'full' if full else 'sampled'}:{digest.hexdigest()[:40]}"
@@ -59,8 +60,7 @@ def weights_digest(folder: Path, *, full: bool = False) -> str | None:
 
 def read_weights(vllm_config: Any, config: Config, *, draft: bool = False) -> str:
     """Return the digest of an engine's weights, or of its draft's, or their revision if they cannot
-    be read here. Raises ``ConfigError``, which names the fix, without either. ``vllm_config``: of
-    any version."""
+    be read here. Raises ``ConfigError`` without either. ``vllm_config``: of any version."""
     model, fix = vllm_config.model_config, "set --revision"
     if draft:
         model = vllm_config.speculative_config.draft_model_config
@@ -105,9 +105,7 @@ def adapter_digest(files: Sequence[Path]) -> Steps[str | None]:
 
 def local_folder(model: str, revision: str | None, file_name: str = "config.json") -> Path | None:
     """Return the folder of the model's files: the path itself, or the hub's cache. Never downloads.
-
-    ``file_name``: a file that every model of that kind has.
-    """
+    ``file_name``: a file that every model of that kind has."""
     path = Path(os.path.expanduser(model))  # raises nothing without a home
     if path.is_dir():
         return path
@@ -126,34 +124,19 @@ def _add(digest: "hashlib._Hash", *fields: bytes) -> None:
         digest.update(value)
 
 
-def _sampled(paths: Sequence[Path]) -> list[bytes]:
-    """Return a SHA-256 per file: of samples of its tensors, or of all bytes without an index of
-    tensors."""
-    spans = {path: found for path in paths if (found := _tensor_spans(path)) is not None}
-    unindexed = [path for path in paths if path not in spans]
-    whole = dict(zip(unindexed, _whole(unindexed), strict=True))
-    return [whole[path] if path in whole else _sample(path, spans[path]) for path in paths]
-
-
-def _sample(path: Path, spans: Sequence[tuple[int, int]]) -> bytes:
-    digest = hashlib.sha256()
+def _content(path: Path, *, full: bool) -> bytes:
+    """Return the SHA-256 of a file, or of samples if it has an index of tensors and not
+    ``full``."""
+    spans = None if full else _tensor_spans(path)
     with path.open("rb", buffering=0) as file:
+        if spans is None:
+            gib = os.fstat(file.fileno()).st_size / 2**30
+            logger.info("hashing all of a file of weights gib=%.1f path=%s", gib, path)
+            return hashlib.file_digest(file, "sha256").digest()
+        digest = hashlib.sha256()
         for start, end in _pages(spans):
             digest.update(os.pread(file.fileno(), end - start, start))
     return digest.digest()
-
-
-def _whole(paths: Sequence[Path]) -> list[bytes]:
-    """Return the SHA-256 of every file, several in parallel."""
-    with ThreadPoolExecutor(min(_THREADS_MAX, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_read_whole, paths))
-
-
-def _read_whole(path: Path) -> bytes:
-    with path.open("rb", buffering=0) as file:
-        gib = os.fstat(file.fileno()).st_size / 2**30
-        logger.info("hashing all of a file of weights gib=%.1f path=%s", gib, path)
-        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _pages(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, int]]:
@@ -205,17 +188,14 @@ _Versions = list[tuple[str, int, int, int, int, int]]
 
 
 class Adapters:
-    """Content digests of LoRA adapters, computed once per adapter on a background thread.
+    """Content digests of LoRA adapters, computed once per adapter on a background thread. The
+    scheduler's thread calls all methods, and never touches the files itself.
 
     vLLM reads an adapter's files when it loads the adapter, and again after it evicted it to make
     room (``max_cpu_loras``), without informing connectors. If the files change under the same name,
-    an engine may compute with either version. KV of such an adapter is no longer loaded or saved.
-    Source: vLLM 0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in ``lora/worker_manager.py``.
-
-    Each request checks once, with ``stat`` only, that the files are unchanged. The digest covers
-    the adapter's content, not its name or path: replicas that mount an adapter in different places
-    share its KV, and new weights under an old name do not. The scheduler's thread calls all
-    methods, and never touches the files itself.
+    an engine may compute with either version. KV of such an adapter is no longer loaded or saved:
+    each request checks once, with ``stat`` only, that the files are unchanged. Source: vLLM
+    0.31-0.33, ``LRUCacheWorkerLoRAManager.add_adapter`` in ``lora/worker_manager.py``.
     """
 
     def __init__(self, submit: Callable[[Callable[[], Steps[None]]], bool]) -> None:
@@ -226,12 +206,12 @@ class Adapters:
 
     def digest(self, request_id: str, lora_request: Any) -> bytes | None:
         """Return the digest, or None while it is being computed. Raises ``UnknownAdapterError``."""
-        answer = self._answers.get(request_id)
+        answer = self._answers.get(request_id) or self._ask(request_id, lora_request)
         if answer is None:
-            answer = self._ask(request_id, lora_request)
-        if answer is not None and answer.failed:
+            return None
+        if answer.failed:
             raise UnknownAdapterError(lora_request.lora_path)
-        return None if answer is None else answer.digest
+        return answer.digest
 
     def loaded(self, lora_request: Any) -> None:
         """Compute the digest now, because vLLM is about to load the adapter."""
@@ -280,7 +260,7 @@ class Adapters:
 
 
 class _Adapter:
-    """One adapter of this engine. For one background thread, which may have begun several looks."""
+    """One adapter. For one background thread, which may have begun several looks."""
 
     def __init__(self, key: _Key) -> None:
         self._key = key
@@ -330,8 +310,7 @@ class _Adapter:
 
 
 def _versions(paths: Sequence[Path]) -> _Versions:
-    """Identify versions of files without reading them, from one ``stat`` each. Raises
-    ``OSError``."""
+    """Identify versions of files by one ``stat`` each. Raises ``OSError``."""
     found = []
     for path in paths:
         stat = (real := path.resolve()).stat()

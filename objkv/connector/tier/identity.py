@@ -1,9 +1,5 @@
-"""The identity of a secondary tier, which determines who shares its chunks.
-
-A tier has less information than a connector. Its keys are vLLM's own block hashes, so its
-namespaces differ from those of ``ObjKVConnector``. It must search the call stack for the engine's
-configuration. Read against vLLM 0.32-0.33.
-"""
+"""The identity of a secondary tier. Its keys are vLLM's own block hashes, so its namespaces differ
+from those of ``ObjKVConnector``. Read against vLLM 0.32-0.33."""
 
 import platform
 import sys
@@ -42,14 +38,12 @@ _DEPTH_MAX = 200
 
 def find_connector(spec: "OffloadingSpec") -> "KVConnectorBase_V1":
     """Return vLLM's connector, alone or one of several, that is being made with ``spec`` by a
-    caller of this function.
+    caller of this function. Raises ``ConfigError`` if there is none.
 
     vLLM gives a tier the form of the rows, but not the other settings that change their KV:
-    overrides of the model's configuration, quantization, adapters. Names that an operator must
-    remember would not separate replicas reliably. But a tier is made while vLLM makes its
-    connector, which has the configuration. It is recognised because its
-    ``kv_connector_extra_config`` is the object in ``spec``. Raises ``ConfigError`` if there is no
-    such caller. Source: vLLM 0.32-0.33, ``build_offloading_config``, and
+    overrides of the model's configuration, quantization, adapters. But it makes a tier while it
+    makes its connector, which has them, and whose ``kv_connector_extra_config`` is the object in
+    ``spec``. Source: vLLM 0.32-0.33, ``build_offloading_config``, and
     ``OffloadingConnector.__init__`` in
     ``distributed/kv_transfer/kv_connector/v1/offloading_connector.py``.
     """
@@ -70,11 +64,9 @@ def find_connector(spec: "OffloadingSpec") -> "KVConnectorBase_V1":
 def engine_settings(
     vllm_config: "VllmConfig", config: Config, named: frozenset[str]
 ) -> tuple[tuple[str, str], ...]:
-    """Return settings that change KV and that vLLM does not give to a tier, as sorted text.
-
-    A draft's KV is in the rows, so they include its method, tokens and weights, unless the operator
-    has named it. Raises ``ConfigError`` if its weights cannot be identified.
-    """
+    """Return settings that change KV and that vLLM does not give to a tier, as sorted text. A
+    draft's KV is in the rows, so they include its method, tokens and weights, unless the operator
+    has named it. Raises ``ConfigError`` if its weights cannot be identified."""
     found = dict(further_settings(vllm_config))
     found["quantization"] = str(vllm_config.model_config.quantization)
     draft = vllm_config.speculative_config
@@ -86,10 +78,8 @@ def engine_settings(
 
 
 def refuse_unshareable(vllm_config: "VllmConfig", named: frozenset[str]) -> None:
-    """Raise ``ConfigError``, which names the fix, if vLLM's keys omit something that determines KV.
-
-    ``named``: names in ``settings``, for which the operator is responsible.
-    """
+    """Raise ``ConfigError`` if vLLM's keys omit something that determines KV. ``named``: names in
+    ``settings``, for which the operator is responsible."""
     refuse_external_launcher(vllm_config)
     if not names_media(vllm_config):
         raise ConfigError(
@@ -109,17 +99,16 @@ class TierAdapters:
     thread only.
 
     vLLM's keys contain an adapter's name and path but not its content, and a tier cannot see which
-    adapter a request uses. A name that is loaded again is therefore treated as other weights.
-    Adapters that come with requests, and changed files, are not noticed. For those the operator is
-    responsible, see ``docs/models.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
+    adapter a request uses. A name that is loaded again is therefore treated as other weights. For
+    adapters that come with requests, and changed files, the operator is responsible, see
+    ``docs/models.md``. Source: vLLM 0.32, ``_gen_lora_extra_hash_keys`` in
     ``v1/core/kv_cache_utils.py``.
     """
 
     def __init__(self, changed: Callable[[], object]) -> None:
         self._changed = changed
         self._numbers: dict[str, int] = {}
-        """Number by loaded name, -1 after unloading. Never forgotten, because there are few
-        names."""
+        """Number by loaded name, -1 after unloading. There are few names, so none is forgotten."""
 
     def loaded(self, lora_request: Any) -> None:
         """Record that vLLM is about to read an adapter's files."""
@@ -165,8 +154,7 @@ class TierIdentity(NamespaceIdentity):
     none_hash: str
     """First hash of vLLM's chain of block hashes. It depends on algorithm and seed."""
     engine: tuple[tuple[str, str], ...]
-    """Sorted (name, value) pairs of other vLLM settings. ``extra`` is the operator's ``settings``.
-    """
+    """Other settings of vLLM, sorted. ``extra`` is the operator's ``settings``."""
 
     def __post_init__(self) -> None:
         NamespaceIdentity.__post_init__(self)
@@ -187,10 +175,8 @@ def read_tier_identity(
     settings: Mapping[str, str],
 ) -> TierIdentity:
     """Return the identity without ``none_hash``, which vLLM chooses after it has made its tiers.
-
     ``settings``: the operator's. Reads the model's files, which may take seconds. Raises
-    ``ConfigError`` if the weights cannot be identified, or if the engine is not supported.
-    """
+    ``ConfigError`` if the weights cannot be identified, or if the engine is not supported."""
     given: OffloadingConfig = spec.config
     named = frozenset(settings)
     refuse_unshareable(vllm_config, named)
@@ -217,11 +203,8 @@ def read_tier_identity(
 
 
 def none_hash() -> str | None:
-    """Return vLLM's first hash in this process as hex, or None before the engine has chosen it.
-
-    It is ``H(seed)``. It depends on the algorithm and on ``PYTHONHASHSEED``, or on the random seed
-    that vLLM uses for non-cryptographic algorithms.
-    """
+    """Return vLLM's first hash in this process as hex, or None before the engine has chosen it. It
+    depends on the algorithm and on ``PYTHONHASHSEED`` or another seed."""
     from vllm.v1.core import kv_cache_utils
 
     chosen = getattr(kv_cache_utils, "NONE_HASH", None)
@@ -236,17 +219,15 @@ def _layout(spec: "OffloadingSpec") -> str:
     if getattr(spec, "replicated_layout", False):
         names.append("replicated")
     if current_platform.is_cpu():
-        isa = f"opaque-{platform.machine()}-{torch.backends.cpu.get_cpu_capability()}".lower()
-        names.append(isa)
+        isa = torch.backends.cpu.get_cpu_capability()
+        names.append(f"opaque-{platform.machine()}-{isa}".lower())
     return ",".join(names)
 
 
 def _ranks(spec: "OffloadingSpec") -> tuple[tuple[str, int], ...]:
-    """Return the sizes of parallel groups. Empty only with vLLM's ``canonical_layout``.
-
-    vLLM also declares its direct layout independent of ranks, but there each rank's layers are
-    contiguous, so the order depends on the number of ranks.
-    """
+    """Return the sizes of parallel groups. Empty only with vLLM's ``canonical_layout``: in its
+    direct layout each rank's layers are contiguous, although it is declared independent of
+    ranks."""
     parallel = spec.config.parallel
     if spec.config.canonical_layout and parallel.is_parallelism_agnostic:
         return ()

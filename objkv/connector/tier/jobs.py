@@ -1,11 +1,9 @@
-"""Jobs and lookups of a secondary tier. A job has many rows of vLLM's memory, which the
-node's agent loads or saves.
-
-A row contains one chunk's bytes of all ranks and layers, in vLLM's own order. It is the single
-frame of a payload, which is named by vLLM's key and verified before the copy.
+"""Jobs and lookups of a secondary tier. A job has many rows of vLLM's memory, which the node's
+agent loads or saves. A row contains one chunk's bytes of all ranks and layers, in vLLM's own order.
+It is the single frame of a payload, which is named by vLLM's key and verified before the copy.
 
 vLLM's memory is touched only under ``TierJobs.copying``, and not after the job has ended. A job can
-therefore be ended at once, whatever its rows wait for. Their results are then discarded.
+therefore be ended at once, whatever its rows wait for.
 """
 
 import hashlib
@@ -108,8 +106,7 @@ class Job:
 
 
 class TierJobs:
-    """The jobs of one direction. The scheduler's thread calls ``begin``, ``take_finished``,
-    ``give_up`` and ``close``. Only ``close`` waits for rows."""
+    """The jobs of one direction. For the scheduler's thread, but for ``settle``."""
 
     def __init__(
         self,
@@ -121,12 +118,8 @@ class TierJobs:
         queue_max: int = _QUEUE_MAX,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
-        Args:
-            name: ``load`` or ``save``, which is part of the counters' names.
-            deadline_s: the remaining rows of a job that takes longer fail.
-            queue_max: rows that may wait. Further ones are refused and fail.
-        """
+        """``name``: ``load`` or ``save``, for the counters. ``deadline_s``: the remaining rows of a
+        job that takes longer fail. ``queue_max``: rows that may wait; further ones fail."""
         self.rows, self.recorder = rows, recorder
         self.name, self._clock = name, clock
         self._queue_max, self._deadline_s = queue_max, deadline_s
@@ -141,8 +134,8 @@ class TierJobs:
     def begin(
         self, job_id: int, namespace: str | None, keys: Sequence[bytes], rows: Iterable[int]
     ) -> list["JobRow"]:
-        """Begin a job. Returns its first chunks, each of which must end. The others, for which
-        there is no room, fail, and without a namespace all of them."""
+        """Begin a job. Returns its first chunks, each of which must end. Those for which there is
+        no room fail, without a namespace all of them."""
         now = self._clock()
         with self._changed:
             is_refused = self._closed or namespace is None
@@ -178,8 +171,7 @@ class TierJobs:
                 self._end(job)
 
     def take_finished(self) -> list[Job]:
-        """Return the jobs that ended since the last call, including those past their deadline.
-        Every job is returned once."""
+        """Return the jobs that ended since the last call, including those past their deadline."""
         now = self._clock()
         with self._changed:
             late = [job for job in self._jobs.values() if job.deadline <= now]
@@ -253,8 +245,7 @@ class JobRow(PayloadTransfer):
         self.jobs.settle(self.job, self.key, done=done, noted=noted)
 
     def end(self, outcome: ReadOutcome | WriteOutcome, nbytes: int) -> None:
-        """See ``PayloadTransfer``. Notes payloads that were missing or corrupt, and those that the
-        agent saves."""
+        """Notes payloads that were missing or corrupt, and those that the agent saves."""
         counter: str = outcome.value
         if isinstance(outcome, ReadOutcome):
             is_done = outcome is ReadOutcome.READ
@@ -278,12 +269,9 @@ class _Verdict:
 
 
 class TierLookups:
-    """Lookups by key. For the scheduler's thread only. Never waits.
-
-    vLLM queries one key after another in each step until it gets a miss. The new keys of a step are
-    looked up in the background when the step is planned, with one question for each request and
-    group. A late, failed or refused question is a miss.
-    """
+    """Lookups by key. For the scheduler's thread only. Never waits. vLLM queries one key after
+    another in each step until it gets a miss. New keys are looked up when the step is planned, with
+    one question for each request and group. A late, failed or refused one is a miss."""
 
     def __init__(
         self,
@@ -336,8 +324,7 @@ class TierLookups:
         return verdict is not None and verdict.is_stored
 
     def deny(self, keys: Sequence[bytes]) -> None:
-        """Make further lookups of these keys by present requests miss, because their load
-        failed."""
+        """Make lookups of these keys by present requests miss: their load failed."""
         for verdicts in self._asked.values():
             self._miss([verdicts[key] for key in keys if key in verdicts])
 

@@ -1,11 +1,7 @@
-"""objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector.
-
-It is for operators who run ``OffloadingConnector`` with ``TieringOffloadingSpec`` and want its
-chunks, and those of other replicas, in objkv's stores. vLLM calls every method on the scheduler's
-thread. Only the constructor and ``shutdown`` wait for the node's agent. Only the constructor
-raises. Read against vLLM 0.32-0.33, ``v1/kv_offload/tiering/base.py``. Described in
-``docs/models.md``.
-"""
+"""objkv under vLLM's own offloading: a secondary tier below the CPU memory of OffloadingConnector,
+described in ``docs/models.md``. vLLM calls every method on the scheduler's thread. Only the
+constructor raises; it and ``shutdown`` wait for the node's agent. Read against vLLM 0.32-0.33,
+``v1/kv_offload/tiering/base.py``."""
 
 import logging
 import weakref
@@ -14,9 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
@@ -55,12 +49,7 @@ from objkv.telemetry import MemoryRecorder
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_offload.base import (
-        OffloadingSpec,
-        OffloadKey,
-        ReqContext,
-        ScheduleEndContext,
-    )
+    from vllm.v1.kv_offload.base import OffloadingSpec, OffloadKey, ReqContext, ScheduleEndContext
     from vllm.v1.kv_offload.tiering.base import TransferJob
 
 
@@ -68,8 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class TierNamespace(ReplicaNamespace[TierIdentity]):
-    """A namespace that begins with the first request and excludes requests from before a
-    renewal."""
+    """Begins with the first request, and excludes requests from before a renewal."""
 
     def __init__(
         self,
@@ -128,8 +116,7 @@ class ObjKVTier(SecondaryTierManager):
     """The secondary tier, configured by an entry of ``secondary_tiers``: ``{"type": "ObjKVTier",
     "module_path": "objkv.connector.tier", "bulk_url": …, "index_url": …}``. The entry may contain
     every setting of ``Config`` and of ``TierOptions``. Raises ``ConfigError`` at start, which names
-    the fix.
-    """
+    the fix."""
 
     medium: ClassVar[Medium] = Medium.STORAGE
 
@@ -142,16 +129,10 @@ class ObjKVTier(SecondaryTierManager):
         backpressure_detector: Any = None,
         **options: Any,
     ) -> None:
-        """
-        Args:
-            primary_kv_view: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte elements.
-                Only rows of a load in progress are written.
-        """
+        """``primary_kv_view``: vLLM's memory, ``[rows, row_bytes]``, C-contiguous, one-byte
+        elements. Only rows of a load in progress are written."""
         super().__init__(
-            offloading_spec,
-            primary_kv_view,
-            tier_type,
-            backpressure_detector=backpressure_detector,
+            offloading_spec, primary_kv_view, tier_type, backpressure_detector=backpressure_detector
         )
         log_through_vllm()
         own, resolved = read_options(options)
@@ -177,10 +158,7 @@ class ObjKVTier(SecondaryTierManager):
         # of both resumes the tier.
         self._hooks = EngineHooks(self, lambda: None, patches=config.vllm_patches)
         logger.info(
-            "objkv tier ready rows=%d row_bytes=%d weights=%s",
-            rows,
-            row_bytes,
-            identity.weights,
+            "objkv tier ready rows=%d row_bytes=%d weights=%s", rows, row_bytes, identity.weights
         )
 
     def _set_events(self, options: TierOptions, spec: "OffloadingSpec") -> None:
@@ -224,8 +202,7 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(LookupResult.MISS)
     def lookup(self, key: "OffloadKey", req_context: "ReqContext") -> LookupResult:
-        """Return whether the chunk is stored, or RETRY while that is unknown, at most until the
-        deadline."""
+        """Return whether the chunk is stored, or RETRY until that is known or the deadline."""
         namespace = self.namespace.of(req_context.req_id)
         if namespace is None or self._switch.mode == "never":
             return LookupResult.MISS
@@ -239,8 +216,7 @@ class ObjKVTier(SecondaryTierManager):
     # Jobs.
 
     def submit_store(self, job_metadata: "TransferJob") -> None:
-        """Save rows in the background, unless they are stored. Rows without room in the queue are
-        dropped. A reader saves nothing."""
+        """Save rows that are not stored, in the background. A reader saves nothing."""
         saves = self._begin(self._saves, job_metadata)
         if self._config.role == "reader":
             for one in saves:
@@ -249,8 +225,7 @@ class ObjKVTier(SecondaryTierManager):
             self._save(saves)
 
     def submit_load(self, job_metadata: "TransferJob") -> None:
-        """Load chunks that were found into rows, in the background. Each key succeeds or fails
-        separately."""
+        """Load chunks that were found into rows, in the background. Each may fail by itself."""
         loads = []
         for one in self._begin(self._loads, job_metadata):
             if self._lookups.has_found(job_metadata.req_context.req_id, one.key):
@@ -259,9 +234,9 @@ class ObjKVTier(SecondaryTierManager):
                 one.settle(done=False)
         self._reader.read(loads)
 
-    @guarded(tuple[JobResult, ...]())
+    @guarded(())
     def get_finished_jobs(self) -> tuple[JobResult, ...]:
-        """Return the jobs that ended since the last call, including those past their deadline."""
+        """See ``TierJobs.take_finished``."""
         loads, saves = self._loads.take_finished(), self._saves.take_finished()
         for job in loads:
             self._lookups.deny(job.failed)  # later lookups must not wait for the same load again
@@ -273,15 +248,10 @@ class ObjKVTier(SecondaryTierManager):
 
     @guarded(None)
     def drain_jobs(self) -> None:
-        """End all jobs at once and leave the namespace, because vLLM calls this when it resets its
-        caches and weights may have changed. Earlier KV is never loaded or saved again."""
+        """End all jobs at once and leave the namespace: vLLM calls this when it resets its caches,
+        and weights may have changed."""
         connector = self._connector()
         self.reset(clean=holds_nothing(getattr(connector, "_kv_cache_manager", None)))
-
-    @property
-    def open(self) -> bool:
-        """Whether requests may load and save. False while vLLM may have KV of old weights."""
-        return self.namespace.open
 
     def reset(self, *, clean: bool) -> bool:
         """Stop using everything stored so far; see ``TierNamespace``. Does not wait for a store."""
@@ -307,7 +277,7 @@ class ObjKVTier(SecondaryTierManager):
 
     # Events and metrics.
 
-    @guarded(tuple[OffloadingEvent, ...]())
+    @guarded(())
     def take_events(self) -> tuple[OffloadingEvent, ...]:
         """Return events of saved and missing chunks, if the tier reports events."""
         events, self._events = tuple(self._events), []

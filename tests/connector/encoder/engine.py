@@ -59,6 +59,7 @@ def engine(folder: Path, role: str = "ec_both", **more: Any) -> Any:
         ec_transfer_config=transfer,
         parallel_config=SimpleNamespace(
             tensor_parallel_size=1,
+            pipeline_parallel_size=1,
             data_parallel_size=1,
             world_size=1,
             distributed_executor_backend="uni",

@@ -1,6 +1,7 @@
 """Whatever happens to a stored output: it is encoded, or it is the right one. Nobody waits long."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Event
 
 import pytest
@@ -24,6 +25,17 @@ from tests.connector.encoder.world import (
     saved,
 )
 from tests.support.waiting import wait_until
+
+
+@contextmanager
+def hanging(place: Place) -> Iterator[None]:
+    """The store answers nobody before the end."""
+    gate = Event()
+    place.store.arrived.clear()
+    place.store.hold(gate)
+    yield
+    gate.set()
+    place.store.mend()
 
 
 def test_an_agent_that_ends_takes_no_promised_output(place: Place) -> None:
@@ -67,22 +79,18 @@ def test_without_an_agent_outputs_are_encoded_and_nothing_waits(place: Place) ->
 def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Place) -> None:
     saved(place, "x")
     with replica(place, limits=Limits(deadline_s=5.0)) as second:
-        gate = Event()
-        place.store.arrived.clear()
-        place.store.hold(gate)
-        seen = request("b", "x")
-        assert not second.side.is_ready(seen, 0)
-        assert place.store.arrived.wait(120)
-        second.clock.advance(4.9)
-        second.step()
-        assert not second.side.is_ready(seen, 0)
-        second.clock.advance(0.2)
-        assert second.side.is_ready(seen, 0)
-        assert not second.side.has_item("x")
-        second.step(seen)
-        assert second.count("load_deadlines") == 1
-        gate.set()
-        place.store.mend()
+        with hanging(place):
+            seen = request("b", "x")
+            assert not second.side.is_ready(seen, 0)
+            assert place.store.arrived.wait(120)
+            second.clock.advance(4.9)
+            second.step()
+            assert not second.side.is_ready(seen, 0)
+            second.clock.advance(0.2)
+            assert second.side.is_ready(seen, 0)
+            assert not second.side.has_item("x")
+            second.step(seen)
+            assert second.count("load_deadlines") == 1
         second.close()
         assert second.encoded == ["x"]
         assert second.saved == second.count("save_existed") == 0
@@ -92,15 +100,11 @@ def test_a_late_output_is_encoded_at_the_deadline_and_not_saved_again(place: Pla
 def test_a_request_that_is_aborted_while_it_waits_leaves_nothing(place: Place) -> None:
     saved(place, "x")
     with replica(place) as second:
-        gate = Event()
-        place.store.arrived.clear()
-        place.store.hold(gate)
-        seen = request("b", "x")
-        assert not second.side.is_ready(seen, 0)
-        assert place.store.arrived.wait(120)
-        second.side.finish(seen)
-        gate.set()
-        place.store.mend()
+        with hanging(place):
+            seen = request("b", "x")
+            assert not second.side.is_ready(seen, 0)
+            assert place.store.arrived.wait(120)
+            second.side.finish(seen)
         second.close()
         assert not second.fetcher._entries
         assert second.fetcher.held_bytes == 0
@@ -135,18 +139,13 @@ def test_loads_of_a_step_without_tokens_come_with_the_next(place: Place) -> None
 def test_a_full_queue_is_a_miss(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     saved(place, *"stuvyz")
     monkeypatch.setattr(fetch, "LOOKUP_QUEUE_MAX", 4)
-    with replica(place) as second:
-        gate = Event()
-        place.store.arrived.clear()
-        place.store.hold(gate)
+    with replica(place) as second, hanging(place):
         assert not second.side.is_ready(request("stuck", *"stuv"), 0)
         assert place.store.arrived.wait(120)
         seen = request("b", "y", "z")
         assert second.side.is_ready(seen, 0)
         assert not second.side.has_item("y")
         assert second.count("load_refused") == 2
-        gate.set()
-        place.store.mend()
 
 
 # Memory for outputs that come all at once: who waits for it, who gets it, who gives up.

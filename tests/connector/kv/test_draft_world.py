@@ -124,7 +124,7 @@ def load(store: Store, shape: Geometry, tokens: list[int], local: int) -> tuple[
         if identity.kind == "sliding_window":  # vLLM gives these null blocks
             for b in range(needed_from(identity, end) // BLOCK):
                 blocks[shape.table(g)][b] = 0
-    moves, _ = load_moves(shape, payloads, chain, records, blocks, span, draft_end=draft_end)
+    moves, _ = load_moves(shape, payloads, chain, records, blocks, span, draft_end)
     filled: dict[tuple[int, int], Any] = {}
     for one in unpacked(moves):
         g = shape.position(one.move.group)

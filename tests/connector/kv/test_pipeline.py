@@ -153,10 +153,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
         "MMMMM*MMMM" * 4,
         {"layers_block_type": (["mamba"] * 5 + ["attention"] + ["mamba"] * 4) * 4},
     ),
-    "hybrid layers": (
-        "MMMMMB" * 6,
-        {"layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 6},
-    ),
+    "hybrid layers": ("MMMMMB" * 6, {"layers_block_type": (["mamba"] * 5 + ["hybrid"]) * 6}),
     "all layers have both": ("B" * 8, {"layers_block_type": ["parallel"] * 8}),
     "hybrid_override_pattern": (NEMOTRON, {"hybrid_override_pattern": NEMOTRON}),
     "attn_type_list": (QWEN, {"attn_type_list": [0, 0, 0, 1] * 6}),

@@ -233,7 +233,7 @@ def test_a_load_fills_exactly_the_blocks_of_its_tokens(data: st.DataObject) -> N
     start = data.draw(st.integers(0, CHUNKS * PER_CHUNK - 1)) * BLOCK
     end = data.draw(st.integers(start // BLOCK + 1, CHUNKS * PER_CHUNK)) * BLOCK
     shape, known = geometry(FULL), [{"0": SHARD}] * CHUNKS
-    loads, _ = load_moves(shape, StoredPayloads(shape), chain(), known, [TABLE], (start, end))
+    loads, _ = load_moves(shape, StoredPayloads(shape), chain(), known, [TABLE], (start, end), end)
     moves = [load.move for load in unpacked(loads)]
     assert [i for move in moves for i in move.block_ids] == TABLE[start // BLOCK : end // BLOCK]
     for move in moves:

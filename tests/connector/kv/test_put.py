@@ -18,6 +18,8 @@ from tests.support.servers.quick_s3 import QuickS3
 from tests.support.servers.redis import valkey_server
 from tests.support.waiting import wait_until
 
+pytestmark = pytest.mark.slow
+
 
 @contextmanager
 def served(folder: Path, layout: Layout = LAYOUT) -> Iterator[Engine]:
@@ -101,9 +103,3 @@ def test_the_forward_thread_makes_no_network_call(
                 assert any(name.startswith(thread) for name in callers)
                 hot_hits = engine.agent.recorder.value("hot_hits")
                 assert (hot_hits > 0) is bool(loaded and hot_bytes)
-
-
-# The threads that an engine's process has of the connector.
-
-
-pytestmark = pytest.mark.slow

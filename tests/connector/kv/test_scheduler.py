@@ -494,10 +494,7 @@ def test_only_blocks_that_nobody_computed_are_lost(monkeypatch: pytest.MonkeyPat
     assert [load.blocks for load in side.plan_step(step({}, ())).failed_loads] == [{6}]
 
 
-@pytest.mark.parametrize(
-    "broken",
-    ["_timing.step_planned", "_saves.plan", "_may_reuse", "_events"],
-)
+@pytest.mark.parametrize("broken", ["_timing.step_planned", "_saves.plan", "_may_reuse", "_events"])
 def test_whatever_fails_a_plan_contains_the_loads_on_which_vllm_relies(
     stored: SchedulerSide, monkeypatch: pytest.MonkeyPatch, broken: str
 ) -> None:

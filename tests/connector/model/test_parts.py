@@ -135,12 +135,8 @@ def test_a_draft_is_the_last_group_and_not_in_the_identity() -> None:
     assert read.groups[:1] == plain.groups
     assert read.groups[1].layers == ("model.layers.4.self_attn.attn",)
     assert read.tables == (0, 0)
-    assert (read.number(0), read.position(0), read.draft_lag_tokens, read.several_tables) == (
-        0,
-        0,
-        16,
-        False,
-    )
+    assert (read.number(0), read.position(0)) == (0, 0)
+    assert (read.draft_lag_tokens, read.several_tables) == (16, False)
     assert read.fields(0) == plain.fields(0)
     assert read.position(read.number(1)) == 1
     assert read.number(1) >= 1 << 16
@@ -157,18 +153,12 @@ def test_the_draft_of_a_sparse_model_has_both_caches() -> None:
     assert [read.number(g) - read.number(2) for g in (2, 3)] == [0, 1]
 
 
-def number(**more: Any) -> int:
-    return both(drafted(), speculative(**more)).number(1)
-
-
-def test_the_number_of_a_draft_names_its_method_weights_and_tokens() -> None:
-    numbers = {number(), number(method="eagle"), number(tokens=2), number(method="draft_model")}
-    assert len(numbers) == 4
-    assert number() == number()
-
-
-def test_a_draft_model_needs_no_further_token() -> None:
-    assert both(drafted(), speculative("draft_model")).draft_lag_tokens == 0
+def test_the_number_of_a_draft_names_its_method_and_tokens() -> None:
+    others = {"method": "eagle"}, {"tokens": 2}, {"method": "draft_model"}
+    read = [both(drafted(), speculative(**more)) for more in ({}, *others)]
+    assert len({one.number(1) for one in read}) == 4
+    assert read[0].number(1) == both(drafted(), speculative()).number(1)
+    assert read[-1].draft_lag_tokens == 0, "a draft model needs no further token"
 
 
 @pytest.mark.parametrize("method", ["ngram", "suffix", "medusa"])
@@ -181,6 +171,8 @@ WINDOW = SlidingWindowSpec(num_kv_heads=HEADS, sliding_window=64, **HEADED)
 TWO = replace(WINDOW, num_kv_heads=2)
 DCP = {"tensor_parallel_size": 4, "decode_context_parallel_size": 2}
 PCP = "prefill_context_parallel_size"
+FEWER = FullAttentionSpec(num_kv_heads=2, **HEADED)
+MIXED = dict.fromkeys(names(count=2), FULL) | dict.fromkeys(names(first=2, count=2), FEWER)
 
 
 @pytest.mark.parametrize(
@@ -196,6 +188,7 @@ PCP = "prefill_context_parallel_size"
         (dict.fromkeys(names(), TWO), None, DCP, "decode_context_parallel_size=2"),
         (sparse(), None, DCP, "decode_context_parallel_size=2"),
         (dict.fromkeys(names(), FULL), None, {PCP: 2}, f"{PCP}=2"),
+        (MIXED, None, {}, "other heads"),
     ],
 )
 def test_what_is_refused_says_what_to_do(
@@ -203,13 +196,6 @@ def test_what_is_refused_says_what_to_do(
 ) -> None:
     with pytest.raises(ConfigError, match=what):
         both(specs, draft, **parallel)
-
-
-def test_layers_of_one_group_with_other_heads_are_refused() -> None:
-    fewer = FullAttentionSpec(num_kv_heads=2, **HEADED)
-    specs = dict.fromkeys(names(count=2), FULL) | dict.fromkeys(names(first=2, count=2), fewer)
-    with pytest.raises(ConfigError, match="other heads"):
-        both(cast("Any", specs))
 
 
 @pytest.mark.parametrize("page", [None, 8])

@@ -77,9 +77,7 @@ KINDS = {
     ),
     "Mamba": Kind("MAMBA1", lambda tp: Shapes.mamba1_state_shape(tp, 48, 4, 4), (48,), (), (48, 4)),
     "linear": Kind(
-        "LINEAR",
-        lambda tp: Shapes.linear_attention_state_shape(8, tp, 4),
-        temporal=(8, 4, 4),
+        "LINEAR", lambda tp: Shapes.linear_attention_state_shape(8, tp, 4), temporal=(8, 4, 4)
     ),
     "short convolution": Kind(
         "SHORT_CONV", lambda tp: Shapes.short_conv_state_shape(tp, 48, 3), (48,)

@@ -99,16 +99,12 @@ def test_of_a_window_the_end_may_be_missing_and_the_rest_found(engines: Any) -> 
 
 # Weights and adapters that change with no cache being reset.
 
-MISS = LookupResult.MISS
-
 
 def core() -> Any:
     """An EngineCore without a model; every tier of this process hears it."""
     engine: Any = object.__new__(EngineCore)
     engine.model_executor = SimpleNamespace(
-        collective_rpc=lambda *_: ["done"],
-        add_lora=lambda *_: True,
-        remove_lora=lambda *_: True,
+        collective_rpc=lambda *_: ["done"], add_lora=lambda *_: True, remove_lora=lambda *_: True
     )
     return engine
 
@@ -123,11 +119,11 @@ def test_until_vllm_drops_what_it_holds_nothing_is_loaded_or_saved(
     assert "reset_connector=True" in caplog.text
     assert engine.ask(1) == [MISS]
     assert engine.tier.namespace.current is None
-    assert not engine.tier.open
+    assert not engine.tier.namespace.open
     engine.save(2)
     assert engine.counted("saves") == 0
     engine.manager.reset_cache()
-    assert engine.tier.open
+    assert engine.tier.namespace.open
     assert engine.ask(1) == [MISS]
     engine.save(3)
     assert engine.counted("saves") == 1
@@ -139,10 +135,10 @@ def test_a_reset_while_requests_hold_blocks_does_not_open_the_tier(engines: Any)
     engine = engines()
     request = engine.begin()
     engine.manager.reset_cache()
-    assert not engine.tier.open
+    assert not engine.tier.namespace.open
     engine.end(request)
     engine.manager.reset_cache()
-    assert engine.tier.open
+    assert engine.tier.namespace.open
 
 
 def lora(name: str, number: int, load_inplace: bool = False) -> Any:
@@ -154,9 +150,9 @@ def test_an_adapter_whose_name_comes_back_is_as_a_weight_update(engines: Any) ->
     engine.save(1)
     core().add_lora(lora("a", 1))
     core().remove_lora(1)
-    assert engine.tier.open
+    assert engine.tier.namespace.open
     core().add_lora(lora("a", 2))
-    assert not engine.tier.open
+    assert not engine.tier.namespace.open
 
 
 @pytest.mark.parametrize(
