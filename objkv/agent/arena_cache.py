@@ -1,8 +1,8 @@
 """Payloads in the arena: their states, their readers, and their eviction.
 
-A payload is filled by one fetch, however many readers want it. In the arena it is always an
-uncompressed, unsealed payload of format 2 whose frames are verified. Memory under a lease is never
-moved, evicted or reused, and a lease ends only by a release or with its holder's connection.
+A payload is filled by one fetch, however many readers want it. In the arena it is always
+uncompressed and unsealed, of format 2, and its frames are verified. Memory under a lease is never
+evicted or reused, and a lease ends only by a release or with its holder's connection.
 """
 
 from collections import deque
@@ -32,8 +32,6 @@ _SHARE = 4
 """Divisor: a payload takes at most this fraction of the arena."""
 _AHEAD_SHARE = 4
 """Divisor: prefetched payloads that nothing has read take at most this fraction of the arena."""
-
-
 Origin = tuple[bytes, int, int]
 """What a payload's claim has besides its key: the parent's hash, start and end of its tokens."""
 NO_ORIGIN: Final[Origin] = (b"", 0, 0)
@@ -93,7 +91,13 @@ class ArenaCache:
         """Those that no store has yet."""
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._pages = PagesAhead(arena)
-        self._ranking = Ranking(self._extents.total_bytes)
+        self.total_bytes = self._extents.total_bytes
+        """Room for payloads."""
+        self.payload_bytes_max = self.total_bytes // _SHARE
+        """Largest payload that gets memory. A larger one would evict most others."""
+        self.ahead_bytes_max = self.total_bytes // _AHEAD_SHARE
+        """Most bytes of prefetched payloads that are under way or were not read yet."""
+        self._ranking = Ranking(self.total_bytes)
         self._unread: dict[CachedPayload, None] = {}
         """Payloads that were prefetched and not read yet, oldest first."""
         self.unread_bytes = 0
@@ -110,31 +114,16 @@ class ArenaCache:
         self._closed = False
 
     @property
-    def total_bytes(self) -> int:
-        """Room for payloads."""
-        return self._extents.total_bytes
-
-    @property
     def free_bytes(self) -> int:
         """Room that nothing uses."""
         return self._extents.free_bytes
-
-    @property
-    def payload_bytes_max(self) -> int:
-        """Largest payload that gets memory. A larger one would evict most others."""
-        return self.total_bytes // _SHARE
-
-    @property
-    def ahead_bytes_max(self) -> int:
-        """Most bytes of prefetched payloads that are under way or were not read yet."""
-        return self.total_bytes // _AHEAD_SHARE
 
     def __len__(self) -> int:
         return len(self._by_key)
 
     def peek(self, keys: Iterable[str]) -> list[CachedPayload | None]:
-        """Return the payloads that are resident or being filled. They are not leased: any of them
-        may change at any moment."""
+        """Return the payloads that are resident or being filled. Without a lease, any of them may
+        change at any moment."""
         return [self._by_key.get(key) for key in keys]
 
     def contains_ready(self, keys: Iterable[str]) -> list[bool]:
@@ -185,12 +174,9 @@ class ArenaCache:
     def reserve(self, key: str, nbytes: int) -> CachedPayload | None:
         """Return a leased payload with memory that the caller fills, evicting others if need be.
         No reader finds it before ``adopt``. None as in ``allocate``."""
+        one = CachedPayload(key, -1, leases=1, is_listed=False)
         with self._lock:
-            offset = self._allocate_extent(nbytes, is_sure=True)
-            if offset is not None:
-                one = CachedPayload(key, -1, leases=1, offset=offset, nbytes=nbytes)
-                one.extent_bytes, one.is_listed = self._extents.size(offset), False
-                self._at[offset] = one
+            if self._take_memory(one, nbytes, is_sure=True):
                 self._all.add(one)
                 return one
         self._recorder.count("agent_no_room")
@@ -214,8 +200,7 @@ class ArenaCache:
             return one, True
 
     def lease_ready(self, key: str) -> CachedPayload | None:
-        """Take a lease of a payload that is complete, which does not count as a read. None if there
-        is none."""
+        """Take a lease of a payload if it is complete. It does not count as a read."""
         with self._lock:
             one = self._by_key.get(key)
             if one is None or one.state is not CellState.READY:
@@ -259,40 +244,34 @@ class ArenaCache:
         """Give a payload that is being filled its memory, evicting others if need be. None if the
         arena is full of leased payloads, or closed, or the payload is too large.
 
-        Args:
-            spare: further bytes of memory that are not the payload's.
-            is_sure: False if the payload may not exist: None, too, if others would be lost for it
-                that only this node has.
+        ``spare``: further bytes of memory that are not the payload's. ``is_sure``: False if the
+        payload may not exist: None, too, if others would be lost for it that only this node has.
         """
         assert one.offset < 0
         with self._lock:
-            offset = self._allocate_extent(nbytes + spare, is_sure=is_sure)
-            if offset is not None:
-                one.offset, one.nbytes = offset, nbytes
-                one.extent_bytes = self._extents.size(offset)
-                self._at[offset] = one
-                return self._arena.view[offset : offset + nbytes + spare]
+            if self._take_memory(one, nbytes + spare, is_sure=is_sure):
+                one.nbytes = nbytes
+                return self._arena.view[one.offset : one.offset + nbytes + spare]
         if is_sure:
             self._recorder.count("agent_no_room")
         return None
 
-    def _allocate_extent(self, nbytes: int, *, is_sure: bool) -> int | None:
+    def _take_memory(self, one: CachedPayload, nbytes: int, *, is_sure: bool) -> bool:
         if self._closed or nbytes > self.payload_bytes_max:
-            return None
-        offset = self._extents.allocate(nbytes)
-        if offset is None:
-            return self._make_room(nbytes, is_sure=is_sure)
-        self._pages.used(offset + nbytes)
-        return offset
+            return False
+        if (offset := self._extents.allocate(nbytes)) is not None:
+            self._pages.used(offset + nbytes)
+        elif (offset := self._make_room(nbytes, is_sure=is_sure)) is None:
+            return False
+        one.offset, one.nbytes, one.extent_bytes = offset, nbytes, self._extents.size(offset)
+        self._at[offset] = one
+        return True
 
     def deallocate(self, one: CachedPayload) -> None:
         """Take back the memory of a payload that is being filled. No frame of it was reported, so
         no reader knows its place."""
         with self._lock:
-            if one.offset >= 0:
-                del self._at[one.offset]
-                self._extents.free(one.offset)
-                one.offset, one.nbytes, one.extent_bytes = -1, 0, 0
+            self._give_back(one)
 
     def advance(self, one: CachedPayload, layers: int) -> None:
         """Report that the header and this many leading frames are verified."""
@@ -333,8 +312,8 @@ class ArenaCache:
                 self.held_back.dropped(key)
 
     def close(self) -> None:
-        """Allot no memory from now on. The agent ends connections after this: their clients may
-        still read memory whose leases have ended."""
+        """Allot no memory from now on: clients may read memory whose leases have ended until their
+        connections end."""
         with self._lock:
             self._closed = True
         self._pages.close()
@@ -381,8 +360,8 @@ class ArenaCache:
                 self._free(one)
 
     def _make_room(self, nbytes: int, *, is_sure: bool) -> int | None:
-        """Evict until there is a gap of ``nbytes``, in the ranking's order at first. If the gaps
-        that this makes do not add up, evict the cheapest row of neighbours."""
+        """Evict until there is a gap of ``nbytes``, at first in the ranking's order, and then the
+        cheapest row of neighbours."""
         if nbytes > self._extents.free_bytes + self._idle_bytes:
             return None
         evicted = 0
@@ -400,7 +379,7 @@ class ArenaCache:
         if not is_sure and len(self.held_back):
             return None
         movable = {
-            offset: one.nbytes
+            offset
             for offset, one in self._at.items()
             if not one.leases and one.state is CellState.READY
         }
@@ -446,9 +425,13 @@ class ArenaCache:
             self.unread_bytes -= one.nbytes
 
     def _free(self, one: CachedPayload) -> None:
-        if one.offset >= 0:
-            del self._at[one.offset]
-            self._extents.free(one.offset)
+        self._give_back(one)
         self._all.remove(one)
         if one.cell >= 0:
             self._cells.append(one.cell)
+
+    def _give_back(self, one: CachedPayload) -> None:
+        if one.offset >= 0:
+            del self._at[one.offset]
+            self._extents.free(one.offset)
+            one.offset, one.nbytes, one.extent_bytes = -1, 0, 0

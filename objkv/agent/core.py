@@ -126,13 +126,11 @@ class FetchQueue:
         job = self._jobs.get(one)
         if job is None:
             return False
-        sooner = due[:2] if due[:2] < job[:2] else job[:2]
-        if sooner != job[:2] or due.deadline > job.deadline:
-            number, deadline = next(self._numbers), max(job.deadline, due.deadline)
-            urgency, priority = sooner
-            self._push(
-                job._replace(urgency=urgency, priority=priority, number=number, deadline=deadline)
-            )
+        urgency, priority = min(due[:2], job[:2])
+        deadline = max(job.deadline, due.deadline)
+        new = job._replace(urgency=urgency, priority=priority, deadline=deadline)
+        if new != job:
+            self._push(new._replace(number=next(self._numbers)))
         return True
 
     def discard(self, given_up: Callable[[CachedPayload], bool]) -> None:
@@ -194,15 +192,12 @@ class FoundRecords:
     """The records of payloads that lookups of this node have found lately. Thread-safe. Nothing
     waits.
 
-    A client opens payloads by their keys. The agent needs a payload's record to fetch it, and has
-    just looked it up for the client, so it is kept for a while. A record that is not kept any more
-    is looked up again.
+    A client opens payloads by their keys, and the agent fetches them by their records, which it has
+    just looked up for the client. One that is not kept any more is looked up again.
     """
 
-    def __init__(
-        self, chunks_max: int = _CHUNKS_MAX, *, clock: Callable[[], float] = monotonic
-    ) -> None:
-        self._chunks_max, self._clock = chunks_max, clock
+    def __init__(self, *, clock: Callable[[], float] = monotonic) -> None:
+        self._clock = clock
         self._lock = Lock()
         self._by_chunk: OrderedDict[bytes, tuple[_Answer, ...]] = OrderedDict()
         """The last answers about each chunk, the newest first."""
@@ -218,10 +213,9 @@ class FoundRecords:
                 if shards is not None:
                     new = _Answer(namespace, shards, end_s)
                     others = self._by_chunk.pop(prefix_hash, ())
-                    if others:
-                        others = tuple(one for one in others if not _replaces(new, one))
-                    self._by_chunk[prefix_hash] = (new, *others[: _ANSWERS_MAX - 1])
-            while len(self._by_chunk) > self._chunks_max:
+                    kept = [one for one in others if not _replaces(new, one)]
+                    self._by_chunk[prefix_hash] = (new, *kept[: _ANSWERS_MAX - 1])
+            while len(self._by_chunk) > _CHUNKS_MAX:
                 self._by_chunk.popitem(last=False)
 
     def of(self, key: ChunkKey) -> ShardRecord | None:
@@ -274,7 +268,6 @@ class Core:
         chunk after a lookup of it has another outcome. ``came_due``: called after payloads that
         were held back are to be saved. Neither may wait."""
         self.found = FoundRecords()
-        """The records of payloads that clients may open."""
         self._answers_changed = changed
         self.arena_cache = ArenaCache(arena, recorder, self.record_changed, came_due, disk)
         self.spill: Spill | None = None
@@ -310,7 +303,6 @@ class Core:
     ) -> list[CachedPayload | MissReason]:
         """Take a lease of each payload, and fetch those that are not resident within
         ``deadline_s``. ``client`` is woken at each progress. The caller releases each lease.
-        ``priority``: among payloads of one urgency lower values go first.
 
         A claim that differs from that of a payload here is a miss. If that is READY it is rejected,
         which may wait for the index; if not, its own fetch shows what it is.
@@ -335,10 +327,8 @@ class Core:
         self, client: Waiter, wanted: Claims, rows: Sequence[ClaimRow], due: Priority
     ) -> list[CachedPayload | MissReason]:
         ahead = due.urgency is Urgency.PREFETCH
-        opened: list[CachedPayload | MissReason] = []
-        new: list[CachedPayload] = []
-        old: list[CachedPayload] = []
-        lost: list[CachedPayload] = []
+        opened = list[CachedPayload | MissReason]()
+        new, old, lost = list[CachedPayload](), list[CachedPayload](), list[CachedPayload]()
         with self._changed:  # a client that finds a payload must be able to hasten it
             for row in rows:
                 prefix_hash, parent_hash, start, end, field = row
@@ -433,8 +423,8 @@ class Core:
         return True
 
     def _is_stuck(self) -> bool:
-        """Whether all threads work well beyond their payloads' deadlines, because a file system
-        hangs whose calls cannot be cancelled. To queue more is pointless then."""
+        """Whether all threads work well beyond their payloads' deadlines, as in calls of a file
+        system that hangs, which cannot be cancelled. To queue more is pointless then."""
         if len(self._busy) < self._limits.threads:
             return False
         return max(self._busy.values()) + _LATE_S < monotonic()

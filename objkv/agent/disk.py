@@ -11,7 +11,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from threading import Lock
 from typing import Final, NamedTuple
@@ -73,18 +73,14 @@ class DiskFolder:
     def lock(self) -> bool:
         """Take the folder, before everything else. Returns False if another agent has it."""
         flags = os.O_CREAT | os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _translated("lock"):
+        with _translated("lock"), ExitStack() as undo:
             lock = os.open(_LOCK, flags, 0o600, dir_fd=self._fd)
-            try:
+            undo.callback(os.close, lock)
+            with suppress(BlockingIOError):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(lock)
-                return False
-            except OSError:
-                os.close(lock)
-                raise
-        self._lock = lock
-        return True
+                undo.pop_all()
+                self._lock = lock
+        return self._lock >= 0
 
     def listed(self) -> Iterator[DiskFile]:
         """Yield all payloads. Removes what an earlier agent left unfinished."""
@@ -183,12 +179,8 @@ class Disk:
     """
 
     def __init__(self, folder: DiskFolder, nbytes_max: int, form: str = "plain") -> None:
-        """Takes over ``folder``.
-
-        Args:
-            nbytes_max: bound; 0: half of the free space at the start, own files included.
-            form: how payloads are sealed. Files of another form are removed.
-        """
+        """Takes over ``folder``. ``nbytes_max``: bound; 0: half of the free space at the start, own
+        files included. ``form``: how payloads are sealed. Files of another form are removed."""
         self.nbytes_max = nbytes_max
         """0 until it is known."""
         self.nbytes = 0
@@ -213,8 +205,8 @@ class Disk:
         return self._sizes.get(self._name(key))
 
     def load(self, stop: Callable[[], bool]) -> None:
-        """Find the files that earlier agents left, unless ``stop`` becomes true. The folder is
-        locked; nothing was read or written before. Raises ``StoreUnavailable``."""
+        """Find the files that earlier agents left, unless ``stop`` becomes true: first of all, in a
+        folder that is locked. Raises ``StoreUnavailable``."""
         found, others = list[DiskFile](), list[DiskFile]()
         for file in self.folder.listed():
             if stop():
@@ -251,7 +243,7 @@ class Disk:
                 self._ranking.use(name)
 
     def discard(self, key: str) -> bool:
-        """Do not serve a payload any more, nor the one that is being written. Return whether it was
+        """Do not serve a payload any more, also if it is being written. Return whether it was
         nowhere else. ``purge`` removes its file."""
         name = self._name(key)
         with self._lock:

@@ -1,10 +1,9 @@
 """Payloads that are only on this node: they are being saved, or nothing has needed them a second
 time yet.
 
-Both are found and read on their node like any other. Most payloads are never read again, so putting
-each of them to a bucket costs more than it saves. One that is held back is saved when it is read or
-made again, here or on another node, and lost when arena and disk evict it before that, or when the
-agent ends.
+They are read on their node like any other. Most payloads are never read again, so putting each of
+them to a bucket costs more than it saves. One that is held back is saved when it is read or made
+again, here or on another node, and lost when arena and disk evict it before, or the agent ends.
 """
 
 import json
@@ -87,9 +86,8 @@ class HeldBackPayloads:
         *,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """``changed``: called after a chunk's payload was added or removed. ``came_due``: called
-        after payloads became due. Neither may wait. ``disk``: it may have payloads that left the
-        arena."""
+        """``changed``: called after a chunk's payload came or went. ``came_due``: called after some
+        became due. Neither may wait. ``disk``: it may have payloads that left the arena."""
         self._recorder, self._disk, self._clock = recorder, disk, clock
         self._changed, self._came_due = changed, came_due
         self._lock = Lock()
@@ -138,8 +136,8 @@ class HeldBackPayloads:
 
     def seen_again(self, path: str) -> bool:
         """A held-back payload was read or made again: it and those before it in its prompt become
-        due, since no other node finds the end of a prompt without its beginning. Returns whether
-        it is due now, and not still held back after a save that failed."""
+        due, since no other node finds the end of a prompt without its beginning. Returns whether it
+        is due now: not soon after a save that failed."""
         if path not in self._by_path:
             return False
         due: list[Claim] = []
@@ -185,8 +183,7 @@ class HeldBackPayloads:
 
     def not_saved(self, path: str, *, is_leased: bool = False, is_absent: bool = False) -> None:
         """A due payload was not saved: it is held back until it is seen once more, after a pause
-        if its save failed. ``is_leased``: another process is saving it. ``is_absent``: it is not in
-        the arena."""
+        unless another process saves it (``is_leased``), or it left the arena (``is_absent``)."""
         pause_s = 0.0 if is_leased or is_absent else _RETRY_S
         with self._lock:
             if (one := self._by_path.get(path)) is not None:
@@ -201,8 +198,8 @@ class HeldBackPayloads:
             self._changed(one.claim.key.prefix_hash)
 
     def keep_on_disk(self, path: str) -> bool:
-        """Whether the disk has a payload, which leaves the arena. The disk's loss of it is reported
-        from now on, until it has arrived again."""
+        """Whether the disk has a payload that leaves the arena. Until it has arrived again, its
+        loss there is reported."""
         return self._disk is not None and self._disk.mark_only_copy(path)
 
     def left_arena(self, path: str) -> None:
@@ -226,11 +223,9 @@ class HeldBackPayloads:
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
     ) -> list[ShardRecords | None]:
-        """Return what ``find`` does for chunks of ``namespace``, and held-back payloads.
-
-        Chunks are looked up by ``find`` in one call, apart from those that are held back in part.
-        A lookup that has met a missing chunk may report all later ones of its call as missing.
-        """
+        """Return what ``find`` does for chunks of ``namespace``, and held-back payloads. Chunks
+        that are held back in part have a call of ``find`` of their own: after a missing chunk it
+        may report all later ones as missing."""
         chunks = self._by_chunk.get(namespace)
         if not chunks or chunks.keys().isdisjoint(hashes):  # most lookups: 3 us for 128 chunks
             return find(hashes)

@@ -2,8 +2,8 @@
 
 ``PayloadReader`` opens payloads in the agent's arena, waits until the agent has verified them,
 verifies them again and shows them to their reader. ``PayloadWriter`` has payloads written into an
-outbox and hands them over. Each has one thread and one connection. Any fault is a miss or a drop,
-and without an agent everything is, until there is one again.
+outbox and hands them over. Each has one thread and one connection. Any fault, such as no agent, is
+a miss or a drop.
 """
 
 import logging
@@ -78,8 +78,7 @@ class WriteOutcome(Enum):
     ACCEPTED = "saves_accepted"
     """The agent has a copy, and saves it."""
     HELD_BACK = "saves_kept"
-    """The agent has a copy, and holds it back until it is seen again: other nodes do not find it.
-    """
+    """The agent has a copy, which other nodes do not find until it is seen again."""
     EXISTED = "save_existed"
     """It is being saved, or was just saved, by this agent."""
     REPEATED = "save_repeats"
@@ -128,8 +127,8 @@ class PayloadTransfer:
         anything."""
 
     def write_pages(self, pages: memoryview) -> None:
-        """Write the raw pages of all layers, one after the other: as many bytes as ``pages`` has.
-        May wait for a device. If it raises, nothing is saved."""
+        """Fill ``pages`` with the raw pages of all layers, one after the other. May wait for a
+        device. If it raises, nothing is saved."""
 
     def end(self, outcome: Any, nbytes: int) -> None:
         """Called once, last. Must not raise. ``outcome``: a ``ReadOutcome``, or a ``WriteOutcome``.
@@ -217,7 +216,7 @@ class PayloadReader:
 
     def _open_next(self) -> None:
         """Open the next payloads of one namespace, as many as there is room for."""
-        batch: list[PayloadTransfer] = []
+        batch, leases = list[PayloadTransfer](), None
         count, nbytes = self._link.room()
         while self._waiting and len(batch) < count and nbytes > 0:
             one = self._waiting[0]
@@ -233,7 +232,6 @@ class PayloadReader:
                 nbytes -= one.nbytes
         if not batch:
             return
-        leases = None
         try:
             leases = self._link.open(
                 Claims.of([one.claim for one in batch]),
@@ -327,20 +325,17 @@ class PayloadWriter:
         begin: Callable[[], None] | None = None,
         clock: Callable[[], float] = monotonic,
     ) -> None:
-        """
+        """``connect`` and ``name``: see ``PayloadReader``. Raises ``ConfigError`` if the system
+        makes no outbox.
+
         Args:
-            connect: the agent is reached when there is something to write.
             nbytes_max: an upper bound of the length of a payload, see ``payload_bytes_max``. Takes
                 no more memory than the longest that is written.
-            name: of the payloads, in the plural, for the log and the thread.
             writer: the name of this process in payloads.
             puts: whether the agent must not hold payloads back.
             begin: called by the thread before its first write.
-
-        Raises ``ConfigError`` if the system makes no outbox.
         """
-        self._name, self._writer, self._clock = name, writer, clock
-        self._puts = puts
+        self._name, self._writer, self._puts, self._clock = name, writer, puts, clock
         self._failure_log = FailureLog(logger, f"saves of {name}")
         self._shed_until = -math.inf
         try:
@@ -358,8 +353,7 @@ class PayloadWriter:
             payload.end(WriteOutcome.DROPPED, 0)
 
     def drain(self, seconds: float) -> bool:
-        """Wait until nothing is being written, for at most ``seconds``. Returns whether that was
-        so."""
+        """See ``Pool.drain``."""
         return self._pool.drain(seconds)
 
     def close(self, drain_s: float) -> None:

@@ -46,18 +46,17 @@ class Ranking:
         self._nbytes_max = nbytes_max
         self._new, self._main = _Fifo(), _Fifo()
         self._gone: OrderedDict[int, int] = OrderedDict()
-        """Hashes of keys that were evicted on probation, with their sizes. A wrong match only
-        puts a payload into the wrong queue."""
+        """Sizes of those evicted on probation, by their key's hash. A wrong match only puts a
+        payload into the wrong queue."""
         self._gone_bytes = 0
 
     def add(self, key: str, nbytes: int, *, is_unread: bool = False) -> None:
         """Record that a payload became resident. ``is_unread``: it was prefetched, and is on
         probation whatever it was before."""
         assert key not in self
-        known = self._gone.pop(hash(key), None)
-        self._gone_bytes -= known or 0
-        queue = self._new if known is None or is_unread else self._main
-        queue.push(key, nbytes)
+        known = self._gone.pop(hash(key), 0)
+        self._gone_bytes -= known
+        (self._main if known and not is_unread else self._new).push(key, nbytes)
 
     def use(self, key: str) -> None:
         """Record that a payload was read."""

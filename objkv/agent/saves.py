@@ -2,13 +2,11 @@
 
 From ``commit`` on, the bytes are in the agent's memory: the replica may end. Those that are held
 back (``objkv.agent.held_back``) are counted across the fleet, and saved when they are seen a second
-time. No commit and no request waits for that. When a store is overloaded, saves are the first calls
-to stop.
+time. No commit waits for that. When a store is overloaded, saves are the first calls to stop.
 
 Parts that the ranks of a replica hand over are joined. A join is whole or not at all. It begins
-with the part that comes first, and ends with the last, or when a rank drops its part, at its
-deadline, or when the replica has gone. What is known of it then is kept for the parts that are
-still to come: they are not copied.
+with the part that comes first, and ends with the last, when a rank drops its part, at its deadline,
+or when the replica has gone. It is known then until all parts have come: they are not copied.
 """
 
 import logging
@@ -94,10 +92,8 @@ class _OpenJoin:
     deadline: float
     status: CommitStatus | None = None
     """What further parts are answered; None as long as they are wanted."""
-    request: SaveRequest | None = None
-    """The one of the part that came first."""
-    join: Join | None = None
-    memory: CachedPayload | None = None
+    open: tuple[Join, CachedPayload, SaveRequest] | None = None
+    """With its memory, and the request of the part that came first."""
     seen: int = 0
     """Parts that were handed over or dropped."""
     copying: int = 0
@@ -152,21 +148,21 @@ class Joins:
             one = self._find((replica, path), part.number, part.position.parts)
             if one is None:
                 return CommitStatus.DROPPED
-            if one.join is None and one.status is None:
+            if one.open is None and one.status is None:
                 one.status = self._begin(one, header, part, request)
             one.seen += 1
             if one.status is not None:
                 self._forget_seen((replica, path), one)
                 return one.status
-            assert one.join is not None
-            assert one.memory is not None
+            assert one.open is not None
+            join, reserved, _ = one.open
             try:
-                moves = one.join.add(header, part.position)
+                moves = join.add(header, part.position)
             except PayloadError:
                 self._drop(one, "refused")
                 raise
             one.copying += 1
-        memory, fault = self._arena_cache.view(one.memory), "refused"
+        memory, fault = self._arena_cache.view(reserved), "refused"
         try:
             places = [memory[to : to + nbytes] for _, to, nbytes in moves]
             outbox.read_pieces(places, commit.offset + moves[0].source)
@@ -187,27 +183,26 @@ class Joins:
             self._free(one)
             self._forget_seen(name, one)
             return one.status
-        assert one.join is not None
-        if not one.join.is_complete or one.copying:
+        assert one.open is not None
+        if not one.open[0].is_complete or one.copying:
             return CommitStatus.PART
         if self._known.get(name) is one:
             del self._known[name]
         return None
 
-    def _finish(self, one: _OpenJoin) -> CommitStatus | Joined:
-        assert one.join is not None
-        assert one.request is not None
-        assert one.memory is not None
+    def _finish(self, one: _OpenJoin) -> Joined:
+        assert one.open is not None
+        join, memory, request = one.open
         try:
-            header = one.join.finish(self._arena_cache.view(one.memory))
+            header = join.finish(self._arena_cache.view(memory))
         except PayloadError:
             with self._lock:
                 self._drop(one, "refused")
             raise
         with self._lock:
-            self._reserved_bytes -= one.memory.nbytes
+            self._reserved_bytes -= memory.nbytes
         self._recorder.count("joins")
-        return one.request, header, one.memory
+        return request, header, memory
 
     def drop(self, replica: bytes, drop: Drop) -> None:
         """Record that a rank does not hand over its part."""
@@ -215,7 +210,7 @@ class Joins:
             name = replica, drop.path
             if (one := self._find(name, drop.number, drop.parts)) is None:
                 return
-            if one.join is None and one.status is None:
+            if one.open is None and one.status is None:
                 one.status = CommitStatus.DROPPED
             self._drop(one, "rank")
             one.seen += 1
@@ -274,7 +269,7 @@ class Joins:
             self._recorder.count("save_drops")
             return CommitStatus.NO_ROOM
         self._reserved_bytes += join.nbytes
-        one.join, one.memory, one.request = join, memory, request
+        one.open = join, memory, request
         return None
 
     def _forget_seen(self, name: Name, one: _OpenJoin) -> None:
@@ -289,15 +284,16 @@ class Joins:
         one.status = CommitStatus.DROPPED
         self._recorder.count("save_drops")
         self._recorder.count(f"joins_dropped_{reason}")
-        if one.memory is not None:
-            self._in_flight.end(one.memory.key)
+        if one.open is not None:
+            self._in_flight.end(one.open[1].key)
         self._free(one)
 
     def _free(self, one: _OpenJoin) -> None:
-        if one.memory is not None and not one.copying:
-            self._reserved_bytes -= one.memory.nbytes
-            self._arena_cache.release(one.memory)
-            one.memory = None
+        if one.open is not None and not one.copying:
+            _, memory, _ = one.open
+            self._reserved_bytes -= memory.nbytes
+            self._arena_cache.release(memory)
+            one.open = None
 
 
 @dataclass(frozen=True, slots=True)

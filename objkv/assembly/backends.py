@@ -66,11 +66,8 @@ def open_backends(
     on_change: OnChange = log_change,
     of_agent: bool = False,
 ) -> Backends:
-    """Open bulk store, index and hot store.
-
-    ``on_change`` is called when a circuit opens or closes. ``of_agent``: for a node agent, which
-    may fetch with processes of its own. Raises ``ConfigError``.
-    """
+    """Open bulk store, index and hot store. ``on_change``: called when a circuit opens or closes.
+    ``of_agent``: whether to fetch with processes of its own. Raises ``ConfigError``."""
     bulk = open_bulk(config, recorder, on_change=on_change, of_agent=of_agent)
     place = _index_place(config)
     guard = _guard("index", config, recorder, on_change)
@@ -122,8 +119,8 @@ def read_s(config: Config) -> float:
 
 
 def call_s(config: Config) -> float:
-    """Return the maximum seconds for one call of Redis: the time for connecting, plus twice the
-    limit of one reply, for waiting for a connection and for repeating the command."""
+    """Return the maximum seconds for one call of Redis: for connecting, plus twice the limit of one
+    reply, for waiting for a connection and for repeating the command."""
     return CONNECT_FLOOR_S + 2 * read_s(config)
 
 
@@ -157,12 +154,9 @@ def describe_index(config: Config) -> ServerFacts | None:
 
 
 def check_backends(backends: Backends, config: Config) -> None:
-    """Check store and index with one round trip each before a replica uses them, as ``at_start``
-    requires.
-
-    A refusal always raises ``ConfigError``, because the operator can act. An unreachable store or
-    index is a warning, or with ``strict`` a ``StoreError`` that names it.
-    """
+    """Check store and index with one round trip each. A refusal raises ``ConfigError``, because the
+    operator can act. If one is unreachable, that is a warning, or with ``at_start`` strict a
+    ``StoreError`` that names it."""
     if config.role == "sweeper":
         raise ConfigError("role sweeper is not for replicas: set role to writer or reader")
     public = config.public()
@@ -186,8 +180,8 @@ def check_backends(backends: Backends, config: Config) -> None:
 
 
 def within(seconds: float, check: Callable[[], None]) -> None:
-    """Run ``check`` on a thread, and raise ``StoreUnavailable`` if it hangs, e.g. on a file system
-    whose server is gone. The thread is then abandoned."""
+    """Run ``check`` on a thread, which is abandoned if it hangs, e.g. on a file system whose server
+    is gone: raises ``StoreUnavailable``."""
     outcome: Future[None] = Future()
 
     def run() -> None:
@@ -211,9 +205,7 @@ def _guard(end: str, config: Config, recorder: Recorder, on_change: OnChange) ->
         INDEX_VERBS if end == "index" else STORE_VERBS,
         recorder,
         Breakers(end, BreakerLimits(enough_s=enough_s), recorder, on_change=on_change),
-        seconds=None
-        if end == "bulk"
-        else call_s(config),  # bulk stores have deadlines of their own
+        seconds=None if end == "bulk" else call_s(config),  # those have deadlines of their own
         may_write=config.role != "reader",
     )
 
@@ -258,12 +250,9 @@ _OF_SWEEPS = (
 
 def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota | None:
     """Return the check for room that ``quota_bytes`` requires, if any. Reads nothing before its
-    first use.
-
-    A local folder with a local index is walked, so that payloads with expired records count, and is
-    swept when it is full. Other stores are shared: their index has the totals, and their operators
-    sweep them.
-    """
+    first use. A local folder with a local index is walked, so that payloads with expired records
+    count, and is swept when it is full. Other stores are shared: their index has the totals, and
+    their operators sweep them."""
     if not config.quota_bytes:
         return None
     is_ours = config.bulk_url.startswith("file:") and config.index_url.startswith("sqlite:")

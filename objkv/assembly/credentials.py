@@ -1,8 +1,8 @@
 """Credentials for Redis that expire: tokens of IAM or Entra, from a provider that operators name.
 
 ``redis_credentials`` names a factory, which returns an object with ``get_credentials()``, such as
-redis-py's ``CredentialProvider``. Every login calls it again. It is code of the operator, which may
-raise or block, so it runs on a thread of its own, and a connection waits for it only briefly.
+redis-py's ``CredentialProvider``. Every login calls it. It is code of the operator, which may raise
+or block, so it runs on a thread of its own, and a connection waits for it only briefly.
 """
 
 import os
@@ -24,8 +24,8 @@ from objkv.redact import keep_secret, without_secrets
 WAIT_S = 2.0
 """How long a connection waits for credentials: as long as for one reply of the server."""
 _ABANDON_S, _ABANDON_S_MAX = 60.0, 3600.0
-"""After this, a call that never returned is abandoned together with its thread. The time doubles
-until a call returns, so that a provider that always blocks costs few threads."""
+"""When a call is abandoned together with its thread. The time doubles until a call returns, so that
+a provider that always blocks costs few threads."""
 
 
 class RenewedCredentials(CredentialProvider):

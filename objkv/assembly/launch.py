@@ -21,10 +21,9 @@ from objkv.errors import ConfigError
 logger = logging.getLogger(__name__)
 IDLE_EXIT_S: Final = 600
 """An agent that a replica started ends after this time without clients."""
-_PAUSES_S = "1 2 4 8 16 32 60 60 60 60 60 60"
-"""After each agent that cannot start, or is killed. Then a replica has to ask for another one."""
-_KEEP = 'for pause in %s; do "$@" && break; sleep $pause; done'
-"""Starts agents until one ends in order. They are children of this shell, because process 1 of a
+_KEEP = 'for pause in 1 2 4 8 16 32 60 60 60 60 60 60; do "$@" && break; sleep $pause; done'
+"""Starts agents until one ends in order, with a pause after each that cannot start or is killed.
+Then a replica has to ask for another one. They are children of this shell, because process 1 of a
 container often reaps no others."""
 _LEAVE_NOTHING = '; rm -f "$0".*'
 """The end of the agent of one replica: no other replica uses the name."""
@@ -56,9 +55,9 @@ class AgentSocket:
     """The socket of the one agent that serves a path."""
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
-        """Nothing listens before ``listen``. ``replace``: take over from the agent that serves the
-        path, and have it end then. The path always has a listening agent meanwhile. Raises
-        ``AgentRuns`` or ``ConfigError``."""
+        """``replace``: take over from the agent that serves the path in ``listen``, and have it end
+        then. The path always has a listening agent meanwhile. Raises ``AgentRuns`` or
+        ``ConfigError``."""
         self._path, self._replaces = path, replace
         self._locks: list[int] = []
         self.listener = new_socket()
@@ -100,9 +99,9 @@ class AgentSocket:
     def restore(self) -> socket.socket | None:
         """Listen at the path again if something has removed it, such as a job that cleans folders,
         and take its lock again; keep the lock from looking old to such a job. Returns the new
-        listener, or None if the path is as it was. The old one still has to be closed. Raises
-        ``AgentRuns`` if the path is another agent's now, and ``ConfigError`` or ``OSError`` if
-        nothing can listen there, which may be tried again."""
+        listener, None if the path is as it was. The caller closes the old one. Raises ``AgentRuns``
+        if the path is another agent's now, and ``ConfigError`` or ``OSError`` if nothing can listen
+        there, which may be tried again."""
         try:
             if self._path.lstat().st_ino != self._inode:
                 raise AgentRuns(self._why_taken())
@@ -194,8 +193,7 @@ def new_socket() -> socket.socket:
 
 
 def agent_at(path: Path) -> int:
-    """Return the process that listens at ``path``; 0 if there is none, or if it is in a container
-    of its own."""
+    """Return the process that listens at ``path``; 0 if there is none, or in another container."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
         sock.settimeout(1.0)
         try:
@@ -208,12 +206,12 @@ def agent_at(path: Path) -> int:
 
 def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
     """Start an agent that outlives this process, unless one listens, or a process of the node has
-    started one that has not ended, or will be tried again. Does not wait for it. ``path``: of
-    ``replica_socket``. Its log is next to its socket. Raises ``ConfigError``."""
+    started one that has not ended, or will be tried again. ``path``: of ``replica_socket``. Its log
+    is next to its socket. Raises ``ConfigError``."""
     if is_listening(path):
         return
     command = ["agent", "--socket", str(path), "--idle-exit", f"{idle_s}s"]
-    script = f"({_KEEP % _PAUSES_S}{_LEAVE_NOTHING if is_private(path) else ''}) &"
+    script = f"({_KEEP}{_LEAVE_NOTHING if is_private(path) else ''}) &"
     try:
         with open_private(path.parent) as folder, ExitStack() as opened, _all_cores():
 
@@ -252,8 +250,8 @@ def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
 
 @contextmanager
 def _all_cores() -> Iterator[None]:
-    """Let processes that this thread starts run on all cores that the container allows. Workers are
-    often bound to a few of them, where an agent would compete with the model."""
+    """Let processes that this thread starts run on all cores of the container. Workers are often
+    bound to a few of them, where an agent would compete with the model."""
     own = os.sched_getaffinity(0)
     with suppress(OSError):  # a sandbox may forbid it
         os.sched_setaffinity(0, range(_CPUS_MAX))

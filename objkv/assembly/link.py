@@ -50,12 +50,12 @@ class AgentLink:
         stores. Without secrets."""
         place = f"unix://{replica_socket(self._config, self._replica.engine_id)}"
         public = self._config.public()
-        stores = f" bulk={public['bulk_url']} index={public['index_url']}"
-        return f"{place}{stores if self._starts else ''}"
+        stores = " bulk={bulk_url} index={index_url}".format_map(public) if self._starts else ""
+        return place + stores
 
     def connect(self, *, wants_arena: bool = False, outbox: int = -1) -> AgentConnection:
-        """Return a new connection. Raises ``TransferError`` if no agent answers, and has then tried
-        to start one for the next attempt, in a folder that is checked each time."""
+        """Return a new connection. If no agent answers, tries to start one for the next attempt, in
+        a folder that is checked each time, and raises ``TransferError``."""
         try:
             path = replica_socket(self._config, self._replica.engine_id)
             try:
@@ -75,8 +75,8 @@ class AgentLink:
             raise TransferError(str(exc)) from exc
 
     def await_agent(self, seconds: float = _START_S) -> bool:
-        """Wait until an agent that this replica starts answers, for at most ``seconds``. Returns
-        whether one does, and logs it if not: until one does, the replica caches nothing. Raises
+        """Wait until an agent that this replica starts answers, for at most ``seconds``. If none
+        does, which it returns and logs, the replica caches nothing until one does. Raises
         ``ConfigError`` if ``at_start`` is strict."""
         end = monotonic() + seconds
         while True:

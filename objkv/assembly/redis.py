@@ -32,9 +32,8 @@ from objkv.net.resp import DeadlinePool, keep_deadlines
 
 
 class ClearConnection(redis.Connection):
-    """A connection without TLS to a server on this machine. The settings check the host of
-    ``index_url``. Hosts that a cluster or a Sentinel reports later are checked here, before a
-    password is sent to them."""
+    """A connection without TLS to a server on this machine. The settings check ``index_url``. Hosts
+    that a cluster or a Sentinel reports are checked here, before a password is sent to them."""
 
     def _connect(self) -> Any:
         if not is_this_machine(str(self.host)):
@@ -55,8 +54,7 @@ CLIENT_NAME = "objkv"
 HEALTH_CHECK_S = 30
 """A connection that was idle for longer is tested with PING before it carries a command."""
 RETRIES = 1
-"""Enough for a connection that the server closed meanwhile; the breaker handles a server that stays
-unreachable."""
+"""Enough for a connection that the server closed; the breaker handles longer faults."""
 CLUSTER_RETRIES = 3
 """Each retry rereads the topology; enough to follow a completed fail-over."""
 _CONNECTIONS_MIN = 16
@@ -91,9 +89,9 @@ def connect_redis(config: Config) -> Client:
 def _options(place: Url, config: Config) -> dict[str, Any]:
     """Return the options of every connection.
 
-    The time-outs have floors above a lookup's deadline. The lookup's caller enforces the deadline,
-    while a socket that times out is closed, and a new one with TLS costs more than the late reply.
-    The time-outs only limit how long a dead server blocks.
+    The time-outs only limit how long a dead server blocks, with floors above a lookup's deadline:
+    its caller enforces that. A socket that times out is closed, and a new one with TLS costs more
+    than the late reply.
     """
     deadline_s = config.lookup_deadline_ms / 1000
     read_s = backends.read_s(config)
@@ -152,14 +150,10 @@ def _tls_options(place: Url, config: Config) -> dict[str, Any]:
 def _sentinel(
     place: Url, hosts: list[tuple[str, int]], options: dict[str, Any], config: Config
 ) -> redis.Redis:
-    timeouts = ("socket_connect_timeout", "socket_timeout", "socket_keepalive")
+    # The default of "retry" waits for seconds.
+    names = ("socket_connect_timeout", "socket_timeout", "socket_keepalive", "retry")
     # Sentinels have their own users, so they do not receive the name and password for Redis.
-    shared = {
-        name: value
-        for name, value in options.items()
-        if name in timeouts or name.startswith("ssl_")
-    }
-    shared["retry"] = options["retry"]  # by default it waits for seconds before a retry
+    shared = {n: value for n, value in options.items() if n in names or n.startswith("ssl_")}
     shared |= {"username": config.sentinel_username, "password": config.sentinel_password}
     sentinel = _Sentinels(  # type: ignore[no-untyped-call]  # its base class is
         hosts, sentinel_kwargs={"ssl": place.is_tls, **shared}
@@ -250,10 +244,8 @@ class _LazyCluster:
 
 
 def describe_server(config: Config) -> ServerFacts:
-    """Return version, memory policy and clock of the server, for ``doctor``.
-
-    Opens a separate connection. Describes one node of a cluster. Raises ``StoreUnavailable``; the
-    facts list commands that the ACL denies.
+    """Return version, memory policy and clock of the server, or of one node of a cluster, by a
+    connection of its own. Raises ``StoreUnavailable``; the facts list commands that the ACL denies.
     """
     client = connect_redis(config)
     try:

@@ -36,8 +36,6 @@ from objkv.agent.prefetch import Prefetches
 from objkv.errors import ConfigError, ObjkvError
 from objkv.keys.tokenizer import Tokenizers
 
-_SCHEME = "bearer "
-
 
 @dataclass(frozen=True, slots=True)
 class HttpSettings:
@@ -79,7 +77,7 @@ class AgentHttp:
         self._token = _digest(settings.token.encode())
         self._path = settings.path
         self._bodies = Bodies()
-        self._listeners = [self._open_local()]
+        self._listeners = [HttpListener(self._path, self._answer_local)]
         if settings.address is not None:
             try:
                 self._listeners.append(HttpListener(settings.address, self._answer_remote))
@@ -91,10 +89,7 @@ class AgentHttp:
         """Serve the Unix socket again if something has removed it. Raises ``ConfigError``."""
         if self._listeners[0].is_lost:
             self._listeners[0].close()
-            self._listeners[0] = self._open_local()
-
-    def _open_local(self) -> HttpListener:
-        return HttpListener(self._path, self._answer_local)
+            self._listeners[0] = HttpListener(self._path, self._answer_local)
 
     def close(self) -> None:
         """Stop. Idempotent."""
@@ -117,8 +112,8 @@ class AgentHttp:
 
     def _is_allowed(self, environ: Mapping[str, Any]) -> bool:
         """Compare the token in a time that does not depend on it."""
-        given = str(environ.get("HTTP_AUTHORIZATION", ""))
-        token = given[len(_SCHEME) :].strip() if given[: len(_SCHEME)].lower() == _SCHEME else ""
+        scheme, _, token = str(environ.get("HTTP_AUTHORIZATION", "")).partition(" ")
+        token = token.strip() if scheme.lower() == "bearer" else ""
         return compare_digest(_digest(token.encode("latin-1", "replace")), self._token)
 
     def _answer(
@@ -161,8 +156,8 @@ class AgentHttp:
         return asdict(self._prefetches.start(*self._prompt(body, is_local), order))
 
     def _prompt(self, body: Body, is_local: bool) -> tuple[str, list[bytes]]:
-        """Return namespace and prefix hashes of a prompt. ``is_local``: the client is of the same
-        user, so that it may name files. Raises ``ConfigError`` with the fix."""
+        """Return namespace and prefix hashes of a prompt. ``is_local``: whether the client may name
+        files. Raises ``ConfigError`` with the fix."""
         namespace = body.get("namespace")
         if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
             raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")

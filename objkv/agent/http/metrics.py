@@ -123,8 +123,6 @@ TOTALS: Final = {
     },
 }
 """Counters since the agent's start. They are exported from the start, with ``_total``."""
-
-
 DECISIONS: Final = {
     "puts_all": "1: all payloads of the namespace are put; 0: those that recur.",
     "break_even": "How often a saved chunk must be read again to pay, if it is known.",
@@ -140,13 +138,11 @@ def metrics_page(
     """Return a page for Prometheus of these levels, of a recorder's numbers since the start, and of
     what is put of each namespace."""
     values = {name.removeprefix("agent_"): value for name, value in numbers.items()} | {**levels}
-    decided = {f'{{namespace="{name}"}}': one for name, one in (decisions or {}).items()}
-    puts_all = {label: float(one.puts == "all") for label, one in decided.items()}
-    break_even = {
-        label: one.break_even
-        for label, one in decided.items()
-        if one.break_even is not None and math.isfinite(one.break_even)
-    }
+    puts_all, break_even = dict[str, float](), dict[str, float]()
+    for name, one in (decisions or {}).items():
+        puts_all[f'{{namespace="{name}"}}'] = float(one.puts == "all")
+        if one.break_even is not None and math.isfinite(one.break_even):
+            break_even[f'{{namespace="{name}"}}'] = one.break_even
     lines = []
     for name, text in LEVELS.items():
         lines += _metric(name, "gauge", {"": values.pop(name, 0.0)}, text)

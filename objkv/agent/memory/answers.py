@@ -1,9 +1,9 @@
 """Answers to lookups in memory that the agent writes and replicas read.
 
 So a replica needs no message for chunks that were looked up before on its node: two wake-ups of
-processes take longer than all the rest of a lookup. Answers come in blocks of chunks, because
-prompts that begin alike have equal blocks from the start on. Each is kept for a bounded time, and
-until anything changes about one of its chunks on this node.
+processes take longer than the rest of a lookup. Prompts that begin alike have equal blocks of
+chunks from the start on, so each block has an answer. It is kept for a bounded time, and until
+anything changes about one of its chunks on this node.
 """
 
 import mmap
@@ -177,8 +177,8 @@ class AnswerBoard:
         return text if xxh3_64_intdigest(text) == checksum else None
 
     def close(self) -> None:
-        """Close the descriptor. The memory is unmapped with the last reference to this object,
-        because another thread may still read it. Idempotent."""
+        """Close the descriptor. The memory is unmapped with the last reference to it: another
+        thread may still read it. Idempotent."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -186,12 +186,9 @@ class AnswerBoard:
     def _unlink(self, pending: PendingAnswer) -> None:
         """Forget a pending answer's chunks. The lock must be held."""
         for one in pending.hashes:
-            if left := tuple(
-                other for other in self._by_chunk.get(one, ()) if other is not pending
-            ):
+            others = self._by_chunk.pop(one, ())
+            if left := tuple(other for other in others if other is not pending):
                 self._by_chunk[one] = left
-            else:
-                self._by_chunk.pop(one, None)
 
 
 def _slot_start(key: bytes) -> int:
