@@ -33,8 +33,7 @@ T = TypeVar("T")
 
 
 class Line(Protocol):
-    """A way to another process, which answers questions in order. Its methods never wait, and raise
-    if it is lost."""
+    """Answers questions in order. Its methods never wait, and raise if it is lost."""
 
     def fileno(self) -> int:
         """Return the descriptor that is readable when an answer has arrived."""
@@ -73,8 +72,7 @@ def in_steps(outcome: T | Steps[T]) -> Steps[T]:
 
 
 class Pool(Generic[Job]):
-    """Thread-safe. Only ``drain`` and ``close`` block. No callback runs under the pool's lock, so
-    callers may hold their own."""
+    """Thread-safe. Only ``drain`` and ``close`` block. No callback runs under its lock."""
 
     def __init__(
         self,
@@ -288,14 +286,12 @@ class StepThread:
         return self.start(work()) is not None
 
     def wait(self, seconds: float) -> None:
-        """Block until work ends, for at most ``seconds``; not at all if some has ended since the
-        last call. For one thread."""
+        """Wait at most ``seconds`` until work ends, or has since the last call. For one thread."""
         self._ended.wait(seconds)
         self._ended.clear()
 
     def close(self, seconds: float) -> None:
-        """Cancel what has not begun, and wait for the rest, whose questions fail after ``seconds``.
-        Idempotent."""
+        """Cancel what has not begun. Questions of the rest fail after ``seconds``. Idempotent."""
         with self._lock:
             if self._end_at is None:
                 self._end_at = monotonic() + seconds

@@ -92,7 +92,6 @@ class ArenaCache:
         self._extents = Extents(BOARD_BYTES, arena.nbytes)
         self._pages = PagesAhead(arena)
         self.total_bytes = self._extents.total_bytes
-        """Room for payloads."""
         self.payload_bytes_max = self.total_bytes // _SHARE
         """Largest payload that gets memory. A larger one would evict most others."""
         self.ahead_bytes_max = self.total_bytes // _AHEAD_SHARE
@@ -101,7 +100,6 @@ class ArenaCache:
         self._unread: dict[CachedPayload, None] = {}
         """Payloads that were prefetched and not read yet, oldest first."""
         self.unread_bytes = 0
-        """Bytes of those."""
         self._lock = Lock()
         self._by_key: dict[str, CachedPayload] = {}
         self._at: dict[int, CachedPayload] = {}
@@ -122,8 +120,7 @@ class ArenaCache:
         return len(self._by_key)
 
     def peek(self, keys: Iterable[str]) -> list[CachedPayload | None]:
-        """Return the payloads that are resident or being filled. Without a lease, any of them may
-        change at any moment."""
+        """Return the payloads that are resident or being filled. None is leased: any may change."""
         return [self._by_key.get(key) for key in keys]
 
     def contains_ready(self, keys: Iterable[str]) -> list[bool]:
@@ -183,9 +180,8 @@ class ArenaCache:
         return None
 
     def adopt(self, one: CachedPayload, origin: Origin, layout: int) -> tuple[CachedPayload, bool]:
-        """Let others find a reserved payload, which is complete and verified, its header included.
-        Returns it, or one that came there meanwhile instead, with the caller's lease, and whether
-        it is the reserved one."""
+        """Let others find a reserved, complete and verified payload. Returns it, or one that came
+        there meanwhile instead, with the caller's lease, and whether it is the reserved one."""
         with self._lock:
             known = self._by_key.get(one.key)
             if known is not None:
@@ -268,8 +264,7 @@ class ArenaCache:
         return True
 
     def deallocate(self, one: CachedPayload) -> None:
-        """Take back the memory of a payload that is being filled. No frame of it was reported, so
-        no reader knows its place."""
+        """Take back the memory of a payload that is being filled, whose place no reader knows."""
         with self._lock:
             self._give_back(one)
 
@@ -296,8 +291,7 @@ class ArenaCache:
         self._report(one, CellState.FAILED, layers)
 
     def forget(self, key: str) -> None:
-        """Make a payload unavailable to new readers, also if it is being filled. Present ones keep
-        it."""
+        """Make a payload unavailable to new readers, also if it is being filled."""
         with self._lock:
             one = self._by_key.get(key)
             if one is not None:
@@ -312,8 +306,7 @@ class ArenaCache:
                 self.held_back.dropped(key)
 
     def close(self) -> None:
-        """Allot no memory from now on: clients may read memory whose leases have ended until their
-        connections end."""
+        """Allot no memory from now on: connections may outlast their leases, and still read it."""
         with self._lock:
             self._closed = True
         self._pages.close()
@@ -329,8 +322,7 @@ class ArenaCache:
             return sum(one.nbytes for one in self._all if one.leases)
 
     def _report(self, one: CachedPayload, state: CellState, layers: int) -> None:
-        """Write the progress of a fill, which ends with its lease unless it is FILLING, and wake
-        those that wait for it."""
+        """Write a fill's progress, wake its waiters, end its lease unless it is FILLING."""
         offset = max(0, one.offset)
         progress = Progress(state, layers, offset, one.nbytes, one.reason, one.layout)
         self._arena.board.write(one.cell, progress)
@@ -360,8 +352,7 @@ class ArenaCache:
                 self._free(one)
 
     def _make_room(self, nbytes: int, *, is_sure: bool) -> int | None:
-        """Evict until there is a gap of ``nbytes``, at first in the ranking's order, and then the
-        cheapest row of neighbours."""
+        """Evict by the ranking until there is a gap, else the cheapest row of neighbours."""
         if nbytes > self._extents.free_bytes + self._idle_bytes:
             return None
         evicted = 0

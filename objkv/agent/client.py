@@ -83,7 +83,6 @@ logger = logging.getLogger(__name__)
 P = ParamSpec("P")
 T = TypeVar("T")
 FoundBlock = tuple[ShardRecords | None, ...]
-"""The records of a block of chunks."""
 CALL_S = 2.0
 """How long an answer may take, which takes microseconds unless the machine is very busy."""
 KNOWN_MAX = 256
@@ -119,7 +118,6 @@ class ArenaLease(NamedTuple):
     """0 if there is no lease: the payload is a miss."""
     cell: int
     progress: Progress
-    """The state when it was opened."""
 
 
 def leases_of(opened: Opened, board: ProgressBoard) -> list[ArenaLease]:
@@ -204,8 +202,7 @@ class AgentConnection:
         return not self._is_lost
 
     def has_ended(self) -> bool:
-        """Whether the connection has failed, or the agent has ended it, as one that is replaced
-        does. Costs a system call."""
+        """Whether it has failed, or the agent has ended it. Costs a system call."""
         if not self._is_lost:
             poll = select.poll()
             poll.register(self._sock, select.POLLRDHUP)
@@ -213,8 +210,7 @@ class AgentConnection:
         return self._is_lost
 
     def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> Opened:
-        """Open payloads for reading, in order: from 1 to ``OPEN_MAX``. Each lease must be
-        released."""
+        """Open 1 to ``OPEN_MAX`` payloads, in order. Each lease must be released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         answer = self._call(pack_open_request(OpenRequest(urgency, deadline_ms, wanted)))
         return self._read(unpack_opened, answer, len(wanted))
@@ -230,8 +226,7 @@ class AgentConnection:
         self._send(pack_rejection(claim))
 
     def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:
-        """Hand over payloads in the outbox, or parts of some, at most ``COMMITS_MAX``. Their memory
-        may be reused when this returns."""
+        """Hand over at most ``COMMITS_MAX`` payloads, or parts. The outbox may change then."""
         answer = self._call(pack_commits(commits))
         return self._read(unpack_committed, answer, len(commits))
 
@@ -332,8 +327,7 @@ class AgentConnection:
             self.close()
 
     def wait(self, seconds: float, also: Alarm | None = None) -> bool:
-        """Wait at most ``seconds`` for progress of a payload that is being filled, or for ``also``.
-        Returns False if the agent has gone."""
+        """Wait for progress of a fill, or for ``also``. Returns False if the agent has gone."""
         alarms = [one for one in (self.alarm, also) if one is not None]
         if not wait_for(alarms, seconds, until_hangup=self._sock.fileno()):
             self._is_lost = True
@@ -406,7 +400,6 @@ class ArenaLeases:
         self._connect, self._share = connect, share
         self.failure_log = FailureLog(logger, what)
         self.agent: AgentConnection | None = None
-        """The present connection, None without one."""
         self.is_moving = False
         """Whether the agent opens no more, because it is replaced."""
         self.leased = 0
@@ -463,8 +456,7 @@ class ArenaLeases:
     def open(
         self, claims: Claims, nbytes: int, *, deadline_s: float, urgency: Urgency
     ) -> list[ArenaLease] | None:
-        """Open payloads of about ``nbytes``, each until ``release``. None if the agent is replaced.
-        Raises ``TransferError``."""
+        """Open payloads. None if the agent is replaced. Raises ``TransferError``."""
         opened = self.present.open(claims, deadline_s=deadline_s, urgency=urgency)
         if opened.reasons[0] == MissReason.CLOSED:
             self.is_moving = True
@@ -573,8 +565,7 @@ class AgentCalls:
             raise StoreUnavailable("the agent's answer is not JSON") from exc
 
     def prefetch(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Steps[int]:
-        """Have the payloads of a prompt fetched. Returns how many that started. Raises
-        ``StoreError``."""
+        """Have a prompt's payloads fetched. Returns how many started. Raises ``StoreError``."""
         started, left = 0, order.bytes_max
         for first in range(0, len(hashes), _CHUNKS_MAX):
             part = hashes[first : first + _CHUNKS_MAX]

@@ -46,8 +46,7 @@ _IDLE_S = 10.0
 _LATE_S = 0.2
 """A thread hangs if it goes on for this time after its payload's deadline."""
 _OPEN_AT_ONCE = 8
-"""Payloads under one hold of the lock, for which a step of another replica may wait: a prefetch may
-have thousands."""
+"""Payloads under one hold of the lock: a prefetch of thousands must not delay other replicas."""
 _OVERDUE_SHARE = 1 / 4
 """A load between steps is overdue after this share of its time."""
 _TYPICAL_BYTES = 1 << 20
@@ -185,7 +184,6 @@ class _Answer(NamedTuple):
     """Chunks of different namespaces may have the same hash: a tier's are vLLM's."""
     shards: ShardRecords
     end_s: float
-    """When it is too old."""
 
 
 class FoundRecords:
@@ -243,8 +241,7 @@ class CoreLimits:
 
     threads: int
     queue_max: int = 4096
-    """Payloads that may wait for a thread, those of some long prompts. Further ones are misses:
-    they would wait until their deadline."""
+    """Payloads of some long prompts. Further ones are misses: they would only be late."""
     disk_keeps_all: bool = False
     """Whether payloads are written to the disk that were not read."""
     part_policy: PartPolicy = field(default_factory=PartPolicy)
@@ -271,7 +268,6 @@ class Core:
         self._answers_changed = changed
         self.arena_cache = ArenaCache(arena, recorder, self.record_changed, came_due, disk)
         self.spill: Spill | None = None
-        """The tier below the arena; None if there is none."""
         if disk is not None:
             readers = max(1, limits.threads - max(1, limits.threads // 4))
             self.spill = Spill(self.arena_cache, disk, cache.seal, readers, recorder)
@@ -284,7 +280,6 @@ class Core:
         self._prefetching = 0
         self._closed = self._draining = False
         self.layouts = KnownLayouts()
-        """Of the payloads in the arena."""
         self._threads = [
             Thread(target=self._serve, name=f"objkv-fill-{n}", daemon=True)
             for n in range(limits.threads)
@@ -358,8 +353,7 @@ class Core:
         return opened
 
     def _joins(self, resident: CachedPayload, due: Priority) -> bool:
-        """Whether one more client may wait for a payload that is being filled, which may come
-        sooner now. If not, its lease is over."""
+        """Whether one more client may wait for a fill, maybe sooner. If not, ends its lease."""
         if self._is_stuck():
             self.arena_cache.release(resident)
             return False
@@ -461,8 +455,7 @@ class Core:
             self.arena_cache.failed(job.one, MissReason.CLOSED, layers)
 
     def _next_job(self) -> FetchJob | None:
-        """Return the next job; None if there is none, or only prefetches, and the other threads are
-        kept for loads."""
+        """Return the next job, or None. Some threads are kept free of prefetches."""
         urgency = self._fetches.next_urgency()
         if urgency is None or self._closed:
             return None
@@ -477,8 +470,7 @@ class Core:
         return job
 
     def _run(self, job: FetchJob, staging: Staging) -> FetchJob | None:
-        """Fill one payload, or a part of it: returns the job if it goes on. Every fault is a
-        miss."""
+        """Fill a payload, or a part: returns the job if it goes on. Every fault is a miss."""
         if self.arena_cache.cancel_fill(job.one):
             return None
         fill, reason = job.fill, MissReason.STORE
@@ -562,8 +554,7 @@ class Core:
         return record
 
     def _fill(self, fill: Fill, deadline: float, staging: Staging) -> MissReason:
-        """Fetch a payload, or its next part. Returns NONE, or why it is missed. Raises like
-        ``Fill.run`` if the store fails."""
+        """Fetch a payload, or its next part. Returns why it is missed, or NONE."""
         wanted, claim = fill.wanted, fill.wanted.claim
         began = monotonic()
         if began >= deadline:

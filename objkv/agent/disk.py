@@ -24,8 +24,7 @@ from objkv.stores.base import Arrived
 FOLDER: Final = "payloads"
 """Folder of the files below the configured one, which may be a mount point of another owner."""
 FILES_MAX: Final = 1 << 18
-"""Payloads on disk, whatever the bound in bytes: each takes 300 bytes of memory, and 1,100 more if
-it is held back."""
+"""Each takes 300 bytes of memory, and 1,100 more if it is held back."""
 _LOCK = "lock"
 _TEMPORARY = "unfinished"
 HELD_BACK: Final = "held-back"
@@ -111,8 +110,7 @@ class DiskFolder:
                 raise
 
     def read_into(self, name: str, buffer: memoryview, arrived: Arrived) -> int | None:
-        """Read a file of ``len(buffer)`` bytes, see ``ReadStore.get_into``. Raises ``PayloadError``
-        if it is shorter."""
+        """See ``ReadStore.get_into``. Raises ``PayloadError`` for a shorter file."""
         with _translated(f"read {name}"):
             try:
                 fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=self._fd)

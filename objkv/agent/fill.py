@@ -40,8 +40,7 @@ _SHARDS_MAX = 1024
 
 
 class KnownLayout(NamedTuple):
-    """Where each frame of a payload is, and how long that is: the layers' pages follow the header,
-    uncompressed and without a gap."""
+    """Where frames are: the pages follow the header, uncompressed and without a gap."""
 
     layers: tuple[LayerSpec, ...] = ()
     header_bytes: int = 0
@@ -78,8 +77,7 @@ class KnownLayouts:
     def note(
         self, namespace: str, field: str, layers: tuple[LayerSpec, ...], header_bytes: int
     ) -> int:
-        """Return the number of the layout of a payload whose header was verified, which the arena
-        has uncompressed."""
+        """Return the layout's number of an uncompressed payload whose header was verified."""
         last = self._last.get((namespace, field))
         if last is not None and last.layers is layers and last.header_bytes == header_bytes:
             return last.number
@@ -191,10 +189,8 @@ class Fill:
         self.is_complete = False
         """Whether the whole payload is in the arena."""
         self.is_hot = False
-        """Whether bytes came from the hot store."""
         self._is_encrypted = False
         self._memory: memoryview | None = None
-        """The payload's memory in the arena."""
         self._stored = memoryview(b"")
         """The buffer of the store's bytes: the same memory, or a staging buffer."""
         self._one, self.wanted, self._disk_copy = one, wanted, disk_copy
@@ -213,7 +209,6 @@ class Fill:
         self._count, self.is_whole = count, count == 1
         self._sums: list[str] = []
         self._pages_at = 0
-        """Position of the next frame's pages."""
         self.layers = 0
         """Leading frames that readers know of."""
 
@@ -237,8 +232,7 @@ class Fill:
 
     def _take_memory(self, staging: Staging) -> bool:
         """Have the buffer for the store's bytes, and the payload's place if its size is known.
-        Returns False if it is not stored: until that is known, no payload is evicted for it that no
-        store has."""
+        Returns False if it is not stored: before, nothing is evicted for it that no store has."""
         spare = not self.is_whole  # shows a payload that is too long
         if not self._is_direct:
             if self._memory is None and (size := self._known.header_bytes):
@@ -295,8 +289,7 @@ class Fill:
         return True
 
     def _cut(self, header: Header, done: int) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of the other parts, each with about as many frames, after the first
-        ``done`` bytes."""
+        """Yield the ranges after the first ``done`` bytes, each with about as many frames."""
         starts, first = header.frames.starts, len(self._sums)
         left = len(starts) - first
         count = min(self._count - 1, left)

@@ -61,8 +61,7 @@ class _Held:
     is_wanted: bool = False
     """Whether it is to be saved as soon as it is in the arena."""
     is_leased: bool = False
-    """Whether another process was saving it when its save was last tried: it is not lost then, and
-    the next read finds it stored."""
+    """Whether another process was saving it at the last try: then it is not lost."""
     retry_at: float = -math.inf
 
     @property
@@ -109,8 +108,7 @@ class HeldBackPayloads:
         return self._nbytes
 
     def add(self, claim: Claim, record: ShardRecord, *, is_due: bool) -> None:
-        """Add a payload. ``record``: of ``held_back_record``. ``is_due``: whether it is being saved
-        already, and not held back."""
+        """Add a payload, and its ``held_back_record``. ``is_due``: if it is being saved."""
         key, one = claim.key, _Held(claim, encode_shard(record), record.nbytes, is_due)
         path = key.path()
         with self._lock:
@@ -198,8 +196,7 @@ class HeldBackPayloads:
             self._changed(one.claim.key.prefix_hash)
 
     def keep_on_disk(self, path: str) -> bool:
-        """Whether the disk has a payload that leaves the arena. Until it has arrived again, its
-        loss there is reported."""
+        """Whether the disk has a payload. Until that is in the arena, its loss is reported."""
         return self._disk is not None and self._disk.mark_only_copy(path)
 
     def left_arena(self, path: str) -> None:
@@ -223,9 +220,8 @@ class HeldBackPayloads:
     def find(
         self, namespace: str, hashes: Sequence[bytes], fields: tuple[str, ...], find: Find
     ) -> list[ShardRecords | None]:
-        """Return what ``find`` does for chunks of ``namespace``, and held-back payloads. Chunks
-        that are held back in part have a call of ``find`` of their own: after a missing chunk it
-        may report all later ones as missing."""
+        """Return what ``find`` does, and held-back payloads. Chunks that are held back in part have
+        a call of their own: after a missing chunk ``find`` may report all later ones as missing."""
         chunks = self._by_chunk.get(namespace)
         if not chunks or chunks.keys().isdisjoint(hashes):  # most lookups: 3 us for 128 chunks
             return find(hashes)

@@ -42,8 +42,7 @@ class OutboxPayload(NamedTuple):
     """The key's."""
     payload: Buffer
     part: SavedPart | None = None
-    """What it is of a payload that several ranks write, which is saved when the agent has all of
-    it."""
+    """Its place in a payload of several ranks, which is saved when the agent has all of it."""
 
 
 class Outbox:
@@ -66,8 +65,7 @@ class ClientOutbox:
     """The agent's end of an outbox."""
 
     def __init__(self, fd: int) -> None:
-        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd of a fixed size: reading
-        another file might take for ever."""
+        """Takes over ``fd``. Raises ``TransferError`` unless it is a memfd: others may block."""
         self._fd = fd
         try:
             self.nbytes = check_size(fd, "outbox", writable=True)
@@ -185,8 +183,7 @@ class AgentSaves:
         self._drops.append(Drop(part.number, part.position.parts, path))
 
     def send_drops(self) -> None:
-        """Report what was noted, as far as an agent can be reached: it would wait for these parts
-        until their deadline. Raises nothing."""
+        """Report what was noted, so that an agent does not wait for it. Raises nothing."""
         while self._drops:
             try:
                 self._reach().drop(self._drops.popleft())

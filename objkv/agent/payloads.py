@@ -61,7 +61,6 @@ class ReadOutcome(Enum):
     FAILED = "load_errors"
     """The store, the agent or ``take`` failed, or the reader is closed."""
     UNWANTED = "load_unwanted"
-    """Not needed any more."""
 
 
 _OUTCOMES = {
@@ -123,8 +122,7 @@ class PayloadTransfer:
         return sum(layer.nbytes for layer in self.layers)
 
     def take_pages(self, pages: Sequence[memoryview]) -> None:
-        """Copy or use the verified pages of each layer, which change when this returns. May raise
-        anything."""
+        """Use the verified pages of each layer, which change afterwards. May raise anything."""
 
     def write_pages(self, pages: memoryview) -> None:
         """Fill ``pages`` with the raw pages of all layers, one after the other. May wait for a

@@ -138,8 +138,7 @@ class Prefetches:
         )
 
     def start(self, namespace: str, hashes: Sequence[bytes], order: PrefetchOrder) -> Prefetched:
-        """Fetch all payloads of the leading stored chunks, of all shards, in order. If ``puts``,
-        only those that are held back."""
+        """Fetch all payloads of the leading stored chunks; if ``puts``, only those held back."""
         records = self._stored(namespace, hashes)
         wanted = [one for record in records for one in _wanted(namespace, record)]
         if order.puts:

@@ -15,8 +15,7 @@ from typing import Final
 
 _READS_MAX: Final = 3
 _PROBATION: Final = 1 / 2
-"""Share of the memory. A conversation's next turn comes after many other prompts: with a tenth,
-most conversations were gone by then."""
+"""Share of the memory. With a tenth, most conversations were gone before their next turn."""
 
 
 class _Fifo:
@@ -46,13 +45,11 @@ class Ranking:
         self._nbytes_max = nbytes_max
         self._new, self._main = _Fifo(), _Fifo()
         self._gone: OrderedDict[int, int] = OrderedDict()
-        """Sizes of those evicted on probation, by their key's hash. A wrong match only puts a
-        payload into the wrong queue."""
+        """Sizes of evicted ones, by hash. A wrong match only means the wrong queue."""
         self._gone_bytes = 0
 
     def add(self, key: str, nbytes: int, *, is_unread: bool = False) -> None:
-        """Record that a payload became resident. ``is_unread``: it was prefetched, and is on
-        probation whatever it was before."""
+        """Add a payload. ``is_unread``: it was prefetched, and is on probation in any case."""
         assert key not in self
         known = self._gone.pop(hash(key), 0)
         self._gone_bytes -= known
@@ -65,8 +62,7 @@ class Ranking:
         keys[key] = nbytes, min(_READS_MAX, reads + 1)
 
     def remove(self, key: str, *, was_read: bool = True) -> None:
-        """Forget a payload, if it is known. If it ``was_read`` and comes back soon, it has proved
-        its worth."""
+        """Forget a payload. ``was_read``: whether it has proved its worth if it comes back soon."""
         if key in self._main.keys:
             self._main.pop(key)
         elif key in self._new.keys:

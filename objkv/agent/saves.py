@@ -57,8 +57,7 @@ _BATCH: Final = 1000
 JOINS_MAX: Final = 16_384
 """Joins that an agent knows, those that have ended included."""
 _SHARE = 4
-"""Divisor: open joins take at most this fraction of the arena, and payloads that wait to be saved
-lease at most as much."""
+"""Divisor: open joins take at most this share of the arena, and so do saves that wait."""
 Name = tuple[bytes, str]
 """Replica, and path of the payload."""
 
@@ -177,8 +176,7 @@ class Joins:
         return self._finish(one) if status is None else status
 
     def _status_of(self, name: Name, one: _OpenJoin) -> CommitStatus | None:
-        """Return what to answer a part that was copied; None if it completes the payload, which is
-        the caller's then."""
+        """Return what to answer a part that was copied; None if it completes the payload."""
         if one.status is not None:
             self._free(one)
             self._forget_seen(name, one)
@@ -242,8 +240,7 @@ class Joins:
                 self._drop(self._known.pop(name), "late")
 
     def _find(self, name: Name, number: int, parts: int) -> _OpenJoin | None:
-        """Return the join that a part belongs to; None if a newer one has replaced it, or there are
-        too many."""
+        """Return a part's join; None if a newer one has replaced it, or there are too many."""
         one = self._known.get(name)
         if one is not None and one.number >= number:
             return one if one.number == number else None
@@ -322,8 +319,7 @@ class _Save:
 
 
 class NodeSaves:
-    """Thread-safe. ``commit`` copies and verifies in the calling thread, and never waits for a
-    store."""
+    """Thread-safe. ``commit`` copies and verifies in the calling thread."""
 
     def __init__(
         self,
@@ -360,12 +356,8 @@ class NodeSaves:
         )
 
     def commit(self, outbox: ClientOutbox, commit: Commit, replica: bytes = b"") -> CommitStatus:
-        """Take a copy of an uncompressed, unsealed payload, and save it. Of a part of one, take a
-        copy, and save the payload when all parts are there.
-
-        It may change at any time: only the copy is trusted, once it is verified. ``replica``: which
-        of them hands it over.
-        """
+        """Take a copy of an uncompressed, unsealed payload, and save it; of a part, once all are
+        there. The outbox may change at any time: only the copy is trusted, once it is verified."""
         try:
             text = outbox.read(commit.offset, min(commit.nbytes, _HEADER_GUESS))
             if (needed := header_bytes_needed(text)) > len(text):
@@ -390,8 +382,7 @@ class NodeSaves:
             return CommitStatus.REFUSED
 
     def _admit(self, request: SaveRequest, nbytes: int) -> CommitStatus | None:
-        """Decide whether a payload is wanted. Returns None if it is, which ``in_flight`` knows
-        then, or what to answer."""
+        """Begin a payload's save in ``in_flight`` if it is wanted, or return what to answer."""
         path = request.path
         request.was_held_back = path in self._held
         holds_back = self.policy.holds_back(request.claim, nbytes) or not self._limits.may_save
@@ -417,8 +408,7 @@ class NodeSaves:
     def _copy(
         self, request: SaveRequest, header: Header, text: bytes, outbox: ClientOutbox, offset: int
     ) -> CommitStatus:
-        """Copy an admitted payload, verify the copy, and save it. ``text``: what the header was
-        read from. Raises ``PayloadError``."""
+        """Copy, verify and save a payload. ``text``: its header. Raises ``PayloadError``."""
         path = request.path
         known = self._arena_cache.lease_ready(path)
         memory = known or self._arena_cache.reserve(path, header.nbytes)
@@ -448,8 +438,7 @@ class NodeSaves:
         *,
         is_reserved: bool = True,
     ) -> CommitStatus:
-        """Save an admitted payload that is in leased memory, or hold it back. ``is_reserved``: if
-        not, others may find it already."""
+        """Save or hold back a payload. ``is_reserved``: whether no other thread finds it."""
         path, claim, resident, is_new = memory.key, header.claim, memory, False
         if is_reserved:
             shard = claim.key.namespace, claim.key.field
@@ -502,8 +491,7 @@ class NodeSaves:
             self._sighting.put((None,))
 
     def drain(self, seconds: float) -> bool:
-        """Wait for all saves, for at most ``seconds``. Returns whether all have ended. Payloads
-        that were not seen again do not count."""
+        """Wait at most ``seconds`` for all that is due. Returns whether all has ended."""
         end = monotonic() + seconds
         while True:
             self._has_ended.clear()
@@ -519,8 +507,7 @@ class NodeSaves:
                 self._has_ended.wait(min(left_s, _LOOK_S))
 
     def close(self, drain_s: float) -> None:
-        """Drain within the bound, then stop. If a store hangs, its thread keeps its payload until
-        the call ends. Idempotent."""
+        """Drain within the bound, then stop, except for threads in calls that hang. Idempotent."""
         end = monotonic() + drain_s
         self.drain(drain_s)
         self._sighting.close(JOIN_S)
@@ -543,8 +530,7 @@ class NodeSaves:
         return has_room and self._pool.waiting < self._limits.queue_max
 
     def _refusal(self) -> CommitStatus:
-        """Return why nothing can be saved now, or ACCEPTED. Of an agent that may only read, nothing
-        is ever to be saved."""
+        """Return why nothing can be saved now, REPEATED if it never can, or ACCEPTED."""
         if not self._limits.may_save:
             return CommitStatus.REPEATED
         if not self._cache.has_room():
@@ -598,8 +584,7 @@ class NodeSaves:
         self._held.not_saved(path)
 
     def _read_header(self, payload: Buffer) -> Header:
-        """Return the header of a payload whose layers are most probably those of the last one of
-        its shard. Raises ``PayloadError``."""
+        """Return a header, probably of its shard's last layout. Raises ``PayloadError``."""
         if (claim := claim_in(payload)) is None:
             return read_header(payload)
         last = self._core.layouts.last(claim.key.namespace, claim.key.field)
@@ -624,8 +609,7 @@ class NodeSaves:
         self._failure_log.worked()
 
     def _store(self, save: _Save) -> bool:
-        """Save a payload, unless its deadline has passed. Returns False if another process is
-        saving it."""
+        """Save a payload, if it is in time. Returns False if another process is saving it."""
         path = save.resident.key
         if monotonic() >= save.deadline:
             self._recorder.count("save_drops")

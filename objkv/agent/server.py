@@ -60,7 +60,6 @@ _DEADLINE_MS_MAX = 600_000
 _SEND_S = 5.0
 """How long a client may leave an answer unread. Answers fit into its socket's buffer."""
 _HELLO_S = 10.0
-"""How long a client may take to greet."""
 _REFUSAL_S = 1.0
 _PAUSE_S = 1.0
 """After a connection that could not be served, such as without a free descriptor."""
@@ -119,8 +118,7 @@ class AgentSession:
             self._core.arena_cache.release(resident)
 
     def end_unused(self) -> None:
-        """Receive nothing more from a client that has no lease. Messages that it has sent are
-        answered."""
+        """Only answer what has come from a client that has no lease."""
         if self.busy.acquire(blocking=False):
             if not self.leases:
                 _shut(self.sock, socket.SHUT_RD)
@@ -152,8 +150,7 @@ class AgentServer:
         *,
         seals: Sequence[str],
     ) -> None:
-        """Closes ``listener``, and none of the others. ``seals``: how the agent's payloads are
-        sealed."""
+        """Closes ``listener``. ``seals``: how the agent's payloads are sealed."""
         self._listener, self._core, self._saves = listener, core, saves
         self._arena, self._lookups, self._calls = arena, lookups, calls
         self.seals = tuple(seals)
@@ -208,8 +205,7 @@ class AgentServer:
         return True
 
     def close(self) -> None:
-        """End all connections. The core must be closed: leased memory could be reused otherwise.
-        Idempotent."""
+        """End all connections. The core must be closed: it would reuse memory. Idempotent."""
         with self._lock:
             self._closed = True
             clients = dict(self._clients)

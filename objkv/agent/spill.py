@@ -84,9 +84,8 @@ class Spill:
         return DiskCopy(nbytes, partial(self._get_into, key))
 
     def read(self, fill: Fill, staging: Staging) -> bool:
-        """Complete a fill of a ``disk_copy``. Return False if the payload has to come from the
-        stores: readers know of no frame then. A file that is not right goes. Raises
-        ``MissError``."""
+        """Complete a fill of a ``disk_copy``. Return False if it has to come from the stores:
+        readers know of no frame then. A wrong file goes. Raises ``MissError``."""
         key = fill.wanted.claim.key.path()
         try:
             with self._breakers.attempt("read", "read"), self._slot():
@@ -127,8 +126,7 @@ class Spill:
             self.disk.folder.close()
 
     def _hand_over_held_back(self) -> None:
-        """Tell the next agent which payloads of the disk are nowhere else. They are no longer this
-        one's."""
+        """Hand those that only the disk has over to the next agent."""
         kept = self._held.written()
         if not kept or not self.disk.is_loaded:
             return

@@ -55,9 +55,8 @@ and would wait for Python's usual 5 ms behind threads that fetch."""
 
 
 def _lease_owner(path: Path) -> str:
-    """Return the owner of an agent's leases: the same after a kill and a new start, so that it need
-    not wait until they expire. During a replacement two agents have it: a payload that both save is
-    sent twice, and stored once."""
+    """Return the owner of an agent's leases, which a new start need not wait for. During a
+    replacement two agents have it: a payload that both save is sent twice, and stored once."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text()
         # Containers may have the same host name, and the same path in other folders.
@@ -90,9 +89,8 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
     def __init__(
         self, config: Config, path: Path, recorder: MemoryRecorder, *, replace: bool = False
     ) -> None:
-        """``replace``: take over from the agent that serves ``path``, once this one can start.
-        Raises ``AgentRuns`` if another one serves it, ``ConfigError``, and with ``at_start`` strict
-        ``StoreError``."""
+        """``replace``: take over the path once this one can start. Raises ``AgentRuns`` if another
+        one serves it, ``ConfigError``, and with ``at_start`` strict ``StoreError``."""
         self._config, self._path, self._rule = config, path, PutRule.of(config)
         self._failure_log = FailureLog(logger, "connections of new clients")
         self._open(path, recorder, replace)

@@ -45,8 +45,7 @@ class Backends(AbstractContextManager["Backends"]):
     connections, because a lookup must not wait behind a payload."""
     index: WriteIndex
     admin: PruneIndex | None = None
-    """The index itself, on which operators pin, drop and count; None if ``role`` is reader. Closing
-    ``index`` closes it."""
+    """For operators: the index itself, None if ``role`` is reader. Closed by ``index``."""
 
     def close(self) -> None:
         """Close all of them, even if one fails. Idempotent."""
@@ -132,8 +131,7 @@ def open_index(
 
 
 def read_lifecycle(config: Config) -> LifecycleRules | None:
-    """Return the bucket's lifecycle rules; None if the bulk store is not a bucket whose rules
-    objkv can read. Raises ``StoreError``."""
+    """Return the lifecycle rules of a bucket that has readable ones. Raises ``StoreError``."""
     place = parse_url("bulk_url", config.bulk_url)
     if place.scheme != "s3" or is_directory_bucket(place.host):
         return None
@@ -144,8 +142,7 @@ def read_lifecycle(config: Config) -> LifecycleRules | None:
 
 
 def describe_index(config: Config) -> ServerFacts | None:
-    """Return version, memory policy and clock of the index's server, or None if it has no server.
-    Raises ``StoreUnavailable``."""
+    """Return the facts of the index's server, if it has one. Raises ``StoreUnavailable``."""
     if not config.index_url.startswith("redis"):
         return None
     from objkv.assembly.redis import describe_server
@@ -154,9 +151,8 @@ def describe_index(config: Config) -> ServerFacts | None:
 
 
 def check_backends(backends: Backends, config: Config) -> None:
-    """Check store and index with one round trip each. A refusal raises ``ConfigError``, because the
-    operator can act. If one is unreachable, that is a warning, or with ``at_start`` strict a
-    ``StoreError`` that names it."""
+    """Check store and index with one round trip each. A refusal raises ``ConfigError``. One that is
+    unreachable is a warning, or with ``at_start`` strict a ``StoreError`` that names it."""
     if config.role == "sweeper":
         raise ConfigError("role sweeper is not for replicas: set role to writer or reader")
     public = config.public()
@@ -180,8 +176,7 @@ def check_backends(backends: Backends, config: Config) -> None:
 
 
 def within(seconds: float, check: Callable[[], None]) -> None:
-    """Run ``check`` on a thread, which is abandoned if it hangs, e.g. on a file system whose server
-    is gone: raises ``StoreUnavailable``."""
+    """Run ``check`` on a thread. If it hangs, abandon it and raise ``StoreUnavailable``."""
     outcome: Future[None] = Future()
 
     def run() -> None:

@@ -43,8 +43,7 @@ class RenewedCredentials(CredentialProvider):
         self._process = os.getpid()
 
     def get_credentials(self) -> tuple[str] | tuple[str, str]:
-        """Return user and password, or the password alone. Raises ``NoCredentials`` if the
-        provider fails or takes too long."""
+        """Return user and password, or a password, within ``WAIT_S``. Raises ``NoCredentials``."""
         left_s = min(WAIT_S, ends_s() - time.monotonic())
         call = self._current_call()
         try:

@@ -55,9 +55,8 @@ class AgentSocket:
     """The socket of the one agent that serves a path."""
 
     def __init__(self, path: Path, *, replace: bool = False) -> None:
-        """``replace``: take over from the agent that serves the path in ``listen``, and have it end
-        then. The path always has a listening agent meanwhile. Raises ``AgentRuns`` or
-        ``ConfigError``."""
+        """``replace``: have the agent of the path end in ``listen``, so that one listens all the
+        time. Raises ``AgentRuns`` or ``ConfigError``."""
         self._path, self._replaces = path, replace
         self._locks: list[int] = []
         self.listener = new_socket()
@@ -97,11 +96,10 @@ class AgentSocket:
             self._replaces = False  # from now on it may be replaced itself
 
     def restore(self) -> socket.socket | None:
-        """Listen at the path again if something has removed it, such as a job that cleans folders,
-        and take its lock again; keep the lock from looking old to such a job. Returns the new
-        listener, None if the path is as it was. The caller closes the old one. Raises ``AgentRuns``
-        if the path is another agent's now, and ``ConfigError`` or ``OSError`` if nothing can listen
-        there, which may be tried again."""
+        """Listen at the path again if a job that cleans folders has removed it, and relock; keep
+        the lock from looking old. Returns a new listener, None if all is as it was; the caller
+        closes the old one. Raises ``AgentRuns`` if the path is another agent's now, and
+        ``ConfigError`` or ``OSError`` if nothing can listen there for now."""
         try:
             if self._path.lstat().st_ino != self._inode:
                 raise AgentRuns(self._why_taken())
@@ -167,8 +165,7 @@ class AgentSocket:
         return f"another agent serves {self._path}: use it, or replace it with --replace"
 
     def _take(self, name: str, seconds: float = 0.0) -> int:
-        """Return a descriptor that holds a lock. Raises ``AgentRuns`` if another process has it for
-        ``seconds``, and ``ConfigError``."""
+        """Return a locked descriptor. Raises ``AgentRuns`` and ``ConfigError``."""
         try:
             lock = os.open(name, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as exc:

@@ -34,8 +34,7 @@ class Replica:
 
 
 class AgentLink:
-    """Connects a process of a replica to its agent, and starts one unless the settings name its
-    socket. Thread-safe."""
+    """Connects to the agent, and starts one unless the settings name its socket. Thread-safe."""
 
     def __init__(self, config: Config, replica: Replica) -> None:
         """Does not wait."""
@@ -43,11 +42,9 @@ class AgentLink:
         self._starts = config.agent in ("auto", "private")
         self._start_at = -math.inf
         self.calls = AgentCalls(self.connect)
-        """Lookups and records."""
 
     def shown(self) -> str:
-        """Return the agent's socket and, if it is started with this replica's settings, its
-        stores. Without secrets."""
+        """Return the agent's socket, and the stores of one that is started. Without secrets."""
         place = f"unix://{replica_socket(self._config, self._replica.engine_id)}"
         public = self._config.public()
         stores = " bulk={bulk_url} index={index_url}".format_map(public) if self._starts else ""
@@ -101,8 +98,7 @@ class AgentLink:
         return failure_of(replica_socket(self._config, self._replica.engine_id))
 
     def _start(self, path: Path) -> None:
-        """Start an agent if that is this replica's task and it has not just done so. Raises
-        ``ConfigError``."""
+        """Start an agent if it is due, and none was just started. Raises ``ConfigError``."""
         now = monotonic()
         if now < self._start_at:
             return

@@ -58,8 +58,7 @@ RETRIES = 1
 CLUSTER_RETRIES = 3
 """Each retry rereads the topology; enough to follow a completed fail-over."""
 _CONNECTIONS_MIN = 16
-"""Connections of each of the two clients at most, unless there are more threads that load: a
-lookup holds one for a millisecond."""
+"""Of each of the two clients, or as many as threads that load: a lookup takes a millisecond."""
 _PORTS = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
 
 
@@ -190,8 +189,7 @@ class _Sentinels(Sentinel):
 
 
 class _SentinelPool(SentinelConnectionPool, redis.BlockingConnectionPool):
-    """Follows the primary that Sentinel reports, and waits for a free connection instead of
-    failing."""
+    """Follows the primary, and waits for a free connection instead of failing."""
 
 
 def _cluster(
@@ -213,8 +211,7 @@ def _cluster(
 
 
 class _LazyCluster:
-    """Opens its ``RedisCluster`` on first use, because the constructor of ``RedisCluster`` queries
-    the cluster's topology."""
+    """Opens its ``RedisCluster`` on first use: its constructor queries the cluster."""
 
     def __init__(self, opened: Callable[[], redis.RedisCluster]) -> None:
         self._open = opened

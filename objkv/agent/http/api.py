@@ -42,11 +42,9 @@ class HttpSettings:
     """The agent's addresses for HTTP, and the files that it may read for requests."""
 
     path: Path
-    """The Unix socket."""
     address: tuple[str, int] | None = None
     """Host and port. None: no TCP."""
     token: str = field(default="", repr=False)
-    """The bearer token of ``address``."""
     tokenizers: Path | None = None
 
 

@@ -113,8 +113,8 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self._admitted.add(request)
 
     def _drop_stranger(self) -> bool:
-        """Hang up on the oldest client that is not admitted. Returns whether there was one. The
-        lock must be held."""
+        """Hang up on the oldest client not admitted, with the lock. Returns whether there was
+        one."""
         found = next((one for one in self._began if one not in self._admitted), None)
         if found is None:
             return False
@@ -158,8 +158,7 @@ class HttpListener:
     """Serves an application until it is closed."""
 
     def __init__(self, where: Path | tuple[str, int], application: Application) -> None:
-        """``where``: the path of a Unix socket, which is replaced, or a host and a port, 0 for any.
-        Raises ``ConfigError``."""
+        """``where``: a path, which is replaced, or host and port. Raises ``ConfigError``."""
         self._path = where if isinstance(where, Path) else None
         self._inode = 0
         with ExitStack() as undo:

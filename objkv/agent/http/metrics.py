@@ -1,5 +1,4 @@
-"""The names and texts of an agent's metrics, and its page for Prometheus. Only what is decided for
-a namespace has a label."""
+"""The agent's metrics for Prometheus. Only decisions for a namespace have a label."""
 
 import math
 from collections.abc import Mapping
@@ -135,8 +134,7 @@ def metrics_page(
     numbers: Mapping[str, float],
     decisions: Mapping[str, Decision] | None = None,
 ) -> str:
-    """Return a page for Prometheus of these levels, of a recorder's numbers since the start, and of
-    what is put of each namespace."""
+    """Return the page of these levels, a recorder's numbers, and the namespaces' decisions."""
     values = {name.removeprefix("agent_"): value for name, value in numbers.items()} | {**levels}
     puts_all, break_even = dict[str, float](), dict[str, float]()
     for name, one in (decisions or {}).items():

@@ -107,8 +107,7 @@ class AgentStatus:
     """Payloads that no store has so far."""
     held_back_bytes: int
     saves: dict[str, str]
-    """Which payloads it puts to the bucket, and why, by namespace; of an empty name, if the
-    settings alone decide."""
+    """What it puts to the bucket, and why, by namespace; of an empty name, of all."""
     warnings: Sequence[LoggedWarning]
     """The last ones of its log."""
     at_s: float

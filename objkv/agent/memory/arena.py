@@ -38,8 +38,7 @@ _POPULATE_READ, _POPULATE_WRITE = 22, 23
 _FIXED_SIZE = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _READ_ONLY = _FIXED_SIZE | 0x10  # F_SEAL_FUTURE_WRITE
 AHEAD_BYTES: Final = 32 << 20, 1 << 30
-"""Fewest and most bytes that are provided before payloads need them; between these, as many as
-payloads have used so far."""
+"""Fewest and most bytes that are provided ahead: as many as payloads have used so far."""
 _STEP_BYTES = 1 << 20
 _LIBC = ctypes.CDLL(None)
 _LIBC.madvise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
@@ -52,8 +51,7 @@ def map_pages(start: int, nbytes: int, *, writable: bool = True) -> bool:
 
 
 def make_memory(name: str, nbytes: int) -> int:
-    """Return a memfd of a fixed size, which takes no memory until it is written. Raises ``OSError``
-    and ``OverflowError``."""
+    """Return a memfd of a fixed size, without memory. Raises ``OSError`` and ``OverflowError``."""
     fd = os.memfd_create(f"objkv-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
@@ -65,8 +63,7 @@ def make_memory(name: str, nbytes: int) -> int:
 
 
 def make_mapped(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
-    """Return a memfd of a fixed size and its mapping, which gets no other writers. Raises
-    ``OSError`` and ``OverflowError``."""
+    """Return such a memfd and its mapping, which gets no other writers. Raises the same."""
     fd = make_memory(name, nbytes)
     try:
         mapping = map_memory(fd, nbytes)
@@ -78,9 +75,8 @@ def make_mapped(name: str, nbytes: int) -> tuple[int, mmap.mmap]:
 
 
 def check_size(fd: int, what: str, *, writable: bool = False) -> int:
-    """Return the size of memory that another process sent. Raises ``TransferError`` unless that is
-    fixed, since memory that shrinks kills its readers, and, unless ``writable``, it gets no new
-    writers."""
+    """Return the size of memory that was sent. Raises ``TransferError`` unless it is fixed, since
+    one that shrinks kills its readers, and gets no new writers unless ``writable``."""
     seals = _FIXED_SIZE if writable else _READ_ONLY
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & seals == seals:
@@ -91,8 +87,7 @@ def check_size(fd: int, what: str, *, writable: bool = False) -> int:
 
 
 def map_sent(fd: int, what: str, sizes: range) -> mmap.mmap:
-    """Map memory that the agent sent. ``sizes``: those that are valid. Raises ``TransferError``,
-    and has closed ``fd`` then."""
+    """Map memory that the agent sent, or close it. Raises ``TransferError``."""
     try:
         nbytes = check_size(fd, what)
         if nbytes not in sizes:
@@ -149,8 +144,7 @@ class ProgressBoard:
         _CELL.pack_into(self._cells, cell * _CELL.size, *words, _check(*words))
 
     def read(self, cell: int) -> Progress:
-        """Read a cell. One that never becomes valid, as of an agent that was killed while it wrote,
-        has no new frames."""
+        """Read a cell. One that is never valid, of a killed agent, has no new frames."""
         for _ in range(_READS_MAX):
             word, offset, nbytes, check = _CELL.unpack_from(self._cells, cell * _CELL.size)
             if check == _check(word, offset, nbytes):
@@ -242,8 +236,7 @@ class PagesAhead:
             self._changed.set()
 
     def close(self) -> None:
-        """End the thread: after one step, which takes a millisecond, or later if memory is scarce.
-        Idempotent."""
+        """End the thread after its step, of a millisecond if memory is free. Idempotent."""
         self._closed = True
         self._changed.set()
         self._thread.join(JOIN_S)
