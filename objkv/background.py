@@ -60,8 +60,8 @@ class Question(NamedTuple):
 
 
 Steps = Generator[Question | None, bytes, T]
-"""Work in steps. It yields a question, to go on with its answer, or None to let others go first. If
-the line is lost, the question raises why."""
+"""Work in steps. It yields a question, which gives its answer or raises, or None to let others
+go."""
 
 
 def in_steps(outcome: T | Steps[T]) -> Steps[T]:
@@ -273,8 +273,8 @@ class StepThread:
             self._note_end()
 
     def run(self, job: Callable[[], Steps[None] | None]) -> bool:
-        """Have a job done. Returns False if it is refused, as by ``start``. What takes long is done
-        in steps, because all other work waits meanwhile."""
+        """Have a job done, in steps if it takes long. Returns False if it is refused, as by
+        ``start``."""
 
         def work() -> Steps[None]:
             try:
@@ -340,7 +340,6 @@ class StepThread:
         self._alarm.close()
 
     def _work(self) -> None:
-        """Begin new work, and go on with what was answered."""
         for _ in range(len(self._ready)):
             task, answer = self._ready.popleft()
             self._go_on(task, answer)

@@ -39,8 +39,7 @@ _MISSING_S: Final = 0.5
 
 
 class NodeLookups:
-    """Answers ``find`` from ``index`` and the unsaved payloads of this node, and keeps blocks of
-    answers on a board that replicas read. Thread-safe."""
+    """Answers ``find`` from index and held-back payloads, and keeps it on a board. Thread-safe."""
 
     def __init__(
         self,
@@ -122,8 +121,8 @@ class NodeCalls:
         *,
         ttl_s: int,
     ) -> None:
-        """``ttl_s``: life of records that clients touch. Theirs does not count: clients that have
-        only the socket do not know that of the store."""
+        """``ttl_s``: of records that clients touch, who may have only the socket, and not know
+        it."""
         self._index, self._bulk, self._prefetches = index, bulk, prefetches
         self._policy, self._ttl_s = policy, ttl_s
 

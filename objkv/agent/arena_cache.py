@@ -207,8 +207,7 @@ class ArenaCache:
     def add_held_back(
         self, one: CachedPayload, claim: Claim, record: ShardRecord, *, is_due: bool
     ) -> None:
-        """Let lookups find a complete, leased payload that no store has. ``is_due``: False to leave
-        it without a save until it is seen again."""
+        """Let lookups find a complete, leased payload. ``is_due``: False to hold it back."""
         with self._lock:
             if one.is_listed:
                 self.held_back.add(claim, record, is_due=is_due)

@@ -221,8 +221,8 @@ class AgentConnection:
             self._send(pack_release(leases))
 
     def reject(self, claim: Claim) -> None:
-        """Report that a resident payload is not what its key promises a reader. Its record is
-        forgotten, and this copy is not served any more."""
+        """Report that a payload is not what its key promises. It is not served or found any
+        more."""
         self._send(pack_rejection(claim))
 
     def commit(self, commits: Sequence[Commit]) -> list[CommitStatus]:

@@ -200,9 +200,6 @@ class FoundRecords:
         self._by_chunk: OrderedDict[bytes, tuple[_Answer, ...]] = OrderedDict()
         """The last answers about each chunk, the newest first."""
 
-    def __len__(self) -> int:
-        return len(self._by_chunk)
-
     def add(self, namespace: str, found: Iterable[tuple[bytes, ShardRecords | None]]) -> None:
         """Keep what a lookup has found, by prefix hash."""
         end_s = self._clock() + LOOKUP_TTL_S
@@ -440,7 +437,6 @@ class Core:
             del job, rest
 
     def _end(self, job: FetchJob, rest: FetchJob | None) -> None:
-        """End a job, or queue the rest of it."""
         with self._changed:
             del self._busy[get_ident()]
             if job.urgency is Urgency.PREFETCH:

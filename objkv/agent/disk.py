@@ -137,15 +137,12 @@ class DiskFolder:
     def take_held_back(self) -> bytes:
         """Return and remove the list that the last agent left; empty if there is none."""
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
-        with _translated(f"read {HELD_BACK}"):
-            try:
-                fd = os.open(HELD_BACK, flags, dir_fd=self._fd)
-            except FileNotFoundError:
-                return b""
-            with open(fd, "rb") as file:
+        with _translated(f"read {HELD_BACK}"), suppress(FileNotFoundError):
+            with open(os.open(HELD_BACK, flags, dir_fd=self._fd), "rb") as file:
                 text = file.read(_HELD_BACK_BYTES_MAX)
             self._unlink(HELD_BACK)
             return text
+        return b""
 
     def free_bytes(self) -> int:
         """Return the free space of the file system."""
@@ -203,8 +200,8 @@ class Disk:
         return self._sizes.get(self._name(key))
 
     def load(self, stop: Callable[[], bool]) -> None:
-        """Find the files that earlier agents left, unless ``stop`` becomes true: first of all, in a
-        folder that is locked. Raises ``StoreUnavailable``."""
+        """Find the files of earlier agents in the locked folder, first of all, unless ``stop()``.
+        Raises ``StoreUnavailable``."""
         found, others = list[DiskFile](), list[DiskFile]()
         for file in self.folder.listed():
             if stop():
@@ -229,8 +226,8 @@ class Disk:
             self.purge()
 
     def get_into(self, key: str, buffer: memoryview, arrived: Arrived) -> int | None:
-        """Read a payload. ``buffer`` has its size. The result is unverified. Raises
-        ``PayloadError`` and ``StoreUnavailable``."""
+        """See ``ReadStore``. The result is unverified. Raises ``PayloadError``,
+        ``StoreUnavailable``."""
         return self.folder.read_into(self._name(key), buffer, arrived)
 
     def use(self, key: str) -> None:
@@ -241,8 +238,8 @@ class Disk:
                 self._ranking.use(name)
 
     def discard(self, key: str) -> bool:
-        """Do not serve a payload any more, also if it is being written. Return whether it was
-        nowhere else. ``purge`` removes its file."""
+        """Have ``purge`` remove a payload, also if it is being written. Return whether it was
+        nowhere else."""
         name = self._name(key)
         with self._lock:
             if self._writing == name:

@@ -265,8 +265,8 @@ class Fill:
         return True
 
     def _next_part(self) -> bool:
-        """Fetch one part. Returns False if the payload is not stored. A payload that is not as
-        long as its record promises is fetched as a whole."""
+        """Fetch one part, or all if it is not as long as its record. Returns False if there is
+        none."""
         if self.is_whole:
             return True
         is_first = self.header is None
@@ -389,7 +389,6 @@ class Fill:
         return digest(room) if self._is_encrypted else header.frames.raw_checksums[frame]
 
     def _finish(self, header: Header) -> None:
-        """Write the header of the decoded payload."""
         assert self._memory is not None
         text = plain_header(header, self._sums)
         self._memory[: len(text)] = text

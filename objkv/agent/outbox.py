@@ -74,8 +74,8 @@ class ClientOutbox:
             raise
 
     def read_into(self, buffer: memoryview, offset: int) -> None:
-        """Read ``len(buffer)`` bytes, which the client may change meanwhile. Raises
-        ``PayloadError`` if there are not as many."""
+        """Fill ``buffer``. Its client may write meanwhile. Raises ``PayloadError`` if there is
+        less."""
         at = 0
         while at < len(buffer):
             got = os.preadv(self._fd, [buffer[at:]], offset + at)
@@ -93,10 +93,11 @@ class ClientOutbox:
             offset += nbytes
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return ``nbytes``, as ``read_into`` does."""
-        content = bytearray(nbytes)
-        self.read_into(memoryview(content), offset)
-        return bytes(content)
+        """Return ``nbytes``, fewer than 2 GiB, as ``read_into`` does."""
+        content = os.pread(self._fd, nbytes, offset)
+        if len(content) != nbytes:
+            raise PayloadError("a payload outside of the outbox")
+        return content
 
     def close(self) -> None:
         """Close the descriptor. Idempotent."""

@@ -125,8 +125,8 @@ class PayloadTransfer:
         """Use the verified pages of each layer, which change afterwards. May raise anything."""
 
     def write_pages(self, pages: memoryview) -> None:
-        """Fill ``pages`` with the raw pages of all layers, one after the other. May wait for a
-        device. If it raises, nothing is saved."""
+        """Fill ``pages`` with those of all layers. May wait for a device. May raise: not saved
+        then."""
 
     def end(self, outcome: Any, nbytes: int) -> None:
         """Called once, last. Must not raise. ``outcome``: a ``ReadOutcome``, or a ``WriteOutcome``.
@@ -154,8 +154,7 @@ class PayloadReader:
         self._thread.start()
 
     def read(self, payloads: Iterable[PayloadTransfer]) -> None:
-        """Read payloads, in order, behind those that wait. Their number is the caller's concern.
-        Each gets an ``end``, after ``close`` at once."""
+        """Read payloads in order, behind those that wait. Each gets an ``end``. Any number."""
         with self._lock:
             if not self._closed:
                 self._waiting.extend(payloads)
@@ -189,7 +188,6 @@ class PayloadReader:
             self._alarm.close()
 
     def _step(self) -> None:
-        """Do what can be done now, then sleep until there is more."""
         link = self._link
         if link.agent is None and self._waiting and not link.connect():
             self._fail()
@@ -244,7 +242,6 @@ class PayloadReader:
             self._open += zip(batch, leases, strict=True)
 
     def _advance(self) -> None:
-        """Read what has come, and end the leases that are not needed any more."""
         ended, nbytes = list[int](), 0
         for one in list(self._open):
             read, lease = one
@@ -269,7 +266,6 @@ class PayloadReader:
         return ReadOutcome.LATE if self._clock() >= read.deadline else None
 
     def _deliver(self, read: PayloadTransfer, at: Progress) -> ReadOutcome:
-        """Verify a payload, and have its pages taken."""
         payload = self._link.present.arena.view[at.offset : at.offset + at.nbytes]
         try:
             header = read_claimed(payload, read.claim, read.layers)

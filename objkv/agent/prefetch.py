@@ -224,7 +224,6 @@ class Prefetches:
         return started
 
     def _seen(self, wanted: Sequence[PayloadRequest]) -> list[CellState | None]:
-        """Return whether payloads are resident or on their way."""
         seen = self._core.arena_cache.peek(one.claim.key.path() for one in wanted)
         return [None if one is None else one.state for one in seen]
 

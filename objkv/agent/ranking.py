@@ -41,7 +41,6 @@ class Ranking:
     """Payloads by key. Thread safety is the caller's."""
 
     def __init__(self, nbytes_max: int) -> None:
-        """``nbytes_max``: size of the arena."""
         self._nbytes_max = nbytes_max
         self._new, self._main = _Fifo(), _Fifo()
         self._gone: OrderedDict[int, int] = OrderedDict()
@@ -75,8 +74,7 @@ class Ranking:
                 self._gone_bytes -= self._gone.popitem(last=False)[1]
 
     def victim(self, is_free: Callable[[str], bool]) -> str | None:
-        """Return the payload to evict next among those for which ``is_free`` is true; None if there
-        is none. It stays ranked. Others may change their places."""
+        """Return the next one to evict for which ``is_free`` is true, or None. It stays ranked."""
         on_probation_first = self._new.nbytes >= _PROBATION * self._nbytes_max
         if on_probation_first or not self._main.keys:
             return self._from_new(is_free) or self._from_main(is_free)

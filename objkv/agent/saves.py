@@ -138,8 +138,8 @@ class Joins:
         header: Header,
         request: SaveRequest,
     ) -> CommitStatus | Joined:
-        """Take a copy of a part. Returns the whole payload if it was the last, or what to answer.
-        ``header``: of the part. Raises ``PayloadError``."""
+        """Copy a part, of ``header``. Returns the whole payload, or an answer. Raises
+        ``PayloadError``."""
         part, path = commit.part, request.path
         assert part is not None
         part.position.check()
@@ -525,7 +525,6 @@ class NodeSaves:
 
     @property
     def _has_turns(self) -> bool:
-        """Whether another save may wait for a thread."""
         has_room = self._leased_bytes < self._leased_bytes_max
         return has_room and self._pool.waiting < self._limits.queue_max
 
@@ -542,7 +541,6 @@ class NodeSaves:
         return CommitStatus.ACCEPTED if self._has_turns else CommitStatus.NO_ROOM
 
     def _count_held_back(self, path: str) -> None:
-        """Have a payload that is held back counted across the fleet."""
         self._recorder.count("agent_held_back")
         if not self._limits.may_save:
             return
@@ -568,7 +566,6 @@ class NodeSaves:
                     self._held.seen_again(path)
 
     def _save_due(self, claim: Claim) -> None:
-        """Save a payload that was held back and then seen again."""
         path = claim.key.path()
         if self._refusal() is CommitStatus.ACCEPTED:
             resident = self._arena_cache.lease_ready(path)
@@ -641,7 +638,6 @@ class NodeSaves:
         return True
 
     def _encode(self, save: _Save) -> tuple[memoryview, Header]:
-        """Return the payload in its stored form."""
         payload, header = self._arena_cache.view(save.resident), save.header
         codec, seal = self._codec, self._cache.seal
         if codec == "auto":

@@ -126,7 +126,6 @@ class Spill:
             self.disk.folder.close()
 
     def _hand_over_held_back(self) -> None:
-        """Hand those that only the disk has over to the next agent."""
         kept = self._held.written()
         if not kept or not self.disk.is_loaded:
             return
@@ -139,7 +138,6 @@ class Spill:
             self._held.saved(path)
 
     def _find_held_back(self) -> None:
-        """Find what the last agent held back and left on the disk."""
         for line in self.disk.folder.take_held_back().splitlines():
             claim, record = parse_held_back(line)
             path = claim.key.path()

@@ -14,7 +14,7 @@ from time import monotonic, time
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk, DiskFolder
-from objkv.agent.http.api import AgentHttp, HttpSettings
+from objkv.agent.http.api import AgentHttp
 from objkv.agent.http.listener import check_address
 from objkv.agent.http.status import NodeStatus, RecentWarnings, StoreCheck
 from objkv.agent.memory.answers import VOUCH_S, AnswerBoard
@@ -123,12 +123,6 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
 
     def _open_http(self, prefetches: Prefetches) -> AgentHttp:
         config = self._config
-        http_settings = HttpSettings(
-            http_path(self._path),
-            parse_address(config.agent_listen) if config.agent_listen else None,
-            config.agent_token or "",
-            config.agent_tokenizers,
-        )
         status = NodeStatus(
             self.core,
             self.saves,
@@ -138,7 +132,14 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
             stores=list(self._store_checks()),
             warnings=self._warnings,
         )
-        return AgentHttp(http_settings, prefetches, status)
+        return AgentHttp(
+            http_path(self._path),
+            prefetches,
+            status,
+            address=parse_address(config.agent_listen) if config.agent_listen else None,
+            token=config.agent_token or "",
+            tokenizers=config.agent_tokenizers,
+        )
 
     def _store_checks(self) -> Iterator[StoreCheck]:
         urls, backends = self._config.public(), self._backends
@@ -241,8 +242,7 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
         )
 
     def run(self, ended: Callable[[float], bool], *, idle_s: float | None = None) -> None:
-        """Serve until ``ended``, which waits at most the seconds that it is given, returns True, or
-        no client has been connected for ``idle_s``."""
+        """Serve until ``ended(seconds)``, which waits, or without clients for ``idle_s``."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
         self._board.vouch(time() + VOUCH_S)

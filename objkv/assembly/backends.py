@@ -244,10 +244,9 @@ _OF_SWEEPS = (
 
 
 def open_room(config: Config, backends: Backends, recorder: Recorder) -> Quota | None:
-    """Return the check for room that ``quota_bytes`` requires, if any. Reads nothing before its
-    first use. A local folder with a local index is walked, so that payloads with expired records
-    count, and is swept when it is full. Other stores are shared: their index has the totals, and
-    their operators sweep them."""
+    """Return the check that ``quota_bytes`` requires. Reads nothing yet. A local folder with a
+    local index is walked, so that payloads with expired records count, and swept when full. Of
+    shared stores the index has the totals, and operators sweep them."""
     if not config.quota_bytes:
         return None
     is_ours = config.bulk_url.startswith("file:") and config.index_url.startswith("sqlite:")

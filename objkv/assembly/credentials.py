@@ -29,8 +29,7 @@ a provider that always blocks costs few threads."""
 
 
 class RenewedCredentials(CredentialProvider):
-    """Calls the provider that ``factory`` makes for each login, on a thread that nothing waits for.
-    Thread-safe. Concurrent logins share one call."""
+    """Calls ``factory``'s provider for logins, which share a call, on a thread. Thread-safe."""
 
     def __init__(self, factory: Callable[[], Any], login_s: float, *, name: str) -> None:
         """``login_s``: how long a connection may keep its login."""

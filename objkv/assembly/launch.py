@@ -81,8 +81,7 @@ class AgentSocket:
         return agent_at(self._path) if self._replaces else 0
 
     def listen(self) -> None:
-        """Have the path, and listen. Raises ``AgentRuns`` if the replaced agent does not end, or
-        ``ConfigError`` if nothing can listen there."""
+        """Have the path, and listen. Raises ``AgentRuns`` or ``ConfigError``."""
         before = self.replaced
         if self._replaces and before <= 0:  # one that this process cannot end has to end first
             self._locks.append(self._take(f"{self._path}.lock", _REPLACE_S))
@@ -136,8 +135,7 @@ class AgentSocket:
             os.close(self._locks.pop())
 
     def _listen(self, listener: socket.socket) -> None:
-        """Listen, and have the path, also if it is the name of a socket already. Raises
-        ``ConfigError``, and closes ``listener`` then."""
+        """Listen, also if the path exists, or close ``listener``. Raises ``ConfigError``."""
         made = Path(f"{self._path}.{'next' if self._replaces else 'new'}")
         try:
             made.unlink(missing_ok=True)
@@ -202,9 +200,8 @@ def agent_at(path: Path) -> int:
 
 
 def start_agent(path: Path, environ: Mapping[str, str], idle_s: int) -> None:
-    """Start an agent that outlives this process, unless one listens, or a process of the node has
-    started one that has not ended, or will be tried again. ``path``: of ``replica_socket``. Its log
-    is next to its socket. Raises ``ConfigError``."""
+    """Start an agent that outlives this process, unless one listens, or was started and has not
+    ended for good. ``path``: of ``replica_socket``, next to its log. Raises ``ConfigError``."""
     if is_listening(path):
         return
     command = ["agent", "--socket", str(path), "--idle-exit", f"{idle_s}s"]

@@ -72,9 +72,8 @@ class AgentLink:
             raise TransferError(str(exc)) from exc
 
     def await_agent(self, seconds: float = _START_S) -> bool:
-        """Wait until an agent that this replica starts answers, for at most ``seconds``. If none
-        does, which it returns and logs, the replica caches nothing until one does. Raises
-        ``ConfigError`` if ``at_start`` is strict."""
+        """Wait at most ``seconds`` for an agent that this replica starts. Without one, which it
+        returns and logs, nothing is cached. Raises ``ConfigError`` if ``at_start`` is strict."""
         end = monotonic() + seconds
         while True:
             try:

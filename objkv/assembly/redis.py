@@ -63,8 +63,7 @@ _PORTS = {"redis": 6379, "cluster": 6379, "sentinel": 26379}
 
 
 def connect_redis(config: Config) -> Client:
-    """Return a client of ``index_url`` that returns bytes; the caller closes it. Raises
-    ``ConfigError`` for an unusable TLS file."""
+    """Return a client that returns bytes; the caller closes it. Raises ``ConfigError``."""
     place = parse_url("index_url", config.index_url)
     kind = place.scheme.partition("+")[2] or "redis"
     hosts = [(host, port or _PORTS[kind]) for host, port in place.hosts]

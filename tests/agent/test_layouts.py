@@ -11,8 +11,16 @@ from objkv.agent import fill as module
 from objkv.agent.client import AgentConnection
 from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
-from objkv.codec.payload import LayerSpec, read_header
+from objkv.agent.messages import (
+    Claims,
+    Commit,
+    CommitStatus,
+    MissReason,
+    Opened,
+    SavedPart,
+    Urgency,
+)
+from objkv.codec.payload import Claim, LayerSpec, read_header
 from tests.agent.consistency import keeps_promises
 from tests.agent.world import (
     PATIENCE_S,
@@ -75,6 +83,10 @@ def make() -> Iterator[Callable[..., Node]]:
         yield make
 
 
+def opened_as(client: AgentConnection, claim: Claim) -> Opened:
+    return client.open(Claims.of([claim]), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+
+
 def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[int]:
     """The layouts of payloads, once from the board and once from the answer."""
     leases = opened(client, wanted)
@@ -99,8 +111,7 @@ def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetche
     assert layouts_of(client, [first]) == [1]
     made = payloads()[1]
     assert node.commit_one(made) is CommitStatus.HELD_BACK
-    claim = read_header(made).claim
-    answer = client.open(Claims.of([claim]), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    answer = opened_as(client, read_header(made).claim)
     assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
 
 
@@ -112,11 +123,7 @@ def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
             commit = Commit(0, len(piece.payload), part=SavedPart(1, piece.position))
             status = node.saves.commit(outbox, commit, b"one")
     assert status is CommitStatus.ACCEPTED
-    answer = node.connect().open(
-        Claims.of([read_header(payloads()[0]).claim]),
-        deadline_s=PATIENCE_S,
-        urgency=Urgency.IN_STEP,
-    )
+    answer = opened_as(node.connect(), read_header(payloads()[0]).claim)
     assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
     assert keeps_promises(node.arena_cache)
 
@@ -125,8 +132,7 @@ OTHERS = [{"parent_hash": bytes(20)}, {"token_start": 1}, {"token_end": 10**6}]
 
 
 def is_refused(client: AgentConnection, wanted: PayloadRequest, change: dict[str, Any]) -> None:
-    other = Claims.of([replace(wanted.claim, **change)])
-    answer = client.open(other, deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    answer = opened_as(client, replace(wanted.claim, **change))
     assert (answer.states, answer.reasons) == ((CellState.FAILED,), (MissReason.CORRUPT,))
     assert (answer.leases, answer.offsets) == ((0,), (0,))
 

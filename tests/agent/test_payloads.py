@@ -208,7 +208,7 @@ def test_an_agent_that_ends_fails_what_is_open_and_not_what_an_end_of_a_read_ask
         reader.read([read])
         wait_until(lambda: nodes[0].arena_cache.leased() == 1)
         nodes.append(Node(store=nodes[0].store, index=nodes[0].index).listen())
-        nodes[0].server.close()  # type: ignore[union-attr]
+        nodes[0].server.close()
         assert read.outcome is ReadOutcome.FAILED
         gate.set()
         assert then.outcome is ReadOutcome.READ
@@ -371,7 +371,7 @@ def test_writes_without_an_agent_are_dropped_until_there_is_one(node: Node) -> N
         agents.append(node)
         clock.advance(1.0)
         assert written(writer, Write()) == [WriteOutcome.ACCEPTED]
-        node.server.close()  # type: ignore[union-attr]
+        node.server.close()
         agents.append(Node().listen())
         assert written(writer, Write(1)) == [WriteOutcome.ACCEPTED]
     late = Write()

@@ -198,7 +198,7 @@ class _Agent:
 
     def talk(self, messages: list[bytes]) -> str:
         server = self.node.server
-        require(server is not None and server.is_accepting, "nobody accepts")
+        require(server.is_accepting, "nobody accepts")
         self.node.cache.in_flight.forget(_JOINED.path())  # it is wanted again
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
             sock.settimeout(_PATIENCE_S)
@@ -239,7 +239,6 @@ class _Agent:
         """All is well, and nothing is left of clients that have gone."""
         self._read()
         server = self.node.server
-        assert server is not None
         _await(lambda: server.clients == 1, "clients that have gone are served")
         _await(lambda: not self.node.saves.joins, "a join is open")
         _await(lambda: self.node.arena_cache.leased() == 0, "a lease is lost")

@@ -7,7 +7,7 @@ agent's token, except for ``/healthz``; those of the Unix socket are of the agen
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from hashlib import sha256
 from hmac import compare_digest
 from pathlib import Path
@@ -37,17 +37,6 @@ from objkv.errors import ConfigError, ObjkvError
 from objkv.keys.tokenizer import Tokenizers
 
 
-@dataclass(frozen=True, slots=True)
-class HttpSettings:
-    """The agent's addresses for HTTP, and the files that it may read for requests."""
-
-    path: Path
-    address: tuple[str, int] | None = None
-    """Host and port. None: no TCP."""
-    token: str = field(default="", repr=False)
-    tokenizers: Path | None = None
-
-
 def read_json(content: bytes) -> Body:
     """Return the object in a body. Raises ``ConfigError``, also for names that are not known."""
     if not content:
@@ -66,19 +55,28 @@ def read_json(content: bytes) -> Body:
 class AgentHttp:
     """Serves until it is closed."""
 
-    def __init__(self, settings: HttpSettings, prefetches: Prefetches, status: NodeStatus) -> None:
-        """Raises ``ConfigError`` if an address cannot be served."""
-        if settings.address is not None and not settings.token:
+    def __init__(
+        self,
+        path: Path,
+        prefetches: Prefetches,
+        status: NodeStatus,
+        *,
+        address: tuple[str, int] | None = None,
+        token: str = "",
+        tokenizers: Path | None = None,
+    ) -> None:
+        """``path``: of the Unix socket. ``address``: host and port. ``token``: the bearer token
+        there. ``tokenizers``: folder of files for requests. Raises ``ConfigError``."""
+        if address is not None and not token:
             raise ConfigError("an agent that listens on an address needs a token")
         self._prefetches, self._status = prefetches, status
-        self._tokenizers = Tokenizers(settings.tokenizers)
-        self._token = _digest(settings.token.encode())
-        self._path = settings.path
+        self._tokenizers = Tokenizers(tokenizers)
+        self._path, self._token = path, _digest(token.encode())
         self._bodies = Bodies()
-        self._listeners = [HttpListener(self._path, self._answer_local)]
-        if settings.address is not None:
+        self._listeners = [HttpListener(path, self._answer_local)]
+        if address is not None:
             try:
-                self._listeners.append(HttpListener(settings.address, self._answer_remote))
+                self._listeners.append(HttpListener(address, self._answer_remote))
             except ConfigError:
                 self.close()
                 raise
@@ -154,8 +152,7 @@ class AgentHttp:
         return asdict(self._prefetches.start(*self._prompt(body, is_local), order))
 
     def _prompt(self, body: Body, is_local: bool) -> tuple[str, list[bytes]]:
-        """Return namespace and prefix hashes of a prompt. ``is_local``: whether the client may name
-        files. Raises ``ConfigError`` with the fix."""
+        """Return namespace and prefix hashes. ``is_local``: whether a file may be named."""
         namespace = body.get("namespace")
         if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
             raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
@@ -187,7 +184,6 @@ def _digest(token: bytes) -> bytes:
 def _say(
     start: StartResponse, status: str, answer: str | dict[str, Any], *more: tuple[str, str]
 ) -> Iterable[bytes]:
-    """Answer with a text, or with JSON."""
     kind = "text/plain; charset=utf-8"
     if not isinstance(answer, str):
         kind, answer = "application/json", json.dumps(answer) + "\n"

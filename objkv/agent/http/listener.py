@@ -113,8 +113,7 @@ class _Server(ThreadingMixIn, WSGIServer):
                 self._admitted.add(request)
 
     def _drop_stranger(self) -> bool:
-        """Hang up on the oldest client not admitted, with the lock. Returns whether there was
-        one."""
+        """Hang up on the oldest client not admitted. Returns whether there is one. Locked."""
         found = next((one for one in self._began if one not in self._admitted), None)
         if found is None:
             return False
@@ -141,8 +140,7 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 def check_address(where: tuple[str, int], holder: int = 0) -> None:
-    """Raise ``ConfigError`` if nothing can listen at a host and a port. ``holder``: a process that
-    may have the address, because it ends first."""
+    """Raise ``ConfigError`` if nothing can listen there, not even once ``holder`` has ended."""
     try:
         address, family = _found(where)
         with socket.socket(family, socket.SOCK_STREAM) as probe:
@@ -204,8 +202,7 @@ class Bodies:
 
     @contextmanager
     def read(self, environ: dict[str, Any]) -> Iterator[bytes]:
-        """Read a body; it counts until the block ends. Empty if it is too long. Waits for memory,
-        and raises ``StoreBusy`` after some time."""
+        """Read a body, which counts in this block. Empty if too long. May raise ``StoreBusy``."""
         nbytes = _length(environ)
         with self._changed:
             has_room = self._changed.wait_for(lambda: nbytes <= self._left, _SILENT_S)

@@ -127,7 +127,6 @@ class NodeStatus:
         stores: Sequence[StoreCheck],
         warnings: RecentWarnings,
     ) -> None:
-        """``server``: of replicas. ``recorder``: has all numbers since the agent's start."""
         self._core, self._saves, self._server, self._recorder = core, saves, server, recorder
         self._role, self._stores, self._warnings = role, stores, warnings
 
