@@ -47,7 +47,7 @@ from objkv.agent.messages import (
     Hello,
     MessageKind,
     MissReason,
-    Opened,
+    OpenAnswer,
     OpenRequest,
     PrefetchOrder,
     ProtocolError,
@@ -120,16 +120,13 @@ class ArenaLease(NamedTuple):
     progress: Progress
 
 
-def leases_of(opened: Opened, board: ProgressBoard) -> list[ArenaLease]:
-    """Return what was opened as objects, with the progress so far."""
-    leases = []
-    for state, reason, layout, lease, cell, offset, nbytes in zip(*opened, strict=True):
-        frames = ALL_FRAMES if state == CellState.READY else 0
-        progress = Progress(CellState(state), frames, offset, nbytes, reason, layout)
-        if state == CellState.FILLING:
-            progress = board.read(cell)
-        leases.append(ArenaLease(lease, cell, progress))
-    return leases
+def lease_of(one: OpenAnswer, board: ProgressBoard) -> ArenaLease:
+    """Return what was opened, with the progress so far."""
+    if one.state == CellState.FILLING:
+        return ArenaLease(one.lease, one.cell, board.read(one.cell))
+    frames = ALL_FRAMES if one.state == CellState.READY else 0
+    place = one.offset, one.nbytes, one.reason, one.layout
+    return ArenaLease(one.lease, one.cell, Progress(CellState(one.state), frames, *place))
 
 
 class AgentConnection:
@@ -209,11 +206,12 @@ class AgentConnection:
             self._is_lost = bool(poll.poll(0))
         return self._is_lost
 
-    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> Opened:
+    def open(self, wanted: Claims, *, deadline_s: float, urgency: Urgency) -> list[ArenaLease]:
         """Open 1 to ``OPEN_MAX`` payloads, in order. Each lease must be released."""
         deadline_ms = int(min(max(1.0, 1000 * deadline_s), DEADLINE_MS_MAX))
         answer = self._call(pack_open_request(OpenRequest(urgency, deadline_ms, wanted)))
-        return self._read(unpack_opened, answer, len(wanted))
+        opened = self._read(unpack_opened, answer, len(wanted))
+        return [lease_of(one, self.arena.board) for one in opened]
 
     def release(self, leases: Sequence[int]) -> None:
         """End leases, at most ``RELEASE_MAX``. The memory may change from now on."""
@@ -458,12 +456,12 @@ class ArenaLeases:
     ) -> list[ArenaLease] | None:
         """Open payloads. None if the agent is replaced. Raises ``TransferError``."""
         opened = self.present.open(claims, deadline_s=deadline_s, urgency=urgency)
-        if opened.reasons[0] == MissReason.CLOSED:
+        if opened[0].progress.reason == MissReason.CLOSED:
             self.is_moving = True
             return None
         self.leased += len(claims)
         self._leased_bytes += nbytes
-        return leases_of(opened, self.present.arena.board)
+        return opened
 
     def release(self, numbers: Sequence[int], nbytes: int) -> None:
         """End leases of payloads of about ``nbytes``. Raises ``TransferError``."""

@@ -96,17 +96,17 @@ class AgentSession:
         answers: list[OpenAnswer] = []
         for one in self._core.open(self, wanted, deadline_s=deadline_s, urgency=urgency):
             if isinstance(one, MissReason):
-                answers.append(_missed(one))
+                answers.append(OpenAnswer(CellState.FAILED, one))
                 continue
             number = self._next
             self._next = number % 0xFFFF_FFFF + 1
             assert number not in self.leases
             self.leases[number] = one
+            answer = OpenAnswer(CellState.FILLING, lease=number, cell=one.cell)
             if one.state is CellState.READY:  # the rest is final
                 place = one.layout, number, 0, one.offset, one.nbytes
-                answers.append((CellState.READY, MissReason.NONE, *place))
-            else:
-                answers.append((CellState.FILLING, MissReason.NONE, 0, number, one.cell, 0, 0))
+                answer = OpenAnswer(CellState.READY, MissReason.NONE, *place)
+            answers.append(answer)
         return answers
 
     def end(self, numbers: Sequence[int]) -> None:
@@ -327,7 +327,7 @@ class AgentServer:
     def _open(self, client: AgentSession, message: bytes) -> bytes:
         urgency, deadline_ms, wanted = unpack_open_request(message)
         if len(client.leases) + len(wanted) > _LEASES_MAX:
-            return pack_opened([_missed(MissReason.NO_ROOM)] * len(wanted))
+            return pack_opened([OpenAnswer(CellState.FAILED, MissReason.NO_ROOM)] * len(wanted))
         deadline_s = min(deadline_ms, _DEADLINE_MS_MAX) / 1000
         return pack_opened(client.lease(wanted, deadline_s=deadline_s, urgency=urgency))
 
@@ -385,10 +385,6 @@ def _sealed_otherwise(seals: Sequence[str]) -> str:
         "this agent has no keys, but the client's payloads are sealed: set the keys for the agent, "
         "or remove them and seals from the client's settings"
     )
-
-
-def _missed(reason: MissReason) -> OpenAnswer:
-    return CellState.FAILED, reason, 0, 0, 0, 0, 0
 
 
 def _await_end(sock: socket.socket, seconds: float | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from objkv.agent import fill as module
-from objkv.agent.client import AgentConnection
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
 from objkv.agent.messages import (
@@ -16,7 +16,6 @@ from objkv.agent.messages import (
     Commit,
     CommitStatus,
     MissReason,
-    Opened,
     SavedPart,
     Urgency,
 )
@@ -83,8 +82,10 @@ def make() -> Iterator[Callable[..., Node]]:
         yield make
 
 
-def opened_as(client: AgentConnection, claim: Claim) -> Opened:
-    return client.open(Claims.of([claim]), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+def opened_as(client: AgentConnection, claim: Claim) -> ArenaLease:
+    wanted = Claims.of([claim])
+    (lease,) = client.open(wanted, deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
+    return lease
 
 
 def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[int]:
@@ -93,12 +94,12 @@ def layouts_of(client: AgentConnection, wanted: list[PayloadRequest]) -> list[in
     found = [ended(client, lease) for lease in leases]
     assert {one.state for one in found} == {CellState.READY}
     again = client.open(claims_of(wanted), deadline_s=PATIENCE_S, urgency=Urgency.IN_STEP)
-    assert set(again.states) == {CellState.READY}
-    assert list(again.layouts) == [one.layout for one in found]
+    assert {lease.progress.state for lease in again} == {CellState.READY}
+    assert [lease.progress.layout for lease in again] == [one.layout for one in found]
     for progress, one in zip(found, wanted, strict=True):
         view = client.arena.view[progress.offset : progress.offset + progress.nbytes]
         assert read_header(view).claim == one.claim
-    client.release([*(lease.number for lease in leases), *again.leases])
+    client.release([lease.number for lease in (*leases, *again)])
     return [one.layout for one in found]
 
 
@@ -112,7 +113,7 @@ def test_payloads_that_were_handed_over_have_the_layout_of_those_that_are_fetche
     made = payloads()[1]
     assert node.commit_one(made) is CommitStatus.HELD_BACK
     answer = opened_as(client, read_header(made).claim)
-    assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
+    assert (answer.progress.state, answer.progress.layout) == (CellState.READY, 1)
 
 
 def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
@@ -124,7 +125,7 @@ def test_a_joined_payload_has_a_layout(make: Callable[..., Node]) -> None:
             status = node.saves.commit(outbox, commit, b"one")
     assert status is CommitStatus.ACCEPTED
     answer = opened_as(node.connect(), read_header(payloads()[0]).claim)
-    assert (answer.states, answer.layouts) == ((CellState.READY,), (1,))
+    assert (answer.progress.state, answer.progress.layout) == (CellState.READY, 1)
     assert keeps_promises(node.arena_cache)
 
 
@@ -133,8 +134,8 @@ OTHERS = [{"parent_hash": bytes(20)}, {"token_start": 1}, {"token_end": 10**6}]
 
 def is_refused(client: AgentConnection, wanted: PayloadRequest, change: dict[str, Any]) -> None:
     answer = opened_as(client, replace(wanted.claim, **change))
-    assert (answer.states, answer.reasons) == ((CellState.FAILED,), (MissReason.CORRUPT,))
-    assert (answer.leases, answer.offsets) == ((0,), (0,))
+    assert (answer.progress.state, answer.progress.reason) == (CellState.FAILED, MissReason.CORRUPT)
+    assert (answer.number, answer.progress.offset) == (0, 0)
 
 
 @pytest.mark.parametrize("change", OTHERS, ids=["parent", "start", "end"])

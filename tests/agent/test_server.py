@@ -193,7 +193,7 @@ def test_there_is_a_limit_of_clients_leases_and_deadlines(monkeypatch: pytest.Mo
     (resident,) = node.arena_cache.peek([wanted[0].claim.key.path()])
     assert resident is not None
     assert resident.deadline <= monotonic() + 600
-    first.release(held.leases)
+    first.release([held[0].number])
     node.close()
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from objkv.agent.answering import NodeCalls, NodeLookups
 from objkv.agent.arena_cache import CachedPayload
-from objkv.agent.client import AgentConnection, ArenaLease, leases_of
+from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.core import Core, CoreLimits
 from objkv.agent.disk import Disk
 from objkv.agent.fill import PayloadRequest
@@ -324,8 +324,7 @@ def ended(client: AgentConnection, lease: ArenaLease) -> Progress:
 def opened(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[ArenaLease]:
     """Leases of payloads."""
     claims = claims_of(wanted)
-    answer = client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
-    return leases_of(answer, client.arena.board)
+    return client.open(claims, deadline_s=PATIENCE_S, urgency=Urgency.BETWEEN_STEPS)
 
 
 def loaded(client: AgentConnection, wanted: Sequence[PayloadRequest]) -> list[Progress]:
