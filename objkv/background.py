@@ -141,10 +141,7 @@ class Pool(Generic[Job]):
             return self._ended.wait_for(lambda: not self._jobs and not self._begun, seconds)
 
     def close(
-        self,
-        join_s: float = JOIN_S,
-        *,
-        give_up: Callable[[Sequence[Job]], object] = lambda _: None,
+        self, join_s: float = JOIN_S, *, give_up: Callable[[Sequence[Job]], object] = lambda _: None
     ) -> list[str]:
         """Refuse new jobs, pass those that have not started to ``give_up``, and wait at most
         ``join_s`` for the others. Return the names of threads that are still busy; they end with

@@ -129,7 +129,7 @@ class ArenaCache:
         return [(one := get(key)) is not None and one.state is CellState.READY for key in keys]
 
     def open(
-        self, key: str, origin: Origin, waiter: Waiter | None, *, ahead: bool = False
+        self, key: str, origin: Origin, waiter: Waiter, *, ahead: bool = False
     ) -> tuple[CachedPayload, bool] | MissReason:
         """Take a lease of a payload. ``ahead``: for a prefetch, which does not count as a read.
 
@@ -151,9 +151,8 @@ class ArenaCache:
                 if one.state is CellState.READY and not ahead:
                     if not is_first:
                         self._ranking.use(key)
-                    if waiter is not None:
-                        self.held_back.seen_again(key)
-                elif waiter is not None and one.state is CellState.FILLING:
+                    self.held_back.seen_again(key)
+                elif one.state is CellState.FILLING:
                     one.waiters.add(waiter)
                 return one, False
             if not self._cells:
@@ -163,8 +162,7 @@ class ArenaCache:
             )
             self._by_key[key] = one
             self._all.add(one)
-            if waiter is not None:
-                one.waiters.add(waiter)
+            one.waiters.add(waiter)
             self._arena.board.write(one.cell, Progress(CellState.FILLING, 0, 0, 0, 0))
             return one, True
 

@@ -59,11 +59,7 @@ class Backends(AbstractContextManager["Backends"]):
 
 
 def open_backends(
-    config: Config,
-    recorder: Recorder,
-    *,
-    on_change: OnChange = log_change,
-    of_agent: bool = False,
+    config: Config, recorder: Recorder, *, on_change: OnChange = log_change, of_agent: bool = False
 ) -> Backends:
     """Open bulk store, index and hot store. ``on_change``: called when a circuit opens or closes.
     ``of_agent``: whether to fetch with processes of its own. Raises ``ConfigError``."""
@@ -80,11 +76,7 @@ def open_backends(
 
 
 def open_bulk(
-    config: Config,
-    recorder: Recorder,
-    *,
-    on_change: OnChange = log_change,
-    of_agent: bool = False,
+    config: Config, recorder: Recorder, *, on_change: OnChange = log_change, of_agent: bool = False
 ) -> PruneStore:
     """Open the bulk store, guarded. ``of_agent``: see ``open_backends``."""
     guard = _guard("bulk", config, recorder, on_change)

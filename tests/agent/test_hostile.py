@@ -28,7 +28,7 @@ from objkv.stores.processes import _shared_memory
 from tests.agent.consistency import is_consistent, paths_of
 from tests.agent.test_core import settled
 from tests.agent.test_server import ask_for, greeted
-from tests.agent.world import PATIENCE_S, Node, ended, gated, opened, payloads
+from tests.agent.world import PATIENCE_S, Node, Sleeper, ended, gated, opened, payloads
 from tests.support.agents import AgentProcess
 from tests.support.mappings import is_private
 from tests.support.samples import NAMESPACE
@@ -150,7 +150,7 @@ def test_a_record_of_another_length_is_a_miss_and_takes_no_memory(
 def test_a_save_of_a_payload_that_is_resident_with_another_claim_is_refused(node: Node) -> None:
     made = payloads()
     other = read_header(made[1]).claim.key.path()
-    found = node.arena_cache.open(other, NO_ORIGIN, None)  # as if of another claim
+    found = node.arena_cache.open(other, NO_ORIGIN, Sleeper())  # as if of another claim
     assert not isinstance(found, MissReason)
     assert node.arena_cache.allocate(found[0], len(made[1])) is not None
     node.arena_cache.ready(found[0], 2)

@@ -11,14 +11,7 @@ from objkv.agent import fill as module
 from objkv.agent.client import AgentConnection, ArenaLease
 from objkv.agent.fill import UNKNOWN, KnownLayouts, PayloadRequest
 from objkv.agent.memory.arena import CellState
-from objkv.agent.messages import (
-    Claims,
-    Commit,
-    CommitStatus,
-    MissReason,
-    SavedPart,
-    Urgency,
-)
+from objkv.agent.messages import Claims, Commit, CommitStatus, MissReason, SavedPart, Urgency
 from objkv.codec.payload import Claim, LayerSpec, read_header
 from tests.agent.consistency import keeps_promises
 from tests.agent.world import (

@@ -37,8 +37,9 @@ from objkv.errors import ConfigError, ObjkvError
 from objkv.keys.tokenizer import Tokenizers
 
 
-def read_json(content: bytes) -> Body:
-    """Return the object in a body. Raises ``ConfigError``, also for names that are not known."""
+def read_json(content: bytes, *, is_local: bool) -> Body:
+    """Return the object in a body. ``is_local``: the client is of the same user, so that it may
+    name files. Raises ``ConfigError``, also for names that are not known."""
     if not content:
         raise ConfigError(f"send a JSON object of at most {BODY_BYTES_MAX} bytes")
     try:
@@ -49,6 +50,8 @@ def read_json(content: bytes) -> Body:
         raise ConfigError("the body is not a JSON object")
     if unknown := sorted(body.keys() - KNOWN):
         raise ConfigError(f"{unknown[0][:100]!r} is unknown: use {', '.join(sorted(KNOWN))}")
+    if not is_local and body.get("tokenizer") is not None:
+        raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
     return body
 
 
@@ -127,7 +130,8 @@ class AgentHttp:
         try:
             if method == allowed == "POST":
                 with self._bodies.read(environ) as content:
-                    return _say(start, "200 OK", posts[path](read_json(content), is_local))
+                    body = read_json(content, is_local=is_local)
+                    return _say(start, "200 OK", posts[path](body))
             skip_body(environ)
             if method == allowed:
                 return _say(start, "200 OK", reads[path]())
@@ -144,34 +148,32 @@ class AgentHttp:
     def _namespaces(self) -> dict[str, Any]:
         return {"namespaces": [asdict(one) for one in self._prefetches.namespaces()]}
 
-    def _match(self, body: Body, is_local: bool) -> dict[str, Any]:
-        return asdict(self._prefetches.match(*self._prompt(body, is_local)))
+    def _match(self, body: Body) -> dict[str, Any]:
+        return asdict(self._prefetches.match(*self._prompt(body)))
 
-    def _prefetch(self, body: Body, is_local: bool) -> dict[str, Any]:
+    def _prefetch(self, body: Body) -> dict[str, Any]:
         order = read_order(body)
-        return asdict(self._prefetches.start(*self._prompt(body, is_local), order))
+        return asdict(self._prefetches.start(*self._prompt(body), order))
 
-    def _prompt(self, body: Body, is_local: bool) -> tuple[str, list[bytes]]:
-        """Return namespace and prefix hashes. ``is_local``: whether a file may be named."""
+    def _prompt(self, body: Body) -> tuple[str, list[bytes]]:
+        """Return namespace and prefix hashes. Raises ``ConfigError`` with the fix."""
         namespace = body.get("namespace")
         if not isinstance(namespace, str) or len(namespace) != 32 or not is_hex(namespace):
             raise ConfigError("namespace: give its 32 hex digits, as /v1/namespaces lists them")
         if body.get("text") is not None:
             refuse(body, ("tokens", "hashes"), "with text")
             more = {name: value for name, value in body.items() if name in WITH_TOKENS}
-            body = {"tokens": self._tokenized(namespace, body, is_local), **more}
+            body = {"tokens": self._tokenized(namespace, body), **more}
         return namespace, read_hashes(
             body, namespace, lambda: self._prefetches.facts(namespace).chunk_tokens
         )
 
-    def _tokenized(self, namespace: str, body: Body, is_local: bool) -> list[int]:
+    def _tokenized(self, namespace: str, body: Body) -> list[int]:
         text, model = read_text(body, "text") or "", read_text(body, "model")
         place = read_text(body, "tokenizer")
         if place is None:
             model = model or self._prefetches.facts(namespace).model
             return self._tokenizers.tokens(text, self._tokenizers.place_of(model))
-        if not is_local:
-            raise ConfigError("tokenizer: only clients of the Unix socket may name a file")
         if not Path(place).is_absolute() or "\0" in place:
             raise ConfigError("tokenizer: give the absolute path of a tokenizer.json")
         return self._tokenizers.tokens(text, Path(place))
