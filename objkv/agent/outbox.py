@@ -139,9 +139,9 @@ class AgentSaves:
         return self._clock() >= self._full_until
 
     def begin_save(self, path: str, *, puts: bool = False, again: bool = False) -> bool:
-        """Whether a payload is not being saved, nor was just saved. ``end_save`` must follow then.
-        ``puts``: whether the agent must not hold it back, also if it does so already. ``again``:
-        whether what was just saved does not count."""
+        """Begin a save, unless it runs or just ended. ``end_save`` must follow. ``puts``: whether
+        the agent must not hold it back, also if it does so already. ``again``: even if it just
+        ended."""
         with self._marking:
             if puts or again:
                 self.in_flight.forget(path)

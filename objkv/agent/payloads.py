@@ -154,7 +154,7 @@ class PayloadReader:
         self._thread.start()
 
     def read(self, payloads: Iterable[PayloadTransfer]) -> None:
-        """Read payloads in order, behind those that wait. Each gets an ``end``. Any number."""
+        """Read payloads in order, behind those that wait. Each gets an ``end``."""
         with self._lock:
             if not self._closed:
                 self._waiting.extend(payloads)

@@ -242,7 +242,7 @@ class NodeAgent(AbstractContextManager["NodeAgent"]):
         )
 
     def run(self, ended: Callable[[float], bool], *, idle_s: float | None = None) -> None:
-        """Serve until ``ended(seconds)``, which waits, or without clients for ``idle_s``."""
+        """Serve until ``ended(seconds)``, which waits, is true, or ``idle_s`` without clients."""
         sys.setswitchinterval(_SWITCH_S)
         used = monotonic()
         self._board.vouch(time() + VOUCH_S)

@@ -123,7 +123,7 @@ def open_index(
 
 
 def read_lifecycle(config: Config) -> LifecycleRules | None:
-    """Return the lifecycle rules of a bucket that has readable ones. Raises ``StoreError``."""
+    """Return a bucket's lifecycle rules, None if there are none to read. Raises ``StoreError``."""
     place = parse_url("bulk_url", config.bulk_url)
     if place.scheme != "s3" or is_directory_bucket(place.host):
         return None

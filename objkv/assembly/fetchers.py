@@ -28,7 +28,7 @@ def open_s3(config: Config, *, processes: int = 1) -> S3Store:
 
 
 def process_count(store: S3Store) -> int:
-    """Return how many processes fetch: none without TLS, since one moves plain bytes as memory."""
+    """Return how many processes fetch: 0 without TLS, where one is about as fast as memory."""
     return min(_PROCESSES_MAX, host_cores() // _CORES_EACH) if store.uses_tls else 0
 
 

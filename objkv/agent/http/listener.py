@@ -164,10 +164,10 @@ class HttpListener:
                 address, family = _found(where)
                 if self._path is not None:
                     self._path.unlink(missing_ok=True)
-                    undo.callback(self._path.unlink, missing_ok=True)
                 self._server = _Server(address, family)
                 undo.callback(self._server.server_close)
                 if self._path is not None:
+                    undo.callback(self._path.unlink, missing_ok=True)
                     self._inode = self._path.stat().st_ino
                 self._server.set_app(application)
                 serve = self._server.serve_forever

@@ -164,8 +164,7 @@ class Arena:
         self.fd = fd
         """The memfd. This object closes it."""
         self.view = memoryview(mapping)
-        """``[nbytes]`` bytes of format ``B``. Valid until ``close``, parts of it as long as they
-        are referenced."""
+        """``[nbytes]`` bytes of format ``B``, valid until ``close``, or as long as referenced."""
         self.board = ProgressBoard(self.view)
         self._mapping: mmap.mmap | None = mapping
 
